@@ -1,0 +1,53 @@
+# Every habit of the project, by name. Needs Python 3.11+ and make; everything else is installed into .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check lint types unit bench crash lock clean
+
+help: ## what there is
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("topics needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
+
+setup: $(STAMP) ## make .venv with the pinned dependencies
+
+run: $(STAMP) ## serve on 127.0.0.1:4000 with ./topics-data
+	$(BIN)/topics-supervisor run
+
+test: check unit ## lint, types and tests
+
+check: lint types ## the pre-commit checks
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+unit: $(STAMP)
+	$(BIN)/pytest
+
+bench: $(STAMP) ## start a server, measure it, print the table (JSON: bench/out/latest.json)
+	$(BIN)/python -m bench
+
+crash: $(STAMP) ## the end-to-end crash test, 20 rounds
+	TOPICS_CRASH_ROUNDS=20 $(BIN)/pytest tests/e2e/test_crash.py
+
+lock: ## pin the dependencies again
+	$(PYTHON) -m venv $(VENV)-lock
+	$(VENV)-lock/bin/python -m pip install --quiet --disable-pip-version-check pip-tools
+	$(VENV)-lock/bin/pip-compile --quiet --strip-extras --extra dev --generate-hashes --allow-unsafe \
+	  --no-emit-index-url --no-emit-trusted-host --no-header --output-file requirements.lock pyproject.toml
+	rm -rf $(VENV)-lock
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""The process that turns WAL into segments and snapshots."""

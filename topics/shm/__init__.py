@@ -1,0 +1,1 @@
+"""Bytes in memory: what the processes of one service share."""

@@ -1,0 +1,1 @@
+"""Bytes on disk. One module owns each format."""

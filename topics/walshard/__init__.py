@@ -1,0 +1,1 @@
+"""The process that owns topics: assigns seqs, writes the WAL, publishes."""
