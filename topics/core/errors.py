@@ -1,0 +1,72 @@
+"""Every way a request can fail, and the HTTP status each one has (api §0.6).
+
+The set is closed: a code is in `STATUS_BY_CODE` or it does not exist.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+STATUS_BY_CODE: dict[str, int] = {
+    "invalid_request": 400,
+    "batch_too_large": 400,
+    "record_too_large": 400,
+    "unauthorized": 401,
+    "forbidden": 403,
+    "topic_not_found": 404,
+    "router_not_found": 404,
+    "cursor_not_found": 404,
+    "not_found": 404,
+    "method_not_allowed": 405,
+    "not_acceptable": 406,
+    "request_timeout": 408,
+    "topic_exists_incompatible": 409,
+    "topic_not_empty": 409,
+    "router_cycle": 409,
+    "not_a_queue": 409,
+    "head_mismatch": 409,
+    "fenced": 409,
+    "out_of_order": 409,
+    "payload_too_large": 413,
+    "uri_too_long": 414,
+    "unsupported_media_type": 415,
+    "expectation_failed": 417,
+    "topic_full": 422,
+    "throttled": 429,
+    "headers_too_large": 431,
+    "internal": 500,
+    "not_ready": 503,
+    "shutting_down": 503,
+    "shard_unavailable": 503,
+    "storage_unavailable": 503,
+    "http_version_not_supported": 505,
+}
+
+RETRY_AFTER_S = {"throttled": 1, "not_ready": 1, "shutting_down": 1, "shard_unavailable": 1, "storage_unavailable": 1}
+"""Codes whose answer carries `Retry-After`, in seconds."""
+
+
+class TopicsError(Exception):
+    """One failed request: what the client branches on (`code`), reads (`message`) and computes with (`detail`)."""
+
+    def __init__(self, code: str, message: str, detail: dict[str, Any] | None = None) -> None:
+        assert code in STATUS_BY_CODE, code
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.detail = detail
+
+    @property
+    def status(self) -> int:
+        """The HTTP status of this error."""
+        return STATUS_BY_CODE[self.code]
+
+
+def invalid(message: str, **detail: Any) -> TopicsError:
+    """A request that can never succeed as it is."""
+    return TopicsError("invalid_request", message, detail or None)
+
+
+def topic_not_found(name: str) -> TopicsError:
+    """The topic does not exist (any more)."""
+    return TopicsError("topic_not_found", f"topic {name!r} does not exist", {"topic": name})

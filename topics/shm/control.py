@@ -1,0 +1,199 @@
+"""The control page: what every process of a service says about itself, readable without asking anyone.
+
+    +----------+----------+----------+-- … --+----------+
+    | header   | cell     | cell     |       | cell     |      CELL_WORDS u64 words each
+    +----------+----------+----------+-- … --+----------+
+      supervisor frontend 0..M-1, walshard 0..N-1, compactor
+
+A cell's first SUPERVISOR_WORDS words are the supervisor's notes on that process; the rest is the process's
+own. So each word has one writer, and `status` works while a child is dead or recovering.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+from topics.shm.memory import SharedObject
+
+CELL_WORDS: Final = 128
+SUPERVISOR_WORDS: Final = 16
+MAGIC: Final = 0x31535049434F5454  # "TTOCIPS1"
+VERSION: Final = 1
+
+EXIT_REFUSED: Final = 78
+"""Exit code of a child that must not be restarted: its data needs a human (the log says what and where)."""
+
+
+class Role(IntEnum):
+    SUPERVISOR = 0
+    FRONTEND = 1
+    WALSHARD = 2
+    COMPACTOR = 3
+
+
+class ProcessState(IntEnum):
+    NONE = 0
+    STARTING = 1
+    RECOVERING = 2
+    READY = 3
+    DRAINING = 4
+    STOPPED = 5
+    DEAD = 6
+    DEGRADED = 7
+
+
+HEADER_FIELDS: Final = (
+    "magic",
+    "version",
+    "supervisor_pid",
+    "state",
+    "started_ms",
+    "shards",
+    "frontends",
+    "port",
+    "reshard_ppm",
+)
+SUPERVISOR_FIELDS: Final = ("pid", "state", "restarts", "last_exit", "since_ms")
+LATENCY_BUCKETS: Final = 24
+"""Bucket i counts latencies below 2^(i+3) µs that fit no earlier one: 8 µs … 67 s."""
+
+_COMMON = ("pid", "state", "incarnation", "started_ms", "heartbeat_ms", "progress_ppm", "pressure_ppm")
+CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
+    Role.FRONTEND: (
+        *_COMMON,
+        "connections",
+        "sse_connections",
+        "requests",
+        "responses_4xx",
+        "responses_5xx",
+        "records_in",
+        "records_out",
+        "sse_frames",
+        "long_polls",
+        "ring_full",
+    ),
+    Role.WALSHARD: (
+        *_COMMON,
+        "generation",
+        "topics",
+        "wal_file",
+        "wal_offset",
+        "wal_read_only",
+        "wal_frames",
+        "wal_batches",
+        "wal_fsyncs",
+        "wal_bytes_written",
+        "wal_rotations",
+        "wal_unsynced_bytes",
+        "queue_depth",
+        "queue_depth_peak",
+        "commit_window_us",
+        "write_errors",
+        "sessions",
+        "torn_bytes",
+        "arena_bytes",
+        *(f"fsync_us_{bucket:02d}" for bucket in range(LATENCY_BUCKETS)),
+    ),
+    Role.COMPACTOR: _COMMON,
+}
+
+
+class Cell:
+    """Named u64 words; only their one writer calls `set` and `add`."""
+
+    def __init__(self, words: memoryview, fields: tuple[str, ...]) -> None:
+        assert len(fields) <= len(words)
+        self._words = words
+        self._index = {field: index for index, field in enumerate(fields)}
+
+    def set(self, field: str, value: int) -> None:
+        self._words[self._index[field]] = value
+
+    def add(self, field: str, amount: int = 1) -> None:
+        self._words[self._index[field]] += amount
+
+    def get(self, field: str) -> int:
+        value: int = self._words[self._index[field]]
+        return value
+
+    def read(self) -> dict[str, int]:
+        return {field: self._words[index] for field, index in self._index.items()}
+
+    def clear(self) -> None:
+        """A new incarnation starts from zero."""
+        for index in range(len(self._words)):
+            self._words[index] = 0
+
+
+class ProcessCell(Cell):
+    """A process's own words, and beside them what the supervisor knows of it."""
+
+    def __init__(self, words: memoryview, role: Role) -> None:
+        super().__init__(words[SUPERVISOR_WORDS:], CHILD_FIELDS[role])
+        self.supervisor = Cell(words[:SUPERVISOR_WORDS], SUPERVISOR_FIELDS)
+
+
+def latency_bucket(latency_us: int) -> int:
+    """Which `fsync_us_NN` counts this latency."""
+    return min(LATENCY_BUCKETS - 1, max(0, latency_us.bit_length() - 3))
+
+
+def latency_quantile_us(cell: dict[str, int], quantile: float) -> int | None:
+    """Upper bound of the bucket that holds the quantile, None before the first sample."""
+    counts = [cell[f"fsync_us_{bucket:02d}"] for bucket in range(LATENCY_BUCKETS)]
+    rank = sum(counts) * quantile
+    for bucket, count in enumerate(counts):
+        rank -= count
+        if count and rank <= 0:
+            return 1 << (bucket + 3)
+    return None
+
+
+class ControlPage:
+    """The mapped page of one service."""
+
+    def __init__(self, shared: SharedObject, shards: int, frontends: int) -> None:
+        self._shared = shared
+        self.shards = shards
+        self.frontends = frontends
+        words = shared.words
+        self.header = Cell(words[:CELL_WORDS], HEADER_FIELDS)
+        roles = [(Role.FRONTEND, i) for i in range(frontends)] + [(Role.WALSHARD, i) for i in range(shards)]
+        roles.append((Role.COMPACTOR, 0))
+        self._cells = {
+            key: ProcessCell(words[CELL_WORDS * (1 + at) : CELL_WORDS * (2 + at)], key[0])
+            for at, key in enumerate(roles)
+        }
+
+    @staticmethod
+    def size_bytes(shards: int, frontends: int) -> int:
+        return CELL_WORDS * 8 * (2 + shards + frontends)
+
+    @classmethod
+    def create(cls, name: str, shards: int, frontends: int) -> ControlPage:
+        page = cls(SharedObject.create(name, cls.size_bytes(shards, frontends)), shards, frontends)
+        page.header.set("version", VERSION)
+        page.header.set("shards", shards)
+        page.header.set("frontends", frontends)
+        page.header.set("magic", MAGIC)
+        return page
+
+    @classmethod
+    def attach(cls, name: str) -> ControlPage:
+        """The page of a running service; FileNotFoundError when there is none, ValueError when it is another version's."""
+        shared = SharedObject.attach(name)
+        header = Cell(shared.words[:CELL_WORDS], HEADER_FIELDS)
+        if header.get("magic") != MAGIC or header.get("version") != VERSION:
+            raise ValueError(f"shared memory {name} was made by another version of topics")
+        return cls(shared, header.get("shards"), header.get("frontends"))
+
+    def cell(self, role: Role, index: int) -> ProcessCell:
+        return self._cells[role, index]
+
+    def cells(self) -> dict[tuple[Role, int], ProcessCell]:
+        """All of them, in the order they are shown."""
+        return self._cells
+
+    def unlink(self) -> None:
+        self._shared.unlink()

@@ -1,0 +1,103 @@
+"""A single-producer single-consumer ring of byte messages in shared memory.
+
+     word 0     word 8      word 16 …
+    +---------+-----------+---------------------------------------------+
+    | written | consumed  | capacity_bytes of messages                  |
+    +---------+-----------+---------------------------------------------+
+      producer   consumer   each on its own cache line (64 bytes apart)
+
+`written` and `consumed` are byte positions that only grow; position p lives at p % capacity. A message is
+
+    | len_bytes u64 | payload | padding to 8 |
+
+and never wraps: when it does not fit before the end, a skip marker (len = SKIP) fills the rest. The producer
+stores the payload first and `written` last, so a producer killed in between has published nothing. The
+consumer moves `consumed` only when it is done with a message, so a consumer that is killed finds it again
+in its next life.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+HEADER_BYTES = 128
+_WRITTEN = 0
+_CONSUMED = 8
+_SKIP = 2**64 - 1
+
+
+class Ring:
+    """One direction between two processes. `region` is the ring's part of a shared object, zero-filled when new."""
+
+    def __init__(self, region: memoryview) -> None:
+        self.capacity_bytes = (len(region) - HEADER_BYTES) & ~7
+        assert self.capacity_bytes >= 1024
+        self._words = region[: len(region) & ~7].cast("Q")
+        self._data = region[HEADER_BYTES : HEADER_BYTES + self.capacity_bytes]
+        self.message_max_bytes = self.capacity_bytes // 4
+        """Longer messages go by reference."""
+
+    # -- producer
+
+    def push(self, *parts: bytes | bytearray | memoryview) -> bool:
+        """Appends one message made of `parts`; False when the ring is full (nothing was written)."""
+        length = sum(map(len, parts))
+        assert 0 < length <= self.message_max_bytes, length
+        words = self._words
+        written = words[_WRITTEN]
+        offset = written % self.capacity_bytes
+        need = 8 + ((length + 7) & ~7)
+        room_to_end = self.capacity_bytes - offset
+        skipped = room_to_end if need > room_to_end else 0
+        if written + skipped + need - words[_CONSUMED] > self.capacity_bytes:
+            return False
+        if skipped:
+            words[(HEADER_BYTES + offset) >> 3] = _SKIP
+            offset = 0
+        words[(HEADER_BYTES + offset) >> 3] = length
+        data = self._data
+        at = offset + 8
+        for part in parts:
+            data[at : at + len(part)] = part
+            at += len(part)
+        words[_WRITTEN] = written + skipped + need
+        return True
+
+    # -- consumer
+
+    def peek(self, position: int | None = None) -> Iterator[tuple[memoryview, int]]:
+        """Messages not yet consumed, oldest first, each with the position behind it (for `consume`).
+
+        `position` goes on behind an earlier message. The views are void once consumed.
+        """
+        words = self._words
+        at = words[_CONSUMED] if position is None else position
+        end = words[_WRITTEN]
+        capacity = self.capacity_bytes
+        data = self._data
+        while at < end:
+            offset = at % capacity
+            length = words[(HEADER_BYTES + offset) >> 3]
+            if length == _SKIP:
+                at += capacity - offset
+                continue
+            at += 8 + ((length + 7) & ~7)
+            yield data[offset + 8 : offset + 8 + length], at
+
+    def consume(self, position: int) -> None:
+        """Frees everything up to `position`."""
+        self._words[_CONSUMED] = position
+
+    @property
+    def consumed(self) -> int:
+        """Byte position of the oldest message that is not consumed."""
+        return self._words[_CONSUMED]
+
+    @property
+    def empty(self) -> bool:
+        return self._words[_WRITTEN] == self._words[_CONSUMED]
+
+    @property
+    def pending_bytes(self) -> int:
+        """How much waits for the consumer."""
+        return self._words[_WRITTEN] - self._words[_CONSUMED]
