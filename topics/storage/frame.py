@@ -1,0 +1,338 @@
+"""The WAL frame: how one record or control entry lies in a log file. Nothing else knows an offset inside a frame.
+
+All integers are little-endian.
+
+  0           4      5       6          14    22    30         32        34         38
+  ┌───────────┬──────┬───────┬──────────┬─────┬─────┬──────────┬─────────┬──────────┬──────┬──────┬─────────┬──────────┐
+  │ frame_len │ type │ flags │ topic_id │ seq │ ts  │ node_len │ tag_len │ data_len │ node │ tag  │ payload │ checksum │
+  │ u32     │ u8   │ u8  │ u64    │ u64 │ u64 │ u16    │ u16   │ u32    │ utf8 │ utf8 │ bytes   │ u64    │
+  └───────────┴──────┴───────┴──────────┴─────┴─────┴──────────┴─────────┴──────────┴──────┴──────┴─────────┴──────────┘
+    frame_len  = every byte after this field = 34 + node_len + tag_len + data_len + 8
+    ts         = commit time, ms since the epoch
+    payload    = an Append's JSON fragment as it will be served: `"data":<raw>` or `"data":<raw>,"meta":<raw>`;
+                 a control frame's own body otherwise
+    checksum   = XXH3-64 of bytes [4, checksum)
+
+A frame of a zero length is no frame: space that was reserved and never written reads as zeros. The frame carries no
+version of its own: the first frame of every file does (`logfile.py`), and a new type or flag is a new version there.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from itertools import accumulate
+from struct import Struct
+from typing import NamedTuple, TypeAlias
+
+from xxhash import xxh3_64_intdigest
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
+
+HEADER = Struct("<IBBQQQHHI")
+HEADER_LEN = HEADER.size
+CHECKSUM = Struct("<Q")
+CHECKSUM_LEN = CHECKSUM.size
+OVERHEAD_LEN = HEADER_LEN + CHECKSUM_LEN
+
+FLAG_TAG = 1
+FLAG_NODE = 2
+FLAG_DURABLE = 4
+FLAG_MORE = 8  # more frames of the same atomic write follow
+FLAG_META = 16
+
+# What a location entry repeats of a frame, so that a reader need not look into the file (bits 0 and 1 are not ours).
+LOCATION_HAS_TAG = 4
+LOCATION_HAS_NODE = 8
+LOCATION_HAS_META = 16
+
+NODE_MAX_BYTES = 0xFFFF
+TAG_MAX_BYTES = 0xFFFF
+DATA_MAX_BYTES = 0xFFFF_FFFF - OVERHEAD_LEN - NODE_MAX_BYTES - TAG_MAX_BYTES  # frame_len is a u32 as well
+
+_LENGTH_FIELD_LEN = 4
+_TYPE_AT = 4
+_FLAGS_AT = 5
+_IDS_AT = 6
+_IDS = Struct("<QQQ")  # topic_id, seq, ts: what only the shard knows
+_DATA_KEY = b'"data":'
+_META_KEY = b',"meta":'
+_NO_CHECKSUM = bytes(CHECKSUM_LEN)
+
+# The header of an unstamped Append, with the room for the checksum of the frame before it: one pack and one join entry
+# less a record than packing the two apart.
+_ATTRIBUTE_HEADER = Struct(f"<{CHECKSUM_LEN}xIBB24xHHI")
+# The same for a record without node, tag and meta, where type, flags and both zero lengths are constants and the
+# payload's key follows at once.
+_PLAIN_HEADER = Struct(f"<{CHECKSUM_LEN}xIH24xII{len(_DATA_KEY)}s")
+
+
+class FrameType(IntEnum):
+    APPEND = 1
+    TOPIC_CREATE = 2
+    TOPIC_DELETE = 3
+    ROUTER_CREATE = 4
+    ROUTER_DELETE = 5
+    DELETE = 6
+    EVICT_WATERMARK = 7
+    CHECKPOINT_MARK = 8
+    CONFIG_UPDATE = 9
+    LEASE = 10
+    HEAD_WATERMARK = 11
+    FILE_START = 32
+    FILE_END = 33
+    SYNC_MARK = 34
+    IDEMPOTENCY = 35
+    SESSION = 36
+
+
+_KNOWN_TYPES = frozenset(int(member) for member in FrameType)
+_PLAIN_TYPE_AND_FLAGS = FrameType.APPEND | FLAG_MORE << 8
+
+
+class FrameTooLarge(ValueError):  # noqa: N818 — named for what it is, as the whole house does
+    """A part of a record is longer than the frame's length field can say."""
+
+
+def encode(type: int, flags: int, topic_id: int, seq: int, ts: int, node: Bytes, tag: Bytes, data: Bytes) -> bytes:
+    """One complete frame, checksum included. FLAG_NODE and FLAG_TAG follow from `node` and `tag`.
+
+    Raises FrameTooLarge for a node or tag over 64 KiB or a payload that frame_len cannot hold.
+    """
+    node_len, tag_len, data_len = len(node), len(tag), len(data)
+    _check_lengths(node_len, tag_len, data_len)
+    flags |= (FLAG_NODE if node_len else 0) | (FLAG_TAG if tag_len else 0)
+    frame_len = OVERHEAD_LEN - _LENGTH_FIELD_LEN + node_len + tag_len + data_len
+    header = HEADER.pack(frame_len, type, flags, topic_id, seq, ts, node_len, tag_len, data_len)
+    frame = b"".join((header, node, tag, data))
+    return frame + CHECKSUM.pack(xxh3_64_intdigest(memoryview(frame)[_TYPE_AT:]))
+
+
+@dataclass(slots=True, frozen=True)
+class LaidOut:
+    """Append frames back to back, complete but for what the shard stamps: topic_id, seq, ts and the checksums."""
+
+    buffer: bytearray
+    offsets: array[int]  # u64: start of each frame in `buffer`
+    offset_len: array[int]  # u64: start | whole length of the frame << 32
+    flags: bytes  # LOCATION_HAS_* of each record
+    count: int
+
+
+def lay_out(records: Iterable[tuple[bytes, bytes, Bytes, Bytes]]) -> LaidOut:
+    """The frames of one atomic write. A record is (node, tag, data, meta): UTF-8 and raw JSON, b"" where absent.
+
+    Every frame but the last carries FLAG_MORE. Raises FrameTooLarge when a part does not fit its length field or the
+    whole does not fit 4 GiB.
+    """
+    parts: list[Bytes] = []
+    add = parts.append
+    lengths: list[int] = []
+    flags: list[int] = []
+    pack_plain = _PLAIN_HEADER.pack
+    plain_len = len(_DATA_KEY)
+    plain_frame_len = OVERHEAD_LEN - _LENGTH_FIELD_LEN + plain_len
+    has_attributes = False
+    for node, tag, data, meta in records:
+        try:
+            if node or tag or meta:
+                has_attributes = True
+                location_flags, total_len = _add_record(parts, node, tag, data, meta)
+                flags.append(location_flags)
+                lengths.append(total_len)
+            else:
+                data_len = len(data)
+                add(pack_plain(data_len + plain_frame_len, _PLAIN_TYPE_AND_FLAGS, 0, data_len + plain_len, _DATA_KEY))
+                add(data)
+                lengths.append(data_len + plain_frame_len + _LENGTH_FIELD_LEN)
+                flags.append(0)
+        except struct.error:
+            _check_lengths(len(node), len(tag), len(_DATA_KEY) + len(data) + len(_META_KEY) + len(meta))
+            raise
+    count = len(lengths)
+    if not count:
+        return LaidOut(bytearray(), array("Q"), array("Q"), b"", 0)
+    add(_NO_CHECKSUM)
+    buffer = bytearray().join(parts)
+    del buffer[:CHECKSUM_LEN]  # the first header has no checksum before it
+    offsets = list(accumulate(lengths, initial=0))
+    whole_len = offsets.pop()
+    if whole_len >> 32:
+        raise FrameTooLarge(f"a write of {whole_len} bytes: the frames of one write must fit 4 GiB")
+    buffer[offsets[-1] + _FLAGS_AT] &= ~FLAG_MORE & 0xFF
+    offset_len = array("Q", [offset | length << 32 for offset, length in zip(offsets, lengths, strict=True)])
+    return LaidOut(buffer, array("Q", offsets), offset_len, bytes(flags) if has_attributes else bytes(count), count)
+
+
+def _add_record(parts: list[Bytes], node: bytes, tag: bytes, data: Bytes, meta: Bytes) -> tuple[int, int]:
+    """The general record: returns (location flags, length of the whole frame)."""
+    node_len, tag_len, data_len = len(node), len(tag), len(_DATA_KEY) + len(data)
+    flags, location_flags = FLAG_MORE, 0
+    if tag_len:
+        flags |= FLAG_TAG
+        location_flags |= LOCATION_HAS_TAG
+    if node_len:
+        flags |= FLAG_NODE
+        location_flags |= LOCATION_HAS_NODE
+    if meta:
+        flags |= FLAG_META
+        location_flags |= LOCATION_HAS_META
+        data_len += len(_META_KEY) + len(meta)
+    frame_len = OVERHEAD_LEN - _LENGTH_FIELD_LEN + node_len + tag_len + data_len
+    parts.append(_ATTRIBUTE_HEADER.pack(frame_len, FrameType.APPEND, flags, node_len, tag_len, data_len))
+    parts.append(node + tag + _DATA_KEY)
+    parts.append(data)
+    if meta:
+        parts.append(_META_KEY)
+        parts.append(meta)
+    return location_flags, frame_len + _LENGTH_FIELD_LEN
+
+
+def stamp(
+    buffer: bytearray | memoryview,
+    offset_len: Sequence[int],
+    topic_id: int,
+    first_seq: int,
+    ts: int,
+    extra_flags: int,
+) -> None:
+    """Complete laid-out frames in place: contiguous seqs from `first_seq`, one `ts` (ms), `extra_flags`, checksums.
+
+    `buffer` is writable and holds the frames at the offsets of `offset_len` (offset | length << 32).
+    """
+    view = memoryview(buffer)
+    pack_ids, pack_checksum = _IDS.pack_into, CHECKSUM.pack_into
+    if extra_flags:  # apart from the loop below, which runs without a flag for most classes
+        for entry in offset_len:
+            view[(entry & 0xFFFF_FFFF) + _FLAGS_AT] |= extra_flags
+    seq = first_seq
+    for entry in offset_len:
+        start = entry & 0xFFFF_FFFF
+        checksum_at = start + (entry >> 32) - CHECKSUM_LEN
+        pack_ids(view, start + _IDS_AT, topic_id, seq, ts)
+        pack_checksum(view, checksum_at, xxh3_64_intdigest(view[start + _TYPE_AT : checksum_at]))
+        seq += 1
+
+
+class Frame(NamedTuple):
+    """A valid frame, its parts copied out of the file."""
+
+    type: int
+    flags: int
+    topic_id: int
+    seq: int
+    ts: int
+    node: bytes
+    tag: bytes
+    data: bytes
+    total_len: int
+
+
+class Defect(StrEnum):
+    """Why the bytes at an offset are not a frame."""
+
+    EMPTY = "no frame (length zero)"
+    LENGTH = "frame length runs past the end"
+    TYPE = "unknown frame type"
+    LENGTHS = "inconsistent lengths"
+    TEXT = "node or tag is not UTF-8"
+    CHECKSUM = "checksum does not match"
+
+
+class FrameDefect(NamedTuple):
+    offset: int
+    defect: Defect
+
+
+FrameTuple: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int]
+"""(offset, total_len, type, flags, topic_id, seq, ts, node_len, tag_len, data_len)"""
+
+
+class Scan(NamedTuple):
+    """The valid frames from the start on, and what ended them (None: exactly the end)."""
+
+    frames: list[FrameTuple]
+    end: int
+    defect: Defect | None
+
+
+def scan(buffer: Bytes, start: int, end: int, limit: int = 2**63) -> Scan:
+    """The frames that lie back to back in buffer[start:end], fully validated, up to the first defect or `limit` frames.
+
+    `.end` is where the last valid frame ends; after `limit` frames the defect is None though `.end` is below `end`.
+    """
+    view = memoryview(buffer)
+    frames: list[FrameTuple] = []
+    add = frames.append
+    unpack, unpack_checksum = HEADER.unpack_from, CHECKSUM.unpack_from
+    known_types = _KNOWN_TYPES
+    offset = start
+    last_start = end - OVERHEAD_LEN
+    while offset <= last_start and limit:
+        frame_len, type_, flags, topic_id, seq, ts, node_len, tag_len, data_len = unpack(view, offset)
+        checksum_at = offset + (_LENGTH_FIELD_LEN - CHECKSUM_LEN) + frame_len
+        if frame_len == 0:
+            return Scan(frames, offset, Defect.EMPTY)
+        if checksum_at + CHECKSUM_LEN > end:
+            return Scan(frames, offset, Defect.LENGTH)
+        if type_ not in known_types:
+            return Scan(frames, offset, Defect.TYPE)
+        if offset + HEADER_LEN + node_len + tag_len + data_len != checksum_at:
+            return Scan(frames, offset, Defect.LENGTHS)
+        if unpack_checksum(view, checksum_at)[0] != xxh3_64_intdigest(view[offset + _TYPE_AT : checksum_at]):
+            return Scan(frames, offset, Defect.CHECKSUM)
+        if node_len or tag_len:
+            text = bytes(view[offset + HEADER_LEN : checksum_at - data_len])
+            if not (text.isascii() or (_is_utf8(text[:node_len]) and _is_utf8(text[node_len:]))):
+                return Scan(frames, offset, Defect.TEXT)
+        next_offset = checksum_at + CHECKSUM_LEN
+        add((offset, next_offset - offset, type_, flags, topic_id, seq, ts, node_len, tag_len, data_len))
+        offset = next_offset
+        limit -= 1
+    if offset == end or not limit:
+        return Scan(frames, offset, None)
+    # Fewer bytes than the smallest frame: zeros if the space was never written, else the beginning of a frame.
+    return Scan(frames, offset, Defect.LENGTH if any(view[offset:end]) else Defect.EMPTY)
+
+
+def read_frame(buffer: Bytes, offset: int, end: int) -> Frame | FrameDefect:
+    """The frame at `offset`, fully validated, or why there is none. `end` is where the readable bytes end."""
+    frames, _, defect = scan(buffer, offset, end, limit=1)
+    if not frames:
+        return FrameDefect(offset, defect if defect is not None else Defect.EMPTY)
+    _, total_len, type_, flags, topic_id, seq, ts, node_len, tag_len, data_len = frames[0]
+    node_at = offset + HEADER_LEN
+    tag_at = node_at + node_len
+    data_at = tag_at + tag_len
+    return Frame(
+        type_,
+        flags,
+        topic_id,
+        seq,
+        ts,
+        bytes(buffer[node_at:tag_at]),
+        bytes(buffer[tag_at:data_at]),
+        bytes(buffer[data_at : data_at + data_len]),
+        total_len,
+    )
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _check_lengths(node_len: int, tag_len: int, data_len: int) -> None:
+    for name, length, longest in (
+        ("node", node_len, NODE_MAX_BYTES),
+        ("tag", tag_len, TAG_MAX_BYTES),
+        ("payload", data_len, DATA_MAX_BYTES),
+    ):
+        if length > longest:
+            raise FrameTooLarge(f"{name} of {length} bytes: a frame holds at most {longest}")
