@@ -56,7 +56,7 @@ class _Given(msgspec.Struct):
     discard: Literal["old", "reject"] | msgspec.UnsetType = msgspec.UNSET
     durable: bool | msgspec.UnsetType = msgspec.UNSET
     durability: Durability | msgspec.UnsetType = msgspec.UNSET
-    priority: int | None | msgspec.UnsetType = msgspec.UNSET
+    priority: int | msgspec.UnsetType | None = msgspec.UNSET
     auto_priority: bool | msgspec.UnsetType = msgspec.UNSET
     auto_create: bool | msgspec.UnsetType = msgspec.UNSET
     idempotency_window_ms: int | msgspec.UnsetType = msgspec.UNSET
@@ -64,11 +64,19 @@ class _Given(msgspec.Struct):
     lease_ms: int | msgspec.UnsetType = msgspec.UNSET
     claim_jitter_ms: int | msgspec.UnsetType = msgspec.UNSET
     max_deliveries: int | msgspec.UnsetType = msgspec.UNSET
-    dead_letter: str | None | msgspec.UnsetType = msgspec.UNSET
+    dead_letter: str | msgspec.UnsetType | None = msgspec.UNSET
     leases_durable: bool | msgspec.UnsetType = msgspec.UNSET
 
 
-_UNSIGNED = ("ttl_ms", "cap_records", "cap_bytes", "idempotency_window_ms", "lease_ms", "claim_jitter_ms", "max_deliveries")
+_UNSIGNED = (
+    "ttl_ms",
+    "cap_records",
+    "cap_bytes",
+    "idempotency_window_ms",
+    "lease_ms",
+    "claim_jitter_ms",
+    "max_deliveries",
+)
 
 
 def parse_config(given: Any, topic: str) -> tuple[TopicConfig, bool]:

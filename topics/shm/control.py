@@ -181,7 +181,7 @@ class ControlPage:
 
     @classmethod
     def attach(cls, name: str) -> ControlPage:
-        """The page of a running service; FileNotFoundError when there is none, ValueError when it is another version's."""
+        """The page of a running service; FileNotFoundError or ValueError (another version)."""
         shared = SharedObject.attach(name)
         header = Cell(shared.words[:CELL_WORDS], HEADER_FIELDS)
         if header.get("magic") != MAGIC or header.get("version") != VERSION:

@@ -17,7 +17,7 @@ SHM_ROOT = "/dev/shm"
 def identity(data_dir: str) -> str:
     """16 hex digits that stand for this data directory on this machine."""
     status = os.stat(data_dir)
-    return xxhash.xxh3_64_hexdigest(f"{status.st_dev}:{status.st_ino}")
+    return xxhash.xxh3_64_hexdigest(f"{status.st_dev}:{status.st_ino}".encode())
 
 
 def shm_name(identity: str, kind: str, *parts: int) -> str:

@@ -1,0 +1,439 @@
+"""The index arena of one shard: what its topics are, and where each record not yet in a sealed segment lies.
+
+Written by the shard alone, mapped by every frontend.
+
+     0        header            magic · version · generation · slots_used · change_count          (u64 words)
+     4 KiB    changes           the last CHANGES slot numbers that were made or deleted, a circle
+     36 KiB   slots             SLOTS_MAX × SLOT_BYTES, backed by memory as they are used
+     HEAP     blocks            descriptors and location rings, powers of two from 64 bytes
+
+A slot holds its publication count and two copies of the topic's state. The shard writes the copy that is not
+current and then stores count + 1; a reader takes copy `count & 1` and accepts it if the count is still the same
+afterwards. So readers never wait, and a shard killed in the middle of a write has damaged nothing.
+
+    slot   | published u64 | 7 spare | copy 0: 16 words | copy 1: 16 words |
+
+A location ring holds the records base_seq..head_seq; seq s lies at index s & (capacity - 1):
+
+    entry  | seq u64 | ts u64 | offset u32 | len_bytes u32 | file_no u32 | flags u32 |
+
+A ring or descriptor that outgrows its block moves to another one; the old block is used again at once. A reader
+therefore checks: entry.seq against the seq it wants, the slot's count after copying, and the frame itself
+against (seq, len). Any mismatch means "take a new view", never "wrong data".
+"""
+
+from __future__ import annotations
+
+from array import array
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+import msgspec
+from sortedcontainers import SortedDict
+
+from topics.core.config import TopicConfig
+from topics.shm.instance import ARENA_RESERVE_BYTES
+from topics.shm.memory import SharedObject
+from topics.shm.names import shm_name
+
+MAGIC: Final = 0x31414E4552414F54
+VERSION: Final = 1
+ARENA_BYTES: Final = 8 * 2**30
+"""Address space, not memory: only what is used is backed."""
+CHANGES: Final = 4096
+_CHANGES_WORD: Final = 512
+_SLOTS_WORD: Final = _CHANGES_WORD + CHANGES
+SLOT_WORDS: Final = 40
+SLOTS_MAX: Final = 2**20
+_HEAP_BYTE: Final = (_SLOTS_WORD + SLOTS_MAX * SLOT_WORDS) * 8
+_COPY_WORD: Final = 8
+_COPY_WORDS: Final = 16
+ENTRY_WORDS: Final = 4
+_BLOCK_MIN_BYTES: Final = 64
+RING_MIN_ENTRIES: Final = 16
+
+IN_RAM_LOG: Final = 1
+DELETED: Final = 2
+"""Location flags; 4, 8 and 16 are the frame's has_tag, has_node, has_meta (`storage/frame.py`)."""
+
+
+class _Header(IntEnum):
+    MAGIC = 0
+    VERSION = 1
+    GENERATION = 2
+    SLOTS_USED = 3
+    CHANGE_COUNT = 4
+
+
+class SlotState(IntEnum):
+    FREE = 0
+    LIVE = 1
+    DELETED = 2
+
+
+class Descriptor(msgspec.Struct, array_like=True, frozen=True):
+    """What a topic is called and how it is configured."""
+
+    name: str
+    config: TopicConfig
+
+
+_encode_descriptor = msgspec.msgpack.Encoder().encode
+_decode_descriptor = msgspec.msgpack.Decoder(Descriptor).decode
+
+
+class TopicView(NamedTuple):
+    """One consistent state of a topic, in the order of the slot's words."""
+
+    topic_id: int
+    state: int
+    head_seq: int
+    base_seq: int
+    earliest_seq: int
+    evict_floor: int
+    evict_reason: int
+    records: int
+    live_bytes: int
+    durable_seq: int
+    last_write_ts: int
+    ring_word: int
+    ring_capacity: int
+    descriptor_byte: int
+    descriptor_len: int
+    descriptor_version: int
+
+
+class Locations(NamedTuple):
+    """Columns of consecutive entries."""
+
+    ts: list[int]
+    offset_len: list[int]
+    """offset | len_bytes << 32"""
+    file_flags: list[int]
+    """file_no | flags << 32"""
+
+
+class ArenaFullError(Exception):
+    """The address space or /dev/shm has no room for another block."""
+
+
+class LocationRing:
+    """The shard's handle on one topic's ring. Grow first (`reserve`), then `append` cannot fail."""
+
+    __slots__ = ("_arena", "_words", "base_seq", "capacity", "next_seq", "word")
+
+    def __init__(self, arena: ArenaWriter, first_seq: int) -> None:
+        self._arena = arena
+        self._words = arena.words
+        self.base_seq = first_seq
+        self.next_seq = first_seq
+        self.capacity = RING_MIN_ENTRIES
+        self.word = arena.allocate(RING_MIN_ENTRIES * ENTRY_WORDS * 8) >> 3
+
+    def reserve(self, count: int) -> None:
+        """Room for `count` more entries, or ArenaFullError."""
+        need = self.next_seq - self.base_seq + count
+        if need <= self.capacity:
+            return
+        capacity = self.capacity
+        while capacity < need:
+            capacity *= 2
+        word = self._arena.allocate(capacity * ENTRY_WORDS * 8) >> 3
+        old_word, old_capacity = self.word, self.capacity
+        columns = self._copy(self.base_seq, self.next_seq - 1) if self.next_seq > self.base_seq else None
+        self.word, self.capacity = word, capacity
+        if columns is not None:
+            self._store(self.base_seq, columns)
+        self._arena.free(old_word << 3, old_capacity * ENTRY_WORDS * 8)
+
+    def append(self, ts: int, offset_len: array[int], file_flags: array[int]) -> None:
+        """Entries for the next len(offset_len) seqs, all of one commit time."""
+        count = len(offset_len)
+        first = self.next_seq
+        if count == 1:
+            word = self.word + (first & (self.capacity - 1)) * ENTRY_WORDS
+            words = self._words
+            words[word + 1] = ts
+            words[word + 2] = offset_len[0]
+            words[word + 3] = file_flags[0]
+            words[word] = first
+        else:
+            entries = array("Q", bytes(count * ENTRY_WORDS * 8))
+            entries[0::4] = array("Q", range(first, first + count))
+            entries[1::4] = array("Q", [ts]) * count
+            entries[2::4] = offset_len
+            entries[3::4] = file_flags
+            self._store(first, entries)
+        self.next_seq = first + count
+
+    def append_entries(self, entries: array[int]) -> None:
+        """Entries ready made (recovery): seq, ts, offset_len, file_flags of consecutive seqs."""
+        self._store(self.next_seq, entries)
+        self.next_seq += len(entries) // ENTRY_WORDS
+
+    def drop_before(self, seq: int) -> None:
+        """Forgets entries below `seq`."""
+        self.base_seq = max(self.base_seq, min(seq, self.next_seq))
+
+    def skip_to(self, seq: int) -> None:
+        """An empty ring that goes on at `seq`."""
+        assert seq >= self.next_seq
+        self.base_seq = self.next_seq = seq
+
+    def entries(self, first_seq: int, last_seq: int) -> array[int]:
+        """Words of the entries first_seq..last_seq, ENTRY_WORDS each."""
+        assert self.base_seq <= first_seq
+        assert last_seq < self.next_seq
+        return self._copy(first_seq, last_seq)
+
+    def replace(self, seq: int, word: int, value: int) -> None:
+        """Overwrites one word (0..3) of an entry."""
+        assert self.base_seq <= seq < self.next_seq
+        self._words[self.word + (seq & (self.capacity - 1)) * ENTRY_WORDS + word] = value
+
+    def ts_at(self, seq: int) -> int:
+        """Commit time of a record in the ring, ms."""
+        assert self.base_seq <= seq < self.next_seq
+        ts: int = self._words[self.word + (seq & (self.capacity - 1)) * ENTRY_WORDS + 1]
+        return ts
+
+    def release(self) -> None:
+        """Gives the block back; the topic is gone."""
+        self._arena.free(self.word << 3, self.capacity * ENTRY_WORDS * 8)
+
+    def _copy(self, first_seq: int, last_seq: int) -> array[int]:
+        return array("Q", copy_entries(self._words, self.word, self.capacity, first_seq, last_seq))
+
+    def _store(self, first_seq: int, entries: array[int]) -> None:
+        words = self._words
+        start = (first_seq & (self.capacity - 1)) * ENTRY_WORDS
+        room = self.capacity * ENTRY_WORDS - start
+        assert len(entries) <= self.capacity * ENTRY_WORDS
+        words[self.word + start : self.word + start + min(room, len(entries))] = entries[:room]
+        if len(entries) > room:
+            words[self.word : self.word + len(entries) - room] = entries[room:]
+
+
+def copy_entries(words: memoryview, ring_word: int, capacity: int, first_seq: int, last_seq: int) -> bytes:
+    """Bytes of consecutive ring entries, across the wrap."""
+    start = (first_seq & (capacity - 1)) * ENTRY_WORDS
+    length = (last_seq - first_seq + 1) * ENTRY_WORDS
+    assert length <= capacity * ENTRY_WORDS
+    room = capacity * ENTRY_WORDS - start
+    head = words[ring_word + start : ring_word + start + min(room, length)].tobytes()
+    if length <= room:
+        return head
+    return head + words[ring_word : ring_word + length - room].tobytes()
+
+
+class ArenaWriter:
+    """The shard's side."""
+
+    def __init__(self, identity: str, shard: int, generation: int) -> None:
+        self._shared = SharedObject.create(shm_name(identity, "arena", shard, generation), ARENA_BYTES, _SLOTS_WORD * 8)
+        self.words = self._shared.words
+        self.generation = generation
+        self._slots_backed = 0
+        self._heap_next = _HEAP_BYTE
+        self._heap_backed = _HEAP_BYTE
+        self._free_blocks: dict[int, list[int]] = {}
+        self._free_slots: list[int] = []
+        self._published: list[int] = []
+        self.words[_Header.VERSION] = VERSION
+        self.words[_Header.GENERATION] = generation
+        self.words[_Header.MAGIC] = MAGIC
+
+    # -- blocks
+
+    def allocate(self, size_bytes: int) -> int:
+        """Byte offset of a block of at least `size_bytes`."""
+        size = _block_size(size_bytes)
+        free = self._free_blocks.get(size)
+        if free:
+            return free.pop()
+        block = self._heap_next
+        if block + size > self._heap_backed:
+            self._back_heap(block + size)
+        self._heap_next += size
+        return block
+
+    def free(self, offset: int, size_bytes: int) -> None:
+        """Takes a block back."""
+        self._free_blocks.setdefault(_block_size(size_bytes), []).append(offset)
+
+    def _back_heap(self, end: int) -> None:
+        grow = max(end - self._heap_backed, ARENA_RESERVE_BYTES // 2)
+        if self._heap_backed + grow > ARENA_BYTES:
+            raise ArenaFullError(f"index arena {self._shared.name} has used up its {ARENA_BYTES} bytes")
+        try:
+            self._shared.reserve(self._heap_backed, grow)
+        except OSError as error:
+            raise ArenaFullError(f"/dev/shm has no room for {grow} more bytes of index: {error.strerror}") from error
+        self._heap_backed += grow
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory backing this arena."""
+        return self._slots_backed * SLOT_WORDS * 8 + self._heap_backed - _HEAP_BYTE + _SLOTS_WORD * 8
+
+    # -- slots
+
+    def new_slot(self) -> int:
+        """A slot nobody sees until it is published."""
+        if self._free_slots:
+            return self._free_slots.pop()
+        slot = len(self._published)
+        if slot >= SLOTS_MAX:
+            raise ArenaFullError(f"a shard holds at most {SLOTS_MAX} topics")
+        if slot >= self._slots_backed:
+            try:
+                self._shared.reserve((_SLOTS_WORD + slot * SLOT_WORDS) * 8, 256 * SLOT_WORDS * 8)
+            except OSError as error:
+                raise ArenaFullError(f"/dev/shm has no room for more topics: {error.strerror}") from error
+            self._slots_backed += 256
+        self._published.append(0)
+        return slot
+
+    def return_slot(self, slot: int) -> None:
+        """A slot whose topic is gone, or never came to be."""
+        self._free_slots.append(slot)
+
+    def store_descriptor(self, descriptor: Descriptor) -> tuple[int, int]:
+        """(byte offset, length) of a new descriptor block."""
+        body = _encode_descriptor(descriptor)
+        offset = self.allocate(len(body))
+        self._shared.bytes[offset : offset + len(body)] = body
+        return offset, len(body)
+
+    def publish(self, slot: int, view: TopicView) -> None:
+        """Makes `view` what readers see."""
+        published = self._published[slot] + 1
+        word = _SLOTS_WORD + slot * SLOT_WORDS
+        copy = word + _COPY_WORD + (published & 1) * _COPY_WORDS
+        self.words[copy : copy + _COPY_WORDS] = array("Q", view)
+        self.words[word] = published
+        self._published[slot] = published
+
+    def announce(self, slot: int) -> None:
+        """Tells readers that this slot's topic was made, or is gone (after `publish`)."""
+        count = self.words[_Header.CHANGE_COUNT]
+        if slot >= self.words[_Header.SLOTS_USED]:
+            self.words[_Header.SLOTS_USED] = slot + 1
+        self.words[_CHANGES_WORD + count % CHANGES] = slot
+        self.words[_Header.CHANGE_COUNT] = count + 1
+
+    def unlink(self) -> None:
+        """Removes the name; readers keep what they have mapped."""
+        self._shared.unlink()
+
+
+def _block_size(size_bytes: int) -> int:
+    return max(_BLOCK_MIN_BYTES, 1 << (size_bytes - 1).bit_length())
+
+
+class ArenaReader:
+    """A frontend's side of one generation of one shard's arena."""
+
+    def __init__(self, identity: str, shard: int, generation: int) -> None:
+        self._shared = SharedObject.attach(shm_name(identity, "arena", shard, generation))
+        self._words = self._shared.words
+        if self._words[_Header.MAGIC] != MAGIC or self._words[_Header.VERSION] != VERSION:
+            raise ValueError(f"{self._shared.name} is not an index arena of this version")
+        self.generation = generation
+        self._seen_changes = 0
+        self._names: SortedDict[str, int] = SortedDict()
+        self._name_of: dict[int, str] = {}
+        self._configs: dict[int, tuple[int, TopicConfig]] = {}
+
+    def find(self, name: str) -> int | None:
+        """The slot of a live topic."""
+        if self._words[_Header.CHANGE_COUNT] != self._seen_changes:
+            self._learn()
+        slot: int | None = self._names.get(name)
+        return slot
+
+    @property
+    def names(self) -> SortedDict[str, int]:
+        """Live topics, name → slot, sorted."""
+        if self._words[_Header.CHANGE_COUNT] != self._seen_changes:
+            self._learn()
+        return self._names
+
+    def view(self, slot: int) -> TopicView:
+        """A consistent state. Never waits: the writer spoils a copy only by publishing twice meanwhile."""
+        words = self._words
+        word = _SLOTS_WORD + slot * SLOT_WORDS
+        while True:
+            published = words[word]
+            copy = word + _COPY_WORD + (published & 1) * _COPY_WORDS
+            view = TopicView._make(words[copy : copy + _COPY_WORDS].tolist())
+            if words[word] == published:
+                return view
+
+    def config(self, slot: int, view: TopicView) -> TopicConfig:
+        """The topic's configuration as of `view` or later."""
+        known = self._configs.get(view.topic_id)
+        if known is not None and known[0] == view.descriptor_version:
+            return known[1]
+        descriptor, view = self._descriptor(slot)
+        self._configs[view.topic_id] = (view.descriptor_version, descriptor.config)
+        return descriptor.config
+
+    def locations(self, view: TopicView, first_seq: int, last_seq: int) -> Locations | None:
+        """Columns of first_seq..last_seq; None when the ring moved on under us (take a new view)."""
+        raw = copy_entries(self._words, view.ring_word, view.ring_capacity, first_seq, last_seq)
+        entries = memoryview(raw).cast("Q").tolist()
+        if entries[0::4] != list(range(first_seq, last_seq + 1)):
+            return None
+        return Locations(entries[1::4], entries[2::4], entries[3::4])
+
+    def ts_at(self, view: TopicView, seq: int) -> int | None:
+        """Commit time of one record in the ring, None when it moved on."""
+        word = view.ring_word + (seq & (view.ring_capacity - 1)) * ENTRY_WORDS
+        ts: int = self._words[word + 1]
+        return ts if self._words[word] == seq else None
+
+    def first_seq_at(self, view: TopicView, ts: int) -> int | None:
+        """The first seq in the ring whose commit time is >= ts; head_seq + 1 when there is none."""
+        low, high = view.base_seq, view.head_seq + 1
+        while low < high:
+            middle = (low + high) // 2
+            at = self.ts_at(view, middle)
+            if at is None:
+                return None
+            if at < ts:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def close(self) -> None:
+        self._shared.close()
+
+    def _descriptor(self, slot: int) -> tuple[Descriptor, TopicView]:
+        word = _SLOTS_WORD + slot * SLOT_WORDS
+        while True:
+            published = self._words[word]
+            view = self.view(slot)
+            body = bytes(self._shared.bytes[view.descriptor_byte : view.descriptor_byte + view.descriptor_len])
+            # The block may have been used again meanwhile, but then the slot has been published since.
+            if self._words[word] == published:
+                return _decode_descriptor(body), view
+
+    def _learn(self) -> None:
+        count = self._words[_Header.CHANGE_COUNT]
+        if count - self._seen_changes > CHANGES // 2:
+            changed = set(range(self._words[_Header.SLOTS_USED]))
+        else:
+            changed = {self._words[_CHANGES_WORD + at % CHANGES] for at in range(self._seen_changes, count)}
+        for slot in changed:
+            name = self._name_of.pop(slot, None)
+            if name is not None and self._names.get(name) == slot:
+                del self._names[name]
+            view = self.view(slot)
+            self._configs.pop(view.topic_id, None)
+            if view.state == SlotState.LIVE:
+                descriptor, view = self._descriptor(slot)
+                self._name_of[slot] = descriptor.name
+                self._names[descriptor.name] = slot
+        self._seen_changes = count

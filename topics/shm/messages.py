@@ -1,0 +1,335 @@
+"""What frontends and shards say to each other through the rings.
+
+A request begins with
+
+    | kind u8 | flags u8 | name_len u16 | count u32 | request_id u64 |                        16 bytes, native order
+
+Append (the hot path) goes on with
+
+    | if_head_seq u64 | key_len u16 | reserved u16 | config_len u32 | name | key | config | pad to 8 |
+    | offset_len u64 × count | record flags u8 × count | frames … |
+
+`frames` are unstamped Append frames (`storage/frame.py`); `offset_len` says where each begins in them and how
+long it is. Every other request is one msgpack body, a member of `Call`. With BY_REFERENCE set, the body is the
+path of a file in shared memory that holds the whole message: for what is too long for a ring.
+
+A reply begins with
+
+    | kind u8 | flags u8 | reserved u16 | count u32 | request_id u64 |                        16 bytes
+
+`request_id` is unique over the incarnations of a frontend (incarnation << 40 | counter), so an answer to a dead
+incarnation, or a second answer after a shard's restart, is recognised and dropped.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from enum import IntEnum
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from topics.core.config import TopicConfig
+from topics.core.errors import TopicsError
+
+_HEAD: Final = struct.Struct("=BBHIQ")
+_APPEND: Final = struct.Struct("=QHHI")
+_APPEND_REPLY: Final = struct.Struct("=QQQII")
+HEAD_BYTES: Final = _HEAD.size
+BY_REFERENCE: Final = 0x80
+
+
+class Kind(IntEnum):
+    APPEND = 1
+    CALL = 2
+    ERROR = 3
+    NOTIFY = 4
+    GENERATION = 5
+
+
+# Append request flags
+CREATE: Final = 1
+HAS_IF_HEAD: Final = 2
+HAS_KEY: Final = 4
+HAS_CONFIG: Final = 8
+# Append reply flags
+CREATED: Final = 1
+DEDUPED: Final = 2
+_CLASS_SHIFT: Final = 4
+CLASSES: Final = ("ephemeral", "memory", "disk", "fsync")
+
+
+class PutTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Create a topic or replace its configuration."""
+
+    name: str
+    config: TopicConfig
+    type_given: bool
+
+
+class DeleteTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    name: str
+    if_empty: bool
+
+
+class Expire(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A reader saw expired records at the front: move the floors now."""
+
+    name: str
+
+
+class Watch(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Notify me (with my `token`) of every change of this topic; at once if it is not what I have seen."""
+
+    token: int
+    name: str
+    seen_topic_id: int
+    seen_head_seq: int
+
+
+class Unwatch(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    token: int
+    name: str
+
+
+class SessionPut(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Keep a watch session; `body` is the frontends' own affair."""
+
+    wid: str
+    body: bytes
+
+
+class SessionOpen(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A stream of this session begins; `stream` identifies it (unique per frontend incarnation)."""
+
+    wid: str
+    stream: int
+
+
+class SessionClose(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The stream ended in order; these are the positions it has sent up to."""
+
+    wid: str
+    stream: int
+    positions: dict[str, int]
+
+
+class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A frontend's new incarnation: what the former one watched and streamed is over."""
+
+    incarnation: int
+
+
+Call = PutTopic | DeleteTopic | Expire | Watch | Unwatch | SessionPut | SessionOpen | SessionClose | Hello
+
+
+class PutTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    created: bool
+    config: TopicConfig
+    wal_us: int = 0
+    fsync_us: int = 0
+
+
+class DeleteTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    deleted: bool
+    wal_us: int = 0
+    fsync_us: int = 0
+
+
+class SessionOpenReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """`exact`: the positions are all that was sent; else the client's Last-Event-ID may know more."""
+
+    body: bytes
+    positions: dict[str, int]
+    exact: bool
+
+
+class Done(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Carried out; nothing to say."""
+
+
+class ErrorReply(msgspec.Struct, array_like=True, frozen=True):
+    code: str
+    message: str
+    detail: dict[str, Any] | None
+
+
+Reply = PutTopicReply | DeleteTopicReply | SessionOpenReply | Done
+
+
+class AppendReply(NamedTuple):
+    first_seq: int
+    count: int
+    head_seq: int
+    created: bool
+    deduped: bool
+    durability: str
+    wal_us: int
+    fsync_us: int
+
+
+class AppendRequest(NamedTuple):
+    """An append as the shard sees it; `frames` is its own copy, to be stamped."""
+
+    name: str
+    create: bool
+    if_head_seq: int | None
+    key: bytes
+    config: TopicConfig | None
+    count: int
+    offset_len: array[int]
+    record_flags: bytes
+    frames: bytearray
+
+
+_call_encoder = msgspec.msgpack.Encoder()
+_call_decoder = msgspec.msgpack.Decoder(Call)
+_reply_decoder = msgspec.msgpack.Decoder(Reply)
+_error_decoder = msgspec.msgpack.Decoder(ErrorReply)
+_config_decoder = msgspec.msgpack.Decoder(TopicConfig)
+
+Part = bytes | bytearray | memoryview
+
+
+def head(message: memoryview) -> tuple[int, int, int]:
+    """(kind with BY_REFERENCE, request_id, count) of a request or reply."""
+    kind, _flags, _name_len, count, request_id = _HEAD.unpack_from(message)
+    return kind, request_id, count
+
+
+def encode_append(
+    request_id: int,
+    name: bytes,
+    create: bool,
+    if_head_seq: int | None,
+    key: bytes,
+    config: TopicConfig | None,
+    offset_len: array[int],
+    record_flags: bytes,
+    frames: bytes | bytearray,
+) -> list[Part]:
+    """The parts of an Append request, for `Ring.push`."""
+    count = len(offset_len)
+    config_body = b"" if config is None else _call_encoder.encode(config)
+    flags = (
+        (CREATE if create else 0)
+        | (0 if if_head_seq is None else HAS_IF_HEAD)
+        | (HAS_KEY if key else 0)
+        | (0 if config is None else HAS_CONFIG)
+    )
+    texts = len(name) + len(key) + len(config_body)
+    start = (
+        _HEAD.pack(Kind.APPEND, flags, len(name), count, request_id)
+        + _APPEND.pack(if_head_seq or 0, len(key), 0, len(config_body))
+        + name
+        + key
+        + config_body
+        + bytes(-texts % 8)
+    )
+    return [start, memoryview(offset_len).cast("B"), record_flags, frames]
+
+
+def decode_append(message: memoryview) -> AppendRequest:
+    """Copies everything out of the ring."""
+    _kind, flags, name_len, count, _request_id = _HEAD.unpack_from(message)
+    if_head_seq, key_len, _reserved, config_len = _APPEND.unpack_from(message, HEAD_BYTES)
+    at = HEAD_BYTES + _APPEND.size
+    name = str(message[at : at + name_len], "utf-8")
+    at += name_len
+    key = bytes(message[at : at + key_len])
+    at += key_len
+    config = _config_decoder.decode(message[at : at + config_len]) if flags & HAS_CONFIG else None
+    at += config_len
+    at += -(name_len + key_len + config_len) % 8
+    offset_len = array("Q")
+    offset_len.frombytes(message[at : at + 8 * count])
+    at += 8 * count
+    return AppendRequest(
+        name=name,
+        create=bool(flags & CREATE),
+        if_head_seq=if_head_seq if flags & HAS_IF_HEAD else None,
+        key=key,
+        config=config,
+        count=count,
+        offset_len=offset_len,
+        record_flags=bytes(message[at : at + count]),
+        frames=bytearray(message[at + count :]),
+    )
+
+
+def encode_call(request_id: int, call: Call) -> list[Part]:
+    """Any other request."""
+    return [_HEAD.pack(Kind.CALL, 0, 0, 0, request_id), _call_encoder.encode(call)]
+
+
+def decode_call(message: memoryview) -> Call:
+    return _call_decoder.decode(message[HEAD_BYTES:])
+
+
+def encode_reference(kind: int, request_id: int, path: str) -> list[Part]:
+    """A message that lies in a file."""
+    return [_HEAD.pack(kind | BY_REFERENCE, 0, 0, 0, request_id), path.encode()]
+
+
+def decode_reference(message: memoryview) -> str:
+    return str(message[HEAD_BYTES:], "utf-8")
+
+
+def encode_append_reply(request_id: int, reply: AppendReply) -> bytes:
+    flags = (
+        (CREATED if reply.created else 0)
+        | (DEDUPED if reply.deduped else 0)
+        | CLASSES.index(reply.durability) << _CLASS_SHIFT
+    )
+    return _HEAD.pack(Kind.APPEND, flags, 0, reply.count, request_id) + _APPEND_REPLY.pack(
+        reply.first_seq, reply.head_seq, 0, reply.wal_us, reply.fsync_us
+    )
+
+
+def decode_append_reply(message: memoryview) -> AppendReply:
+    _kind, flags, _reserved, count, _request_id = _HEAD.unpack_from(message)
+    first_seq, head_seq, _spare, wal_us, fsync_us = _APPEND_REPLY.unpack_from(message, HEAD_BYTES)
+    return AppendReply(
+        first_seq,
+        count,
+        head_seq,
+        bool(flags & CREATED),
+        bool(flags & DEDUPED),
+        CLASSES[flags >> _CLASS_SHIFT],
+        wal_us,
+        fsync_us,
+    )
+
+
+def encode_reply(request_id: int, reply: Reply) -> bytes:
+    return _HEAD.pack(Kind.CALL, 0, 0, 0, request_id) + _call_encoder.encode(reply)
+
+
+def decode_reply(message: memoryview) -> Reply:
+    return _reply_decoder.decode(message[HEAD_BYTES:])
+
+
+def encode_error(request_id: int, error: TopicsError) -> bytes:
+    body = _call_encoder.encode(ErrorReply(error.code, error.message, error.detail))
+    return _HEAD.pack(Kind.ERROR, 0, 0, 0, request_id) + body
+
+
+def decode_error(message: memoryview) -> TopicsError:
+    error = _error_decoder.decode(message[HEAD_BYTES:])
+    return TopicsError(error.code, error.message, error.detail)
+
+
+def encode_notify(tokens: list[int]) -> bytes:
+    """Topics (by the frontend's own tokens) that changed."""
+    return _HEAD.pack(Kind.NOTIFY, 0, 0, len(tokens), 0) + array("Q", tokens).tobytes()
+
+
+def decode_notify(message: memoryview) -> list[int]:
+    tokens: list[int] = message[HEAD_BYTES:].cast("Q").tolist()
+    return tokens
+
+
+def encode_generation() -> bytes:
+    """The shard has recovered: a new arena is current, watches must be made again."""
+    return _HEAD.pack(Kind.GENERATION, 0, 0, 0, 0)
