@@ -26,7 +26,7 @@ from __future__ import annotations
 import struct
 from array import array
 from enum import IntEnum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
@@ -158,7 +158,7 @@ class ErrorReply(msgspec.Struct, array_like=True, frozen=True):
 Reply = PutTopicReply | DeleteTopicReply | SessionOpenReply | Done
 
 
-class AppendReply(NamedTuple):
+class AppendReply(msgspec.Struct, frozen=True):
     first_seq: int
     count: int
     head_seq: int
@@ -169,7 +169,7 @@ class AppendReply(NamedTuple):
     fsync_us: int
 
 
-class AppendRequest(NamedTuple):
+class AppendRequest(msgspec.Struct, frozen=True):
     """An append as the shard sees it; `frames` is its own copy, to be stamped."""
 
     name: str
@@ -184,8 +184,8 @@ class AppendRequest(NamedTuple):
 
 
 _call_encoder = msgspec.msgpack.Encoder()
-_call_decoder = msgspec.msgpack.Decoder(Call)
-_reply_decoder = msgspec.msgpack.Decoder(Reply)
+_call_decoder: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _error_decoder = msgspec.msgpack.Decoder(ErrorReply)
 _config_decoder = msgspec.msgpack.Decoder(TopicConfig)
 
