@@ -11,11 +11,11 @@ A slot holds its publication count and two copies of the topic's state. The shar
 current and then stores count + 1; a reader takes copy `count & 1` and accepts it if the count is still the same
 afterwards. So readers never wait, and a shard killed in the middle of a write has damaged nothing.
 
-    slot   | published u64 | 7 spare | copy 0: 16 words | copy 1: 16 words |
+    slot   | published u64 | 7 spare | copy 0: 18 words | copy 1: 18 words |
 
 A location ring holds the records base_seq..head_seq; seq s lies at index s & (capacity - 1):
 
-    entry  | seq u64 | ts u64 | offset u32 | len_bytes u32 | file_no u32 | flags u32 |
+    entry  | seq u64 | ts u64 | offset u32 | len_bytes u32 | file_no u32 | flags u32 |      flags: `core/topic.py`
 
 A ring or descriptor that outgrows its block moves to another one; the old block is used again at once. A reader
 therefore checks: entry.seq against the seq it wants, the slot's count after copying, and the frame itself
@@ -32,6 +32,7 @@ import msgspec
 from sortedcontainers import SortedDict
 
 from topics.core.config import TopicConfig
+from topics.core.topic import ENTRY_WORDS
 from topics.shm.instance import ARENA_RESERVE_BYTES
 from topics.shm.memory import SharedObject
 from topics.shm.names import shm_name
@@ -43,18 +44,13 @@ ARENA_BYTES: Final = 8 * 2**30
 CHANGES: Final = 4096
 _CHANGES_WORD: Final = 512
 _SLOTS_WORD: Final = _CHANGES_WORD + CHANGES
-SLOT_WORDS: Final = 40
+SLOT_WORDS: Final = 44
 SLOTS_MAX: Final = 2**20
 _HEAP_BYTE: Final = (_SLOTS_WORD + SLOTS_MAX * SLOT_WORDS) * 8
 _COPY_WORD: Final = 8
-_COPY_WORDS: Final = 16
-ENTRY_WORDS: Final = 4
+_COPY_WORDS: Final = 18
 _BLOCK_MIN_BYTES: Final = 64
 RING_MIN_ENTRIES: Final = 16
-
-IN_RAM_LOG: Final = 1
-DELETED: Final = 2
-"""Location flags; 4, 8 and 16 are the frame's has_tag, has_node, has_meta (`storage/frame.py`)."""
 
 
 class _Header(IntEnum):
@@ -101,6 +97,8 @@ class TopicView(NamedTuple):
     descriptor_byte: int
     descriptor_len: int
     descriptor_version: int
+    evict_run_seq: int
+    created_ts: int
 
 
 class Locations(NamedTuple):
