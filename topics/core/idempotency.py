@@ -9,7 +9,7 @@ class Outcome(NamedTuple):
     """What a keyed write committed."""
 
     first_seq: int
-    count: int
+    records: int
     ts: int
 
 
