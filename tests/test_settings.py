@@ -1,0 +1,227 @@
+"""What the service may be told, and what it answers when it is told something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from topics.settings import (
+    COMMAND_LINE_ONLY,
+    GIB,
+    KIB,
+    MIB,
+    VARIABLES,
+    Settings,
+    SettingsError,
+    default_ring_bytes,
+    load,
+)
+
+
+def read(environ: Mapping[str, str] | None = None, **flags: object) -> Settings:
+    return load(environ or {}, flags, cpus=2, on_terminal=False)
+
+
+def problems(environ: Mapping[str, str], **flags: object) -> list[str]:
+    with pytest.raises(SettingsError) as refusal:
+        read(environ, **flags)
+    return refusal.value.problems
+
+
+def test_every_field_has_one_way_in() -> None:
+    assert set(Settings.__struct_fields__) == set(VARIABLES) | set(COMMAND_LINE_ONLY)
+
+
+def test_defaults_are_those_of_the_contract() -> None:
+    settings = read()
+    assert (settings.host, settings.port, settings.wal_shards, settings.frontends) == ("127.0.0.1", 4000, 2, 2)
+    assert settings.data_dir == str(Path.cwd() / "topics-data")
+    assert (settings.max_body_bytes, settings.max_batch_records) == (64 * MIB, 10_000)
+    assert (settings.max_record_bytes, settings.max_meta_bytes) == (1 * MIB, 16 * KIB)
+    assert (settings.max_tag_bytes, settings.max_node_bytes) == (256, 128)
+    assert (settings.max_limit, settings.max_watch_topics) == (1000, 256)
+    assert (settings.log_level, settings.log_format, settings.shutdown_grace_ms) == ("info", "json", 10_000)
+    assert not settings.accept_data_loss
+
+
+def test_shards_stop_at_eight_and_logs_are_for_people_on_a_terminal() -> None:
+    settings = load({}, cpus=32, on_terminal=True)
+    assert (settings.wal_shards, settings.frontends, settings.log_format) == (8, 32, "console")
+
+
+@pytest.mark.parametrize(
+    ("shards", "frontends", "expected"), [(1, 1, 4 * MIB), (2, 2, 4 * MIB), (4, 8, 2 * MIB), (8, 64, 1 * MIB)]
+)
+def test_rings_share_a_budget(shards: int, frontends: int, expected: int) -> None:
+    assert default_ring_bytes(shards, frontends) == expected
+    assert read({"TOPICS_WAL_SHARDS": str(shards), "TOPICS_FRONTENDS": str(frontends)}).ring_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("2097152", 2 * MIB), ("2048KiB", 2 * MIB), ("2 MiB", 2 * MIB), ("1GiB", GIB)],
+)
+def test_sizes_in_bytes_or_with_a_suffix(text: str, expected: int) -> None:
+    assert read({"TOPICS_WAL_FILE_BYTES": text}).wal_file_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("TOPICS_PORT", "65536", "an integer from 0 to 65535"),
+        ("TOPICS_PORT", "-1", "an integer from 0 to 65535"),
+        ("TOPICS_PORT", "http", "an integer from 0 to 65535"),
+        ("TOPICS_PORT", "", "an integer from 0 to 65535"),
+        ("TOPICS_WAL_SHARDS", "0", "an integer from 1 to 64"),
+        ("TOPICS_FRONTENDS", "1.5", "an integer from 1 to 64"),
+        ("TOPICS_FRONTENDS", "٢", "an integer from 1 to 64"),
+        ("TOPICS_WAL_FILE_BYTES", "1000000", "a number of bytes from 1 MiB to 1 GiB"),
+        ("TOPICS_WAL_FILE_BYTES", "64MB", "a number of bytes from 1 MiB to 1 GiB"),
+        ("TOPICS_LOG_LEVEL", "loud", "debug, info, warning or error"),
+        ("TOPICS_LOG_FORMAT", "xml", "json or console"),
+        ("TOPICS_HTTP_PROTOCOL", "h3", "httptools or stock"),
+        ("TOPICS_ALLOW_INSECURE_NO_AUTH", "maybe", "1 or 0"),
+        ("TOPICS_HOST", "http://127.0.0.1", "a host name or address, with or without :port"),
+        ("TOPICS_HOST", "127.0.0.1:99999", "a host name or address, with or without :port"),
+        ("TOPICS_HOST", "[::1", "a host name or address, with or without :port"),
+        ("TOPICS_HOST", ":4000", "a host name or address, with or without :port"),
+        ("TOPICS_DATA_DIR", "", "a path"),
+        ("TOPICS_TEST_MIN_HEARTBEAT_MS", "0", "an integer from 1 to 60000"),
+    ],
+)
+def test_a_bad_value_names_variable_value_and_what_is_allowed(name: str, value: str, allowed: str) -> None:
+    (problem,) = problems({name: value})
+    assert problem.startswith(f"{name}={value}: must be {allowed}")
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", ("127.0.0.1", 4000)),
+        ("127.0.0.1:8080", ("127.0.0.1", 8080)),
+        ("localhost:0", ("localhost", 0)),
+        ("::1", ("::1", 4000)),
+        ("[::1]", ("::1", 4000)),
+        ("[::1]:81", ("::1", 81)),
+    ],
+)
+def test_host_may_bring_its_port(host: str, expected: tuple[str, int]) -> None:
+    settings = read({"TOPICS_HOST": host})
+    assert (settings.host, settings.port) == expected
+
+
+def test_two_different_ports_at_one_place_contradict() -> None:
+    (problem,) = problems({"TOPICS_HOST": "127.0.0.1:80", "TOPICS_PORT": "81"})
+    assert "TOPICS_HOST=127.0.0.1:80" in problem
+    assert "TOPICS_PORT=81" in problem
+    assert read({"TOPICS_HOST": "127.0.0.1:80", "TOPICS_PORT": "80"}).port == 80
+
+
+def test_the_stronger_place_decides_about_the_port() -> None:
+    assert read({"TOPICS_HOST": "127.0.0.1:80"}, port="82").port == 82
+    assert read({"TOPICS_PORT": "81"}, host="127.0.0.1:80").port == 80
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("TOPICS_WAL_SHARD", "TOPICS_WAL_SHARDS"), ("TOPICS_Port", "TOPICS_PORT"), ("TOPICS_DATADIR", "TOPICS_DATA_DIR")],
+)
+def test_an_unknown_variable_is_refused_with_the_nearest_name(name: str, near: str) -> None:
+    (problem,) = problems({name: "1"})
+    assert problem == f"{name}: there is no such setting; did you mean {near}?"
+
+
+def test_an_unknown_test_variable_is_refused_as_well() -> None:
+    (problem,) = problems({"TOPICS_TEST_XYZZY_QUX": "1"})
+    assert problem.startswith("TOPICS_TEST_XYZZY_QUX: there is no such setting")
+
+
+def test_variables_of_others_are_none_of_our_business() -> None:
+    assert read({"PATH": "/bin", "MYTOPICS_PORT": "x", "topics_port": "x"}) == read()
+
+
+def test_every_problem_is_told_at_once() -> None:
+    assert len(problems({"TOPICS_PORT": "x", "TOPICS_WAL_SHARDS": "x", "TOPICS_NONSENSE_NAME": "x"})) == 3
+
+
+def test_keys_that_could_not_be_enforced_are_refused_and_never_shown() -> None:
+    (problem,) = problems({"TOPICS_API_KEYS": "s3cret"})
+    assert problem.startswith("TOPICS_API_KEYS: this version cannot check API keys")
+    assert "s3cret" not in problem
+    (problem,) = problems({"TOPICS_API_KEYS_FILE": "/etc/keys"})
+    assert problem.startswith("TOPICS_API_KEYS_FILE=/etc/keys: this version cannot check API keys")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("TOPICS_COLD_DIR", "no segments yet"),
+        ("TOPICS_SEGMENT_MAX_BYTES", "no segments yet"),
+        ("TOPICS_HOT_RETAIN_SEGMENTS", "no segments yet"),
+        ("TOPICS_MAX_TOTAL_BYTES", "does not enforce it yet"),
+        ("TOPICS_CORS_ORIGINS", "does not enforce it yet"),
+    ],
+)
+def test_settings_of_later_versions_say_so(name: str, why: str) -> None:
+    (problem,) = problems({name: "1"})
+    assert problem.startswith(f"{name}=1: this version")
+    assert why in problem
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "topics.example:80"])
+def test_an_address_others_reach_needs_a_word(host: str) -> None:
+    (problem,) = problems({"TOPICS_HOST": host})
+    assert problem.startswith(f"TOPICS_HOST={host}: ")
+    assert "TOPICS_ALLOW_INSECURE_NO_AUTH=1" in problem
+    assert read({"TOPICS_HOST": host, "TOPICS_ALLOW_INSECURE_NO_AUTH": "1"}).allow_insecure_no_auth
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "::1"])
+def test_a_loopback_address_needs_none(host: str) -> None:
+    assert read({"TOPICS_HOST": host}).host == host
+
+
+def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "topics.toml"
+    file.write_text('port = 1\nfrontends = 5\nlog_level = "error"\nwal_file_bytes = "2 MiB"\n')
+    settings = read({"TOPICS_CONFIG": str(file), "TOPICS_PORT": "2", "TOPICS_LOG_LEVEL": "debug"}, port="3")
+    assert (settings.port, settings.log_level, settings.frontends) == (3, "debug", 5)
+    assert (settings.wal_file_bytes, settings.config) == (2 * MIB, str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("port = 70000", "{file}: port=70000: must be an integer from 0 to 65535"),
+        ("port = true", "{file}: port=True: must be an integer from 0 to 65535"),
+        ("data_dir = 5", "{file}: data_dir=5: must be a path"),
+        ("prot = 1", "{file}: prot: there is no such setting; did you mean port?"),
+        ("[server]\nport = 1", "{file}: server: there is no such setting"),
+        ('api_keys = "k"', "{file}: api_keys: this version cannot check API keys"),
+        ("accept_data_loss = true", "{file}: accept_data_loss: only as the flag --accept-data-loss"),
+        ("port = ", "TOPICS_CONFIG={file}: is not TOML: "),
+        ('config = "other.toml"', "config in {file}: a settings file cannot name another one"),
+    ],
+)
+def test_a_bad_file_says_where(tmp_path: Path, text: str, expected: str) -> None:
+    file = tmp_path / "topics.toml"
+    file.write_text(text)
+    (problem,) = problems({"TOPICS_CONFIG": str(file)})
+    assert problem.startswith(expected.format(file=file))
+
+
+def test_a_missing_file_says_so(tmp_path: Path) -> None:
+    (problem,) = problems({"TOPICS_CONFIG": str(tmp_path / "none.toml")})
+    assert problem == f"TOPICS_CONFIG={tmp_path}/none.toml: cannot be read: No such file or directory"
+
+
+def test_data_loss_is_accepted_on_the_command_line_only() -> None:
+    assert read(accept_data_loss=True).accept_data_loss
+    (problem,) = problems({"TOPICS_ACCEPT_DATA_LOSS": "1"})
+    assert "--accept-data-loss" in problem
+
+
+def test_masked_names_every_setting() -> None:
+    assert set(read().masked()) == set(Settings.__struct_fields__)

@@ -1,0 +1,362 @@
+"""Every setting of the service: one frozen object, read once at start (flags over environment over TOML over defaults).
+
+A value that cannot be used is a refusal that names the variable, the value and what is allowed; so is a variable
+that this version does not know, because a setting that is ignored in silence is worse than one that is missing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
+PREFIX: Final = "TOPICS_"
+RING_BUDGET_BYTES: Final = 64 * MIB
+"""What all request rings take together, as long as each stays within RING_DEFAULT_BYTES."""
+RING_DEFAULT_BYTES: Final = (1 * MIB, 4 * MIB)
+SHARDS_DEFAULT_MAX: Final = 8
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole effective configuration. Bytes and milliseconds say so in their names; `TOPICS_X` is field `x`."""
+
+    data_dir: str
+    wal_shards: int
+    frontends: int
+    ring_bytes: int
+    log_format: Literal["json", "console"]
+    config: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 4000
+    port_file: str | None = None
+    allow_insecure_no_auth: bool = False
+    http_protocol: Literal["httptools", "stock"] = "httptools"
+    max_body_bytes: int = 64 * MIB
+    max_batch_records: int = 10_000
+    max_record_bytes: int = 1 * MIB
+    max_meta_bytes: int = 16 * KIB
+    max_tag_bytes: int = 256
+    max_node_bytes: int = 128
+    max_limit: int = 1000
+    max_watch_topics: int = 256
+    wal_file_bytes: int = 64 * MIB
+    shard_wait_ms: int = 5000
+    shutdown_grace_ms: int = 10_000
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    test_min_heartbeat_ms: int = 1000
+    accept_data_loss: bool = False
+
+    def masked(self) -> dict[str, Any]:
+        """Every setting by name, fit for a log line. This version has no setting that holds a secret."""
+        return msgspec.structs.asdict(self)
+
+
+class SettingsError(Exception):
+    """The service refuses to start with these settings; `problems` has one sentence for each of them."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class Variable(NamedTuple):
+    """How one setting is read: `parse` raises ValueError for everything that is not `allowed`."""
+
+    parse: Callable[[object], Any]
+    allowed: str
+    help: str
+
+
+def _integer(minimum: int, maximum: int, help: str) -> Variable:
+    return Variable(
+        lambda raw: _within(_to_int(raw), minimum, maximum), f"an integer from {minimum} to {maximum}", help
+    )
+
+
+def _byte_size(minimum: int, maximum: int, help: str) -> Variable:
+    allowed = f"a number of bytes from {show_bytes(minimum)} to {show_bytes(maximum)}, plain or with KiB, MiB or GiB"
+    return Variable(lambda raw: _within(_to_bytes(raw), minimum, maximum), allowed, help)
+
+
+def _choice(*values: str, help: str) -> Variable:
+    def parse(raw: object) -> str:
+        text = str(raw).lower()
+        if text not in values:
+            raise ValueError
+        return text
+
+    return Variable(parse, " or ".join((", ".join(values[:-1]), values[-1])), help)
+
+
+def _flag(help: str) -> Variable:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+    def parse(raw: object) -> bool:
+        try:
+            return words[str(raw).lower()]
+        except KeyError:
+            raise ValueError from None
+
+    return Variable(parse, "1 or 0 (also true/false, yes/no, on/off)", help)
+
+
+def _path(help: str) -> Variable:
+    def parse(raw: object) -> str:
+        if not isinstance(raw, str) or not raw or "\0" in raw:
+            raise ValueError
+        return os.path.abspath(raw)
+
+    return Variable(parse, "a path", help)
+
+
+def _to_int(raw: object) -> int:
+    if isinstance(raw, bool) or not isinstance(raw, int | str):
+        raise ValueError
+    if isinstance(raw, str) and not (raw.isascii() and raw.isdigit()):
+        raise ValueError
+    return int(raw)
+
+
+def _to_bytes(raw: object) -> int:
+    for suffix, factor in (("KiB", KIB), ("MiB", MIB), ("GiB", GIB)):
+        if isinstance(raw, str) and raw.endswith(suffix):
+            return _to_int(raw.removesuffix(suffix).rstrip()) * factor
+    return _to_int(raw)
+
+
+def _within(value: int, minimum: int, maximum: int) -> int:
+    if not minimum <= value <= maximum:
+        raise ValueError
+    return value
+
+
+def show_bytes(count: int) -> str:
+    """`64 MiB` for what is a whole number of them, else in smaller units."""
+    for suffix, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if count and count % factor == 0:
+            return f"{count // factor} {suffix}"
+    return f"{count} bytes"
+
+
+def _split_host(raw: object) -> tuple[str, int | None]:
+    """(host, port or None) of `host`, `host:port`, `::1`, `[::1]` or `[::1]:port`."""
+    if not isinstance(raw, str) or not raw or any(c.isspace() or c in "/@\0" for c in raw):
+        raise ValueError
+    if raw.startswith("["):
+        host, bracket, rest = raw[1:].partition("]")
+        if not bracket or (rest and not rest.startswith(":")):
+            raise ValueError
+        return str(ipaddress.IPv6Address(host)), _within(_to_int(rest[1:]), 0, 65535) if rest else None
+    if raw.count(":") == 1:
+        host, _, port = raw.partition(":")
+        if not host:
+            raise ValueError
+        return host, _within(_to_int(port), 0, 65535)
+    return (str(ipaddress.IPv6Address(raw)) if ":" in raw else raw), None
+
+
+VARIABLES: Final[dict[str, Variable]] = {
+    "config": _path("a TOML file with settings by their names in lower case, without TOPICS_; the environment wins"),
+    "data_dir": _path("where everything is kept (default ./topics-data)"),
+    "host": Variable(_split_host, "a host name or address, with or without :port", "address to listen on"),
+    "port": _integer(0, 65535, "port to listen on; 0 = any free one"),
+    "port_file": _path("file that gets host:port once the socket listens"),
+    "wal_shards": _integer(1, 64, "WAL shard processes (default: CPUs, at most 8)"),
+    "frontends": _integer(1, 64, "HTTP processes (default: CPUs)"),
+    "allow_insecure_no_auth": _flag("listen on a non-loopback address although nobody has to authenticate"),
+    "http_protocol": _choice("httptools", "stock", help="HTTP/1.1 parser: our own on httptools, or Hypercorn's"),
+    "max_body_bytes": _byte_size(1 * KIB, 1 * GIB, "largest request body, after decompression"),
+    "max_batch_records": _integer(1, 1_000_000, "most records in one write"),
+    "max_record_bytes": _byte_size(16, 512 * MIB, "largest data + meta of one record"),
+    "max_meta_bytes": _byte_size(0, 16 * MIB, "largest meta of one record"),
+    "max_tag_bytes": _integer(1, 65535, "longest tag"),
+    "max_node_bytes": _integer(1, 65535, "longest node"),
+    "max_limit": _integer(1, 100_000, "most records in one answer"),
+    "max_watch_topics": _integer(1, 100_000, "most topics in one watch"),
+    "wal_file_bytes": _byte_size(1 * MIB, 1 * GIB, "size of one WAL file"),
+    "ring_bytes": _byte_size(
+        64 * KIB, 1 * GIB, "each request ring between a frontend and a shard; the reply ring has a quarter"
+    ),
+    "shard_wait_ms": _integer(1, 600_000, "how long a request waits for a shard that is being restarted"),
+    "shutdown_grace_ms": _integer(100, 3_600_000, "how long a stop may take before SIGKILL"),
+    "log_level": _choice("debug", "info", "warning", "error", help="least important log line to show"),
+    "log_format": _choice("json", "console", help="log lines (default: console on a terminal, else json)"),
+    "test_min_heartbeat_ms": _integer(1, 60_000, "floor of heartbeat_ms, for tests only"),
+}
+
+COMMAND_LINE_ONLY: Final = {
+    "accept_data_loss": _flag("start although a log is corrupt in the middle, without what the log line says is lost"),
+}
+"""What must be said anew at each start, never left lying in an environment or a file."""
+
+_NO_KEYS = (
+    "this version cannot check API keys, and would serve everybody; leave it unset and keep to a loopback address"
+)
+_NO_SEGMENTS = "this version keeps all records in the WAL and has no segments yet; leave it unset"
+_NO_LIMIT = "this version does not enforce it yet; leave it unset"
+_NOT_YET: Final[dict[str, str]] = {
+    **dict.fromkeys(("api_keys", "api_keys_file", "probe_auth"), _NO_KEYS),
+    **dict.fromkeys(
+        (
+            "cold_dir",
+            "hot_retain_segments",
+            "hot_retain_bytes",
+            "segment_max_events",
+            "segment_max_bytes",
+            "segment_max_age_ms",
+            "segment_rewrite_dead_ratio",
+        ),
+        _NO_SEGMENTS,
+    ),
+    **dict.fromkeys(
+        (
+            "cors_origins",
+            "max_claim",
+            "max_topics",
+            "max_routers",
+            "max_watch_sessions",
+            "max_sse_connections",
+            "max_sse_connections_per_key",
+            "max_inflight_per_key",
+            "max_total_bytes",
+        ),
+        _NO_LIMIT,
+    ),
+}
+_SECRET: Final = frozenset({"api_keys"})
+"""Never repeated in a message."""
+
+
+class _Given(NamedTuple):
+    """A value as somebody wrote it, and how to speak of the place."""
+
+    raw: object
+    place: str
+    rank: int
+
+
+def load(
+    environ: Mapping[str, str],
+    overrides: Mapping[str, object] | None = None,
+    *,
+    cpus: int | None = None,
+    on_terminal: bool | None = None,
+) -> Settings:
+    """The settings of `environ` (and the TOML file it names), with `overrides` (the flags, by field) on top.
+
+    Raises SettingsError with every problem found. `cpus` and `on_terminal` default to those of this process.
+    """
+    overrides = overrides or {}
+    problems: list[str] = []
+    flags = {name: _Given(raw, "--" + name.replace("_", "-"), 0) for name, raw in overrides.items()}
+    variables = _known(
+        {_field(name): _Given(raw, name, 1) for name, raw in environ.items() if name.startswith(PREFIX)},
+        PREFIX,
+        problems,
+    )
+    config = flags.get("config") or variables.get("config")
+    entries = _known(_read_toml(config, problems), "", problems) if config else {}
+    given = {**entries, **variables, **flags}
+
+    values: dict[str, Any] = {}
+    for name, (raw, place, _) in given.items():
+        variable = VARIABLES.get(name) or COMMAND_LINE_ONLY[name]
+        try:
+            values[name] = variable.parse(raw)
+        except ValueError:
+            problems.append(f"{place}={raw!s}: must be {variable.allowed}")
+    if "host" in values:
+        values["host"], port = values["host"]
+        if port is not None:
+            _take_port_of_host(given, values, port, problems)
+
+    cpus = cpus or len(os.sched_getaffinity(0))
+    values.setdefault("data_dir", os.path.abspath("topics-data"))
+    values.setdefault("wal_shards", min(cpus, SHARDS_DEFAULT_MAX))
+    values.setdefault("frontends", min(cpus, 64))
+    values.setdefault("ring_bytes", default_ring_bytes(values["wal_shards"], values["frontends"]))
+    on_terminal = sys.stderr.isatty() if on_terminal is None else on_terminal
+    values.setdefault("log_format", "console" if on_terminal else "json")
+    settings = Settings(**values)
+    if not settings.allow_insecure_no_auth and not is_loopback(settings.host):
+        problems.append(
+            f"{given['host'].place}={given['host'].raw}: this address can be reached by others and nobody has to"
+            f" authenticate; use 127.0.0.1 behind a proxy, or say {PREFIX}ALLOW_INSECURE_NO_AUTH=1 if that is wanted"
+        )
+    if problems:
+        raise SettingsError(problems)
+    return settings
+
+
+def default_ring_bytes(shards: int, frontends: int) -> int:
+    """Request rings of all pairs within RING_BUDGET_BYTES, each within RING_DEFAULT_BYTES."""
+    least, most = RING_DEFAULT_BYTES
+    return max(least, min(most, RING_BUDGET_BYTES // (shards * frontends)))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`; a name other than localhost counts as reachable."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _field(variable: str) -> str:
+    """`TOPICS_PORT` → `port`; `TOPICS_Port` stays unknown."""
+    name = variable.removeprefix(PREFIX)
+    return name.lower() if name.isupper() else name
+
+
+def _known(given: dict[str, _Given], prefix: str, problems: list[str]) -> dict[str, _Given]:
+    """What of `given` this version knows; a problem for each of the rest, with the nearest name that it does know."""
+    known = {}
+    for name, value in given.items():
+        if name in VARIABLES:
+            known[name] = value
+        elif name in _NOT_YET:
+            shown = "" if name in _SECRET else f"={value.raw!s}"
+            problems.append(f"{value.place}{shown}: {_NOT_YET[name]}")
+        elif name in COMMAND_LINE_ONLY:
+            problems.append(f"{value.place}: only as the flag --{name.replace('_', '-')}, said at that very start")
+        else:
+            near = difflib.get_close_matches(name.lower(), VARIABLES, n=1)
+            spelled = prefix + (near[0].upper() if prefix else near[0]) if near else ""
+            hint = f"did you mean {spelled}?" if near else "docs/operations.md lists them"
+            problems.append(f"{value.place}: there is no such setting; {hint}")
+    return known
+
+
+def _read_toml(config: _Given, problems: list[str]) -> dict[str, _Given]:
+    path = str(config.raw)
+    try:
+        with open(path, "rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        problems.append(f"{config.place}={path}: cannot be read: {error.strerror}")
+        return {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        problems.append(f"{config.place}={path}: is not TOML: {error}")
+        return {}
+    if "config" in table:
+        problems.append(f"config in {path}: a settings file cannot name another one")
+        del table["config"]
+    return {name: _Given(raw, f"{path}: {name}", 2) for name, raw in table.items()}
+
+
+def _take_port_of_host(given: dict[str, _Given], values: dict[str, Any], port: int, problems: list[str]) -> None:
+    """`host:port` sets the port unless a stronger place does; two ports at one place are a contradiction."""
+    host, other = given["host"], given.get("port")
+    if other is None or host.rank < other.rank:
+        values["port"] = port
+    elif host.rank == other.rank and values.get("port") not in (None, port):
+        problems.append(f"{host.place}={host.raw}: names another port than {other.place}={other.raw}; say it once")
