@@ -10,7 +10,7 @@ Bodies of control frames (msgpack maps; a writer in another language needs nothi
     IDEMPOTENCY      topic_id, seq = first    count u32 | key bytes         first frame of the write it names
     SESSION          0                        {"wid": str, "body": bytes | nil, "positions": {…}, "exact": bool}
 
-A run of frames may come twice (a file whose sync failed is copied into the next one): applying it again changes nothing.
+A run of frames may come twice (a file whose sync failed is copied into the next one): the second changes nothing.
 """
 
 from __future__ import annotations

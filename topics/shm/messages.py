@@ -35,7 +35,8 @@ from topics.core.errors import TopicsError
 
 _HEAD: Final = struct.Struct("=BBHIQ")
 _APPEND: Final = struct.Struct("=QHHI")
-_APPEND_REPLY: Final = struct.Struct("=QQQII")
+_APPEND_REPLY: Final = struct.Struct("=QQII")
+_TIMES: Final = struct.Struct("=II")
 HEAD_BYTES: Final = _HEAD.size
 BY_REFERENCE: Final = 0x80
 
@@ -127,14 +128,10 @@ Call = PutTopic | DeleteTopic | Expire | Watch | Unwatch | SessionPut | SessionO
 class PutTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     created: bool
     config: TopicConfig
-    wal_us: int = 0
-    fsync_us: int = 0
 
 
 class DeleteTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     deleted: bool
-    wal_us: int = 0
-    fsync_us: int = 0
 
 
 class SessionOpenReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -276,20 +273,27 @@ def decode_reference(message: memoryview) -> str:
     return str(message[HEAD_BYTES:], "utf-8")
 
 
-def encode_append_reply(request_id: int, reply: AppendReply) -> bytes:
+def encode_append_reply(request_id: int, reply: AppendReply) -> bytearray:
     flags = (
         (CREATED if reply.created else 0)
         | (DEDUPED if reply.deduped else 0)
         | CLASSES.index(reply.durability) << _CLASS_SHIFT
     )
-    return _HEAD.pack(Kind.APPEND, flags, 0, reply.count, request_id) + _APPEND_REPLY.pack(
-        reply.first_seq, reply.head_seq, 0, reply.wal_us, reply.fsync_us
+    return bytearray(
+        _HEAD.pack(Kind.APPEND, flags, 0, reply.count, request_id)
+        + _APPEND_REPLY.pack(reply.first_seq, reply.head_seq, reply.wal_us, reply.fsync_us)
     )
+
+
+def add_times(reply: bytearray, wal_us: int, fsync_us: int) -> None:
+    """Puts the times of the commit into an encoded append reply; other kinds carry none."""
+    if reply[0] == Kind.APPEND:
+        _TIMES.pack_into(reply, HEAD_BYTES + _APPEND_REPLY.size - _TIMES.size, wal_us, fsync_us)
 
 
 def decode_append_reply(message: memoryview) -> AppendReply:
     _kind, flags, _reserved, count, _request_id = _HEAD.unpack_from(message)
-    first_seq, head_seq, _spare, wal_us, fsync_us = _APPEND_REPLY.unpack_from(message, HEAD_BYTES)
+    first_seq, head_seq, wal_us, fsync_us = _APPEND_REPLY.unpack_from(message, HEAD_BYTES)
     return AppendReply(
         first_seq,
         count,
@@ -302,17 +306,17 @@ def decode_append_reply(message: memoryview) -> AppendReply:
     )
 
 
-def encode_reply(request_id: int, reply: Reply) -> bytes:
-    return _HEAD.pack(Kind.CALL, 0, 0, 0, request_id) + _call_encoder.encode(reply)
+def encode_reply(request_id: int, reply: Reply) -> bytearray:
+    return bytearray(_HEAD.pack(Kind.CALL, 0, 0, 0, request_id) + _call_encoder.encode(reply))
 
 
 def decode_reply(message: memoryview) -> Reply:
     return _reply_decoder.decode(message[HEAD_BYTES:])
 
 
-def encode_error(request_id: int, error: TopicsError) -> bytes:
+def encode_error(request_id: int, error: TopicsError) -> bytearray:
     body = _call_encoder.encode(ErrorReply(error.code, error.message, error.detail))
-    return _HEAD.pack(Kind.ERROR, 0, 0, 0, request_id) + body
+    return bytearray(_HEAD.pack(Kind.ERROR, 0, 0, 0, request_id) + body)
 
 
 def decode_error(message: memoryview) -> TopicsError:
@@ -320,9 +324,9 @@ def decode_error(message: memoryview) -> TopicsError:
     return TopicsError(error.code, error.message, error.detail)
 
 
-def encode_notify(tokens: list[int]) -> bytes:
+def encode_notify(tokens: list[int]) -> bytearray:
     """Topics (by the frontend's own tokens) that changed."""
-    return _HEAD.pack(Kind.NOTIFY, 0, 0, len(tokens), 0) + array("Q", tokens).tobytes()
+    return bytearray(_HEAD.pack(Kind.NOTIFY, 0, 0, len(tokens), 0) + array("Q", tokens).tobytes())
 
 
 def decode_notify(message: memoryview) -> list[int]:
@@ -330,6 +334,6 @@ def decode_notify(message: memoryview) -> list[int]:
     return tokens
 
 
-def encode_generation() -> bytes:
+def encode_generation() -> bytearray:
     """The shard has recovered: a new arena is current, watches must be made again."""
-    return _HEAD.pack(Kind.GENERATION, 0, 0, 0, 0)
+    return bytearray(_HEAD.pack(Kind.GENERATION, 0, 0, 0, 0))
