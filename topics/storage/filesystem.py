@@ -1,0 +1,154 @@
+"""The seam between the storage code and the disk: every call that can fail, lose or tear bytes goes through here.
+
+Production has one implementation, plain system calls. Tests have better ones: they fail the Nth call, cut a write
+short, stop the world between two calls. So the surface is kept to calls whose effect on a disk can be stated; there
+is no mmap (readers map files themselves, and only ever published bytes) and no buffered file object.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+from topics.storage.frame import Bytes
+
+BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"
+
+
+class FileSystem(Protocol):
+    """Calls raise OSError as the system does; a descriptor is an int that only this file system understands."""
+
+    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+        """`flags` are os.O_*; O_CLOEXEC is implied."""
+        ...
+
+    def close(self, fd: int) -> None: ...
+
+    def size_bytes(self, fd: int) -> int: ...
+
+    def pread(self, fd: int, length: int, offset: int) -> bytes:
+        """May return less than `length`, b"" at the end of the file."""
+        ...
+
+    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        """One vectored write of at most IOV_MAX buffers; returns the bytes written, which may be fewer."""
+        ...
+
+    def fdatasync(self, fd: int) -> None:
+        """The data, and the metadata needed to read it back (size, extents), are on the disk afterwards."""
+        ...
+
+    def fsync_dir(self, path: str) -> None:
+        """Makes creations, renames and removals inside the directory durable."""
+        ...
+
+    def ftruncate(self, fd: int, size_bytes: int) -> None: ...
+
+    def fallocate(self, fd: int, offset: int, length: int) -> None:
+        """Reserves space (ENOSPC comes here rather than later) and extends the file; new bytes read as zeros."""
+        ...
+
+    def rename(self, source: str, target: str) -> None:
+        """Atomic; replaces a file at `target`."""
+        ...
+
+    def unlink(self, path: str) -> None: ...
+
+    def mkdir(self, path: str) -> None: ...
+
+    def rmdir(self, path: str) -> None: ...
+
+    def listdir(self, path: str) -> list[str]: ...
+
+    def exists(self, path: str) -> bool: ...
+
+
+class OsFileSystem:
+    """The real one. No state: any number of processes may have theirs."""
+
+    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+        return os.open(path, flags | os.O_CLOEXEC, mode)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def size_bytes(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def pread(self, fd: int, length: int, offset: int) -> bytes:
+        return os.pread(fd, length, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def fsync_dir(self, path: str) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def ftruncate(self, fd: int, size_bytes: int) -> None:
+        os.ftruncate(fd, size_bytes)
+
+    def fallocate(self, fd: int, offset: int, length: int) -> None:
+        os.posix_fallocate(fd, offset, length)
+
+    def rename(self, source: str, target: str) -> None:
+        os.rename(source, target)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def mkdir(self, path: str) -> None:
+        os.mkdir(path, 0o700)
+
+    def rmdir(self, path: str) -> None:
+        os.rmdir(path)
+
+    def listdir(self, path: str) -> list[str]:
+        return os.listdir(path)
+
+    def exists(self, path: str) -> bool:
+        return os.path.exists(path)
+
+
+def make_dirs(fs: FileSystem, path: str) -> None:
+    """Makes `path` and its missing parents durably: each new entry is synced into its parent."""
+    if fs.exists(path):
+        return
+    parent = os.path.dirname(path) or "."
+    make_dirs(fs, parent)
+    fs.mkdir(path)
+    fs.fsync_dir(parent)
+
+
+def read_all(fs: FileSystem, path: str) -> bytes:
+    """The whole file. Raises OSError with the path."""
+    fd = fs.open(path, os.O_RDONLY)
+    try:
+        remaining = fs.size_bytes(fd)
+        pieces: list[bytes] = []
+        offset = 0
+        while remaining:
+            piece = fs.pread(fd, remaining, offset)
+            if not piece:
+                break
+            pieces.append(piece)
+            offset += len(piece)
+            remaining -= len(piece)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from error
+    finally:
+        fs.close(fd)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def boot_id() -> str:
+    """Changes with every boot of the machine: what a power loss may have torn was written under another one."""
+    with open(BOOT_ID_PATH, encoding="ascii") as file:
+        return file.read().strip()

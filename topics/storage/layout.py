@@ -1,0 +1,102 @@
+"""Names and places of the files below a data directory.
+
+    <data dir>/
+      .topics.lock                       flock of the running service
+      wal/                               shards == 1: the group itself
+        CURRENT                          name of the active log file
+        wal-<20 digits>.log              numbered 1, 2, 3 … without a hole
+      wal/shard-<NN>/                    shards > 1: one group each
+        CURRENT, wal-<20 digits>.log
+      wal.new/, wal.old/                 only while the shard count changes (`reshard.py`)
+    <ram dir>/shard-<NN>/                the same for `ephemeral` topics; wiped when the service starts
+
+A group is one shard's log: a directory with files that one process writes. A name that ends in `.tmp` is a file that
+never came to be.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import NamedTuple
+
+from topics.storage.filesystem import FileSystem
+
+LOCK_NAME = ".topics.lock"
+WAL_NAME = "wal"
+NEW_WAL_NAME = "wal.new"
+OLD_WAL_NAME = "wal.old"
+CURRENT_NAME = "CURRENT"
+TMP_SUFFIX = ".tmp"
+
+_LOG_NAME = re.compile(r"wal-(\d{20})\.log")
+_SHARD_NAME = re.compile(r"shard-(\d{2,})")
+
+
+class Group(NamedTuple):
+    """One shard's log as found on disk."""
+
+    shard: int
+    path: str
+
+
+def lock_path(data_dir: str) -> str:
+    return os.path.join(data_dir, LOCK_NAME)
+
+
+def wal_dir(data_dir: str) -> str:
+    return os.path.join(data_dir, WAL_NAME)
+
+
+def group_dir(data_dir: str, shard: int, shards: int) -> str:
+    """Where shard `shard` of `shards` keeps its log."""
+    return group_dir_in(wal_dir(data_dir), shard, shards)
+
+
+def group_dir_in(root: str, shard: int, shards: int) -> str:
+    """The same below another root than `wal/`."""
+    assert 0 <= shard < shards
+    return root if shards == 1 else os.path.join(root, _shard_name(shard))
+
+
+def ram_group_dir(ram_dir: str, shard: int) -> str:
+    """Where shard `shard` keeps the log of its `ephemeral` topics."""
+    return os.path.join(ram_dir, _shard_name(shard))
+
+
+def log_name(file_no: int) -> str:
+    return f"wal-{file_no:020d}.log"
+
+
+def log_path(directory: str, file_no: int) -> str:
+    return os.path.join(directory, log_name(file_no))
+
+
+def log_file_no(name: str) -> int | None:
+    """The number in a log file's name, None for any other name."""
+    match = _LOG_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def list_log_files(fs: FileSystem, directory: str) -> list[int]:
+    """The numbers of the group's log files, ascending; empty when the directory does not exist."""
+    if not fs.exists(directory):
+        return []
+    return sorted(number for name in fs.listdir(directory) if (number := log_file_no(name)) is not None)
+
+
+def discover_groups(fs: FileSystem, root: str) -> list[Group]:
+    """Every group below a wal directory, flat or sharded, by shard number."""
+    if not fs.exists(root):
+        return []
+    names = fs.listdir(root)
+    groups = [
+        Group(int(match[1]), os.path.join(root, name)) for name in names if (match := _SHARD_NAME.fullmatch(name))
+    ]
+    if any(log_file_no(name) is not None or name == CURRENT_NAME for name in names):
+        groups.append(Group(0, root))
+    return sorted(groups)
+
+
+def _shard_name(shard: int) -> str:
+    return f"shard-{shard:02d}"

@@ -1,0 +1,101 @@
+"""One service per data directory: an exclusive flock on `.topics.lock`, which holds the owner's pid.
+
+The kernel drops the lock with the last descriptor of the process that took it, however it ends, so there is no stale
+lock; the pid in the file is for people and counts only while the lock is held. Children that are forked inherit the
+descriptor: call `close_in_child` in each, or they would hold the lock past their parent's death.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+from topics.storage.layout import lock_path
+
+
+class DataDirLocked(Exception):  # noqa: N818 — named for what it is
+    """Another service runs on this data directory. `.pid` is its process, None when it had not said so yet."""
+
+    def __init__(self, data_dir: str, pid: int | None) -> None:
+        holder = f"process {pid}" if pid is not None else "a process that is just starting"
+        super().__init__(
+            f"data directory {data_dir} is in use by {holder}; stop that service or choose another TOPICS_DATA_DIR"
+        )
+        self.data_dir = data_dir
+        self.pid = pid
+
+
+class DataDirNotWritable(Exception):  # noqa: N818
+    """The data directory cannot be made or written."""
+
+    def __init__(self, data_dir: str, error: OSError) -> None:
+        super().__init__(
+            f"data directory {data_dir} is not writable: {error.strerror or error}; "
+            f"give user {os.geteuid()} write access to it or choose another TOPICS_DATA_DIR"
+        )
+        self.data_dir = data_dir
+
+
+class DataDirLock:
+    """Held from `acquire` until `release` or the end of the process."""
+
+    def __init__(self, fd: int, path: str) -> None:
+        self._fd = fd
+        self.path = path
+
+    @classmethod
+    def acquire(cls, data_dir: str) -> DataDirLock:
+        """Makes the directory if need be and locks it. Raises DataDirLocked or DataDirNotWritable at once."""
+        path = lock_path(data_dir)
+        try:
+            os.makedirs(data_dir, mode=0o700, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise DataDirNotWritable(data_dir, error) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = _read_pid(fd)
+            os.close(fd)
+            raise DataDirLocked(data_dir, pid) from None
+        except OSError as error:
+            os.close(fd)
+            raise DataDirNotWritable(data_dir, error) from error
+        try:
+            # Writing is also the proof that the directory takes writes (a read-only mount, a full disk).
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+        except OSError as error:
+            os.close(fd)
+            raise DataDirNotWritable(data_dir, error) from error
+        return cls(fd, path)
+
+    def release(self) -> None:
+        """The file stays: removing it would let two services lock two different inodes."""
+        os.ftruncate(self._fd, 0)
+        os.close(self._fd)
+
+    def close_in_child(self) -> None:
+        """Drops a forked child's share of the lock without unlocking the parent's."""
+        os.close(self._fd)
+
+
+def holder_pid(data_dir: str) -> int | None:
+    """The pid of the service that holds the lock, None when nobody does (or it has not written its pid yet)."""
+    try:
+        fd = os.open(lock_path(data_dir), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        # A shared lock is refused exactly while the exclusive one is held, and two askers do not disturb each other.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_pid(fd)
+    finally:
+        os.close(fd)
+    return None
+
+
+def _read_pid(fd: int) -> int | None:
+    text = os.pread(fd, 32, 0).strip()
+    return int(text) if text.isdigit() else None
