@@ -1,0 +1,50 @@
+"""Fixtures that several folders share, and the logs of the services behind a failed test."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.harness import Service, open_services
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def service() -> Iterator[Service]:
+    """The service of all contract tests: two shards, two frontends, heartbeats down to 20 ms."""
+    with Service(env={"TOPICS_TEST_MIN_HEARTBEAT_MS": "20"}) as running:
+        yield running
+
+
+@pytest.fixture
+def client(service: Service) -> httpx.Client:
+    return service.client
+
+
+@pytest.fixture
+def topic() -> str:
+    """A name that no other test uses."""
+    return f"t{next(_numbers)}-{os.urandom(4).hex()}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        for running in open_services:
+            report.sections.append((f"service on port {running.port}", running.log_tail()))
+    return report
+
+
+def pytest_configure(config: Any) -> None:
+    # A service started by a test must never be answered for by a proxy of the developer's shell.
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        os.environ.pop(name, None)

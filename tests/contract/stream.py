@@ -1,0 +1,140 @@
+"""The wire of an event stream, frame by frame, as strict as the contract is (api §7)."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+import httpx
+import msgspec
+
+from tests.contract.asking import ok
+
+READ_TIMEOUT_S = 15.0
+"""How long a test waits for the next bytes before it fails."""
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One block of the stream, its closing blank line taken off."""
+
+    raw: bytes
+
+    def field(self, name: str) -> bytes | None:
+        """The values of one field joined by newlines, as a browser would; None without it."""
+        opening = name.encode() + b": "
+        values = [line[len(opening) :] for line in self.raw.split(b"\n") if line.startswith(opening)]
+        return b"\n".join(values) if values else None
+
+    @property
+    def event(self) -> str:
+        return (self.field("event") or b"").decode()
+
+    @property
+    def data(self) -> bytes:
+        data = self.field("data")
+        assert data is not None, self.raw
+        return data
+
+    @property
+    def json(self) -> dict[str, Any]:
+        body: dict[str, Any] = json.loads(self.data)
+        return body
+
+    @property
+    def id(self) -> str:
+        identifier = self.field("id")
+        assert identifier is not None, self.raw
+        return identifier.decode()
+
+    @property
+    def positions(self) -> dict[str, int]:
+        """The id decoded: base64url without padding of a JSON map from topic to seq."""
+        assert "=" not in self.id
+        assert "+" not in self.id
+        assert "/" not in self.id
+        decoded: dict[str, int] = json.loads(base64.urlsafe_b64decode(self.id + "=" * (-len(self.id) % 4)))
+        return decoded
+
+
+def position_id(positions: dict[str, int]) -> str:
+    """A Last-Event-ID that says these positions."""
+    return base64.urlsafe_b64encode(json.dumps(positions, separators=(",", ":")).encode()).decode().rstrip("=")
+
+
+def watch(client: httpx.Client, topics: dict[str, Any], **body: Any) -> dict[str, Any]:
+    """POST a watch; its answer."""
+    return ok(client.post("/v0/watch", json={"topics": topics, **body}))
+
+
+class Stream:
+    """One open GET of a session, read on demand."""
+
+    def __init__(self, url: str, wid: str, headers: Mapping[str, str] | None = None, *, http2: bool = False) -> None:
+        self._client = httpx.Client(
+            base_url=url, http1=not http2, http2=http2, timeout=httpx.Timeout(10.0, read=READ_TIMEOUT_S)
+        )
+        request = self._client.build_request("GET", f"/v0/watch/{wid}", headers=dict(headers or {}))
+        if not headers or "Accept" not in headers:
+            del request.headers["accept"]
+        self.response = self._client.send(request, stream=True)
+        if self.response.status_code != 200:
+            self.response.read()
+        self._blocks = self._split()
+        self._caught_up = 0
+
+    def _split(self) -> Iterator[Frame]:
+        pending = b""
+        for chunk in self.response.iter_bytes():
+            pending += chunk
+            *whole, pending = pending.split(b"\n\n")
+            for block in whole:
+                yield Frame(block)
+        assert pending == b"", f"the stream ended inside a frame: {pending!r}"
+
+    def next(self) -> Frame:
+        """The next block, heartbeats included; StopIteration at the end of the stream."""
+        return next(self._blocks)
+
+    def event(self, name: str | None = None) -> Frame:
+        """The next block that is neither a comment nor the opening `retry`, asserted to be of this event."""
+        while True:
+            frame = self.next()
+            if frame.raw.startswith((b":", b"retry:")):
+                continue
+            self._caught_up += frame.event == "caught-up"
+            if name is not None:
+                assert frame.event == name, frame.raw
+            return frame
+
+    def records(self, count: int) -> list[dict[str, Any]]:
+        """The next `count` records, from as many frames as they come in; other events are passed over."""
+        got: list[dict[str, Any]] = []
+        while len(got) < count:
+            frame = self.event()
+            if frame.event == "record":
+                got += frame.json["records"]
+        return got
+
+    def records_to(self, seq: int) -> int:
+        """Passes over events until a record frame reaches `seq`; its `to_seq`."""
+        while True:
+            frame = self.event()
+            if frame.event == "record" and frame.json["to_seq"] >= seq:
+                return int(frame.json["to_seq"])
+
+    def until_caught_up(self, topics: int) -> None:
+        """Passes over events until so many `caught-up` have been seen on this stream."""
+        while self._caught_up < topics:
+            self.event()
+
+    def close(self) -> None:
+        self.response.close()
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,479 @@
+"""api §0: transport, JSON, names, numbers, errors, the performance block."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.contract.asking import (
+    JSON,
+    NO_SUCH_PREFIX,
+    Connection,
+    diff,
+    diff_records,
+    envelope,
+    head_seq,
+    missing,
+    ok,
+    put,
+    refused,
+    state,
+    write,
+    write_raw,
+)
+from tests.harness import Service
+
+RECORD = b'{"records":[{"data":1}]}'
+
+
+# --- 0.1 transport
+
+
+def test_http2_prior_knowledge_on_the_same_port(service: Service, topic: str) -> None:
+    with httpx.Client(base_url=service.url, http1=False, http2=True) as h2:
+        answer = h2.post(f"/v0/topics/{topic}", json={"records": [{"data": {"over": "h2"}}]})
+        assert answer.http_version == "HTTP/2"
+        assert ok(answer)["first_seq"] == 1
+        refused(h2.get(f"/v0/topics/{NO_SUCH_PREFIX}h2"), 404, "topic_not_found")
+    assert diff_records(service.client, topic)[0].data == b'{"over":"h2"}'
+
+
+def test_a_connection_serves_many_requests(service: Service, topic: str) -> None:
+    connection = Connection(service)
+    for n in range(1, 51):
+        status, body, _ = connection.send("POST", f"/v0/topics/{topic}", RECORD)
+        assert status in (200, 201)
+        assert json.loads(body)["last_seq"] == n
+    assert connection.kept
+    connection.close()
+
+
+# --- 0.2 JSON: content types
+
+
+@pytest.mark.parametrize(
+    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx", "json"]
+)
+@pytest.mark.parametrize("route", ["", "/diff"])
+def test_a_body_needs_the_json_content_type(
+    client: httpx.Client, topic: str, route: str, content_type: str | None
+) -> None:
+    put(client, topic)
+    body = b'{"records":[{"data":1}],"from_seq":0}'
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    refused(client.post(f"/v0/topics/{topic}{route}", content=body, headers=headers), 415, "unsupported_media_type")
+    assert head_seq(client, topic) == 0
+
+
+def test_put_and_watch_bodies_need_it_too(client: httpx.Client, topic: str) -> None:
+    text = {"Content-Type": "text/plain"}
+    refused(client.put(f"/v0/topics/{topic}", content=b"{}", headers=text), 415, "unsupported_media_type")
+    missing(client, topic)
+    refused(client.post("/v0/watch", content=b'{"topics":{}}', headers=text), 415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    ["application/json; charset=utf-8", "application/json;charset=UTF-8", "Application/JSON", "application/json ;x=y"],
+)
+def test_content_type_parameters_and_case_do_not_matter(client: httpx.Client, topic: str, content_type: str) -> None:
+    ok(client.post(f"/v0/topics/{topic}", content=RECORD, headers={"Content-Type": content_type}))
+
+
+def test_an_empty_put_body_is_an_empty_object(client: httpx.Client, topic: str) -> None:
+    answer = client.put(f"/v0/topics/{topic}")
+    assert answer.status_code == 201
+    assert ok(answer)["created"] is True
+
+
+def test_unknown_request_fields_are_ignored(client: httpx.Client, topic: str) -> None:
+    put(client, topic, colour="blue")
+    body = {"records": [{"data": 1, "shape": "round", "$seq": 77, "$ts": 5}], "later": {"x": [1]}}
+    assert ok(client.post(f"/v0/topics/{topic}", json=body))["first_seq"] == 1
+    record = diff_records(client, topic, mood="good")[0]
+    assert record.seq == 1
+    assert record.ts > 5
+
+
+# --- 0.2 JSON: payloads byte for byte
+
+SPELLINGS = {
+    "integer": b"7",
+    "negative-zero": b"-0",
+    "fraction-zeros": b"1.500",
+    "exponents": b"[1E5,1e+5,1e-05,0.10e2]",
+    "beyond-double": b"123456789012345678901234567890",
+    "many-digits": b"0.1234567890123456789012345678901234567890",
+    "beyond-range": b"1e400",
+    "duplicate-keys": b'{"a":1,"a":2,"b":3,"a":{"a":1,"a":1}}',
+    "key-order": b'{"z":1,"a":2,"m":3}',
+    "escapes": rb'"\u0041\/\"\\\b\f\n\r\t\u00e9\ud83d\ude00"',
+    "raw-unicode": '"é→😀"'.encode(),
+    "escaped-controls": rb'"\u0000\u001f\u007f\u2028\u2029"',
+    "inner-spaces": b'{ "a" : [ 1 ,\t2 , 3 ] , "b" :  null }',
+    "inner-newlines": b'{\n  "a": 1,\r\n  "b": [\n    2\n  ]\n}',
+    "empty-key": b'{"":{"":[]}}',
+    "null": b"null",
+    "false": b"false",
+    "empty-string": b'""',
+    "empty-object": b"{}",
+    "empty-array": b"[]",
+    "server-owned-names": b'{"$seq":9,"$ts":1,"data":2,"records":[{"data":3}]}',
+    "nested": b"[" * 100 + b"]" * 100,
+    "looks-like-framing": b'{"a":"\\"},{\\"$seq\\":99,\\"data\\":"}',
+}
+
+
+@pytest.mark.parametrize("data", SPELLINGS.values(), ids=SPELLINGS.keys())
+def test_data_comes_back_byte_for_byte(client: httpx.Client, topic: str, data: bytes) -> None:
+    body = b'{ "records" : [ {"tag":"x", "data" : ' + data + b' , "node":"n"}, {"data":' + data + b"}] }"
+    answer = write_raw(client, topic, body)
+    assert answer.status_code == 201, answer.text
+    assert [bytes(record.data) for record in diff_records(client, topic)] == [data, data]
+
+
+def test_meta_comes_back_as_it_was_written(client: httpx.Client, topic: str) -> None:
+    meta = '{"trace": "a\\u0062c", "é":"→", "empty":""}'
+    write_raw(client, topic, b'{"records":[{"data":0,"meta":' + meta.encode() + b"}]}")
+    record = diff_records(client, topic)[0]
+    assert record.meta is not None
+    assert json.loads(bytes(record.meta)) == json.loads(meta)
+
+
+# --- 0.2 JSON: what is not JSON
+
+MALFORMED = {
+    "bare-word": (b'{"records":[{"data":nope}]}', 20),
+    "nan": (b'{"records":[{"data":NaN}]}', 20),
+    "infinity": (b'{"records":[{"data":-Infinity}]}', 20),
+    "leading-zero": (b'{"records":[{"data":01}]}', 20),
+    "hex": (b'{"records":[{"data":0x10}]}', 20),
+    "single-quotes": (b"{'records':[]}", 1),
+    "trailing-comma": (b'{"records":[{"data":1},]}', 23),
+    "comment": (b'{"records":[{"data":1}]/*x*/}', 23),
+    "cut-short": (b'{"records":[{"data":1}', 22),
+    "trailing-garbage": (b'{"records":[{"data":1}]} x', 25),
+    "second-document": (b'{"records":[{"data":1}]}{"records":[]}', 24),
+    "bad-escape": (rb'{"records":[{"data":"\x"}]}', 21),
+    "control-in-string": (b'{"records":[{"data":"\x01"}]}', 21),
+    "invalid-utf8": (b'{"records":[{"data":"\xff\xfe"}]}', 21),
+    "overlong-utf8": (b'{"records":[{"data":"\xc0\xaf"}]}', 21),
+    "surrogate-utf8": (b'{"records":[{"data":"\xed\xa0\x80"}]}', 21),
+    "byte-order-mark": (b"\xef\xbb\xbf" + RECORD, 0),
+    "empty": (b"", 0),
+    "only-space": (b"  ", 2),
+}
+
+
+@pytest.mark.parametrize(("body", "position"), MALFORMED.values(), ids=MALFORMED.keys())
+def test_malformed_json_is_refused_with_its_position(
+    client: httpx.Client, topic: str, body: bytes, position: int
+) -> None:
+    error = refused(write_raw(client, topic, body), 400, "invalid_request")
+    named = [int(number) for number in re.findall(r"\d+", error["message"])]
+    assert any(abs(number - position) <= 4 for number in named), f"{error['message']!r} does not say byte {position}"
+    missing(client, topic)
+
+
+@pytest.mark.parametrize("route", ["/v0/topics/{}/diff", "/v0/watch", "/v0/topics/{}"])
+@pytest.mark.parametrize("body", [b"[]", b'"x"', b"7", b"null", b"[{}]"])
+def test_a_body_must_be_an_object(client: httpx.Client, topic: str, route: str, body: bytes) -> None:
+    put(client, topic)
+    refused(client.post(route.format(topic), content=body, headers=JSON), 400, "invalid_request")
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":'], ids=["arrays", "objects"])
+def test_nesting_without_bound_is_refused(client: httpx.Client, topic: str, opening: bytes) -> None:
+    put(client, topic)
+    body = b'{"records":[{"data":' + opening * 100_000
+    refused(write_raw(client, topic, body), 400, "invalid_request")
+    assert head_seq(client, topic) == 0
+
+
+def test_a_lone_surrogate_is_refused_or_kept(client: httpx.Client, topic: str) -> None:
+    data = rb'"\ud800 and \udfff"'
+    answer = write_raw(client, topic, b'{"records":[{"data":' + data + b"}]}")
+    if answer.status_code == 400:
+        refused(answer, 400, "invalid_request")
+    else:
+        assert diff_records(client, topic)[0].data == data
+
+
+def test_after_bad_json_the_connection_lives_on(service: Service, topic: str) -> None:
+    connection = Connection(service)
+    for body, _ in MALFORMED.values():
+        status, content, content_type = connection.send("POST", f"/v0/topics/{topic}", body)
+        assert status == 400
+        envelope(content, content_type, "invalid_request")
+    status, content, _ = connection.send("POST", f"/v0/topics/{topic}", RECORD)
+    assert (status, json.loads(content)["first_seq"]) == (201, 1)
+    assert connection.kept
+    connection.close()
+
+
+# --- 0.2 JSON: compression
+
+
+def test_gzip_request_body(client: httpx.Client, topic: str) -> None:
+    body = gzip.compress(b'{"records":[{"data":{ "packed":1 }}]}')
+    assert write_raw(client, topic, body, **{"Content-Encoding": "gzip"}).status_code == 201
+    assert diff_records(client, topic)[0].data == b'{ "packed":1 }'
+
+
+@pytest.mark.parametrize("damage", ["cut", "not-gzip", "bad-checksum"])
+def test_damaged_gzip_is_refused(client: httpx.Client, topic: str, damage: str) -> None:
+    whole = gzip.compress(RECORD)
+    body = {"cut": whole[:-10], "not-gzip": RECORD, "bad-checksum": whole[:-8] + b"\0" * 8}[damage]
+    refused(write_raw(client, topic, body, **{"Content-Encoding": "gzip"}), 400, "invalid_request")
+    missing(client, topic)
+
+
+def test_an_unknown_content_encoding_is_refused(client: httpx.Client, topic: str) -> None:
+    refused(write_raw(client, topic, RECORD, **{"Content-Encoding": "br"}), 415, "unsupported_media_type")
+    missing(client, topic)
+
+
+def test_a_gzip_bomb_is_413_and_the_connection_lives_on(service: Service, topic: str) -> None:
+    put(service.client, topic)
+    bomb = gzip.compress(b" " * (65 << 20))
+    connection = Connection(service)
+    status, content, content_type = connection.send("POST", f"/v0/topics/{topic}", bomb, **{"Content-Encoding": "gzip"})
+    assert status == 413
+    envelope(content, content_type, "payload_too_large")
+    assert connection.send("POST", f"/v0/topics/{topic}", RECORD)[0] == 200
+    assert connection.kept
+    connection.close()
+    assert head_seq(service.client, topic) == 1
+
+
+def test_responses_are_gzipped_for_those_who_ask(client: httpx.Client, topic: str) -> None:
+    write(client, topic, *["x" * 200] * 200)
+    path = f"/v0/topics/{topic}/diff"
+    zipped = client.post(path, json={}, headers={"Accept-Encoding": "gzip"})
+    assert zipped.headers["content-encoding"] == "gzip"
+    for refusal in ("identity", "gzip;q=0"):
+        plain = client.post(path, json={}, headers={"Accept-Encoding": refusal})
+        assert "content-encoding" not in plain.headers
+        assert plain.json()["records"] == zipped.json()["records"]
+
+
+# --- 0.3 names
+
+GOOD_NAMES = ["a", "Z9", "0", "a.b_c:d-e", "x" * 255, "A:B", "a..b", "9--"]
+BAD_NAMES = ["-a", ".a", "_a", ":a", "a b", "a>b", "é", "a,b", "a+b", "x" * 256, "a*", "a\x00", "a\n", "a@b", "~"]
+
+
+@pytest.mark.parametrize("name", GOOD_NAMES)
+def test_good_names(client: httpx.Client, name: str) -> None:
+    ok(client.delete(f"/v0/topics/{name}"))
+    assert write(client, name, 1)["topic"] == name
+    assert state(client, name)["topic"] == name
+    ok(client.delete(f"/v0/topics/{name}"))
+
+
+@pytest.mark.parametrize("name", BAD_NAMES, ids=ascii)
+def test_bad_names(client: httpx.Client, name: str) -> None:
+    path = "/v0/topics/" + "".join(f"%{byte:02X}" for byte in name.encode())
+    refused(client.put(path, json={}), 400, "invalid_request")
+    refused(client.get(path), 400, "invalid_request")
+    refused(client.post(path, json={"records": [{"data": 1}]}), 400, "invalid_request")
+    refused(client.post(path + "/diff", json={}), 400, "invalid_request")
+    refused(client.delete(path), 400, "invalid_request")
+    refused(client.post("/v0/watch", json={"topics": {name: {}}}), 400, "invalid_request")
+
+
+def test_names_are_case_sensitive_and_percent_decoding_is_transparent(client: httpx.Client, topic: str) -> None:
+    lower, upper = f"{topic}:a", f"{topic}:A"
+    write(client, lower, "lower")
+    missing(client, upper)
+    write(client, upper, "upper")
+    encoded = "".join(f"%{byte:02x}" for byte in lower.encode())
+    assert diff_records(client, encoded)[0].data == b'"lower"'
+    assert diff_records(client, upper)[0].data == b'"upper"'
+
+
+# --- 0.4 numbers
+
+NOT_COUNTS: list[Any] = [-1, 1.5, "1", 2**64, True, [], {}]
+
+
+@pytest.mark.parametrize("field", ["from_seq", "limit", "wait_ms", "max_batch_bytes", "from_ts"])
+@pytest.mark.parametrize("value", NOT_COUNTS, ids=repr)
+def test_a_diff_number_that_is_none_is_refused_by_name(
+    client: httpx.Client, topic: str, field: str, value: Any
+) -> None:
+    put(client, topic)
+    error = refused(client.post(f"/v0/topics/{topic}/diff", json={field: value}), 400, "invalid_request")
+    assert field in error["message"] + json.dumps(error.get("detail", {}))
+
+
+@pytest.mark.parametrize("field", ["ttl_ms", "cap_records", "cap_bytes", "idempotency_window_ms", "max_deliveries"])
+@pytest.mark.parametrize("value", NOT_COUNTS, ids=repr)
+def test_a_config_number_that_is_none_is_refused_by_name(
+    client: httpx.Client, topic: str, field: str, value: Any
+) -> None:
+    error = refused(client.put(f"/v0/topics/{topic}", json={field: value}), 400, "invalid_request")
+    assert field in error["message"] + json.dumps(error.get("detail", {}))
+    missing(client, topic)
+
+
+@pytest.mark.parametrize("value", NOT_COUNTS, ids=repr)
+def test_if_head_seq_that_is_none_is_refused_by_name(client: httpx.Client, topic: str, value: Any) -> None:
+    body = {"records": [{"data": 1}], "if_head_seq": value}
+    error = refused(client.post(f"/v0/topics/{topic}", json=body), 400, "invalid_request")
+    assert "if_head_seq" in error["message"] + json.dumps(error.get("detail", {}))
+    missing(client, topic)
+
+
+def test_seq_is_a_json_number_up_to_u64(client: httpx.Client, topic: str) -> None:
+    write(client, topic, 1)
+    answer = diff(client, topic, from_seq=2**64 - 1)
+    assert answer["records"] == []
+    assert type(answer["head_seq"]) is int
+
+
+# --- 0.5 record keys
+
+
+def test_absent_keys_are_left_out_and_data_never_is(client: httpx.Client, topic: str) -> None:
+    bare = {"data": None}
+    full = {"data": 0, "node": "n", "tag": "t", "meta": {"k": "v"}}
+    ok(client.post(f"/v0/topics/{topic}", json={"records": [bare, full]}))
+    first, second = diff(client, topic, include_tags=True)["records"]
+    assert set(first) == {"$seq", "$ts", "data"}
+    assert first["data"] is None
+    assert set(second) == {"$seq", "$ts", "$node", "$tag", "data", "meta"}
+    assert (second["$node"], second["$tag"], second["meta"]) == ("n", "t", {"k": "v"})
+
+
+# --- 0.6 errors
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/v0", "/v0/", "/v0/nothing", "/v1/topics", "/v0/topics/a/b/c", "/v0/topics/a/nothing", "/x%00y"]
+)
+def test_unknown_paths(client: httpx.Client, path: str) -> None:
+    for method in ("GET", "POST", "DELETE"):
+        refused(client.request(method, path), 404, "not_found")
+
+
+METHODS = [
+    ("GET", "/v0/topics/{}/diff", {"POST"}),
+    ("PUT", "/v0/topics/{}/diff", {"POST"}),
+    ("DELETE", "/v0/topics/{}/diff", {"POST"}),
+    ("PATCH", "/v0/topics/{}", {"GET", "PUT", "POST", "DELETE"}),
+    ("POST", "/v0/topics", {"GET"}),
+    ("DELETE", "/v0/topics", {"GET"}),
+    ("GET", "/v0/watch", {"POST"}),
+    ("POST", "/v0/watch/wid_AAAAAAAAAAAAAAAAAAAAAA", {"GET"}),
+    ("POST", "/v0/health", {"GET"}),
+    ("DELETE", "/v0/ready", {"GET"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"), METHODS, ids=[f"{method} {path}" for method, path, _ in METHODS]
+)
+def test_known_path_other_method_is_405_with_allow(
+    client: httpx.Client, topic: str, method: str, path: str, allowed: set[str]
+) -> None:
+    put(client, topic)
+    answer = client.request(method, path.format(topic))
+    refused(answer, 405, "method_not_allowed")
+    listed = {name.strip() for name in answer.headers["allow"].split(",")}
+    assert allowed <= listed
+    assert method not in listed
+
+
+def test_topic_not_found_names_the_topic_everywhere(client: httpx.Client, topic: str) -> None:
+    path = f"/v0/topics/{topic}"
+    watch: dict[str, Any] = {"topics": {topic: {}}}
+    answers = [client.get(path), client.post(f"{path}/diff", json={}), client.post("/v0/watch", json=watch)]
+    for answer in answers:
+        assert refused(answer, 404, "topic_not_found")["detail"]["topic"] == topic
+    missing(client, topic)
+
+
+def test_a_head_request_has_no_body(client: httpx.Client) -> None:
+    answer = client.head("/v0/health")
+    assert answer.status_code in (200, 405)
+    assert answer.content == b""
+
+
+def test_a_body_declared_above_the_limit_is_413_before_it_is_sent(service: Service, topic: str) -> None:
+    head = f"POST /v0/topics/{topic} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", service.port), timeout=10) as raw:
+        raw.sendall(f"{head}Content-Length: {(64 << 20) + 1}\r\n\r\n".encode())
+        answer = raw.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 413"), answer
+    header, _, body = answer.partition(b"\r\n\r\n")
+    assert b"application/json" in header.lower()
+    envelope(body, "application/json", "payload_too_large")
+    missing(service.client, topic)
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[Service]:
+    """A service with a body limit that a test can cross in full."""
+    with Service(frontends=1, shards=1, env={"TOPICS_MAX_BODY_BYTES": "262144"}) as running:
+        yield running
+
+
+@pytest.mark.parametrize("transfer", ["length", "chunked"])
+def test_a_body_above_the_limit_is_413_and_the_service_usable(narrow: Service, topic: str, transfer: str) -> None:
+    put(narrow.client, topic)
+    body = b'{"records":[{"data":"' + b"x" * 300_000 + b'"}]}'
+
+    def chunks() -> Iterator[bytes]:
+        for start in range(0, len(body), 10_000):
+            yield body[start : start + 10_000]
+
+    content = body if transfer == "length" else chunks()
+    with httpx.Client(base_url=narrow.url, timeout=10) as client:
+        answer = client.post(f"/v0/topics/{topic}", content=content, headers=JSON)
+        refused(answer, 413, "payload_too_large")
+        assert head_seq(client, topic) == 0
+        assert write(client, topic, 1)["first_seq"] == 1
+
+
+def test_a_body_at_the_limit_passes(narrow: Service, topic: str) -> None:
+    frame = b'{"records":[{"data":""}]}'
+    body = frame.replace(b'""', b'"' + b"x" * (262_144 - len(frame)) + b'"')
+    assert len(body) == 262_144
+    assert write_raw(narrow.client, topic, body).status_code == 201
+
+
+# --- 0.7 performance
+
+
+def test_performance_says_what_the_write_did(client: httpx.Client, topic: str) -> None:
+    relaxed = write(client, topic, 1)["performance"]
+    assert relaxed["fsync_ms"] == 0.0
+    assert relaxed["wal_append_ms"] > 0
+    put(client, f"{topic}.synced", durability="fsync")
+    synced = write(client, f"{topic}.synced", 1)["performance"]
+    assert synced["fsync_ms"] > 0
+    assert synced["server_total_ms"] >= synced["fsync_ms"]
+
+
+def test_performance_says_what_the_read_did(client: httpx.Client, topic: str) -> None:
+    write(client, topic, *range(30), node="me")
+    write(client, topic, *range(5))
+    performance = diff(client, topic, node="me")["performance"]
+    assert performance["records_scanned"] == 35
+    assert "cold_segments_read" not in performance
+
+
+def test_every_route_reports_its_time(client: httpx.Client, topic: str) -> None:
+    put(client, topic)
+    ok(client.get(f"/v0/topics/{topic}"))
+    ok(client.get("/v0/topics"))
+    ok(client.post("/v0/watch", json={"topics": {topic: {}}}))
+    ok(client.delete(f"/v0/topics/{topic}"))

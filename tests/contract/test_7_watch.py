@@ -1,0 +1,503 @@
+"""api §7: watch sessions and their event streams."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.contract.asking import diff, ok, put, records_of, refused, state, write, write_raw
+from tests.contract.stream import Stream, position_id, watch
+from tests.harness import Service, poll
+
+WID = re.compile(r"wid_[A-Za-z0-9_-]{22}")
+
+
+def follow(service: Service, topics: dict[str, Any], **body: Any) -> Stream:
+    return Stream(service.url, watch(service.client, topics, **body)["wid"])
+
+
+def connections(service: Service) -> int:
+    return sum(int(frontend["connections"]) for frontend in service.status()["frontends"])
+
+
+# --- the session
+
+
+def test_the_answer_of_a_watch(client: httpx.Client, topic: str) -> None:
+    write(client, topic, 1, 2, 3)
+    body = watch(client, {topic: {}})
+    assert set(body) >= {"wid", "stream_url", "session_ttl_ms", "topics", "performance"}
+    assert WID.fullmatch(body["wid"])
+    assert body["stream_url"].endswith(f"/v0/watch/{body['wid']}")
+    assert body["session_ttl_ms"] == 300_000
+    assert body["topics"] == {topic: {"from_seq": 0, "head_seq": 3, "earliest_seq": 1}}
+
+
+def test_sessions_are_never_the_same(client: httpx.Client, topic: str) -> None:
+    put(client, topic)
+    assert len({watch(client, {topic: {}})["wid"] for _ in range(50)}) == 50
+
+
+def test_from_seq_is_resolved(client: httpx.Client, topic: str) -> None:
+    write(client, topic, 1)
+    first_ts = diff(client, topic)["records"][0]["$ts"]
+    poll("a later ms", lambda: write(client, topic, 2) and state(client, topic)["last_write_ts"] > first_ts)
+    head = state(client, topic)["head_seq"]
+
+    def resolved(**start: Any) -> int:
+        return int(watch(client, {topic: start})["topics"][topic]["from_seq"])
+
+    assert resolved() == 0
+    assert resolved(from_seq=1) == 1
+    assert resolved(tail=True) == head
+    assert resolved(from_ts=first_ts) == 0
+    assert resolved(from_ts=2**53) == head
+    assert 1 <= resolved(from_ts=first_ts + 1) < head
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"topics": {}},
+        {"topics": None},
+        {"topics": []},
+        {"topics": "x"},
+        {"topics": {"a": 1}},
+        {"topics": {"a": {"from_seq": -1}}},
+        {"topics": {"a": {"from_seq": "0"}}},
+        {"topics": {"a": {"tail": 1}}},
+        {"topics": {f"t{n}": {} for n in range(257)}},
+    ],
+    ids=lambda body: json.dumps(body)[:40],
+)
+def test_bad_watches(client: httpx.Client, body: dict[str, Any]) -> None:
+    refused(client.post("/v0/watch", json=body), 400, "invalid_request")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"limit": -1},
+        {"limit": "x"},
+        {"max_batch_bytes": 1.5},
+        {"heartbeat_ms": -5},
+        {"heartbeat_ms": "soon"},
+        {"node": 7},
+        {"include_meta": "no"},
+        {"include_tags": 1},
+        {"include_data": None},
+        {"consistency": "perfect"},
+    ],
+    ids=json.dumps,
+)
+def test_bad_options_are_refused_by_name(client: httpx.Client, topic: str, option: dict[str, Any]) -> None:
+    put(client, topic)
+    error = refused(client.post("/v0/watch", json={"topics": {topic: {}}} | option), 400, "invalid_request")
+    assert next(iter(option)) in error["message"]
+
+
+def test_clamped_options_are_never_errors(client: httpx.Client, topic: str) -> None:
+    put(client, topic)
+    for option in ({"limit": 10**9}, {"max_batch_bytes": 1 << 40}, {"max_batch_bytes": 0}, {"heartbeat_ms": 10**9}):
+        watch(client, {topic: {}}, **option)
+    watch(client, {topic: {}}, heartbeat_ms=0)
+
+
+def test_an_unknown_topic_is_404_or_dropped(client: httpx.Client, topic: str) -> None:
+    put(client, topic)
+    absent = f"{topic}.absent"
+    body: dict[str, Any] = {"topics": {topic: {}, absent: {}}}
+    assert refused(client.post("/v0/watch", json=body), 404, "topic_not_found")["detail"]["topic"] == absent
+    assert set(ok(client.post("/v0/watch?lenient=true", json=body))["topics"]) == {topic}
+    refused(client.get(f"/v0/topics/{absent}"), 404, "topic_not_found")
+
+
+# --- the GET
+
+
+@pytest.mark.parametrize("wid", ["wid_AAAAAAAAAAAAAAAAAAAAAA", "wid_", "x", "wid_" + "A" * 300, "wid_%00"])
+def test_an_unknown_wid_is_404(client: httpx.Client, wid: str) -> None:
+    refused(client.get(f"/v0/watch/{wid}", headers={"Accept": "text/event-stream"}), 404, "not_found")
+
+
+def test_accept(service: Service, topic: str) -> None:
+    put(service.client, topic)
+    wid = watch(service.client, {topic: {}})["wid"]
+    for other in ("application/json", "text/html", "text/event-stream;q=0"):
+        refused(service.client.get(f"/v0/watch/{wid}", headers={"Accept": other}), 406, "not_acceptable")
+    for accept in (None, "*/*", "text/event-stream", "text/html, text/*;q=0.5"):
+        headers = {} if accept is None else {"Accept": accept}
+        with Stream(service.url, wid, headers) as stream:
+            assert stream.response.status_code == 200
+            assert stream.event("caught-up").json["topic"] == topic
+
+
+def test_headers_and_opening(service: Service, topic: str) -> None:
+    put(service.client, topic)
+    with follow(service, {topic: {}}) as stream:
+        headers = stream.response.headers
+        assert headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert headers["cache-control"] == "no-store"
+        assert headers["x-accel-buffering"] == "no"
+        assert "content-encoding" not in headers
+        assert stream.next().raw == b"retry: 2000"
+
+
+def test_over_http2_too(service: Service, topic: str) -> None:
+    write(service.client, topic, "before")
+    with Stream(service.url, watch(service.client, {topic: {}})["wid"], http2=True) as stream:
+        assert stream.response.http_version == "HTTP/2"
+        assert stream.records(1)[0]["data"] == "before"
+        write(service.client, topic, "after")
+        assert stream.records(1)[0]["data"] == "after"
+
+
+# --- frames
+
+
+def test_backlog_then_caught_up_then_live(service: Service, topic: str) -> None:
+    write(service.client, topic, "a", "b")
+    with follow(service, {topic: {}}) as stream:
+        backlog = stream.event("record")
+        assert backlog.raw.startswith(b"event: record\n")
+        body = backlog.json
+        assert {key: body[key] for key in ("topic", "from_seq", "to_seq", "head_seq")} == {
+            "topic": topic,
+            "from_seq": 0,
+            "to_seq": 2,
+            "head_seq": 2,
+        }
+        assert [(record["$seq"], record["data"]) for record in body["records"]] == [(1, "a"), (2, "b")]
+        assert backlog.positions == {topic: 2}
+        caught_up = stream.event("caught-up")
+        assert caught_up.json == {"topic": topic, "head_seq": 2}
+        assert caught_up.positions == {topic: 2}
+        write(service.client, topic, "c")
+        live = stream.event("record")
+        assert (live.json["from_seq"], live.json["to_seq"]) == (2, 3)
+        assert live.positions == {topic: 3}
+
+
+def test_an_empty_topic_is_caught_up_at_once(service: Service, topic: str) -> None:
+    put(service.client, topic)
+    with follow(service, {topic: {}}) as stream:
+        frame = stream.event("caught-up")
+        assert frame.json == {"topic": topic, "head_seq": 0}
+        assert frame.positions == {topic: 0}
+
+
+def test_limit_cuts_the_backlog_into_frames_that_meet(service: Service, topic: str) -> None:
+    write(service.client, topic, *range(10))
+    with follow(service, {topic: {"from_seq": 1}}, limit=4) as stream:
+        frames = [stream.event("record").json for _ in range(3)]
+        assert [(frame["from_seq"], frame["to_seq"]) for frame in frames] == [(1, 5), (5, 9), (9, 10)]
+        assert [record["data"] for frame in frames for record in frame["records"]] == list(range(1, 10))
+        stream.event("caught-up")
+
+
+def test_a_backlog_within_the_limits_is_one_frame(service: Service, topic: str) -> None:
+    for n in range(50):
+        write(service.client, topic, n)
+    with follow(service, {topic: {}}) as stream:
+        assert len(stream.event("record").json["records"]) == 50
+        stream.event("caught-up")
+
+
+def test_max_batch_bytes_cuts_frames(service: Service, topic: str) -> None:
+    write(service.client, topic, *["x" * 1000] * 10)
+    with follow(service, {topic: {}}, max_batch_bytes=3000) as stream:
+        sizes = []
+        while (frame := stream.event()).event == "record":
+            sizes.append(len(frame.json["records"]))
+        assert sum(sizes) == 10
+        assert max(sizes) <= 3
+        assert frame.event == "caught-up"
+    with follow(service, {topic: {}}, max_batch_bytes=1) as stream:
+        assert len(stream.event("record").json["records"]) == 1
+
+
+def test_payloads_are_byte_identical_in_frames(service: Service, topic: str) -> None:
+    values = [
+        b"1.50",
+        b'{"a":1,"a":2}',
+        rb'"\u0041\/"',
+        b'{ "x" : [ 1,\t2 ] }',
+        b'{\n "a": 1,\n\n "b": 2\n}',
+        b'"\xe2\x86\x92"',
+    ]
+    body = b'{"records":[' + b",".join(b'{"data":' + value + b"}" for value in values) + b"]}"
+    assert write_raw(service.client, topic, body).status_code == 201
+    with follow(service, {topic: {}}) as stream:
+        assert [bytes(record.data) for record in records_of(stream.event("record").data)] == values
+
+
+def test_a_carriage_return_inside_data_does_not_break_the_frame(service: Service, topic: str) -> None:
+    """CR ends a line of an event stream: the value must survive, its white space need not."""
+    data = b'{"a":\r\n1,\r"b":2}'
+    write_raw(service.client, topic, b'{"records":[{"data":' + data + b"}]}")
+    with follow(service, {topic: {}}) as stream:
+        frame = stream.event("record")
+        assert b"\r" not in frame.raw
+        assert frame.json["records"][0]["data"] == {"a": 1, "b": 2}
+
+
+def test_include_flags(service: Service, topic: str) -> None:
+    record = {"data": {"k": 1}, "tag": "t", "node": "n", "meta": {"m": "1"}}
+    ok(service.client.post(f"/v0/topics/{topic}", json={"records": [record]}))
+
+    def keys(**flags: bool) -> set[str]:
+        with follow(service, {topic: {}}, **flags) as stream:
+            return set(stream.event("record").json["records"][0])
+
+    assert keys() == {"$seq", "$ts", "$node", "data", "meta"}
+    assert keys(include_tags=True) == {"$seq", "$ts", "$node", "$tag", "data", "meta"}
+    assert keys(include_meta=False) == {"$seq", "$ts", "$node", "data"}
+    assert keys(include_data=False, include_tags=True) == {"$seq", "$ts", "$node", "$tag", "meta"}
+
+
+# --- positions to start from
+
+
+def test_tail_delivers_only_what_comes(service: Service, topic: str) -> None:
+    write(service.client, topic, "old")
+    with follow(service, {topic: {"tail": True}}) as stream:
+        assert stream.event("caught-up").json["head_seq"] == 1
+        write(service.client, topic, "new")
+        assert [record["data"] for record in stream.event("record").json["records"]] == ["new"]
+
+
+def test_from_seq_and_from_ts(service: Service, topic: str) -> None:
+    write(service.client, topic, *range(5))
+    stamp = diff(service.client, topic)["records"][0]["$ts"]
+    with follow(service, {topic: {"from_seq": 3}}) as stream:
+        assert [record["$seq"] for record in stream.event("record").json["records"]] == [4, 5]
+    with follow(service, {topic: {"from_ts": stamp}}) as stream:
+        assert stream.event("record").json["records"][0]["$seq"] == 1
+
+
+# --- node filter
+
+
+def test_own_records_are_passed_over(service: Service, topic: str) -> None:
+    write(service.client, topic, "mine", node="me")
+    write(service.client, topic, "theirs", node="you")
+    write(service.client, topic, "mine too", node="me")
+    for node in ("me", ["me", "someone"]):
+        with follow(service, {topic: {}}, node=node) as stream:
+            frame = stream.event("record")
+            assert [record["data"] for record in frame.json["records"]] == ["theirs"]
+            assert frame.json["to_seq"] == 3
+            assert frame.positions == {topic: 3}
+            stream.event("caught-up")
+
+
+def test_when_all_are_filtered_there_is_caught_up_but_no_record(service: Service, topic: str) -> None:
+    write(service.client, topic, 1, 2, node="me")
+    with follow(service, {topic: {}}, node="me") as stream:
+        frame = stream.event()
+        assert (frame.event, frame.json["head_seq"], frame.positions) == ("caught-up", 2, {topic: 2})
+        write(service.client, topic, 3, node="me")
+        write(service.client, topic, 4, node="you")
+        assert [record["data"] for record in stream.records(1)] == [4]
+
+
+# --- heartbeat
+
+
+def test_a_heartbeat_when_idle(service: Service, topic: str) -> None:
+    put(service.client, topic)
+    before_ms = time.time_ns() // 1_000_000
+    with follow(service, {topic: {}}, heartbeat_ms=30) as stream:
+        stream.event("caught-up")
+        beats = [stream.next().raw for _ in range(3)]
+    stamps = [int(match.group(1)) for beat in beats if (match := re.fullmatch(rb": hb (\d{13})", beat))]
+    assert len(stamps) == 3, beats
+    assert before_ms <= stamps[0] < stamps[1] < stamps[2]
+    assert stamps[2] - stamps[0] >= 30
+
+
+# --- resume
+
+
+def test_resume_by_last_event_id_rewinds(service: Service, topic: str) -> None:
+    write(service.client, topic, *range(6))
+    wid = watch(service.client, {topic: {}}, limit=2)["wid"]
+    with Stream(service.url, wid) as stream:
+        first = stream.event("record")
+        stream.event("record")
+    with Stream(service.url, wid, {"Last-Event-ID": first.id}) as stream:
+        assert [record["$seq"] for record in stream.records(4)] == [3, 4, 5, 6]
+
+
+def test_resume_without_an_id_goes_on_at_the_sessions_position(service: Service, topic: str) -> None:
+    write(service.client, topic, *range(3))
+    wid = watch(service.client, {topic: {}})["wid"]
+    before = connections(service)
+    with Stream(service.url, wid) as stream:
+        stream.event("record")
+        stream.event("caught-up")
+    poll("the service to see the stream closed", lambda: connections(service) <= before)
+    write(service.client, topic, 3)
+    with Stream(service.url, wid) as stream:
+        assert [record["$seq"] for record in stream.event("record").json["records"]] == [4]
+
+
+def test_an_id_ahead_is_ignored(service: Service, topic: str) -> None:
+    write(service.client, topic, *range(3))
+    wid = watch(service.client, {topic: {}})["wid"]
+    with Stream(service.url, wid, {"Last-Event-ID": position_id({topic: 2**40})}) as stream:
+        assert [record["$seq"] for record in stream.event("record").json["records"]] == [1, 2, 3]
+
+
+def test_an_id_that_names_other_topics_changes_nothing(service: Service, topic: str) -> None:
+    write(service.client, topic, 1)
+    wid = watch(service.client, {topic: {}})["wid"]
+    with Stream(service.url, wid, {"Last-Event-ID": position_id({f"{topic}.other": 0})}) as stream:
+        assert [record["$seq"] for record in stream.event("record").json["records"]] == [1]
+
+
+def test_no_record_is_lost_or_doubled_over_many_resumes(service: Service, topic: str) -> None:
+    put(service.client, topic)
+    wid = watch(service.client, {topic: {}}, limit=7)["wid"]
+    seen: list[int] = []
+    last_id: str | None = None
+    for turn in range(12):
+        write(service.client, topic, *range(turn * 10, turn * 10 + 10))
+        headers = {} if last_id is None else {"Last-Event-ID": last_id}
+        with Stream(service.url, wid, headers) as stream:
+            frame = stream.event("record")
+            seen += [record["$seq"] for record in frame.json["records"]]
+            last_id = frame.id
+    with Stream(service.url, wid, {"Last-Event-ID": last_id or ""}) as stream:
+        seen += [record["$seq"] for record in stream.records(120 - len(seen))]
+    assert seen == list(range(1, 121))
+
+
+def test_a_session_is_reachable_on_every_frontend(service: Service, topic: str) -> None:
+    """Connections land where they land: open them until each frontend holds some, all on sessions made before."""
+    write(service.client, topic, "x")
+    before = {frontend["index"]: frontend["connections"] for frontend in service.status()["frontends"]}
+    streams: list[Stream] = []
+
+    def spread() -> bool:
+        streams.append(follow(service, {topic: {}}))
+        assert streams[-1].records(1)[0]["data"] == "x"
+        now = {frontend["index"]: frontend["connections"] for frontend in service.status()["frontends"]}
+        return all(now[index] >= before[index] + 2 for index in before)
+
+    try:
+        poll("streams on every frontend", spread, deadline_s=30)
+        write(service.client, topic, "y")
+        for stream in streams:
+            assert stream.records(1)[0]["data"] == "y"
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+# --- many topics
+
+
+def test_many_topics_in_one_stream(service: Service, topic: str) -> None:
+    names = [f"{topic}.{n:03}" for n in range(100)]
+    for name in names:
+        write(service.client, name, f"{name} first")
+    with follow(service, {name: {} for name in names}) as stream:
+        caught_up: set[str] = set()
+        seen: dict[str, list[Any]] = {name: [] for name in names}
+        while len(caught_up) < len(names):
+            frame = stream.event()
+            if frame.event == "caught-up":
+                caught_up.add(frame.json["topic"])
+            else:
+                seen[frame.json["topic"]] += [record["data"] for record in frame.json["records"]]
+            assert set(frame.positions) == set(names)
+        for name in names:
+            write(service.client, name, f"{name} second")
+        while any(len(values) < 2 for values in seen.values()):
+            frame = stream.event("record")
+            seen[frame.json["topic"]] += [record["data"] for record in frame.json["records"]]
+        assert seen == {name: [f"{name} first", f"{name} second"] for name in names}
+        assert frame.positions == dict.fromkeys(names, 2)
+
+
+def test_a_composite_position_rewinds_only_what_is_behind(service: Service, topic: str) -> None:
+    left, right = f"{topic}.left", f"{topic}.right"
+    write(service.client, left, *range(3))
+    write(service.client, right, *range(3))
+    wid = watch(service.client, {left: {}, right: {}})["wid"]
+    with Stream(service.url, wid) as stream:
+        stream.records(6)
+        stream.until_caught_up(2)
+    with Stream(service.url, wid, {"Last-Event-ID": position_id({left: 1, right: 3})}) as stream:
+        records = stream.records(2)
+        assert [record["$seq"] for record in records] == [2, 3]
+        write(service.client, right, "more")
+        frame = stream.event()
+        while frame.event != "record":
+            frame = stream.event()
+        assert (frame.json["topic"], frame.json["from_seq"]) == (right, 3)
+
+
+# --- deletion
+
+
+def test_a_deleted_topic_ends_at_once_and_alone(service: Service, topic: str) -> None:
+    gone, stays = f"{topic}.gone", f"{topic}.stays"
+    write(service.client, gone, 1, 2)
+    write(service.client, stays, 1)
+    with follow(service, {gone: {}, stays: {}}, heartbeat_ms=60_000) as stream:
+        stream.records(3)
+        stream.until_caught_up(2)
+        ok(service.client.delete(f"/v0/topics/{gone}"))
+        frame = stream.event("topic-deleted")
+        assert frame.json == {"topic": gone, "head_seq": 2, "reason": "deleted"}
+        assert stays in frame.positions
+        write(service.client, stays, 2)
+        assert stream.event("record").json["topic"] == stays
+        write(service.client, gone, "a new instance")
+        write(service.client, stays, 3)
+        assert stream.event("record").json["topic"] == stays
+
+
+# --- consistency
+
+
+def test_strong_pushes_only_what_is_durable(service: Service, topic: str) -> None:
+    put(service.client, topic)
+    with follow(service, {topic: {}}, consistency="strong") as stream:
+        for n in range(5):
+            write(service.client, topic, n)
+            to_seq = stream.records_to(n + 1)
+            assert state(service.client, topic)["durable_seq"] >= to_seq
+
+
+# --- slow and vanishing clients
+
+
+def test_a_slow_reader_holds_nobody_up_and_catches_up(service: Service, topic: str) -> None:
+    put(service.client, topic)
+    with follow(service, {topic: {}}) as slow, follow(service, {topic: {}}) as quick:
+        written = 0
+        for _ in range(30):
+            write(service.client, topic, *["x" * 10_000] * 60)
+            written += 60
+            assert len(quick.records(60)) == 60
+        # 18 MB are behind the slow one: more than any socket buffer holds.
+        got = slow.records(written)
+        assert [record["$seq"] for record in got] == list(range(1, written + 1))
+
+
+def test_clients_that_vanish_leave_the_service_well(service: Service, topic: str) -> None:
+    write(service.client, topic, *["x" * 1000] * 500)
+    before = connections(service)
+    for _ in range(20):
+        follow(service, {topic: {}}).close()
+    poll("their connections to be gone", lambda: connections(service) <= before)
+    assert write(service.client, topic, 1)["first_seq"] == 501

@@ -1,0 +1,311 @@
+"""A real service for tests and benchmarks: `topics-supervisor run` in a process group of its own.
+
+Nothing here reaches into the server: it is started by its command, found by its port file, asked by
+`topics-supervisor status --json`, and stopped or killed by signals, as an operator would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+import psutil
+
+from topics.shm.names import identity
+
+COMMAND = Path(sys.executable).with_name("topics-supervisor")
+START_DEADLINE_S = 30.0
+STOP_DEADLINE_S = 20.0
+HEAL_DEADLINE_S = 30.0
+LOG_TAIL_BYTES = 16_384
+
+Result = TypeVar("Result")
+
+# Every service that a test has started and not yet put away: a failing test shows their logs.
+open_services: list[Service] = []
+
+
+def poll(what: str, probe: Callable[[], Result | None], deadline_s: float = 10.0, every_s: float = 0.005) -> Result:
+    """The first result of `probe` that is neither None nor False; AssertionError naming `what` after `deadline_s`."""
+    end = time.monotonic() + deadline_s
+    while True:
+        result = probe()
+        if result is not None and result is not False:
+            return result
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {deadline_s} s: {what}")
+        time.sleep(every_s)
+
+
+def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment without any TOPICS_* of the developer's shell, plus `extra`."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("TOPICS_")} | dict(extra)
+
+
+def is_running(pid: int) -> bool:
+    """False for a pid that is gone or a zombie: an orphan may wait long for whoever adopted it."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Service:
+    """One service on one data directory; start, kill and start it again, on the same port.
+
+    Used as a context manager it starts on entry and stops on exit (asserting exit code 0 and no shared memory left
+    behind), or, when the body failed, kills the group. The temporary directory goes in both cases.
+    """
+
+    def __init__(
+        self,
+        *,
+        shards: int = 2,
+        frontends: int = 2,
+        port: int = 0,
+        wal_file_bytes: int | None = 1 << 20,
+        env: Mapping[str, str] | None = None,
+        cpus: set[int] | None = None,
+        root: Path | None = None,
+    ) -> None:
+        self._own_root = root is None
+        self.root = root or Path(tempfile.mkdtemp(prefix="topics-test-"))
+        self.data_dir = self.root / "data"
+        self.log_path = self.root / "log"
+        self.port_file = self.root / "port"
+        self.port = port
+        self.shards = shards
+        self.frontends = frontends
+        self.env = dict(env or {})
+        if wal_file_bytes is not None:
+            self.env.setdefault("TOPICS_WAL_FILE_BYTES", str(wal_file_bytes))
+        self._cpus = cpus
+        self._process: subprocess.Popen[bytes] | None = None
+        self._client: httpx.Client | None = None
+        open_services.append(self)
+
+    # --- life
+
+    def start(self, *, wait_ready: bool = True) -> Self:
+        """Start it; return once its port file is there and, unless told otherwise, `/v0/ready` is 200."""
+        assert self._process is None, "already started"
+        self.port_file.unlink(missing_ok=True)
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(COMMAND), "run"],
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.root,
+                start_new_session=True,
+            )
+        if self._cpus:
+            # In time: the interpreter has not got as far as forking children, which inherit it.
+            psutil.Process(self._process.pid).cpu_affinity(sorted(self._cpus))
+        address = poll("the port file", self._port_file_text, START_DEADLINE_S)
+        self.port = int(address.rpartition(":")[2])
+        if wait_ready:
+            poll("/v0/ready to be 200", self.is_ready, START_DEADLINE_S)
+        return self
+
+    def environment(self) -> dict[str, str]:
+        """The whole environment of this service's commands."""
+        return clean_environment(
+            {
+                "TOPICS_DATA_DIR": str(self.data_dir),
+                "TOPICS_PORT": str(self.port),
+                "TOPICS_PORT_FILE": str(self.port_file),
+                "TOPICS_WAL_SHARDS": str(self.shards),
+                "TOPICS_FRONTENDS": str(self.frontends),
+                "TOPICS_LOG_FORMAT": "json",
+                **self.env,
+            }
+        )
+
+    def stop(self) -> None:
+        """SIGTERM; asserts exit code 0 and that no shared memory and no process of it is left."""
+        process = self._running_process()
+        family = self.family()
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(STOP_DEADLINE_S)
+        self._forget()
+        assert code == 0, f"SIGTERM ended with exit code {code}\n{self.log_tail()}"
+        survivors = [pid for pid in family if is_running(pid)]
+        assert not survivors, f"left running after the stop: {survivors}\n{self.log_tail()}"
+        left = self.shared_memory()
+        assert not left, f"left in /dev/shm after the stop: {left}\n{self.log_tail()}"
+
+    def kill_group(self) -> None:
+        """SIGKILL to every process of the service at once; returns when all are gone."""
+        process = self._running_process()
+        family = self.family()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(STOP_DEADLINE_S)
+        poll("every killed process to be gone", lambda: not any(is_running(pid) for pid in family))
+        self._forget()
+
+    def kill_supervisor(self) -> None:
+        """SIGKILL to the supervisor alone; returns when its children, noticing, have gone as well."""
+        process = self._running_process()
+        family = self.family()
+        process.kill()
+        process.wait(STOP_DEADLINE_S)
+        poll("the children to stop", lambda: not any(is_running(pid) for pid in family), STOP_DEADLINE_S)
+        self._forget()
+
+    def restart(self, *, wait_ready: bool = True) -> Self:
+        """Stop gracefully if it runs, then start on the same port and directory."""
+        if self._process is not None:
+            self.stop()
+        return self.start(wait_ready=wait_ready)
+
+    def close(self) -> None:
+        """Leave nothing behind: processes, shared memory, the temporary directory."""
+        if self._process is not None:
+            self.kill_group()
+        for entry in self.shared_memory():
+            shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+        if self._own_root:
+            shutil.rmtree(self.root, ignore_errors=True)
+        if self in open_services:
+            open_services.remove(self)
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException as error:
+            error.add_note(self.log_tail())
+            self.close()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self._process is not None:
+                self.stop()
+            elif error is not None:
+                error.add_note(self.log_tail())
+        finally:
+            self.close()
+
+    # --- what can be asked
+
+    @property
+    def pid(self) -> int:
+        return self._running_process().pid
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def client(self) -> httpx.Client:
+        """One shared client; the time-out is above every long-poll of the tests."""
+        if self._client is None:
+            self._client = httpx.Client(base_url=self.url, timeout=35.0)
+        return self._client
+
+    def is_ready(self) -> bool:
+        process = self._running_process()
+        assert process.poll() is None, f"ended by itself with exit code {process.returncode}\n{self.log_tail()}"
+        try:
+            return httpx.get(f"{self.url}/v0/ready", timeout=2.0).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def run(self, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """`topics-supervisor <arguments>` with this service's environment."""
+        return subprocess.run(
+            [str(COMMAND), *arguments],
+            env=self.environment() | dict(env or {}),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd=self.root,
+        )
+
+    def status(self) -> dict[str, Any]:
+        """`topics-supervisor status --json`, parsed."""
+        answer = self.run("status", "--json")
+        assert answer.stdout.strip(), f"status said nothing (exit {answer.returncode}): {answer.stderr}"
+        status: dict[str, Any] = json.loads(answer.stdout)
+        return status
+
+    def pid_of(self, role: str, index: int = 0) -> int:
+        """The pid of `frontend` or `walshard` number `index`, once it has one."""
+
+        def find() -> int | None:
+            for process in self.status()["processes"]:
+                if process["role"] == role and process["index"] == index and process["pid"]:
+                    return int(process["pid"])
+            return None
+
+        return poll(f"{role} {index} to have a pid", find, HEAL_DEADLINE_S)
+
+    def kill(self, role: str, index: int = 0) -> int:
+        """SIGKILL to one process; its pid, which is gone on return."""
+        pid = self.pid_of(role, index)
+        os.kill(pid, signal.SIGKILL)
+        poll(f"{role} {index} (pid {pid}) to be gone", lambda: not is_running(pid))
+        return pid
+
+    def wait_healed(self, killed_pid: int) -> dict[str, Any]:
+        """The status, once every process is ready again and none of them is `killed_pid`."""
+
+        def healed() -> dict[str, Any] | None:
+            status = self.status()
+            states = [(p["state"], p["pid"]) for p in status["processes"]]
+            whole = status["state"] == "running" and all(s == "ready" and pid != killed_pid for s, pid in states)
+            return status if whole else None
+
+        return poll(f"all processes to be ready without pid {killed_pid}", healed, HEAL_DEADLINE_S)
+
+    def family(self) -> list[int]:
+        """The supervisor's pid and those of all its descendants."""
+        try:
+            supervisor = psutil.Process(self.pid)
+            return [supervisor.pid, *(child.pid for child in supervisor.children(recursive=True))]
+        except psutil.NoSuchProcess:
+            return []
+
+    def shared_memory(self) -> list[Path]:
+        """What this data directory's instances have in /dev/shm right now."""
+        if not self.data_dir.exists():
+            return []
+        return sorted(Path("/dev/shm").glob(f"*{identity(str(self.data_dir))}*"))
+
+    def log_tail(self) -> str:
+        if not self.log_path.exists():
+            return "(no log)"
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - LOG_TAIL_BYTES))
+            return f"--- log of the service on {self.data_dir}\n" + log.read().decode(errors="replace")
+
+    def _port_file_text(self) -> str | None:
+        process = self._running_process()
+        assert process.poll() is None, f"ended by itself with exit code {process.returncode}\n{self.log_tail()}"
+        return self.port_file.read_text() if self.port_file.exists() else None
+
+    def _running_process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "the service is not started"
+        return self._process
+
+    def _forget(self) -> None:
+        self._process = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
