@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
@@ -219,13 +218,3 @@ def _dense_run(entries: array[int]) -> int:
     if seqs[-1] == first + len(seqs) - 1:
         return len(seqs)
     return next(at for at, seq in enumerate(seqs) if seq != first + at)
-
-
-def names(topics: Iterable[Topic]) -> dict[str, Topic]:
-    """Topics by name; FoldError when two live topics share one."""
-    by_name: dict[str, Any] = {}
-    for topic in topics:
-        if topic.name in by_name:
-            raise FoldError(f"two topics are called {topic.name!r}: {by_name[topic.name].id:#x} and {topic.id:#x}")
-        by_name[topic.name] = topic
-    return by_name

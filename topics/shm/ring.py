@@ -94,6 +94,11 @@ class Ring:
         return self._words[_CONSUMED]
 
     @property
+    def written(self) -> int:
+        """Byte position behind the newest message."""
+        return self._words[_WRITTEN]
+
+    @property
     def empty(self) -> bool:
         return self._words[_WRITTEN] == self._words[_CONSUMED]
 

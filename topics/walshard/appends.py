@@ -1,0 +1,215 @@
+"""Appends of one group, before they are committed (api §2).
+
+Requests of a group see each other: the second write to a topic gets the seqs behind the first, a repeated key is
+recognised inside the group. But nothing touches a topic until the group is in the log: what a group would do to a
+topic is a `Draft`, thrown away when the commit fails.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+from topics.core.config import TopicConfig
+from topics.core.errors import topic_not_found
+from topics.core.fold import CreateBody, HeadBody, encode_body, encode_idempotency
+from topics.core.idempotency import Outcome
+from topics.core.topic import LOCATION_IN_RAM_LOG
+from topics.shm import messages
+from topics.shm.messages import AppendReply, AppendRequest
+from topics.storage import frame
+from topics.storage.frame import FLAG_DURABLE, FLAG_MORE, Bytes, FrameType
+from topics.walshard.hosted import Hosted
+from topics.walshard.operation import Answer, Operation
+
+CEILING_STEP = 4096
+"""Seqs an `ephemeral` topic may give out before its head watermark must move: one fsync for that many records."""
+
+
+class Draft:
+    """What the group so far adds to one topic."""
+
+    __slots__ = ("ceiling", "created", "head_seq", "hosted", "keys", "last", "live_bytes", "new", "records", "ts")
+
+    def __init__(self, hosted: Hosted, now_ms: int, new: bool) -> None:
+        topic = hosted.topic
+        self.hosted = hosted
+        self.new = new
+        """Nothing of it is prepared yet, its creation least of all."""
+        self.created = False
+        self.head_seq = topic.head_seq
+        self.ceiling = topic.head_ceiling
+        self.ts = topic.commit_ts(now_ms)
+        self.records = 0
+        self.live_bytes = 0
+        self.keys: dict[bytes, Outcome] = {}
+        self.last = Outcome(0, 0, 0)
+
+
+class Appends:
+    """Turns append requests into operations. `make_topic` hosts a new topic that nobody sees yet."""
+
+    def __init__(
+        self,
+        find: Callable[[str], Hosted | None],
+        make_topic: Callable[[str, TopicConfig], Hosted],
+        host: Callable[[Hosted], None],
+    ) -> None:
+        self._find = find
+        self._make_topic = make_topic
+        self._host = host
+        self._drafts: dict[str, Draft] = {}
+        self.durable: list[Operation] = []
+        self.ram: list[Operation] = []
+        self.touched: dict[int, Hosted] = {}
+        """Topics whose readers must be told after the commit."""
+
+    def reset(self) -> None:
+        """The group is over, whichever way."""
+        self._drafts = {}
+        self.durable = []
+        self.ram = []
+        self.touched = {}
+
+    def prepare(self, request: AppendRequest, answer: Answer, now_ms: int) -> None:
+        """Adds the request's operations; or answers at once when it repeats a key; or raises TopicsError or
+        ArenaFullError, the group being as before.
+        """
+        draft = self._draft(request, now_ms)
+        try:
+            known = self._known(draft, request, now_ms)
+            if known is not None:
+                answer.reply = self._reply(answer, known, draft, created=False, deduped=True)
+                return
+            draft.hosted.topic.check_head(request.if_head_seq, draft.head_seq)
+            draft.hosted.topic.check_room(request.count, len(request.frames), draft.records, draft.live_bytes)
+            draft.hosted.ring.reserve(draft.records + request.count)
+        except Exception:
+            if draft.new:
+                self._drafts.pop(request.name).hosted.abandon()
+            raise
+        if draft.hosted.topic.config.durability == "ephemeral":
+            self._prepare_ram(request, draft, answer)
+        else:
+            self._prepare_durable(request, draft, answer)
+        self.touched[draft.hosted.topic.id] = draft.hosted
+
+    def fail_new(self) -> None:
+        """The group is not in the log: topics it would have made never were."""
+        for draft in self._drafts.values():
+            if draft.created:
+                draft.hosted.abandon()
+
+    def _draft(self, request: AppendRequest, now_ms: int) -> Draft:
+        draft = self._drafts.get(request.name)
+        if draft is not None:
+            return draft
+        hosted = self._find(request.name)
+        if hosted is not None:
+            draft = Draft(hosted, now_ms, new=False)
+        else:
+            config = request.config or TopicConfig()
+            if not request.create or not config.auto_create:
+                raise topic_not_found(request.name)
+            draft = Draft(self._make_topic(request.name, config), now_ms, new=True)
+        self._drafts[request.name] = draft
+        return draft
+
+    def _known(self, draft: Draft, request: AppendRequest, now_ms: int) -> Outcome | None:
+        if not request.key:
+            return None
+        topic = draft.hosted.topic
+        return draft.keys.get(request.key) or topic.idempotency.find(
+            request.key, now_ms, topic.config.idempotency_window_ms
+        )
+
+    def _prepare_durable(self, request: AppendRequest, draft: Draft, answer: Answer) -> None:
+        hosted = draft.hosted
+        created, draft.new = draft.new, False
+        draft.created |= created
+        buffers: list[Bytes] = [_create_frame(hosted, draft.ts, FLAG_MORE)] if created else []
+        sync = hosted.topic.config.durability == "fsync"
+        apply = self._append(request, draft, buffers, FLAG_DURABLE if sync else 0, 0)
+
+        def apply_with_topic(file_no: int, offset: int) -> None:
+            self._host(hosted)
+            apply(file_no, offset)
+
+        answer.reply = self._reply(answer, draft.last, draft, created, deduped=False)
+        self.durable.append(Operation(buffers, apply_with_topic if created else apply, sync=sync, answer=answer))
+
+    def _prepare_ram(self, request: AppendRequest, draft: Draft, answer: Answer) -> None:
+        """The records go to the RAM log; that the topic exists and how far its head may be, to the durable one."""
+        hosted = draft.hosted
+        created, draft.new = draft.new, False
+        draft.created |= created
+        if created:
+            create = _create_frame(hosted, draft.ts, 0)
+            self.durable.append(Operation([create], lambda _file_no, _offset: self._host(hosted)))
+        if draft.head_seq + request.count > draft.ceiling:
+            draft.ceiling = draft.head_seq + max(request.count, CEILING_STEP)
+            self.durable.append(_ceiling(hosted, draft.ceiling, draft.ts))
+        buffers: list[Bytes] = []
+        apply = self._append(request, draft, buffers, 0, LOCATION_IN_RAM_LOG)
+        answer.reply = self._reply(answer, draft.last, draft, created, deduped=False)
+        self.ram.append(Operation(buffers, apply, answer=answer))
+
+    def _append(
+        self, request: AppendRequest, draft: Draft, buffers: list[Bytes], frame_flags: int, location_flags: int
+    ) -> Callable[[int, int], None]:
+        """Stamps the request's frames behind `buffers` and notes them in the draft; returns what applies them."""
+        topic = draft.hosted.topic
+        first_seq, ts, key = draft.head_seq + 1, draft.ts, request.key
+        if key:
+            body = encode_idempotency(request.count, key)
+            buffers.append(frame.encode(FrameType.IDEMPOTENCY, FLAG_MORE, topic.id, first_seq, ts, b"", b"", body))
+        prefix_len = sum(map(len, buffers))
+        frame.stamp(request.frames, request.offset_len, topic.id, first_seq, ts, frame_flags)
+        buffers.append(request.frames)
+
+        size_bytes = len(request.frames)
+        outcome = draft.last = Outcome(first_seq, request.count, ts)
+        if key:
+            draft.keys[key] = outcome
+        draft.head_seq += request.count
+        draft.records += request.count
+        draft.live_bytes += size_bytes
+        offset_len, record_flags = request.offset_len, request.record_flags
+
+        def apply(file_no: int, offset: int) -> None:
+            base = offset + prefix_len
+            absolute = array("Q", [base + entry for entry in offset_len])
+            topic.appended(ts, absolute, _file_flags(file_no, record_flags, location_flags), size_bytes)
+            if key:
+                topic.idempotency.remember(key, outcome)
+
+        return apply
+
+    def _reply(self, answer: Answer, outcome: Outcome, draft: Draft, created: bool, deduped: bool) -> bytearray:
+        durability = draft.hosted.topic.config.durability
+        reply = AppendReply(outcome.first_seq, outcome.records, draft.head_seq, created, deduped, durability, 0, 0)
+        return messages.encode_append_reply(answer.request_id, reply)
+
+
+def _create_frame(hosted: Hosted, ts: int, flags: int) -> bytes:
+    topic = hosted.topic
+    body = encode_body(CreateBody(topic.name, topic.config))
+    return frame.encode(FrameType.TOPIC_CREATE, flags, topic.id, 0, ts, b"", b"", body)
+
+
+def _ceiling(hosted: Hosted, ceiling: int, ts: int) -> Operation:
+    topic = hosted.topic
+    body = encode_body(HeadBody(exact=False))
+
+    def apply(_file_no: int, _offset: int) -> None:
+        topic.head_ceiling = ceiling
+
+    mark = frame.encode(FrameType.HEAD_WATERMARK, 0, topic.id, ceiling, ts, b"", b"", body)
+    return Operation([mark], apply, sync=True)
+
+
+def _file_flags(file_no: int, record_flags: bytes, location_flags: int) -> array[int]:
+    first = record_flags[0]
+    if record_flags.count(first) == len(record_flags):
+        return array("Q", [file_no | (first | location_flags) << 32]) * len(record_flags)
+    return array("Q", [file_no | (flags | location_flags) << 32 for flags in record_flags])

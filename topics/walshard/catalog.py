@@ -1,0 +1,63 @@
+"""The topics a shard hosts, by name, and the arena that shows them to readers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from topics.core.config import TopicConfig
+from topics.core.fold import Fold, FoldError
+from topics.core.names import owner_shard
+from topics.core.topic import Topic
+from topics.core.topic_ids import TopicIds
+from topics.shm.arena import ArenaWriter, LocationRing
+from topics.walshard.hosted import Hosted
+
+
+class Catalog:
+    """One shard's topics. A topic is made unseen, and hosted once its creation is logged."""
+
+    def __init__(self, shard: int, shards: int, arena: ArenaWriter) -> None:
+        self._shard = shard
+        self._shards = shards
+        self._arena = arena
+        self._ids = TopicIds(shard)
+        self._by_name: dict[str, Hosted] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __iter__(self) -> Iterator[Hosted]:
+        return iter(self._by_name.values())
+
+    def find(self, name: str) -> Hosted | None:
+        return self._by_name.get(name)
+
+    def make(self, name: str, config: TopicConfig, now_ms: int) -> Hosted:
+        """A topic nobody sees yet; ArenaFullError when /dev/shm has no room."""
+        ring = LocationRing(self._arena, 1)
+        try:
+            return Hosted(self._arena, Topic(self._ids.next(now_ms), name, config, ring), ring)
+        except Exception:
+            ring.release()
+            raise
+
+    def host(self, hosted: Hosted) -> None:
+        assert hosted.topic.name not in self._by_name
+        self._by_name[hosted.topic.name] = hosted
+        hosted.announce()
+
+    def retire(self, hosted: Hosted) -> None:
+        del self._by_name[hosted.topic.name]
+        hosted.retire()
+
+    def take_over(self, fold: Fold) -> None:
+        """Hosts what the log says. FoldError when a topic belongs to another shard, or two share a name."""
+        for topic_id in fold.created_ids:
+            self._ids.saw(topic_id)
+        for topic in fold.topics.values():
+            if owner_shard(topic.name, self._shards) != self._shard:
+                raise FoldError(f"topic {topic.name!r} is in the log of shard {self._shard}, which does not own it")
+            if topic.name in self._by_name:
+                raise FoldError(f"two topics in the log of shard {self._shard} are called {topic.name!r}")
+            assert isinstance(topic.index, LocationRing)
+            self.host(Hosted(self._arena, topic, topic.index))

@@ -1,0 +1,79 @@
+"""A topic as its shard hosts it: the pure topic, its slot in the arena, and who wants to hear of it."""
+
+from __future__ import annotations
+
+from topics.core.config import TopicConfig
+from topics.core.topic import Topic
+from topics.shm.arena import ArenaWriter, Descriptor, LocationRing, SlotState, TopicView
+
+
+class Hosted:
+    """One topic of this shard. `publish` after every change; `watchers` are frontend → token."""
+
+    __slots__ = ("_arena", "_descriptor", "_version", "ring", "slot", "topic", "watchers")
+
+    def __init__(self, arena: ArenaWriter, topic: Topic, ring: LocationRing) -> None:
+        self._arena = arena
+        self.topic = topic
+        self.ring = ring
+        self.slot = arena.new_slot()
+        self._version = 1
+        try:
+            self._descriptor = arena.store_descriptor(Descriptor(topic.name, topic.config))
+        except Exception:
+            arena.return_slot(self.slot)
+            raise
+        self.watchers: dict[int, int] = {}
+
+    def announce(self) -> None:
+        """Makes the topic visible to readers."""
+        self.publish()
+        self._arena.announce(self.slot)
+
+    def publish(self, state: SlotState = SlotState.LIVE) -> None:
+        """What the topic is now is what readers see."""
+        topic, ring = self.topic, self.ring
+        self._arena.publish(
+            self.slot,
+            TopicView(
+                topic.id,
+                state,
+                topic.head_seq,
+                ring.base_seq,
+                topic.earliest_seq,
+                topic.evict_floor,
+                topic.evict_reason,
+                topic.records,
+                topic.live_bytes,
+                topic.durable_seq,
+                topic.last_write_ts,
+                ring.word,
+                ring.capacity,
+                self._descriptor[0],
+                self._descriptor[1],
+                self._version,
+                topic.evict_run_seq,
+            ),
+        )
+
+    def prepare_config(self, config: TopicConfig) -> tuple[int, int]:
+        """Room for a new descriptor (ArenaFullError), to be taken up by `configured` once it is logged."""
+        return self._arena.store_descriptor(Descriptor(self.topic.name, config))
+
+    def configured(self, config: TopicConfig, descriptor: tuple[int, int]) -> None:
+        self._arena.free(*self._descriptor)
+        self._descriptor = descriptor
+        self._version += 1
+        self.topic.configured(config)
+
+    def abandon(self) -> None:
+        """A topic that never came to be: nobody has seen its slot."""
+        self._arena.free(*self._descriptor)
+        self.ring.release()
+        self._arena.return_slot(self.slot)
+
+    def retire(self) -> None:
+        """The topic was deleted: readers learn it, then slot and blocks are free."""
+        self.publish(SlotState.DELETED)
+        self._arena.announce(self.slot)
+        self.abandon()

@@ -1,0 +1,41 @@
+"""One atomic write of a group commit: the bytes to log, and what to do once they are logged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from topics.storage.frame import Bytes
+
+
+class Answer:
+    """What one request gets, in its place in the ring; `reply` is None when it wants no answer."""
+
+    __slots__ = ("frontend", "position", "reply", "request_id")
+
+    def __init__(self, frontend: int, position: int, request_id: int) -> None:
+        self.frontend = frontend
+        self.position = position
+        self.request_id = request_id
+        self.reply: bytearray | None = None
+
+
+class Operation:
+    """`buffers` are whole frames. `apply(file_no, offset)` runs once they are in the log, and must not fail.
+    `answer` is the request it carries out, if any; `sync`: it is not committed before it is on the disk.
+    """
+
+    __slots__ = ("answer", "apply", "buffers", "length", "sync")
+
+    def __init__(
+        self,
+        buffers: list[Bytes],
+        apply: Callable[[int, int], None],
+        *,
+        sync: bool = False,
+        answer: Answer | None = None,
+    ) -> None:
+        self.buffers = buffers
+        self.length = sum(map(len, buffers))
+        self.apply = apply
+        self.sync = sync
+        self.answer = answer

@@ -1,0 +1,140 @@
+"""The shard's end of the rings: requests in, answers out, each request answered once over any crash.
+
+A request stays in its ring until its answer is in the reply ring; only then does the ring's `consumed` move. So a
+shard that dies finds in its next life exactly the requests that are not answered yet, and the journal tells which of
+those it had already committed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from topics.shm import messages
+from topics.shm.instance import SharedMemory
+from topics.shm.journal import JournalEntry
+
+REQUESTS_PER_GROUP_MAX = 1024
+BYTES_PER_GROUP_MAX = 16 * 1024 * 1024
+
+
+class Outbox:
+    """Rings of one shard to all frontends."""
+
+    def __init__(self, shared: SharedMemory, shard: int) -> None:
+        self._rings = [row[shard] for row in shared.rings]
+        self._wakes = shared.frontend_wakes
+        self._journal = shared.journals[shard]
+        self._read = [pair.requests.consumed for pair in self._rings]
+        self._waiting: list[deque[tuple[bytearray | None, int]]] = [deque() for _ in self._rings]
+        self._unanswered: list[JournalEntry] = []
+        self._notices: list[set[int]] = [set() for _ in self._rings]
+        self._touched: set[int] = set()
+
+    # -- requests
+
+    def requests(self) -> Iterator[tuple[int, memoryview, int]]:
+        """(frontend, message, position behind it) of what is new, bounded to one group's worth.
+
+        A frontend that does not take its answers is not read from: the ring behind it fills, and it feels that.
+        """
+        count = size_bytes = 0
+        for frontend, pair in enumerate(self._rings):
+            if self._waiting[frontend]:
+                continue
+            for message, position in pair.requests.peek(self._read[frontend]):
+                yield frontend, message, position
+                self._read[frontend] = position
+                count += 1
+                size_bytes += len(message)
+                if count >= REQUESTS_PER_GROUP_MAX or size_bytes >= BYTES_PER_GROUP_MAX:
+                    return
+
+    @property
+    def idle(self) -> bool:
+        """Nothing new in any ring, and no answer stuck."""
+        return all(
+            pair.requests.written == read and not waiting
+            for pair, read, waiting in zip(self._rings, self._read, self._waiting, strict=True)
+        )
+
+    @property
+    def stuck(self) -> bool:
+        """An answer or notice waits for room in a reply ring."""
+        return any(self._waiting) or any(self._notices)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Requests that wait in the rings."""
+        return sum(pair.requests.pending_bytes for pair in self._rings)
+
+    # -- the journal
+
+    def journal(self, entries: list[JournalEntry]) -> None:
+        """Before a commit: these requests, and those committed earlier whose answers are not out yet."""
+        self._unanswered = [
+            entry for entry in self._unanswered if entry.ring_position > self._rings[entry.frontend].requests.consumed
+        ]
+        self._unanswered += entries
+        self._journal.store(self._unanswered)
+
+    def committed_before(self) -> list[JournalEntry]:
+        """In a new life: requests still in the rings that the former one was about to commit."""
+        return [
+            entry
+            for entry in self._journal.load()
+            if entry.ring_position > self._rings[entry.frontend].requests.consumed
+        ]
+
+    # -- answers
+
+    def answer(self, frontend: int, reply: bytearray | None, position: int) -> None:
+        """Queues an answer (None: the request wants none). In ring order: it frees the ring up to `position`."""
+        self._waiting[frontend].append((reply, position))
+        self._touched.add(frontend)
+
+    def notify(self, frontend: int, token: int) -> None:
+        """Queues a notice; many of one topic become one."""
+        self._notices[frontend].add(token)
+        self._touched.add(frontend)
+
+    def announce_generation(self) -> None:
+        """Tells every frontend that a new arena is current."""
+        for frontend in range(len(self._rings)):
+            self._waiting[frontend].append((messages.encode_generation(), 0))
+            self._touched.add(frontend)
+
+    def forget_notices(self, frontend: int) -> None:
+        """The frontend that wanted them is gone."""
+        self._notices[frontend].clear()
+
+    def flush(self) -> None:
+        """Moves as much as fits into the reply rings and wakes the frontends; the rest waits for the next call."""
+        if not self._touched:
+            return
+        still = set()
+        for frontend in self._touched:
+            if self._flush(frontend):
+                still.add(frontend)
+            self._wakes[frontend].signal_always()
+        self._touched = still
+
+    def _flush(self, frontend: int) -> bool:
+        """True when something is left."""
+        pair = self._rings[frontend]
+        waiting = self._waiting[frontend]
+        consumed = 0
+        while waiting:
+            reply, position = waiting[0]
+            if reply is not None and not pair.replies.push(reply):
+                break
+            consumed = max(consumed, position)
+            waiting.popleft()
+        if consumed:
+            pair.requests.consume(consumed)
+        notices = self._notices[frontend]
+        if notices and not waiting:
+            tokens = list(notices)[: pair.replies.message_max_bytes // 16]
+            if pair.replies.push(messages.encode_notify(tokens)):
+                notices.difference_update(tokens)
+        return bool(waiting or notices)

@@ -1,0 +1,94 @@
+"""Watch sessions of one shard (api §7): which stream has them, and from where the next one goes on.
+
+A session outlives the frontend that made it and a crash of this shard (it is in the RAM log), not a restart of the
+service. While a stream is open only its frontend knows how far it is; it says so when it closes. If the frontend dies
+instead, the stored positions are a lower bound, and the client's Last-Event-ID knows better: `exact` tells which.
+"""
+
+from __future__ import annotations
+
+from topics.core.errors import TopicsError
+from topics.core.fold import SessionBody
+from topics.shm.messages import SessionOpenReply
+
+SESSION_TTL_MS = 300_000
+
+
+class WatchSession:
+    """`stream` is (frontend, number) while one is open; `idle_since_ms` counts from the last close."""
+
+    __slots__ = ("body", "exact", "idle_since_ms", "positions", "stream")
+
+    def __init__(self, body: bytes, positions: dict[str, int], exact: bool, now_ms: int) -> None:
+        self.body = body
+        self.positions = positions
+        self.exact = exact
+        self.stream: tuple[int, int] | None = None
+        self.idle_since_ms = now_ms
+
+
+class Sessions:
+    """Times are monotonic ms."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, WatchSession] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def recovered(self, sessions: dict[str, SessionBody], now_ms: int) -> None:
+        """A crash of the shard: streams may be open that it knows nothing of, so no position is exact."""
+        for wid, session in sessions.items():
+            assert session.body is not None
+            self._sessions[wid] = WatchSession(session.body, session.positions, False, now_ms)
+
+    def put(self, wid: str, body: bytes, now_ms: int) -> None:
+        self._sessions[wid] = WatchSession(body, {}, True, now_ms)
+
+    def open(self, wid: str, frontend: int, stream: int) -> SessionOpenReply:
+        """A stream begins; an older one of the same session no longer counts."""
+        session = self._sessions.get(wid)
+        if session is None:
+            raise TopicsError("not_found", f"no watch session {wid!r}: it was never made, or collected when idle")
+        exact = session.exact and session.stream is None
+        session.stream = (frontend, stream)
+        session.exact = False
+        return SessionOpenReply(session.body, session.positions, exact)
+
+    def closing(self, wid: str, frontend: int, stream: int, positions: dict[str, int]) -> SessionBody | None:
+        """What to log when this stream ends; None when it is not the session's stream any more."""
+        session = self._sessions.get(wid)
+        if session is None or session.stream not in (None, (frontend, stream)):
+            return None
+        return SessionBody(wid, session.body, positions, exact=True)
+
+    def closed(self, wid: str, positions: dict[str, int], now_ms: int) -> None:
+        session = self._sessions[wid]
+        session.stream = None
+        session.positions = positions
+        session.exact = True
+        session.idle_since_ms = now_ms
+
+    def frontend_died(self, frontend: int, now_ms: int) -> None:
+        """Its streams ended without a word."""
+        for session in self._sessions.values():
+            if session.stream is not None and session.stream[0] == frontend:
+                session.stream = None
+                session.idle_since_ms = now_ms
+
+    def overdue(self, now_ms: int) -> list[str]:
+        """Sessions without a stream for longer than SESSION_TTL_MS."""
+        return [
+            wid
+            for wid, session in self._sessions.items()
+            if session.stream is None and now_ms - session.idle_since_ms > SESSION_TTL_MS
+        ]
+
+    def remove(self, wid: str) -> None:
+        self._sessions.pop(wid, None)
+
+    def bodies(self) -> list[SessionBody]:
+        """Everything as it would be logged now."""
+        return [
+            SessionBody(wid, session.body, session.positions, session.exact) for wid, session in self._sessions.items()
+        ]
