@@ -91,7 +91,7 @@ def batches(stream: Iterator[Event], max_records: int = BATCH_MAX_RECORDS) -> It
 
 
 def write(client: httpx.Client, topic: str, batch: Batch, retry_for_s: float) -> Outcome:
-    """One write, repeated until it is answered; GaveUpError after `retry_for_s` or at a refusal that will not change."""
+    """One write, repeated until it is answered; GaveUpError after `retry_for_s` or at a refusal that stands."""
     body = batch.body()
     end = time.monotonic() + retry_for_s
     for attempt in itertools.count():
