@@ -1,0 +1,69 @@
+"""Logs of all processes: one event a line on stderr, JSON or for people, with the process's role and index.
+
+Events never carry a key, a token or a payload. Each line is one `write`, so processes that share a pipe or a
+file do not tear each other's lines.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, Final
+
+import msgspec
+import structlog
+from structlog.typing import EventDict, FilteringBoundLogger, Processor
+
+_LEVELS: Final = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_encode = msgspec.json.Encoder(enc_hook=repr).encode
+
+# A process has one of these; `identify` changes it after the fork.
+_process: dict[str, Any] = {}
+
+
+def get_logger() -> FilteringBoundLogger:
+    """A logger; its lines carry what `identify` said last."""
+    logger: FilteringBoundLogger = structlog.get_logger()
+    return logger
+
+
+def configure(level: str, format: str) -> None:
+    """Sets this process and those it forks up; `level` and `format` as in Settings."""
+    render: Processor = (
+        structlog.processors.JSONRenderer(serializer=lambda event, **_: _encode(event).decode())
+        if format == "json"
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
+    # The console renderer prints exceptions itself, and better.
+    trace: list[Processor] = [structlog.processors.format_exc_info] if format == "json" else []
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            _add_process,
+            *trace,
+            render,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+    )
+    # Libraries (asyncio, hypercorn) log through `logging`: what matters of it comes out in the same form.
+    logging.basicConfig(handlers=[_Forward()], level=max(_LEVELS[level], logging.WARNING), force=True)
+
+
+def identify(role: str, index: int | None = None) -> None:
+    """Every line of this process says who it is from now on; `index` where a role has several."""
+    _process.clear()
+    _process["role"] = role
+    if index is not None:
+        _process["index"] = index
+
+
+def _add_process(logger: Any, method: str, event: EventDict) -> EventDict:
+    first = {key: event.pop(key) for key in ("timestamp", "level")}
+    return {**first, **_process, "event": event.pop("event"), **event}
+
+
+class _Forward(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        get_logger().log(record.levelno, record.getMessage(), logger=record.name, exc_info=record.exc_info)

@@ -1,0 +1,122 @@
+"""The service from the first check to the last clean-up, in the order in which it happens."""
+
+from __future__ import annotations
+
+import gc
+import os
+from contextlib import ExitStack, suppress
+from typing import Final
+
+from topics import __version__, log
+from topics.core.clock import Clock, SystemClock
+from topics.settings import Settings
+from topics.shm import names
+from topics.shm.control import ProcessState
+from topics.shm.instance import SharedMemory
+from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable
+from topics.supervisor import limits
+from topics.supervisor.children import ChildMains
+from topics.supervisor.limits import StatVfs
+from topics.supervisor.listeners import AddressError, listen, port_of, show, write_port_file
+from topics.supervisor.processes import is_running
+from topics.supervisor.signals import STOP, Signals
+from topics.supervisor.supervision import EXIT_OK, Supervisor
+
+LOCK_RETRY_MS: Final = 50
+LOCK_BRIEF_MS: Final = 500
+"""Longer than somebody who asks for the lock's state holds it."""
+
+_logger = log.get_logger()
+
+
+class StartError(Exception):
+    """The service cannot start; the message names the obstacle and the way out."""
+
+
+def serve(settings: Settings, mains: ChildMains, *, statvfs: StatVfs = os.statvfs, clock: Clock | None = None) -> int:
+    """Runs the service until it is stopped; returns its exit code. Raises StartError, leaving nothing behind."""
+    clock = clock or SystemClock()
+    log.configure(settings.log_level, settings.log_format)
+    log.identify("supervisor")
+    _logger.info("starting", version=__version__, pid=os.getpid(), settings=settings.masked())
+    with Signals() as signals, ExitStack() as behind:
+        try:
+            return _serve(settings, mains, statvfs, clock, signals, behind)
+        except (DataDirLocked, DataDirNotWritable, AddressError) as refusal:
+            raise StartError(str(refusal)) from refusal
+
+
+def _serve(
+    settings: Settings, mains: ChildMains, statvfs: StatVfs, clock: Clock, signals: Signals, behind: ExitStack
+) -> int:
+    if shortage := limits.open_files_shortage(limits.raise_open_files()):
+        raise StartError(shortage)
+    lock = _acquire(settings, signals, clock)
+    if lock is None:
+        return EXIT_OK
+    behind.callback(lock.release)
+    shared = _share(settings, statvfs)
+    behind.callback(shared.destroy)
+
+    listeners = listen(settings.host, settings.port)
+    address = show(settings.host, port_of(listeners))
+    for listener in listeners:
+        behind.callback(listener.close)
+    header = shared.control.header
+    header.set("supervisor_pid", os.getpid())
+    header.set("started_ms", clock.now_ms())
+    header.set("port", port_of(listeners))
+    header.set("state", ProcessState.STARTING)
+    if settings.port_file:
+        write_port_file(settings.port_file, address)
+        behind.callback(_remove, settings.port_file)
+    _logger.info("listening", address=address)
+
+    # What exists now is shared with the children page by page, as long as no collector touches it.
+    gc.collect()
+    gc.freeze()
+    exit_code = Supervisor(settings, mains, shared, listeners, clock, signals).run()
+    header.set("state", ProcessState.STOPPED)
+    _logger.info("stopped", exit=exit_code)
+    return exit_code
+
+
+def _acquire(settings: Settings, signals: Signals, clock: Clock) -> DataDirLock | None:
+    """The lock, None when told to stop while waiting for it.
+
+    It waits for a killed predecessor only: its children inherited the lock and hold it until the last has drained,
+    so that no file ever has two writers.
+    """
+    begun_ms = clock.monotonic_ms()
+    waiting = False
+    while True:
+        try:
+            return DataDirLock.acquire(settings.data_dir)
+        except DataDirLocked as refusal:
+            orphans = refusal.pid is not None and not is_running(refusal.pid)
+            patience_ms = settings.shutdown_grace_ms if orphans else LOCK_BRIEF_MS if refusal.pid is None else 0
+            if clock.monotonic_ms() - begun_ms >= patience_ms:
+                raise
+            if orphans and not waiting:
+                waiting = True
+                _logger.warning("waiting for the processes of a killed service to end", supervisor_pid=refusal.pid)
+        if signals.wait(LOCK_RETRY_MS) in STOP:
+            return None
+
+
+def _share(settings: Settings, statvfs: StatVfs) -> SharedMemory:
+    """The shared memory, in place of what a killed predecessor left: whoever holds the lock owns the names."""
+    identity = names.identity(settings.data_dir)
+    if stale := names.unlink_all(identity):
+        _logger.warning("removed shared memory of a service that was killed", objects=stale)
+    if shortage := limits.shared_memory_shortage(settings, statvfs):
+        raise StartError(shortage)
+    try:
+        return SharedMemory.create(identity, settings.wal_shards, settings.frontends, settings.ring_bytes)
+    except OSError as error:
+        raise StartError(f"shared memory cannot be made in {names.SHM_ROOT}: {error.strerror}") from error
+
+
+def _remove(path: str) -> None:
+    with suppress(OSError):
+        os.unlink(path)

@@ -1,0 +1,211 @@
+"""The supervisor's loop: reap, restart, drain."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from typing import Final
+
+from topics import log
+from topics.core.clock import Clock
+from topics.settings import Settings
+from topics.shm.control import EXIT_REFUSED, ProcessState, Role
+from topics.shm.instance import SharedMemory
+from topics.supervisor.children import Child, ChildMains, exit_code_of
+from topics.supervisor.signals import STOP, Signals
+
+EXIT_OK: Final = 0
+EXIT_FORCED: Final = 4
+"""The service stopped, but not every process did so by itself in time."""
+FRONTEND_SHARE: Final = (2, 3)
+"""How much of the grace the frontends may use; the rest is for the shards to drain and sync."""
+
+_logger = log.get_logger()
+
+
+class Supervisor:
+    """Runs the children until it is told to stop. Entered with everything they share already made."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        mains: ChildMains,
+        shared: SharedMemory,
+        listeners: list[socket.socket],
+        clock: Clock,
+        signals: Signals,
+    ) -> None:
+        self._settings = settings
+        self._mains = mains
+        self._shared = shared
+        self._listeners = listeners
+        self._clock = clock
+        self._signals = signals
+        self._header = shared.control.header
+        self._frontends = [self._frontend(index) for index in range(settings.frontends)]
+        self._shards = [self._shard(index) for index in range(settings.wal_shards)]
+        self._reshard: Child | None = None
+        self._exit_code = EXIT_OK
+        # What is still to be stopped, a group after the other, and when a group's time is up. None: not stopping.
+        self._stopping: list[tuple[list[Child], int]] | None = None
+        self._signalled = False
+
+    def run(self) -> int:
+        """Exit code of the service, once no child is left."""
+        try:
+            self._start()
+            while not self._stopped():
+                self._on_signal(self._signals.wait(self._timeout_ms()))
+                self._reap()
+                self._start_due()
+                self._go_on_stopping()
+        except BaseException:
+            # No restarts without this loop, so no service: nothing may outlive it.
+            self._kill_all()
+            raise
+        return self._exit_code
+
+    # -- starting
+
+    def _frontend(self, index: int) -> Child:
+        def main(incarnation: int) -> int:
+            return self._mains.frontend(self._settings, self._shared, index, incarnation, self._listeners)
+
+        return Child("frontend", index, main, self._shared.control.cell(Role.FRONTEND, index).supervisor, self._clock)
+
+    def _shard(self, index: int) -> Child:
+        def main(incarnation: int) -> int:
+            self._close_listeners()  # a shard that outlives the supervisor must not hold the port
+            return self._mains.walshard(self._settings, self._shared, index, incarnation)
+
+        return Child("walshard", index, main, self._shared.control.cell(Role.WALSHARD, index).supervisor, self._clock)
+
+    def _resharder(self) -> Child:
+        def main(incarnation: int) -> int:
+            self._close_listeners()
+            return self._mains.reshard(self._settings, self._shared)
+
+        return Child("reshard", 0, main, None, self._clock)
+
+    def _start(self) -> None:
+        for child in self._frontends:
+            child.start()
+        if self._mains.needs_reshard(self._settings):
+            _logger.info("resharding", shards=self._settings.wal_shards)
+            self._header.set("state", ProcessState.RECOVERING)
+            self._reshard = self._resharder()
+            self._reshard.start()
+        else:
+            self._start_shards()
+
+    def _start_shards(self) -> None:
+        self._header.set("state", ProcessState.READY)
+        for child in self._shards:
+            child.start()
+
+    # -- running
+
+    def _children(self) -> list[Child]:
+        return [*self._frontends, *self._shards, *([self._reshard] if self._reshard else [])]
+
+    def _timeout_ms(self) -> int | None:
+        """Until something is due that no signal announces."""
+        moments = [child.due_ms for child in self._children() if child.due_ms is not None]
+        if self._stopping:
+            moments.append(self._stopping[0][1])
+        return max(0, min(moments) - self._clock.monotonic_ms()) if moments else None
+
+    def _on_signal(self, number: signal.Signals | None) -> None:
+        if number is None or number == signal.SIGCHLD:
+            return
+        if number not in STOP:
+            _logger.warning("signal ignored, this version cannot reload its settings", signal=number.name)
+        elif self._stopping is None:
+            self._stop(EXIT_OK, f"{number.name} received")
+        else:
+            _logger.warning("signal received again, killing what still runs", signal=number.name)
+            self._exit_code = self._exit_code or EXIT_FORCED
+            self._kill_all()
+
+    def _reap(self) -> None:
+        """Waits for every child that has ended; one SIGCHLD may stand for many."""
+        running = {child.pid: child for child in self._children() if child.pid is not None}
+        while running:
+            pid, wait_status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            # As pid 1 of a container we inherit strangers, too.
+            if (child := running.pop(pid, None)) is not None:
+                self._ended(child, exit_code_of(wait_status))
+
+    def _ended(self, child: Child, exit_code: int) -> None:
+        if not child.wanted:
+            child.stopped(exit_code)
+        elif exit_code == EXIT_REFUSED:
+            child.stopped(exit_code)
+            self._stop(EXIT_REFUSED, f"{child.name} {child.index} refuses to run, its last log line says why")
+        elif child is self._reshard and exit_code == EXIT_OK:
+            child.stopped(exit_code)
+            self._reshard = None
+            if self._stopping is None:
+                self._start_shards()
+        else:
+            child.died(exit_code)
+
+    def _start_due(self) -> None:
+        now_ms = self._clock.monotonic_ms()
+        for child in self._children():
+            if child.due_ms is not None and child.due_ms <= now_ms:
+                child.start()
+
+    # -- stopping
+
+    def _stop(self, exit_code: int, reason: str) -> None:
+        """Begins to drain: frontends first, so that the shards are there for what is in flight."""
+        self._exit_code = self._exit_code or exit_code
+        if self._stopping is not None:
+            return
+        _logger.info("stopping", reason=reason, grace_ms=self._settings.shutdown_grace_ms)
+        self._header.set("state", ProcessState.DRAINING)
+        self._close_listeners()
+        now_ms, grace_ms = self._clock.monotonic_ms(), self._settings.shutdown_grace_ms
+        behind = [*self._shards, *([self._reshard] if self._reshard else [])]
+        self._stopping = [
+            (self._frontends, now_ms + grace_ms * FRONTEND_SHARE[0] // FRONTEND_SHARE[1]),
+            (behind, now_ms + grace_ms),
+        ]
+
+    def _go_on_stopping(self) -> None:
+        while self._stopping:
+            group, deadline_ms = self._stopping[0]
+            if not self._signalled:
+                self._signalled = True
+                for child in group:
+                    child.stop()
+            if any(child.pid is not None for child in group):
+                if self._clock.monotonic_ms() >= deadline_ms:
+                    self._force(group)
+                return
+            self._stopping.pop(0)
+            self._signalled = False
+
+    def _force(self, group: list[Child]) -> None:
+        """Kills what did not stop in time and waits for it: SIGKILL cannot be put off."""
+        for child in group:
+            if child.pid is not None:
+                _logger.error("process did not stop in time, killing it", process=child.name, index=child.index)
+                child.stop(signal.SIGKILL)
+                child.stopped(exit_code_of(os.waitpid(child.pid, 0)[1]))
+        self._exit_code = self._exit_code or EXIT_FORCED
+
+    def _stopped(self) -> bool:
+        return self._stopping is not None and not self._stopping
+
+    def _kill_all(self) -> None:
+        for child in self._children():
+            child.stop(signal.SIGKILL)
+
+    def _close_listeners(self) -> None:
+        for listener in self._listeners:
+            listener.close()
