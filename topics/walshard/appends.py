@@ -94,11 +94,12 @@ class Appends:
             self._prepare_durable(request, draft, answer)
         self.touched[draft.hosted.topic.id] = draft.hosted
 
-    def fail_new(self) -> None:
-        """The group is not in the log: topics it would have made never were."""
-        for draft in self._drafts.values():
-            if draft.created:
+    def abandon_unhosted(self) -> None:
+        """After the commit: topics whose creation did not get into the log never were."""
+        for name, draft in self._drafts.items():
+            if draft.created and self._find(name) is not draft.hosted:
                 draft.hosted.abandon()
+                self.touched.pop(draft.hosted.topic.id, None)
 
     def _draft(self, request: AppendRequest, now_ms: int) -> Draft:
         draft = self._drafts.get(request.name)

@@ -1,0 +1,90 @@
+"""Syncing what nobody waits for: `disk` and `memory` records reach the disk within a second or 8 MiB.
+
+So a power loss takes a bounded tail, and `durable_seq` follows `head_seq`. The sync itself runs in a helper thread;
+everything else here runs on the shard's own.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor, Future
+from typing import Final
+
+from topics.shm.wake import Wake
+from topics.storage.wal import Synced
+from topics.walshard.commit import Logs
+from topics.walshard.hosted import Hosted
+
+INTERVAL_MS: Final = 1_000
+UNSYNCED_BYTES: Final = 8 * 1024 * 1024
+UNSYNCED_BYTES_MAX: Final = 8 * UNSYNCED_BYTES
+"""With this much un-synced the shard waits for the disk: the tail that a power loss takes stays bounded."""
+
+
+class BackgroundSync:
+    """Knows which topics have records that are not on the disk yet."""
+
+    def __init__(self, logs: Logs, helper: Executor, wake: Wake, now_ms: int) -> None:
+        self._logs = logs
+        self._helper = helper
+        self._wake = wake
+        self._unsynced: dict[int, Hosted] = {}
+        self._covered: list[tuple[Hosted, int]] = []
+        self._running: tuple[Future[Synced], int] | None = None
+        self._last_ms = now_ms
+
+    def committed(self, touched: dict[int, Hosted]) -> list[Hosted]:
+        """A group is in the durable log; returns the other topics that became durable with it."""
+        if self._logs.wal.unsynced_bytes:
+            self._unsynced.update(touched)
+            return []
+        others = [hosted for topic_id, hosted in self._unsynced.items() if topic_id not in touched]
+        self._unsynced.clear()
+        for hosted in (*touched.values(), *others):
+            hosted.topic.durable_seq = hosted.topic.head_seq
+        return others
+
+    def forget(self, hosted: Hosted) -> None:
+        """The topic is gone."""
+        self._unsynced.pop(hosted.topic.id, None)
+        self._covered = [(other, head_seq) for other, head_seq in self._covered if other is not hosted]
+
+    def poll(self, now_ms: int) -> list[Hosted]:
+        """Starts and ends syncs as they are due; returns topics whose durable_seq moved. `now_ms` is monotonic."""
+        moved = self._ended() if self._running is not None else []
+        unsynced_bytes = self._logs.wal.unsynced_bytes
+        due = unsynced_bytes >= UNSYNCED_BYTES or (unsynced_bytes and now_ms - self._last_ms >= INTERVAL_MS)
+        if self._running is None and due:
+            self._start(now_ms)
+        if self._running is not None and unsynced_bytes >= UNSYNCED_BYTES_MAX:
+            self._running[0].exception()  # waits
+            moved += self._ended()
+        return moved
+
+    def _start(self, now_ms: int) -> None:
+        self._last_ms = now_ms
+        self._covered = [(hosted, hosted.topic.head_seq) for hosted in self._unsynced.values()]
+        self._unsynced = {}
+        future = self._helper.submit(self._logs.wal.sync_now)
+        future.add_done_callback(lambda _future: self._wake.signal_always())
+        self._running = (future, self._logs.wal.file_no)
+
+    def _ended(self) -> list[Hosted]:
+        assert self._running is not None
+        future, file_no = self._running
+        if not future.done():
+            return []
+        self._running = None
+        covered, self._covered = self._covered, []
+        error = future.exception()
+        if error is not None:
+            if not isinstance(error, OSError):
+                raise error
+            self._unsynced.update({hosted.topic.id: hosted for hosted, _ in covered})
+            self._logs.sync_failed(file_no, error)
+            return []
+        self._logs.wal.note_synced(*future.result())
+        if not self._logs.wal.unsynced_bytes:
+            self._logs.mark_idle()
+        for hosted, head_seq in covered:
+            hosted.topic.durable_seq = max(hosted.topic.durable_seq, head_seq)
+        return [hosted for hosted, _ in covered]

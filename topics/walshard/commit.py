@@ -1,0 +1,161 @@
+"""The two logs of a shard and how a group gets into them.
+
+The durable log takes what must outlive the service, the RAM log (the same format, on a RAM-backed directory) the
+records of `ephemeral` topics and watch sessions. A group may need both: the durable part goes first, because a topic's
+creation is there; if it fails, nothing of the group is committed.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from itertools import chain
+
+import structlog
+
+from topics.core.errors import TopicsError
+from topics.shm.control import ProcessCell, latency_bucket
+from topics.shm.journal import JournalEntry
+from topics.shm.messages import add_times
+from topics.storage.logfile import WalEnd
+from topics.storage.wal import CommitTimes, Moved, Plan, WalSyncError, WalWriteError, WalWriter
+from topics.walshard.operation import Operation
+
+log = structlog.get_logger()
+
+Failed = list[tuple[Operation, TopicsError]]
+
+
+class Logs:
+    """`open_ram` makes the RAM log when it is first needed; `moved` is told of published frames that lie elsewhere."""
+
+    def __init__(
+        self,
+        wal: WalWriter,
+        ram: WalWriter | None,
+        open_ram: Callable[[], WalWriter],
+        moved: Callable[[Moved], None],
+        cell: ProcessCell,
+        recovered: tuple[WalEnd | None, WalEnd | None],
+    ) -> None:
+        self.wal = wal
+        self._ram = ram
+        self._open_ram = open_ram
+        self._moved = moved
+        self._cell = cell
+        self._recovered_wal, self._recovered_ram = recovered
+        self._plans: tuple[Plan | None, Plan | None] = (None, None)
+
+    def holds(self, entry: JournalEntry) -> bool:
+        """Whether a request of the former incarnation is in the log as recovered."""
+        end = self._recovered_ram if entry.ram_log else self._recovered_wal
+        return end is not None and (entry.file_no, entry.end_offset) <= (end.file_no, end.offset)
+
+    def plan(self, durable: list[Operation], ram: list[Operation]) -> list[JournalEntry]:
+        """Where the group will lie: what the journal must hold before `commit` is called with the same group."""
+        if ram and self._ram is None:
+            self._ram = self._open_ram()
+        durable_plan = self.wal.plan([operation.length for operation in durable]) if durable else None
+        ram_plan = self._ram.plan([operation.length for operation in ram]) if ram and self._ram else None
+        self._plans = (durable_plan, ram_plan)
+        entries: list[JournalEntry] = []
+        for operations, plan, in_ram in ((durable, durable_plan, False), (ram, ram_plan, True)):
+            if plan is None:
+                continue
+            for operation, offset in zip(operations, plan.offsets, strict=True):
+                answer = operation.answer
+                if answer is not None and answer.reply is not None:
+                    end_offset = offset + operation.length
+                    entries.append(
+                        JournalEntry(
+                            answer.frontend, answer.position, in_ram, plan.file_no, end_offset, bytes(answer.reply)
+                        )
+                    )
+        return entries
+
+    def commit(self, durable: list[Operation], ram: list[Operation]) -> Failed:
+        """Writes the planned group and applies what is in the log; returns what is not, with the error to answer."""
+        durable_plan, ram_plan = self._plans
+        self._plans = (None, None)
+        if durable_plan is not None:
+            failed = self._write(self.wal, durable_plan, durable)
+            if failed:
+                return failed + [(operation, failed[0][1]) for operation in ram]
+            self._count()
+        if ram_plan is not None and self._ram is not None:
+            return self._write(self._ram, ram_plan, ram)
+        return []
+
+    def sync_failed(self, file_no: int, error: OSError) -> None:
+        """The background sync failed: what it should have covered is saved in a new file, or the log is read-only."""
+        self._relocate(self.wal.sync_failed(file_no, error))
+        log.error("background sync failed", error=str(error), read_only=self.wal.read_only)
+        self._count()
+
+    def mark_idle(self) -> None:
+        """Leaves a mark of what is synced, when nothing else is written that would carry it."""
+        plan = self.wal.plan([])
+        if plan.mark and self.wal.read_only is None:
+            try:
+                self.wal.commit(plan, [], sync=False)
+            except (WalWriteError, WalSyncError) as error:
+                self.refusal(error)
+
+    def close(self) -> None:
+        """Everything on the disk, and a mark that says so."""
+        self.wal.close()
+        if self._ram is not None:
+            self._ram.close()
+
+    def _write(self, wal: WalWriter, plan: Plan, operations: list[Operation]) -> Failed:
+        buffers = list(chain.from_iterable(operation.buffers for operation in operations))
+        sync = any(operation.sync for operation in operations)
+        try:
+            times = wal.commit(plan, buffers, sync, len(buffers))
+        except (WalWriteError, WalSyncError) as error:
+            refusal = self.refusal(error)
+            return [(operation, refusal) for operation in operations]
+        wal_us, fsync_us = int(times.write_us), int(times.fsync_us)
+        for operation, offset in zip(operations, plan.offsets, strict=True):
+            operation.apply(plan.file_no, offset)
+            answer_to = operation.answer
+            if answer_to is not None and answer_to.reply is not None:
+                add_times(answer_to.reply, wal_us, fsync_us if operation.sync else 0)
+        if sync:
+            self._count_sync(times)
+        return []
+
+    def refusal(self, error: WalWriteError | WalSyncError) -> TopicsError:
+        """What the writers of a group that failed are told."""
+        self._cell.add("write_errors")
+        if isinstance(error, WalSyncError):
+            self._relocate(error.moved)
+            cause = "sync"
+        else:
+            cause = errno.errorcode.get(error.errno or 0, "write")
+        self._cell.set("wal_read_only", int(self.wal.read_only is not None))
+        log.error("commit failed", error=str(error), read_only=self.wal.read_only)
+        return TopicsError(
+            "storage_unavailable",
+            "the log cannot be written now, nothing of this write was committed; see the service's log",
+            {"cause": cause, "read_only": self.wal.read_only is not None},
+        )
+
+    def _relocate(self, moved: Moved | None) -> None:
+        if moved is not None:
+            self._moved(moved)
+
+    def _count(self) -> None:
+        wal, cell = self.wal, self._cell
+        cell.set("wal_file", wal.file_no)
+        cell.set("wal_offset", wal.offset)
+        cell.set("wal_frames", wal.frames)
+        cell.set("wal_batches", wal.batches)
+        cell.set("wal_fsyncs", wal.fsyncs)
+        cell.set("wal_bytes_written", wal.bytes_written)
+        cell.set("wal_rotations", wal.rotations)
+        cell.set("wal_unsynced_bytes", wal.unsynced_bytes)
+        cell.set("wal_read_only", int(wal.read_only is not None))
+
+    def _count_sync(self, times: CommitTimes) -> None:
+        self._cell.add(f"fsync_us_{latency_bucket(int(times.fsync_us)):02d}")

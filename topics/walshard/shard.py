@@ -1,0 +1,366 @@
+"""What a shard does with requests: prepare a group, commit it, show it, answer it.
+
+Appends are gathered into a group (`appends.py`). Any other request that writes ends the group before it and is a
+commit of its own: it is rare, and then sees nothing half done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Literal
+
+import msgspec
+import structlog
+
+from topics.core.clock import Clock
+from topics.core.config import TopicConfig, incompatible_type
+from topics.core.errors import TopicsError
+from topics.core.fold import ConfigBody, CreateBody, EvictBody, HeadBody, SessionBody, encode_body
+from topics.core.topic import EvictReason
+from topics.shm import messages
+from topics.shm.arena import ArenaFullError
+from topics.shm.control import ProcessCell
+from topics.shm.messages import (
+    DeleteTopic,
+    DeleteTopicReply,
+    Done,
+    Expire,
+    Hello,
+    PutTopic,
+    PutTopicReply,
+    SessionClose,
+    SessionOpen,
+    SessionPut,
+    Unwatch,
+    Watch,
+)
+from topics.storage import frame
+from topics.storage.frame import FLAG_MORE, FrameType
+from topics.storage.wal import WalWriteError
+from topics.walshard.appends import Appends
+from topics.walshard.background_sync import BackgroundSync
+from topics.walshard.catalog import Catalog
+from topics.walshard.commit import Logs
+from topics.walshard.hosted import Hosted
+from topics.walshard.operation import Answer, Operation
+from topics.walshard.outbox import Outbox
+from topics.walshard.sessions import Sessions
+
+log = structlog.get_logger()
+
+
+class Shard:
+    """One shard at work. `step` is called for ever; nothing else reads requests."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        sessions: Sessions,
+        logs: Logs,
+        syncs: BackgroundSync,
+        outbox: Outbox,
+        cell: ProcessCell,
+        clock: Clock,
+    ) -> None:
+        self._catalog = catalog
+        self._sessions = sessions
+        self._logs = logs
+        self._syncs = syncs
+        self._outbox = outbox
+        self._cell = cell
+        self._clock = clock
+        self._now_ms = clock.now_ms()
+        self._appends = Appends(catalog.find, self._make_topic, catalog.host)
+        self._committed_before = {
+            (entry.frontend, entry.ring_position): entry.reply
+            for entry in outbox.committed_before()
+            if logs.holds(entry)
+        }
+        """Requests the former incarnation committed and did not answer: their answers."""
+
+    def step(self) -> bool:
+        """One group: everything that waits, up to a bound. False when there was nothing to do."""
+        self._now_ms = self._clock.now_ms()
+        answers: list[Answer] = []
+        for frontend, message, position in self._outbox.requests():
+            kind, request_id, _count = messages.head(message)
+            answer = Answer(frontend, position, request_id)
+            answers.append(answer)
+            known = self._committed_before.pop((frontend, position), None) if self._committed_before else None
+            if known is not None:
+                answer.reply = bytearray(known)
+                continue
+            try:
+                self._take(kind, message, answer)
+            except TopicsError as error:
+                answer.reply = messages.encode_error(request_id, error)
+            except ArenaFullError as error:
+                answer.reply = messages.encode_error(request_id, TopicsError("storage_unavailable", str(error)))
+            except Exception:
+                # One request must not take down its neighbours, nor come back after a restart to do it again.
+                log.exception("request failed", kind=kind)
+                answer.reply = messages.encode_error(request_id, TopicsError("internal", "the request failed"))
+        if not answers:
+            return False
+        self._commit_appends()
+        for answer in answers:
+            self._outbox.answer(answer.frontend, answer.reply, answer.position)
+        self._outbox.flush()
+        self._cell.set("queue_depth", len(answers))
+        self._cell.set("queue_depth_peak", max(len(answers), self._cell.get("queue_depth_peak")))
+        return True
+
+    def sync_in_background(self) -> None:
+        """What became durable meanwhile goes out to those who wait for that."""
+        for hosted in self._syncs.poll(self._clock.monotonic_ms()):
+            self._show(hosted)
+        self._outbox.flush()
+
+    def sweep(self) -> None:
+        """Once a second: expiry of topics nobody touches, collection of idle sessions."""
+        self._now_ms = self._clock.now_ms()
+        for hosted in list(self._catalog):
+            if hosted.topic.config.ttl_ms:
+                self._expire(hosted)
+        for wid in self._sessions.overdue(self._clock.monotonic_ms()):
+            body = SessionBody(wid, None)
+            self._commit_session(body, lambda _file_no, _offset, wid=wid: self._sessions.remove(wid), None)
+        self._cell.set("sessions", len(self._sessions))
+        self._outbox.flush()
+
+    def close(self) -> None:
+        """A clean end: heads of `ephemeral` topics exactly as they are, everything on the disk."""
+        self._now_ms = self._clock.now_ms()
+        marks = [
+            Operation([_head_mark(hosted, self._now_ms, 0)], lambda _file_no, _offset: None, sync=True)
+            for hosted in self._catalog
+            if hosted.topic.config.durability == "ephemeral" and hosted.topic.head_seq < hosted.topic.head_ceiling
+        ]
+        self._commit_group(marks, [])
+        self._logs.close()
+
+    # -- requests
+
+    def _take(self, kind: int, message: memoryview, answer: Answer) -> None:
+        if kind & messages.BY_REFERENCE:
+            message = _read_spill(messages.decode_reference(message))
+            kind &= ~messages.BY_REFERENCE
+        if kind == messages.Kind.APPEND:
+            self._appends.prepare(messages.decode_append(message), answer, self._now_ms)
+            return
+        assert kind == messages.Kind.CALL
+        call = messages.decode_call(message)
+        match call:
+            case PutTopic():
+                self._put_topic(call, answer)
+            case DeleteTopic():
+                self._delete_topic(call, answer)
+            case Expire():
+                self._commit_appends()
+                hosted = self._catalog.find(call.name)
+                if hosted is not None:
+                    self._expire(hosted)
+                answer.reply = messages.encode_reply(answer.request_id, Done())
+            case Watch():
+                self._watch(call, answer.frontend)
+            case Unwatch():
+                hosted = self._catalog.find(call.name)
+                if hosted is not None and hosted.watchers.get(answer.frontend) == call.token:
+                    del hosted.watchers[answer.frontend]
+            case SessionPut():
+                self._put_session(call, answer)
+            case SessionOpen():
+                reply = self._sessions.open(call.wid, answer.frontend, call.stream)
+                answer.reply = messages.encode_reply(answer.request_id, reply)
+            case SessionClose():
+                self._close_session(call, answer)
+            case Hello():
+                self._hello(answer.frontend)
+
+    def _put_topic(self, call: PutTopic, answer: Answer) -> None:
+        self._commit_appends()
+        hosted = self._catalog.find(call.name)
+        if hosted is None:
+            hosted = self._make_topic(call.name, call.config)
+            answer.reply = messages.encode_reply(answer.request_id, PutTopicReply(True, call.config))
+            body = encode_body(CreateBody(call.name, call.config))
+            made = hosted
+            if not self._commit(
+                Operation(
+                    [frame.encode(FrameType.TOPIC_CREATE, 0, hosted.topic.id, 0, self._now_ms, b"", b"", body)],
+                    lambda _file_no, _offset: self._catalog.host(made),
+                    sync=True,
+                    answer=answer,
+                )
+            ):
+                hosted.abandon()
+            self._cell.set("topics", len(self._catalog))
+            return
+        topic = hosted.topic
+        config = call.config
+        if not call.type_given:
+            config = _with_type(config, topic.config.type)
+        elif config.type != topic.config.type:
+            raise incompatible_type(call.name, topic.config.type, config.type)
+        answer.reply = messages.encode_reply(answer.request_id, PutTopicReply(False, config))
+        if config == topic.config:
+            return
+        descriptor = hosted.prepare_config(config)
+        body = encode_body(ConfigBody(config))
+        update = frame.encode(FrameType.CONFIG_UPDATE, 0, topic.id, 0, self._now_ms, b"", b"", body)
+        buffers: list[frame.Bytes] = [update]
+        if topic.config.durability == "ephemeral":
+            # What follows in the durable log begins behind the records that are only in RAM.
+            buffers.insert(0, _head_mark(hosted, self._now_ms, FLAG_MORE))
+        updated = hosted
+
+        def apply(_file_no: int, _offset: int) -> None:
+            updated.configured(config, descriptor)
+            self._show(updated)
+
+        self._commit(Operation(buffers, apply, sync=True, answer=answer))
+
+    def _delete_topic(self, call: DeleteTopic, answer: Answer) -> None:
+        self._commit_appends()
+        hosted = self._catalog.find(call.name)
+        if hosted is None:
+            answer.reply = messages.encode_reply(answer.request_id, DeleteTopicReply(False))
+            return
+        self._expire(hosted)
+        topic = hosted.topic
+        if call.if_empty and topic.records:
+            raise TopicsError(
+                "topic_not_empty",
+                f"topic {call.name!r} holds {topic.records} records",
+                {"topic": call.name, "count": topic.records},
+            )
+        answer.reply = messages.encode_reply(answer.request_id, DeleteTopicReply(True))
+        gone = hosted
+
+        def apply(_file_no: int, _offset: int) -> None:
+            self._syncs.forget(gone)
+            self._catalog.retire(gone)
+            self._notify(gone)
+
+        end = frame.encode(FrameType.TOPIC_DELETE, 0, topic.id, 0, self._now_ms, b"", b"", b"")
+        self._commit(Operation([end], apply, sync=True, answer=answer))
+        self._cell.set("topics", len(self._catalog))
+
+    def _expire(self, hosted: Hosted) -> None:
+        """Moves the floors over what has outlived its ttl; logged, so that they never move back."""
+        topic = hosted.topic
+        floor = topic.expired_below(self._now_ms)
+        if floor <= topic.earliest_seq:
+            return
+        body = encode_body(EvictBody(EvictReason.TTL))
+        mark = frame.encode(FrameType.EVICT_WATERMARK, 0, topic.id, floor, self._now_ms, b"", b"", body)
+
+        def apply(_file_no: int, _offset: int) -> None:
+            topic.evict_below(floor, EvictReason.TTL)
+            self._show(hosted)
+
+        self._commit(Operation([mark], apply))
+
+    # -- watchers and sessions
+
+    def _watch(self, call: Watch, frontend: int) -> None:
+        self._commit_appends()
+        hosted = self._catalog.find(call.name)
+        if hosted is None:
+            self._outbox.notify(frontend, call.token)
+            return
+        hosted.watchers[frontend] = call.token
+        if (hosted.topic.id, hosted.topic.head_seq) != (call.seen_topic_id, call.seen_head_seq):
+            self._outbox.notify(frontend, call.token)
+
+    def _hello(self, frontend: int) -> None:
+        for hosted in self._catalog:
+            hosted.watchers.pop(frontend, None)
+        self._outbox.forget_notices(frontend)
+        self._sessions.frontend_died(frontend, self._clock.monotonic_ms())
+
+    def _put_session(self, call: SessionPut, answer: Answer) -> None:
+        self._commit_appends()
+        answer.reply = messages.encode_reply(answer.request_id, Done())
+        body = SessionBody(call.wid, call.body)
+        now_ms = self._clock.monotonic_ms()
+        self._commit_session(body, lambda _file_no, _offset: self._sessions.put(call.wid, call.body, now_ms), answer)
+
+    def _close_session(self, call: SessionClose, answer: Answer) -> None:
+        self._commit_appends()
+        answer.reply = messages.encode_reply(answer.request_id, Done())
+        body = self._sessions.closing(call.wid, answer.frontend, call.stream, call.positions)
+        if body is not None:
+            now_ms = self._clock.monotonic_ms()
+            self._commit_session(
+                body, lambda _file_no, _offset: self._sessions.closed(call.wid, call.positions, now_ms), answer
+            )
+
+    def _commit_session(self, body: SessionBody, apply: Callable[[int, int], None], answer: Answer | None) -> None:
+        entry = frame.encode(FrameType.SESSION, 0, 0, 0, self._now_ms, b"", b"", encode_body(body))
+        self._commit_group([], [Operation([entry], apply, answer=answer)])
+
+    # -- commits
+
+    def _commit_appends(self) -> None:
+        appends = self._appends
+        if appends.durable or appends.ram:
+            self._commit_group(appends.durable, appends.ram)
+            appends.abandon_unhosted()
+            durable = {id: hosted for id, hosted in appends.touched.items() if not _in_ram(hosted)}
+            for hosted in chain(appends.touched.values(), self._syncs.committed(durable)):
+                self._show(hosted)
+            self._cell.set("topics", len(self._catalog))
+        appends.reset()
+
+    def _commit(self, operation: Operation) -> bool:
+        return self._commit_group([operation], [])
+
+    def _commit_group(self, durable: list[Operation], ram: list[Operation]) -> bool:
+        """True when all of it was committed; what was not is answered with an error."""
+        try:
+            self._outbox.journal(self._logs.plan(durable, ram))
+        except WalWriteError as error:  # the RAM log cannot be made
+            failed = [(operation, self._logs.refusal(error)) for operation in chain(durable, ram)]
+        else:
+            failed = self._logs.commit(durable, ram)
+        for operation, refusal in failed:
+            if operation.answer is not None:
+                operation.answer.reply = messages.encode_error(operation.answer.request_id, refusal)
+        return not failed
+
+    def _show(self, hosted: Hosted) -> None:
+        hosted.publish()
+        self._notify(hosted)
+
+    def _notify(self, hosted: Hosted) -> None:
+        for frontend, token in hosted.watchers.items():
+            self._outbox.notify(frontend, token)
+
+    def _make_topic(self, name: str, config: TopicConfig) -> Hosted:
+        return self._catalog.make(name, config, self._now_ms)
+
+
+def _in_ram(hosted: Hosted) -> bool:
+    return hosted.topic.config.durability == "ephemeral"
+
+
+def _head_mark(hosted: Hosted, ts: int, flags: int) -> bytes:
+    """The exact head of a topic whose records are in RAM."""
+    topic = hosted.topic
+    body = encode_body(HeadBody(exact=True))
+    return frame.encode(FrameType.HEAD_WATERMARK, flags, topic.id, topic.head_seq, ts, b"", b"", body)
+
+
+def _with_type(config: TopicConfig, type: Literal["log", "queue"]) -> TopicConfig:
+    return msgspec.structs.replace(config, type=type)
+
+
+def _read_spill(path: str) -> memoryview:
+    """A message too long for a ring; its frontend made the file and removes it."""
+    try:
+        with open(path, "rb") as spill:
+            return memoryview(spill.read())
+    except FileNotFoundError:
+        raise TopicsError("shard_unavailable", "the frontend that sent this request is gone") from None
