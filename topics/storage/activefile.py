@@ -1,0 +1,84 @@
+"""The one log file that is being written: its descriptors, and where its frames, synced bytes and marks end."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem
+from topics.storage.frame import Bytes, scan
+from topics.storage.logfile import write_fully, write_zeros
+
+_IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
+
+
+class ActiveFile:
+    """Methods raise OSError; what a failure means is the writer's business.
+
+    `end`: where the last committed group ends; `synced`: what is known to be on the disk; `marked`: what the last
+    SYNC_MARK in the file says of that. marked <= synced <= end, and none of them ever goes back.
+    """
+
+    def __init__(self, fs: FileSystem, directory: str, file_no: int, end: int, marked: int) -> None:
+        self.path = layout.log_path(directory, file_no)
+        self.file_no = file_no
+        self.end = self.synced = end
+        self.marked = marked
+        self._fs = fs
+        self._fd = fs.open(self.path, os.O_RDWR)
+        try:
+            self.size_bytes = fs.size_bytes(self._fd)
+            # The kernel reports a failed write-back once to each open file: were the background sync to share this
+            # one, it could take the report that a commit's sync needs.
+            self._background_fd = fs.open(self.path, os.O_RDWR)
+        except OSError:
+            fs.close(self._fd)
+            raise
+        self._closing = threading.Lock()  # no descriptor is closed while the background sync uses it
+        self._closed = False
+
+    def write(self, pieces: Sequence[Bytes], offset: int) -> None:
+        for first in range(0, len(pieces), _IOV_MAX):
+            chunk = pieces[first : first + _IOV_MAX]
+            write_fully(self._fs, self._fd, chunk, offset)
+            offset += sum(map(len, chunk))
+
+    def sync(self) -> None:
+        self._fs.fdatasync(self._fd)
+
+    def sync_in_background(self) -> int:
+        """From another thread than the writer's: returns the offset up to which all is on the disk."""
+        with self._closing:
+            end = self.end
+            if not self._closed:  # closed: it was synced, or its tail saved elsewhere, when it was left
+                self._fs.fdatasync(self._background_fd)
+            return end
+
+    def erase(self, start: int, end: int) -> None:
+        """Makes [start, end) zeros again, where no reader has been."""
+        assert start >= self.end
+        try:
+            write_zeros(self._fs, self._fd, start, end)
+        except OSError:
+            # Where zeros cannot be written, giving the space up still can. Readers may have mapped the whole file, but
+            # none touches a byte behind the last published frame.
+            self._fs.ftruncate(self._fd, start)
+            self._fs.ftruncate(self._fd, self.size_bytes)
+
+    def read_unsynced(self) -> bytes:
+        """The committed frames from `synced` on, every one checked."""
+        length = self.end - self.synced
+        tail = self._fs.pread(self._fd, length, self.synced)
+        if len(tail) != length or scan(tail, 0, length).end != length:
+            raise OSError(5, f"{self.path}: the frames from {self.synced} to {self.end} do not read back as written")
+        return tail
+
+    def close(self) -> None:
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._fs.close(self._fd)
+                self._fs.close(self._background_fd)

@@ -1,0 +1,401 @@
+"""The writing end of one log: plan, commit, roll back, rotate; and what happens when the disk fails.
+
+Life of a group: `plan` says where each write will lie; `commit` writes the group with one vectored write, syncs it if
+asked, and only then moves the end of the log. A group lies in one file, so whatever fails is undone by cutting one
+region of one file back to zeros.
+
+A failed *write* costs the group that was being written and nothing else. A failed *sync* costs more: the kernel may
+have dropped the pages and now calls them clean, so neither that file nor a repeated sync of it means anything. That
+file ends at the last offset known to be on the disk; the good frames behind it are read back, checked and written to a
+new file, whose `previous_end` says so. If that fails too, the log is read-only and says why.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from typing import Final, NamedTuple
+
+from topics.storage.activefile import ActiveFile
+from topics.storage.filesystem import FileSystem, make_dirs
+from topics.storage.frame import Bytes
+from topics.storage.logfile import (
+    FILE_END_LEN,
+    LOG_VERSION,
+    FileStart,
+    Preallocate,
+    WalEnd,
+    WalIdentity,
+    create_log_file,
+    file_end_frame,
+    file_start_frame,
+    sync_mark_frame,
+    write_current,
+)
+
+FILE_BYTES: Final = 64 * 1024 * 1024
+
+
+class Moved(NamedTuple):
+    """Published frames that lie elsewhere now: [start, end) of one file, in order, from `new_start` of another."""
+
+    file_no: int
+    start: int
+    end: int
+    new_file_no: int
+    new_start: int
+
+
+class WalWriteError(Exception):
+    """The group was not written; the log is as it was before, and the next commit may succeed."""
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+
+class WalSyncError(Exception):
+    """A sync failed: nothing of the group is in the log.
+
+    `.moved` is where acknowledged frames went that had not been synced yet (None: there were none, or the log could
+    not be saved and `WalWriter.read_only` says why).
+    """
+
+    def __init__(self, message: str, moved: Moved | None) -> None:
+        super().__init__(message)
+        self.moved = moved
+
+
+class Plan(NamedTuple):
+    """Where a group will lie: write i begins at `offsets[i]` of file `file_no`, the last one ends at `end`.
+
+    Void after a commit that failed.
+    """
+
+    file_no: int
+    start: int
+    mark: bytes  # SYNC_MARK in front of the group, b"" when none is due
+    marked: int  # what is marked as synced once the group is written
+    offsets: list[int]
+    end: int
+
+
+class CommitTimes(NamedTuple):
+    write_us: float
+    fsync_us: float
+
+
+class Synced(NamedTuple):
+    """Everything in `file_no` below `offset` is on the disk."""
+
+    file_no: int
+    offset: int
+
+
+class WalWriter:
+    """One log, written by one thread of one process (`sync_now` alone may run in another thread).
+
+    Plain counters for metrics: frames, batches, bytes_written, fsyncs, rotations. `read_only` is None or the reason.
+    """
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        directory: str,
+        identity: WalIdentity,
+        log_id: int,
+        *,
+        file_bytes: int,
+        preallocate: Preallocate,
+        helper: Executor | None,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self._fs = fs
+        self._directory = directory
+        self._identity = identity
+        self._log_id = log_id
+        self._file_bytes = file_bytes
+        self._preallocate: Preallocate = preallocate
+        self._helper = helper
+        self._clock_ns = clock_ns
+        self._spare: Future[int] | None = None
+        self._active: ActiveFile
+        self._current_file_no = 0
+        self._start_next_file = False
+        self.read_only: str | None = None
+        self.frames = self.batches = self.bytes_written = self.fsyncs = self.rotations = 0
+
+    @classmethod
+    def open(
+        cls,
+        fs: FileSystem,
+        directory: str,
+        identity: WalIdentity,
+        end: WalEnd | None,
+        *,
+        file_bytes: int = FILE_BYTES,
+        preallocate: Preallocate = "zero",
+        helper: Executor | None = None,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+    ) -> WalWriter:
+        """Goes on at `end`, as recovery found it; None starts a new log.
+
+        `helper` (one thread is enough) makes the next file before it is needed; without it the commit that needs it
+        does. A file made under another boot gets no more writes: what recovery knows of torn tails depends on it.
+        Raises WalWriteError when the first file cannot be made.
+        """
+        log_id = end.log_id if end is not None else int.from_bytes(os.urandom(8), "little")
+        writer = cls(
+            fs,
+            directory,
+            identity,
+            log_id,
+            file_bytes=file_bytes,
+            preallocate=preallocate,
+            helper=helper,
+            clock_ns=clock_ns,
+        )
+        try:
+            if end is None:
+                make_dirs(fs, directory)
+                writer._make_file(1, file_bytes)
+                first_end = len(writer._start_frame(1))
+                writer._active = ActiveFile(fs, directory, 1, first_end, marked=first_end)
+                writer._update_current()
+            else:
+                writer._active = ActiveFile(fs, directory, end.file_no, end.offset, marked=0)
+                writer._current_file_no = end.file_no
+                writer._start_next_file = end.boot_id != identity.boot_id
+        except OSError as error:
+            raise WalWriteError(f"{directory}: cannot open the log for writing: {error}", error.errno) from error
+        return writer
+
+    # -- where the log is
+
+    @property
+    def file_no(self) -> int:
+        return self._active.file_no
+
+    @property
+    def offset(self) -> int:
+        """The end of the last committed group in file `file_no`."""
+        return self._active.end
+
+    @property
+    def synced(self) -> Synced:
+        """Everything before it, earlier files included, is on the disk."""
+        return Synced(self._active.file_no, self._active.synced)
+
+    @property
+    def unsynced_bytes(self) -> int:
+        return self._active.end - self._active.synced
+
+    # -- commit
+
+    def plan(self, lengths: Sequence[int]) -> Plan:
+        """Reserves room for a group, one length in bytes per write. Pure: nothing is written and nothing can fail.
+
+        A group without writes plans nothing but the mark that is due, if one is: commit it when the log falls idle, so
+        that the last writes are known as synced after a power loss.
+        """
+        active = self._active
+        mark, marked = b"", active.marked
+        if active.synced > active.marked:
+            mark, marked = sync_mark_frame(active.file_no, active.synced), active.synced
+        file_no, start = active.file_no, active.end
+        needed = len(mark) + sum(lengths) + FILE_END_LEN
+        if self._start_next_file or start + needed > active.size_bytes:
+            if not lengths:
+                return Plan(file_no, start, b"", active.marked, [], start)
+            file_no += 1
+            start = marked = len(self._start_frame(file_no))
+            mark = b""
+        offsets: list[int] = []
+        offset = start + len(mark)
+        for length in lengths:
+            offsets.append(offset)
+            offset += length
+        return Plan(file_no, start, mark, marked, offsets, offset)
+
+    def commit(self, plan: Plan, buffers: Sequence[Bytes], sync: bool, frames: int = 0) -> CommitTimes:
+        """Writes the planned group, all of it or nothing; with `sync` it is on the disk when this returns.
+
+        `buffers` are the writes' bytes in order, in any number of pieces. Raises WalWriteError or WalSyncError.
+        """
+        if self.read_only is not None:
+            raise WalWriteError(f"the log is read-only: {self.read_only}")
+        started_ns = self._clock_ns()
+        if plan.file_no != self._active.file_no:
+            self._rotate(plan.end - plan.start)
+        active = self._active
+        assert (plan.file_no, plan.start) == (active.file_no, active.end), "a plan from before another commit"
+        if self._current_file_no != active.file_no:
+            self._update_current()
+        pieces = [plan.mark, *buffers] if plan.mark else list(buffers)
+        assert sum(map(len, pieces)) == plan.end - plan.start, "buffers and plan differ"
+        if pieces:
+            self._write(pieces, plan.start, plan.end)
+        written_ns = synced_ns = self._clock_ns()
+        if sync:
+            self._sync(plan.end)
+            synced_ns = self._clock_ns()
+            active.synced = plan.end
+        active.end = plan.end
+        active.marked = plan.marked
+        self.batches += 1
+        self.frames += frames
+        self.bytes_written += plan.end - plan.start
+        self._prepare_spare()
+        return CommitTimes((written_ns - started_ns) / 1000, (synced_ns - written_ns) / 1000)
+
+    def close(self) -> None:
+        """Syncs, leaves a mark that says so, and closes. Descriptors are closed even when WalSyncError is raised."""
+        try:
+            if self.read_only is None:
+                for _ in range(2):  # the log, then the mark that covers it
+                    self.commit(self.plan([]), [], sync=True)
+        except WalWriteError as error:
+            raise WalSyncError(f"the log was not closed cleanly: {error}", None) from error
+        finally:
+            if self._spare is not None:
+                self._spare.exception()  # waits; a spare that could not be made is nobody's concern any more
+            self._active.close()
+
+    # -- background sync
+
+    def sync_now(self) -> Synced:
+        """Syncs what is committed. For a helper thread; hand the result to `note_synced` on the owner's thread.
+
+        When it raises OSError, call `sync_failed` on the owner's thread.
+        """
+        active = self._active
+        return Synced(active.file_no, active.sync_in_background())
+
+    def note_synced(self, file_no: int, offset: int) -> None:
+        """Takes over what `sync_now` returned. A file that was left since was synced when it was left."""
+        self.fsyncs += 1
+        if file_no == self._active.file_no:
+            self._active.synced = max(self._active.synced, offset)
+
+    def sync_failed(self, file_no: int, error: OSError) -> Moved | None:
+        """After `sync_now` raised for this file: saves its un-synced frames in a new file; returns where they went."""
+        self.fsyncs += 1
+        if file_no != self._active.file_no or self.read_only is not None:
+            return None
+        return self._save_tail(error)
+
+    # -- writing and undoing
+
+    def _write(self, pieces: list[Bytes], start: int, end: int) -> None:
+        try:
+            self._active.write(pieces, start)
+        except OSError as error:
+            self._cut_back(start, end)
+            raise WalWriteError(f"{self._active.path}: write failed: {error}", error.errno) from error
+
+    def _cut_back(self, start: int, end: int) -> None:
+        """Makes [start, end) zeros again, durably: after a power loss, too, nobody may take it for frames."""
+        try:
+            self._active.erase(start, end)
+        except OSError as error:
+            self.read_only = f"{self._active.path}: a failed write could not be undone: {error}"
+            return
+        self._sync(start)
+
+    def _sync(self, written_end: int) -> None:
+        """Syncs the active file, in which frames that are not committed yet end at `written_end`."""
+        active = self._active
+        self.fsyncs += 1
+        try:
+            active.sync()
+        except OSError as error:
+            message = f"{active.path}: sync failed: {error}"
+            try:
+                active.erase(active.end, written_end)
+            except OSError as erase_error:
+                # Found again only by a restart, and only if the tail cannot be saved either.
+                message += f"; the group could not be erased: {erase_error}"
+            raise WalSyncError(message, self._save_tail(error)) from error
+        active.synced = active.end
+
+    def _save_tail(self, cause: OSError) -> Moved | None:
+        """Leaves the active file for a new one that begins with its un-synced frames; or turns read-only."""
+        active = self._active
+        new_file_no = active.file_no + 1
+        start_frame = self._start_frame(new_file_no, previous_end=active.synced)
+        try:
+            content = start_frame + active.read_unsynced()
+            self._wait_for_spare()  # it would take the name of the file that is made here
+            size_bytes = max(self._file_bytes, len(content) + FILE_END_LEN)
+            create_log_file(self._fs, self._directory, new_file_no, content, size_bytes, self._preallocate)
+            self._switch_to(new_file_no, len(content))
+        except OSError as error:
+            self.read_only = f"{active.path}: sync failed ({cause}), then: {error}"
+            return None
+        if active.synced == active.end:
+            return None
+        return Moved(active.file_no, active.synced, active.end, new_file_no, len(start_frame))
+
+    # -- files
+
+    def _rotate(self, group_bytes: int) -> None:
+        """Ends the active file and goes on in the next. On failure the log still ends where it did."""
+        active = self._active
+        next_file_no = active.file_no + 1
+        start = len(self._start_frame(next_file_no))
+        needed_bytes = start + group_bytes + FILE_END_LEN
+        try:
+            if self._wait_for_spare() < needed_bytes:
+                self._make_file(next_file_no, max(self._file_bytes, needed_bytes))
+        except OSError as error:
+            raise WalWriteError(f"{self._directory}: the next log file cannot be made: {error}", error.errno) from error
+        end_frame = file_end_frame(active.file_no, active.end)
+        written_end = active.end + len(end_frame)
+        self._write([end_frame], active.end, written_end)
+        self._sync(written_end)
+        try:
+            self._switch_to(next_file_no, start)
+        except OSError as error:
+            self._cut_back(active.end, written_end)
+            raise WalWriteError(
+                f"{self._directory}: the next log file cannot be opened: {error}", error.errno
+            ) from error
+        self.rotations += 1
+
+    def _prepare_spare(self) -> None:
+        active = self._active
+        if self._helper is not None and self._spare is None and active.end * 2 > active.size_bytes:
+            self._spare = self._helper.submit(self._make_file, active.file_no + 1, self._file_bytes)
+
+    def _wait_for_spare(self) -> int:
+        """Size in bytes of the next file if it is there. Why it is not, the attempt to make it here will tell."""
+        spare, self._spare = self._spare, None
+        return spare.result() if spare is not None and spare.exception() is None else 0
+
+    def _make_file(self, file_no: int, size_bytes: int) -> int:
+        create_log_file(self._fs, self._directory, file_no, self._start_frame(file_no), size_bytes, self._preallocate)
+        return size_bytes
+
+    def _switch_to(self, file_no: int, end: int) -> None:
+        """Goes on in a file whose first `end` bytes are on the disk. CURRENT follows with the next commit."""
+        following = ActiveFile(self._fs, self._directory, file_no, end, marked=end)
+        left, self._active = self._active, following
+        self._start_next_file = False
+        left.close()
+
+    def _update_current(self) -> None:
+        try:
+            write_current(self._fs, self._directory, self._active.file_no)
+        except OSError as error:
+            raise WalWriteError(f"{self._directory}: CURRENT cannot be replaced: {error}", error.errno) from error
+        self._current_file_no = self._active.file_no
+
+    def _start_frame(self, file_no: int, previous_end: int | None = None) -> bytes:
+        identity = self._identity
+        return file_start_frame(
+            FileStart(
+                LOG_VERSION, self._log_id, file_no, identity.shard, identity.shards, identity.boot_id, previous_end
+            )
+        )
