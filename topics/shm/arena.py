@@ -17,9 +17,9 @@ A location ring holds the records base_seq..head_seq; seq s lies at index s & (c
 
     entry  | seq u64 | ts u64 | offset u32 | len_bytes u32 | file_no u32 | flags u32 |      flags: `core/topic.py`
 
-A ring or descriptor that outgrows its block moves to another one; the old block is used again at once. A reader
-therefore checks: entry.seq against the seq it wants, the slot's count after copying, and the frame itself
-against (seq, len). Any mismatch means "take a new view", never "wrong data".
+A ring or descriptor that outgrows its block moves to another one; once the slot says so, the old block is used
+again. A reader therefore checks entry.seq against the seq it wants, and the frame itself against topic, seq and length.
+Any mismatch means "take a new view", never "wrong data".
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class ArenaFullError(Exception):
 class LocationRing:
     """The shard's handle on one topic's ring. Grow first (`reserve`), then `append` cannot fail."""
 
-    __slots__ = ("_arena", "_words", "base_seq", "capacity", "next_seq", "word")
+    __slots__ = ("_arena", "_outgrown", "_words", "base_seq", "capacity", "next_seq", "word")
 
     def __init__(self, arena: ArenaWriter, first_seq: int) -> None:
         self._arena = arena
@@ -126,6 +126,7 @@ class LocationRing:
         self.next_seq = first_seq
         self.capacity = RING_MIN_ENTRIES
         self.word = arena.allocate(RING_MIN_ENTRIES * ENTRY_WORDS * 8) >> 3
+        self._outgrown: list[tuple[int, int]] = []
 
     def reserve(self, count: int) -> None:
         """Room for `count` more entries, or ArenaFullError."""
@@ -141,7 +142,14 @@ class LocationRing:
         self.word, self.capacity = word, capacity
         if columns is not None:
             self._store(self.base_seq, columns)
-        self._arena.free(old_word << 3, old_capacity * ENTRY_WORDS * 8)
+        # Until the topic is published again, readers look for it in the old block.
+        self._outgrown.append((old_word << 3, old_capacity * ENTRY_WORDS * 8))
+
+    def published(self) -> None:
+        """Readers know where the ring is now: blocks it has outgrown may be used again."""
+        for block in self._outgrown:
+            self._arena.free(*block)
+        self._outgrown.clear()
 
     def append(self, ts: int, offset_len: array[int], file_flags: array[int]) -> None:
         """Entries for the next len(offset_len) seqs, all of one commit time."""
@@ -196,6 +204,7 @@ class LocationRing:
 
     def release(self) -> None:
         """Gives the block back; the topic is gone."""
+        self.published()
         self._arena.free(self.word << 3, self.capacity * ENTRY_WORDS * 8)
 
     def _copy(self, first_seq: int, last_seq: int) -> array[int]:
@@ -348,6 +357,16 @@ class ArenaReader:
             self._learn()
         slot: int | None = self._names.get(name)
         return slot
+
+    def look_up(self, name: str) -> tuple[int, TopicView] | None:
+        """Slot and state of a live topic; never the state of another one that has taken over its slot."""
+        while True:
+            slot = self.find(name)
+            if slot is None:
+                return None
+            view = self.view(slot)
+            if self._words[_Header.CHANGE_COUNT] == self._seen_changes:
+                return (slot, view) if view.state == SlotState.LIVE else None
 
     @property
     def names(self) -> SortedDict[str, int]:

@@ -55,6 +55,7 @@ class Hosted:
                 topic.evict_run_seq,
             ),
         )
+        ring.published()
 
     def prepare_config(self, config: TopicConfig) -> tuple[int, int]:
         """Room for a new descriptor (ArenaFullError), to be taken up by `configured` once it is logged."""

@@ -1,0 +1,52 @@
+"""The index arenas of all shards, as this frontend has them mapped."""
+
+from __future__ import annotations
+
+from topics.shm.arena import ArenaReader
+from topics.shm.control import Role
+from topics.shm.instance import SharedMemory
+
+_ATTACH_TRIES = 10
+
+
+class Arenas:
+    """The newest published generation of each shard's arena.
+
+    A shard that is dead keeps its last one: reads of what is committed go on. A replaced generation stays mapped
+    until the next replacement, so that what was found in it a moment ago is still there to be read.
+    """
+
+    def __init__(self, shared: SharedMemory) -> None:
+        self._identity = shared.identity
+        self._cells = [shared.control.cell(Role.WALSHARD, shard) for shard in range(shared.shards)]
+        self._readers: list[ArenaReader | None] = [None] * shared.shards
+        self._retired: list[ArenaReader | None] = [None] * shared.shards
+
+    def of(self, shard: int) -> ArenaReader | None:
+        """None until the shard has been ready for the first time in the life of this service."""
+        generation = self._cells[shard].get("generation")
+        reader = self._readers[shard]
+        if reader is not None and reader.generation == generation:
+            return reader
+        return self._attach(shard) if generation else None
+
+    def _attach(self, shard: int) -> ArenaReader:
+        for _ in range(_ATTACH_TRIES):
+            generation = self._cells[shard].get("generation")
+            try:
+                reader = ArenaReader(self._identity, shard, generation)
+            except FileNotFoundError:
+                # Replaced once more between the two lines: the word says which one is current now.
+                continue
+            retired = self._retired[shard]
+            if retired is not None:
+                retired.close()
+            self._retired[shard] = self._readers[shard]
+            self._readers[shard] = reader
+            return reader
+        raise RuntimeError(f"index arena {generation} of shard {shard} is announced but not there")
+
+    def close(self) -> None:
+        for reader in (*self._readers, *self._retired):
+            if reader is not None:
+                reader.close()

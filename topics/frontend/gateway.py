@@ -1,0 +1,389 @@
+"""The frontend's end of the rings: requests to shards, their answers, and who wants to know of which topic.
+
+Nothing here blocks the event loop. A request is pushed at once, or waits (bounded) for room in the ring; what was
+pushed in one iteration of the loop is signalled once, so that it reaches the shard as one group. Answers come with
+an eventfd. A dead shard answers nothing: its requests wait for its next life, until `shard_wait_ms` is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from topics.core.config import TopicConfig
+from topics.core.errors import TopicsError
+from topics.frontend.arenas import Arenas
+from topics.frontend.watches import Watches, WatchHandle
+from topics.log import get_logger
+from topics.shm import messages
+from topics.shm.arena import TopicView
+from topics.shm.control import ProcessCell, Role
+from topics.shm.instance import SharedMemory
+from topics.shm.messages import AppendReply, Call, Kind, Part
+from topics.shm.names import SHM_ROOT, objects
+from topics.storage.frame import LaidOut
+
+SWEEP_S: Final = 0.25
+"""How often time-outs and lost wake-ups are looked for."""
+ROOM_WAIT_S: Final = 0.25
+"""How long a request waits for room in a full ring before it is told to come back later."""
+ROOM_RETRY_S: Final = 0.002
+WAITERS_MAX: Final = 1024
+WAITING_BYTES_MAX: Final = 64 * 2**20
+"""What all requests that wait for room in one ring may hold in memory."""
+SPILL_INLINE_BYTES_MAX: Final = 1 * 2**20
+"""A longer message is written to shared memory by a thread, for the loop's sake."""
+
+ReplyT = TypeVar("ReplyT")
+_log = get_logger()
+
+
+class _Pending(msgspec.Struct):
+    future: asyncio.Future[Any]
+    shard: int
+    expires_s: float
+    spill_path: str | None = None
+
+
+class _Waiter(msgspec.Struct):
+    """A message that found the ring full."""
+
+    parts: list[Part]
+    length_bytes: int
+    request_id: int
+    expires_s: float | None
+
+
+class _Link:
+    """What one shard and we share."""
+
+    __slots__ = ("cell", "generation", "replies", "requests", "signal_due", "waiters", "waiting_bytes", "wake")
+
+    def __init__(self, shared: SharedMemory, index: int, shard: int) -> None:
+        pair = shared.rings[index][shard]
+        self.requests = pair.requests
+        self.replies = pair.replies
+        self.wake = shared.shard_wakes[shard]
+        self.cell = shared.control.cell(Role.WALSHARD, shard)
+        self.generation = 0
+        self.signal_due = False
+        self.waiters: deque[_Waiter] = deque()
+        self.waiting_bytes = 0
+
+
+class Gateway:
+    """One per frontend process; everything is called on the event loop it was started on."""
+
+    def __init__(
+        self, shared: SharedMemory, index: int, incarnation: int, arenas: Arenas, cell: ProcessCell, shard_wait_ms: int
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._shared = shared
+        self._index = index
+        self._incarnation = incarnation
+        self._cell = cell
+        self._wait_s = shard_wait_ms / 1000
+        self._wake = shared.frontend_wakes[index]
+        self._links = [_Link(shared, index, shard) for shard in range(shared.shards)]
+        self._last_id = incarnation << 40
+        self._pending: dict[int, _Pending] = {}
+        self._late_spills: dict[int, str] = {}
+        """Files of requests that timed out: the shard may still read them, they go with the answer, however late."""
+        self._signals: list[_Link] = []
+        self._retry_timer: asyncio.TimerHandle | None = None
+        self._sweep_timer: asyncio.TimerHandle | None = None
+        self._spilling: set[asyncio.Task[None]] = set()
+        self._watches = Watches(self._loop, arenas, self._post)
+        self._closed = False
+
+    @property
+    def shards(self) -> int:
+        return len(self._links)
+
+    def start(self) -> None:
+        """Says hello to every shard and listens for answers."""
+        prefix = self._spill_prefix()
+        for name in objects(self._shared.identity):
+            if name.startswith(prefix):
+                os.unlink(f"{SHM_ROOT}/{name}")
+        for shard, link in enumerate(self._links):
+            link.generation = link.cell.get("generation")
+            self._post(shard, messages.Hello(self._incarnation))
+        self._loop.add_reader(self._wake.fd, self._on_wake)
+        self._sweep_timer = self._loop.call_later(SWEEP_S, self._sweep)
+
+    def close(self) -> None:
+        """No more answers: whoever still waits is told that the service stops."""
+        self._closed = True
+        self._loop.remove_reader(self._wake.fd)
+        for timer in (self._sweep_timer, self._retry_timer):
+            if timer is not None:
+                timer.cancel()
+        for task in self._spilling:
+            task.cancel()
+        for pending in self._pending.values():
+            _fail(pending.future, TopicsError("shutting_down", "the service is stopping; ask again when it is back"))
+        self._pending.clear()
+
+    # -- requests
+
+    def submit_append(
+        self,
+        shard: int,
+        name: bytes,
+        create: bool,
+        if_head_seq: int | None,
+        key: bytes,
+        config: TopicConfig | None,
+        records: LaidOut,
+    ) -> asyncio.Future[AppendReply]:
+        """Sends a write on its way. The future fails with a TopicsError: the shard's own, `shard_unavailable`
+        (the outcome is unknown), or `throttled` (nothing was sent).
+        """
+        self.check_ready(shard)
+        self._last_id = request_id = self._last_id + 1
+        parts = messages.encode_append(
+            request_id, name, create, if_head_seq, key, config, records.offset_len, records.flags, records.buffer
+        )
+        return self._submit(shard, request_id, parts, Kind.APPEND)
+
+    async def call(self, shard: int, request: Call, reply_type: type[ReplyT]) -> ReplyT:
+        """Any other request and its answer; raises as `submit_append` does."""
+        self.check_ready(shard)
+        self._last_id = request_id = self._last_id + 1
+        future = self._submit(shard, request_id, messages.encode_call(request_id, request), Kind.CALL)
+        reply = await future
+        assert isinstance(reply, reply_type), reply
+        return reply
+
+    def check_ready(self, shard: int) -> None:
+        """Raises `not_ready` until the shard has recovered for the first time in the life of this service."""
+        if self._links[shard].generation == 0 and not self.is_ready(shard):
+            raise TopicsError(
+                "not_ready",
+                "the log is still being replayed",
+                {"replay_progress": self._links[shard].cell.get("progress_ppm") / 1_000_000},
+            )
+
+    def is_ready(self, shard: int) -> bool:
+        """Whether the shard's topics can be read: it has been ready once, though it may be dead just now."""
+        return self._links[shard].cell.get("generation") != 0
+
+    def watch(self, shard: int, name: str, seen: TopicView | None, callback: Callable[[], None]) -> WatchHandle:
+        """Calls `callback` (soon, never within this call) whenever the topic may differ from `seen`, or from what it
+        was at the last callback: records, floors, `durable_seq`, deletion, creation. It may also be called for nothing.
+        """
+        return self._watches.add(shard, name, seen, callback)
+
+    # -- sending
+
+    def _post(self, shard: int, request: Call) -> None:
+        """A request whose answer does not matter; kept, in order, for as long as the ring is full."""
+        self._last_id = request_id = self._last_id + 1
+        parts = messages.encode_call(request_id, request)
+        self._push(shard, _Waiter(parts, sum(map(len, parts)), request_id, None))
+
+    def _submit(self, shard: int, request_id: int, parts: list[Part], kind: Kind) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = self._loop.create_future()
+        if self._closed:
+            _fail(future, TopicsError("shutting_down", "the service is stopping; ask again when it is back"))
+            return future
+        link = self._links[shard]
+        now_s = self._loop.time()
+        pending = _Pending(future, shard, now_s + self._wait_s)
+        length = sum(map(len, parts))
+        if length <= link.requests.message_max_bytes:
+            self._pending[request_id] = pending
+            self._push(shard, _Waiter(parts, length, request_id, now_s + ROOM_WAIT_S))
+            return future
+        pending.spill_path = path = f"{SHM_ROOT}/{self._spill_prefix()}{request_id}"
+        self._pending[request_id] = pending
+        by_reference = messages.encode_reference(kind, request_id, path)
+        waiter = _Waiter(by_reference, sum(map(len, by_reference)), request_id, now_s + ROOM_WAIT_S)
+        if length <= SPILL_INLINE_BYTES_MAX:
+            try:
+                _write_spill(path, parts)
+            except OSError as error:
+                self._spill_failed(request_id, error)
+                return future
+            self._push(shard, waiter)
+        else:
+            task = self._loop.create_task(self._spill(shard, waiter, path, parts))
+            self._spilling.add(task)
+            task.add_done_callback(self._spilling.discard)
+        return future
+
+    async def _spill(self, shard: int, waiter: _Waiter, path: str, parts: list[Part]) -> None:
+        try:
+            await asyncio.to_thread(_write_spill, path, parts)
+        except OSError as error:
+            self._spill_failed(waiter.request_id, error)
+            return
+        waiter.expires_s = self._loop.time() + ROOM_WAIT_S
+        self._push(shard, waiter)
+
+    def _spill_failed(self, request_id: int, error: OSError) -> None:
+        _log.warning("no room in shared memory for a long request", error=error.strerror)
+        self._reject(request_id)
+
+    def _push(self, shard: int, waiter: _Waiter) -> None:
+        link = self._links[shard]
+        if not link.waiters and link.requests.push(*waiter.parts):
+            self._signal(link)
+            return
+        self._cell.add("ring_full")
+        too_many = len(link.waiters) >= WAITERS_MAX or link.waiting_bytes + waiter.length_bytes > WAITING_BYTES_MAX
+        if too_many and waiter.expires_s is not None:
+            self._reject(waiter.request_id)
+            return
+        link.waiters.append(waiter)
+        link.waiting_bytes += waiter.length_bytes
+        if self._retry_timer is None:
+            self._retry_timer = self._loop.call_later(ROOM_RETRY_S, self._retry)
+
+    def _retry(self) -> None:
+        """Room may have come: the ring does not say so, hence the timer (it runs only while someone waits)."""
+        self._retry_timer = None
+        now_s = self._loop.time()
+        for link in self._links:
+            waiters = link.waiters
+            while waiters:
+                waiter = waiters[0]
+                if waiter.expires_s is not None and waiter.expires_s < now_s:
+                    self._reject(waiter.request_id)
+                elif link.requests.push(*waiter.parts):
+                    self._signal(link)
+                else:
+                    break
+                waiters.popleft()
+                link.waiting_bytes -= waiter.length_bytes
+            if waiters and self._retry_timer is None:
+                self._retry_timer = self._loop.call_later(ROOM_RETRY_S, self._retry)
+
+    def _reject(self, request_id: int) -> None:
+        """Nothing of this request has reached a shard."""
+        pending = self._pending.pop(request_id, None)
+        if pending is not None:
+            if pending.spill_path is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(pending.spill_path)
+            _fail(
+                pending.future,
+                TopicsError("throttled", "the shard has more work than it can take", {"retry_after_ms": 100}),
+            )
+
+    def _signal(self, link: _Link) -> None:
+        if not link.signal_due:
+            link.signal_due = True
+            if not self._signals:
+                self._loop.call_soon(self._flush_signals)
+            self._signals.append(link)
+
+    def _flush_signals(self) -> None:
+        for link in self._signals:
+            link.signal_due = False
+            link.wake.signal()
+        self._signals.clear()
+
+    # -- answers
+
+    def _on_wake(self) -> None:
+        self._wake.drain()
+        for shard in range(len(self._links)):
+            self._drain(shard)
+
+    def _drain(self, shard: int) -> None:
+        link = self._links[shard]
+        if link.replies.empty:
+            return
+        position = link.replies.consumed
+        try:
+            for message, position in link.replies.peek():  # noqa: B007
+                kind, request_id, _count = messages.head(message)
+                if kind == Kind.APPEND:
+                    self._answer(request_id, message, messages.decode_append_reply)
+                elif kind == Kind.CALL:
+                    self._answer(request_id, message, messages.decode_reply)
+                elif kind == Kind.ERROR:
+                    self._answer(request_id, message, messages.decode_error)
+                elif kind == Kind.NOTIFY:
+                    self._watches.notify(messages.decode_notify(message))
+                elif kind == Kind.GENERATION:
+                    self._check_generation(shard)
+        finally:
+            link.replies.consume(position)
+
+    def _answer(self, request_id: int, message: memoryview, decode: Callable[[memoryview], object]) -> None:
+        # Unknown: an earlier incarnation's, one that timed out, or a second answer after the shard's restart.
+        pending = self._pending.pop(request_id, None)
+        if pending is None:
+            spill_path = self._late_spills.pop(request_id, None)
+            if spill_path is not None:
+                os.unlink(spill_path)
+            return
+        if pending.spill_path is not None:
+            os.unlink(pending.spill_path)
+        future = pending.future
+        if future.done():
+            return
+        reply = decode(message)
+        if isinstance(reply, TopicsError):
+            future.set_exception(reply)
+        else:
+            future.set_result(reply)
+
+    def _check_generation(self, shard: int) -> None:
+        """A shard that was started again knows of no watches."""
+        link = self._links[shard]
+        generation = link.cell.get("generation")
+        if generation != link.generation:
+            link.generation = generation
+            self._watches.renew(shard)
+
+    def _sweep(self) -> None:
+        self._sweep_timer = self._loop.call_later(SWEEP_S, self._sweep)
+        now_s = self._loop.time()
+        for shard in range(len(self._links)):
+            self._drain(shard)
+            self._check_generation(shard)
+        # All wait equally long, so those that have waited longest come first.
+        for request_id, pending in list(self._pending.items()):
+            if pending.expires_s > now_s:
+                break
+            _fail(
+                pending.future,
+                TopicsError(
+                    "shard_unavailable",
+                    f"shard {pending.shard} did not answer within {self._wait_s:g} s; whether a write took effect "
+                    "is not known, a repeat with the same idempotency key is safe",
+                ),
+            )
+            del self._pending[request_id]
+            if pending.spill_path is not None:
+                self._late_spills[request_id] = pending.spill_path
+        self._watches.sweep(now_s)
+
+    def _spill_prefix(self) -> str:
+        return f"topics-{self._shared.identity}-spill-{self._index}-"
+
+
+def _fail(future: asyncio.Future[Any], error: TopicsError) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _write_spill(path: str, parts: list[Part]) -> None:
+    """All of it or OSError, and then nothing stays."""
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_EXCL, 0o600)) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, sum(map(len, parts)))
+            file.writelines(parts)
+        except OSError:
+            os.unlink(path)
+            raise
