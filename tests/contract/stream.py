@@ -11,6 +11,7 @@ import httpx
 import msgspec
 
 from tests.contract.asking import ok
+from tests.harness import Service
 
 READ_TIMEOUT_S = 15.0
 """How long a test waits for the next bytes before it fails."""
@@ -138,3 +139,13 @@ class Stream:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def follow(service: Service, topics: dict[str, Any], **body: Any) -> Stream:
+    """A new session's stream."""
+    return Stream(service.url, watch(service.client, topics, **body)["wid"])
+
+
+def connections(service: Service) -> int:
+    """Open connections of all frontends, as `status` counts them."""
+    return sum(int(frontend["connections"]) for frontend in service.status()["frontends"])

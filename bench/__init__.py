@@ -1,0 +1,1 @@
+"""Benchmarks against a real server: `python -m bench` (or `make bench`). History: docs/benchmarks.md."""

@@ -1,0 +1,218 @@
+"""The cases. Each takes a `Bench` and returns its figures; a new case is a function and a line in CASES."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import httpx
+
+from bench import machine, wire
+from bench.echo import HttpProtocol, echo_server
+from bench.figures import Figure
+from bench.load import Outcome, Plan, closed_loop
+from bench.machine import Cores
+from bench.watchers import WatchPlan, deliver
+from tests.harness import Service
+
+MILLION = 1_000_000
+FILL_BATCH = 1000
+FILL_CONNECTIONS = 4
+DIFF_RECORDS = 200_000
+DURABILITIES = ("disk", "fsync")
+
+
+class Bench(NamedTuple):
+    """What a case works with: a pool of one process for load, how long a measurement lasts, who runs where."""
+
+    pool: ProcessPoolExecutor
+    cores: Cores
+    seconds: float
+    warm_up_s: float
+    frontends: int
+    shards: int
+    quick: bool
+
+    @contextmanager
+    def service(self, shards: int | None = None) -> Iterator[Service]:
+        """A fresh service with production settings, on the server's cores."""
+        with Service(
+            shards=shards or self.shards, frontends=self.frontends, wal_file_bytes=None, cpus=self.cores.server
+        ) as service:
+            yield service
+
+    def measure(self, port: int, connections: list[list[bytes]]) -> Outcome:
+        """These requests round and round, for as long as a measurement lasts."""
+        plan = Plan(port, connections, warm_up_s=self.warm_up_s, duration_s=self.seconds)
+        return self.pool.submit(closed_loop, plan).result()
+
+    def fill(self, service: Service, topics: list[str], records: int) -> None:
+        """So many records of 100 bytes, evenly over the topics, in large writes."""
+        rounds = records // (FILL_BATCH * len(topics))
+        connections = [[wire.write(topic, FILL_BATCH)] for topic in topics]
+        self.pool.submit(closed_loop, Plan(service.port, connections, rounds=rounds)).result()
+        for topic in topics:
+            head_seq = service.client.get(f"/v0/topics/{topic}").json()["head_seq"]
+            assert head_seq == rounds * FILL_BATCH, f"{topic} holds {head_seq} records"
+
+
+def latency(outcome: Outcome) -> dict[str, float]:
+    return {"p50_us": outcome.p50_us, "p99_us": outcome.p99_us, "requests_per_s": outcome.per_s}
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" + "s" * (count > 1)
+
+
+def make_topic(service: Service, topic: str, durability: str) -> str:
+    service.client.put(f"/v0/topics/{topic}", json={"durability": durability}).raise_for_status()
+    return topic
+
+
+def fdatasync(bench: Bench) -> list[Figure]:
+    """The disk alone."""
+    service = Service()
+    try:
+        times_us = sorted(machine.fdatasync_us(service.root, bench.seconds / 2))
+    finally:
+        service.close()
+    p50_us, p99_us = times_us[len(times_us) // 2], times_us[len(times_us) * 99 // 100]
+    return [Figure("fdatasync", "4 KiB", {"p50_us": p50_us, "p99_us": p99_us})]
+
+
+def echo(bench: Bench) -> list[Figure]:
+    """The protocol stack alone, and stock Hypercorn beside it."""
+    figures = []
+    protocols: list[HttpProtocol] = ["httptools", "stock"]
+    for protocol in protocols:
+        with echo_server(protocol, bench.cores.server) as port:
+            wait_answering(port)
+            outcome = bench.measure(port, [[wire.write("t", 1)]] * 32)
+        figures.append(Figure("echo", f"{protocol}, 32 connections", latency(outcome)))
+    return figures
+
+
+def wait_answering(port: int) -> None:
+    """The listener queues connections from the start: the first answer says that the process is up."""
+    httpx.post(f"http://127.0.0.1:{port}/", json={}, timeout=30).raise_for_status()
+
+
+def ack(bench: Bench) -> list[Figure]:
+    """Latency of a write of one record."""
+    figures = []
+    with bench.service() as service:
+        for durability in DURABILITIES:
+            for connections in (1, 32):
+                topics = [
+                    make_topic(service, f"{durability}-{connections}-{n}", durability) for n in range(connections)
+                ]
+                outcome = bench.measure(service.port, [[wire.write(topic, 1)] for topic in topics])
+                figures.append(Figure("ack", f"{durability}, {plural(connections, 'connection')}", latency(outcome)))
+    return figures
+
+
+def throughput(bench: Bench) -> list[Figure]:
+    """Acknowledged records a second."""
+    figures = []
+    for durability in DURABILITIES:
+        for batch in (1, 100, 1000):
+            # A service for each: none works in the memory and the log files that another filled.
+            with bench.service() as service:
+                for writers in (1, 16):
+                    topics = [make_topic(service, f"w{writers}-{n}", durability) for n in range(writers)]
+                    outcome = bench.measure(service.port, [[wire.write(topic, batch)] for topic in topics])
+                    values = {
+                        "records_per_s": outcome.per_s * batch,
+                        "p50_us": outcome.p50_us,
+                        "p99_us": outcome.p99_us,
+                    }
+                    what = f"{durability}, batch {batch}, {plural(writers, 'writer')}"
+                    figures.append(Figure("throughput", what, values))
+    return figures
+
+
+def diff(bench: Bench) -> list[Figure]:
+    """Pages of a warm topic, one after the other."""
+    figures = []
+    with bench.service() as service:
+        topic = make_topic(service, "pages", "disk")
+        bench.fill(service, [topic], DIFF_RECORDS)
+        for limit in (256, 1000):
+            pages = [wire.diff(topic, start, limit) for start in range(0, DIFF_RECORDS - limit, limit)]
+            for readers in (1, 4):
+                # Each reader begins elsewhere: they do not ask for the same page at the same time.
+                starts = [len(pages) * reader // readers for reader in range(readers)]
+                outcome = bench.measure(service.port, [pages[start:] + pages[:start] for start in starts])
+                values = {"records_per_s": outcome.per_s * limit, "p50_us": outcome.p50_us, "p99_us": outcome.p99_us}
+                figures.append(Figure("diff", f"limit {limit}, {plural(readers, 'reader')}", values))
+    return figures
+
+
+def sse(bench: Bench) -> list[Figure]:
+    """From a write to its arrival at every watcher, writes paced well below saturation."""
+    figures = []
+    with bench.service() as service:
+        for watchers, writes_per_s in ((1, 200.0), (10, 200.0), (100, 50.0)):
+            topic = make_topic(service, f"watched-{watchers}", "disk")
+            paths = []
+            for _ in range(watchers):
+                answer = service.client.post("/v0/watch", json={"topics": {topic: {}}}).raise_for_status()
+                paths.append(answer.json()["stream_url"])
+            plan = WatchPlan(service.port, topic, paths, writes_per_s, bench.seconds)
+            outcome = bench.pool.submit(deliver, plan).result()
+            values = {"p50_us": outcome.p50_us, "p99_us": outcome.p99_us, "max_us": outcome.max_us}
+            figures.append(Figure("sse", plural(watchers, "watcher"), values))
+    return figures
+
+
+def recovery(bench: Bench) -> list[Figure]:
+    """SIGKILL, then the time until ready; and what memory the un-checkpointed tail takes, before and after."""
+    records = MILLION // 10 if bench.quick else MILLION
+    label = f"{records // 1000} k records" if bench.quick else "1 M records"
+    topics = [f"tail-{n}" for n in range(FILL_CONNECTIONS)]
+    with bench.service(shards=1) as service:
+        idle = machine.memory_of(service.family(), service.shared_memory())
+        service.kill_group()
+        empty_s = start_s(service)
+        bench.fill(service, topics, records)
+        written = machine.memory_of(service.family(), service.shared_memory())
+        service.kill_group()
+        full_s = start_s(service)
+        recovered = machine.memory_of(service.family(), service.shared_memory())
+        heads = [service.client.get(f"/v0/topics/{topic}").json()["head_seq"] for topic in topics]
+        assert sum(heads) == records, heads
+    figures = [
+        Figure("recovery", "start with an empty log", {"seconds": empty_s}),
+        Figure("recovery", f"start with {label}", {"seconds": full_s}),
+        Figure("recovery", f"{label}, one shard", {"seconds": full_s - empty_s}),
+    ]
+    for what, memory in (("idle", idle), (f"{label} written", written), (f"{label} recovered", recovered)):
+        values = {
+            "held_bytes": float(memory.held),
+            "shm_bytes": float(memory.shared_objects),
+            "rss_bytes": float(memory.rss),
+            "per_record_bytes": 0.0 if memory is idle else (memory.held - idle.held) / records,
+        }
+        figures.append(Figure("memory", what, values))
+    return figures
+
+
+def start_s(service: Service) -> float:
+    """Seconds from starting the command until `/v0/ready` is 200."""
+    start = time.perf_counter()
+    service.start()
+    return time.perf_counter() - start
+
+
+CASES: dict[str, Callable[[Bench], list[Figure]]] = {
+    "fdatasync": fdatasync,
+    "echo": echo,
+    "ack": ack,
+    "throughput": throughput,
+    "diff": diff,
+    "sse": sse,
+    "recovery": recovery,
+}

@@ -1,0 +1,104 @@
+"""Figures: what a case returns, how a run is shown and how it is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+MS = 1000.0
+MIB = float(1 << 20)
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """One line of the table. Names of values carry their unit: `p50_us`, `records_per_s`, `seconds`, `bytes`."""
+
+    case: str
+    what: str
+    values: dict[str, float]
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A figure held against what it should be; `limit` is a maximum unless `at_least`."""
+
+    what: str
+    value: float
+    limit: float
+    at_least: bool = False
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+
+class Report(msgspec.Struct, frozen=True):
+    """One run: bench/out/latest.json is this as JSON."""
+
+    date: str
+    version: str
+    machine: dict[str, str]
+    layout: dict[str, str]
+    quick: bool
+    figures: list[Figure]
+    targets: list[Target]
+
+
+def show(name: str, value: float) -> str:
+    """A value as a person reads it, its unit taken from its name."""
+    label = name.rpartition("_")[0]
+    if name.endswith("_us"):
+        return f"{label} {value / MS:.2f} ms"
+    if name.endswith("_per_s"):
+        return (
+            f"{value / 1000:.1f} k {label.removesuffix('_per')}/s"
+            if value >= 1000
+            else f"{value:.0f} {label.removesuffix('_per')}/s"
+        )
+    if name.endswith("bytes"):
+        return f"{label or 'size'} {value:.0f} B" if value < 10_000 else f"{label or 'size'} {value / MIB:.1f} MiB"
+    if name == "seconds":
+        return f"{value:.2f} s"
+    return f"{name} {value:g}"
+
+
+def table(report: Report) -> str:
+    """The run as plain text."""
+    lines = []
+    for figure in report.figures:
+        shown = ", ".join(show(name, value) for name, value in figure.values.items())
+        lines.append(f"{figure.case:<11}{figure.what:<30}{shown}")
+    lines += ["", "targets"]
+    for target in report.targets:
+        sign = "≥" if target.at_least else "≤"
+        verdict = "met" if target.met else "MISSED"
+        lines.append(f"  {target.what:<45}{target.value:>14,.2f} {sign} {target.limit:<12,.10g} {verdict}")
+    return "\n".join(lines)
+
+
+def markdown(report: Report) -> str:
+    """The run as a section of docs/benchmarks.md."""
+    machine = ", ".join(f"{name} {value}" for name, value in report.machine.items())
+    layout = ", ".join(f"{name} {value}" for name, value in report.layout.items())
+    lines = [f"## {report.date}, version {report.version}", "", f"Machine: {machine}.", f"Layout: {layout}.", ""]
+    lines += ["| case | | figures |", "|---|---|---|"]
+    for figure in report.figures:
+        shown = ", ".join(show(name, value) for name, value in figure.values.items())
+        lines.append(f"| {figure.case} | {figure.what} | {shown} |")
+    lines += ["", "| target | measured | wanted | |", "|---|---|---|---|"]
+    for target in report.targets:
+        sign = "≥" if target.at_least else "≤"
+        verdict = "met" if target.met else "**missed**"
+        lines.append(f"| {target.what} | {target.value:,.2f} | {sign} {target.limit:,.10g} | {verdict} |")
+    return "\n".join(lines) + "\n"
+
+
+def keep(report: Report, path: Path) -> None:
+    """Writes the run as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+
+
+def append(report: Report, path: Path) -> None:
+    """Adds the run to the history."""
+    with path.open("a") as history:
+        history.write("\n" + markdown(report))

@@ -1,0 +1,78 @@
+"""What the figures are held against: ratios taken in one run, and bounds for machines like the one they were set on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from bench.figures import MIB, MS, Figure, Target
+
+Ref = tuple[str, str, str]
+"""A case, one of its lines, and the name of a value there."""
+
+
+class Bound(NamedTuple):
+    """`(value - less) / divided_by / scale` is at most `limit`, or at least it."""
+
+    what: str
+    limit: float
+    value: Ref
+    less: Ref | None = None
+    divided_by: Ref | None = None
+    scale: float = 1.0
+    at_least: bool = False
+
+
+def _throughput(durability: str, batch: int) -> Ref:
+    return ("throughput", f"{durability}, batch {batch}, 16 writers", "records_per_s")
+
+
+BOUNDS = [
+    Bound(
+        "batch 1 write / bare echo, 32 connections",
+        0.4,
+        ("ack", "disk, 32 connections", "requests_per_s"),
+        divided_by=("echo", "httptools, 32 connections", "requests_per_s"),
+        at_least=True,
+    ),
+    Bound("batch 1 disk, 32 connections, p99 ms", 2.0, ("ack", "disk, 32 connections", "p99_us"), scale=MS),
+    Bound(
+        "lone fsync ack less fdatasync, p50 ms",
+        0.5,
+        ("ack", "fsync, 1 connection", "p50_us"),
+        less=("fdatasync", "4 KiB", "p50_us"),
+        scale=MS,
+    ),
+    Bound("batch 100, disk, records/s", 1.0e6, _throughput("disk", 100), at_least=True),
+    Bound("batch 1000, disk, records/s", 2.0e6, _throughput("disk", 1000), at_least=True),
+    *(
+        Bound(
+            f"batch {batch}, 16 writers, fsync / disk",
+            0.9,
+            _throughput("fsync", batch),
+            divided_by=_throughput("disk", batch),
+            at_least=True,
+        )
+        for batch in (1, 100, 1000)
+    ),
+    Bound("diff limit 1000, records/s", 1.5e6, ("diff", "limit 1000, 4 readers", "records_per_s"), at_least=True),
+    Bound("diff limit 256, p50 ms", 0.5, ("diff", "limit 256, 1 reader", "p50_us"), scale=MS),
+    Bound("SSE 1 watcher, p50 ms", 1.0, ("sse", "1 watcher", "p50_us"), scale=MS),
+    Bound("SSE 1 watcher, p99 ms", 2.0, ("sse", "1 watcher", "p99_us"), scale=MS),
+    Bound("SSE 100 watchers, p50 ms", 1.5, ("sse", "100 watchers", "p50_us"), scale=MS),
+    Bound("SSE 100 watchers, p99 ms", 4.0, ("sse", "100 watchers", "p99_us"), scale=MS),
+    Bound("recovery of 1 M records, s", 1.5, ("recovery", "1 M records, one shard", "seconds")),
+    Bound("idle service, MiB", 200.0, ("memory", "idle", "held_bytes"), scale=MIB),
+]
+
+
+def targets(figures: list[Figure]) -> list[Target]:
+    """The bounds whose figures are all at hand."""
+    known = {(figure.case, figure.what, name): value for figure in figures for name, value in figure.values.items()}
+    found = []
+    for bound in BOUNDS:
+        refs = [ref for ref in (bound.value, bound.less, bound.divided_by) if ref is not None]
+        if all(ref in known for ref in refs):
+            value = known[bound.value] - (known[bound.less] if bound.less else 0.0)
+            value /= (known[bound.divided_by] if bound.divided_by else 1.0) * bound.scale
+            found.append(Target(bound.what, value, bound.limit, bound.at_least))
+    return found

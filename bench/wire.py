@@ -1,0 +1,33 @@
+"""Requests as bytes, made once before the clock starts."""
+
+from __future__ import annotations
+
+DATA_BYTES = 100
+
+
+def data(number: int) -> bytes:
+    """A JSON object of exactly DATA_BYTES."""
+    opening = b'{"n":%d,"pad":"' % number
+    return opening + b"x" * (DATA_BYTES - len(opening) - 2) + b'"}'
+
+
+def write_body(batch: int, first: int = 0) -> bytes:
+    """A write of `batch` records."""
+    return b'{"records":[' + b",".join(b'{"data":' + data(first + n) + b"}" for n in range(batch)) + b"]}"
+
+
+def post(path: str, body: bytes) -> bytes:
+    """One keep-alive request."""
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def write(topic: str, batch: int) -> bytes:
+    """A write that does not ask for its seqs: an acknowledgement is first and last."""
+    return post(f"/v0/topics/{topic}?return_seqs=false", write_body(batch))
+
+
+def diff(topic: str, from_seq: int, limit: int) -> bytes:
+    return post(f"/v0/topics/{topic}/diff", b'{"from_seq":%d,"limit":%d}' % (from_seq, limit))
