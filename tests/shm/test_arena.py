@@ -1,0 +1,151 @@
+"""The arena: what a reader sees is always one state that the writer published."""
+
+from __future__ import annotations
+
+import multiprocessing
+from array import array
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from topics.core.config import TopicConfig
+from topics.shm.arena import ArenaReader, ArenaWriter, Descriptor, LocationRing, SlotState, TopicView
+
+
+def view_of(ring: LocationRing, descriptor: tuple[int, int], **changes: int) -> TopicView:
+    fields = dict.fromkeys(TopicView._fields, 0)
+    fields |= {"topic_id": 1, "state": SlotState.LIVE, "head_seq": ring.next_seq - 1, "base_seq": ring.base_seq}
+    fields |= {"ring_word": ring.word, "ring_capacity": ring.capacity, "descriptor_version": 1}
+    fields |= {"descriptor_byte": descriptor[0], "descriptor_len": descriptor[1]}
+    return TopicView(**(fields | changes))
+
+
+def columns(count: int, first: int) -> tuple[array[int], array[int]]:
+    return array("Q", [first + at | 50 << 32 for at in range(count)]), array("Q", [7]) * count
+
+
+def test_a_topic_is_found_configured_changed_and_gone(identity: str) -> None:
+    writer = ArenaWriter(identity, 0, 1)
+    reader = ArenaReader(identity, 0, 1)
+    assert reader.find("orders") is None
+    slot = writer.new_slot()
+    ring = LocationRing(writer, 1)
+    descriptor = writer.store_descriptor(Descriptor("orders", TopicConfig(ttl_ms=5)))
+    writer.publish(slot, view_of(ring, descriptor))
+    writer.announce(slot)
+    assert reader.find("orders") == slot
+    assert list(reader.names) == ["orders"]
+    assert reader.config(slot, reader.view(slot)) == TopicConfig(ttl_ms=5)
+
+    changed = writer.store_descriptor(Descriptor("orders", TopicConfig(ttl_ms=9)))
+    writer.publish(slot, view_of(ring, changed, descriptor_version=2))
+    assert reader.config(slot, reader.view(slot)).ttl_ms == 9
+
+    writer.publish(slot, view_of(ring, changed, state=SlotState.DELETED))
+    writer.announce(slot)
+    assert reader.find("orders") is None
+    assert list(reader.names) == []
+
+
+def test_a_slot_used_again_is_another_topic(identity: str) -> None:
+    writer = ArenaWriter(identity, 0, 1)
+    reader = ArenaReader(identity, 0, 1)
+    ring = LocationRing(writer, 1)
+    slot = writer.new_slot()
+    for number in range(10_000):  # more changes than the change list holds: the reader has to look at all slots
+        descriptor = writer.store_descriptor(Descriptor(f"t{number}", TopicConfig()))
+        writer.publish(slot, view_of(ring, descriptor, topic_id=number + 1))
+        writer.announce(slot)
+        writer.free(*descriptor)
+    assert reader.find("t9999") == slot
+    assert reader.find("t0") is None
+    assert len(reader.names) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 90)), min_size=1, max_size=40))
+def test_the_location_ring_holds_what_was_appended_and_not_dropped(steps: list[tuple[int, int]]) -> None:
+    from secrets import token_hex
+
+    from topics.shm import names
+
+    identity = token_hex(8)
+    try:
+        writer = ArenaWriter(identity, 0, 1)
+        reader = ArenaReader(identity, 0, 1)
+        ring = LocationRing(writer, 1)
+        other = LocationRing(writer, 1)
+        rows: dict[int, tuple[int, int, int]] = {}
+        for ts, (count, drop) in enumerate(steps):
+            offset_len, file_flags = columns(count, ring.next_seq * 100)
+            ring.reserve(count)
+            for at in range(count):
+                rows[ring.next_seq + at] = (ts, offset_len[at], file_flags[at])
+            ring.append(ts, offset_len, file_flags)
+            other.reserve(1)
+            other.append(ts, *columns(1, 5))
+            ring.drop_before(ring.base_seq + min(drop, ring.next_seq - ring.base_seq))
+            view = view_of(ring, (0, 0))
+            if view.base_seq > view.head_seq:
+                continue
+            seen = reader.locations(view, view.base_seq, view.head_seq)
+            assert seen is not None
+            expected = [rows[seq] for seq in range(view.base_seq, view.head_seq + 1)]
+            assert list(zip(seen.ts, seen.offset_len, seen.file_flags, strict=True)) == expected
+            first_at_ts = next((s for s in range(view.base_seq, view.head_seq + 1) if rows[s][0] >= ts), None)
+            assert reader.first_seq_at(view, ts) == (first_at_ts or view.head_seq + 1)
+    finally:
+        names.unlink_all(identity)
+
+
+def test_an_old_view_of_a_ring_that_moved_is_refused(identity: str) -> None:
+    writer = ArenaWriter(identity, 0, 1)
+    reader = ArenaReader(identity, 0, 1)
+    ring = LocationRing(writer, 1)
+    ring.reserve(16)
+    ring.append(1, *columns(16, 0))
+    old = view_of(ring, (0, 0))
+    ring.drop_before(17)
+    ring.reserve(16)
+    ring.append(2, *columns(16, 0))
+    assert reader.locations(old, 1, 16) is None
+    assert reader.ts_at(old, 3) is None
+
+
+def _write_for_ever(identity: str, ready: multiprocessing.synchronize.Event) -> None:  # type: ignore[name-defined]
+    writer = ArenaWriter(identity, 0, 1)
+    slot = writer.new_slot()
+    ring = LocationRing(writer, 1)
+    descriptor = writer.store_descriptor(Descriptor("t", TopicConfig()))
+    number = 0
+    while True:
+        number += 1
+        writer.publish(slot, TopicView(*([number] * 11), ring.word, ring.capacity, *descriptor, 1, number))
+        if number == 1:
+            writer.announce(slot)
+            ready.set()
+
+
+def test_a_view_is_never_half_of_two_states_also_when_the_writer_is_killed(identity: str) -> None:
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    process = context.Process(target=_write_for_ever, args=(identity, ready), daemon=True)
+    process.start()
+    assert ready.wait(30)
+    reader = ArenaReader(identity, 0, 1)
+    seen = set()
+    for _ in range(20_000):
+        view = reader.view(0)
+        assert len(set(view[:11])) == 1
+        seen.add(view.topic_id)
+    assert len(seen) > 100
+    process.kill()
+    process.join()
+    assert len(set(reader.view(0)[:11])) == 1
+
+
+def test_a_reader_of_another_version_is_refused(identity: str) -> None:
+    ArenaWriter(identity, 0, 1).words[1] = 99
+    with pytest.raises(ValueError, match="not an index arena of this version"):
+        ArenaReader(identity, 0, 1)
