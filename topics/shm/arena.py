@@ -24,11 +24,13 @@ Any mismatch means "take a new view", never "wrong data".
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from enum import IntEnum
 from typing import Final, NamedTuple
 
 import msgspec
+import posix_ipc
 from sortedcontainers import SortedDict
 
 from topics.core.config import TopicConfig
@@ -331,6 +333,12 @@ class ArenaWriter:
     def unlink(self) -> None:
         """Removes the name; readers keep what they have mapped."""
         self._shared.unlink()
+
+
+def unlink_arena(identity: str, shard: int, generation: int) -> None:
+    """Removes an arena's name, if there is one; who has it mapped keeps it."""
+    with contextlib.suppress(posix_ipc.ExistentialError):
+        posix_ipc.unlink_shared_memory(shm_name(identity, "arena", shard, generation))
 
 
 def _block_size(size_bytes: int) -> int:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from topics.core.config import TopicConfig
 from topics.core.fold import Fold, FoldError
 from topics.core.names import owner_shard
-from topics.core.topic import Topic
+from topics.core.topic import LOCATION_IN_RAM_LOG, Topic
 from topics.core.topic_ids import TopicIds
 from topics.shm.arena import ArenaWriter, LocationRing
+from topics.storage.wal import Moved
 from topics.walshard.hosted import Hosted
 
 
@@ -61,3 +62,20 @@ class Catalog:
                 raise FoldError(f"two topics in the log of shard {self._shard} are called {topic.name!r}")
             assert isinstance(topic.index, LocationRing)
             self.host(Hosted(self._arena, topic, topic.index))
+
+    def relocate(self, moved: Moved) -> None:
+        """Frames of the durable log lie elsewhere now: every location that names them follows."""
+        shift = moved.new_start - moved.start
+        for hosted in self:
+            ring = hosted.ring
+            if ring.next_seq == ring.base_seq:
+                continue
+            entries = ring.entries(ring.base_seq, ring.next_seq - 1)
+            for at, (offset_len, file_flags) in enumerate(zip(entries[2::4], entries[3::4], strict=True)):
+                in_ram = file_flags >> 32 & LOCATION_IN_RAM_LOG
+                offset = offset_len & 0xFFFF_FFFF
+                if in_ram or file_flags & 0xFFFF_FFFF != moved.file_no or not moved.start <= offset < moved.end:
+                    continue
+                ring.replace(ring.base_seq + at, 2, offset_len + shift)
+                ring.replace(ring.base_seq + at, 3, file_flags - moved.file_no + moved.new_file_no)
+            hosted.publish()

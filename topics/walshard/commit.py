@@ -11,9 +11,8 @@ import errno
 from collections.abc import Callable
 from itertools import chain
 
-import structlog
-
 from topics.core.errors import TopicsError
+from topics.log import get_logger
 from topics.shm.control import ProcessCell, latency_bucket
 from topics.shm.journal import JournalEntry
 from topics.shm.messages import add_times
@@ -21,7 +20,7 @@ from topics.storage.logfile import WalEnd
 from topics.storage.wal import CommitTimes, Moved, Plan, WalSyncError, WalWriteError, WalWriter
 from topics.walshard.operation import Operation
 
-log = structlog.get_logger()
+log = get_logger()
 
 Failed = list[tuple[Operation, TopicsError]]
 

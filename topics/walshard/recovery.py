@@ -7,11 +7,20 @@ from the files. Until the new arena is complete, readers keep the old one.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import Final
 
+from topics.core.clock import Clock
 from topics.core.fold import Fold
 from topics.core.topic import LOCATION_IN_RAM_LOG
+from topics.log import get_logger
+from topics.settings import Settings
+from topics.shm.arena import ArenaWriter, LocationRing, unlink_arena
+from topics.shm.control import ProcessCell
+from topics.shm.instance import SharedMemory
+from topics.storage import layout
+from topics.storage.filesystem import BOOT_ID_PATH, FileSystem
 from topics.storage.frame import (
     FLAG_META,
     FLAG_NODE,
@@ -22,8 +31,19 @@ from topics.storage.frame import (
     LOCATION_HAS_TAG,
     FrameType,
 )
-from topics.storage.recovery import RecoveredFile
+from topics.storage.logfile import WalIdentity
+from topics.storage.recovery import RecoveredFile, Recovery, recover_group
+from topics.storage.wal import WalWriter
+from topics.walshard.background_sync import BackgroundSync
+from topics.walshard.catalog import Catalog
+from topics.walshard.commit import Logs
+from topics.walshard.outbox import Outbox
+from topics.walshard.sessions import Sessions
+from topics.walshard.shard import Shard
 
+log = get_logger()
+
+RAM_FILE_BYTES: Final = 8 * 1024 * 1024
 _LOCATION_FLAGS: Final = [
     (LOCATION_HAS_TAG if flags & FLAG_TAG else 0)
     | (LOCATION_HAS_NODE if flags & FLAG_NODE else 0)
@@ -33,20 +53,99 @@ _LOCATION_FLAGS: Final = [
 """Frame flags → location flags."""
 
 
-def fold_files(fold: Fold, files: Iterable[RecoveredFile], in_ram: bool, progress: Callable[[int], None]) -> None:
-    """Feeds the frames of one log, in order; `progress` hears the number of frames after each file."""
-    for file in files:
-        _fold_file(fold, file, LOCATION_IN_RAM_LOG if in_ram else 0)
-        progress(len(file.frames))
+def recover(
+    settings: Settings,
+    shared: SharedMemory,
+    index: int,
+    outbox: Outbox,
+    cell: ProcessCell,
+    clock: Clock,
+    fs: FileSystem,
+    preallocating: Executor,
+    syncing: Executor,
+) -> Shard:
+    """The shard as its files say, its arena built and current.
+
+    Raises RefusedLog or FoldError when the log must not be used as it is.
+    """
+    started_ms = clock.monotonic_ms()
+    generation = cell.get("generation") + 1
+    unlink_arena(shared.identity, index, generation)  # of an incarnation that died while it recovered
+    arena = ArenaWriter(shared.identity, index, generation)
+    fold = Fold(lambda: LocationRing(arena, 1))
+    with open(BOOT_ID_PATH) as boot_id_file:
+        identity = WalIdentity(index, settings.wal_shards, boot_id_file.read().strip())
+    directory = layout.group_dir(settings.data_dir, index, settings.wal_shards)
+    ram_directory = layout.ram_group_dir(shared.ram_dir, index)
+
+    # The RAM log outlives a crash of this process, never a service: a torn end of it is one of a killed process.
+    ram_recovery = recover_group(fs, ram_directory, identity)
+    recovery = recover_group(fs, directory, identity, settings.accept_data_loss)
+    frames = _fold_log(fold, ram_recovery, True, cell) + _fold_log(fold, recovery, False, cell)
+    fold.finish(ram_log_survived=ram_recovery.end is not None)
+    for topic in fold.topics.values():
+        topic.durable_seq = 0 if topic.config.durability == "ephemeral" else topic.head_seq
+
+    catalog = Catalog(index, settings.wal_shards, arena)
+    catalog.take_over(fold)
+    sessions = Sessions()
+    sessions.recovered(fold.sessions, clock.monotonic_ms())
+
+    def open_wal() -> WalWriter:
+        return WalWriter.open(
+            fs, directory, identity, recovery.end, file_bytes=settings.wal_file_bytes, helper=preallocating
+        )
+
+    def open_ram() -> WalWriter:
+        return WalWriter.open(
+            fs, ram_directory, identity, ram_recovery.end, file_bytes=RAM_FILE_BYTES, preallocate="none"
+        )
+
+    logs = Logs(
+        open_wal(),
+        open_ram() if ram_recovery.end is not None else None,
+        open_ram,
+        catalog.relocate,
+        cell,
+        (recovery.end, ram_recovery.end),
+    )
+    syncs = BackgroundSync(logs, syncing, shared.shard_wakes[index], clock.monotonic_ms())
+    shard = Shard(catalog, sessions, logs, syncs, outbox, cell, clock)
+
+    cell.set("topics", len(catalog))
+    cell.set("torn_bytes", recovery.torn_bytes)
+    cell.set("arena_bytes", arena.used_bytes)
+    cell.set("generation", generation)
+    unlink_arena(shared.identity, index, generation - 1)
+    for line in (*ram_recovery.report, *recovery.report):
+        log.warning("recovery", repair=line)
+    log.info(
+        "recovered",
+        frames=frames,
+        topics=len(catalog),
+        torn_bytes=recovery.torn_bytes,
+        took_ms=clock.monotonic_ms() - started_ms,
+    )
+    return shard
 
 
-def _fold_file(fold: Fold, file: RecoveredFile, ram_flag: int) -> None:
-    buffer = file.buffer
+def _fold_log(fold: Fold, recovery: Recovery, in_ram: bool, cell: ProcessCell) -> int:
+    """Feeds the frames of one log, in order; returns how many."""
+    frames = 0
+    for batch in recovery:
+        _fold_batch(fold, batch, LOCATION_IN_RAM_LOG if in_ram else 0)
+        frames += len(batch.frames)
+        cell.set("progress_ppm", int(recovery.progress * 1_000_000))
+    return frames
+
+
+def _fold_batch(fold: Fold, batch: RecoveredFile, ram_flag: int) -> None:
+    buffer = batch.buffer
     runs: dict[int, array[int]] = {}
-    words = [file.file_no | (flags | ram_flag) << 32 for flags in _LOCATION_FLAGS]
+    words = [batch.file_no | (flags | ram_flag) << 32 for flags in _LOCATION_FLAGS]
     last_topic_id = -1
     extend: Callable[[tuple[int, int, int, int]], None] | None = None
-    for offset, total_len, type_, flags, topic_id, seq, ts, node_len, tag_len, data_len in file.frames:
+    for offset, total_len, type_, flags, topic_id, seq, ts, node_len, tag_len, data_len in batch.frames:
         if type_ == FrameType.APPEND:
             if topic_id != last_topic_id or extend is None:
                 run = runs.get(topic_id)

@@ -11,13 +11,13 @@ from itertools import chain
 from typing import Literal
 
 import msgspec
-import structlog
 
 from topics.core.clock import Clock
 from topics.core.config import TopicConfig, incompatible_type
 from topics.core.errors import TopicsError
 from topics.core.fold import ConfigBody, CreateBody, EvictBody, HeadBody, SessionBody, encode_body
 from topics.core.topic import EvictReason
+from topics.log import get_logger
 from topics.shm import messages
 from topics.shm.arena import ArenaFullError
 from topics.shm.control import ProcessCell
@@ -47,7 +47,7 @@ from topics.walshard.operation import Answer, Operation
 from topics.walshard.outbox import Outbox
 from topics.walshard.sessions import Sessions
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 class Shard:
@@ -124,8 +124,7 @@ class Shard:
             if hosted.topic.config.ttl_ms:
                 self._expire(hosted)
         for wid in self._sessions.overdue(self._clock.monotonic_ms()):
-            body = SessionBody(wid, None)
-            self._commit_session(body, lambda _file_no, _offset, wid=wid: self._sessions.remove(wid), None)
+            self._collect_session(wid)
         self._cell.set("sessions", len(self._sessions))
         self._outbox.flush()
 
@@ -296,6 +295,9 @@ class Shard:
             self._commit_session(
                 body, lambda _file_no, _offset: self._sessions.closed(call.wid, call.positions, now_ms), answer
             )
+
+    def _collect_session(self, wid: str) -> None:
+        self._commit_session(SessionBody(wid, None), lambda _file_no, _offset: self._sessions.remove(wid), None)
 
     def _commit_session(self, body: SessionBody, apply: Callable[[int, int], None], answer: Answer | None) -> None:
         entry = frame.encode(FrameType.SESSION, 0, 0, 0, self._now_ms, b"", b"", encode_body(body))

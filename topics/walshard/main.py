@@ -1,0 +1,112 @@
+"""A WAL shard: recovers its log, then commits group after group until it is told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from topics.core.clock import Clock, SystemClock
+from topics.core.fold import FoldError
+from topics.log import get_logger
+from topics.settings import Settings
+from topics.shm.arena import ArenaFullError
+from topics.shm.control import EXIT_REFUSED, ProcessCell, ProcessState, Role
+from topics.shm.instance import SharedMemory
+from topics.shm.wake import Wake
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.logfile import RefusedLog
+from topics.storage.wal import WalSyncError, WalWriteError
+from topics.walshard.outbox import Outbox
+from topics.walshard.recovery import recover
+from topics.walshard.shard import Shard
+
+HEARTBEAT_MS: Final = 250
+BUSY_FOR_MS: Final = 50
+"""So long after the last request the shard sleeps at most 1 ms at a time: a wake-up that is lost (`shm/wake.py`)
+costs no more than that.
+"""
+
+log = get_logger()
+
+
+def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) -> int:
+    """The process. EXIT_REFUSED when the log must not be used as it is."""
+    clock = SystemClock()
+    cell = shared.control.cell(Role.WALSHARD, index)
+    _start(cell, incarnation, clock)
+    wake = shared.shard_wakes[index]
+    stop = _StopRequest(wake)
+    outbox = Outbox(shared, index)
+    with ThreadPoolExecutor(1, "preallocate") as preallocating, ThreadPoolExecutor(1, "sync") as syncing:
+        try:
+            shard = recover(settings, shared, index, outbox, cell, clock, OsFileSystem(), preallocating, syncing)
+        except (RefusedLog, FoldError) as error:
+            log.error("the log cannot be used as it is", reason=str(error))
+            return EXIT_REFUSED
+        except (ArenaFullError, WalWriteError, OSError) as error:
+            log.error("recovery failed", reason=str(error))
+            return 1
+        cell.set("state", ProcessState.READY)
+        outbox.announce_generation()
+        outbox.flush()
+        _serve(shard, outbox, wake, stop, cell, clock)
+        cell.set("state", ProcessState.DRAINING)
+        try:
+            shard.close()
+        except WalSyncError as error:
+            log.error("the log was not closed cleanly", reason=str(error))
+            return 1
+    cell.set("state", ProcessState.STOPPED)
+    return 0
+
+
+def _serve(shard: Shard, outbox: Outbox, wake: Wake, stop: _StopRequest, cell: ProcessCell, clock: Clock) -> None:
+    beat_ms = sweep_ms = busy_ms = clock.monotonic_ms()
+    while True:
+        worked = shard.step()
+        now_ms = clock.monotonic_ms()
+        shard.sync_in_background()
+        if now_ms - beat_ms >= HEARTBEAT_MS:
+            beat_ms = now_ms
+            cell.set("heartbeat_ms", clock.now_ms())
+        if now_ms - sweep_ms >= 1000:
+            sweep_ms = now_ms
+            shard.sweep()
+        if worked:
+            busy_ms = now_ms
+            continue
+        if outbox.stuck:
+            outbox.flush()
+        elif stop.requested:
+            return
+        wake.announce_sleep()
+        if outbox.idle:
+            wake.sleep(1 if outbox.stuck or now_ms - busy_ms < BUSY_FOR_MS else HEARTBEAT_MS)
+        wake.awake()
+
+
+def _start(cell: ProcessCell, incarnation: int, clock: Clock) -> None:
+    """All counters from zero but `generation`: readers go on with the former incarnation's arena meanwhile."""
+    for field in cell.read():
+        if field != "generation":
+            cell.set(field, 0)
+    cell.set("incarnation", incarnation)
+    cell.set("pid", os.getpid())
+    cell.set("started_ms", clock.now_ms())
+    cell.set("heartbeat_ms", clock.now_ms())
+    cell.set("state", ProcessState.RECOVERING)
+
+
+class _StopRequest:
+    """SIGTERM: finish what is in the rings, then end."""
+
+    def __init__(self, wake: Wake) -> None:
+        self.requested = False
+        self._wake = wake
+        signal.signal(signal.SIGTERM, self._request)
+
+    def _request(self, _number: int, _frame: object) -> None:
+        self.requested = True
+        self._wake.signal_always()
