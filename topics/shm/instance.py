@@ -12,7 +12,8 @@ from topics.shm.memory import SharedObject
 from topics.shm.ring import HEADER_BYTES, Ring
 from topics.shm.wake import Wake
 
-JOURNAL_BYTES = 512 * 1024
+JOURNAL_BYTES_PER_FRONTEND = 256 * 1024
+"""A group is at most 1024 requests of some 100 bytes each here, and every frontend may leave one unanswered."""
 ARENA_RESERVE_BYTES = 1024 * 1024
 """What each shard's index arena takes at first; it grows with the un-sealed tail."""
 
@@ -26,6 +27,10 @@ class RingPair(NamedTuple):
 
 def _reply_bytes(ring_bytes: int) -> int:
     return max(64 * 1024, ring_bytes // 4)
+
+
+def journal_bytes(frontends: int) -> int:
+    return JOURNAL_BYTES_PER_FRONTEND * (1 + frontends)
 
 
 def _page(size_bytes: int) -> int:
@@ -53,7 +58,7 @@ class SharedMemory:
                 row.append(RingPair(Ring(shared.bytes[:requests_size]), Ring(shared.bytes[requests_size:])))
             self.rings.append(row)
         self.journals = [
-            Journal(SharedObject.create(names.shm_name(identity, "journal", shard), JOURNAL_BYTES).bytes)
+            Journal(SharedObject.create(names.shm_name(identity, "journal", shard), journal_bytes(frontends)).bytes)
             for shard in range(shards)
         ]
         # One page of sleep flags, a cache line each.
@@ -77,7 +82,7 @@ class SharedMemory:
         pair = _page(ring_bytes + HEADER_BYTES) + _page(_reply_bytes(ring_bytes) + HEADER_BYTES)
         control = _page(ControlPage.size_bytes(shards, frontends))
         # A restarted shard builds its new arena beside the old one.
-        per_shard = JOURNAL_BYTES + 2 * ARENA_RESERVE_BYTES
+        per_shard = journal_bytes(frontends) + 2 * ARENA_RESERVE_BYTES
         return control + pair * shards * frontends + per_shard * shards + 4096 * (1 + (shards + frontends) // 64)
 
     def destroy(self) -> None:

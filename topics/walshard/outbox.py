@@ -43,10 +43,12 @@ class Outbox:
             if self._waiting[frontend]:
                 continue
             for message, position in pair.requests.peek(self._read[frontend]):
+                size_bytes += len(message)
                 yield frontend, message, position
                 self._read[frontend] = position
+                if self._waiting[frontend]:
+                    break
                 count += 1
-                size_bytes += len(message)
                 if count >= REQUESTS_PER_GROUP_MAX or size_bytes >= BYTES_PER_GROUP_MAX:
                     return
 

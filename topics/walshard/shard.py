@@ -83,7 +83,9 @@ class Shard:
         """One group: everything that waits, up to a bound. False when there was nothing to do."""
         self._now_ms = self._clock.now_ms()
         answers: list[Answer] = []
+        requests = 0
         for frontend, message, position in self._outbox.requests():
+            requests += 1
             kind, request_id, _count = messages.head(message)
             answer = Answer(frontend, position, request_id)
             answers.append(answer)
@@ -101,15 +103,23 @@ class Shard:
                 # One request must not take down its neighbours, nor come back after a restart to do it again.
                 log.exception("request failed", kind=kind)
                 answer.reply = messages.encode_error(request_id, TopicsError("internal", "the request failed"))
-        if not answers:
+            if kind & ~messages.BY_REFERENCE != messages.Kind.APPEND:
+                # It was a commit of its own, or none: what is answered need not stay in the journal.
+                self._answer(answers)
+        if not requests:
             return False
+        self._answer(answers)
+        self._cell.set("queue_depth", requests)
+        self._cell.set("queue_depth_peak", max(requests, self._cell.get("queue_depth_peak")))
+        return True
+
+    def _answer(self, answers: list[Answer]) -> None:
+        """Commits what is gathered and answers everything so far."""
         self._commit_appends()
         for answer in answers:
             self._outbox.answer(answer.frontend, answer.reply, answer.position)
+        answers.clear()
         self._outbox.flush()
-        self._cell.set("queue_depth", len(answers))
-        self._cell.set("queue_depth_peak", max(len(answers), self._cell.get("queue_depth_peak")))
-        return True
 
     def sync_in_background(self) -> None:
         """What became durable meanwhile goes out to those who wait for that."""
