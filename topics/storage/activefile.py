@@ -10,7 +10,7 @@ from typing import Final
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import Bytes, scan
-from topics.storage.logfile import write_fully, write_zeros
+from topics.storage.logfile import erase_behind, write_fully
 
 _IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
 
@@ -57,16 +57,9 @@ class ActiveFile:
                 self._fs.fdatasync(self._background_fd)
             return end
 
-    def erase(self, start: int, end: int) -> None:
-        """Makes [start, end) zeros again, where no reader has been."""
-        assert start >= self.end
-        try:
-            write_zeros(self._fs, self._fd, start, end)
-        except OSError:
-            # Where zeros cannot be written, giving the space up still can. Readers may have mapped the whole file, but
-            # none touches a byte behind the last published frame.
-            self._fs.ftruncate(self._fd, start)
-            self._fs.ftruncate(self._fd, self.size_bytes)
+    def erase_uncommitted(self) -> None:
+        """Makes everything behind `end` zeros again."""
+        erase_behind(self._fs, self._fd, self.end, self.size_bytes)
 
     def read_unsynced(self) -> bytes:
         """The committed frames from `synced` on, every one checked."""

@@ -140,7 +140,7 @@ def create_log_file(
         try:
             if preallocate == "zero":
                 fs.fallocate(fd, 0, size_bytes)  # a full disk says so here, before a single byte is written
-                write_zeros(fs, fd, len(content), size_bytes)
+                _write_zeros(fs, fd, len(content), size_bytes)
             else:
                 fs.ftruncate(fd, size_bytes)
             write_fully(fs, fd, [content], 0)
@@ -162,13 +162,23 @@ def write_fully(fs: FileSystem, fd: int, buffers: Sequence[Bytes], offset: int) 
         raise OSError(5, f"short write: {written} of {length} bytes")
 
 
-def write_zeros(fs: FileSystem, fd: int, start: int, end: int) -> None:
-    """Overwrites [start, end) with zeros. Raises OSError."""
+def _write_zeros(fs: FileSystem, fd: int, start: int, end: int) -> None:
     zeros = memoryview(_ZEROS)
     while start < end:
         step = min(len(zeros), end - start)
         write_fully(fs, fd, [zeros[:step]], start)
         start += step
+
+
+def erase_behind(fs: FileSystem, fd: int, offset: int, size_bytes: int) -> None:
+    """Makes everything from `offset` on zeros again. Raises OSError.
+
+    By giving the space up and taking it back: a process that is killed while it overwrites may leave valid frames
+    behind a hole, which would be read as corruption; shortening a file happens at once or not at all. Readers may have
+    mapped the whole file, but none touches a byte behind the last published frame.
+    """
+    fs.ftruncate(fd, offset)
+    fs.ftruncate(fd, size_bytes)
 
 
 def write_current(fs: FileSystem, directory: str, file_no: int) -> None:

@@ -1,8 +1,8 @@
 """The writing end of one log: plan, commit, roll back, rotate; and what happens when the disk fails.
 
 Life of a group: `plan` says where each write will lie; `commit` writes the group with one vectored write, syncs it if
-asked, and only then moves the end of the log. A group lies in one file, so whatever fails is undone by cutting one
-region of one file back to zeros.
+asked, and only then moves the end of the log. A group lies in one file, so whatever fails is undone by
+cutting off the end of that file.
 
 A failed *write* costs the group that was being written and nothing else. A failed *sync* costs more: the kernel may
 have dropped the pages and now calls them clean, so neither that file nor a repeated sync of it means anything. That
@@ -236,10 +236,10 @@ class WalWriter:
         pieces = [plan.mark, *buffers] if plan.mark else list(buffers)
         assert sum(map(len, pieces)) == plan.end - plan.start, "buffers and plan differ"
         if pieces:
-            self._write(pieces, plan.start, plan.end)
+            self._write(pieces, plan.start)
         written_ns = synced_ns = self._clock_ns()
         if sync:
-            self._sync(plan.end)
+            self._sync()
             synced_ns = self._clock_ns()
             active.synced = plan.end
         active.end = plan.end
@@ -288,24 +288,23 @@ class WalWriter:
 
     # -- writing and undoing
 
-    def _write(self, pieces: list[Bytes], start: int, end: int) -> None:
+    def _write(self, pieces: list[Bytes], start: int) -> None:
         try:
             self._active.write(pieces, start)
         except OSError as error:
-            self._cut_back(start, end)
+            self._undo()
             raise WalWriteError(f"{self._active.path}: write failed: {error}", error.errno) from error
 
-    def _cut_back(self, start: int, end: int) -> None:
-        """Makes [start, end) zeros again, durably: after a power loss, too, nobody may take it for frames."""
+    def _undo(self) -> None:
+        """Takes back what was written behind the last committed group, durably: a power loss must not bring it back."""
         try:
-            self._active.erase(start, end)
+            self._active.erase_uncommitted()
         except OSError as error:
             self.read_only = f"{self._active.path}: a failed write could not be undone: {error}"
             return
-        self._sync(start)
+        self._sync()
 
-    def _sync(self, written_end: int) -> None:
-        """Syncs the active file, in which frames that are not committed yet end at `written_end`."""
+    def _sync(self) -> None:
         active = self._active
         self.fsyncs += 1
         try:
@@ -313,7 +312,7 @@ class WalWriter:
         except OSError as error:
             message = f"{active.path}: sync failed: {error}"
             try:
-                active.erase(active.end, written_end)
+                active.erase_uncommitted()
             except OSError as erase_error:
                 # Found again only by a restart, and only if the tail cannot be saved either.
                 message += f"; the group could not be erased: {erase_error}"
@@ -351,14 +350,12 @@ class WalWriter:
                 self._make_file(next_file_no, max(self._file_bytes, needed_bytes))
         except OSError as error:
             raise WalWriteError(f"{self._directory}: the next log file cannot be made: {error}", error.errno) from error
-        end_frame = file_end_frame(active.file_no, active.end)
-        written_end = active.end + len(end_frame)
-        self._write([end_frame], active.end, written_end)
-        self._sync(written_end)
+        self._write([file_end_frame(active.file_no, active.end)], active.end)
+        self._sync()
         try:
             self._switch_to(next_file_no, start)
         except OSError as error:
-            self._cut_back(active.end, written_end)
+            self._undo()
             raise WalWriteError(
                 f"{self._directory}: the next log file cannot be opened: {error}", error.errno
             ) from error

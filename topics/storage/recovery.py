@@ -1,0 +1,363 @@
+"""Reading one log back after whatever ended its writer.
+
+Frames are handed out file by file in batches, in log order, every one validated, and only complete writes: a write of
+several frames whose last one is missing never happened. Where the log cannot be read on, there are two cases:
+
+- A torn tail: the write that was under way when the process or the machine stopped. It is cut off, and said.
+- Corruption: damage to something that had been written whole. It is refused with the file, the offset and what lies
+  behind it, because starting would lose that in silence.
+
+Telling them apart: a torn tail is in the active file and no valid frame follows it. After a power loss valid frames may
+follow, since pages reach the disk in any order, but then no sync came after the damaged place: no SYNC_MARK vouches
+for it. A stopped process leaves no holes at all: if the machine has not been booted since, a hole is corruption.
+
+Every step can be repeated after a crash in its middle. At the end all that was handed out is on the disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+from itertools import count
+from operator import itemgetter
+from typing import Final, NamedTuple
+
+from topics.storage import layout
+from topics.storage.damage import Survey, survey, used_bytes
+from topics.storage.filesystem import FileSystem, read_all
+from topics.storage.frame import FLAG_MORE, Defect, FrameTuple, FrameType, scan
+from topics.storage.logfile import (
+    FileStart,
+    NotALogFile,
+    RefusedLog,
+    WalEnd,
+    WalIdentity,
+    erase_behind,
+    parse_file_start,
+    read_current,
+    write_current,
+    write_fully,
+)
+
+BATCH_FRAMES: Final = 8192
+_HEAD_BYTES: Final = 4096
+_FRAMING_TYPES: Final = frozenset((int(FrameType.FILE_START), int(FrameType.FILE_END), int(FrameType.SYNC_MARK)))
+_type_of = itemgetter(2)
+
+
+class CorruptLog(RefusedLog):
+    """Damage that no crash explains. `.path`, `.offset` (bytes) say where, `.lost` what starting anyway would cost."""
+
+    def __init__(self, path: str, offset: int, reason: str, lost: str) -> None:
+        super().__init__(
+            path,
+            f"{path}: corrupt at offset {offset}: {reason}. Behind it: {lost}. Restore the file from a copy, or start "
+            f"with --accept-data-loss to go on without what is behind it (the files are kept beside the log)",
+        )
+        self.offset = offset
+        self.reason = reason
+        self.lost = lost
+
+
+class RecoveredFile(NamedTuple):
+    """A batch of one file's frames, whole writes only. A file comes as several batches in a row.
+
+    Offsets in `frames` are the file's, and `buffer` is the whole file.
+    """
+
+    file_no: int
+    path: str
+    buffer: memoryview
+    frames: list[FrameTuple]
+
+
+class _File(NamedTuple):
+    """A log file whose FILE_START is in order."""
+
+    file_no: int
+    path: str
+    start: FileStart
+    data_offset: int
+
+
+class _Stop(NamedTuple):
+    """Where and why reading a file ended."""
+
+    kept_end: int  # behind the last complete write
+    offset: int  # behind the last valid frame, which may belong to a write that is not complete
+    sealed_at: int | None  # where FILE_END lies, if it was reached
+    defect: str | None  # None: read up to FILE_END or exactly to the limit
+    buffer: bytes
+
+
+class Recovery:
+    """Iterate once for the batches; then `end` (None: there is no log yet), `torn_bytes` and `report` are final.
+
+    Iterating raises CorruptLog, UnknownLogVersion, RefusedLog or OSError.
+    """
+
+    def __init__(self, fs: FileSystem, directory: str, identity: WalIdentity, accept_data_loss: bool) -> None:
+        self._fs = fs
+        self._directory = directory
+        self._identity = identity
+        self._accept_data_loss = accept_data_loss
+        self._current_file_no = 0
+        self._files_read = 0.0
+        self._files_total = 0
+        self.end: WalEnd | None = None
+        self.torn_bytes = 0
+        self.report: list[str] = []
+        """What an operator should know: a line for every repair, with file, offset and bytes."""
+
+    @property
+    def progress(self) -> float:
+        """Share of the log that has been handed out, 0 to 1."""
+        return self._files_read / self._files_total if self._files_total else 1.0
+
+    def __iter__(self) -> Iterator[RecoveredFile]:
+        if not self._fs.exists(self._directory):
+            return
+        self._remove_unfinished_files()
+        files = self._list_files()
+        self._files_total = len(files)
+        previous: _File | None = None
+        for position, file in enumerate(files):
+            later = files[position + 1 :]
+            stop = yield from self._read(file, later[0].start.previous_end if later else None)
+            self._files_read = position + 1
+            active = self._is_active(stop, later)
+            reason = self._damage_in_active(file, stop) if active else self._damage_in_finished(stop, later)
+            if reason is not None:
+                self._give_up_behind(file, stop, reason, later)
+            elif active:
+                self._remove_spare(later)
+            if active or reason is not None:
+                self._settle(file, stop, previous)
+                return
+            previous = file
+
+    # -- what there is
+
+    def _remove_unfinished_files(self) -> None:
+        for name in self._fs.listdir(self._directory):
+            if name.endswith(layout.TMP_SUFFIX):
+                self._fs.unlink(os.path.join(self._directory, name))
+
+    def _list_files(self) -> list[_File]:
+        """The log's files from the first on; whatever makes the list end early is corruption."""
+        numbers = layout.list_log_files(self._fs, self._directory)
+        self._read_current(numbers)
+        files: list[_File] = []
+        for file_no in range(1, max([0, self._current_file_no, *numbers]) + 1):
+            path = layout.log_path(self._directory, file_no)
+            try:
+                files.append(self._open_head(file_no, path, files))
+            except FileNotFoundError:
+                reason = "the file is missing"
+            except NotALogFile as error:
+                reason = f"not a file of this log: {error}"
+            else:
+                continue
+            behind = [number for number in numbers if number >= file_no]
+            lost = self._describe(*map(self._survey_file, behind))
+            if not self._accept_data_loss:
+                raise CorruptLog(path, 0, reason, lost)
+            self.report.append(f"{path}: {reason}; accepted the loss of {lost}")
+            self._set_aside(behind, file_no - 1)
+            break
+        return files
+
+    def _read_current(self, numbers: list[int]) -> None:
+        try:
+            current = read_current(self._fs, self._directory)
+        except RefusedLog as error:
+            if not self._accept_data_loss:
+                raise
+            current = None
+            self.report.append(str(error))
+        if current is None and len(numbers) > 1:
+            self.report.append(f"{self._directory}: CURRENT is missing and is made again")
+        self._current_file_no = current or 0
+
+    def _open_head(self, file_no: int, path: str, before: list[_File]) -> _File:
+        fd = self._fs.open(path, os.O_RDONLY)
+        try:
+            head = self._fs.pread(fd, _HEAD_BYTES, 0)
+        finally:
+            self._fs.close(fd)
+        start, data_offset = parse_file_start(path, head)
+        identity = self._identity
+        found = (start.file_no, start.shard, start.shards)
+        if found != (file_no, identity.shard, identity.shards):
+            raise NotALogFile(
+                f"it is file {start.file_no} of shard {start.shard} of {start.shards}, "
+                f"expected file {file_no} of shard {identity.shard} of {identity.shards}"
+            )
+        if before and start.log_id != before[0].start.log_id:
+            raise NotALogFile(f"its log id {start.log_id:016x} is not that of file 1, {before[0].start.log_id:016x}")
+        return _File(file_no, path, start, data_offset)
+
+    # -- reading
+
+    def _read(self, file: _File, previous_end: int | None) -> Generator[RecoveredFile, None, _Stop]:
+        buffer = read_all(self._fs, file.path)
+        view = memoryview(buffer)
+        limit = len(buffer) if previous_end is None else min(previous_end, len(buffer))
+        offset = file.data_offset
+        open_write: list[FrameTuple] = []
+        while True:
+            frames, offset, found_defect = scan(view, offset, limit, BATCH_FRAMES)
+            defect = None if found_defect is None else found_defect.value
+            sealed_at = None
+            at_end = defect is not None or offset == limit
+            if not _FRAMING_TYPES.isdisjoint(map(_type_of, frames)):
+                frames, stray = _without_framing(frames, file.file_no)
+                if stray is not None:
+                    at_end, offset = True, stray[0]
+                    if stray[2] == FrameType.FILE_END and stray[4:6] == (file.file_no, offset):
+                        sealed_at, defect = offset, None
+                    else:
+                        defect = f"a misplaced frame of type {FrameType(stray[2]).name}"
+            frames = open_write + frames
+            complete = len(frames)
+            while complete and frames[complete - 1][3] & FLAG_MORE:
+                complete -= 1
+            open_write = frames[complete:]
+            if complete:
+                yield RecoveredFile(file.file_no, file.path, view, frames[:complete])
+            self._files_read = file.file_no - 1 + offset / limit
+            if at_end:
+                return _Stop(open_write[0][0] if open_write else offset, offset, sealed_at, defect, buffer)
+
+    # -- judging
+
+    def _damage_in_finished(self, stop: _Stop, later: list[_File]) -> str | None:
+        """Why a file that is followed by others cannot be what its writer left; None if it is."""
+        if stop.kept_end < stop.offset:
+            return "an incomplete write, though the log goes on in the next file"
+        if stop.sealed_at is not None:
+            return None if later else "the file was finished, but the next one is missing"
+        reason = stop.defect or "the file ends without FILE_END"
+        previous_end = later[0].start.previous_end
+        if previous_end is None:
+            return f"{reason}, though the log goes on in the next file"
+        return (
+            None if stop.offset == previous_end else f"{reason}, though its frames were on the disk to {previous_end}"
+        )
+
+    def _damage_in_active(self, file: _File, stop: _Stop) -> str | None:
+        """Why what lies behind the last frame is more than a torn tail; None if it is not."""
+        behind = survey(stop.buffer, stop.offset, file.file_no)
+        if not behind.frames:
+            return None
+        if file.start.boot_id == self._identity.boot_id:
+            return f"{stop.defect}, followed by valid frames, and the machine has not stopped since"
+        if behind.synced_offset > stop.offset:
+            return f"{stop.defect}, in bytes known to have been on the disk"
+        return None
+
+    def _is_active(self, stop: _Stop, later: list[_File]) -> bool:
+        """The file that `stop` is about is the one that was being written: nothing but a spare comes after it."""
+        if stop.sealed_at is not None:
+            return False
+        if not later:
+            return True
+        return len(later) == 1 and later[0].file_no > self._current_file_no and self._is_blank(later[0])
+
+    def _is_blank(self, file: _File) -> bool:
+        if file.start.previous_end is not None:
+            return False
+        return used_bytes(read_all(self._fs, file.path), file.data_offset) == 0
+
+    def _survey_file(self, file_no: int) -> Survey:
+        return survey(read_all(self._fs, layout.log_path(self._directory, file_no)), 0, file_no)
+
+    def _describe(self, *surveys: Survey) -> str:
+        frames, records = sum(found.frames for found in surveys), sum(found.records for found in surveys)
+        return f"{frames} valid frames, {records} of them records, in {len(surveys)} files"
+
+    # -- repairing
+
+    def _settle(self, file: _File, stop: _Stop, previous: _File | None) -> None:
+        """Erases what lies behind the last complete write; all that was handed out is on the disk afterwards."""
+        torn_bytes = used_bytes(stop.buffer, stop.kept_end)
+        fd = self._fs.open(file.path, os.O_RDWR)
+        try:
+            if torn_bytes:
+                erase_behind(self._fs, fd, stop.kept_end, len(stop.buffer))
+            self._fs.fdatasync(fd)
+        finally:
+            self._fs.close(fd)
+        if torn_bytes:
+            self.torn_bytes += torn_bytes
+            why = stop.defect if stop.defect not in (None, Defect.EMPTY.value) else "an incomplete write"
+            self.report.append(f"{file.path}: torn tail at offset {stop.kept_end}: {why}; dropped {torn_bytes} bytes")
+        if previous is not None and stop.kept_end == file.data_offset:
+            # The writer stopped while it went from one file to the next: the former may not be synced yet.
+            self._sync_file(previous.path)
+        if self._current_file_no != file.file_no:
+            write_current(self._fs, self._directory, file.file_no)
+        self.end = WalEnd(file.file_no, stop.kept_end, file.start.log_id, file.start.boot_id)
+
+    def _sync_file(self, path: str) -> None:
+        fd = self._fs.open(path, os.O_RDWR)
+        try:
+            self._fs.fdatasync(fd)
+        finally:
+            self._fs.close(fd)
+
+    def _remove_spare(self, later: list[_File]) -> None:
+        """The writer makes its own, with its own boot in it."""
+        for spare in later:
+            self._fs.unlink(spare.path)
+        if later:
+            self._fs.fsync_dir(self._directory)
+
+    def _give_up_behind(self, file: _File, stop: _Stop, reason: str, later: list[_File]) -> None:
+        lost = self._describe(
+            survey(stop.buffer, stop.kept_end, file.file_no), *(self._survey_file(other.file_no) for other in later)
+        )
+        if not self._accept_data_loss:
+            raise CorruptLog(file.path, stop.offset, reason, lost)
+        self._keep_copy(file.path, stop.buffer)
+        self._set_aside([other.file_no for other in later], file.file_no)
+        self.report.append(f"{file.path}: corrupt at offset {stop.offset}: {reason}; accepted the loss of {lost}")
+
+    def _set_aside(self, file_nos: list[int], last_file_no: int) -> None:
+        """Takes files out of the log, from the last on, so that what is left is a log at every moment."""
+        if last_file_no:
+            write_current(self._fs, self._directory, last_file_no)
+        elif self._current_file_no:
+            self._fs.unlink(os.path.join(self._directory, layout.CURRENT_NAME))
+        self._current_file_no = last_file_no
+        for file_no in reversed(file_nos):
+            path = layout.log_path(self._directory, file_no)
+            self._fs.rename(path, self._free_name(path))
+        self._fs.fsync_dir(self._directory)
+
+    def _keep_copy(self, path: str, content: bytes) -> None:
+        copy_path = self._free_name(path)
+        fd = self._fs.open(copy_path + layout.TMP_SUFFIX, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_fully(self._fs, fd, [content], 0)
+            self._fs.fdatasync(fd)
+        finally:
+            self._fs.close(fd)
+        self._fs.rename(copy_path + layout.TMP_SUFFIX, copy_path)
+        self._fs.fsync_dir(self._directory)
+
+    def _free_name(self, path: str) -> str:
+        return next(name for number in count(1) if not self._fs.exists(name := f"{path}.damaged-{number}"))
+
+
+def _without_framing(frames: list[FrameTuple], file_no: int) -> tuple[list[FrameTuple], FrameTuple | None]:
+    """The frames that say something about topics, and the FILE_START or FILE_END that ends them, if one does."""
+    for position, frame in enumerate(frames):
+        if frame[2] == FrameType.FILE_START or frame[2] == FrameType.FILE_END:
+            return [other for other in frames[:position] if other[2] != FrameType.SYNC_MARK], frame
+    return [other for other in frames if other[2] != FrameType.SYNC_MARK], None
+
+
+def recover_group(fs: FileSystem, directory: str, identity: WalIdentity, accept_data_loss: bool = False) -> Recovery:
+    """The log in `directory`, to be iterated; it may not exist yet. The caller is its only user."""
+    return Recovery(fs, directory, identity, accept_data_loss)
