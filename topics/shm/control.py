@@ -181,9 +181,11 @@ class ControlPage:
 
     @classmethod
     def attach(cls, name: str) -> ControlPage:
-        """The page of a running service; FileNotFoundError or ValueError (another version)."""
+        """The page of a running service; FileNotFoundError (none, or not made yet) or ValueError (another version)."""
         shared = SharedObject.attach(name)
         header = Cell(shared.words[:CELL_WORDS], HEADER_FIELDS)
+        if not header.get("magic"):
+            raise FileNotFoundError(f"shared memory {name} is being made")
         if header.get("magic") != MAGIC or header.get("version") != VERSION:
             raise ValueError(f"shared memory {name} was made by another version of topics")
         return cls(shared, header.get("shards"), header.get("frontends"))

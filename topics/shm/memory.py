@@ -42,11 +42,14 @@ class SharedObject:
 
     @classmethod
     def attach(cls, name: str) -> SharedObject:
-        """Maps an existing object; FileNotFoundError when there is none."""
+        """Maps an existing object; FileNotFoundError when there is none, or none with a size yet."""
         try:
             shm = posix_ipc.SharedMemory(name)
         except posix_ipc.ExistentialError:
             raise FileNotFoundError(f"shared memory {name} does not exist") from None
+        if not shm.size:
+            os.close(shm.fd)
+            raise FileNotFoundError(f"shared memory {name} is being made")
         return cls(name, shm.fd, shm.size)
 
     def reserve(self, offset: int, length: int) -> None:
