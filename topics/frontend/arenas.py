@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from topics.core.errors import TopicsError
 from topics.shm.arena import ArenaReader
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
@@ -29,6 +30,14 @@ class Arenas:
         if reader is not None and reader.generation == generation:
             return reader
         return self._attach(shard) if generation else None
+
+    def require(self, shard: int) -> ArenaReader:
+        """As `of`, but `503 not_ready` where there is none yet."""
+        reader = self.of(shard)
+        if reader is None:
+            progress = self._cells[shard].get("progress_ppm") / 1_000_000
+            raise TopicsError("not_ready", "the log is still being replayed", {"replay_progress": progress})
+        return reader
 
     def _attach(self, shard: int) -> ArenaReader:
         for _ in range(_ATTACH_TRIES):

@@ -88,6 +88,7 @@ class Gateway:
         self._index = index
         self._incarnation = incarnation
         self._cell = cell
+        self._arenas = arenas
         self._wait_s = shard_wait_ms / 1000
         self._wake = shared.frontend_wakes[index]
         self._links = [_Link(shared, index, shard) for shard in range(shared.shards)]
@@ -144,9 +145,9 @@ class Gateway:
         records: LaidOut,
     ) -> asyncio.Future[AppendReply]:
         """Sends a write on its way. The future fails with a TopicsError: the shard's own, `shard_unavailable`
-        (the outcome is unknown), or `throttled` (nothing was sent).
+        (the outcome is unknown), or `throttled` (nothing was sent). Raises `not_ready` at once.
         """
-        self.check_ready(shard)
+        self._arenas.require(shard)
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_append(
             request_id, name, create, if_head_seq, key, config, records.offset_len, records.flags, records.buffer
@@ -155,25 +156,12 @@ class Gateway:
 
     async def call(self, shard: int, request: Call, reply_type: type[ReplyT]) -> ReplyT:
         """Any other request and its answer; raises as `submit_append` does."""
-        self.check_ready(shard)
+        self._arenas.require(shard)
         self._last_id = request_id = self._last_id + 1
         future = self._submit(shard, request_id, messages.encode_call(request_id, request), Kind.CALL)
         reply = await future
         assert isinstance(reply, reply_type), reply
         return reply
-
-    def check_ready(self, shard: int) -> None:
-        """Raises `not_ready` until the shard has recovered for the first time in the life of this service."""
-        if self._links[shard].generation == 0 and not self.is_ready(shard):
-            raise TopicsError(
-                "not_ready",
-                "the log is still being replayed",
-                {"replay_progress": self._links[shard].cell.get("progress_ppm") / 1_000_000},
-            )
-
-    def is_ready(self, shard: int) -> bool:
-        """Whether the shard's topics can be read: it has been ready once, though it may be dead just now."""
-        return self._links[shard].cell.get("generation") != 0
 
     def watch(self, shard: int, name: str, seen: TopicView | None, callback: Callable[[], None]) -> WatchHandle:
         """Calls `callback` (soon, never within this call) whenever the topic may differ from `seen`, or from what it

@@ -1,0 +1,196 @@
+"""Records as they are served: from frames in a log file to the JSON objects of an answer.
+
+A frame's payload already is the JSON that the client gets, so a record is three texts put together: its numbers, its
+node and tag if it has them, its payload. The common page, without node, tag, meta or deletions, is one loop of a
+slice and a comparison for each record and one formatting for all of them (`bench diff`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import lru_cache
+from itertools import accumulate
+from mmap import mmap
+from struct import Struct
+from typing import Final, NamedTuple
+
+import msgspec
+
+from topics.core.topic import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST
+from topics.frontend.log_files import LogFiles
+from topics.shm.arena import Locations
+from topics.storage.frame import (
+    CHECKSUM_LEN,
+    HEADER_LEN,
+    LOCATION_HAS_META,
+    LOCATION_HAS_NODE,
+    LOCATION_HAS_TAG,
+)
+
+_IDENTITY: Final = Struct("<I2xQQ")
+"""frame_len, topic_id, seq of a frame."""
+_HEADER: Final = Struct("<I2xQQ8xHH4x")
+"""frame_len, topic_id, seq, node_len, tag_len."""
+_LENGTH_FIELD_LEN: Final = 4
+_META: Final = b',"meta":{'
+_FLAGS_SHIFT: Final = 32
+_FILE_KEY: Final = 0xFFFF_FFFF | LOCATION_IN_RAM_LOG << _FLAGS_SHIFT
+"""What of an entry's file_flags says which file it is."""
+
+
+class MismatchError(Exception):
+    """A frame is not the one its location promises: the location is out of date, or the file is damaged."""
+
+
+class PageOptions(NamedTuple):
+    """What a reader wants: `nodes` are the writers whose records it does not want back (api §4), None for all."""
+
+    limit: int
+    max_batch_bytes: int
+    nodes: frozenset[bytes] | None = None
+    include_tags: bool = False
+    include_meta: bool = True
+    include_data: bool = True
+
+
+class Rendered(msgspec.Struct, frozen=True, gc=False):
+    """JSON objects joined by commas; `examined` is how many locations were looked at, `full` that a bound of the
+    options ended it, `lost` that a lost record did (it is not among those examined).
+    """
+
+    body: bytes
+    count: int
+    size_bytes: int
+    examined: int
+    full: bool
+    lost: bool
+
+
+class Source(NamedTuple):
+    """Where the frames of one topic are."""
+
+    files: LogFiles
+    shard: int
+    topic_id: int
+
+
+def render(
+    source: Source, first_seq: int, locations: Locations, options: PageOptions, count: int, size_bytes: int
+) -> Rendered:
+    """The records at `locations` (consecutive seqs from `first_seq`) as far as the options allow, `count` and
+    `size_bytes` of which are used up already. Raises MismatchError, FileNotFoundError, EOFError.
+    """
+    plain = max(locations.file_flags) >> _FLAGS_SHIFT <= LOCATION_IN_RAM_LOG
+    if plain and options.include_data:
+        return _render_plain(source, first_seq, locations, options, count, size_bytes)
+    return _render_any(source, first_seq, locations, options, count, size_bytes)
+
+
+def _render_plain(
+    source: Source, first_seq: int, locations: Locations, options: PageOptions, count: int, size_bytes: int
+) -> Rendered:
+    """Records without node, tag and meta, none deleted or lost."""
+    totals = list(accumulate([offset_len >> 32 for offset_len in locations.offset_len], initial=size_bytes))
+    take = max(0, min(bisect_right(totals, options.max_batch_bytes) - 1, options.limit - count))
+    if take == 0 and count == 0:
+        take = 1
+    examined = len(locations.ts)
+    arguments: list[int | bytes] = []
+    unpack = _IDENTITY.unpack_from
+    topic_id = source.topic_id
+    seq = first_seq
+    start = 0
+    while start < take:
+        file_flags = locations.file_flags[start]
+        stop = start + 1
+        while stop < take and locations.file_flags[stop] == file_flags:
+            stop += 1
+        offset_lens = locations.offset_len[start:stop]
+        # Within a file offsets grow with the seq: where the last frame ends, all do.
+        end = (offset_lens[-1] & 0xFFFF_FFFF) + (offset_lens[-1] >> 32)
+        file = source.files.get(source.shard, bool(file_flags >> _FLAGS_SHIFT), file_flags & 0xFFFF_FFFF, end)
+        for offset_len, ts in zip(offset_lens, locations.ts[start:stop], strict=True):
+            offset = offset_len & 0xFFFF_FFFF
+            end = offset + (offset_len >> 32)
+            if unpack(file, offset) != (end - offset - _LENGTH_FIELD_LEN, topic_id, seq):
+                raise MismatchError(f"seq {seq}, file {file_flags & 0xFFFF_FFFF}, offset {offset}")
+            arguments += (seq, ts, file[offset + HEADER_LEN : end - CHECKSUM_LEN])
+            seq += 1
+        start = stop
+    body = _template(take) % tuple(arguments)
+    return Rendered(body, take, totals[take], take, take < examined, False)
+
+
+def _render_any(
+    source: Source, first_seq: int, locations: Locations, options: PageOptions, count: int, size_bytes: int
+) -> Rendered:
+    nodes = options.nodes
+    drop_meta = not options.include_meta
+    records: list[bytes] = []
+    file: mmap | bytes = b""
+    file_key = -1
+    seq = first_seq - 1
+    for ts, offset_len, file_flags in zip(*locations, strict=True):
+        seq += 1
+        flags = file_flags >> _FLAGS_SHIFT
+        if flags & LOCATION_DELETED:
+            continue
+        if flags & LOCATION_LOST:
+            return Rendered(b",".join(records), len(records), size_bytes, seq - first_seq, False, True)
+        offset = offset_len & 0xFFFF_FFFF
+        end = offset + (offset_len >> 32)
+        if file_flags & _FILE_KEY != file_key or end > len(file):
+            file_key = file_flags & _FILE_KEY
+            file = source.files.get(source.shard, bool(flags & LOCATION_IN_RAM_LOG), file_flags & 0xFFFF_FFFF, end)
+        frame_len, topic_id, frame_seq, node_len, tag_len = _HEADER.unpack_from(file, offset)
+        if (frame_len, topic_id, frame_seq) != (end - offset - _LENGTH_FIELD_LEN, source.topic_id, seq):
+            raise MismatchError(f"seq {seq}, file {file_flags & 0xFFFF_FFFF}, offset {offset}")
+        at = offset + HEADER_LEN
+        extra = b""
+        if flags & LOCATION_HAS_NODE:
+            node = file[at : at + node_len]
+            if nodes is not None and node in nodes:
+                continue
+            extra = _node_member(node)
+        at += node_len
+        full = count + len(records) >= options.limit
+        if full or (size_bytes + end - offset > options.max_batch_bytes and count + len(records) > 0):
+            return Rendered(b",".join(records), len(records), size_bytes, seq - first_seq, True, False)
+        if options.include_tags and flags & LOCATION_HAS_TAG:
+            extra += _tag_member(file[at : at + tag_len])
+        payload = file[at + tag_len : end - CHECKSUM_LEN]
+        if flags & LOCATION_HAS_META:
+            if drop_meta or not options.include_data:
+                payload = _part(payload, options)
+        elif not options.include_data:
+            payload = b""
+        records.append(b'{"$seq":%d,"$ts":%d%b%b%b}' % (seq, ts, extra, b"," if payload else b"", payload))
+        size_bytes += end - offset
+    return Rendered(b",".join(records), len(records), size_bytes, len(locations.ts), False, False)
+
+
+def _part(payload: bytes, options: PageOptions) -> bytes:
+    """A payload without its data, its meta or both.
+
+    Meta is an object whose values hold no object that has a `meta` of its own, so the last occurrence is its start,
+    whatever `data` contains; inside a string the quotes would be escaped.
+    """
+    split = payload.rindex(_META)
+    if options.include_data:
+        return payload[:split]
+    return payload[split + 1 :] if options.include_meta else b""
+
+
+@lru_cache(maxsize=64)
+def _template(count: int) -> bytes:
+    return b",".join([b'{"$seq":%d,"$ts":%d,%b}'] * count)
+
+
+@lru_cache(maxsize=4096)
+def _node_member(node: bytes) -> bytes:
+    return b',"$node":' + msgspec.json.encode(node.decode())
+
+
+@lru_cache(maxsize=4096)
+def _tag_member(tag: bytes) -> bytes:
+    return b',"$tag":' + msgspec.json.encode(tag.decode())
