@@ -1,0 +1,135 @@
+"""What stands in the way of a start, and what is said about it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.supervisor.conftest import Start
+from topics.settings import Settings, load
+from topics.shm.instance import SharedMemory
+from topics.storage.lock import DataDirLock
+from topics.supervisor.check import check
+from topics.supervisor.limits import open_files_shortage, shared_memory_shortage
+from topics.supervisor.listeners import AddressError, listen, port_of
+
+NO_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def free(count: int) -> Callable[[str], os.statvfs_result]:
+    """A file system with that many bytes free."""
+    return lambda _: os.statvfs_result((4096, 1, 1 << 40, 1 << 40, count, 0, 0, 0, 0, 255))
+
+
+def settings(tmp_path: Path, **flags: object) -> Settings:
+    return load({}, {"data_dir": str(tmp_path / "data"), "port": "0"} | flags, cpus=2)
+
+
+def test_a_taken_port(start: Start, taken: int) -> None:
+    service = start({"TOPICS_PORT": str(taken)})
+    assert service.wait_exit() == 1
+    assert f"cannot listen on 127.0.0.1:{taken}: Address already in use; stop what listens there" in service.log_text()
+    assert service.shared_memory() == []
+    assert not service.port_file.exists()
+
+
+def test_an_address_of_another_machine() -> None:
+    with pytest.raises(AddressError, match=r"cannot listen on 192\.0\.2\.1:0: .*correct TOPICS_HOST"):
+        listen("192.0.2.1", 0)
+
+
+def test_a_name_that_means_nothing() -> None:
+    with pytest.raises(AddressError, match=r"cannot listen on no-such-host\.invalid:80: .*; correct TOPICS_HOST"):
+        listen("no-such-host.invalid", 80)
+
+
+def test_every_address_of_a_name_gets_the_same_port() -> None:
+    listeners = listen("localhost", 0)
+    assert {listener.getsockname()[1] for listener in listeners} == {port_of(listeners)}
+    for listener in listeners:
+        listener.close()
+
+
+def test_a_data_dir_that_cannot_be_made(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    service = start(data_dir=tmp_path / "file" / "data")
+    assert service.wait_exit() == 1
+    assert f"data directory {tmp_path}/file/data is not writable: Not a directory" in service.log_text()
+    assert "choose another TOPICS_DATA_DIR" in service.log_text()
+
+
+@NO_ROOT
+def test_a_data_dir_that_cannot_be_written(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir(mode=0o500)
+    service = start()
+    assert service.wait_exit() == 1
+    assert f"data directory {tmp_path}/data is not writable: Permission denied" in service.log_text()
+
+
+def test_too_little_shared_memory(start: Start) -> None:
+    needed = SharedMemory.needed_bytes(2, 2, 64 * 1024)
+    service = start(shm_free_bytes=needed - 1)
+    assert service.wait_exit() == 1
+    assert f"/dev/shm has {needed / 2**20:.1f} MiB free and {needed / 2**20:.1f} MiB are needed" in service.log_text()
+    assert service.shared_memory() == []
+
+
+def test_just_enough_shared_memory(start: Start) -> None:
+    service = start(shm_free_bytes=SharedMemory.needed_bytes(2, 2, 64 * 1024))
+    service.wait_state("running")
+    assert service.stop() == 0
+
+
+def test_a_port_file_that_cannot_be_written(start: Start, tmp_path: Path) -> None:
+    service = start({"TOPICS_PORT_FILE": str(tmp_path / "nowhere" / "port")})
+    assert service.wait_exit() == 1
+    assert f"TOPICS_PORT_FILE={tmp_path}/nowhere/port: cannot be written: No such file" in service.log_text()
+    assert service.shared_memory() == []
+
+
+def test_shortage_names_what_to_turn(tmp_path: Path) -> None:
+    shortage = shared_memory_shortage(settings(tmp_path, wal_shards="3", frontends="5"), free(1 << 20))
+    assert shortage is not None
+    for word in ("/dev/shm has 1.0 MiB free", "TOPICS_WAL_SHARDS=3", "TOPICS_FRONTENDS=5", "TOPICS_RING_BYTES=4194304"):
+        assert word in shortage
+    assert shared_memory_shortage(settings(tmp_path), free(1 << 40)) is None
+
+
+def test_too_few_open_files() -> None:
+    shortage = open_files_shortage(1023)
+    assert shortage is not None
+    assert "may open 1023 files and 1024 are needed" in shortage
+    assert open_files_shortage(1024) is None
+    assert open_files_shortage(-1) is None  # RLIM_INFINITY
+
+
+def test_check_finds_nothing_where_a_start_would_work_and_makes_nothing(tmp_path: Path) -> None:
+    assert [finding.problem for finding in check(settings(tmp_path))] == [None] * 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_check_finds_everything_at_once(tmp_path: Path, taken: int) -> None:
+    busy = settings(tmp_path, port=str(taken))
+    lock = DataDirLock.acquire(busy.data_dir)
+    problems = {finding.subject: finding.problem for finding in check(busy, free(4096))}
+    lock.release()
+    assert problems[f"data directory {busy.data_dir}"] is None
+    assert f"as process {os.getpid()}" in (problems["lock"] or "")
+    assert "are needed" in (problems["shared memory in /dev/shm"] or "")
+    assert "Address already in use" in (problems[f"address 127.0.0.1:{taken}"] or "")
+
+
+def test_check_of_a_data_dir_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (finding, *_) = check(settings(tmp_path, data_dir=str(tmp_path / "file" / "data")))
+    assert finding.problem == f"{tmp_path}/file is not a directory; choose another TOPICS_DATA_DIR"

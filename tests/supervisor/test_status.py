@@ -1,0 +1,274 @@
+"""Status from outside, of a service in every state, and the commands that show and stop it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import COMMAND, clean_environment, poll
+from tests.supervisor.conftest import Service, Start
+from topics.core.clock import SystemClock
+from topics.shm import names
+from topics.shm.control import ControlPage, ProcessState, Role
+from topics.storage.lock import DataDirLock
+from topics.supervisor.status import HEARTBEAT_STALE_MS, StatusReader
+from topics.supervisor.table import render
+
+
+class SteppedClock(SystemClock):
+    """The system's, plus what a test adds."""
+
+    ahead_ms = 0
+
+    def now_ms(self) -> int:
+        return super().now_ms() + self.ahead_ms
+
+    def monotonic_ms(self) -> int:
+        return super().monotonic_ms() + self.ahead_ms
+
+
+def command(*arguments: str, data_dir: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(COMMAND), *arguments, "--data-dir", str(data_dir)],
+        env=clean_environment({}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def control_page(service: Service) -> ControlPage:
+    return ControlPage.attach(names.shm_name(names.identity(str(service.data_dir)), "control"))
+
+
+def test_nothing_runs(tmp_path: Path) -> None:
+    answer = command("status", data_dir=tmp_path / "none")
+    assert (answer.returncode, answer.stdout) == (3, f"topics  stopped  {tmp_path}/none\n")
+    answer = command("status", "--json", data_dir=tmp_path)
+    assert answer.returncode == 3
+    assert json.loads(answer.stdout)["state"] == "stopped"
+
+
+def test_the_json_of_a_running_service(start: Start) -> None:
+    service = start()
+    service.wait_state("running")
+    answer = command("status", "--json", data_dir=service.data_dir)
+    assert answer.returncode == 0, answer.stderr
+    status: dict[str, Any] = json.loads(answer.stdout)
+    assert status["data_dir"] == str(service.data_dir)
+    assert status["pid"] == service.process.pid
+    assert status["listen"] == service.port_file.read_text()
+    assert status["uptime_ms"] > 0
+    assert status["shared_memory_bytes"] > 0
+    assert status["supervisor"]["rss_bytes"] > 0
+    for process in status["processes"]:
+        assert os.readlink(f"/proc/{process['pid']}/exe") == os.readlink(f"/proc/{service.process.pid}/exe")
+        assert process["state"] == "ready"
+        assert process["rss_bytes"] > 0
+        assert process["cpu_seconds"] >= 0
+        assert process["heartbeat_age_ms"] >= 0
+    assert [(shard["index"], shard["progress"]) for shard in status["shards"]] == [(0, None), (1, None)]
+    assert [frontend["requests_per_s"] for frontend in status["frontends"]] == [0, 0]
+
+
+def test_the_table_shows_the_same(start: Start) -> None:
+    service = start()
+    status = service.wait_state("running")
+    answer = command("status", data_dir=service.data_dir)
+    assert answer.returncode == 0
+    lines = answer.stdout.splitlines()
+    assert f"running  {status.listen}  pid {status.pid}  up " in lines[0]
+    assert lines[1] == str(service.data_dir)
+    for process in status.processes:
+        (line,) = [line for line in lines if line.startswith(f"{process.role} {process.index} ")]
+        assert line.split()[2:4] == [str(process.pid), "ready"]
+
+
+def test_a_recovering_shard(start: Start) -> None:
+    service = start(recovering=1)
+    status = service.wait_state("recovering")
+    assert [(p.role, p.index, p.state) for p in status.processes if p.state != "ready"] == [
+        ("walshard", 1, "recovering")
+    ]
+    assert [shard.progress for shard in status.shards] == [None, 0.25]
+    answer = command("status", data_dir=service.data_dir)
+    assert answer.returncode == 1
+    assert "1 recovering 25%" in answer.stdout
+
+
+def test_a_killed_process_the_supervisor_cannot_see_yet(start: Start) -> None:
+    service = start()
+    victim = service.wait_state("running").processes[2]
+    assert victim.pid
+    service.signal(signal.SIGSTOP)
+    os.kill(victim.pid, signal.SIGKILL)
+    status = service.wait_state("degraded")
+    assert [(p.role, p.index, p.pid) for p in status.processes if p.state == "dead"] == [("walshard", 0, None)]
+    service.signal(signal.SIGCONT)
+    status = service.wait_state("running")
+    assert (status.processes[2].restarts, status.processes[2].last_exit) == (1, 137)
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[ControlPage]:
+    """The control page of a service whose processes are all this one; its lock is held."""
+    lock = DataDirLock.acquire(str(tmp_path))
+    identity = names.identity(str(tmp_path))
+    page = ControlPage.create(names.shm_name(identity, "control"), shards=1, frontends=1)
+    page.header.set("state", ProcessState.READY)
+    for role in (Role.FRONTEND, Role.WALSHARD):
+        cell = page.cell(role, 0)
+        cell.supervisor.set("state", ProcessState.STARTING)
+        cell.supervisor.set("pid", os.getpid())
+        cell.set("pid", os.getpid())
+        cell.set("state", ProcessState.READY)
+    yield page
+    names.unlink_all(identity)
+    lock.release()
+
+
+def test_what_a_dead_process_said_does_not_count_for_its_successor(page: ControlPage, tmp_path: Path) -> None:
+    reader = StatusReader(str(tmp_path), SystemClock())
+    assert reader.read().state == "running"
+    page.cell(Role.WALSHARD, 0).set("pid", os.getpid() + 1)
+    status = reader.read()
+    assert (status.state, status.processes[1].state) == ("starting", "starting")
+
+
+@pytest.mark.parametrize(
+    ("frontend", "shard", "overall"),
+    [
+        (ProcessState.READY, ProcessState.READY, "running"),
+        (ProcessState.STARTING, ProcessState.READY, "starting"),
+        (ProcessState.NONE, ProcessState.READY, "starting"),
+        (ProcessState.STARTING, ProcessState.RECOVERING, "recovering"),
+        (ProcessState.DEGRADED, ProcessState.RECOVERING, "degraded"),
+        (ProcessState.READY, ProcessState.DEAD, "degraded"),
+        (ProcessState.STOPPED, ProcessState.READY, "degraded"),
+    ],
+)
+def test_the_worst_that_is_true_is_the_state_of_all(
+    page: ControlPage, tmp_path: Path, frontend: ProcessState, shard: ProcessState, overall: str
+) -> None:
+    page.cell(Role.FRONTEND, 0).set("state", frontend)
+    page.cell(Role.WALSHARD, 0).set("state", shard)
+    assert StatusReader(str(tmp_path), SystemClock()).read().state == overall
+
+
+def test_a_page_of_another_version_cannot_be_read(page: ControlPage, tmp_path: Path) -> None:
+    page.header.set("version", 99)
+    answer = command("status", data_dir=tmp_path)
+    assert answer.returncode == 4
+    assert "made by another version of topics" in answer.stderr
+
+
+def test_a_page_that_is_being_made_is_a_start(page: ControlPage, tmp_path: Path) -> None:
+    page.header.set("magic", 0)
+    assert StatusReader(str(tmp_path), SystemClock()).read().state == "starting"
+
+
+def test_a_process_that_hangs(start: Start) -> None:
+    service = start()
+    service.wait_state("running")
+    clock = SteppedClock()
+    reader = StatusReader(str(service.data_dir), clock)
+    assert reader.read().state == "running"
+    clock.ahead_ms = HEARTBEAT_STALE_MS + 1000
+    status = reader.read()
+    assert status.state == "degraded"
+    assert all((p.heartbeat_age_ms or 0) > HEARTBEAT_STALE_MS for p in status.processes)
+
+
+def test_a_read_only_shard_is_degraded(start: Start) -> None:
+    service = start()
+    service.wait_state("running")
+    control_page(service).cell(Role.WALSHARD, 1).set("wal_read_only", 1)
+    status = service.status()
+    assert (status.state, [shard.wal_read_only for shard in status.shards]) == ("degraded", [False, True])
+    assert "1 read-only" in render(status)
+
+
+def test_rates_come_from_two_samples(start: Start) -> None:
+    service = start()
+    service.wait_state("running")
+    clock = SteppedClock()
+    reader = StatusReader(str(service.data_dir), clock)
+    assert [frontend.requests_per_s for frontend in reader.read().frontends] == [None, None]
+    for _ in range(20):
+        service.connect()
+    clock.ahead_ms = 10_000_000  # so long that the real time between the samples does not matter
+    rates = [frontend.requests_per_s or 0 for frontend in reader.read().frontends]
+    assert sum(rates) == pytest.approx(20 / 10_000, rel=0.05)
+
+
+def test_the_reader_follows_a_service_from_life_to_life(start: Start) -> None:
+    service = start()
+    first = service.wait_state("running")
+    service.process.kill()
+    service.process.wait()
+    poll("the children to end", lambda: service.status().state == "stopped")
+    again = start(data_dir=service.data_dir)
+    again.wait_state("running")
+    second = service.status()
+    assert (second.state, second.pid) == ("running", again.process.pid)
+    assert not {p.pid for p in first.processes} & {p.pid for p in second.processes}
+
+
+def test_stop_waits_for_the_end(start: Start) -> None:
+    service = start()
+    service.wait_state("running")
+    answer = command("stop", data_dir=service.data_dir)
+    assert (answer.returncode, answer.stdout) == (0, f"stopped process {service.process.pid}\n")
+    assert service.wait_exit() == 0
+    answer = command("stop", data_dir=service.data_dir)
+    assert (answer.returncode, answer.stdout) == (0, "not running\n")
+
+
+def test_watch_goes_on_from_state_to_state(start: Start, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [str(COMMAND), "status", "--watch", "--json", "--data-dir", str(tmp_path / "data")],
+        env=clean_environment({}),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as watching:
+        lines = watching.stdout
+        assert lines
+        assert json.loads(lines.readline())["state"] == "stopped"
+        service = start()
+        service.wait_state("running")
+        # Lines come each second; `poll` calls for the next one until it tells of the start.
+        poll("the start to be shown", lambda: json.loads(lines.readline())["state"] == "running")
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(20) == 130
+    assert service.stop() == 0
+
+
+def test_bad_settings_are_told_before_anything_else(tmp_path: Path) -> None:
+    for name in ("run", "check"):
+        answer = command(name, "--port", "x", "--wal-shards", "0", data_dir=tmp_path)
+        assert answer.returncode == 2
+        assert answer.stderr.splitlines() == [
+            "topics-supervisor: --port=x: must be an integer from 0 to 65535",
+            "topics-supervisor: --wal-shards=0: must be an integer from 1 to 64",
+        ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_check_as_a_command(start: Start, tmp_path: Path) -> None:
+    answer = command("check", "--port", "0", data_dir=tmp_path / "data")
+    assert answer.returncode == 0
+    assert [line[:4] for line in answer.stdout.splitlines()] == ["ok  "] * 5
+    service = start()
+    service.wait_state("running")
+    answer = command("check", "--port", "0", data_dir=service.data_dir)
+    assert answer.returncode == 1
+    assert f"FAIL lock: a service runs on it as process {service.process.pid}" in answer.stdout
+    assert service.stop() == 0

@@ -1,0 +1,274 @@
+"""The supervisor over real children: start, restart, drain, refuse."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.harness import is_running, poll
+from tests.supervisor.conftest import Service, Start
+from topics.shm import names
+from topics.storage.lock import holder_pid
+
+GRACE_MS = 400
+
+
+def restarted(service: Service, role: str, index: int, dead_pid: int) -> int:
+    """The pid that took the place of `dead_pid`, once it is ready."""
+
+    def successor() -> int | None:
+        child = service.child(role, index)
+        return child.pid if child.state == "ready" and child.pid != dead_pid else None
+
+    return poll(f"{role} {index} to be ready again", successor)
+
+
+def positions(journal: list[str], *events: str) -> list[int]:
+    return [journal.index(event) for event in events]
+
+
+def test_starts_everything_and_says_where(start: Start) -> None:
+    service = start()
+    status = service.wait_state("running")
+    assert [(p.role, p.index, p.restarts, p.last_exit) for p in status.processes] == [
+        ("frontend", 0, 0, None),
+        ("frontend", 1, 0, None),
+        ("walshard", 0, 0, None),
+        ("walshard", 1, 0, None),
+    ]
+    assert service.connect() in {p.pid for p in status.processes if p.role == "frontend"}
+    assert service.port_file.read_text() == status.listen
+    (line,) = service.log("starting")
+    assert line["settings"]["data_dir"] == str(service.data_dir)
+    assert line["settings"]["wal_shards"] == 2
+    assert line["role"] == "supervisor"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_drains_frontends_before_shards_and_leaves_nothing(start: Start, number: signal.Signals) -> None:
+    service = start()
+    family = [service.wait_state("running").pid, *service.family()]
+    service.signal(number)
+    assert service.wait_exit() == 0
+    journal = service.journal()
+    frontends = positions(journal, "frontend 0 stopping", "frontend 1 stopping")
+    shards = positions(journal, "walshard 0 stopping", "walshard 1 stopping")
+    assert max(frontends) < min(shards)
+    assert not any(is_running(pid) for pid in family if pid)
+    assert service.shared_memory() == []
+    assert not service.port_file.exists()
+    assert holder_pid(str(service.data_dir)) is None
+    assert service.status().state == "stopped"
+
+
+@pytest.mark.parametrize(("role", "index"), [("frontend", 1), ("walshard", 0)])
+def test_what_is_killed_is_restarted_and_the_others_go_on(start: Start, role: str, index: int) -> None:
+    service = start()
+    before = {(p.role, p.index): p.pid for p in service.wait_state("running").processes}
+    victim = before[role, index]
+    assert victim
+    os.kill(victim, signal.SIGKILL)
+    pid = restarted(service, role, index, victim)
+    status = service.wait_state("running")
+    after = {(p.role, p.index): p.pid for p in status.processes}
+    assert after == before | {(role, index): pid}
+    child = service.child(role, index)
+    assert (child.restarts, child.last_exit) == (1, 128 + signal.SIGKILL)
+    assert f"{role} {index} started 2" in service.journal()
+    assert service.connect() in after.values()
+    assert service.stop() == 0
+
+
+def test_an_unasked_exit_is_a_death_even_with_code_0(start: Start) -> None:
+    service = start(leaving=1)
+    service.wait_state("running")
+    poll("the second life", lambda: "walshard 1 started 2" in service.journal())
+    assert service.child("walshard", 1).last_exit == 0
+    assert service.stop() == 0
+
+
+def test_a_crash_loop_backs_off_and_is_seen(start: Start) -> None:
+    service = start(crashing=0)
+    poll("five deaths", lambda: len(service.log("process died")) >= 5)
+    deaths = service.log("process died")
+    assert [death["restart_in_ms"] for death in deaths[:5]] == [0, 50, 100, 200, 400]
+    assert {(death["process"], death["index"], death["exit"]) for death in deaths} == {("walshard", 0, "70")}
+    starts = [line["timestamp"] for line in service.log("process crashed")]
+    assert len(starts) >= 5  # each with its traceback
+    assert "RuntimeError: planned" in service.log("process crashed")[0]["exception"]
+    status = service.wait_state("degraded")
+    assert {p.state for p in status.processes if p.role == "frontend"} == {"ready"}
+    assert service.stop() == 0
+
+
+def test_a_shard_that_dies_while_frontends_drain_is_still_restarted(start: Start) -> None:
+    service = start({"TOPICS_SHUTDOWN_GRACE_MS": "3000"}, stubborn="frontend")
+    victim = service.wait_state("running").processes[2].pid
+    assert victim
+    service.signal(signal.SIGTERM)
+    service.wait_state("draining")
+    os.kill(victim, signal.SIGKILL)
+    poll("the shard's second life", lambda: "walshard 0 started 2" in service.journal())
+    assert service.wait_exit() == 4
+
+
+def test_hangup_is_said_and_ignored(start: Start) -> None:
+    service = start()
+    service.wait_state("running")
+    service.signal(signal.SIGHUP)
+    poll("the log line", lambda: service.log("signal ignored, this version cannot reload its settings"))
+    assert service.status().state == "running"
+    assert service.stop() == 0
+
+
+@pytest.mark.parametrize("role", ["frontend", "walshard"])
+def test_what_does_not_stop_in_time_is_killed(start: Start, role: str) -> None:
+    service = start({"TOPICS_SHUTDOWN_GRACE_MS": str(GRACE_MS)}, stubborn=role)
+    family = [pid for pid in [service.wait_state("running").pid, *service.family()] if pid]
+    assert service.stop() == 4
+    assert len(service.log("process did not stop in time, killing it")) == 2
+    assert not any(is_running(pid) for pid in family)
+    assert service.shared_memory() == []
+
+
+def test_a_second_signal_does_not_wait(start: Start) -> None:
+    service = start({"TOPICS_SHUTDOWN_GRACE_MS": "600000"}, stubborn="walshard")
+    service.wait_state("running")
+    service.signal(signal.SIGTERM)
+    poll("the shards' turn", lambda: len(service.log("process stopped")) == 2)
+    service.signal(signal.SIGTERM)
+    assert service.wait_exit() == 4
+    assert service.shared_memory() == []
+
+
+def test_a_refused_log_stops_the_service_with_its_own_code(start: Start) -> None:
+    service = start(refusing=1)
+    victim = service.wait_state("running").processes[3].pid
+    assert victim
+    os.kill(victim, signal.SIGKILL)
+    assert service.wait_exit() == 78
+    journal = service.journal()
+    assert "walshard 1 started 2" in journal
+    assert "walshard 1 started 3" not in journal
+    assert "walshard 0 stopped" in journal  # drained, not killed
+    (line,) = service.log("stopping")
+    assert "walshard 1 refuses" in line["reason"]
+    assert service.shared_memory() == []
+
+
+def test_reshards_behind_serving_frontends_before_any_shard(start: Start) -> None:
+    service = start(reshard="works")
+    service.wait_state("running")
+    journal = service.journal()
+    done = journal.index("reshard done")
+    assert all(journal.index(f"walshard {index} started 1") > done for index in range(2))
+    assert service.stop() == 0
+
+
+def test_a_resharding_that_is_killed_is_repeated(start: Start) -> None:
+    service = start(reshard="crashes")
+    service.wait_state("running")
+    assert service.journal().count("reshard started") == 2
+    assert service.stop() == 0
+
+
+def test_a_resharding_that_refuses_stops_the_service(start: Start) -> None:
+    service = start(reshard="refuses")
+    assert service.wait_exit() == 78
+    assert not any(line.startswith("walshard") for line in service.journal())
+
+
+def test_frontends_answer_and_status_tells_while_resharding(start: Start) -> None:
+    service = start(reshard="endless")
+
+    def halfway() -> bool:
+        status = service.status()
+        return status.reshard_progress == 0.5 and status.processes[0].state == "ready"
+
+    poll("half of it done", halfway)
+    status = service.status()
+    assert status.state == "recovering"
+    assert [p.state for p in status.processes if p.role == "walshard"] == ["none", "none"]
+    assert service.connect() in {p.pid for p in status.processes}
+    assert service.stop() == 0
+
+
+def test_without_its_supervisor_nothing_goes_on_and_the_next_start_works(start: Start) -> None:
+    service = start()
+    family = service.wait_state("running").processes
+    service.process.kill()
+    service.process.wait()
+    poll("the children to end", lambda: not any(is_running(p.pid) for p in family if p.pid))
+    stopped = [line for line in service.journal() if line.endswith("stopping")]
+    assert len(stopped) == 4  # asked to, not torn down
+    assert service.shared_memory() != []
+    leftover = f"topics-{names.identity(str(service.data_dir))}-from-another-life"
+    with open(f"{names.SHM_ROOT}/{leftover}", "w") as file:
+        file.write("stale")
+
+    again = start(data_dir=service.data_dir)
+    again.wait_state("running")
+    assert leftover not in again.shared_memory()
+    (line,) = again.log("removed shared memory of a service that was killed")
+    assert leftover in line["objects"]
+    assert again.stop() == 0
+    assert again.shared_memory() == []
+
+
+def test_a_start_waits_for_the_orphans_of_a_killed_supervisor(start: Start) -> None:
+    service = start(slow_to_drain=str(os.devnull) + "-not-there-yet")
+    orphans = [p.pid for p in service.wait_state("running").processes if p.role == "walshard" and p.pid]
+    service.process.kill()
+    service.process.wait()
+    again = start(data_dir=service.data_dir)
+    poll("the wait", lambda: again.log("waiting for the processes of a killed service to end"))
+    assert service.status().state == "draining"
+    assert again.journal() == []
+    for pid in orphans:
+        os.kill(pid, signal.SIGKILL)
+    again.wait_state("running")
+    assert again.stop() == 0
+
+
+def test_a_second_start_is_refused_and_names_the_first(start: Start) -> None:
+    first = start()
+    before = first.wait_state("running")
+    second = start(data_dir=first.data_dir)
+    assert second.wait_exit() == 1
+    assert f"in use by process {first.process.pid}" in second.log_text()
+    after = first.status()
+    assert [p.pid for p in after.processes] == [p.pid for p in before.processes]
+    assert first.connect() in {p.pid for p in after.processes}
+    assert first.stop() == 0
+
+
+def test_a_second_start_while_the_first_drains_is_refused(start: Start) -> None:
+    first = start({"TOPICS_SHUTDOWN_GRACE_MS": "600000"}, stubborn="walshard")
+    first.wait_state("running")
+    first.signal(signal.SIGTERM)
+    first.wait_state("draining")
+    second = start(data_dir=first.data_dir)
+    assert second.wait_exit() == 1
+    assert f"in use by process {first.process.pid}" in second.log_text()
+    first.signal(signal.SIGTERM)
+    assert first.wait_exit() == 4
+
+
+def test_idle_costs_nothing(start: Start) -> None:
+    service = start()
+    service.wait_state("running")
+    supervisor = service.status().supervisor
+    assert supervisor
+    before = voluntary_switches(service.process.pid)
+    time.sleep(0.3)  # an interval to count in, not a wait for anything
+    assert voluntary_switches(service.process.pid) - before <= 3
+    assert service.stop() == 0
+
+
+def voluntary_switches(pid: int) -> int:
+    with open(f"/proc/{pid}/status") as file:
+        (line,) = [line for line in file if line.startswith("voluntary_ctxt_switches")]
+    return int(line.split()[1])

@@ -1,0 +1,97 @@
+"""Imports go one way: core ← storage, shm ← processes, which do not import each other; the supervisor forks them all."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import topics
+
+ROOT = Path(topics.__file__).parent
+# Modules that everybody above them may use and that use nothing of ours but each other's betters.
+BASE = {"topics", "topics.settings", "topics.log"}
+PROCESSES = {"topics.walshard", "topics.frontend", "topics.compactor"}
+SHARED = BASE | {"topics.core", "topics.storage", "topics.shm"}
+MAY_IMPORT = {
+    "topics": set[str](),
+    "topics.core": set[str](),
+    "topics.settings": {"topics.core"},
+    "topics.log": set[str](),
+    "topics.storage": {"topics.core"},
+    "topics.shm": {"topics.core"},
+    "topics.walshard": SHARED,
+    "topics.frontend": SHARED,
+    "topics.compactor": SHARED,
+    "topics.supervisor": SHARED | PROCESSES,
+    "topics.cli": SHARED,
+    "topics.client": set[str](),
+}
+
+
+def module_name(path: Path) -> str:
+    parts = ["topics", *path.relative_to(ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def package(module: str) -> str:
+    """`topics.shm.ring` → `topics.shm`."""
+    return ".".join(module.split(".")[:2])
+
+
+def imports(source: str, of: str) -> set[str]:
+    """Packages of ours that `source` (module `of`) imports anywhere, also inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{of}: relative import"
+            # `from topics import log` names a module or something of the package itself.
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {package_or_root(name) for name in found if name.split(".")[0] == "topics"}
+
+
+def package_or_root(name: str) -> str:
+    return package(name) if package(name) in MAY_IMPORT else "topics"
+
+
+def violations(source: str, module: str) -> set[str]:
+    own = package(module)
+    return imports(source, module) - MAY_IMPORT[own] - {own, "topics"}
+
+
+MODULES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module: str) -> None:
+    assert package(module) in MAY_IMPORT, f"{package(module)} has no place in the map yet"
+    wrong = violations(MODULES[module].read_text(), module)
+    assert not wrong, f"{module} must not import {', '.join(sorted(wrong))}"
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "expected"),
+    [
+        ("topics.core.topic", "from topics.storage.frame import encode", {"topics.storage"}),
+        ("topics.storage.wal", "import topics.shm.ring", {"topics.shm"}),
+        ("topics.frontend.app", "def f():\n    from topics.walshard import main", {"topics.walshard"}),
+        ("topics.walshard.main", "from topics import supervisor", {"topics.supervisor"}),
+        ("topics.frontend.app", "from topics.core.errors import invalid\nfrom topics import log, __version__", set()),
+        ("topics.supervisor.wiring", "from topics.frontend import main", set()),
+    ],
+)
+def test_the_guard_sees(module: str, source: str, expected: set[str]) -> None:
+    assert violations(source, module) == expected
+
+
+def test_the_environment_is_read_in_one_place() -> None:
+    readers = {
+        module
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "environb"}
+    }
+    assert readers <= {"topics.supervisor.command"}

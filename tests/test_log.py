@@ -1,0 +1,52 @@
+"""Log lines as whoever collects them finds them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+PROGRAM = """
+import logging
+from topics import log
+log.configure("info", {format!r})
+log.identify("walshard", 1)
+logger = log.get_logger()
+logger.debug("unseen")
+logger.info("opened", path="/x", size_bytes=3)
+try:
+    raise RuntimeError("planned")
+except RuntimeError:
+    logger.exception("failed")
+logging.getLogger("asyncio").error("task %s lost", 5)
+logging.getLogger("asyncio").info("unseen as well")
+"""
+
+
+def output(format: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(format=format)], capture_output=True, text=True, check=True
+    ).stderr
+
+
+def test_json_is_one_object_a_line_with_role_and_index() -> None:
+    lines: list[dict[str, Any]] = [json.loads(line) for line in output("json").splitlines()]
+    assert [(line["event"], line["level"]) for line in lines] == [
+        ("opened", "info"),
+        ("failed", "error"),
+        ("task 5 lost", "error"),
+    ]
+    assert all((line["role"], line["index"]) == ("walshard", 1) for line in lines)
+    assert all(line["timestamp"].endswith("Z") for line in lines)
+    assert (lines[0]["path"], lines[0]["size_bytes"]) == ("/x", 3)
+    assert "RuntimeError: planned" in lines[1]["exception"]
+    assert lines[2]["logger"] == "asyncio"
+
+
+def test_console_is_for_people() -> None:
+    text = output("console")
+    assert "opened" in text
+    assert "role=walshard" in text
+    assert "RuntimeError: planned" in text
+    assert "unseen" not in text

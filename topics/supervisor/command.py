@@ -1,0 +1,180 @@
+"""`topics-supervisor`: run the service, check whether it could run, look at it, stop it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from topics import __version__
+from topics.core.clock import SystemClock
+from topics.settings import COMMAND_LINE_ONLY, PREFIX, VARIABLES, Settings, SettingsError, load, show_bytes
+from topics.supervisor.check import check
+from topics.supervisor.main import StartError, serve
+from topics.supervisor.status import Status, StatusReader
+from topics.supervisor.stop import stop
+from topics.supervisor.table import render
+
+EXIT_CANNOT_START: Final = 1
+EXIT_BAD_SETTINGS: Final = 2
+EXIT_DEGRADED: Final = 1
+EXIT_NOT_RUNNING: Final = 3
+EXIT_UNKNOWN: Final = 4
+STOP_MARGIN_MS: Final = 5_000
+RATE_SAMPLE_S: Final = 0.1
+WATCH_INTERVAL_S: Final = 1.0
+
+_RUN_CODES = """exit codes:
+  0  stopped as asked
+  1  could not start: data directory, lock, shared memory, address, limits (the message says which)
+  2  bad settings or usage
+  4  stopped as asked, but a process had to be killed
+  78 the log is corrupt and needs a decision (the log line says where and what would be lost)"""
+_CHECK_CODES = """exit codes:
+  0  `run` would start
+  1  something is in the way
+  2  bad settings or usage"""
+_STATUS_CODES = """exit codes:
+  0  running, every process ready
+  1  starting, recovering, degraded or draining
+  2  bad settings or usage
+  3  not running
+  4  cannot be known (no access, or a service of another version)"""
+_STOP_CODES = """exit codes:
+  0  stopped, or nothing was running
+  1  still running after the grace, or it belongs to another user
+  2  bad settings or usage"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; returns its exit code."""
+    options = _parser().parse_args(arguments)
+    flags = {name: value for name in (*VARIABLES, *COMMAND_LINE_ONLY) if (value := getattr(options, name, None))}
+    try:
+        settings = load(os.environ, flags)
+    except SettingsError as error:
+        for problem in error.problems:
+            print(f"topics-supervisor: {problem}", file=sys.stderr)
+        return EXIT_BAD_SETTINGS
+    try:
+        return int(options.command(settings, options))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_UNKNOWN
+
+
+def _run(settings: Settings, options: argparse.Namespace) -> int:
+    # Only here: `status` and `stop` should not wait for a web framework to be imported.
+    from topics.supervisor.wiring import MAINS
+
+    try:
+        return serve(settings, MAINS)
+    except StartError as refusal:
+        print(f"topics-supervisor: cannot start: {refusal}", file=sys.stderr)
+        return EXIT_CANNOT_START
+
+
+def _check(settings: Settings, options: argparse.Namespace) -> int:
+    findings = check(settings)
+    for subject, problem in findings:
+        print(f"{'ok  ' if problem is None else 'FAIL'} {subject}" + (f": {problem}" if problem else ""))
+    return EXIT_CANNOT_START if any(finding.problem for finding in findings) else 0
+
+
+def _status(settings: Settings, options: argparse.Namespace) -> int:
+    reader = StatusReader(settings.data_dir, SystemClock())
+    while True:
+        try:
+            status = reader.read()
+            if not options.watch and status.processes:
+                time.sleep(RATE_SAMPLE_S)
+                status = reader.read()
+        except (OSError, ValueError) as error:
+            print(f"topics-supervisor: cannot tell: {error}", file=sys.stderr)
+            return EXIT_UNKNOWN
+        _print_status(status, options)
+        if not options.watch:
+            return {"running": 0, "stopped": EXIT_NOT_RUNNING}.get(status.state, EXIT_DEGRADED)
+        time.sleep(WATCH_INTERVAL_S)
+
+
+def _print_status(status: Status, options: argparse.Namespace) -> None:
+    if options.json:
+        print(msgspec.json.encode(status).decode(), flush=True)
+        return
+    if options.watch and sys.stdout.isatty():
+        print("\x1b[H\x1b[2J", end="")
+    print(render(status), end="", flush=True)
+
+
+def _stop(settings: Settings, options: argparse.Namespace) -> int:
+    try:
+        pid = stop(settings.data_dir, settings.shutdown_grace_ms + STOP_MARGIN_MS)
+    except (TimeoutError, PermissionError) as error:
+        print(f"topics-supervisor: not stopped: {error}", file=sys.stderr)
+        return 1
+    print("not running" if pid is None else f"stopped process {pid}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="topics-supervisor",
+        description="Runs topics, a persistent event engine. Every setting is a flag, an environment variable and an"
+        " entry of the TOML file that TOPICS_CONFIG names; the flag wins, then the environment.",
+    )
+    parser.add_argument("--version", action="version", version=f"topics {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, help: str, codes: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=help, description=help, epilog=codes, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+
+    run = add("run", "run the service in the foreground", _RUN_CODES)
+    _add_settings(run, *VARIABLES)
+    run.add_argument(
+        "--accept-data-loss", action="store_true", default=None, help=COMMAND_LINE_ONLY["accept_data_loss"].help
+    )
+    run.set_defaults(command=_run)
+
+    looks = add("check", "say whether `run` would start", _CHECK_CODES)
+    _add_settings(looks, *VARIABLES)
+    looks.set_defaults(command=_check)
+
+    status = add("status", "show a running service", _STATUS_CODES)
+    _add_settings(status, "config", "data_dir")
+    status.add_argument("--json", action="store_true", help="one JSON object a line")
+    status.add_argument("--watch", action="store_true", help="every second, until interrupted")
+    status.set_defaults(command=_status)
+
+    stops = add("stop", "stop a running service gracefully", _STOP_CODES)
+    _add_settings(stops, "config", "data_dir", "shutdown_grace_ms")
+    stops.set_defaults(command=_stop)
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser, *names: str) -> None:
+    """A flag for each setting, its help with the variable's name and the default. The value is checked by `load`."""
+    defaults = {field.name: field.default for field in msgspec.structs.fields(Settings)}
+    for name in names:
+        default = defaults[name]
+        switch = default is False
+        shown = show_bytes(default) if name.endswith("_bytes") and isinstance(default, int) else default
+        known = f", default {shown}" if not switch and default not in (None, msgspec.NODEFAULT) else ""
+        parser.add_argument(
+            "--" + name.replace("_", "-"),
+            dest=name,
+            metavar="1|0" if switch else name.rpartition("_")[2].upper(),
+            nargs="?" if switch else None,
+            const="1" if switch else None,
+            help=f"{VARIABLES[name].help} [{PREFIX}{name.upper()}{known}]",
+        )

@@ -1,0 +1,277 @@
+"""What a running service looks like from outside: its control page, its lock and the process table.
+
+Nobody is asked, so the answer comes while a process is dead, hung or replaying its log. What a process said of
+itself counts only while the process that said it runs.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+import msgspec
+import psutil
+
+from topics import __version__
+from topics.core.clock import Clock
+from topics.shm import names
+from topics.shm.control import ControlPage, ProcessState, Role, latency_quantile_us
+from topics.storage.lock import holder_pid
+from topics.supervisor.listeners import show
+from topics.supervisor.processes import is_running
+
+HEARTBEAT_STALE_MS: Final = 5_000
+"""A process that was ready and has not moved for so long hangs."""
+_ENDED: Final = (ProcessState.DEAD, ProcessState.STOPPED)
+
+
+class SupervisorStatus(msgspec.Struct, frozen=True):
+    cpu_seconds: float
+    rss_bytes: int
+
+
+class ProcessStatus(msgspec.Struct, frozen=True):
+    """One process; what is not known while it is down is None. `last_exit` is 128 + n for signal n."""
+
+    role: str
+    index: int
+    pid: int | None
+    state: str
+    uptime_ms: int | None
+    restarts: int
+    last_exit: int | None
+    cpu_seconds: float | None
+    rss_bytes: int | None
+    heartbeat_age_ms: int | None
+
+
+class ShardStatus(msgspec.Struct, frozen=True):
+    """A shard's figures, also those its last life left behind. `progress` is None but while it recovers."""
+
+    index: int
+    topics: int
+    wal_file: int
+    wal_offset: int
+    wal_read_only: bool
+    unsynced_bytes: int
+    queue_depth: int
+    fsyncs: int
+    fsync_p50_us: int | None
+    fsync_p99_us: int | None
+    commit_window_ms: float
+    write_errors: int
+    progress: float | None
+
+
+class FrontendStatus(msgspec.Struct, frozen=True):
+    """A frontend's figures. `requests_per_s` is None without an earlier sample."""
+
+    index: int
+    connections: int
+    sse_connections: int
+    requests: int
+    requests_per_s: float | None
+
+
+class Status(msgspec.Struct, frozen=True):
+    """The whole service; `state` is running, starting, recovering, degraded, draining or stopped."""
+
+    state: str
+    data_dir: str
+    version: str = __version__
+    pid: int | None = None
+    uptime_ms: int | None = None
+    listen: str | None = None
+    topics: int = 0
+    pressure: float = 0.0
+    shared_memory_bytes: int = 0
+    reshard_progress: float | None = None
+    supervisor: SupervisorStatus | None = None
+    processes: list[ProcessStatus] = []
+    shards: list[ShardStatus] = []
+    frontends: list[FrontendStatus] = []
+
+
+class StatusReader:
+    """Reads one data directory's service as often as asked; remembers the last sample for the rates."""
+
+    def __init__(self, data_dir: str, clock: Clock) -> None:
+        self._data_dir = data_dir
+        self._clock = clock
+        self._page: ControlPage | None = None
+        self._page_inode = 0
+        self._requests: dict[int, tuple[int, int]] = {}
+
+    def read(self) -> Status:
+        """The state right now. OSError or ValueError when it cannot be known (no access, another version)."""
+        pid = holder_pid(self._data_dir)
+        if pid is None:
+            return Status(state="stopped", data_dir=self._data_dir)
+        page = self._attach()
+        if page is None:
+            return Status(state="starting", data_dir=self._data_dir, pid=pid)
+        return self._describe(pid, page)
+
+    def _attach(self) -> ControlPage | None:
+        """The page of the service that runs now, None when it has not made one yet."""
+        name = names.shm_name(names.identity(self._data_dir), "control")
+        try:
+            inode = os.stat(names.SHM_ROOT + name).st_ino
+            if self._page is None or inode != self._page_inode:
+                self._page = ControlPage.attach(name)
+                self._page_inode = inode
+        except FileNotFoundError:
+            return None
+        return self._page
+
+    def _describe(self, pid: int, page: ControlPage) -> Status:
+        now_ms = self._clock.now_ms()
+        header = page.header.read()
+        processes = [
+            _process(page, role, index, now_ms)
+            for role, index in page.cells()
+            if role is not Role.COMPACTOR or page.cell(role, index).supervisor.get("state") != ProcessState.NONE
+        ]
+        alive = is_running(pid)
+        shards = [
+            _shard(page, process.index, process.state) for process in processes if process.role == _name(Role.WALSHARD)
+        ]
+        frontends = [
+            self._frontend(page, process.index) for process in processes if process.role == _name(Role.FRONTEND)
+        ]
+        return Status(
+            state=_overall(alive, ProcessState(header["state"]), processes, shards),
+            data_dir=self._data_dir,
+            pid=pid,
+            uptime_ms=max(0, now_ms - header["started_ms"]) if header["started_ms"] else None,
+            listen=_listen_address(pid, header["port"]),
+            topics=sum(shard.topics for shard in shards),
+            pressure=max(page.cell(role, index).get("pressure_ppm") for role, index in page.cells()) / 1e6,
+            shared_memory_bytes=_shared_memory_bytes(names.identity(self._data_dir)),
+            reshard_progress=header["reshard_ppm"] / 1e6 if header["state"] == ProcessState.RECOVERING else None,
+            supervisor=_supervisor(pid),
+            processes=processes,
+            shards=shards,
+            frontends=frontends,
+        )
+
+    def _frontend(self, page: ControlPage, index: int) -> FrontendStatus:
+        cell = page.cell(Role.FRONTEND, index).read()
+        now_ms, requests = self._clock.monotonic_ms(), cell["requests"]
+        rate = None
+        if (before := self._requests.get(index)) is not None and now_ms > before[0]:
+            # A restarted frontend counts from zero.
+            rate = max(0, requests - before[1]) * 1000 / (now_ms - before[0])
+        self._requests[index] = (now_ms, requests)
+        return FrontendStatus(index, cell["connections"], cell["sse_connections"], requests, rate)
+
+
+def _name(role: Role) -> str:
+    return role.name.lower()
+
+
+def _process(page: ControlPage, role: Role, index: int, now_ms: int) -> ProcessStatus:
+    cell = page.cell(role, index)
+    known, own = cell.supervisor.read(), cell.read()
+    pid = known["pid"] or None
+    state = ProcessState(known["state"])
+    cpu_seconds = rss_bytes = heartbeat_age_ms = None
+    if pid is not None:
+        try:
+            process = psutil.Process(pid)
+            with process.oneshot():
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    raise psutil.NoSuchProcess(pid)
+                times = process.cpu_times()
+                cpu_seconds, rss_bytes = times.user + times.system, process.memory_info().rss
+        except psutil.NoSuchProcess:
+            # The supervisor has not noticed yet, or is gone itself.
+            pid, state = None, ProcessState.DEAD
+    if pid is not None and own["pid"] == pid:
+        state = ProcessState(own["state"]) or state
+        if own["heartbeat_ms"]:
+            heartbeat_age_ms = max(0, now_ms - own["heartbeat_ms"])
+    return ProcessStatus(
+        role=_name(role),
+        index=index,
+        pid=pid,
+        state=state.name.lower(),
+        uptime_ms=max(0, now_ms - known["since_ms"]) if pid is not None else None,
+        restarts=known["restarts"],
+        last_exit=known["last_exit"] if known["restarts"] or state in _ENDED else None,
+        cpu_seconds=cpu_seconds,
+        rss_bytes=rss_bytes,
+        heartbeat_age_ms=heartbeat_age_ms,
+    )
+
+
+def _shard(page: ControlPage, index: int, state: str) -> ShardStatus:
+    cell = page.cell(Role.WALSHARD, index).read()
+    return ShardStatus(
+        index=index,
+        topics=cell["topics"],
+        wal_file=cell["wal_file"],
+        wal_offset=cell["wal_offset"],
+        wal_read_only=bool(cell["wal_read_only"]),
+        unsynced_bytes=cell["wal_unsynced_bytes"],
+        queue_depth=cell["queue_depth"],
+        fsyncs=cell["wal_fsyncs"],
+        fsync_p50_us=latency_quantile_us(cell, 0.50),
+        fsync_p99_us=latency_quantile_us(cell, 0.99),
+        commit_window_ms=cell["commit_window_us"] / 1000,
+        write_errors=cell["write_errors"],
+        progress=cell["progress_ppm"] / 1e6 if state == "recovering" else None,
+    )
+
+
+def _overall(alive: bool, announced: ProcessState, processes: list[ProcessStatus], shards: list[ShardStatus]) -> str:
+    """One word for all: the worst that is true."""
+    if not alive or announced in (ProcessState.DRAINING, ProcessState.STOPPED):
+        return "draining"
+    states = {process.state for process in processes}
+    hangs = any(p.state == "ready" and (p.heartbeat_age_ms or 0) > HEARTBEAT_STALE_MS for p in processes)
+    if states & {"dead", "degraded", "stopped"} or hangs or any(shard.wal_read_only for shard in shards):
+        return "degraded"
+    if announced == ProcessState.RECOVERING or "recovering" in states:
+        return "recovering"
+    return "running" if states == {"ready"} else "starting"
+
+
+def _supervisor(pid: int) -> SupervisorStatus | None:
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            times = process.cpu_times()
+            return SupervisorStatus(times.user + times.system, process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _listen_address(pid: int, port: int) -> str | None:
+    """Where the supervisor really listens, None once it has closed the door."""
+    try:
+        connections = psutil.Process(pid).net_connections(kind="tcp")
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return None
+    for connection in connections:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
+            return show(connection.laddr.ip, connection.laddr.port)
+    return None
+
+
+def _shared_memory_bytes(identity: str) -> int:
+    """What the service takes of /dev/shm, files of ephemeral topics included."""
+    total = 0
+    for name in names.objects(identity):
+        path = os.path.join(names.SHM_ROOT, name)
+        for folder, _, files in os.walk(path):
+            total += sum(_allocated_bytes(os.path.join(folder, file)) for file in files)
+        total += _allocated_bytes(path)
+    return total
+
+
+def _allocated_bytes(path: str) -> int:
+    try:
+        return os.stat(path).st_blocks * 512
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,108 @@
+"""A Status as text for people."""
+
+from __future__ import annotations
+
+import itertools
+
+from topics.settings import MIB
+from topics.supervisor.children import show_exit
+from topics.supervisor.status import FrontendStatus, ProcessStatus, ShardStatus, Status
+
+
+def render(status: Status) -> str:
+    """Some lines, the first of which says it all."""
+    if status.pid is None:
+        return f"topics  {status.state}  {status.data_dir}\n"
+    blocks = [_summary(status)]
+    if status.processes:
+        blocks.append(
+            _table("process pid state uptime restarts last_exit cpu_s rss_mib", map(_process, status.processes))
+        )
+    if status.shards:
+        blocks.append(
+            _table("shard topics wal_file wal_offset queue fsync_p50 fsync_p99 window_ms", map(_shard, status.shards))
+        )
+    if status.frontends:
+        blocks.append(_table("frontend connections sse requests req/s", map(_frontend, status.frontends)))
+    return "\n".join(blocks)
+
+
+def _summary(status: Status) -> str:
+    facts = [f"topics {status.version}", status.state, status.listen or "not listening", f"pid {status.pid}"]
+    if status.uptime_ms is not None:
+        facts.append(f"up {_duration(status.uptime_ms)}")
+    facts += [f"{status.topics} topics", f"pressure {status.pressure:.2f}"]
+    facts.append(f"shared memory {status.shared_memory_bytes / MIB:.0f} MiB")
+    if status.reshard_progress is not None:
+        facts.append(f"resharding {status.reshard_progress:.0%}")
+    return "  ".join(facts) + f"\n{status.data_dir}\n"
+
+
+def _process(process: ProcessStatus) -> list[str]:
+    return [
+        f"{process.role} {process.index}",
+        _or_dash(process.pid),
+        process.state,
+        "-" if process.uptime_ms is None else _duration(process.uptime_ms),
+        str(process.restarts),
+        "-" if process.last_exit is None else show_exit(process.last_exit),
+        "-" if process.cpu_seconds is None else f"{process.cpu_seconds:.1f}",
+        "-" if process.rss_bytes is None else f"{process.rss_bytes / MIB:.0f}",
+    ]
+
+
+def _shard(shard: ShardStatus) -> list[str]:
+    notes = ["read-only"] if shard.wal_read_only else []
+    if shard.progress is not None:
+        notes.append(f"recovering {shard.progress:.0%}")
+    return [
+        " ".join([str(shard.index), *notes]),
+        str(shard.topics),
+        str(shard.wal_file),
+        str(shard.wal_offset),
+        str(shard.queue_depth),
+        "-" if shard.fsync_p50_us is None else f"{shard.fsync_p50_us} µs",
+        "-" if shard.fsync_p99_us is None else f"{shard.fsync_p99_us} µs",
+        f"{shard.commit_window_ms:.1f}",
+    ]
+
+
+def _frontend(frontend: FrontendStatus) -> list[str]:
+    return [
+        str(frontend.index),
+        str(frontend.connections),
+        str(frontend.sse_connections),
+        str(frontend.requests),
+        "-" if frontend.requests_per_s is None else f"{frontend.requests_per_s:.0f}",
+    ]
+
+
+def _table(heads: str, rows: map[list[str]]) -> str:
+    """Columns as wide as they need; the first to the left, the rest to the right."""
+    lines = [[head.replace("_", " ").upper() for head in heads.split()], *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "".join(
+        "  ".join(
+            cell.rjust(width) if at else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        + "\n"
+        for line in lines
+    )
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _duration(ms: int) -> str:
+    """`850 ms`, `12 s`, `3 min 5 s`, `2 h 10 min`, `4 d 3 h`."""
+    if ms < 1000:
+        return f"{ms} ms"
+    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
+    seconds = ms // 1000
+    for (unit, size), (smaller, smaller_size) in itertools.pairwise(units):
+        if seconds >= size:
+            rest = seconds % size // smaller_size
+            return f"{seconds // size} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{seconds} s"
