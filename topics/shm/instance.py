@@ -12,7 +12,7 @@ from topics.shm.memory import SharedObject
 from topics.shm.ring import HEADER_BYTES, Ring
 from topics.shm.wake import Wake
 
-JOURNAL_BYTES_PER_FRONTEND = 256 * 1024
+JOURNAL_BYTES_PER_FRONTEND = 512 * 1024
 """A group is at most 1024 requests of some 100 bytes each here, and every frontend may leave one unanswered."""
 ARENA_RESERVE_BYTES = 1024 * 1024
 """What each shard's index arena takes at first; it grows with the un-sealed tail."""

@@ -5,20 +5,21 @@ each group write it stores here, for every request of the group, where its bytes
 answer it would give; after a crash, a request whose bytes are all in the log gets that answer, any other runs
 as new (`walshard/recovery.py`).
 
-     0         8         16
-    +---------+---------+---------------------------------------------+
-    | sealed  | length  | msgpack: list of JournalEntry               |
-    +---------+---------+---------------------------------------------+
+     0          8          16         64
+    +----------+----------+----------+----------------------+----------------------+
+    | stored   | length 0 | length 1 | body 0               | body 1               |
+    +----------+----------+----------+----------------------+----------------------+
+      body = msgpack: list of JournalEntry
 
-`sealed` is 0 while the body is being replaced, then 1: a shard killed while it writes the journal has not
-touched the log yet.
+`stored` counts; body `stored & 1` is the current one. A new journal goes into the other body and then `stored` moves,
+so a shard killed in between still has the former journal, which names requests that are not answered yet.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-_HEADER_BYTES = 16
+_HEADER_BYTES = 64
 
 
 class JournalEntry(msgspec.Struct, array_like=True, frozen=True):
@@ -40,24 +41,23 @@ class Journal:
     """`region` belongs to one shard."""
 
     def __init__(self, region: memoryview) -> None:
-        self._region = region
         self._words = region[:_HEADER_BYTES].cast("Q")
-        self.capacity_bytes = len(region) - _HEADER_BYTES
+        self.capacity_bytes = (len(region) - _HEADER_BYTES) // 2
+        middle = _HEADER_BYTES + self.capacity_bytes
+        self._bodies = (region[_HEADER_BYTES:middle], region[middle : middle + self.capacity_bytes])
 
     def store(self, entries: list[JournalEntry]) -> None:
-        """Replaces the journal; the caller keeps a group small enough to fit (`capacity_bytes`)."""
+        """Replaces the journal; the caller keeps groups small enough to fit."""
         body = _encoder.encode(entries)
         assert len(body) <= self.capacity_bytes
-        self._words[0] = 0
-        self._words[1] = len(body)
-        self._region[_HEADER_BYTES : _HEADER_BYTES + len(body)] = body
-        self._words[0] = 1
-
-    def clear(self) -> None:
-        self._words[0] = 0
+        stored = self._words[0] + 1
+        self._words[1 + (stored & 1)] = len(body)
+        self._bodies[stored & 1][: len(body)] = body
+        self._words[0] = stored
 
     def load(self) -> list[JournalEntry]:
         """What the previous incarnation was about to commit, oldest first."""
-        if not self._words[0]:
+        stored = self._words[0]
+        if not stored:
             return []
-        return _decoder.decode(self._region[_HEADER_BYTES : _HEADER_BYTES + self._words[1]])
+        return _decoder.decode(self._bodies[stored & 1][: self._words[1 + (stored & 1)]])

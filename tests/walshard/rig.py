@@ -1,0 +1,198 @@
+"""A shard in this process, driven step by step through its real rings, on real files."""
+
+from __future__ import annotations
+
+import secrets
+from concurrent.futures import Executor, Future
+from typing import Any
+
+from topics.core.config import TopicConfig
+from topics.core.errors import TopicsError
+from topics.settings import Settings
+from topics.settings import load as load_settings
+from topics.shm import messages, names
+from topics.shm.arena import ArenaReader, TopicView
+from topics.shm.control import Role
+from topics.shm.instance import SharedMemory
+from topics.shm.messages import AppendReply, Call, Kind
+from topics.storage.filesystem import FileSystem, OsFileSystem
+from topics.storage.frame import HEADER, HEADER_LEN, lay_out
+from topics.storage.layout import group_dir, log_path, ram_group_dir
+from topics.walshard.outbox import Outbox
+from topics.walshard.recovery import recover
+from topics.walshard.shard import Shard
+
+
+class TestClock:
+    __test__ = False
+
+    def __init__(self) -> None:
+        self.ms = 1_700_000_000_000
+
+    def now_ms(self) -> int:
+        return self.ms
+
+    def monotonic_ms(self) -> int:
+        return self.ms
+
+
+class Inline(Executor):
+    """Runs a helper's work at once."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 — as an executor does
+            future.set_exception(error)
+        return future
+
+
+class Rig:
+    """One shard, one frontend's ends of the rings."""
+
+    def __init__(self, data_dir: str, fs: FileSystem | None = None, **settings: str) -> None:
+        environ = {f"TOPICS_{name.upper()}": value for name, value in settings.items()}
+        environ |= {"TOPICS_DATA_DIR": data_dir, "TOPICS_WAL_SHARDS": "1", "TOPICS_FRONTENDS": "1"}
+        environ.setdefault("TOPICS_WAL_FILE_BYTES", str(1 << 20))
+        self.settings: Settings = load_settings(environ)
+        self.identity = secrets.token_hex(8)
+        self.clock = TestClock()
+        self.fs = fs or OsFileSystem()
+        self.replies: dict[int, Any] = {}
+        self.notices: list[int] = []
+        self._next_id = 0
+        self.shared = SharedMemory.create(self.identity, 1, 1, 1 << 20)
+        self.shard: Shard
+        self.boot()
+
+    def boot(self) -> None:
+        """A (new) incarnation of the shard; the former one, if any, is simply never heard of again."""
+        self.cell = self.shared.control.cell(Role.WALSHARD, 0)
+        self.outbox = Outbox(self.shared, 0)
+        inline = Inline()
+        self.shard = recover(self.settings, self.shared, 0, self.outbox, self.cell, self.clock, self.fs, inline, inline)
+        self.outbox.announce_generation()
+        self.outbox.flush()
+
+    def restart_service(self) -> None:
+        """All processes gone, new shared memory, RAM logs lost; the files stay."""
+        self.shared.destroy()
+        self.shared = SharedMemory.create(self.identity, 1, 1, 1 << 20)
+        self.boot()
+
+    def close(self) -> None:
+        names.unlink_all(self.identity)
+
+    # -- the frontend's side
+
+    def post_append(
+        self,
+        name: str,
+        data: list[bytes],
+        *,
+        key: bytes = b"",
+        create: bool = True,
+        config: TopicConfig | None = None,
+        if_head_seq: int | None = None,
+    ) -> int:
+        self._next_id += 1
+        laid_out = lay_out([(b"", b"", piece, b"") for piece in data])
+        assert self.shared.rings[0][0].requests.push(
+            *messages.encode_append(
+                self._next_id,
+                name.encode(),
+                create,
+                if_head_seq,
+                key,
+                config,
+                laid_out.offset_len,
+                laid_out.flags,
+                laid_out.buffer,
+            )
+        )
+        return self._next_id
+
+    def post_call(self, call: Call) -> int:
+        self._next_id += 1
+        assert self.shared.rings[0][0].requests.push(*messages.encode_call(self._next_id, call))
+        return self._next_id
+
+    def take_replies(self) -> None:
+        ring = self.shared.rings[0][0].replies
+        for message, position in ring.peek():
+            kind, request_id, _ = messages.head(message)
+            if request_id in self.replies:
+                # As a frontend does: a second answer (the shard died before it freed the request) is dropped.
+                # It must say the same.
+                if kind == Kind.APPEND:
+                    again = messages.decode_append_reply(message)
+                    assert again.first_seq == self.replies[request_id].first_seq
+                ring.consume(position)
+                continue
+            match kind:
+                case Kind.APPEND:
+                    self.replies[request_id] = messages.decode_append_reply(message)
+                case Kind.CALL:
+                    self.replies[request_id] = messages.decode_reply(message)
+                case Kind.ERROR:
+                    self.replies[request_id] = messages.decode_error(message)
+                case Kind.NOTIFY:
+                    self.notices += messages.decode_notify(message)
+            ring.consume(position)
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        while self.shard.step():
+            self.take_replies()
+        self.take_replies()
+
+    def append(self, name: str, *data: bytes, **options: Any) -> AppendReply:
+        reply = self.answer(self.post_append(name, list(data), **options))
+        assert isinstance(reply, AppendReply)
+        return reply
+
+    def call(self, call: Call) -> Any:
+        return self.answer(self.post_call(call))
+
+    def answer(self, request_id: int) -> Any:
+        self.run()
+        reply = self.replies[request_id]
+        if isinstance(reply, TopicsError):
+            raise reply
+        return reply
+
+    # -- a reader's side
+
+    def view(self, name: str) -> TopicView | None:
+        reader = ArenaReader(self.identity, 0, self.cell.get("generation"))
+        found = reader.look_up(name)
+        return None if found is None else found[1]
+
+    def read(self, name: str) -> list[tuple[int, bytes]]:
+        """(seq, data) of all live records, through the arena and the files."""
+        reader = ArenaReader(self.identity, 0, self.cell.get("generation"))
+        found = reader.look_up(name)
+        assert found is not None, f"{name} does not exist"
+        view = found[1]
+        if view.earliest_seq > view.head_seq:
+            return []
+        locations = reader.locations(view, view.earliest_seq, view.head_seq)
+        assert locations is not None
+        records = []
+        for at, (offset_len, file_flags) in enumerate(zip(locations.offset_len, locations.file_flags, strict=True)):
+            if file_flags >> 32 & 34:
+                continue
+            directory = (
+                ram_group_dir(self.shared.ram_dir, 0)
+                if file_flags >> 32 & 1
+                else group_dir(self.settings.data_dir, 0, 1)
+            )
+            with open(log_path(directory, file_flags & 0xFFFF_FFFF), "rb") as file:
+                file.seek(offset_len & 0xFFFF_FFFF)
+                frame = file.read(offset_len >> 32)
+            _, _, _, topic_id, seq, _, node_len, tag_len, data_len = HEADER.unpack_from(frame)
+            assert (topic_id, seq) == (view.topic_id, view.earliest_seq + at)
+            start = HEADER_LEN + node_len + tag_len
+            records.append((seq, frame[start : start + data_len].removeprefix(b'"data":')))
+        return records

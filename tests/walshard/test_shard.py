@@ -1,0 +1,237 @@
+"""A shard through its rings: what is answered, what is in the log, what readers see."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.walshard.rig import Rig
+from topics.core.config import TopicConfig
+from topics.core.errors import TopicsError
+from topics.shm.messages import (
+    DeleteTopic,
+    Expire,
+    Hello,
+    PutTopic,
+    SessionClose,
+    SessionOpen,
+    SessionPut,
+    Unwatch,
+    Watch,
+)
+
+
+def refusal(rig: Rig, request_id: int) -> TopicsError:
+    with pytest.raises(TopicsError) as error:
+        rig.answer(request_id)
+    return error.value
+
+
+def test_seqs_are_contiguous_over_requests_of_one_group(rig: Rig) -> None:
+    ids = [rig.post_append("t", [b"%d" % at] * (at + 1)) for at in range(4)]
+    rig.run()
+    replies = [rig.replies[id] for id in ids]
+    assert [(reply.first_seq, reply.count, reply.created) for reply in replies] == [
+        (1, 1, True),
+        (2, 2, False),
+        (4, 3, False),
+        (7, 4, False),
+    ]
+    assert [data for _, data in rig.read("t")] == [b"0", b"1", b"1", b"2", b"2", b"2", b"3", b"3", b"3", b"3"]
+
+
+def test_a_key_is_recognised_inside_a_group_after_it_and_after_a_restart(rig: Rig) -> None:
+    first = rig.post_append("t", [b"1", b"2"], key=b"k")
+    second = rig.post_append("t", [b"1", b"2"], key=b"k")
+    rig.run()
+    assert not rig.replies[first].deduped
+    assert rig.replies[second].deduped
+    assert rig.append("t", b"1", b"2", key=b"k").first_seq == 1
+    rig.restart_service()
+    again = rig.append("t", b"1", b"2", key=b"k")
+    assert (again.deduped, again.first_seq, again.count, again.head_seq) == (True, 1, 2, 2)
+    rig.clock.ms += 120_001
+    assert rig.append("t", b"3", key=b"k").first_seq == 3
+
+
+def test_if_head_seq_sees_the_group(rig: Rig) -> None:
+    assert rig.append("t", b"1", if_head_seq=0).first_seq == 1
+    good = rig.post_append("t", [b"2"], if_head_seq=1)
+    late = rig.post_append("t", [b"x"], if_head_seq=1)
+    error = refusal(rig, late)
+    assert (error.code, error.detail) == ("head_mismatch", {"head_seq": 2})
+    assert rig.replies[good].first_seq == 2
+    assert len(rig.read("t")) == 2
+
+
+def test_a_refused_first_write_creates_nothing(rig: Rig) -> None:
+    assert refusal(rig, rig.post_append("t", [b"1"], if_head_seq=5)).code == "head_mismatch"
+    assert refusal(rig, rig.post_append("t", [b"1"], create=False)).code == "topic_not_found"
+    config = TopicConfig(cap_records=1, discard="reject")
+    assert refusal(rig, rig.post_append("t", [b"1", b"2"], config=config)).code == "record_too_large"
+    assert rig.view("t") is None
+    assert rig.append("t", b"1").created
+
+
+def test_a_reject_topic_counts_what_the_group_adds(rig: Rig) -> None:
+    rig.call(PutTopic("t", TopicConfig(cap_records=2, discard="reject"), False))
+    fits = rig.post_append("t", [b"1", b"2"])
+    full = rig.post_append("t", [b"3"])
+    assert refusal(rig, full).code == "topic_full"
+    assert rig.replies[fits].count == 2
+
+
+def test_put_replaces_the_configuration_and_keeps_the_type(rig: Rig) -> None:
+    assert rig.call(PutTopic("t", TopicConfig(type="queue", ttl_ms=5), True)).created
+    reply = rig.call(PutTopic("t", TopicConfig(cap_records=7), False))
+    assert reply.config == TopicConfig(type="queue", cap_records=7)
+    assert refusal(rig, rig.post_call(PutTopic("t", TopicConfig(), True))).code == "topic_exists_incompatible"
+    rig.restart_service()
+    assert rig.call(PutTopic("t", TopicConfig(cap_records=7), False)).config == reply.config
+
+
+def test_a_deleted_name_is_a_new_topic(rig: Rig) -> None:
+    rig.append("t", b"1")
+    before = rig.view("t")
+    assert refusal(rig, rig.post_call(DeleteTopic("t", True))).code == "topic_not_empty"
+    assert rig.call(DeleteTopic("t", False)).deleted
+    assert not rig.call(DeleteTopic("t", False)).deleted
+    assert rig.append("t", b"new").first_seq == 1
+    rig.restart_service()
+    after = rig.view("t")
+    assert before is not None
+    assert after is not None
+    assert after.topic_id > before.topic_id
+    assert rig.read("t") == [(1, b"new")]
+
+
+def test_caps_and_expiry_survive_a_restart(rig: Rig) -> None:
+    rig.call(PutTopic("t", TopicConfig(cap_records=3, ttl_ms=100), False))
+    for number in range(5):
+        rig.append("t", b"%d" % number)
+    rig.clock.ms += 50
+    rig.append("t", b"5")
+    rig.clock.ms += 51
+    rig.call(Expire("t"))
+    view = rig.view("t")
+    assert view is not None
+    assert (view.earliest_seq, view.evict_floor, view.records) == (6, 6, 1)
+    rig.restart_service()
+    again = rig.view("t")
+    assert again is not None
+    assert (again.earliest_seq, again.evict_floor, again.records, again.live_bytes) == (6, 6, 1, view.live_bytes)
+
+
+def test_ephemeral_survives_the_shard_and_not_the_service(rig: Rig) -> None:
+    rig.call(PutTopic("t", TopicConfig(durability="ephemeral"), False))
+    rig.append("t", b"1", b"2", key=b"k")
+    rig.boot()
+    assert rig.read("t") == [(1, b"1"), (2, b"2")]
+    assert rig.append("t", b"x", key=b"k").deduped
+    assert rig.append("t", b"3").first_seq == 3
+    rig.shard.close()
+    rig.restart_service()
+    view = rig.view("t")
+    assert view is not None
+    assert (view.head_seq, view.earliest_seq, view.evict_floor, view.records) == (3, 4, 4, 0)
+    assert rig.append("t", b"4").first_seq == 4
+
+
+def test_an_ephemeral_head_is_never_used_again_after_a_crash(rig: Rig) -> None:
+    rig.append("t", b"1", config=TopicConfig(durability="ephemeral"))
+    rig.restart_service()
+    assert rig.append("t", b"2").first_seq > 1
+
+
+def test_a_class_can_change_in_place_both_ways(rig: Rig) -> None:
+    rig.append("t", b"1")
+    rig.call(PutTopic("t", TopicConfig(durability="ephemeral"), False))
+    rig.append("t", b"2", b"3")
+    rig.call(PutTopic("t", TopicConfig(durability="fsync"), False))
+    rig.append("t", b"4")
+    whole = [(1, b"1"), (2, b"2"), (3, b"3"), (4, b"4")]
+    assert rig.read("t") == whole
+    rig.boot()
+    assert rig.read("t") == whole
+    rig.restart_service()
+    assert rig.read("t") == [(1, b"1"), (4, b"4")]
+    assert rig.append("t", b"5").first_seq == 5
+
+
+def test_durable_seq_follows_the_disk(rig: Rig) -> None:
+    rig.append("t", b"1")
+    view = rig.view("t")
+    assert view is not None
+    assert view.durable_seq == 0
+    rig.append("f", b"1", config=TopicConfig(durability="fsync"))
+    view = rig.view("t")
+    assert view is not None
+    assert view.durable_seq == 1, "one sync covers the whole log"
+    rig.append("t", b"2")
+    rig.clock.ms += 1000
+    rig.shard.sync_in_background()
+    rig.shard.sync_in_background()
+    view = rig.view("t")
+    assert view is not None
+    assert view.durable_seq == 2
+
+
+def test_watchers_hear_of_changes_once_they_have_seen_the_present(rig: Rig) -> None:
+    rig.append("t", b"1")
+    view = rig.view("t")
+    assert view is not None
+    rig.post_call(Watch(5, "t", view.topic_id, 1))
+    rig.run()
+    assert rig.notices == []
+    rig.append("t", b"2")
+    assert rig.notices == [5]
+    rig.post_call(Watch(6, "t", view.topic_id, 1))
+    rig.run()
+    assert rig.notices == [5, 6], "what it has seen is old: it hears at once"
+    rig.post_call(Unwatch(6, "t"))
+    rig.append("t", b"3")
+    rig.post_call(Watch(7, "t", view.topic_id, 3))
+    rig.post_call(Hello(2))
+    rig.append("t", b"4")
+    assert rig.notices == [5, 6]
+    rig.post_call(Watch(8, "t", view.topic_id, 4))
+    rig.call(DeleteTopic("t", False))
+    assert rig.notices == [5, 6, 8]
+
+
+def test_sessions_know_whether_their_positions_are_exact(rig: Rig) -> None:
+    rig.call(SessionPut("w", b"body"))
+    first = rig.call(SessionOpen("w", 1))
+    assert (first.body, first.positions, first.exact) == (b"body", {}, True)
+    rig.call(SessionClose("w", 1, {"t": 4}))
+    assert rig.call(SessionOpen("w", 2)).exact
+    rig.post_call(Hello(2))
+    after_crash = rig.call(SessionOpen("w", 3))
+    assert (after_crash.positions, after_crash.exact) == ({"t": 4}, False)
+    rig.call(SessionClose("w", 2, {"t": 1}))
+    rig.call(SessionClose("w", 3, {"t": 9}))
+    rig.boot()
+    recovered = rig.call(SessionOpen("w", 4))
+    assert (recovered.body, recovered.positions, recovered.exact) == (b"body", {"t": 9}, False)
+    rig.call(SessionClose("w", 4, {}))
+    rig.clock.ms += 300_001
+    rig.shard.sweep()
+    assert refusal(rig, rig.post_call(SessionOpen("w", 5))).code == "not_found"
+
+
+def test_a_request_by_reference(rig: Rig, tmp_path: object) -> None:
+    from topics.shm import messages
+    from topics.storage.frame import lay_out
+
+    laid_out = lay_out([(b"", b"", b"1" * 500_000, b"")])
+    parts = messages.encode_append(
+        99, b"t", True, None, b"", None, laid_out.offset_len, laid_out.flags, laid_out.buffer
+    )
+    spill = f"{tmp_path}/spill"
+    with open(spill, "wb") as file:
+        file.writelines(parts)
+    ring = rig.shared.rings[0][0].requests
+    assert ring.push(*messages.encode_reference(messages.Kind.APPEND, 99, spill))
+    assert ring.push(*messages.encode_reference(messages.Kind.APPEND, 100, spill + "-gone"))
+    assert rig.answer(99).first_seq == 1
+    assert refusal(rig, 100).code == "shard_unavailable"
+    assert rig.read("t") == [(1, b"1" * 500_000)]
