@@ -78,6 +78,11 @@ def log_file_no(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def belongs_to_log(name: str) -> bool:
+    """Whether a name in a group's directory is one that the log itself gives."""
+    return name == CURRENT_NAME or log_file_no(name) is not None or name.endswith(TMP_SUFFIX)
+
+
 def list_log_files(fs: FileSystem, directory: str) -> list[int]:
     """The numbers of the group's log files, ascending; empty when the directory does not exist."""
     if not fs.exists(directory):

@@ -1,8 +1,8 @@
 """One service per data directory: an exclusive flock on `.topics.lock`, which holds the owner's pid.
 
 The kernel drops the lock with the last descriptor of the process that took it, however it ends, so there is no stale
-lock; the pid in the file is for people and counts only while the lock is held. Children that are forked inherit the
-descriptor: call `close_in_child` in each, or they would hold the lock past their parent's death.
+lock; the pid in the file is for people and counts only while the lock is held. Forked children inherit the lock, so it
+is held until the last of them has ended: no file ever has two writers.
 """
 
 from __future__ import annotations
@@ -73,10 +73,6 @@ class DataDirLock:
     def release(self) -> None:
         """The file stays: removing it would let two services lock two different inodes."""
         os.ftruncate(self._fd, 0)
-        os.close(self._fd)
-
-    def close_in_child(self) -> None:
-        """Drops a forked child's share of the lock without unlocking the parent's."""
         os.close(self._fd)
 
 

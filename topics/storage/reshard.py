@@ -1,0 +1,267 @@
+"""A changed shard count: every topic's frames go, byte for byte, into the log of the shard that owns it now.
+
+Runs before any shard does, as the only user of the logs. The new logs are written beside the old and swapped in:
+
+    what exists              means                                   a repeated start
+    wal                      in order                                -
+    wal, wal.new             the copy is not complete                removes wal.new, copies again
+    wal.old, wal.new         the copy is complete, half swapped      renames wal.new to wal
+    wal, wal.old             swapped                                 removes wal.old
+    wal.old                  (only by hand)                          renames wal.old to wal
+
+so that it may be killed at any step and repeated. A new service begins here as well: with several shards, all their
+directories come into being at once, and one that is missing later is damage.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import msgspec
+
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem, make_dirs
+from topics.storage.frame import FLAG_MORE, HEADER_LEN, FrameType
+from topics.storage.logfile import NotALogFile, RefusedLog, WalIdentity, parse_file_start
+from topics.storage.recovery import RecoveredFile, recover_group
+from topics.storage.wal import FILE_BYTES, WalWriter
+
+_HEAD_BYTES: Final = 4096
+
+
+class _CreateName(msgspec.Struct):
+    """What resharding needs of a TOPIC_CREATE's body; `core.fold` owns the rest."""
+
+    name: str
+
+
+class _Found(NamedTuple):
+    """A log on disk and the shard count it was written under."""
+
+    shard: int
+    shards: int
+    path: str
+
+
+def needs_reshard(fs: FileSystem, data_dir: str, shards: int) -> bool:
+    """Whether `reshard` has anything to do before `shards` shards may open their logs. Changes nothing."""
+    if any(fs.exists(os.path.join(data_dir, name)) for name in (layout.NEW_WAL_NAME, layout.OLD_WAL_NAME)):
+        return True
+    root = layout.wal_dir(data_dir)
+    groups = layout.discover_groups(fs, root)
+    if not groups:
+        return shards > 1
+    wanted = [layout.Group(shard, layout.group_dir_in(root, shard, shards)) for shard in range(shards)]
+    if groups != wanted:
+        return True
+    try:
+        return any(_shards_of(fs, group) not in (None, shards) for group in groups)
+    except (NotALogFile, RefusedLog):
+        return False  # the shard's own recovery says exactly what is wrong
+
+
+def reshard(
+    fs: FileSystem,
+    data_dir: str,
+    shards: int,
+    boot_id: str,
+    owner: Callable[[str], int],
+    progress: Callable[[float], None],
+    *,
+    file_bytes: int = FILE_BYTES,
+    accept_data_loss: bool = False,
+) -> list[str]:
+    """Brings the logs into the layout of `shards` shards; `owner` is the shard of a topic name.
+
+    `progress` hears of the share that is done, 0 to 1. Returns lines for the operator. Raises what recovery raises
+    (RefusedLog and its kinds, OSError) and WalWriteError or WalSyncError; the old logs are in force then.
+    """
+    root = layout.wal_dir(data_dir)
+    new_root = os.path.join(data_dir, layout.NEW_WAL_NAME)
+    report = _finish_swap(fs, data_dir)
+    if not needs_reshard(fs, data_dir, shards):
+        return report
+    make_dirs(fs, data_dir)
+    groups = _find(fs, root)
+    copy = _Copy(fs, new_root, shards, boot_id, owner, file_bytes)
+    try:
+        for position, group in enumerate(groups):
+            recovery = recover_group(
+                fs, group.path, WalIdentity(group.shard, group.shards, boot_id), accept_data_loss=accept_data_loss
+            )
+            for batch in recovery:
+                copy.add(batch)
+                progress((position + recovery.progress) / len(groups))
+            report += recovery.report
+    finally:
+        copy.close()
+    if fs.exists(root):
+        fs.rename(root, os.path.join(data_dir, layout.OLD_WAL_NAME))
+        fs.fsync_dir(data_dir)
+    fs.rename(new_root, root)
+    fs.fsync_dir(data_dir)
+    report += _remove_old(fs, data_dir)
+    progress(1.0)
+    return report
+
+
+class _Copy:
+    """The new logs while they are written."""
+
+    def __init__(
+        self, fs: FileSystem, root: str, shards: int, boot_id: str, owner: Callable[[str], int], file_bytes: int
+    ) -> None:
+        self._fs = fs
+        self._root = root
+        self._shards = shards
+        self._boot_id = boot_id
+        self._owner = owner
+        self._file_bytes = file_bytes
+        self._owners: dict[int, int] = {}
+        self._writers: dict[int, WalWriter] = {}
+        for shard in range(shards):
+            make_dirs(fs, layout.group_dir_in(root, shard, shards))
+
+    def add(self, batch: RecoveredFile) -> None:
+        """Copies whole writes; those that lie side by side and stay together are copied as one piece."""
+        pieces: dict[int, list[memoryview]] = {}
+        frames = batch.frames
+        run_start = run_end = frames[0][0]
+        run_shard: int | None = None
+        write_start: int | None = None
+        write_topic_ids: set[int] = set()
+        for offset, total_len, type_, flags, topic_id, _, _, node_len, tag_len, data_len in frames:
+            if write_start is None:
+                write_start = offset
+                write_topic_ids = {topic_id}
+            elif topic_id not in write_topic_ids:
+                write_topic_ids.add(topic_id)
+            if type_ == FrameType.TOPIC_CREATE:
+                data_at = offset + HEADER_LEN + node_len + tag_len
+                body = msgspec.msgpack.decode(batch.buffer[data_at : data_at + data_len], type=_CreateName)
+                self._owners[topic_id] = self._owner(body.name)
+            if flags & FLAG_MORE:
+                continue
+            shard = self._shard_of_write(batch, write_start, write_topic_ids)
+            if shard != run_shard or write_start != run_end:
+                if run_shard is not None:
+                    pieces.setdefault(run_shard, []).append(batch.buffer[run_start:run_end])
+                run_start, run_shard = write_start, shard
+            run_end = offset + total_len
+            write_start = None
+        if run_shard is not None:
+            pieces.setdefault(run_shard, []).append(batch.buffer[run_start:run_end])
+        for shard, buffers in pieces.items():
+            writer = self._writer(shard)
+            writer.commit(writer.plan([len(buffer) for buffer in buffers]), buffers, sync=False)
+
+    def close(self) -> None:
+        """All that was copied is on the disk afterwards."""
+        for writer in self._writers.values():
+            writer.close()
+
+    def _shard_of_write(self, batch: RecoveredFile, offset: int, topic_ids: set[int]) -> int:
+        try:
+            shards = {self._owners[topic_id] for topic_id in topic_ids}
+        except KeyError as missing:
+            raise RefusedLog(
+                batch.path,
+                f"{batch.path}: the write at offset {offset} is of topic {missing.args[0]:#x}, which the log never "
+                f"created; start with the former TOPICS_WAL_SHARDS or restore the log from a copy",
+            ) from None
+        if len(shards) > 1:
+            raise RefusedLog(
+                batch.path,
+                f"{batch.path}: the write at offset {offset} is of topics that {self._shards} shards would part; "
+                f"start with the former TOPICS_WAL_SHARDS",
+            )
+        return shards.pop()
+
+    def _writer(self, shard: int) -> WalWriter:
+        writer = self._writers.get(shard)
+        if writer is None:
+            writer = self._writers[shard] = WalWriter.open(
+                self._fs,
+                layout.group_dir_in(self._root, shard, self._shards),
+                WalIdentity(shard, self._shards, self._boot_id),
+                None,
+                file_bytes=self._file_bytes,
+            )
+        return writer
+
+
+def _find(fs: FileSystem, root: str) -> list[_Found]:
+    """All logs below `root`, flat or sharded. Raises RefusedLog when one of a set is missing."""
+    groups = layout.discover_groups(fs, root)
+    found: list[_Found] = []
+    for group in groups:
+        path = os.path.join(group.path, layout.log_name(1))
+        try:
+            shards = _shards_of(fs, group)
+        except NotALogFile as error:
+            raise RefusedLog(path, f"{path}: not a log file: {error}; restore it from a copy") from error
+        if shards is not None:
+            found.append(_Found(group.shard, shards, group.path))
+    paths = {group.path for group in groups}
+    for _, shards, path in found:
+        for shard in range(shards):
+            expected = layout.group_dir_in(root, shard, shards)
+            if expected not in paths:
+                raise RefusedLog(
+                    expected, f"{expected}: the log of shard {shard} is missing ({path} is one of {shards}); restore it"
+                )
+    return found
+
+
+def _shards_of(fs: FileSystem, group: layout.Group) -> int | None:
+    """The shard count a log was written under, None when it has no file yet."""
+    numbers = layout.list_log_files(fs, group.path)
+    if not numbers:
+        return None
+    path = layout.log_path(group.path, numbers[0])
+    fd = fs.open(path, os.O_RDONLY)
+    try:
+        return parse_file_start(path, fs.pread(fd, _HEAD_BYTES, 0))[0].shards
+    finally:
+        fs.close(fd)
+
+
+def _finish_swap(fs: FileSystem, data_dir: str) -> list[str]:
+    """Whatever an interrupted run left becomes one `wal`, the old or the new."""
+    root, new_root, old_root = (
+        os.path.join(data_dir, name) for name in (layout.WAL_NAME, layout.NEW_WAL_NAME, layout.OLD_WAL_NAME)
+    )
+    if fs.exists(old_root) and not fs.exists(root):
+        fs.rename(new_root if fs.exists(new_root) else old_root, root)
+        fs.fsync_dir(data_dir)
+    _remove_logs(fs, new_root)
+    return _remove_old(fs, data_dir)
+
+
+def _remove_old(fs: FileSystem, data_dir: str) -> list[str]:
+    """Removes `wal.old`, but never a file that is not part of a log: it stays under another name then."""
+    old_root = os.path.join(data_dir, layout.OLD_WAL_NAME)
+    _remove_logs(fs, old_root)
+    if not fs.exists(old_root):
+        return []
+    kept = next(
+        path for number in range(1, 1_000_000) if not fs.exists(path := f"{layout.wal_dir(data_dir)}.kept-{number}")
+    )
+    fs.rename(old_root, kept)
+    fs.fsync_dir(data_dir)
+    return [f"{kept}: holds files that are not part of a log; they were left alone"]
+
+
+def _remove_logs(fs: FileSystem, root: str) -> None:
+    if not fs.exists(root):
+        return
+    for directory in [*(group.path for group in layout.discover_groups(fs, root) if group.path != root), root]:
+        names = fs.listdir(directory)
+        ours = [name for name in names if layout.belongs_to_log(name)]
+        for name in ours:
+            fs.unlink(os.path.join(directory, name))
+        if len(ours) == len(names):
+            fs.rmdir(directory)
+        fs.fsync_dir(os.path.dirname(directory))
