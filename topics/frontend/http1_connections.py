@@ -1,0 +1,53 @@
+"""All HTTP/1.1 connections of one process: counted, drained, waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from topics.frontend.http1 import Http1Protocol
+
+
+class Connections:
+    """Every HTTP/1.1 connection of this process: counts them, drains them, says when all are gone."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.requests = 0
+        self.open: set[Http1Protocol] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        """Running app calls; the loop itself keeps only weak references."""
+        self._changed = asyncio.Event()
+
+    def begin_drain(self) -> None:
+        """Close what is idle; what is busy finishes its request with `connection: close`. Can be repeated."""
+        self.draining = True
+        for connection in list(self.open):
+            connection.drain()
+
+    async def wait_closed(self) -> None:
+        """Until no connection and no request is left. Starts no drain by itself and has no time limit."""
+        while self.open or self.tasks:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def abort(self) -> None:
+        """Cut all that is left. Requests that are not yet answered get `503 shutting_down`."""
+        if tasks := list(self.tasks):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=1.0)
+        for connection in list(self.open):
+            connection.close_now()
+
+    def forget(self, connection: Http1Protocol) -> None:
+        """The connection is closed, or is no longer ours."""
+        self.open.discard(connection)
+        self._changed.set()
+
+    def task_done(self) -> None:
+        """The current task, an app call, is at its end."""
+        self.tasks.discard(cast("asyncio.Task[None]", asyncio.current_task()))
+        if self.draining:
+            self._changed.set()

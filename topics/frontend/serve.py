@@ -1,0 +1,156 @@
+"""Listeners, life span and drain of a frontend's HTTP; and what stays Hypercorn's: h2c, WebSocket, and the stock
+server.
+
+One path serves both settings of `http_protocol`: with `httptools` a connection starts as ours (`http1`) and is handed
+to Hypercorn when it turns out to be another protocol; with `stock` it is Hypercorn's from its first byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import structlog
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.asyncio.lifespan import Lifespan
+from hypercorn.asyncio.tcp_server import TCPServer
+from hypercorn.asyncio.worker_context import WorkerContext
+from hypercorn.config import Config
+
+from topics.frontend.http1 import Http1Factory
+from topics.frontend.http1_connections import Connections
+from topics.frontend.http1_exchange import AsgiApp
+from topics.frontend.http1_parser import HttpLimits
+
+HttpProtocol = Literal["httptools", "stock"]
+
+log = structlog.get_logger("topics.http")
+
+
+async def serve(
+    app: AsgiApp,
+    sockets: list[socket.socket],
+    limits: HttpLimits,
+    http_protocol: HttpProtocol,
+    shutdown: asyncio.Event,
+    *,
+    grace_ms: int = 10_000,
+    connections: Connections | None = None,
+    on_ready: Callable[[], None] | None = None,
+) -> None:
+    """Serve `app` on bound sockets, which other processes may share, until `shutdown`; then drain and return.
+
+    Draining has `grace_ms`; what is not done by then is cut, requests not yet answered get `503 shutting_down`.
+    `connections` counts and holds the HTTP/1.1 connections (the caller may pass its own to read them); `on_ready` is
+    called once when the app has started and the sockets are being listened on. The sockets are closed at the end.
+    Raises what the app's start raises.
+    """
+    loop = asyncio.get_running_loop()
+    config = _hypercorn_config(limits)
+    state: dict[str, Any] = {}
+    lifespan = Lifespan(ASGIWrapper(cast(Any, app)), config, loop, state)
+    lifespan_task = loop.create_task(lifespan.handle_lifespan())
+    await lifespan.wait_for_startup()
+    if lifespan_task.done():
+        lifespan_task.result()  # an app without life span has ended without an error
+
+    connections = connections if connections is not None else Connections()
+    others = HypercornConnections(app, config, state, limits)
+    factory: Callable[[], asyncio.BaseProtocol] = (
+        others.protocol if http_protocol == "stock" else Http1Factory(app, limits, connections, others.take, state)
+    )
+    servers = [await loop.create_server(factory, sock=sock, backlog=1024) for sock in sockets]
+    try:
+        if on_ready is not None:
+            on_ready()
+        await shutdown.wait()
+    finally:
+        for server in servers:
+            server.close()
+        connections.begin_drain()
+        await others.begin_drain()
+        try:
+            async with asyncio.timeout(grace_ms / 1000):
+                await connections.wait_closed()
+                await others.wait_closed()
+        except TimeoutError:
+            log.warning(
+                "connections were cut at the end of the grace period",
+                grace_ms=grace_ms,
+                requests=len(connections.tasks),
+                connections=len(connections.open) + len(others.tasks),
+            )
+        finally:
+            await connections.abort()
+            await others.abort()
+            await lifespan.wait_for_shutdown()
+            lifespan_task.cancel()
+            await asyncio.gather(lifespan_task, return_exceptions=True)
+
+
+class HypercornConnections:
+    """Connections that Hypercorn's own protocols serve."""
+
+    def __init__(self, app: AsgiApp, config: Config, state: dict[str, Any], limits: HttpLimits) -> None:
+        self._app = ASGIWrapper(cast(Any, app))
+        self._config = config
+        self._state = state
+        self._limits = limits
+        self._loop = asyncio.get_running_loop()
+        self._context = WorkerContext(None)
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def protocol(self) -> asyncio.StreamReaderProtocol:
+        """The protocol of a connection that is Hypercorn's."""
+        reader = asyncio.StreamReader(limit=self._limits.read_high_water_bytes, loop=self._loop)
+        return asyncio.StreamReaderProtocol(reader, self._connected, self._loop)
+
+    def take(self, transport: asyncio.Transport, data: bytes) -> None:
+        """Take over an open transport and the bytes that were read from it."""
+        protocol = self.protocol()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        protocol.data_received(data)
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.set_write_buffer_limits(high=self._limits.write_high_water_bytes)
+        task = self._loop.create_task(self._serve(reader, writer))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await TCPServer(self._app, self._loop, self._config, self._context, self._state, reader, writer)
+        except Exception:
+            log.exception("connection failed")
+
+    async def begin_drain(self) -> None:
+        """Close what is idle, and what is busy when it becomes so."""
+        await self._context.terminated.set()
+
+    async def wait_closed(self) -> None:
+        """Until no connection is left."""
+        while self.tasks:
+            await asyncio.wait(self.tasks)
+
+    async def abort(self) -> None:
+        """Cut all that is left."""
+        if tasks := list(self.tasks):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=1.0)
+
+
+def _hypercorn_config(limits: HttpLimits) -> Config:
+    config = Config()
+    config.errorlog = logging.getLogger("topics.http")
+    config.include_date_header = False
+    config.include_server_header = False
+    config.keep_alive_timeout = limits.keep_alive_timeout_ms / 1000
+    config.keep_alive_max_requests = 2**62  # the default closes busy connections
+    config.h11_max_incomplete_size = limits.max_header_bytes
+    config.h2_max_header_list_size = limits.max_header_bytes
+    return config
