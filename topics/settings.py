@@ -55,6 +55,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     test_min_heartbeat_ms: int = 1000
     accept_data_loss: bool = False
 
+    @property
+    def frontend_grace_ms(self) -> int:
+        """How much of the grace a frontend gives what is in flight; the rest is for the shards behind it."""
+        return self.shutdown_grace_ms // 2
+
     def masked(self) -> dict[str, Any]:
         """Every setting by name, fit for a log line. This version has no setting that holds a secret."""
         return msgspec.structs.asdict(self)

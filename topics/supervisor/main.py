@@ -72,10 +72,11 @@ def _serve(
         behind.callback(_remove, settings.port_file)
     _logger.info("listening", address=address)
 
+    reshard = _needs_reshard(settings, mains)
     # What exists now is shared with the children page by page, as long as no collector touches it.
     gc.collect()
     gc.freeze()
-    exit_code = Supervisor(settings, mains, shared, listeners, clock, signals).run()
+    exit_code = Supervisor(settings, mains, shared, listeners, clock, signals).run(reshard=reshard)
     header.set("state", ProcessState.STOPPED)
     _logger.info("stopped", exit=exit_code)
     return exit_code
@@ -115,6 +116,13 @@ def _share(settings: Settings, statvfs: StatVfs) -> SharedMemory:
         return SharedMemory.create(identity, settings.wal_shards, settings.frontends, settings.ring_bytes)
     except OSError as error:
         raise StartError(f"shared memory cannot be made in {names.SHM_ROOT}: {error.strerror}") from error
+
+
+def _needs_reshard(settings: Settings, mains: ChildMains) -> bool:
+    try:
+        return mains.needs_reshard(settings)
+    except OSError as error:
+        raise StartError(f"data directory {settings.data_dir} cannot be read: {error}") from error
 
 
 def _remove(path: str) -> None:

@@ -18,8 +18,10 @@ from topics.supervisor.signals import STOP, Signals
 EXIT_OK: Final = 0
 EXIT_FORCED: Final = 4
 """The service stopped, but not every process did so by itself in time."""
-FRONTEND_SHARE: Final = (2, 3)
-"""How much of the grace the frontends may use; the rest is for the shards to drain and sync."""
+FRONTEND_SHARE: Final = (3, 4)
+"""How much of the grace may pass before a frontend is killed, which has half of it by its own account
+(Settings.frontend_grace_ms); the rest is for the shards to drain and sync.
+"""
 
 _logger = log.get_logger()
 
@@ -51,10 +53,10 @@ class Supervisor:
         self._stopping: list[tuple[list[Child], int]] | None = None
         self._signalled = False
 
-    def run(self) -> int:
-        """Exit code of the service, once no child is left."""
+    def run(self, *, reshard: bool) -> int:
+        """Exit code of the service, once no child is left. `reshard`: the logs want another layout first."""
         try:
-            self._start()
+            self._start(reshard)
             while not self._stopped():
                 self._on_signal(self._signals.wait(self._timeout_ms()))
                 self._reap()
@@ -88,10 +90,10 @@ class Supervisor:
 
         return Child("reshard", 0, main, None, self._clock)
 
-    def _start(self) -> None:
+    def _start(self, reshard: bool) -> None:
         for child in self._frontends:
             child.start()
-        if self._mains.needs_reshard(self._settings):
+        if reshard:
             _logger.info("resharding", shards=self._settings.wal_shards)
             self._header.set("state", ProcessState.RECOVERING)
             self._reshard = self._resharder()

@@ -1,0 +1,52 @@
+"""The resharding process, on real logs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from topics.settings import MIB, Settings, load
+from topics.shm import names
+from topics.shm.control import EXIT_REFUSED
+from topics.shm.instance import SharedMemory
+from topics.storage import layout
+from topics.storage.filesystem import OsFileSystem, boot_id
+from topics.storage.logfile import WalIdentity
+from topics.storage.wal import WalWriter
+from topics.supervisor import resharding
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[SharedMemory]:
+    made = SharedMemory.create(names.identity(str(tmp_path)), shards=2, frontends=1, ring_bytes=64 * 1024)
+    yield made
+    made.destroy()
+
+
+def settings(data_dir: Path, shards: int) -> Settings:
+    return load({}, {"data_dir": str(data_dir), "wal_shards": str(shards), "wal_file_bytes": "1MiB"})
+
+
+def test_once_for_each_change_of_the_shard_count(tmp_path: Path, shared: SharedMemory) -> None:
+    for shards in (2, 3, 1, 2):
+        assert resharding.is_needed(settings(tmp_path, shards))
+        assert resharding.run(settings(tmp_path, shards), shared) == 0
+        assert not resharding.is_needed(settings(tmp_path, shards))
+        assert shared.control.header.get("reshard_ppm") == 1_000_000
+
+
+def test_a_missing_log_is_refused(tmp_path: Path, shared: SharedMemory) -> None:
+    assert resharding.run(settings(tmp_path, 3), shared) == 0
+    for shard in range(3):
+        directory = layout.group_dir(str(tmp_path), shard, 3)
+        WalWriter.open(OsFileSystem(), directory, WalIdentity(shard, 3, boot_id()), None, file_bytes=MIB).close()
+    shutil.rmtree(tmp_path / "wal" / "shard-01")
+    assert resharding.run(settings(tmp_path, 2), shared) == EXIT_REFUSED
+
+
+def test_a_disk_that_does_not_answer_is_tried_again_not_refused(tmp_path: Path, shared: SharedMemory) -> None:
+    (tmp_path / "wal.new").write_text("in the way of the new directory")
+    assert resharding.run(settings(tmp_path, 2), shared) == 1

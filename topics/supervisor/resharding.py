@@ -1,0 +1,50 @@
+"""The one-off process that brings the logs into the layout of this start's shard count, before any shard runs."""
+
+from __future__ import annotations
+
+from topics import log
+from topics.core.names import owner_shard
+from topics.settings import Settings
+from topics.shm.control import EXIT_REFUSED
+from topics.shm.instance import SharedMemory
+from topics.storage import reshard
+from topics.storage.filesystem import OsFileSystem, boot_id
+from topics.storage.logfile import RefusedLog
+from topics.storage.wal import WalSyncError, WalWriteError
+
+_logger = log.get_logger()
+
+
+def is_needed(settings: Settings) -> bool:
+    """Whether the logs were written under another shard count, or are new."""
+    return reshard.needs_reshard(OsFileSystem(), settings.data_dir, settings.wal_shards)
+
+
+def run(settings: Settings, shared: SharedMemory) -> int:
+    """The process. EXIT_REFUSED when a log must not be used as it is; killed at any moment, it can be repeated."""
+    header = shared.control.header
+
+    def progress(share: float) -> None:
+        # While it runs this process is the only writer of that word.
+        header.set("reshard_ppm", int(share * 1e6))
+
+    try:
+        report = reshard.reshard(
+            OsFileSystem(),
+            settings.data_dir,
+            settings.wal_shards,
+            boot_id(),
+            lambda name: owner_shard(name, settings.wal_shards),
+            progress,
+            file_bytes=settings.wal_file_bytes,
+            accept_data_loss=settings.accept_data_loss,
+        )
+    except RefusedLog as error:
+        _logger.error("the log cannot be used as it is", reason=str(error))
+        return EXIT_REFUSED
+    except (WalWriteError, WalSyncError, OSError) as error:
+        _logger.error("resharding failed", reason=str(error))
+        return 1
+    for line in report:
+        _logger.warning("resharding", note=line)
+    return 0
