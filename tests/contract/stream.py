@@ -146,6 +146,6 @@ def follow(service: Service, topics: dict[str, Any], **body: Any) -> Stream:
     return Stream(service.url, watch(service.client, topics, **body)["wid"])
 
 
-def connections(service: Service) -> int:
-    """Open connections of all frontends, as `status` counts them."""
-    return sum(int(frontend["connections"]) for frontend in service.status()["frontends"])
+def open_streams(service: Service) -> dict[int, int]:
+    """How many event streams each frontend holds, as `status` counts them."""
+    return {frontend["index"]: frontend["sse_connections"] for frontend in service.status()["frontends"]}

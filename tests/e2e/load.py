@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from typing import Self
@@ -26,6 +27,11 @@ class Client(threading.Thread):
         assert not self.is_alive(), f"{self.name} hangs"
 
 
+def longest_gap_ms(times_s: list[float]) -> float:
+    """The longest time between two successive ones."""
+    return max((later - earlier for earlier, later in itertools.pairwise(times_s)), default=0.0) * 1000
+
+
 class Writer(Client):
     """Writes unique values, one a request, never again: a request without an answer leaves its value in doubt."""
 
@@ -34,6 +40,7 @@ class Writer(Client):
         self._url = url
         self._topic = topic
         self.acked: dict[str, int] = {}
+        self.ack_times_s: list[float] = []
         self.in_doubt: list[str] = []
         self.refused: list[str] = []
 
@@ -50,6 +57,7 @@ class Writer(Client):
                 continue
             if answer.status_code in (200, 201):
                 self.acked[value] = int(answer.json()["first_seq"])
+                self.ack_times_s.append(time.monotonic())
             else:
                 self.refused.append(f"{value}: {answer.status_code} {answer.text}")
         client.close()
@@ -58,8 +66,8 @@ class Writer(Client):
 class Reader(Client):
     """Reads the same first page of a topic again and again, each time on a new connection.
 
-    `answers` are the monotonic times of good answers, `wrong` whatever else was answered, `dropped` the connections
-    that broke: only a killed frontend may break one.
+    `answer_times_s` are the monotonic times of good answers, `wrong` whatever else was answered, `dropped` the
+    connections that broke: only a killed frontend may break one.
     """
 
     def __init__(self, url: str, topic: str, expected: int) -> None:
@@ -67,7 +75,7 @@ class Reader(Client):
         self._url = url
         self._topic = topic
         self._expected = expected
-        self.answers: list[float] = []
+        self.answer_times_s: list[float] = []
         self.wrong: list[str] = []
         self.dropped = 0
 
@@ -82,14 +90,10 @@ class Reader(Client):
                 self.dropped += 1
                 continue
             if answer.status_code == 200 and len(answer.json()["records"]) == self._expected:
-                self.answers.append(time.monotonic())
+                self.answer_times_s.append(time.monotonic())
             else:
                 self.wrong.append(f"{answer.status_code} {answer.text[:300]}")
         client.close()
-
-    def longest_gap_ms(self) -> float:
-        pairs = zip(self.answers, self.answers[1:], strict=False)
-        return max((later - earlier for earlier, later in pairs), default=0.0) * 1000
 
 
 class Load:
@@ -122,11 +126,11 @@ class Load:
     def wait_progress(self, acks: int = 10) -> None:
         """Until every writer has so many more acks than now, and every reader one more answer."""
         acked = {writer.name: len(writer.acked) + acks for writer in self.writers.values()}
-        answered = {reader.name: len(reader.answers) + 1 for reader in self.readers}
+        answered = {reader.name: len(reader.answer_times_s) + 1 for reader in self.readers}
 
         def moved_on() -> bool:
             return all(len(writer.acked) >= acked[writer.name] for writer in self.writers.values()) and all(
-                len(reader.answers) >= answered[reader.name] for reader in self.readers
+                len(reader.answer_times_s) >= answered[reader.name] for reader in self.readers
             )
 
         poll("every writer and reader to move on", moved_on, 30.0)
