@@ -1,4 +1,4 @@
-"""Imports go one way: core ← storage, shm ← processes, which do not import each other; the supervisor forks them all."""
+"""Imports go one way: core ← storage, shm ← processes that do not import each other; the supervisor forks them all."""
 
 from __future__ import annotations
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from topics.settings import (
@@ -225,3 +227,17 @@ def test_data_loss_is_accepted_on_the_command_line_only() -> None:
 
 def test_masked_names_every_setting() -> None:
     assert set(read().masked()) == set(Settings.__struct_fields__)
+
+
+def test_the_handbook_lists_every_variable_with_its_default() -> None:
+    handbook = (Path(__file__).parent.parent / "docs" / "operations.md").read_text()
+    rows = dict(re.findall(r"^\| `TOPICS_(\w+)` \| (.*?) \|", handbook, re.MULTILINE))
+    assert {name.lower() for name in rows} == set(VARIABLES)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(Settings)}
+    for name, shown in rows.items():
+        default = defaults[name.lower()]
+        if default is None:
+            assert shown == "none"
+        elif default is not msgspec.NODEFAULT:
+            parsed = VARIABLES[name.lower()].parse(shown.strip("`"))
+            assert (parsed[0] if name == "HOST" else parsed) == default, name

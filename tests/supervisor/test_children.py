@@ -1,6 +1,9 @@
-"""The pauses between restarts, as values."""
+"""Pauses between restarts, as values; and a child that never comes back into its parent's code."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import pytest
 
@@ -31,3 +34,28 @@ def test_a_long_life_starts_over() -> None:
 )
 def test_exit_codes_in_words(code: int, shown: str) -> None:
     assert show_exit(code) == shown
+
+
+@pytest.mark.parametrize(
+    ("body", "exit_code"),
+    [
+        ("return 5", 5),
+        ("raise RuntimeError('planned')", 70),
+        ("sys.exit(3)", 70),
+        ("sys.stdout.close(); return 6", 6),
+        ("sys.stderr = None; raise RuntimeError('planned')", 70),
+    ],
+)
+def test_a_child_ends_where_it_began(body: str, exit_code: int) -> None:
+    program = f"""
+import os, sys
+from topics import log
+from topics.supervisor.children import exit_code_of, fork
+def main():
+    {body}
+log.configure("error", "json")
+pid = fork("child", 0, main)
+print(exit_code_of(os.waitpid(pid, 0)[1]))
+"""
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout == f"{exit_code}\n"

@@ -170,9 +170,11 @@ def fork(name: str, index: int, main: Callable[[], int]) -> int:
     except BaseException:
         _logger.exception("process crashed")
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(exit_code)
 
 
 def _settle(name: str, index: int, parent_pid: int) -> None:
