@@ -208,6 +208,16 @@ def logical_view(ref: TopicRef, now_ms: int) -> TopicView:
     )
 
 
+def has_expired(ref: TopicRef, now_ms: int) -> bool:
+    """Whether records have expired that the shard still counts."""
+    ttl_ms, view = ref.config.ttl_ms, ref.view
+    if not ttl_ms or view.earliest_seq > view.head_seq:
+        return False
+    oldest_ts = ref.arena.ts_at(view, view.earliest_seq)
+    # None: the shard has moved on since `view`; it may be for this very reason.
+    return oldest_ts is None or now_ms - oldest_ts > ttl_ms
+
+
 def floor_tombstone(view: TopicView, from_seq: int) -> Tombstone | None:
     """What a reader at `from_seq` has lost to the floors (api §3.3)."""
     if from_seq > view.head_seq:

@@ -1,0 +1,92 @@
+"""Answers: JSON bodies, the error envelope, compression for those who ask."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import time
+from typing import Any, Final
+
+import msgspec
+
+from topics.core.errors import RETRY_AFTER_S, TopicsError
+from topics.frontend.bodies import Headers
+from topics.frontend.http1_exchange import Send
+
+HeaderList = list[tuple[bytes, bytes]]
+
+GZIP_MIN_BYTES: Final = 1024
+_GZIP_INLINE_BYTES_MAX: Final = 32 * 1024
+_GZIP_LEVEL: Final = 1
+"""A page of JSON packs well at any level; the first costs the least."""
+_JSON: Final = (b"content-type", b"application/json")
+
+encode_json = msgspec.json.Encoder().encode
+
+
+def elapsed_ms(started_ns: int) -> float:
+    """Since `started_ns` (time.perf_counter_ns), to the microsecond."""
+    return (time.perf_counter_ns() - started_ns) // 1000 / 1000
+
+
+async def send_json(
+    send: Send, request_headers: Headers, status: int, body: bytes, headers: HeaderList | None = None
+) -> None:
+    """The whole answer; packed when it is worth it and the client takes gzip."""
+    head = [_JSON]
+    if headers:
+        head += headers
+    if len(body) >= GZIP_MIN_BYTES:
+        accepted = request_headers.get(b"accept-encoding")
+        if accepted is not None:
+            head.append((b"vary", b"accept-encoding"))
+            if accepts_gzip(accepted):
+                head.append((b"content-encoding", b"gzip"))
+                if len(body) <= _GZIP_INLINE_BYTES_MAX:
+                    body = gzip.compress(body, _GZIP_LEVEL, mtime=0)
+                else:
+                    body = await asyncio.to_thread(gzip.compress, body, _GZIP_LEVEL, mtime=0)
+    head.append((b"content-length", b"%d" % len(body)))
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_object(
+    send: Send, request_headers: Headers, status: int, answer: dict[str, Any], started_ns: int
+) -> None:
+    """An answer off the hot paths, its `performance` block added (api §0.7)."""
+    answer["performance"] = {"server_total_ms": elapsed_ms(started_ns)}
+    await send_json(send, request_headers, status, encode_json(answer))
+
+
+async def send_error(
+    send: Send, request_headers: Headers, error: TopicsError, headers: HeaderList | None = None
+) -> None:
+    """The envelope of api §0.6."""
+    head = list(headers or ())
+    retry_after_s = RETRY_AFTER_S.get(error.code)
+    if retry_after_s is not None:
+        head.append((b"retry-after", b"%d" % retry_after_s))
+    await send_json(send, request_headers, error.status, error_body(error), head)
+
+
+def error_body(error: TopicsError) -> bytes:
+    content: dict[str, Any] = {"code": error.code, "message": error.message}
+    if error.detail is not None:
+        content["detail"] = error.detail
+    return encode_json({"error": content})
+
+
+def accepts_gzip(accept_encoding: bytes) -> bool:
+    """Whether `gzip` (or `*`) is listed with a weight above zero."""
+    chosen = False
+    for part in accept_encoding.lower().split(b","):
+        coding, _, parameters = part.partition(b";")
+        name = coding.strip()
+        if name in (b"gzip", b"x-gzip", b"*"):
+            weight = parameters.strip().removeprefix(b"q=").strip(b"0.")
+            acceptable = not parameters.strip() or bool(weight)
+            if name != b"*":
+                return acceptable
+            chosen = acceptable
+    return chosen

@@ -1,0 +1,144 @@
+"""Which handler answers a request, and what becomes of one that fails.
+
+The two routes that carry the load are found by their path alone; everything else goes through Starlette's router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol
+
+from starlette.routing import Route, Router
+
+from topics.core.errors import TopicsError
+from topics.frontend.answers import send_error
+from topics.frontend.append import AppendRoute
+from topics.frontend.bodies import ClientGoneError
+from topics.frontend.diff import DiffRoute
+from topics.frontend.http1_exchange import Receive, Scope, Send
+from topics.frontend.probes import ProbeRoutes
+from topics.frontend.topics import TopicRoutes
+from topics.log import get_logger
+from topics.shm.control import ProcessCell
+
+Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
+NamedEndpoint = Callable[[str, Scope, Receive, Send], Awaitable[None]]
+
+_TOPICS: Final = "/v0/topics/"
+_DIFF: Final = "/diff"
+
+_log = get_logger()
+
+
+class WatchEndpoints(Protocol):
+    """`POST /v0/watch` and `GET /v0/watch/:wid` (api §7)."""
+
+    async def create(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    async def stream(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
+class App:
+    """The ASGI application of a frontend."""
+
+    def __init__(
+        self,
+        append: AppendRoute,
+        diff: DiffRoute,
+        topics: TopicRoutes,
+        watch: WatchEndpoints | None,
+        probes: ProbeRoutes,
+        cell: ProcessCell,
+    ) -> None:
+        self._append = append
+        self._diff = diff
+        self._cell = cell
+        health, ready = Resource(GET=probes.health), Resource(GET=probes.ready)
+        one_topic = Resource(GET=topics.get, PUT=topics.put, DELETE=topics.delete, POST=_of_topic(append))
+        self._router = Router(
+            [
+                Route("/v0/topics", Resource(GET=topics.list_all)),
+                Route("/v0/topics/{topic}", one_topic),
+                Route("/v0/topics/{topic}/diff", Resource(POST=_of_topic(diff))),
+                *(
+                    []
+                    if watch is None
+                    else [
+                        Route("/v0/watch", Resource(POST=watch.create)),
+                        Route("/v0/watch/{wid}", Resource(GET=watch.stream)),
+                    ]
+                ),
+                *(Route(path, health) for path in ("/v0/health", "/healthz")),
+                *(Route(path, ready) for path in ("/v0/ready", "/readyz")),
+            ],
+            redirect_slashes=False,
+            default=_no_such_path,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._router(scope, receive, send)
+            return
+        self._cell.add("requests")
+        try:
+            if scope["method"] == "POST" and scope["path"].startswith(_TOPICS):
+                name: str = scope["path"][len(_TOPICS) :]
+                if name and "/" not in name:
+                    await self._append(name, scope, receive, send)
+                    return
+                if name.endswith(_DIFF) and 0 < name.index("/") == len(name) - len(_DIFF):
+                    await self._diff(name[: -len(_DIFF)], scope, receive, send)
+                    return
+            await self._router(scope, receive, send)
+        except TopicsError as error:
+            await self._refuse(error, scope, send)
+        except (ClientGoneError, ConnectionError):
+            return
+        except Exception:  # noqa: BLE001 — whatever it is, the client gets an answer and the operator a line
+            _log.exception("request failed", method=scope["method"], path=scope["path"])
+            await self._refuse(TopicsError("internal", "the request failed inside the server"), scope, send)
+
+    async def _refuse(self, error: TopicsError, scope: Scope, send: Send) -> None:
+        self._cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
+        allow = error.detail.get("allow") if error.detail else None
+        headers = None if allow is None else [(b"allow", str(allow).encode())]
+        await send_error(send, dict(scope["headers"]), error, headers)
+
+
+class Resource:
+    """One path: an endpoint for each method it knows."""
+
+    def __init__(self, **methods: Endpoint) -> None:
+        self._methods = dict(methods)
+        if "GET" in methods:
+            # The server drops the body (RFC 9110 §9.3.2).
+            self._methods["HEAD"] = methods["GET"]
+        self._allow = ", ".join(sorted([*self._methods, "OPTIONS"]))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._methods.get(scope["method"])
+        if endpoint is not None:
+            await endpoint(scope, receive, send)
+        elif scope["method"] == "OPTIONS":
+            await send({"type": "http.response.start", "status": 204, "headers": [(b"allow", self._allow.encode())]})
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            raise TopicsError(
+                "method_not_allowed",
+                f"{scope['path']} does not know {scope['method'][:32]}, only {self._allow}",
+                {"allow": self._allow},
+            )
+
+
+def _of_topic(endpoint: NamedEndpoint) -> Endpoint:
+    async def with_name(scope: Scope, receive: Receive, send: Send) -> None:
+        await endpoint(scope["path_params"]["topic"], scope, receive, send)
+
+    return with_name
+
+
+async def _no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close"})
+        return
+    raise TopicsError("not_found", f"there is nothing at {scope['path'][:300]}")

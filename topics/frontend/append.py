@@ -1,0 +1,163 @@
+"""`POST /v0/topics/:t`: the write (api §2). The hottest route: plain ASGI, one decode, one copy into the ring."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import msgspec
+from starlette.datastructures import QueryParams
+
+from topics.core.config import TopicConfig, parse_config
+from topics.core.errors import TopicsError, invalid
+from topics.core.names import check_topic_name, owner_shard
+from topics.frontend import wire
+from topics.frontend.answers import elapsed_ms, send_json
+from topics.frontend.bodies import read_body
+from topics.frontend.gateway import Gateway
+from topics.frontend.http1_exchange import Receive, Scope, Send
+from topics.frontend.query import flag
+from topics.frontend.wire import AppendBody, RecordBody
+from topics.settings import Settings
+from topics.shm.control import ProcessCell
+from topics.shm.messages import AppendReply
+from topics.storage.frame import LaidOut, lay_out
+
+KEY_MAX_CHARS: Final = 256
+META_MAX_KEYS: Final = 64
+
+FrameParts = tuple[bytes, bytes, msgspec.Raw, msgspec.Raw | bytes]
+"""node, tag, data, meta as `lay_out` takes them."""
+
+
+class AppendRoute:
+    """Validates, lays the frames out, has the shard commit them, answers."""
+
+    def __init__(self, gateway: Gateway, settings: Settings, cell: ProcessCell) -> None:
+        self._gateway = gateway
+        self._settings = settings
+        self._cell = cell
+
+    async def __call__(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        headers = dict(scope["headers"])
+        check_topic_name(name)
+        body = await read_body(receive, headers, self._settings.max_body_bytes)
+        request = wire.decode_append(body)
+        query = scope["query_string"]
+        with_seqs = flag(QueryParams(query), "return_seqs", True) if query else True
+        key = _key(request, headers.get(b"idempotency-key"))
+        config = _config(request, name)
+        records = self._lay_out(request, len(body))
+        reply = await self._gateway.submit_append(
+            owner_shard(name, self._gateway.shards),
+            name.encode(),
+            request.create,
+            request.if_head_seq,
+            key,
+            config,
+            records,
+        )
+        self._cell.add("records_in", records.count)
+        await send_json(send, headers, 201 if reply.created else 200, _answer(name, reply, with_seqs, started_ns))
+
+    def _lay_out(self, request: AppendBody, body_bytes: int) -> LaidOut:
+        """Frames of all records, each within its limits (api §2.3)."""
+        settings = self._settings
+        records = request.records
+        if not records:
+            raise invalid("records must hold at least one record", field="records")
+        if len(records) > settings.max_batch_records:
+            raise TopicsError(
+                "batch_too_large",
+                f"a write has at most {settings.max_batch_records} records, not {len(records)}",
+                {"max_batch_records": settings.max_batch_records},
+            )
+        node = b"" if request.node is None else self._node(request.node, "node")
+        # A body that is no longer than one record may be holds none that is too long.
+        if body_bytes > settings.max_record_bytes:
+            self._check_sizes(records)
+        return lay_out(
+            [
+                (node, b"", record.data, b"")
+                if record.node is None and record.tag is None and record.meta is None
+                else self._with_attributes(record, node, at)
+                for at, record in enumerate(records)
+            ]
+        )
+
+    def _with_attributes(self, record: RecordBody, batch_node: bytes, at: int) -> FrameParts:
+        node = batch_node if record.node is None else self._node(record.node, f"records[{at}].node")
+        tag = b""
+        if record.tag is not None:
+            tag = record.tag.encode()
+            if len(tag) > self._settings.max_tag_bytes:
+                raise _too_long(f"records[{at}].tag", len(tag), self._settings.max_tag_bytes)
+        if record.meta is None:
+            return node, tag, record.data, b""
+        meta = wire.decode_meta(record.meta, f"records[{at}]")
+        if len(meta) > META_MAX_KEYS:
+            raise invalid(f"records[{at}].meta has {len(meta)} keys, at most {META_MAX_KEYS} are allowed", field="meta")
+        if len(record.meta) > self._settings.max_meta_bytes:
+            raise _too_long(f"records[{at}].meta", len(record.meta), self._settings.max_meta_bytes)
+        return node, tag, record.data, record.meta
+
+    def _node(self, node: str, field: str) -> bytes:
+        encoded = node.encode()
+        if len(encoded) > self._settings.max_node_bytes:
+            raise _too_long(field, len(encoded), self._settings.max_node_bytes)
+        return encoded
+
+    def _check_sizes(self, records: list[RecordBody]) -> None:
+        max_bytes = self._settings.max_record_bytes
+        for at, record in enumerate(records):
+            size = len(record.data) + (0 if record.meta is None else len(record.meta))
+            if size > max_bytes:
+                raise TopicsError(
+                    "record_too_large",
+                    f"records[{at}] has {size} bytes of data and meta, at most {max_bytes} are allowed",
+                    {"max_record_bytes": max_bytes},
+                )
+
+
+def _key(request: AppendBody, header: bytes | None) -> bytes:
+    """The idempotency key, b"" for none; the body's wins over the header's (api §0.9)."""
+    key = request.idempotency_key
+    if key is None:
+        if header is None:
+            return b""
+        try:
+            key = header.decode()
+        except UnicodeDecodeError:
+            raise invalid("the Idempotency-Key header is not UTF-8", field="Idempotency-Key") from None
+    if not 1 <= len(key) <= KEY_MAX_CHARS:
+        raise invalid(
+            f"an idempotency key has 1 to {KEY_MAX_CHARS} characters, not {len(key)}", field="idempotency_key"
+        )
+    return key.encode()
+
+
+def _config(request: AppendBody, name: str) -> TopicConfig | None:
+    if request.producer is not None:
+        raise invalid("producer: this version has no fenced writers, use idempotency_key", field="producer")
+    if request.config is None:
+        return None
+    return parse_config(msgspec.json.decode(request.config), name)[0]
+
+
+def _too_long(field: str, length: int, max_bytes: int) -> TopicsError:
+    return invalid(f"{field} has {length} bytes, at most {max_bytes} are allowed", field=field)
+
+
+def _answer(name: str, reply: AppendReply, with_seqs: bool, started_ns: int) -> bytes:
+    first, count = reply.first_seq, reply.count
+    seqs = f'"seqs":[{",".join(map(str, range(first, first + count)))}],' if with_seqs else ""
+    return (
+        f'{{"topic":"{name}","first_seq":{first},"last_seq":{first + count - 1},{seqs}"head_seq":{reply.head_seq},'
+        f'"count":{count},"created":{_BOOL[reply.created]},"deduped":{_BOOL[reply.deduped]},'
+        f'"durability":"{reply.durability}","performance":{{"server_total_ms":{elapsed_ms(started_ns)},'
+        f'"wal_append_ms":{reply.wal_us / 1000},"fsync_ms":{reply.fsync_us / 1000}}}}}'
+    ).encode()
+
+
+_BOOL: Final = ("false", "true")

@@ -1,0 +1,102 @@
+"""Request bodies: read whole, bounded, unpacked, of the right content type."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from typing import Final
+
+from topics.core.errors import TopicsError, invalid
+from topics.frontend.http1_exchange import Receive
+
+Headers = dict[bytes, bytes]
+
+_GZIP_WBITS: Final = 31
+_UNZIP_INLINE_BYTES_MAX: Final = 1024
+"""What is longer may unpack to more than a MiB: a thread does it, for the loop's sake."""
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its answer; there is nobody to tell."""
+
+
+async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes:
+    """The unpacked body, JSON by its content type where there is any (api §0.2).
+
+    Raises `payload_too_large`, `unsupported_media_type`, `invalid_request`; ClientGoneError.
+    """
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientGoneError
+    body: bytes = message.get("body", b"")
+    if message.get("more_body"):
+        body = await _read_rest(receive, body, max_bytes)
+    if len(body) > max_bytes:
+        raise _too_large(max_bytes)
+    if not body:
+        return body
+    _check_content_type(headers.get(b"content-type"))
+    encoding = headers.get(b"content-encoding")
+    if encoding is None:
+        return body
+    return await _unpack(body, encoding, max_bytes)
+
+
+async def _read_rest(receive: Receive, first: bytes, max_bytes: int) -> bytes:
+    chunks = [first]
+    size = len(first)
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        chunks.append(chunk)
+        if not message.get("more_body"):
+            return b"".join(chunks)
+
+
+def _check_content_type(content_type: bytes | None) -> None:
+    if content_type == b"application/json":
+        return
+    if content_type is None:
+        raise TopicsError("unsupported_media_type", "a body needs Content-Type: application/json")
+    if content_type.partition(b";")[0].strip().lower() != b"application/json":
+        shown = content_type[:100].decode("latin-1")
+        raise TopicsError("unsupported_media_type", f"Content-Type must be application/json, not {shown!r}")
+
+
+async def _unpack(body: bytes, encoding: bytes, max_bytes: int) -> bytes:
+    name = encoding.strip().lower()
+    if name == b"identity":
+        return body
+    if name not in (b"gzip", b"x-gzip"):
+        shown = encoding[:100].decode("latin-1")
+        raise TopicsError("unsupported_media_type", f"Content-Encoding must be gzip or absent, not {shown!r}")
+    if len(body) <= _UNZIP_INLINE_BYTES_MAX:
+        return unzip(body, max_bytes)
+    return await asyncio.to_thread(unzip, body, max_bytes)
+
+
+def unzip(body: bytes, max_bytes: int) -> bytes:
+    """One gzip member of at most `max_bytes`; never unpacks more than one byte beyond."""
+    unpacker = zlib.decompressobj(_GZIP_WBITS)
+    try:
+        unpacked = unpacker.decompress(body, max_bytes + 1)
+    except zlib.error as error:
+        raise invalid(f"the body is not gzip: {error}") from None
+    if len(unpacked) > max_bytes:
+        raise _too_large(max_bytes)
+    if not unpacker.eof:
+        raise invalid("the gzip body is cut short")
+    if unpacker.unused_data:
+        raise invalid(f"{len(unpacker.unused_data)} bytes follow the gzip body")
+    return unpacked
+
+
+def _too_large(max_bytes: int) -> TopicsError:
+    return TopicsError(
+        "payload_too_large", f"a body has at most {max_bytes} bytes (unpacked)", {"max_body_bytes": max_bytes}
+    )

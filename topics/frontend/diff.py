@@ -1,0 +1,150 @@
+"""`POST /v0/topics/:t/diff`: what follows a cursor, at once or as soon as there is something (api §3)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+from topics.core.errors import TopicsError
+from topics.core.names import check_topic_name
+from topics.frontend import wire
+from topics.frontend.answers import elapsed_ms, encode_json, send_json
+from topics.frontend.bodies import ClientGoneError, read_body
+from topics.frontend.gateway import Gateway
+from topics.frontend.http1_exchange import Receive, Scope, Send
+from topics.frontend.reading import Page, TopicReader, TopicRef
+from topics.frontend.records import PageOptions
+from topics.frontend.wire import DiffBody
+from topics.settings import Settings
+from topics.shm.control import ProcessCell
+from topics.shm.recency import RecencyWriter
+
+LIMIT_DEFAULT: Final = 256
+MAX_BATCH_BYTES: Final = (1 << 20, 8 << 20)
+"""Default and most of `max_batch_bytes`."""
+WAIT_MS_MAX: Final = 30_000
+LONG_POLLS_MAX: Final = 10_000
+"""Waiting at once in this process; one more is refused, for each holds a connection and memory."""
+
+
+class DiffRoute:
+    """Answers from the arena and the log files alone; only a long poll asks the shard to tell of changes."""
+
+    def __init__(
+        self, reader: TopicReader, gateway: Gateway, recency: RecencyWriter, settings: Settings, cell: ProcessCell
+    ) -> None:
+        self._reader = reader
+        self._gateway = gateway
+        self._recency = recency
+        self._settings = settings
+        self._cell = cell
+        self._waiting: set[asyncio.Event] = set()
+        self._draining = False
+
+    async def __call__(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        headers = dict(scope["headers"])
+        check_topic_name(name)
+        request = wire.decode_diff(await read_body(receive, headers, self._settings.max_body_bytes))
+        reader = self._reader
+        ref = reader.get(name)
+        options = self._options(request)
+        now_ms = reader.now_ms()
+        from_seq = request.from_seq if request.from_ts is None else reader.seq_before(ref, request.from_ts)
+        page = reader.read_page(ref, from_seq, options, now_ms)
+        scanned = page.scanned
+        self._recency.touch(ref.shard, ref.slot, ref.view.topic_id, now_ms)
+        if request.wait_ms and not _deliverable(page):
+            page, scanned = await self._wait(ref, page, options, min(request.wait_ms, WAIT_MS_MAX), receive)
+        self._cell.add("records_out", page.count)
+        await send_json(send, headers, 200, _answer(name, page, scanned, started_ns))
+
+    def drain(self) -> None:
+        """The process is to stop: every long poll answers now what it has."""
+        self._draining = True
+        for news in self._waiting:
+            news.set()
+
+    def _options(self, request: DiffBody) -> PageOptions:
+        limit = min(request.limit or LIMIT_DEFAULT, self._settings.max_limit)
+        max_batch_bytes = min(request.max_batch_bytes or MAX_BATCH_BYTES[0], MAX_BATCH_BYTES[1])
+        return PageOptions(limit, max_batch_bytes, node_set(request.node), request.include_tags, request.include_meta)
+
+    async def _wait(
+        self, ref: TopicRef, page: Page, options: PageOptions, wait_ms: int, receive: Receive
+    ) -> tuple[Page, int]:
+        """The first page that delivers something, or the last one before the deadline; records scanned in all."""
+        if len(self._waiting) >= LONG_POLLS_MAX:
+            raise TopicsError(
+                "throttled",
+                f"{LONG_POLLS_MAX} long polls are waiting already",
+                {"limit": "long_polls", "max": LONG_POLLS_MAX},
+            )
+        loop = asyncio.get_running_loop()
+        news = asyncio.Event()
+        scanned = page.scanned
+        deadline_s = loop.time() + wait_ms / 1000
+        timer = loop.call_at(deadline_s, news.set)
+        watch = self._gateway.watch(ref.shard, ref.name, ref.view, news.set)
+        # Nothing but a disconnect can come behind the body.
+        gone = loop.create_task(_disconnect(receive))
+        gone.add_done_callback(lambda _: news.set())
+        self._waiting.add(news)
+        self._cell.set("long_polls", len(self._waiting))
+        try:
+            while not (self._draining or _deliverable(page)) and loop.time() < deadline_s:
+                if page.caught_up:
+                    await news.wait()
+                else:
+                    # A long stretch of filtered records: others get their turn between its pages.
+                    await asyncio.sleep(0)
+                news.clear()
+                if gone.done():
+                    raise ClientGoneError
+                page = self._reader.read_page(
+                    self._reader.get(ref.name), page.next_from_seq, options, self._reader.now_ms()
+                )
+                scanned += page.scanned
+        finally:
+            timer.cancel()
+            watch.cancel()
+            gone.cancel()
+            self._waiting.discard(news)
+            self._cell.set("long_polls", len(self._waiting))
+        return page, scanned
+
+
+def node_set(node: str | list[str] | None) -> frozenset[bytes] | None:
+    """The writers whose records a reader does not want back (api §4)."""
+    if not node:
+        return None
+    return frozenset([node.encode()] if isinstance(node, str) else [one.encode() for one in node])
+
+
+def _deliverable(page: Page) -> bool:
+    return page.count > 0 or page.tombstone is not None
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _answer(name: str, page: Page, scanned: int, started_ns: int) -> bytes:
+    return (
+        b'{"topic":"%b","records":[%b],"next_from_seq":%d,"head_seq":%d,"earliest_seq":%d,"durable_seq":%d,'
+        b'"caught_up":%b,"tombstone":%b,"lag":%d,"performance":{"server_total_ms":%b,"records_scanned":%d}}'
+    ) % (
+        name.encode(),
+        page.body,
+        page.next_from_seq,
+        page.head_seq,
+        page.earliest_seq,
+        page.durable_seq,
+        b"true" if page.caught_up else b"false",
+        b"null" if page.tombstone is None else encode_json(page.tombstone),
+        page.head_seq - page.next_from_seq,
+        str(elapsed_ms(started_ns)).encode(),
+        scanned,
+    )

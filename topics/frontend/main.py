@@ -1,0 +1,107 @@
+"""A frontend: HTTP on the shared listeners, reads from shared memory, writes through the rings."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import socket
+from typing import Final
+
+import uvloop
+
+from topics.core.clock import SystemClock
+from topics.frontend.app import App
+from topics.frontend.append import AppendRoute
+from topics.frontend.arenas import Arenas
+from topics.frontend.diff import DiffRoute
+from topics.frontend.gateway import Gateway
+from topics.frontend.http1 import Connections, HttpLimits
+from topics.frontend.log_files import LogFiles
+from topics.frontend.probes import ProbeRoutes
+from topics.frontend.reading import TopicReader
+from topics.frontend.serve import serve
+from topics.frontend.topics import TopicRoutes
+from topics.settings import Settings
+from topics.shm.control import ProcessCell, ProcessState, Role
+from topics.shm.instance import SharedMemory
+from topics.shm.recency import Recency, RecencyWriter
+
+HEARTBEAT_S: Final = 0.25
+
+
+def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int, listeners: list[socket.socket]) -> int:
+    """The process; 0 when it was told to stop and has."""
+    clock = SystemClock()
+    cell = shared.control.cell(Role.FRONTEND, index)
+    cell.clear()
+    cell.set("incarnation", incarnation)
+    cell.set("pid", os.getpid())
+    cell.set("started_ms", clock.now_ms())
+    cell.set("heartbeat_ms", clock.now_ms())
+    cell.set("state", ProcessState.STARTING)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(settings, shared, index, incarnation, listeners, cell))
+    cell.set("state", ProcessState.STOPPED)
+    return 0
+
+
+async def _serve(
+    settings: Settings,
+    shared: SharedMemory,
+    index: int,
+    incarnation: int,
+    listeners: list[socket.socket],
+    cell: ProcessCell,
+) -> None:
+    loop = asyncio.get_running_loop()
+    shutdown = asyncio.Event()
+    clock = SystemClock()
+    shards = shared.shards
+    arenas = Arenas(shared)
+    gateway = Gateway(shared, index, incarnation, arenas, cell, settings.shard_wait_ms)
+    reader = TopicReader(arenas, LogFiles(settings.data_dir, shared.ram_dir, shards), shards, clock)
+    recency_writer = RecencyWriter(shared.identity, index, shards)
+    diff = DiffRoute(reader, gateway, recency_writer, settings, cell)
+    app = App(
+        AppendRoute(gateway, settings, cell),
+        diff,
+        TopicRoutes(
+            reader, arenas, gateway, recency_writer, Recency(shared.identity, shared.frontends, shards), settings
+        ),
+        None,
+        ProbeRoutes(shared.control, clock),
+        cell,
+    )
+    connections = Connections()
+
+    def stop() -> None:
+        cell.set("state", ProcessState.DRAINING)
+        diff.drain()
+        shutdown.set()
+
+    def beat() -> None:
+        cell.set("heartbeat_ms", clock.now_ms())
+        cell.set("connections", len(connections.open))
+        loop.call_later(HEARTBEAT_S, beat)
+
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    gateway.start()
+    beat()
+    # What is set up lives as long as the process: the collector need not look at it again and again.
+    gc.collect()
+    gc.freeze()
+    try:
+        await serve(
+            app,
+            listeners,
+            HttpLimits(max_body_bytes=settings.max_body_bytes),
+            settings.http_protocol,
+            shutdown,
+            grace_ms=settings.shutdown_grace_ms,
+            connections=connections,
+            on_ready=lambda: cell.set("state", ProcessState.READY),
+        )
+    finally:
+        gateway.close()

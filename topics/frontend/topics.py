@@ -1,0 +1,206 @@
+"""`/v0/topics` and `/v0/topics/:t` but for the write: configuration, state, list, deletion (api §1)."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import heapq
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+from starlette.datastructures import QueryParams
+
+from topics.core.config import TopicConfig, parse_config
+from topics.core.errors import TopicsError, invalid
+from topics.core.names import check_topic_name, owner_shard
+from topics.frontend import wire
+from topics.frontend.answers import send_object
+from topics.frontend.arenas import Arenas
+from topics.frontend.bodies import read_body
+from topics.frontend.gateway import Gateway
+from topics.frontend.http1_exchange import Receive, Scope, Send
+from topics.frontend.query import count, flag
+from topics.frontend.reading import TopicReader, TopicRef, has_expired
+from topics.settings import Settings
+from topics.shm.messages import (
+    DeleteTopic,
+    DeleteTopicReply,
+    Done,
+    Expire,
+    PutTopic,
+    PutTopicReply,
+)
+from topics.shm.recency import Recency, RecencyWriter
+
+PAGE_SIZE_DEFAULT: Final = 100
+PAGE_SIZE_MAX: Final = 1000
+EXPIRE_WAIT_S: Final = 0.25
+"""A dead shard must not hold up a state read: it is then answered as the topic was last published."""
+RECENT_PRIORITY: Final = 500
+RECENT_HALF_LIFE_MS: Final = 30_000
+RECENT_MS_MAX: Final = 300_000
+_CURSOR_MARK: Final = b"after:"
+
+
+class TopicRoutes:
+    """One method for each method of HTTP; routing is the app's."""
+
+    def __init__(
+        self,
+        reader: TopicReader,
+        arenas: Arenas,
+        gateway: Gateway,
+        recency_writer: RecencyWriter,
+        recency: Recency,
+        settings: Settings,
+    ) -> None:
+        self._reader = reader
+        self._arenas = arenas
+        self._gateway = gateway
+        self._recency_writer = recency_writer
+        self._recency = recency
+        self._settings = settings
+
+    async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name, headers = _topic_name(scope), dict(scope["headers"])
+        body = await read_body(receive, headers, self._settings.max_body_bytes)
+        config, type_given = parse_config(wire.decode_object(body) if body else {}, name)
+        reply = await self._gateway.call(
+            owner_shard(name, self._gateway.shards), PutTopic(name, config, type_given), PutTopicReply
+        )
+        answer = {"topic": name, "created": reply.created, "config": reply.config.echo()}
+        await send_object(send, headers, 201 if reply.created else 200, answer, started_ns)
+
+    async def delete(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name = _topic_name(scope)
+        if_empty = flag(QueryParams(scope["query_string"]), "if_empty", False)
+        reply = await self._gateway.call(
+            owner_shard(name, self._gateway.shards), DeleteTopic(name, if_empty), DeleteTopicReply
+        )
+        answer: dict[str, Any] = {"topic": name, "deleted": reply.deleted, "routers_removed": []}
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+
+    async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name = _topic_name(scope)
+        touch = flag(QueryParams(scope["query_string"]), "touch", True)
+        ref = await self._settled(self._reader.get(name))
+        now_ms = self._reader.now_ms()
+        view, config = ref.view, ref.config
+        if touch:
+            self._recency_writer.touch(ref.shard, ref.slot, view.topic_id, now_ms)
+        last_read_ms = self._recency.last_read_ms(ref.shard, ref.slot, view.topic_id)
+        answer = {
+            "topic": name,
+            "type": config.type,
+            "head_seq": view.head_seq,
+            "earliest_seq": view.earliest_seq,
+            "next_seq": view.head_seq + 1,
+            "count": view.records,
+            "bytes": view.live_bytes,
+            "durable_seq": view.durable_seq,
+            "config": config.echo(),
+            "effective_priority": effective_priority(config, last_read_ms, now_ms),
+            "last_write_ts": view.last_write_ts or None,
+            "last_read_ts": last_read_ms or None,
+        }
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+
+    async def list_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        query = QueryParams(scope["query_string"])
+        page_size = min(count(query, "page_size", PAGE_SIZE_DEFAULT) or PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX)
+        touch = flag(query, "touch", False)
+        prefix = query.get("prefix", "")
+        names = list(itertools.islice(self._names(prefix, _after(query.get("cursor"))), page_size + 1))
+        more = len(names) > page_size
+        refs = [ref for name in names[:page_size] if (ref := self._reader.find(name)) is not None]
+        refs = await self._all_settled(refs)
+        now_ms = self._reader.now_ms()
+        answer: dict[str, Any] = {"topics": [self._entry(ref, touch, now_ms) for ref in refs]}
+        if more:
+            answer["next_cursor"] = _cursor(names[page_size - 1])
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+
+    def _entry(self, ref: TopicRef, touch: bool, now_ms: int) -> dict[str, Any]:
+        view = ref.view
+        if touch:
+            self._recency_writer.touch(ref.shard, ref.slot, view.topic_id, now_ms)
+        last_read_ms = self._recency.last_read_ms(ref.shard, ref.slot, view.topic_id)
+        return {
+            "topic": ref.name,
+            "head_seq": view.head_seq,
+            "earliest_seq": view.earliest_seq,
+            "count": view.records,
+            "bytes": view.live_bytes,
+            "durable": ref.config.durability == "fsync",
+            "effective_priority": effective_priority(ref.config, last_read_ms, now_ms),
+        }
+
+    def _names(self, prefix: str, after: str) -> Iterator[str]:
+        """Live topics that begin with `prefix` and come after `after`, of all shards, in order."""
+        arenas = [self._arenas.require(shard) for shard in range(self._gateway.shards)]
+        ranges = [arena.names.irange(max(prefix, after), None, (prefix > after, True)) for arena in arenas]
+        return itertools.takewhile(lambda name: name.startswith(prefix), heapq.merge(*ranges))
+
+    async def _all_settled(self, refs: list[TopicRef]) -> list[TopicRef]:
+        now_ms = self._reader.now_ms()
+        if not any(has_expired(ref, now_ms) for ref in refs):
+            return refs
+        settled = await asyncio.gather(*[self._settled(ref) for ref in refs], return_exceptions=True)
+        for outcome in settled:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, TopicsError):
+                raise outcome
+        # A topic that was deleted meanwhile is not listed.
+        return [outcome for outcome in settled if isinstance(outcome, TopicRef)]
+
+    async def _settled(self, ref: TopicRef) -> TopicRef:
+        """The topic with its floors, count and bytes exact: the shard evicts what has expired."""
+        if not has_expired(ref, self._reader.now_ms()):
+            return ref
+        try:
+            async with asyncio.timeout(EXPIRE_WAIT_S):
+                await self._gateway.call(ref.shard, Expire(ref.name), Done)
+        except (TimeoutError, TopicsError):
+            return self._reader.refresh(ref)
+        return self._reader.get(ref.name)
+
+
+def effective_priority(config: TopicConfig, last_read_ms: int, now_ms: int) -> int:
+    """Manual, or by how recently it was read (api §1 `priority`, `auto_priority`)."""
+    if config.priority is not None:
+        return config.priority
+    idle_ms = max(0, now_ms - last_read_ms)
+    if not config.auto_priority or not last_read_ms or idle_ms >= RECENT_MS_MAX:
+        return 0
+    return round(RECENT_PRIORITY * 2 ** (-idle_ms / RECENT_HALF_LIFE_MS))
+
+
+def _topic_name(scope: Scope) -> str:
+    return check_topic_name(scope["path_params"]["topic"])
+
+
+def _cursor(name: str) -> str:
+    return base64.urlsafe_b64encode(_CURSOR_MARK + name.encode()).decode().rstrip("=")
+
+
+def _after(cursor: str | None) -> str:
+    """The name that a list cursor stands behind, "" without one."""
+    if cursor is None:
+        return ""
+    try:
+        content = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True).decode()
+    except (ValueError, binascii.Error):
+        content = ""
+    mark = _CURSOR_MARK.decode()
+    if not content.startswith(mark):
+        raise invalid("?cursor is not one that a list gave: take next_cursor as it is", field="cursor")
+    try:
+        return check_topic_name(content.removeprefix(mark))
+    except TopicsError:
+        raise invalid("?cursor is not one that a list gave: take next_cursor as it is", field="cursor") from None

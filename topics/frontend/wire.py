@@ -1,0 +1,146 @@
+"""What clients may send, as types: JSON is decoded straight into these, and a value that does not fit is a `400`.
+
+A record's `data` stays the bytes it was sent as (`msgspec.Raw`): validated, never decoded (api §0.2).
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+
+from topics.core.config import U64_MAX
+from topics.core.errors import TopicsError, invalid
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+"""A u64; `check_counts` says the upper bound, which msgspec cannot."""
+
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
+
+_UTF8_STEP_BYTES: Final = 1 << 20
+_FIELD: Final = re.compile(r"`\$\.?([^`]*)`$")
+_POSITION: Final = re.compile(r"^(?:JSON is malformed: )?(.*?)(?: \(byte (\d+)\))?$")
+
+
+class RecordBody(msgspec.Struct, gc=False):
+    """One record of a write."""
+
+    data: msgspec.Raw
+    tag: str | None = None
+    node: str | None = None
+    meta: msgspec.Raw | None = None
+
+
+class AppendBody(msgspec.Struct, gc=False):
+    """`POST /v0/topics/:t` (api §2). `config` is decoded once it is known to matter."""
+
+    records: list[RecordBody]
+    node: str | None = None
+    idempotency_key: str | None = None
+    create: bool = True
+    config: msgspec.Raw | None = None
+    disable_backpressure: bool = False
+    if_head_seq: Count | None = None
+    producer: msgspec.Raw | None = None
+
+
+class DiffBody(msgspec.Struct, gc=False):
+    """`POST /v0/topics/:t/diff` (api §3)."""
+
+    from_seq: Count = 0
+    limit: Count = 0
+    node: str | list[str] | None = None
+    include_tags: bool = False
+    include_meta: bool = True
+    wait_ms: Count = 0
+    max_batch_bytes: Count = 0
+    from_ts: Count | None = None
+
+
+def decoder(body_type: type[BodyT]) -> msgspec.json.Decoder[BodyT]:
+    return msgspec.json.Decoder(body_type)
+
+
+_append_decoder = decoder(AppendBody)
+_diff_decoder = decoder(DiffBody)
+_object_decoder = msgspec.json.Decoder(dict[str, Any])
+_meta_decoder = msgspec.json.Decoder(dict[str, str])
+
+
+def decode(json_decoder: msgspec.json.Decoder[BodyT], body: bytes) -> BodyT:
+    """The body as its type; `400` that says where it is not JSON, or which field is wrong."""
+    value: BodyT = _decode(json_decoder, body)
+    return value
+
+
+def decode_append(body: bytes) -> AppendBody:
+    request = decode(_append_decoder, body)
+    if request.if_head_seq is not None and request.if_head_seq > U64_MAX:
+        check_counts(request)
+    return request
+
+
+def decode_diff(body: bytes) -> DiffBody:
+    request = decode(_diff_decoder, body)
+    check_counts(request)
+    if request.from_ts is not None and request.from_seq:
+        raise invalid("from_ts stands instead of from_seq: give one of the two", field="from_ts")
+    return request
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """Any JSON object, for what is checked field by field elsewhere."""
+    value: dict[str, Any] = _decode(_object_decoder, body)
+    return value
+
+
+def decode_meta(meta: msgspec.Raw, at: str) -> dict[str, str]:
+    """A record's meta: an object of strings."""
+    try:
+        return _meta_decoder.decode(meta)
+    except msgspec.ValidationError as error:
+        raise invalid(f"{at}.meta must be an object whose values are strings: {error}", field=f"{at}.meta") from None
+
+
+def check_counts(request: msgspec.Struct) -> None:
+    """Refuses integers beyond u64 by their field's name."""
+    for field in request.__struct_fields__:
+        value = getattr(request, field)
+        if type(value) is int and value > U64_MAX:
+            raise invalid(f"{field} must be an integer from 0 to 2^64-1", field=field)
+
+
+def _decode(json_decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    try:
+        # msgspec checks the text of what it decodes, not of what it passes on.
+        if not body.isascii():
+            _check_utf8(body)
+        return json_decoder.decode(body)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        field = _FIELD.search(message)
+        raise invalid(f"the body does not fit: {message}", **({"field": field[1]} if field else {})) from None
+    except msgspec.DecodeError as error:
+        raise not_json(body, str(error)) from None
+    except RecursionError:
+        raise invalid("the body is not accepted: its JSON is nested too deeply") from None
+
+
+def not_json(body: bytes, reason: str) -> TopicsError:
+    """`400` with the byte position where `body` stops being JSON."""
+    match = _POSITION.match(reason)
+    assert match is not None
+    position = len(body) if match[2] is None else int(match[2])
+    return invalid(f"the body is not JSON: {match[1]} at byte {position}", position=position)
+
+
+def _check_utf8(body: bytes) -> None:
+    utf8 = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, len(body), _UTF8_STEP_BYTES):
+        pending = len(utf8.getstate()[0])
+        try:
+            utf8.decode(body[start : start + _UTF8_STEP_BYTES], start + _UTF8_STEP_BYTES >= len(body))
+        except UnicodeDecodeError as error:
+            raise not_json(body, f"invalid UTF-8 (byte {start - pending + error.start})") from None

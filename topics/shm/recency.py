@@ -1,0 +1,92 @@
+"""When each topic was last read: one object per frontend, written by it alone, read by all.
+
+    0        entries_backed u64        so many entries are backed by memory; no other may be touched
+    64       entries                   shard s, slot n is entry n × shards + s
+
+    entry    | topic_id u64 | last_read_ms u64 |
+
+A slot is given to another topic some day: an entry counts only for the topic it names. The object outlives the
+frontend that made it, so what was read before a crash of it is still known; it goes with the service.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from topics.shm.arena import SLOTS_MAX
+from topics.shm.memory import SharedObject
+from topics.shm.names import shm_name
+
+_ENTRIES_WORD: Final = 8
+_ENTRY_WORDS: Final = 2
+_STEP_ENTRIES: Final = 2048
+
+
+def _name(identity: str, frontend: int) -> str:
+    return shm_name(identity, "recency", frontend)
+
+
+class RecencyWriter:
+    """A frontend's own table."""
+
+    def __init__(self, identity: str, frontend: int, shards: int) -> None:
+        name = _name(identity, frontend)
+        try:
+            shared = SharedObject.attach(name)
+        except FileNotFoundError:
+            size_bytes = (_ENTRIES_WORD + SLOTS_MAX * shards * _ENTRY_WORDS) * 8
+            shared = SharedObject.create(name, size_bytes, _ENTRIES_WORD * 8)
+        self._shared = shared
+        self._words = shared.words
+        self._shards = shards
+
+    def touch(self, shard: int, slot: int, topic_id: int, now_ms: int) -> None:
+        """The topic was read now. Best effort: with /dev/shm full it is not noted."""
+        entry = slot * self._shards + shard
+        words = self._words
+        if entry >= words[0] and not self._back(entry):
+            return
+        word = _ENTRIES_WORD + entry * _ENTRY_WORDS
+        if words[word] != topic_id:
+            # In this order no reader takes the former topic's time for this one's.
+            words[word + 1] = 0
+            words[word] = topic_id
+        words[word + 1] = now_ms
+
+    def _back(self, entry: int) -> bool:
+        backed = self._words[0]
+        entries = (entry // _STEP_ENTRIES + 1) * _STEP_ENTRIES - backed
+        try:
+            self._shared.reserve((_ENTRIES_WORD + backed * _ENTRY_WORDS) * 8, entries * _ENTRY_WORDS * 8)
+        except OSError:
+            return False
+        self._words[0] = backed + entries
+        return True
+
+
+class Recency:
+    """Every frontend's table, as far as it has one."""
+
+    def __init__(self, identity: str, frontends: int, shards: int) -> None:
+        self._identity = identity
+        self._shards = shards
+        self._tables: list[memoryview | None] = [None] * frontends
+
+    def last_read_ms(self, shard: int, slot: int, topic_id: int) -> int:
+        """0 when it was never read."""
+        entry = slot * self._shards + shard
+        word = _ENTRIES_WORD + entry * _ENTRY_WORDS
+        latest = 0
+        for frontend, known in enumerate(self._tables):
+            words = known if known is not None else self._attach(frontend)
+            if words is not None and entry < words[0] and words[word] == topic_id:
+                latest = max(latest, words[word + 1])
+        return latest
+
+    def _attach(self, frontend: int) -> memoryview | None:
+        try:
+            words = SharedObject.attach(_name(self._identity, frontend)).words
+        except (FileNotFoundError, ValueError):  # ValueError: it is being made, and still empty
+            return None
+        self._tables[frontend] = words
+        return words
