@@ -80,7 +80,7 @@ class AppendRoute:
         return lay_out(
             [
                 (node, b"", record.data, b"")
-                if record.node is None and record.tag is None and record.meta is None
+                if record.node is None and record.tag is None and not record.meta
                 else self._with_attributes(record, node, at)
                 for at, record in enumerate(records)
             ]
@@ -93,7 +93,7 @@ class AppendRoute:
             tag = record.tag.encode()
             if len(tag) > self._settings.max_tag_bytes:
                 raise _too_long(f"records[{at}].tag", len(tag), self._settings.max_tag_bytes)
-        if record.meta is None:
+        if not wire.given(record.meta):
             return node, tag, record.data, b""
         meta = wire.decode_meta(record.meta, f"records[{at}]")
         if len(meta) > META_MAX_KEYS:
@@ -111,7 +111,7 @@ class AppendRoute:
     def _check_sizes(self, records: list[RecordBody]) -> None:
         max_bytes = self._settings.max_record_bytes
         for at, record in enumerate(records):
-            size = len(record.data) + (0 if record.meta is None else len(record.meta))
+            size = len(record.data) + len(record.meta)
             if size > max_bytes:
                 raise TopicsError(
                     "record_too_large",
@@ -138,9 +138,9 @@ def _key(request: AppendBody, header: bytes | None) -> bytes:
 
 
 def _config(request: AppendBody, name: str) -> TopicConfig | None:
-    if request.producer is not None:
+    if wire.given(request.producer):
         raise invalid("producer: this version has no fenced writers, use idempotency_key", field="producer")
-    if request.config is None:
+    if not wire.given(request.config):
         return None
     return parse_config(msgspec.json.decode(request.config), name)[0]
 

@@ -99,7 +99,7 @@ async def _serve(
             HttpLimits(max_body_bytes=settings.max_body_bytes),
             settings.http_protocol,
             shutdown,
-            grace_ms=settings.shutdown_grace_ms,
+            grace_ms=settings.frontend_grace_ms,
             connections=connections,
             on_ready=lambda: cell.set("state", ProcessState.READY),
         )

@@ -24,26 +24,29 @@ _FIELD: Final = re.compile(r"`\$\.?([^`]*)`$")
 _POSITION: Final = re.compile(r"^(?:JSON is malformed: )?(.*?)(?: \(byte (\d+)\))?$")
 
 
+_ABSENT: Final = msgspec.Raw()
+
+
 class RecordBody(msgspec.Struct, gc=False):
-    """One record of a write."""
+    """One record of a write. `meta` is empty or `null` when there is none."""
 
     data: msgspec.Raw
     tag: str | None = None
     node: str | None = None
-    meta: msgspec.Raw | None = None
+    meta: msgspec.Raw = _ABSENT
 
 
 class AppendBody(msgspec.Struct, gc=False):
-    """`POST /v0/topics/:t` (api §2). `config` is decoded once it is known to matter."""
+    """`POST /v0/topics/:t` (api §2). `config` and `producer` as `RecordBody.meta`."""
 
     records: list[RecordBody]
     node: str | None = None
     idempotency_key: str | None = None
     create: bool = True
-    config: msgspec.Raw | None = None
+    config: msgspec.Raw = _ABSENT
     disable_backpressure: bool = False
     if_head_seq: Count | None = None
-    producer: msgspec.Raw | None = None
+    producer: msgspec.Raw = _ABSENT
 
 
 class DiffBody(msgspec.Struct, gc=False):
@@ -94,6 +97,11 @@ def decode_object(body: bytes) -> dict[str, Any]:
     """Any JSON object, for what is checked field by field elsewhere."""
     value: dict[str, Any] = _decode(_object_decoder, body)
     return value
+
+
+def given(raw: msgspec.Raw) -> bool:
+    """Whether an optional field is there, and more than `null`."""
+    return len(raw) > 0 and bytes(raw) != b"null"
 
 
 def decode_meta(meta: msgspec.Raw, at: str) -> dict[str, str]:
