@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from topics.frontend import main as frontend
+from topics.frontend.main import run as run_frontend
 from topics.supervisor import resharding
 from topics.supervisor.children import ChildMains
-from topics.walshard import main as walshard
+from topics.walshard.main import run as run_walshard
 
 MAINS: Final = ChildMains(
-    frontend=frontend.run, walshard=walshard.run, reshard=resharding.run, needs_reshard=resharding.is_needed
+    frontend=run_frontend, walshard=run_walshard, reshard=resharding.run, needs_reshard=resharding.is_needed
 )

@@ -1,0 +1,114 @@
+"""The supervisor with its real children, where what matters crosses the border between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harness import COMMAND, Service, is_running, poll
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    made = Service()
+    yield made
+    made.close()
+
+
+def write(service: Service, topic: str, count: int) -> None:
+    for number in range(count):
+        answer = service.client.post(
+            f"/v0/topics/{topic}", json={"records": [{"data": number}], "config": {"durability": "fsync"}}
+        )
+        assert answer.status_code in (200, 201), answer.text
+
+
+def read(service: Service, topic: str) -> list[int]:
+    answer = service.client.post(f"/v0/topics/{topic}/diff", json={"limit": 1000})
+    assert answer.status_code == 200, answer.text
+    return [record["data"] for record in answer.json()["records"]]
+
+
+def refusal(service: Service) -> str:
+    """Why the log was refused, after a start that ended with 78."""
+    answer = service.run("run")
+    assert answer.returncode == 78, answer.stderr
+    lines = [json.loads(line) for line in answer.stderr.splitlines()]
+    (reason,) = {line["reason"] for line in lines if line["event"] == "the log cannot be used as it is"}
+    assert not service.shared_memory()
+    return str(reason)
+
+
+def start_accepting_data_loss(service: Service) -> None:
+    """Such a start, until the service is ready, and its stop."""
+    with subprocess.Popen(
+        [str(COMMAND), "run", "--accept-data-loss"], env=service.environment(), stderr=subprocess.DEVNULL
+    ) as process:
+        poll("the service to run", lambda: service.status()["state"] == "running")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+def test_every_topic_survives_every_change_of_the_shard_count(service: Service) -> None:
+    service.start()
+    topics = [f"topic-{number}" for number in range(8)]
+    for topic in topics:
+        write(service, topic, 3)
+    for shards in (3, 1, 2):
+        service.stop()
+        service.shards = shards
+        service.start()
+        assert [len(service.status()["shards"])] == [shards]
+        assert [read(service, topic) for topic in topics] == [[0, 1, 2]] * len(topics)
+
+
+def test_damage_in_the_middle_of_a_log_stops_the_service_until_somebody_decides(service: Service) -> None:
+    service.shards = 1
+    service.start()
+    write(service, "a", 20)
+    service.stop()
+    log = service.data_dir / "wal" / "wal-00000000000000000001.log"
+    content = bytearray(log.read_bytes())
+    at = content.index(b'"data":10')
+    content[at + 7] ^= 0xFF
+    log.write_bytes(content)
+
+    reason = refusal(service)
+    assert str(log) in reason
+    assert "--accept-data-loss" in reason
+    assert log.read_bytes() == content  # refusing changes nothing
+
+    start_accepting_data_loss(service)
+    service.start()  # the decision was made once, and holds
+    assert read(service, "a") == list(range(10))
+    service.stop()
+
+
+def test_a_reader_and_a_writer_live_through_the_death_of_a_shard(service: Service) -> None:
+    service.shards = 1
+    service.start()
+    write(service, "a", 5)
+    pid = service.pid_of("walshard")
+    os.kill(pid, signal.SIGKILL)
+    assert read(service, "a") == [0, 1, 2, 3, 4]
+    write(service, "a", 1)
+    assert read(service, "a") == [0, 1, 2, 3, 4, 0]
+    (process,) = [p for p in service.wait_healed(pid)["processes"] if p["role"] == "walshard"]
+    assert (process["restarts"], process["last_exit"]) == (1, 137)
+    service.stop()
+
+
+def test_a_supervisor_killed_under_load_leaves_nothing_that_hinders_the_next(service: Service) -> None:
+    service.start()
+    write(service, "a", 5)
+    family = service.family()
+    service.kill_supervisor()
+    poll("its children to end", lambda: not any(is_running(pid) for pid in family))
+    service.start()
+    assert read(service, "a") == [0, 1, 2, 3, 4]
+    service.stop()
