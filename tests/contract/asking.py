@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -15,19 +15,28 @@ JSON = {"Content-Type": "application/json"}
 NO_SUCH_PREFIX = "no-such-topic-"
 
 
-class Record(msgspec.Struct):
+class Record(NamedTuple):
     """One delivered record; `data` and `meta` are the very bytes of the answer."""
 
+    seq: int
+    ts: int
+    data: bytes
+    meta: bytes | None
+    node: str | None
+    tag: str | None
+
+
+class _Delivered(msgspec.Struct):
     seq: int = msgspec.field(name="$seq")
     ts: int = msgspec.field(name="$ts")
     data: msgspec.Raw
+    meta: msgspec.Raw = msgspec.Raw(b"")
     node: str | None = msgspec.field(name="$node", default=None)
     tag: str | None = msgspec.field(name="$tag", default=None)
-    meta: msgspec.Raw | None = None
 
 
 class _Page(msgspec.Struct):
-    records: list[Record]
+    records: list[_Delivered]
 
 
 def put(client: httpx.Client, topic: str, **config: Any) -> dict[str, Any]:
@@ -59,7 +68,11 @@ def diff_records(client: httpx.Client, topic: str, **body: Any) -> list[Record]:
 
 
 def records_of(content: bytes) -> list[Record]:
-    return msgspec.json.decode(content, type=_Page).records
+    """The records of a diff's answer or of a `record` frame's data."""
+    return [
+        Record(one.seq, one.ts, bytes(one.data), bytes(one.meta) or None, one.node, one.tag)
+        for one in msgspec.json.decode(content, type=_Page).records
+    ]
 
 
 def state(client: httpx.Client, topic: str) -> dict[str, Any]:

@@ -96,7 +96,6 @@ def test_a_taken_port_is_refused_by_name(own: Service) -> None:
         ("TOPICS_LOG_LEVEL", "shout"),
         ("TOPICS_LOG_FORMAT", "xml"),
         ("TOPICS_SHUTDOWN_GRACE_MS", "1.5"),
-        ("TOPICS_FRONTEND", "2"),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "check"])
@@ -109,6 +108,17 @@ def test_a_bad_setting_is_refused_by_name_and_value(name: str, value: str, comma
         assert value in refusal.stderr + refusal.stdout
         assert "Traceback" not in refusal.stderr
         assert not service.data_dir.exists() or not any(service.data_dir.rglob("wal-*"))
+    finally:
+        service.close()
+
+
+def test_an_unknown_setting_is_refused_with_the_one_that_was_meant() -> None:
+    service = Service(frontends=1, shards=1)
+    try:
+        refusal = service.run("check", env={"TOPICS_FRONTEND": "2"})
+        assert refusal.returncode == 2
+        assert "TOPICS_FRONTEND:" in refusal.stderr
+        assert "TOPICS_FRONTENDS" in refusal.stderr
     finally:
         service.close()
 
@@ -238,7 +248,7 @@ def test_a_restart_keeps_everything_byte_for_byte(own: Service) -> None:
         come_back(own, how)
         for name in names:
             assert diff_records(own.client, name, include_tags=True) == before[name]
-            assert [bytes(record.data) for record in before[name]] == payloads
+            assert [record.data for record in before[name]] == payloads
         for name, old in states.items():
             now = state(own.client, name)
             for key in ("head_seq", "earliest_seq", "next_seq", "count", "bytes", "config", "last_write_ts"):

@@ -114,7 +114,7 @@ def everything(client: httpx.Client, topic: str) -> Iterator[tuple[int, bytes, s
         assert answer.status_code == 200, answer.text
         page = answer.json()
         assert page["tombstone"] is None
-        yield from ((record.seq, bytes(record.data), record.tag) for record in records_of(answer.content))
+        yield from ((record.seq, record.data, record.tag) for record in records_of(answer.content))
         cursor = page["next_from_seq"]
         if page["caught_up"]:
             return
