@@ -99,6 +99,16 @@ class Service:
         self.signal(signal.SIGTERM)
         return self.wait_exit()
 
+    def insist(self) -> int:
+        """SIGTERM again and again, as somebody who does not want to wait for the drain; the exit code."""
+
+        def gone() -> bool:
+            self.signal(signal.SIGTERM)
+            return self.process.poll() is not None
+
+        poll("the impatient stop", gone, STOP_DEADLINE_S, every_s=0.05)
+        return self.wait_exit()
+
     def shared_memory(self) -> list[str]:
         return names.objects(names.identity(str(self.data_dir)))
 

@@ -139,9 +139,17 @@ def test_a_second_signal_does_not_wait(start: Start) -> None:
     service.wait_state("running")
     service.signal(signal.SIGTERM)
     poll("the shards' turn", lambda: len(service.log("process stopped")) == 2)
-    service.signal(signal.SIGTERM)
-    assert service.wait_exit() == 4
+    assert service.insist() == 4
     assert service.shared_memory() == []
+
+
+def test_a_stop_that_comes_twice_at_once_is_one_stop(start: Start) -> None:
+    service = start()
+    service.wait_state("running")
+    service.signal(signal.SIGINT)
+    service.signal(signal.SIGTERM)
+    assert service.wait_exit() == 0
+    assert len(service.log("stopping")) == 1
 
 
 def test_a_refused_log_stops_the_service_with_its_own_code(start: Start) -> None:
@@ -253,8 +261,7 @@ def test_a_second_start_while_the_first_drains_is_refused(start: Start) -> None:
     second = start(data_dir=first.data_dir)
     assert second.wait_exit() == 1
     assert f"in use by process {first.process.pid}" in second.log_text()
-    first.signal(signal.SIGTERM)
-    assert first.wait_exit() == 4
+    assert first.insist() == 4
 
 
 def test_idle_costs_nothing(start: Start) -> None:

@@ -22,6 +22,10 @@ FRONTEND_SHARE: Final = (3, 4)
 """How much of the grace may pass before a frontend is killed, which has half of it by its own account
 (Settings.frontend_grace_ms); the rest is for the shards to drain and sync.
 """
+SAME_STOP_MS: Final = 1000
+"""A stop may come twice: `timeout` and others signal the process and then its group, a terminal and its shell both do.
+Only what comes later than this is somebody who does not want to wait.
+"""
 
 _logger = log.get_logger()
 
@@ -52,6 +56,7 @@ class Supervisor:
         # What is still to be stopped, a group after the other, and when a group's time is up. None: not stopping.
         self._stopping: list[tuple[list[Child], int]] | None = None
         self._signalled = False
+        self._stop_began_ms = 0
 
     def run(self, *, reshard: bool) -> int:
         """Exit code of the service, once no child is left. `reshard`: the logs want another layout first."""
@@ -125,7 +130,7 @@ class Supervisor:
             _logger.warning("signal ignored, this version cannot reload its settings", signal=number.name)
         elif self._stopping is None:
             self._stop(EXIT_OK, f"{number.name} received")
-        else:
+        elif self._clock.monotonic_ms() - self._stop_began_ms > SAME_STOP_MS:
             _logger.warning("signal received again, killing what still runs", signal=number.name)
             self._exit_code = self._exit_code or EXIT_FORCED
             self._kill_all()
@@ -171,7 +176,8 @@ class Supervisor:
         _logger.info("stopping", reason=reason, grace_ms=self._settings.shutdown_grace_ms)
         self._header.set("state", ProcessState.DRAINING)
         self._close_listeners()
-        now_ms, grace_ms = self._clock.monotonic_ms(), self._settings.shutdown_grace_ms
+        self._stop_began_ms = now_ms = self._clock.monotonic_ms()
+        grace_ms = self._settings.shutdown_grace_ms
         behind = [*self._shards, *([self._reshard] if self._reshard else [])]
         self._stopping = [
             (self._frontends, now_ms + grace_ms * FRONTEND_SHARE[0] // FRONTEND_SHARE[1]),
