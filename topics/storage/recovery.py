@@ -223,9 +223,9 @@ class Recovery:
             while complete and frames[complete - 1][3] & FLAG_MORE:
                 complete -= 1
             open_write = frames[complete:]
+            self._files_read = file.file_no - 1 + offset / limit
             if complete:
                 yield RecoveredFile(file.file_no, file.path, view, frames[:complete])
-            self._files_read = file.file_no - 1 + offset / limit
             if at_end:
                 return _Stop(open_write[0][0] if open_write else offset, offset, sealed_at, defect, buffer)
 
