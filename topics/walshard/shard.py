@@ -71,6 +71,7 @@ class Shard:
         self._cell = cell
         self._clock = clock
         self._now_ms = clock.now_ms()
+        self._requests = 0
         self._appends = Appends(catalog.find, self._make_topic, catalog.host)
         self._committed_before = {
             (entry.frontend, entry.ring_position): entry.reply
@@ -106,10 +107,12 @@ class Shard:
             if kind & ~messages.BY_REFERENCE != messages.Kind.APPEND:
                 # It was a commit of its own, or none: what is answered need not stay in the journal.
                 self._answer(answers)
+        if requests != self._requests:
+            self._requests = requests
+            self._cell.set("queue_depth", requests)
         if not requests:
             return False
         self._answer(answers)
-        self._cell.set("queue_depth", requests)
         self._cell.set("queue_depth_peak", max(requests, self._cell.get("queue_depth_peak")))
         return True
 
