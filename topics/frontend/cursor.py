@@ -1,0 +1,51 @@
+"""The composite cursor of a watch (api §7): how far a stream is in each of its topics, as text.
+
+A client gets it as the `id` of a frame and gives it back as `Last-Event-ID`; nothing but this module looks inside:
+base64url, without padding, of the JSON map from topic to position.
+"""
+
+from __future__ import annotations
+
+import binascii
+from base64 import urlsafe_b64encode
+from collections.abc import Mapping, Set
+from typing import Annotated
+
+import msgspec
+
+_encode_json = msgspec.json.Encoder().encode
+_decode_json = msgspec.json.Decoder(dict[str, Annotated[int, msgspec.Meta(ge=0)]]).decode
+_STANDARD = bytes.maketrans(b"-_", b"+/")
+
+
+def encode(positions: Mapping[str, int]) -> bytes:
+    """The cursor of these positions (seqs, exclusive lower bounds)."""
+    return urlsafe_b64encode(_encode_json(positions)).rstrip(b"=")
+
+
+def decode(cursor: bytes) -> dict[str, int] | None:
+    """The positions of a cursor, None for what never was one: clients send back what they have kept, or worse."""
+    try:
+        text = binascii.a2b_base64(cursor.translate(_STANDARD) + b"=" * (-len(cursor) % 4), strict_mode=True)
+        return _decode_json(text)
+    except (ValueError, RecursionError):  # binascii.Error and msgspec's errors are ValueErrors
+        return None
+
+
+def resume(
+    names: Set[str], stored: Mapping[str, int], seen: Mapping[str, int] | None, exact: bool, heads: Mapping[str, int]
+) -> dict[str, int]:
+    """Where each topic of a session goes on; one that is not in the answer has ended and the client knows.
+
+    `names` are the session's topics, `stored` its own positions, `seen` the client's, None where it has none. What the
+    client has seen may rewind the session, or bring back a topic whose end it has not seen. It may move the session
+    forward, up to the head, only where that cannot know how far its last stream came (not `exact`): the process that
+    served it died.
+    """
+    positions = dict(stored)
+    for name, seq in (seen or {}).items():
+        if name in names:
+            known = positions.get(name)
+            if known is None or seq < known or (not exact and seq <= heads.get(name, 0)):
+                positions[name] = seq
+    return positions

@@ -1,0 +1,106 @@
+"""Writing into an open answer, now, without awaiting: what event streams are made with.
+
+Our own HTTP/1.1 protocol offers it as the ASGI extension `topics.push` (`http1_exchange.PushStream`); `AsgiPush` is
+the same over plain ASGI, for HTTP/2 and the stock server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from topics.frontend.http1_exchange import Receive, Send
+
+HIGH_WATER_BYTES: Final = 64 * 1024
+LINGER_S: Final = 10.0
+"""How long what is pending at `close` may take to go out."""
+
+
+class Push(Protocol):
+    """`write` never blocks and never fails; it is the writer's job to stop while `writable` is false and go on at
+    `on_writable`. `on_close` is called once when the client goes away, not after `close`."""
+
+    on_writable: Callable[[], None] | None
+    on_close: Callable[[], None] | None
+
+    @property
+    def buffered_bytes(self) -> int: ...
+
+    @property
+    def writable(self) -> bool: ...
+
+    def write(self, data: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class AsgiPush:
+    """A Push over ASGI `send`, which waits: what it has not taken is kept here and joined into one message."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._pending: list[bytes] = []
+        self._news = asyncio.Event()
+        self._closed = False
+        self._sender: asyncio.Task[None] | None = None
+        self.buffered_bytes = 0
+        self.on_writable: Callable[[], None] | None = None
+        self.on_close: Callable[[], None] | None = None
+
+    @property
+    def writable(self) -> bool:
+        return self.buffered_bytes < HIGH_WATER_BYTES and not self._closed
+
+    def write(self, data: bytes) -> None:
+        if data and not self._closed:
+            self._pending.append(data)
+            self.buffered_bytes += len(data)
+            self._news.set()
+
+    def close(self) -> None:
+        """What is pending still goes out, if the client takes it; then the answer ends."""
+        self._closed = True
+        self._news.set()
+        if self._sender is not None:
+            asyncio.get_running_loop().call_later(LINGER_S, self._sender.cancel)
+
+    async def run(self, receive: Receive) -> None:
+        """Carries the writes out until the client goes away or all is sent after `close`."""
+        self._sender = sender = asyncio.create_task(self._carry())
+        listener = asyncio.create_task(until_disconnect(receive))
+        try:
+            await asyncio.wait((sender, listener), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sender, listener):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+                await sender
+            self._gone()
+
+    async def _carry(self) -> None:
+        while self._pending or not self._closed:
+            await self._news.wait()
+            self._news.clear()
+            if not self._pending:
+                continue
+            data = b"".join(self._pending)
+            self._pending.clear()
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            self.buffered_bytes -= len(data)
+            if self.writable and self.on_writable is not None:
+                self.on_writable()
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _gone(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._pending.clear()
+            if self.on_close is not None:
+                self.on_close()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,140 @@
+"""Watch sessions as frontends keep them: at the shard that owns the wid, so that any frontend can go on with them.
+
+What a session follows is written once. How far its streams came is written when one ends in order; while it is open
+only this frontend knows, and a shard that was restarted is told again that it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from typing import Final
+
+import msgspec
+
+from topics.core.errors import TopicsError, invalid
+from topics.core.names import owner_shard
+from topics.frontend.arenas import Arenas
+from topics.frontend.gateway import Gateway
+from topics.log import get_logger
+from topics.shm.messages import Done, SessionClose, SessionOpen, SessionOpenReply, SessionPut
+
+SESSION_TTL_MS: Final = 300_000
+SESSION_BYTES_MAX: Final = 256 * 1024
+RENEW_S: Final = 1.0
+"""How soon a restarted shard hears of open streams; it collects sessions without one after SESSION_TTL_MS."""
+_WID: Final = re.compile(r"wid_[A-Za-z0-9_-]{22}")
+_WID_BYTES: Final = 16
+
+_log = get_logger()
+
+
+class Follow(msgspec.Struct, array_like=True, frozen=True):
+    """One topic of a session: which instance of the name, and the position to start from."""
+
+    topic_id: int
+    from_seq: int
+
+
+class Session(msgspec.Struct, array_like=True, frozen=True):
+    """What a watch asked for, resolved and clamped."""
+
+    topics: dict[str, Follow]
+    nodes: list[bytes] | None
+    limit: int
+    max_batch_bytes: int
+    heartbeat_ms: int
+    include_tags: bool
+    include_meta: bool
+    include_data: bool
+    strong: bool
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """A session as a stream of it begins. `positions`: where the last one that ended in order came to, empty if none
+    did; without `exact` a later one may have come further.
+    """
+
+    wid: str
+    stream_no: int
+    session: Session
+    positions: dict[str, int]
+    exact: bool
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Session).decode
+
+
+class Sessions:
+    """This frontend's use of all sessions."""
+
+    def __init__(self, gateway: Gateway, arenas: Arenas, incarnation: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._gateway = gateway
+        self._arenas = arenas
+        self._last_stream_no = incarnation << 32
+        self._open: dict[int, str] = {}
+        """Wid by stream."""
+        self._generations: dict[int, int] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def create(self, session: Session) -> str:
+        """A new session's wid; raises as `Gateway.call` does."""
+        body = _encode(session)
+        if len(body) > SESSION_BYTES_MAX:
+            raise invalid(f"the watch is too large to be kept: {len(body)} bytes, at most {SESSION_BYTES_MAX}")
+        wid = "wid_" + secrets.token_urlsafe(_WID_BYTES)
+        await self._gateway.call(self._owner(wid), SessionPut(wid, body), Done)
+        return wid
+
+    async def open(self, wid: str) -> Opened:
+        """A stream of the session begins here; to be followed by `close`. `404 not_found` for an unknown one."""
+        if _WID.fullmatch(wid) is None:
+            raise TopicsError("not_found", f"no watch session {wid[:64]!r}: POST /v0/watch makes one")
+        self._last_stream_no = stream_no = self._last_stream_no + 1
+        reply = await self._gateway.call(self._owner(wid), SessionOpen(wid, stream_no), SessionOpenReply)
+        self._open[stream_no] = wid
+        if self._timer is None:
+            self._generations = self._current_generations()
+            self._timer = self._loop.call_later(RENEW_S, self._renew)
+        return Opened(wid, stream_no, _decode(reply.body), reply.positions, reply.exact)
+
+    def close(self, opened: Opened, positions: dict[str, int]) -> None:
+        """The stream has ended and sent everything up to `positions`. The shard is told, nobody waits for it."""
+        del self._open[opened.stream_no]
+        self._send(SessionClose(opened.wid, opened.stream_no, positions))
+
+    def _renew(self) -> None:
+        self._timer = None
+        generations = self._current_generations()
+        if generations != self._generations:
+            for stream_no, wid in self._open.items():
+                owner = self._owner(wid)
+                if generations.get(owner) != self._generations.get(owner):
+                    self._send(SessionOpen(wid, stream_no))
+            self._generations = generations
+        if self._open:
+            self._timer = self._loop.call_later(RENEW_S, self._renew)
+
+    def _send(self, request: SessionOpen | SessionClose) -> None:
+        task = self._loop.create_task(self._deliver(request))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _deliver(self, request: SessionOpen | SessionClose) -> None:
+        reply_type = SessionOpenReply if isinstance(request, SessionOpen) else Done
+        try:
+            await self._gateway.call(self._owner(request.wid), request, reply_type)
+        except TopicsError as error:
+            # The session goes on at an earlier position, or at the client's Last-Event-ID.
+            _log.debug("a watch session could not be told", request=type(request).__name__, code=error.code)
+
+    def _owner(self, wid: str) -> int:
+        return owner_shard(wid, self._gateway.shards)
+
+    def _current_generations(self) -> dict[int, int]:
+        arenas = ((shard, self._arenas.of(shard)) for shard in range(self._gateway.shards))
+        return {shard: arena.generation for shard, arena in arenas if arena is not None}

@@ -1,0 +1,205 @@
+"""`POST /v0/watch` and `GET /v0/watch/:wid` (api §7): a session is made, and streamed on whatever frontend."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final, Literal
+
+import msgspec
+from starlette.datastructures import QueryParams
+
+from topics.core.errors import TopicsError, invalid
+from topics.core.names import check_topic_name
+from topics.frontend import cursor, wire
+from topics.frontend.answers import HeaderList, send_object
+from topics.frontend.bodies import read_body
+from topics.frontend.delivery import Connection, Hub
+from topics.frontend.diff import LIMIT_DEFAULT, node_set
+from topics.frontend.http1_exchange import Receive, Scope, Send
+from topics.frontend.push import AsgiPush, until_disconnect
+from topics.frontend.query import flag
+from topics.frontend.reading import TopicReader, TopicRef
+from topics.frontend.records import PageOptions
+from topics.frontend.sessions import SESSION_TTL_MS, Follow, Opened, Session, Sessions
+from topics.frontend.stream import Stream
+from topics.frontend.wire import Count
+from topics.settings import Settings
+
+HEARTBEAT_MAX_MS: Final = 60_000
+BATCH_BYTES_DEFAULT: Final = 256 * 1024
+BATCH_BYTES_FOR_ZERO: Final = 1 << 20
+BATCH_BYTES_MAX: Final = 8 << 20
+_HEADERS: Final[HeaderList] = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
+_NO_RECORDS: Final = PageOptions(limit=1, max_batch_bytes=1)
+_RANGES: Final = {b"*/*": 1, b"text/*": 2, b"text/event-stream": 3}
+
+
+class StartBody(msgspec.Struct):
+    """Where to start in one topic: behind `from_seq`, at the head, or at the first record with `$ts >= from_ts`."""
+
+    from_seq: Count = 0
+    tail: bool = False
+    from_ts: Count | None = None
+
+
+class WatchBody(msgspec.Struct):
+    """`POST /v0/watch`."""
+
+    topics: dict[str, StartBody]
+    node: str | list[str] | None = None
+    limit: Count = 0
+    max_batch_bytes: Count = BATCH_BYTES_DEFAULT
+    heartbeat_ms: Count = 15_000
+    include_meta: bool = True
+    include_tags: bool = False
+    include_data: bool = True
+    consistency: Literal["eventual", "strong"] = "eventual"
+
+
+_decoder = wire.decoder(WatchBody)
+
+
+class WatchRoutes:
+    """One method for each method of HTTP; routing is the app's."""
+
+    def __init__(self, reader: TopicReader, sessions: Sessions, hub: Hub, settings: Settings) -> None:
+        self._reader = reader
+        self._sessions = sessions
+        self._hub = hub
+        self._settings = settings
+
+    async def create(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        headers = dict(scope["headers"])
+        lenient = flag(QueryParams(scope["query_string"]), "lenient", False)
+        request = self._check(wire.decode(_decoder, await read_body(receive, headers, self._settings.max_body_bytes)))
+        found = {name: ref for name in request.topics if (ref := self._find(name, lenient)) is not None}
+        follows = {name: self._follow(ref, request.topics[name]) for name, ref in found.items()}
+        strong = request.consistency == "strong"
+        for name, ref in found.items():
+            if strong and ref.config.durability == "ephemeral":
+                raise invalid(
+                    f"topic {name!r} is ephemeral: nothing of it ever reaches the disk, which is what"
+                    ' consistency "strong" waits for; watch it with "eventual"',
+                    field="consistency",
+                )
+        states = {name: self._state(ref, follows[name].from_seq) for name, ref in found.items()}
+        nodes = node_set(request.node)
+        wid = await self._sessions.create(
+            Session(
+                follows,
+                None if nodes is None else sorted(nodes),
+                min(request.limit or LIMIT_DEFAULT, self._settings.max_limit),
+                min(request.max_batch_bytes or BATCH_BYTES_FOR_ZERO, BATCH_BYTES_MAX),
+                max(self._settings.test_min_heartbeat_ms, min(request.heartbeat_ms, HEARTBEAT_MAX_MS)),
+                request.include_tags,
+                request.include_meta,
+                request.include_data,
+                strong,
+            )
+        )
+        answer: dict[str, Any] = {
+            "wid": wid,
+            "stream_url": f"/v0/watch/{wid}",
+            "session_ttl_ms": SESSION_TTL_MS,
+            "topics": states,
+        }
+        await send_object(send, headers, 200, answer, started_ns)
+
+    async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        if scope["method"] == "HEAD":
+            # To begin a stream is to take the session over from the one that is open.
+            raise TopicsError("method_not_allowed", "an event stream has no HEAD", {"allow": "GET, OPTIONS"})
+        accept = headers.get(b"accept")
+        if accept is not None and not accepts_event_stream(accept):
+            shown = accept[:100].decode("latin-1")
+            raise TopicsError("not_acceptable", f"this is a text/event-stream, which Accept: {shown} rules out")
+        opened = await self._sessions.open(scope["path_params"]["wid"])
+        stream = self._resume(opened, headers.get(b"last-event-id"))
+        connection: Connection | None = None
+        try:
+            if self._hub.draining:
+                raise TopicsError("shutting_down", "the service is stopping; ask again when it is back")
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            extension = scope.get("extensions", {}).get("topics.push")
+            push = AsgiPush(send) if extension is None else extension()
+            connection = self._hub.open(push, stream, opened.session.heartbeat_ms)
+            await (push.run(receive) if isinstance(push, AsgiPush) else until_disconnect(receive))
+        finally:
+            if connection is not None:
+                self._hub.close(connection)
+                stream = connection.stream
+            self._sessions.close(opened, stream.places())
+
+    def _check(self, request: WatchBody) -> WatchBody:
+        wire.check_counts(request)
+        names_max = self._settings.max_watch_topics
+        if not 1 <= len(request.topics) <= names_max:
+            raise invalid(f"topics must name 1 to {names_max} topics, not {len(request.topics)}", field="topics")
+        for name, start in request.topics.items():
+            check_topic_name(name)
+            wire.check_counts(start)
+            if (start.from_seq > 0) + start.tail + (start.from_ts is not None) > 1:
+                raise invalid(
+                    f"topics.{name}: from_seq, tail and from_ts stand instead of each other: give one of them",
+                    field=f"topics.{name}",
+                )
+        return request
+
+    def _find(self, name: str, lenient: bool) -> TopicRef | None:
+        return self._reader.find(name) if lenient else self._reader.get(name)
+
+    def _follow(self, ref: TopicRef, start: StartBody) -> Follow:
+        if start.from_ts is not None:
+            from_seq = self._reader.seq_before(ref, start.from_ts)
+        else:
+            from_seq = ref.view.head_seq if start.tail else start.from_seq
+        return Follow(ref.view.topic_id, from_seq)
+
+    def _state(self, ref: TopicRef, from_seq: int) -> dict[str, int]:
+        # The page at the head: no record, but both ends of the topic as they are at this moment.
+        page = self._reader.read_page(ref, ref.view.head_seq, _NO_RECORDS, self._reader.now_ms())
+        return {"from_seq": from_seq, "head_seq": page.head_seq, "earliest_seq": page.earliest_seq}
+
+    def _resume(self, opened: Opened, last_event_id: bytes | None) -> Stream:
+        """Where the session's stream goes on, given what the client says it has seen."""
+        session, follows = opened.session, opened.session.topics
+        stored = opened.positions or {name: follow.from_seq for name, follow in follows.items()}
+        seen = None if last_event_id is None else cursor.decode(last_event_id)
+        heads = {}
+        if seen and not opened.exact:
+            for name in seen.keys() & follows.keys():
+                ref = self._reader.find(name)
+                if ref is not None and ref.view.topic_id == follows[name].topic_id:
+                    heads[name] = ref.view.head_seq
+        plan = self._hub.plan(
+            tuple(follows),
+            tuple(follow.topic_id for follow in follows.values()),
+            PageOptions(
+                session.limit,
+                session.max_batch_bytes,
+                None if session.nodes is None else frozenset(session.nodes),
+                session.include_tags,
+                session.include_meta,
+                session.include_data,
+            ),
+            session.strong,
+        )
+        return plan.start(cursor.resume(follows.keys(), stored, seen, opened.exact, heads))
+
+
+def accepts_event_stream(accept: bytes) -> bool:
+    """Whether an Accept header allows `text/event-stream`: the most specific range that covers it decides."""
+    best, allowed = 0, False
+    for part in accept.lower().split(b","):
+        media_range, *parameters = (piece.strip() for piece in part.split(b";"))
+        specificity = _RANGES.get(media_range, 0)
+        if specificity > best:
+            weight = next((value for value in parameters if value.startswith(b"q=")), b"q=1")
+            best, allowed = specificity, bool(weight[2:].strip(b"0. "))
+    return allowed
