@@ -101,6 +101,7 @@ class AsgiPush:
                 self.on_close()
 
 
-async def _disconnected(receive: Receive) -> None:
+async def until_disconnect(receive: Receive) -> None:
+    """The end of the connection, or of the answer."""
     while (await receive())["type"] != "http.disconnect":
         pass
