@@ -15,6 +15,7 @@ from topics.core.clock import SystemClock
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.arenas import Arenas
+from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1 import Connections, HttpLimits
@@ -22,7 +23,10 @@ from topics.frontend.log_files import LogFiles
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.reading import TopicReader
 from topics.frontend.serve import serve
+from topics.frontend.sessions import Sessions
+from topics.frontend.snapshot import TopicSight
 from topics.frontend.topics import TopicRoutes
+from topics.frontend.watch import WatchRoutes
 from topics.settings import Settings
 from topics.shm.control import ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
@@ -64,13 +68,14 @@ async def _serve(
     reader = TopicReader(arenas, LogFiles(settings.data_dir, shared.ram_dir, shards), shards, clock)
     recency_writer = RecencyWriter(shared.identity, index, shards)
     diff = DiffRoute(reader, gateway, recency_writer, settings, cell)
+    hub = Hub(gateway, TopicSight(reader, arenas, recency_writer), cell, clock)
     app = App(
         AppendRoute(gateway, settings, cell),
         diff,
         TopicRoutes(
             reader, arenas, gateway, recency_writer, Recency(shared.identity, shared.frontends, shards), settings
         ),
-        None,
+        WatchRoutes(reader, Sessions(gateway, arenas, incarnation), hub, settings),
         ProbeRoutes(shared.control, clock),
         cell,
     )
@@ -79,6 +84,7 @@ async def _serve(
     def stop() -> None:
         cell.set("state", ProcessState.DRAINING)
         diff.drain()
+        hub.drain()
         shutdown.set()
 
     def beat() -> None:
