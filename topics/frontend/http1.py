@@ -265,6 +265,11 @@ class Http1Protocol(asyncio.Protocol):
         """Bytes that the transport keeps for the client."""
         return self._transport.get_write_buffer_size()
 
+    @property
+    def closing(self) -> bool:
+        """Nothing can be written any more."""
+        return self._transport.is_closing()
+
     def write(self, data: bytes) -> None:
         """Send bytes, or let the transport keep them."""
         self._transport.write(data)

@@ -35,6 +35,9 @@ LAST_CHUNK = b"0\r\n\r\n"
 JOIN_MAX_BYTES = 16 * 1024
 """Up to here, joining head and body for one write is cheaper than handing the transport two buffers."""
 
+YIELD_AFTER_BYTES = 256 * 1024
+"""A client that reads as fast as the app writes never makes `send` wait; others get their turn after this many."""
+
 _STATUS_LINES = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 _BODYLESS = frozenset({204, 304})
 # Each header must be one whole line of this shape; together with the count of lines this is the defence against
@@ -80,6 +83,7 @@ class Exchange:
         "_length_left",
         "_news",
         "_push",
+        "_unyielded_bytes",
         "_wire",
         "expects_continue",
         "half_closed_by_client",
@@ -110,6 +114,7 @@ class Exchange:
         self._length_left: int | None = None
         self._news: asyncio.Event | None = None
         self._push: PushStream | None = None
+        self._unyielded_bytes = 0
         self.http11 = http11
         self.keep_alive = keep_alive
         self.expects_continue = expects_continue
@@ -216,15 +221,21 @@ class Exchange:
     async def send(self, message: Message) -> None:
         """ASGI send. Waits while the client reads too slowly; raises `ConnectionResetError` when it is gone."""
         kind = message["type"]
-        if self.lost:
+        if self.lost or self._wire.closing:
             raise ConnectionResetError("the client is gone")
         if kind == "http.response.start":
             self._start(message["status"], message.get("headers", ()))
         elif kind == "http.response.body":
-            more = message.get("more_body", False)
-            self._send_body(message.get("body", b""), more)
-            if more and not self._wire.writable:
-                await self._wire.wait_writable()
+            body, more = message.get("body", b""), message.get("more_body", False)
+            self._send_body(body, more)
+            if more:
+                self._unyielded_bytes += len(body)
+                if not self._wire.writable:
+                    self._unyielded_bytes = 0
+                    await self._wire.wait_writable()
+                elif self._unyielded_bytes > YIELD_AFTER_BYTES:
+                    self._unyielded_bytes = 0
+                    await asyncio.sleep(0)
                 if self.lost:
                     raise ConnectionResetError("the client is gone")
         else:

@@ -157,14 +157,14 @@ class RequestParser:
         if not http11 and version != b"HTTP/1.0":
             raise _unsupported(version)
         if len(target) > self._limits.max_uri_bytes:
-            raise self._too_large(head, 0)
+            raise self._uri_too_long()
         if len(headers) > self._limits.max_headers:
             raise Refusal("headers_too_large", f"{len(headers)} headers; at most {self._limits.max_headers} may be")
 
         host: bytes | None = None
         length: int | None = None
         chunked = expects_continue = False
-        keep_alive = http11
+        asks_close = asks_keep_alive = False
         for name, value in headers:
             if name not in _NAMES_WITH_MEANING:
                 continue
@@ -182,7 +182,8 @@ class RequestParser:
                 chunked = True
             elif name == b"connection":
                 tokens = [token.strip() for token in value.lower().split(b",")]
-                keep_alive = b"close" not in tokens and (keep_alive or b"keep-alive" in tokens)
+                asks_close = asks_close or b"close" in tokens
+                asks_keep_alive = asks_keep_alive or b"keep-alive" in tokens
             elif http11:
                 if value.lower() != b"100-continue":
                     raise Refusal("expectation_failed", f"Expect {_show(value)} is unknown; `100-continue` is known")
@@ -204,6 +205,7 @@ class RequestParser:
         self._body_left = None if chunked else length
         self._body_bytes = self._body_wire_bytes = 0
         self._body_tail = b""
+        keep_alive = not asks_close and (http11 or asks_keep_alive)
         return Head(method.decode(), raw_path, query, http11, headers, keep_alive, expects_continue)
 
     def read_body(self, data: bytes | bytearray, position: int, sink: Callable[[bytes], None]) -> int:
@@ -274,10 +276,13 @@ class RequestParser:
             if _METHOD.match(word if b" " in word else word + b" ") is None:
                 raise _not_a_request_line(bytes(data[position:]))
 
+    def _uri_too_long(self) -> Refusal:
+        return Refusal("uri_too_long", f"the request target has more than {self._limits.max_uri_bytes} bytes")
+
     def _too_large(self, data: bytes | bytearray, position: int) -> Refusal:
         line_end = data.find(b"\r\n", position)
-        if line_end < 0 or line_end - position > self._limits.max_uri_bytes + 16:
-            return Refusal("uri_too_long", f"the request target has more than {self._limits.max_uri_bytes} bytes")
+        if line_end < 0 or line_end - position > self._limits.max_uri_bytes:
+            return self._uri_too_long()
         return Refusal("headers_too_large", f"the head has more than {self._limits.max_header_bytes} bytes")
 
 

@@ -1,0 +1,410 @@
+"""A real server in a thread, the app it serves, and a raw-socket client that hides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import uvloop
+
+from topics.frontend.http1 import Connections, HttpLimits
+from topics.frontend.http1_exchange import PushStream, Receive, Scope, Send
+from topics.frontend.serve import HttpProtocol, serve
+
+DEADLINE_S = 10.0
+JSON = (b"content-type", b"application/json")
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Poll until `condition` holds."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"did not happen: {what}"
+        time.sleep(0.002)
+
+
+class App:
+    """One behaviour per path; what it has seen is for the test to look at."""
+
+    def __init__(self) -> None:
+        self.scopes: list[Scope] = []
+        self.disconnects = 0
+        self.sent_bytes = 0
+        self.errors: list[BaseException] = []
+        self.stages: list[str] = []
+        self.go = asyncio.Event()
+        self.pushes: list[PushStream] = []
+        self.push_closed = 0
+        self.push_writable = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            while True:
+                stage = (await receive())["type"].removeprefix("lifespan.")
+                self.stages.append(stage)
+                scope["state"]["from"] = "lifespan"
+                await send({"type": f"lifespan.{stage}.complete"})
+                if stage == "shutdown":
+                    return
+        self.scopes.append(scope)
+        if scope["type"] == "websocket":
+            await self.websocket(receive, send)
+            return
+        try:
+            await getattr(self, scope["path"].split("/")[1])(scope, receive, send)
+        except BaseException as error:
+            self.errors.append(error)
+            raise
+
+    async def body(self, receive: Receive) -> bytes:
+        parts = []
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.disconnects += 1
+                raise ConnectionResetError("disconnected while its body was read")
+            parts.append(message["body"])
+            if not message["more_body"]:
+                return b"".join(parts)
+
+    async def answer(self, send: Send, body: bytes, status: int = 200, headers: Any = (JSON,)) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": list(headers)})
+        await send({"type": "http.response.body", "body": body})
+
+    async def echo(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.answer(send, await self.body(receive))
+
+    async def target(self, scope: Scope, receive: Receive, send: Send) -> None:
+        keys = ("method", "path", "raw_path", "query_string", "http_version", "scheme", "headers", "state", "root_path")
+        show = {key: scope[key] for key in keys} | {"client": scope["client"][0], "server": scope["server"][1]}
+        await self.answer(send, json.dumps(show, default=lambda b: b.decode("latin-1")).encode())
+
+    async def status(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.answer(send, b"", int(scope["path"].rsplit("/", 1)[1]))
+
+    async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [JSON]})
+        for part in (b"one", b"", b"three"):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"end"})
+
+    async def counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"Content-Length", b"6")]})
+        await send({"type": "http.response.body", "body": b"abc", "more_body": True})
+        await send({"type": "http.response.body", "body": b"def"})
+
+    async def large(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pieces until the client is gone."""
+        await self.body(receive)
+        gone = asyncio.ensure_future(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        piece = bytes(64 * 1024)
+        while not gone.done():
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            self.sent_bytes += len(piece)
+            # Hypercorn neither fails nor waits once the client is gone.
+            await asyncio.sleep(0)
+
+    async def endless(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pieces for ever: only an error out of `send` ends it."""
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while True:
+            await send({"type": "http.response.body", "body": bytes(64 * 1024), "more_body": True})
+
+    async def big(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.answer(send, b"x" * int(scope["query_string"]))
+
+    async def wait(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.body(receive)
+        await self.go.wait()
+        await self.answer(send, b"at last")
+
+    async def wait_unread(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.go.wait()
+        await self.answer(send, await self.body(receive))
+
+    async def hold(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A long poll: pending until the client goes away."""
+        await self.body(receive)
+        assert (await receive())["type"] == "http.disconnect"
+        self.disconnects += 1
+
+    async def after(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Goes on after its answer, as a background task does."""
+        await self.body(receive)
+        await self.answer(send, b"answered")
+        assert (await receive())["type"] == "http.disconnect"
+        self.disconnects += 1
+        await self.go.wait()
+
+    async def early(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.answer(send, b"no need to read", 415)
+
+    async def once(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.body(receive)
+        await self.answer(send, b"bye", headers=[(b"Connection", b"close")])
+
+    async def fail(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise ValueError("the app is broken, as the test wants")
+
+    async def fail_late(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        raise ValueError("the app is broken, as the test wants")
+
+    async def nothing(self, scope: Scope, receive: Receive, send: Send) -> None:
+        return
+
+    async def short(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.answer(send, b"abc", headers=[(b"content-length", b"5")])
+
+    async def long(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.answer(send, b"abcdefg", headers=[(b"content-length", b"5")])
+
+    async def split(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.answer(send, b"", headers=[(b"x-name", scope["query_string"].decode().encode("latin-1"))])
+
+    async def bad_header(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name, value = [
+            (b"x-a", b"b\r\nset-cookie: evil=1"),
+            (b"x-a", b"b\nc"),
+            (b"x-a", b"b\rc"),
+            (b"x-a", b"b\0c"),
+            (b"x-a: y\r\nx-b", b"c"),
+            (b"x a", b"b"),
+            (b"", b"b"),
+            (b"content-length", b"5\r\nx: y"),
+        ][int(scope["query_string"])]
+        await self.answer(send, b"", headers=[(name, value)])
+
+    async def push(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        stream = scope["extensions"]["topics.push"]()
+
+        def on_close() -> None:
+            self.push_closed += 1
+
+        def on_writable() -> None:
+            self.push_writable += 1
+
+        stream.on_close, stream.on_writable = on_close, on_writable
+        self.pushes.append(stream)
+        await self.body(receive)
+        assert (await receive())["type"] == "http.disconnect"
+        self.disconnects += 1
+
+    async def websocket(self, receive: Receive, send: Send) -> None:
+        assert (await receive())["type"] == "websocket.connect"
+        await send({"type": "websocket.accept"})
+        while (message := await receive())["type"] == "websocket.receive":
+            await send({"type": "websocket.send", "text": message["text"].upper()})
+
+
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "uvloop": uvloop.new_event_loop,
+    "asyncio": asyncio.new_event_loop,
+}
+
+
+class Server:
+    """`serve` with an `App` in a thread of its own, on a port of 127.0.0.1."""
+
+    def __init__(
+        self,
+        http_protocol: HttpProtocol = "httptools",
+        loop: str = "uvloop",
+        limits: HttpLimits | None = None,
+        grace_ms: int = 2_000,
+    ) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.port: int = self._listener.getsockname()[1]
+        self._arguments = (http_protocol, limits or HttpLimits(), grace_ms)
+        self._loop_factory = LOOPS[loop]
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.app: App
+        self.connections: Connections
+        self.loop: asyncio.AbstractEventLoop
+        self.shutdown: asyncio.Event
+        self.loop_errors: list[dict[str, Any]] = []
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=self._loop_factory) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        protocol, limits, grace_ms = self._arguments
+        self.loop = asyncio.get_running_loop()
+        self.loop.set_exception_handler(lambda _, context: self.loop_errors.append(context))
+        self.app, self.connections, self.shutdown = App(), Connections(), asyncio.Event()
+        await serve(
+            self.app,
+            [self._listener],
+            limits,
+            protocol,
+            self.shutdown,
+            grace_ms=grace_ms,
+            connections=self.connections,
+            on_ready=self._ready.set,
+        )
+
+    def call(self, *functions: Callable[[], object]) -> None:
+        """Run `functions` in one turn of the server's loop and wait for them."""
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                for function in functions:
+                    function()
+            finally:
+                done.set()
+
+        self.loop.call_soon_threadsafe(run)
+        assert done.wait(DEADLINE_S)
+
+    def settled(self, read: Callable[[], int]) -> int:
+        """The value of `read` once it stands still while the loop turns fifty times."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            before = read()
+            for _ in range(50):
+                self.call(lambda: None)
+            if read() == before:
+                return before
+            assert time.monotonic() < deadline, "it never stands still"
+
+    def begin_shutdown(self) -> None:
+        self.call(self.shutdown.set)
+
+    def wait_stopped(self) -> None:
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), "the server does not stop"
+
+    def client(self, **options: Any) -> Client:
+        return Client(self.port, **options)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(DEADLINE_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread.is_alive():
+            self.begin_shutdown()
+        self.wait_stopped()
+        # An exception that reaches the loop is a defect in the protocol, whatever the test was about.
+        assert not self.loop_errors, self.loop_errors
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[bytes, bytes]
+    body: bytes
+
+    @property
+    def code(self) -> str:
+        """The code of the error envelope (api §0.6)."""
+        assert self.headers[b"content-type"] == b"application/json"
+        error = json.loads(self.body)["error"]
+        assert error["message"]
+        code: str = error["code"]
+        return code
+
+
+class Client:
+    """One TCP connection, read and written byte by byte as the test says."""
+
+    def __init__(self, port: int, receive_buffer_bytes: int | None = None) -> None:
+        self.socket = socket.socket()
+        if receive_buffer_bytes is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+        self.socket.settimeout(DEADLINE_S)
+        self.socket.connect(("127.0.0.1", port))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._file = self.socket.makefile("rb")
+
+    def send(self, data: bytes) -> Self:
+        self.socket.sendall(data)
+        return self
+
+    def get(self, target: str, *headers: str, method: str = "GET") -> Self:
+        lines = [f"{method} {target} HTTP/1.1", "Host: test", *headers, "", ""]
+        return self.send("\r\n".join(lines).encode())
+
+    def post(self, target: str, body: bytes, *headers: str) -> Self:
+        lines = [f"POST {target} HTTP/1.1", "Host: test", f"Content-Length: {len(body)}", *headers, "", ""]
+        return self.send("\r\n".join(lines).encode() + body)
+
+    def half_close(self) -> Self:
+        self.socket.shutdown(socket.SHUT_WR)
+        return self
+
+    def read(self, size: int) -> bytes:
+        return self._file.read(size)
+
+    def line(self) -> bytes:
+        return self._file.readline()
+
+    def head(self) -> tuple[int, dict[bytes, bytes]]:
+        """Status and headers of the next answer, final or not."""
+        status_line = self.line()
+        assert status_line.startswith(b"HTTP/1.1 "), status_line
+        headers: dict[bytes, bytes] = {}
+        while (line := self.line()) != b"\r\n":
+            assert line.endswith(b"\r\n"), line
+            name, value = line.split(b":", 1)
+            assert name.lower() not in headers, f"header {name!r} came twice"
+            headers[name.lower()] = value.strip()
+        return int(status_line.split()[1]), headers
+
+    def chunk(self) -> bytes:
+        """The next chunk's data; b"" is the last."""
+        size = int(self.line(), 16)
+        data = self.read(size)
+        assert self.line() == b"\r\n"
+        return data
+
+    def answer(self, bodyless: bool = False) -> Answer:
+        """The next answer, whole."""
+        status, headers = self.head()
+        if bodyless or status in (204, 304):
+            body = b""
+        elif headers.get(b"transfer-encoding") == b"chunked":
+            assert b"content-length" not in headers
+            body = b"".join(iter(self.chunk, b""))
+        elif b"content-length" in headers:
+            size = int(headers[b"content-length"])
+            body = self.read(size)
+            assert len(body) == size, f"the answer was cut: {len(body)} of {size} bytes"
+        else:
+            assert headers[b"connection"] == b"close"
+            body = self._file.read()
+        return Answer(status, headers, body)
+
+    def is_closed(self) -> bool:
+        """Waits for the end of the connection; False: something came instead."""
+        try:
+            return self._file.read(1) == b""
+        except ConnectionResetError:
+            return True
+
+    def reset(self) -> None:
+        """Vanish: a reset instead of an orderly close."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+        self.socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

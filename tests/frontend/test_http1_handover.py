@@ -1,0 +1,154 @@
+"""Other protocols on the same port are Hypercorn's: HTTP/2 with prior knowledge or by upgrade, and WebSocket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import h2.config
+import h2.connection
+import h2.events
+import pytest
+import wsproto
+from wsproto.events import AcceptConnection, CloseConnection, Request, TextMessage
+
+from tests.frontend.http1_server import Client, Server, until
+
+H2_HEADERS = [(":method", "POST"), (":path", "/echo"), (":scheme", "http"), (":authority", "test")]
+
+
+@pytest.fixture(scope="module", params=["httptools-uvloop", "httptools-asyncio", "stock-uvloop"])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    http_protocol, loop = request.param.split("-")
+    with Server(http_protocol, loop) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    with server.client() as connected:
+        yield connected
+
+
+def h2_answers(
+    client: Client, h2c: h2.connection.H2Connection, streams: int, received: bytes = b""
+) -> dict[int, bytes]:
+    """The bodies of the next answers, by stream. `received` has been read from the connection already."""
+    bodies: dict[int, bytes] = {}
+    ended = 0
+    while ended < streams:
+        data, received = received or client.socket.recv(65_536), b""
+        assert data, "the connection was closed"
+        for event in h2c.receive_data(data):
+            if isinstance(event, h2.events.ResponseReceived):
+                assert dict(event.headers)[b":status"] == b"200"
+            elif isinstance(event, h2.events.DataReceived):
+                bodies[event.stream_id] = bodies.get(event.stream_id, b"") + event.data
+                h2c.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+            elif isinstance(event, h2.events.StreamEnded):
+                ended += 1
+        client.send(h2c.data_to_send())
+    return bodies
+
+
+@pytest.mark.parametrize("piece_bytes", [10, 100_000])
+def test_h2c_with_prior_knowledge(server: Server, client: Client, piece_bytes: int) -> None:
+    h2c = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding=None))
+    h2c.initiate_connection()
+    for stream_id, body in ((1, b"first"), (3, b"x" * 10_000)):
+        h2c.send_headers(stream_id, H2_HEADERS)
+        h2c.send_data(stream_id, body, end_stream=True)
+    data = h2c.data_to_send()
+    for start in range(0, len(data), piece_bytes):
+        client.send(data[start : start + piece_bytes])
+    assert h2_answers(client, h2c, 2) == {1: b"first", 3: b"x" * 10_000}
+    assert server.app.scopes[-1]["http_version"] == "2"
+    assert server.app.scopes[-1]["state"] == {"from": "lifespan"}
+
+
+def test_h2c_by_upgrade(client: Client) -> None:
+    h2c = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding=None))
+    settings = h2c.initiate_upgrade_connection()
+    assert settings is not None
+    upgrade = f"HTTP2-Settings: {settings.decode()}"
+    client.get("/big?20", "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", upgrade)
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += client.socket.recv(65_536)
+    head, _, received = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 101")
+    assert b"upgrade: h2c" in head.lower()
+    client.send(h2c.data_to_send())
+    assert h2_answers(client, h2c, 1, received) == {1: b"x" * 20}
+
+
+def websocket_messages(client: Client, connection: wsproto.WSConnection, count: int) -> list[str]:
+    texts: list[str] = []
+    while len(texts) < count:
+        data = client.socket.recv(65_536)
+        assert data, "the connection was closed"
+        connection.receive_data(data)
+        for event in connection.events():
+            if isinstance(event, TextMessage):
+                texts.append(event.data)
+            else:
+                assert isinstance(event, AcceptConnection), event
+    return texts
+
+
+@pytest.mark.parametrize("after_a_request", [False, True])
+def test_websocket_echo(client: Client, after_a_request: bool) -> None:
+    if after_a_request:
+        assert client.post("/echo", b"hi").answer().body == b"hi"
+    connection = wsproto.WSConnection(wsproto.ConnectionType.CLIENT)
+    client.send(connection.send(Request(host="test", target="/ws")))
+    data = client.socket.recv(65_536)
+    assert data.startswith(b"HTTP/1.1 101")
+    connection.receive_data(data)
+    assert any(isinstance(event, AcceptConnection) for event in connection.events())
+    client.send(connection.send(TextMessage(data="one")) + connection.send(TextMessage(data="two")))
+    assert websocket_messages(client, connection, 2) == ["ONE", "TWO"]
+    client.send(connection.send(CloseConnection(code=1000)))
+    connection.receive_data(client.socket.recv(65_536))
+    assert any(isinstance(event, CloseConnection) for event in connection.events())
+
+
+def test_websocket_behind_a_pipelined_request(client: Client) -> None:
+    """The upgrade must wait until what came before it is answered."""
+    connection = wsproto.WSConnection(wsproto.ConnectionType.CLIENT)
+    upgrade = connection.send(Request(host="test", target="/ws"))
+    client.send(b"POST /echo HTTP/1.1\r\nHost: test\r\nContent-Length: 5\r\n\r\nfirst" + upgrade)
+    assert client.answer().body == b"first"
+    assert client.head()[0] == 101
+
+
+def test_upgrade_with_a_body_is_answered_without_one(client: Client) -> None:
+    """As `curl --http2 -d` sends it: HTTP/1.1 goes on, and the body is the request's, never the next request."""
+    client.post("/echo", b"GET /evil HTTP/1.1\r\n\r\n", "Connection: Upgrade", "Upgrade: h2c", "HTTP2-Settings: ")
+    assert client.answer().body == b"GET /evil HTTP/1.1\r\n\r\n"
+
+
+def test_unknown_upgrade_is_ignored(client: Client) -> None:
+    assert client.post("/echo", b"hi", "Connection: Upgrade", "Upgrade: teapot/1").answer().body == b"hi"
+
+
+def test_drain_closes_idle_connections_of_other_protocols() -> None:
+    with Server(grace_ms=10_000) as server, server.client() as client:
+        h2c = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding=None))
+        h2c.initiate_connection()
+        h2c.send_headers(1, H2_HEADERS)
+        h2c.send_data(1, b"hi", end_stream=True)
+        client.send(h2c.data_to_send())
+        assert h2_answers(client, h2c, 1) == {1: b"hi"}
+        server.begin_shutdown()
+        server.wait_stopped()
+
+
+def test_grace_cuts_a_websocket() -> None:
+    with Server(grace_ms=50) as server, server.client() as client:
+        connection = wsproto.WSConnection(wsproto.ConnectionType.CLIENT)
+        client.send(connection.send(Request(host="test", target="/ws")))
+        assert client.head()[0] == 101
+        until(lambda: server.app.scopes, "the app runs")
+        server.begin_shutdown()
+        server.wait_stopped()
+        assert server.app.stages == ["startup", "shutdown"]

@@ -1,0 +1,297 @@
+"""The parser by itself: what it refuses, and that how bytes are cut into reads never matters."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from topics.frontend.http1_parser import Head, HttpLimits, Refusal, RequestParser
+
+LIMITS = HttpLimits(max_header_bytes=2000, max_headers=10, max_uri_bytes=200, max_body_bytes=5000)
+
+
+class Parsed(NamedTuple):
+    head: Head
+    body: bytes
+
+
+def parse(reads: list[bytes], limits: HttpLimits = LIMITS) -> tuple[list[Parsed], bytes]:
+    """Run the parser as a connection does, over these reads: the requests, and what was left unused."""
+    parser = RequestParser(limits)
+    requests: list[Parsed] = []
+    pending = b""
+    head: Head | None = None
+    body = bytearray()
+    for read in reads:
+        data, position = pending + read, 0
+        while position < len(data):
+            if head is None:
+                position, end = parser.find_head(data, position)
+                if end < 0:
+                    break
+                head = parser.parse_head(data[position:end])
+                assert head is not None, "another protocol"
+                position = end
+                body = bytearray()
+            if not parser.complete and position < len(data):
+                position = parser.read_body(data, position, body.extend)
+            if parser.complete:
+                requests.append(Parsed(head, bytes(body)))
+                head = None
+        pending = data[position:]
+    return requests, pending
+
+
+def refusal(data: bytes, limits: HttpLimits = LIMITS) -> Refusal:
+    """The refusal of `data`, the same whether it comes at once or byte by byte."""
+    with pytest.raises(Refusal) as whole:
+        parse([data], limits)
+    with pytest.raises(Refusal) as bytewise:
+        parse([data[i : i + 1] for i in range(len(data))], limits)
+    assert whole.value.code == bytewise.value.code
+    return whole.value
+
+
+GET = b"GET / HTTP/1.1\r\nHost: a\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: a\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        # Two lengths: which one a proxy in front believes is what smuggling lives on.
+        POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        POST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+        POST + b"Content-Length: 5\r\nContent-Length: 5\r\n\r\nhello",
+        POST + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello!",
+        *(
+            POST + b"Content-Length: " + length + b"\r\n\r\nhello"
+            for length in (b"5, 5", b"5,6", b"+5", b"-5", b"0x5", b"5a", b"5 5", b"5_0", b"", b"99999999999999999999")
+        ),
+        *(
+            POST + b"Transfer-Encoding: " + coding + b"\r\n\r\n0\r\n\r\n"
+            for coding in (
+                b"gzip",
+                b"identity",
+                b"xchunked",
+                b"chunkedx",
+                b"gzip, chunked",
+                b"chunked, gzip",
+                b"chunked, chunked",
+                b",chunked",
+                b"\x0bchunked",
+                b"",
+                b"chunked\r\nTransfer-Encoding: chunked",
+                b"gzip\r\nTransfer-Encoding: chunked",
+                b"chunked\r\nTransfer-Encoding: identity",
+            )
+        ),
+        b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        # Lines and blanks.
+        b"GET / HTTP/1.1\nHost: a\n\n",
+        GET + b"X: y\n\r\n",
+        GET + b"X: y\r\n\n",
+        GET + b"X: y\rZ: z\r\n\r\n",
+        GET + b"X: y\r\n z\r\n\r\n",
+        GET + b"X: y\r\n\tz\r\n\r\n",
+        b"GET / HTTP/1.1\r\n Host: a\r\n\r\n",
+        GET + b"X : y\r\n\r\n",
+        GET + b": y\r\n\r\n",
+        GET + b"X\r\n\r\n",
+        GET + b"X: a\0b\r\n\r\n",
+        GET + b"X\0: b\r\n\r\n",
+        GET + b"X: a\x01b\r\n\r\n",
+        GET + b"X: a\x7fb\r\n\r\n",
+        b"GET  / HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET / HTTP/1.1 \r\nHost: a\r\n\r\n",
+        b"GET /a b HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET\t/\tHTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /\r\n\r\n",
+        b"GET / http/1.1\r\nHost: a\r\n\r\n",
+        b"GET / RTSP/1.0\r\nHost: a\r\n\r\n",
+        b"SOURCE / ICE/1.0\r\nHost: a\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /#x HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET x HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"\0\0\0\0",
+        b"x" * 40,
+        # Host.
+        b"GET / HTTP/1.1\r\n\r\n",
+        GET + b"Host: a\r\n\r\n",
+        GET + b"hOST: b\r\n\r\n",
+        *(
+            b"GET / HTTP/1.1\r\nHost:" + host + b"\r\n\r\n"
+            for host in (b"", b" a b", b" a/b", b" a@b", b" a:b", b" [::1", b" a:80:80", b' "a"', b" a,b:x")
+        ),
+        # Chunks.
+        *(
+            CHUNKED + chunk
+            for chunk in (
+                b"g\r\n",
+                b"-1\r\nx",
+                b"+5\r\nhello\r\n0\r\n\r\n",
+                b"0x5\r\nhello\r\n0\r\n\r\n",
+                b" 5\r\nhello\r\n0\r\n\r\n",
+                b"5 \r\nhello\r\n0\r\n\r\n",
+                b"5\nhello\r\n0\r\n\r\n",
+                b"5\r\nhello0\r\n\r\n",
+                b"5\r\nhello\n0\r\n\r\n",
+                b"5\r\nhelloXX0\r\n\r\n",
+                b"5;a\nb\r\nhello\r\n0\r\n\r\n",
+                b"5\r\nhello\r\n0\r\n\n",
+                b"5\r\nhello\r\n0\n\r\n",
+                b"10000000000000000\r\n",
+                b"\r\n5\r\nhello\r\n0\r\n\r\n",
+                b"0\r\nContent-Length: 3\r\n\r\n",
+                b"0\r\nX : y\r\n\r\n",
+            )
+        ),
+    ],
+)
+def test_refused_as_invalid(data: bytes) -> None:
+    assert refusal(data).code == "invalid_request"
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b"GET / HTTP/1.2\r\nHost: a\r\n\r\n", "http_version_not_supported"),
+        (b"GET / HTTP/2.0\r\nHost: a\r\n\r\n", "http_version_not_supported"),
+        (b"GET / HTTP/0.9\r\nHost: a\r\n\r\n", "http_version_not_supported"),
+        (b"BREW / HTTP/1.1\r\nHost: a\r\n\r\n", "method_not_allowed"),
+        (b"get / HTTP/1.1\r\nHost: a\r\n\r\n", "method_not_allowed"),
+        (b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n", "method_not_allowed"),
+        (b"GET /" + b"x" * 200 + b" HTTP/1.1\r\nHost: a\r\n\r\n", "uri_too_long"),
+        (b"GET /" + b"x" * 3000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", "uri_too_long"),
+        (GET + b"X: " + b"y" * 2000 + b"\r\n\r\n", "headers_too_large"),
+        (GET + b"X: y\r\n" * 10 + b"\r\n", "headers_too_large"),
+        (POST + b"Content-Length: 5001\r\n\r\n", "payload_too_large"),
+        (CHUNKED + b"1389\r\n" + b"x" * 0x1389, "payload_too_large"),
+        (CHUNKED + b"3e8\r\n" + b"x" * 1000 + b"\r\n" + b"1000\r\n" + b"x" * 4096, "payload_too_large"),
+        (POST + b"Expect: tea\r\n\r\n", "expectation_failed"),
+        (CHUNKED + b"5;" + b"x" * 3000 + b"\r\nhello\r\n0\r\n\r\n", "invalid_request"),
+        (CHUNKED + b"0\r\n" + b"X: y\r\n" * 500 + b"\r\n", "invalid_request"),
+    ],
+)
+def test_refused_with_its_own_code(data: bytes, code: str) -> None:
+    assert refusal(data).code == code
+
+
+def test_limits_are_reached_exactly() -> None:
+    target = b"/" + b"x" * 199
+    (request,), _ = parse([b"GET " + target + b" HTTP/1.1\r\nHost: a\r\n" + b"X: y\r\n" * 9 + b"\r\n"])
+    assert request.head.raw_path == target
+    assert len(request.head.headers) == 10
+    filler = 2000 - len(GET + b"X: \r\n\r\n")
+    (request,), _ = parse([GET + b"X: " + b"y" * filler + b"\r\n\r\n"])
+    assert request.head.headers[1] == (b"x", b"y" * filler)
+    (request,), _ = parse([POST + b"Content-Length: 5000\r\n\r\n" + b"x" * 5000])
+    assert len(request.body) == 5000
+    (request,), _ = parse([CHUNKED + b"1388\r\n" + b"x" * 5000 + b"\r\n0\r\n\r\n"])
+    assert len(request.body) == 5000
+
+
+def test_refusal_shows_the_value_and_the_way_out() -> None:
+    assert "'a b'" in refusal(b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n").message
+    assert "5001 bytes; at most 5000" in refusal(POST + b"Content-Length: 5001\r\n\r\n").message
+    assert "HTTP/1.1 is" in refusal(b"GET / HTTP/1.2\r\nHost: a\r\n\r\n").message
+
+
+def test_other_protocols_are_left_alone() -> None:
+    for head in (
+        b"PRI * HTTP/2.0\r\n\r\n",
+        GET + b"Connection: keep-alive, Upgrade\r\nUpgrade: websocket\r\n\r\n",
+        GET + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n\r\n",
+    ):
+        parser = RequestParser(LIMITS)
+        assert parser.find_head(head + b"SM\r\n\r\n", 0) == (0, len(head))
+        assert parser.parse_head(head) is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "keep_alive"),
+    [
+        (b"HTTP/1.1\r\nHost: a", True),
+        (b"HTTP/1.1\r\nHost: a\r\nConnection: Close", False),
+        (b"HTTP/1.1\r\nHost: a\r\nConnection: x, close ,y", False),
+        (b"HTTP/1.1\r\nHost: a\r\nConnection: keep-alive, close", False),
+        (b"HTTP/1.1\r\nHost: a\r\nConnection: close\r\nConnection: keep-alive", False),
+        (b"HTTP/1.0", False),
+        (b"HTTP/1.0\r\nConnection: Keep-Alive", True),
+    ],
+)
+def test_keep_alive(lines: bytes, keep_alive: bool) -> None:
+    (request,), _ = parse([b"GET / " + lines + b"\r\n\r\n"])
+    assert request.head.keep_alive is keep_alive
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (b"/", (b"/", b"")),
+        (b"/a?b?c", (b"/a", b"b?c")),
+        (b"/a%2Fb?", (b"/a%2Fb", b"")),
+        (b"//a/b", (b"//a/b", b"")),
+        (b"*", (b"*", b"")),
+        (b"http://b:80/c?d", (b"/c", b"d")),
+        (b"http://b", (b"/", b"")),
+    ],
+)
+def test_targets(target: bytes, expected: tuple[bytes, bytes]) -> None:
+    (request,), _ = parse([b"OPTIONS " + target + b" HTTP/1.1\r\nHost: a\r\n\r\n"])
+    assert (request.head.raw_path, request.head.query) == expected
+
+
+# Bodies like to contain what looks like the end of a body or the start of the next request.
+pieces = st.lists(
+    st.sampled_from([b"\r\n", b"\r\n\r\n", b"0\r\n\r\n", b"\n", b"\r", b"x", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"])
+    | st.binary(min_size=1, max_size=20),
+    max_size=6,
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[bytes, bytes]:
+    """A request's bytes and its body."""
+    path = b"/" + bytes(draw(st.lists(st.sampled_from(b"abc/%"), max_size=5)))
+    head = b"POST " + path + b" HTTP/1.1\r\nHost: a\r\n"
+    parts = draw(pieces)
+    body = b"".join(parts)
+    kind = draw(st.sampled_from(["none", "length", "chunked"]))
+    if kind == "none":
+        return head + b"\r\n", b""
+    if kind == "length":
+        return head + b"Content-Length: %d\r\n\r\n" % len(body) + body, body
+    extension = draw(st.sampled_from([b"", b";a=b", b';a="b c"']))
+    trailers = draw(st.sampled_from([b"", b"X: y\r\n", b"Host: b\r\nX: y\r\n"]))
+    chunks = b"".join(b"%x%b\r\n%b\r\n" % (len(part), extension, part) for part in parts)
+    return head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n" + trailers + b"\r\n", body
+
+
+@given(st.lists(requests(), min_size=1, max_size=5), st.data())
+@settings(max_examples=300, deadline=None)
+def test_reads_may_be_cut_anywhere(expected: list[tuple[bytes, bytes]], data: st.DataObject) -> None:
+    wire = b"".join(request for request, _ in expected)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=12)))
+    if data.draw(st.booleans(), "byte by byte"):
+        cuts = list(range(len(wire)))
+    reads = [wire[a:b] for a, b in zip([0, *cuts], [*cuts, len(wire)], strict=True)]
+    parsed, pending = parse(reads)
+    assert [request.body for request in parsed] == [body for _, body in expected]
+    assert pending == b""
+    assert all(request.head.headers[0] == (b"host", b"a") for request in parsed)
+
+
+@given(st.binary(max_size=300), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_garbage_is_refused_or_waited_for(garbage: bytes, after_a_head: bool) -> None:
+    """No other exception, and nothing that was not asked for comes out."""
+    try:
+        parse([CHUNKED + garbage if after_a_head else garbage])
+    except Refusal as refused:
+        assert refused.message  # noqa: PT017 - no refusal is as good
