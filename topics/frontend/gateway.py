@@ -122,6 +122,7 @@ class Gateway:
     def close(self) -> None:
         """No more answers: whoever still waits is told that the service stops."""
         self._closed = True
+        self._flush_signals()
         self._loop.remove_reader(self._wake.fd)
         for timer in (self._sweep_timer, self._retry_timer):
             if timer is not None:
