@@ -2,7 +2,7 @@
 
 Bodies of control frames (msgpack maps; a writer in another language needs nothing else):
 
-    TOPIC_CREATE     topic_id                 {"name": str, "config": {…}}
+    TOPIC_CREATE     topic_id                 {"name": str, "config": {…}, "recreated": bool}
     CONFIG_UPDATE    topic_id                 {"config": {…}}               fields at their default are left out
     TOPIC_DELETE     topic_id                 -
     EVICT_WATERMARK  topic_id, seq = floor    {"reason": 1 cap, 2 ttl, 3 mixed, 4 restart}
@@ -31,6 +31,7 @@ _COUNT = struct.Struct("<I")
 class CreateBody(msgspec.Struct):
     name: str
     config: TopicConfig
+    recreated: bool = False
 
 
 class ConfigBody(msgspec.Struct):
@@ -84,6 +85,8 @@ class Fold:
         self.sessions: dict[str, SessionBody] = {}
         self.created_ids: set[int] = set()
         """Deleted topics as well: ids are never used again."""
+        self.deleted_names: set[str] = set()
+        """Whoever takes one again is `recreated`."""
         self._pending: dict[int, array[int]] = {}
         self._early_keys: dict[int, list[tuple[bytes, Outcome]]] = {}
         self._ephemeral_heads: dict[int, int] = {}
@@ -100,14 +103,16 @@ class Fold:
         if topic_id in self.created_ids:
             return
         body = _decode_create(data)
-        topic = Topic(topic_id, body.name, body.config, self._make_index())
+        topic = Topic(topic_id, body.name, body.config, self._make_index(), body.recreated)
         self.topics[topic_id] = topic
         self.created_ids.add(topic_id)
         for key, outcome in self._early_keys.pop(topic_id, ()):
             topic.idempotency.remember(key, outcome)
 
     def topic_delete(self, topic_id: int) -> None:
-        if self._topic(topic_id) is not None:
+        topic = self._topic(topic_id)
+        if topic is not None:
+            self.deleted_names.add(topic.name)
             self._pending.pop(topic_id, None)
             self._ephemeral_heads.pop(topic_id, None)
             del self.topics[topic_id]

@@ -72,13 +72,16 @@ class Topic:
         "live_bytes",
         "name",
         "records",
+        "recreated",
     )
 
-    def __init__(self, id: int, name: str, config: TopicConfig, index: RecordIndex) -> None:
+    def __init__(self, id: int, name: str, config: TopicConfig, index: RecordIndex, recreated: bool = False) -> None:
         self.id = id
         self.name = name
         self.config = config
         self.index = index
+        self.recreated = recreated
+        """Its name had another topic before: a cursor beyond the head is that one's."""
         self.head_seq = 0
         self.earliest_seq = 1
         self.evict_floor = 1

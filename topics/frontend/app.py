@@ -6,7 +6,7 @@ The two routes that carry the load are found by their path alone; everything els
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Final, Protocol
+from typing import Final
 
 from starlette.routing import Route, Router
 
@@ -18,6 +18,7 @@ from topics.frontend.diff import DiffRoute
 from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.topics import TopicRoutes
+from topics.frontend.watch import WatchRoutes
 from topics.log import get_logger
 from topics.shm.control import ProcessCell
 
@@ -30,14 +31,6 @@ _DIFF: Final = "/diff"
 _log = get_logger()
 
 
-class WatchEndpoints(Protocol):
-    """`POST /v0/watch` and `GET /v0/watch/:wid` (api §7)."""
-
-    async def create(self, scope: Scope, receive: Receive, send: Send) -> None: ...
-
-    async def stream(self, scope: Scope, receive: Receive, send: Send) -> None: ...
-
-
 class App:
     """The ASGI application of a frontend."""
 
@@ -46,7 +39,7 @@ class App:
         append: AppendRoute,
         diff: DiffRoute,
         topics: TopicRoutes,
-        watch: WatchEndpoints | None,
+        watch: WatchRoutes,
         probes: ProbeRoutes,
         cell: ProcessCell,
     ) -> None:
@@ -60,14 +53,8 @@ class App:
                 Route("/v0/topics", Resource(GET=topics.list_all)),
                 Route("/v0/topics/{topic}", one_topic),
                 Route("/v0/topics/{topic}/diff", Resource(POST=_of_topic(diff))),
-                *(
-                    []
-                    if watch is None
-                    else [
-                        Route("/v0/watch", Resource(POST=watch.create)),
-                        Route("/v0/watch/{wid}", Resource(GET=watch.stream)),
-                    ]
-                ),
+                Route("/v0/watch", Resource(POST=watch.create)),
+                Route("/v0/watch/{wid}", Resource(GET=watch.stream)),
                 *(Route(path, health) for path in ("/v0/health", "/healthz")),
                 *(Route(path, ready) for path in ("/v0/ready", "/readyz")),
             ],

@@ -38,7 +38,7 @@ from topics.frontend.stream import (
 from topics.frontend.watches import WatchHandle
 from topics.shm.control import ProcessCell
 
-SLICE_S: Final = 0.002
+SLICE_S: Final = 0.0005
 FAN_OUT_STEP: Final = 64
 """Connections of one channel that are written to before a backlog has its turn."""
 

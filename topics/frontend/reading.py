@@ -145,7 +145,7 @@ class TopicReader:
         view = logical_view(ref, now_ms)
         tombstone = floor_tombstone(view, from_seq)
         if from_seq > view.head_seq:
-            from_seq = 0
+            from_seq = 0 if view.recreated else view.head_seq
         if not ref.config.dedupe_node:
             options = options._replace(nodes=None)
         start = cursor = max(from_seq, view.earliest_seq - 1)
@@ -221,6 +221,9 @@ def has_expired(ref: TopicRef, now_ms: int) -> bool:
 def floor_tombstone(view: TopicView, from_seq: int) -> Tombstone | None:
     """What a reader at `from_seq` has lost to the floors (api §3.3)."""
     if from_seq > view.head_seq:
+        # Another topic's cursor, if this name had one before; otherwise nobody ever had it from us.
+        if not view.recreated or not view.head_seq:
+            return None
         return Tombstone(1, view.head_seq, "recreated", view.head_seq, view.earliest_seq, view.head_seq)
     gap_from = from_seq + 1
     if gap_from >= view.evict_floor:

@@ -11,7 +11,7 @@ A slot holds its publication count and two copies of the topic's state. The shar
 current and then stores count + 1; a reader takes copy `count & 1` and accepts it if the count is still the same
 afterwards. So readers never wait, and a shard killed in the middle of a write has damaged nothing.
 
-    slot   | published u64 | 7 spare | copy 0: 17 words | copy 1: 17 words |
+    slot   | published u64 | 7 spare | copy 0: 18 words | copy 1: 18 words |
 
 A location ring holds the records base_seq..head_seq; seq s lies at index s & (capacity - 1):
 
@@ -50,7 +50,7 @@ SLOT_WORDS: Final = 48
 SLOTS_MAX: Final = 2**20
 _HEAP_BYTE: Final = (_SLOTS_WORD + SLOTS_MAX * SLOT_WORDS) * 8
 _COPY_WORD: Final = 8
-_COPY_WORDS: Final = 17
+_COPY_WORDS: Final = 18
 _BLOCK_MIN_BYTES: Final = 64
 RING_MIN_ENTRIES: Final = 16
 
@@ -100,6 +100,7 @@ class TopicView(NamedTuple):
     descriptor_len: int
     descriptor_version: int
     evict_run_seq: int
+    recreated: int
 
 
 class Locations(NamedTuple):

@@ -128,7 +128,7 @@ class Appends:
         hosted = draft.hosted
         created, draft.new = draft.new, False
         draft.created |= created
-        buffers: list[Bytes] = [_create_frame(hosted, draft.ts, FLAG_MORE)] if created else []
+        buffers: list[Bytes] = [create_frame(hosted, draft.ts, FLAG_MORE)] if created else []
         sync = hosted.topic.config.durability == "fsync"
         apply = self._append(request, draft, buffers, FLAG_DURABLE if sync else 0, 0)
 
@@ -145,7 +145,7 @@ class Appends:
         created, draft.new = draft.new, False
         draft.created |= created
         if created:
-            create = _create_frame(hosted, draft.ts, 0)
+            create = create_frame(hosted, draft.ts, 0)
             self.durable.append(Operation([create], lambda _file_no, _offset: self._host(hosted)))
         if draft.head_seq + request.count > draft.ceiling:
             draft.ceiling = draft.head_seq + max(request.count, CEILING_STEP)
@@ -192,9 +192,10 @@ class Appends:
         return messages.encode_append_reply(answer.request_id, reply)
 
 
-def _create_frame(hosted: Hosted, ts: int, flags: int) -> bytes:
+def create_frame(hosted: Hosted, ts: int, flags: int) -> bytes:
+    """TOPIC_CREATE of a topic that is not hosted yet."""
     topic = hosted.topic
-    body = encode_body(CreateBody(topic.name, topic.config))
+    body = encode_body(CreateBody(topic.name, topic.config, topic.recreated))
     return frame.encode(FrameType.TOPIC_CREATE, flags, topic.id, 0, ts, b"", b"", body)
 
 

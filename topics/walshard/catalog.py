@@ -23,6 +23,7 @@ class Catalog:
         self._arena = arena
         self._ids = TopicIds(shard)
         self._by_name: dict[str, Hosted] = {}
+        self._deleted_names: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -37,7 +38,8 @@ class Catalog:
         """A topic nobody sees yet; ArenaFullError when /dev/shm has no room."""
         ring = LocationRing(self._arena, 1)
         try:
-            return Hosted(self._arena, Topic(self._ids.next(now_ms), name, config, ring), ring)
+            recreated = name in self._deleted_names
+            return Hosted(self._arena, Topic(self._ids.next(now_ms), name, config, ring, recreated), ring)
         except Exception:
             ring.release()
             raise
@@ -49,10 +51,12 @@ class Catalog:
 
     def retire(self, hosted: Hosted) -> None:
         del self._by_name[hosted.topic.name]
+        self._deleted_names.add(hosted.topic.name)
         hosted.retire()
 
     def take_over(self, fold: Fold) -> None:
         """Hosts what the log says. FoldError when a topic belongs to another shard, or two share a name."""
+        self._deleted_names = fold.deleted_names
         for topic_id in fold.created_ids:
             self._ids.saw(topic_id)
         for topic in fold.topics.values():

@@ -53,6 +53,7 @@ class Hosted:
                 self._descriptor[1],
                 self._version,
                 topic.evict_run_seq,
+                topic.recreated,
             ),
         )
         ring.published()

@@ -15,7 +15,7 @@ import msgspec
 from topics.core.clock import Clock
 from topics.core.config import TopicConfig, incompatible_type
 from topics.core.errors import TopicsError
-from topics.core.fold import ConfigBody, CreateBody, EvictBody, HeadBody, SessionBody, encode_body
+from topics.core.fold import ConfigBody, EvictBody, HeadBody, SessionBody, encode_body
 from topics.core.topic import EvictReason
 from topics.log import get_logger
 from topics.shm import messages
@@ -38,7 +38,7 @@ from topics.shm.messages import (
 from topics.storage import frame
 from topics.storage.frame import FLAG_MORE, FrameType
 from topics.storage.wal import WalWriteError
-from topics.walshard.appends import Appends
+from topics.walshard.appends import Appends, create_frame
 from topics.walshard.background_sync import BackgroundSync
 from topics.walshard.catalog import Catalog
 from topics.walshard.commit import Logs
@@ -196,11 +196,10 @@ class Shard:
         if hosted is None:
             hosted = self._make_topic(call.name, call.config)
             answer.reply = messages.encode_reply(answer.request_id, PutTopicReply(True, call.config))
-            body = encode_body(CreateBody(call.name, call.config))
             made = hosted
             if not self._commit(
                 Operation(
-                    [frame.encode(FrameType.TOPIC_CREATE, 0, hosted.topic.id, 0, self._now_ms, b"", b"", body)],
+                    [create_frame(hosted, self._now_ms, 0)],
                     lambda _file_no, _offset: self._catalog.host(made),
                     sync=True,
                     answer=answer,
