@@ -1,0 +1,281 @@
+"""Routes through the app itself: long polls, what fails inside, methods, probes. Arena and logs are real, the shard
+is the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.frontend.hosting import Hosting, Written
+from topics import settings as settings_module
+from topics.frontend import diff as diff_module
+from topics.frontend.app import App
+from topics.frontend.append import AppendRoute
+from topics.frontend.delivery import Hub
+from topics.frontend.diff import DiffRoute
+from topics.frontend.gateway import Gateway
+from topics.frontend.probes import ProbeRoutes
+from topics.frontend.sessions import Sessions
+from topics.frontend.snapshot import TopicSight
+from topics.frontend.topics import TopicRoutes
+from topics.frontend.watch import WatchRoutes
+from topics.shm import messages
+from topics.shm.control import ProcessState, Role
+from topics.shm.messages import Kind, Watch
+from topics.shm.recency import Recency, RecencyWriter
+
+DEADLINE_S = 10.0
+
+
+class Frontend:
+    """An app on one loop, and requests to it."""
+
+    def __init__(self, hosting: Hosting) -> None:
+        shared = hosting.shared
+        self.hosting = hosting
+        self.cell = shared.control.cell(Role.FRONTEND, 0)
+        self.gateway = Gateway(shared, 0, 1, hosting.arenas, self.cell, 10_000)
+        writer = RecencyWriter(shared.identity, 0, 1)
+        settings = settings_module.load({}, {"data_dir": "unused", "wal_shards": 1, "frontends": 1})
+        reader = hosting.reader
+        self.diff = DiffRoute(reader, self.gateway, writer, settings, self.cell)
+        recency = Recency(shared.identity, 1, 1)
+        hub = Hub(self.gateway, TopicSight(reader, hosting.arenas, writer), self.cell, hosting.clock)
+        self.app = App(
+            AppendRoute(self.gateway, settings, self.cell),
+            self.diff,
+            TopicRoutes(reader, hosting.arenas, self.gateway, writer, recency, settings),
+            WatchRoutes(reader, Sessions(self.gateway, hosting.arenas, 1), hub, settings),
+            ProbeRoutes(shared.control, hosting.clock),
+            self.cell,
+        )
+        self.gone = asyncio.Event()
+        """The client closes its connection."""
+
+    async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, dict[bytes, bytes], Any]:
+        """(status, headers, decoded body)."""
+        content = b"" if body is None else msgspec.json.encode(body)
+        answer: list[dict[str, Any]] = []
+        taken = False
+
+        async def receive() -> dict[str, Any]:
+            nonlocal taken
+            if taken:
+                await self.gone.wait()
+                return {"type": "http.disconnect"}
+            taken = True
+            return {"type": "http.request", "body": content, "more_body": False}
+
+        async def send(message: Any) -> None:
+            answer.append(message)
+
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }
+        await self.app(scope, receive, send)
+        if not answer:
+            return 0, {}, None
+        content = answer[1]["body"]
+        return answer[0]["status"], dict(answer[0]["headers"]), msgspec.json.decode(content) if content else None
+
+    async def watching(self, name: str) -> Watch:
+        """The watch that the gateway asks the shard for."""
+        while True:
+            for message, _position in self.hosting.shared.rings[0][0].requests.peek():
+                if messages.head(message)[0] == Kind.CALL:
+                    call = messages.decode_call(message)
+                    if isinstance(call, Watch) and call.name == name:
+                        return call
+            await asyncio.sleep(0.001)
+
+    def notify(self, watch: Watch) -> None:
+        assert self.hosting.shared.rings[0][0].replies.push(messages.encode_notify([watch.token]))
+        self.hosting.shared.frontend_wakes[0].signal_always()
+
+
+def on_loop(hosting: Hosting, test: Callable[[Frontend], Awaitable[None]]) -> None:
+    async def main() -> None:
+        frontend = Frontend(hosting)
+        frontend.gateway.start()
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await test(frontend)
+        finally:
+            frontend.gateway.close()
+
+    asyncio.run(main())
+
+
+# -- long polls
+
+
+def test_a_long_poll_waits_for_what_it_may_deliver(hosting: Hosting) -> None:
+    hosting.make("t")
+
+    async def test(frontend: Frontend) -> None:
+        poll = asyncio.create_task(frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000, "node": "me"}))
+        watch = await frontend.watching("t")
+        assert frontend.cell.get("long_polls") == 1
+        hosting.write("t", [Written(b"1", node=b"me")] * 3)
+        frontend.notify(watch)
+        await asyncio.sleep(0.01)
+        assert not poll.done()
+        hosting.write("t", [Written(b'"for me"')])
+        frontend.notify(watch)
+        status, _, body = await poll
+        assert (status, [record["$seq"] for record in body["records"]], body["next_from_seq"]) == (200, [4], 4)
+        assert body["performance"]["records_scanned"] == 4
+        assert frontend.cell.get("long_polls") == 0
+
+    on_loop(hosting, test)
+
+
+def test_a_long_poll_passes_a_long_stretch_of_filtered_records(hosting: Hosting) -> None:
+    hosting.make("t")
+    for _ in range(4):
+        hosting.write("t", [Written(b"1", node=b"me")] * 8192)
+    hosting.write("t", [Written(b'"for me"')])
+
+    async def test(frontend: Frontend) -> None:
+        question = {"wait_ms": 30_000, "node": "me"}
+        _, _, body = await frontend.ask("POST", "/v0/topics/t/diff", question)
+        assert [record["$seq"] for record in body["records"]] == [4 * 8192 + 1]
+        _, _, body = await frontend.ask("POST", "/v0/topics/t/diff", question | {"wait_ms": 0})
+        assert (body["records"], body["caught_up"]) == ([], False)
+
+    on_loop(hosting, test)
+
+
+def test_a_stopping_frontend_answers_its_long_polls(hosting: Hosting) -> None:
+    hosting.make("t")
+
+    async def test(frontend: Frontend) -> None:
+        poll = asyncio.create_task(frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000}))
+        await frontend.watching("t")
+        frontend.diff.drain()
+        status, _, body = await poll
+        assert (status, body["records"], body["caught_up"]) == (200, [], True)
+        status, _, _ = await frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000})
+        assert status == 200
+
+    on_loop(hosting, test)
+
+
+def test_a_client_that_goes_away_leaves_no_long_poll_behind(hosting: Hosting) -> None:
+    hosting.make("t")
+
+    async def test(frontend: Frontend) -> None:
+        poll = asyncio.create_task(frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000}))
+        await frontend.watching("t")
+        frontend.gone.set()
+        assert (await poll)[0] == 0
+        assert frontend.cell.get("long_polls") == 0
+
+    on_loop(hosting, test)
+
+
+def test_the_topic_of_a_long_poll_is_deleted(hosting: Hosting) -> None:
+    hosting.make("t")
+
+    async def test(frontend: Frontend) -> None:
+        poll = asyncio.create_task(frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000}))
+        watch = await frontend.watching("t")
+        hosting.retire("t")
+        frontend.notify(watch)
+        status, _, body = await poll
+        assert (status, body["error"]["code"]) == (404, "topic_not_found")
+
+    on_loop(hosting, test)
+
+
+def test_long_polls_are_bounded(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diff_module, "LONG_POLLS_MAX", 1)
+    hosting.make("t")
+
+    async def test(frontend: Frontend) -> None:
+        poll = asyncio.create_task(frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000}))
+        await frontend.watching("t")
+        status, headers, body = await frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000})
+        assert (status, body["error"]["detail"]) == (429, {"limit": "long_polls", "max": 1})
+        assert b"retry-after" in headers
+        frontend.diff.drain()
+        assert (await poll)[0] == 200
+
+    on_loop(hosting, test)
+
+
+# -- what fails inside
+
+
+def test_a_fault_is_a_500_that_shows_nothing(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosting.make("t")
+
+    def fault(*_: object) -> None:
+        raise RuntimeError("secret of the inside")
+
+    async def test(frontend: Frontend) -> None:
+        monkeypatch.setattr(hosting.reader, "read_page", fault)
+        status, _, body = await frontend.ask("POST", "/v0/topics/t/diff", {})
+        assert (status, body["error"]["code"]) == (500, "internal")
+        assert "secret" not in body["error"]["message"]
+        assert (frontend.cell.get("responses_5xx"), frontend.cell.get("requests")) == (1, 1)
+
+    on_loop(hosting, test)
+
+
+# -- methods and probes
+
+
+def test_methods(hosting: Hosting) -> None:
+    hosting.make("t")
+
+    async def test(frontend: Frontend) -> None:
+        for path, allowed in (
+            ("/v0/topics/t", b"DELETE, GET, HEAD, OPTIONS, POST, PUT"),
+            ("/v0/topics/t/diff", b"OPTIONS, POST"),
+            ("/v0/topics", b"GET, HEAD, OPTIONS"),
+        ):
+            status, headers, body = await frontend.ask("PATCH", path)
+            assert (status, headers[b"allow"], body["error"]["code"]) == (405, allowed, "method_not_allowed")
+            status, headers, _ = await frontend.ask("OPTIONS", path)
+            assert (status, headers[b"allow"]) == (204, allowed)
+        assert (await frontend.ask("HEAD", "/v0/topics/t"))[0] == 200
+        for path in ("/v0/topics/", "/v0/topics/t/", "/v0/topics//diff", "/v0/topics/a/b/diff", "/v0/topics/t/diff/"):
+            assert (await frontend.ask("POST", path, {}))[0] == 404
+
+    on_loop(hosting, test)
+
+
+def test_probes_tell_recovering_from_ready(hosting: Hosting) -> None:
+    async def test(frontend: Frontend) -> None:
+        cell = hosting.shared.control.cell(Role.WALSHARD, 0)
+        cell.set("generation", 0)
+        cell.set("progress_ppm", 400_000)
+        status, headers, body = await frontend.ask("GET", "/v0/ready")
+        assert (status, body["error"]["code"], body["error"]["detail"]) == (
+            503,
+            "not_ready",
+            {"replay_progress": 0.4},
+        )
+        assert b"retry-after" in headers
+        assert (await frontend.ask("GET", "/v0/health"))[2]["status"] == "ok"
+        cell.set("generation", 1)
+        cell.set("topics", 12)
+        cell.set("state", ProcessState.RECOVERING)  # killed and started again: its topics can be read
+        body = (await frontend.ask("GET", "/readyz"))[2]
+        assert (body["status"], body["topics"], body["wal_replay_complete"]) == ("ready", 12, False)
+        assert body["recovering_shards"] == [0]
+        cell.set("state", ProcessState.READY)
+        cell.set("wal_read_only", 1)
+        body = (await frontend.ask("GET", "/readyz"))[2]
+        assert (body["wal_replay_complete"], body["read_only_shards"]) == (True, [0])
+
+    on_loop(hosting, test)

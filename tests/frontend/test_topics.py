@@ -1,0 +1,127 @@
+"""List cursors, effective priority, read recency."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.frontend.hosting import Hosting, Written
+from topics.core.config import TopicConfig
+from topics.core.errors import TopicsError
+from topics.frontend.log_files import LogFiles
+from topics.frontend.topics import _after, _cursor, effective_priority
+from topics.shm.memory import SharedObject
+from topics.shm.recency import Recency, RecencyWriter
+from topics.storage import layout
+
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,254}", fullmatch=True)
+
+
+@given(NAMES)
+def test_a_cursor_leads_back_to_its_name(name: str) -> None:
+    assert _after(_cursor(name)) == name
+
+
+@given(st.text(max_size=40) | st.binary(max_size=40).map(lambda raw: base64.urlsafe_b64encode(raw).decode()))
+def test_any_other_cursor_is_refused(text: str) -> None:
+    with pytest.raises(TopicsError) as refused:
+        _after(text)
+    assert refused.value.code == "invalid_request"
+
+
+def test_no_cursor_is_the_beginning() -> None:
+    assert _after(None) == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "idle_ms", "priority"),
+    [
+        (TopicConfig(priority=7), 0, 7),
+        (TopicConfig(priority=-7, auto_priority=False), 0, -7),
+        (TopicConfig(auto_priority=False), 0, 0),
+        (TopicConfig(), 0, 500),
+        (TopicConfig(), 30_000, 250),
+        (TopicConfig(), 60_000, 125),
+        (TopicConfig(), 299_999, 0),
+        (TopicConfig(), 300_000, 0),
+        (TopicConfig(), -5, 500),
+    ],
+)
+def test_effective_priority(config: TopicConfig, idle_ms: int, priority: int) -> None:
+    assert effective_priority(config, 1_000_000_000 - idle_ms, 1_000_000_000) == priority
+
+
+def test_a_topic_never_read_has_no_recency() -> None:
+    assert effective_priority(TopicConfig(), 0, 1_000) == 0
+
+
+def test_reads_of_all_frontends_count(identity: str) -> None:
+    shards, frontends = 3, 2
+    readers = Recency(identity, frontends, shards)
+    assert readers.last_read_ms(0, 0, 1) == 0
+    first, second = (RecencyWriter(identity, frontend, shards) for frontend in range(frontends))
+    first.touch(2, 70_000, 11, 500)
+    second.touch(2, 70_000, 11, 400)
+    second.touch(1, 70_000, 12, 900)
+    assert readers.last_read_ms(2, 70_000, 11) == 500
+    assert readers.last_read_ms(1, 70_000, 12) == 900
+    second.touch(2, 70_000, 11, 600)
+    assert readers.last_read_ms(2, 70_000, 11) == 600
+    assert readers.last_read_ms(0, 70_000, 11) == 0
+    assert readers.last_read_ms(2, 2**20 - 1, 11) == 0  # not backed by memory, and not touched
+
+
+def test_a_slot_given_to_another_topic_was_not_read(identity: str) -> None:
+    writer, reader = RecencyWriter(identity, 0, 1), Recency(identity, 1, 1)
+    writer.touch(0, 5, 11, 500)
+    assert reader.last_read_ms(0, 5, 12) == 0
+    writer.touch(0, 5, 12, 600)
+    assert (reader.last_read_ms(0, 5, 11), reader.last_read_ms(0, 5, 12)) == (0, 600)
+
+
+def test_recency_outlives_its_frontend(identity: str) -> None:
+    RecencyWriter(identity, 0, 1).touch(0, 5, 11, 500)
+    again = RecencyWriter(identity, 0, 1)
+    assert Recency(identity, 1, 1).last_read_ms(0, 5, 11) == 500
+    again.touch(0, 9000, 12, 700)
+    reader = Recency(identity, 1, 1)
+    assert (reader.last_read_ms(0, 5, 11), reader.last_read_ms(0, 9000, 12)) == (500, 700)
+
+
+def test_recency_without_memory_is_not_noted(identity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: object, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    writer, reader = RecencyWriter(identity, 0, 1), Recency(identity, 1, 1)
+    monkeypatch.setattr(SharedObject, "reserve", full)
+    writer.touch(0, 5, 11, 500)
+    assert reader.last_read_ms(0, 5, 11) == 0
+    monkeypatch.undo()
+    writer.touch(0, 5, 11, 600)
+    assert reader.last_read_ms(0, 5, 11) == 600
+
+
+def test_log_files_are_mapped_anew_when_they_grow_and_let_go_when_many(hosting: Hosting, tmp_path: object) -> None:
+    hosting.make("t")
+    sizes = {}
+    for hosting.file_no in (1, 2, 3):
+        hosting.write("t", [Written(b"1")])
+        sizes[hosting.file_no] = hosting.topics["t"].topic.live_bytes // hosting.file_no
+    files = LogFiles(str(tmp_path), hosting.shared.ram_dir, 1, maps_max=2)
+    first = files.get(0, False, 1, sizes[1])
+    assert files.get(0, False, 1, sizes[1]) is first
+    with pytest.raises(EOFError):
+        files.get(0, False, 1, sizes[1] + 1)
+    hosting.file_no = 1
+    hosting.write("t", [Written(b"2")])
+    grown = files.get(0, False, 1, sizes[1] + 1)
+    assert len(grown) > len(first)
+    for file_no in (2, 3):
+        files.get(0, False, file_no, sizes[2])
+    assert files.get(0, False, 1, sizes[1]) is not grown
+    with pytest.raises(FileNotFoundError):
+        files.get(0, True, 1, 1)
+    assert layout.log_path(layout.group_dir(str(tmp_path), 0, 1), 1).startswith(str(tmp_path))

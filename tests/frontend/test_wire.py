@@ -1,0 +1,131 @@
+"""What is JSON, what fits, and what the refusal says (api §0.2, §2, §3)."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topics.core.errors import TopicsError
+from topics.frontend import wire
+
+
+def refusal(body: bytes) -> TopicsError:
+    with pytest.raises(TopicsError) as refused:
+        wire.decode_append(body)
+    assert refused.value.code == "invalid_request"
+    return refused.value
+
+
+def write_of(data: bytes) -> bytes:
+    return b'{"records":[{"data":' + data + b"}]}"
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        st.lists,
+    )
+)
+def test_any_json_is_kept_as_it_is(value: object) -> None:
+    for raw in (json.dumps(value).encode(), json.dumps(value, ensure_ascii=False, indent=1).encode("utf-8", "replace")):
+        assert bytes(wire.decode_append(write_of(raw)).records[0].data) == raw
+
+
+@pytest.mark.parametrize(
+    ("data", "position"),
+    [
+        (b"NaN", 20),
+        (b"[1,]", 23),
+        (b"01", 21),
+        (b'"\\ud800"', None),
+        (b'"\\udc00x"', 27),
+        (b'"\xff"', 21),
+        (b'"\xed\xa0\x80"', 21),
+        (b'{"\xc3":1}', 22),
+        (b'"\x00"', 21),
+    ],
+)
+def test_what_is_not_json_is_refused_with_its_position(data: bytes, position: int | None) -> None:
+    error = refusal(write_of(data))
+    assert error.detail is not None
+    if position is not None:
+        assert error.detail == {"position": position}
+        assert f"at byte {position}" in error.message
+
+
+def test_bad_utf8_far_into_a_long_body_is_found_where_it_is() -> None:
+    text = "é" * (wire._UTF8_STEP_BYTES // 2 + 100)  # the step ends inside a character
+    start = len(b'{"records":[{"data":"')
+    for before in (text, "x" + text):
+        body = write_of(b'"' + before.encode() + b'\xff"')
+        assert refusal(body).detail == {"position": start + len(before.encode())}
+        assert wire.decode_append(write_of(b'"' + before.encode() + b'"'))
+    cut = write_of(b'"' + text.encode() + b'"')[: start + 2 * 50 + 1]
+    assert refusal(cut).detail == {"position": len(cut) - 1}
+
+
+def test_nesting_is_bounded() -> None:
+    for opening in (b"[", b'{"a":'):
+        assert "nested too deeply" in refusal(write_of(opening * 100_000)).message
+    assert wire.decode_append(write_of(b"[" * 500 + b"]" * 500))
+
+
+def test_digits_without_end() -> None:
+    digits = b"1" * 100_000
+    assert bytes(wire.decode_append(write_of(digits)).records[0].data) == digits
+    refusal(b'{"records":[{"data":1}],"if_head_seq":' + digits + b"}")
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b'{"records":[{"data":1,"tag":7}]}', "records[0].tag"),
+        (b'{"records":[{"tag":"x"}]}', "records[0]"),
+        (b'{"records":[{"data":1}],"create":"no"}', "create"),
+        (b'{"records":[{"data":1}],"if_head_seq":-1}', "if_head_seq"),
+        (b'{"records":[{"data":1}],"if_head_seq":18446744073709551616}', "if_head_seq"),
+        (b"{}", None),
+        (b"[]", None),
+    ],
+)
+def test_a_field_that_does_not_fit_is_named(body: bytes, field: str | None) -> None:
+    error = refusal(body)
+    assert (error.detail or {}).get("field") == field
+    assert (field or "").rpartition(".")[2] in error.message
+
+
+def test_optional_fields_may_be_null() -> None:
+    request = wire.decode_append(
+        b'{"records":[{"data":null,"tag":null,"node":null,"meta":null}],"config":null,"idempotency_key":null}'
+    )
+    record = request.records[0]
+    assert (bytes(record.data), record.tag, record.node) == (b"null", None, None)
+    assert not wire.given(record.meta)
+    assert not wire.given(request.config)
+    assert wire.given(wire.decode_append(b'{"records":[],"config":{}}').config)
+
+
+def test_diff_counts() -> None:
+    request = wire.decode_diff(b'{"from_seq":18446744073709551615,"limit":0,"node":["a","b"],"surprise":[1]}')
+    assert (request.from_seq, request.limit, request.node) == (2**64 - 1, 0, ["a", "b"])
+    for body, field in (
+        (b'{"limit":18446744073709551616}', "limit"),
+        (b'{"wait_ms":1.0}', "wait_ms"),
+        (b'{"from_ts":true}', "from_ts"),
+        (b'{"from_seq":5,"from_ts":1}', "from_ts"),
+    ):
+        with pytest.raises(TopicsError) as refused:
+            wire.decode_diff(body)
+        assert field in refused.value.message
+
+
+def test_meta_is_an_object_of_strings() -> None:
+    assert wire.decode_meta(msgspec.Raw(b'{"a":"b"}'), "records[0]") == {"a": "b"}
+    for meta in (b"[]", b'"x"', b'{"a":1}', b'{"a":null}', b'{"a":{"b":"c"}}'):
+        with pytest.raises(TopicsError) as refused:
+            wire.decode_meta(msgspec.Raw(meta), "records[3]")
+        assert "records[3].meta" in refused.value.message
