@@ -71,9 +71,9 @@ class Hosting:
     def close(self) -> None:
         self.arenas.close()
 
-    def make(self, name: str, config: TopicConfig | None = None) -> Hosted:
+    def make(self, name: str, config: TopicConfig | None = None, recreated: bool = False) -> Hosted:
         ring = LocationRing(self.arena, 1)
-        topic = Topic(self._next_id, name, config or TopicConfig(), ring)
+        topic = Topic(self._next_id, name, config or TopicConfig(), ring, recreated)
         self._next_id += 1
         self.topics[name] = hosted = Hosted(self.arena, topic, ring)
         hosted.announce()
