@@ -26,6 +26,7 @@ from topics.storage.frame import (
     FrameType,
     encode,
     lay_out,
+    lay_out_plain,
     read_frame,
     scan,
     stamp,
@@ -46,6 +47,16 @@ def test_every_byte_is_where_the_format_says() -> None:
     )
     assert frame == struct.pack("<I", len(body) + 8) + body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
     assert len(frame) == HEADER_LEN + 2 + 3 + 7 + 8
+
+
+@given(st.lists(st.binary(max_size=40), max_size=30))
+def test_records_without_attributes_are_laid_out_alike(data: list[bytes]) -> None:
+    assert lay_out_plain(data) == lay_out([(b"", b"", one, b"") for one in data])
+
+
+def test_more_lengths_than_are_remembered() -> None:
+    data = [b"x" * length for length in range(5000)]
+    assert lay_out_plain(data) == lay_out([(b"", b"", one, b"") for one in data])
 
 
 @given(records)

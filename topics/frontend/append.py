@@ -12,7 +12,7 @@ from topics.core.config import TopicConfig, parse_config
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
-from topics.frontend.answers import elapsed_ms, send_json
+from topics.frontend.answers import elapsed_ms, encode_json, send_json
 from topics.frontend.bodies import read_body
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1_exchange import Receive, Scope, Send
@@ -21,7 +21,7 @@ from topics.frontend.wire import AppendBody, RecordBody
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
 from topics.shm.messages import AppendReply
-from topics.storage.frame import LaidOut, lay_out
+from topics.storage.frame import LaidOut, lay_out, lay_out_plain
 
 KEY_MAX_CHARS: Final = 256
 META_MAX_KEYS: Final = 64
@@ -77,14 +77,10 @@ class AppendRoute:
         # A body that is no longer than one record may be holds none that is too long.
         if body_bytes > settings.max_record_bytes:
             self._check_sizes(records)
-        return lay_out(
-            [
-                (node, b"", record.data, b"")
-                if record.node is None and record.tag is None and not record.meta
-                else self._with_attributes(record, node, at)
-                for at, record in enumerate(records)
-            ]
-        )
+        attributed = [record for record in records if record.tag is not None or record.node is not None or record.meta]
+        if node or attributed:
+            return lay_out([self._with_attributes(record, node, at) for at, record in enumerate(records)])
+        return lay_out_plain([record.data for record in records])
 
     def _with_attributes(self, record: RecordBody, batch_node: bytes, at: int) -> FrameParts:
         node = batch_node if record.node is None else self._node(record.node, f"records[{at}].node")
@@ -151,7 +147,7 @@ def _too_long(field: str, length: int, max_bytes: int) -> TopicsError:
 
 def _answer(name: str, reply: AppendReply, with_seqs: bool, started_ns: int) -> bytes:
     first, count = reply.first_seq, reply.count
-    seqs = f'"seqs":[{",".join(map(str, range(first, first + count)))}],' if with_seqs else ""
+    seqs = f'"seqs":{encode_json(list(range(first, first + count))).decode()},' if with_seqs else ""
     return (
         f'{{"topic":"{name}","first_seq":{first},"last_seq":{first + count - 1},{seqs}"head_seq":{reply.head_seq},'
         f'"count":{count},"created":{_BOOL[reply.created]},"deduped":{_BOOL[reply.deduped]},'
