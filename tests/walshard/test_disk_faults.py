@@ -1,0 +1,160 @@
+"""A disk that fails under a shard: an error to the writer, nothing half visible, and on it goes by itself."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.storage.faults import CHANGING_CALLS, Fault, FaultyFileSystem
+from tests.walshard.rig import Rig
+from topics.core.config import TopicConfig
+from topics.core.errors import TopicsError
+
+FSYNC = TopicConfig(durability="fsync")
+
+
+@pytest.fixture
+def fs() -> FaultyFileSystem:
+    return FaultyFileSystem()
+
+
+@pytest.fixture
+def rig(tmp_path: Path, fs: FaultyFileSystem) -> Iterator[Rig]:
+    rig = Rig(str(tmp_path), fs)
+    yield rig
+    rig.close()
+
+
+def outcome(rig: Rig, *data: bytes, **options: Any) -> str:
+    """ "ok", or the code of the error."""
+    try:
+        rig.append("t", *data, **options)
+    except TopicsError as error:
+        return error.code
+    return "ok"
+
+
+def stored(rig: Rig) -> list[bytes]:
+    return [data for _, data in rig.read("t")]
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, Fault.SHORT])
+@pytest.mark.parametrize("config", [TopicConfig(), FSYNC], ids=["disk", "fsync"])
+def test_a_failed_write_commits_nothing_and_the_next_one_does(
+    rig: Rig, fs: FaultyFileSystem, error: int, config: TopicConfig
+) -> None:
+    rig.append("t", b"1", config=config)
+    fs.arm(Fault(1, error, calls=frozenset({"pwritev"})))
+    ids = [rig.post_append("t", [b"lost"] * 3), rig.post_append("new", [b"lost"], key=b"k")]
+    rig.run()
+    for id in ids:
+        refused = rig.replies[id]
+        assert isinstance(refused, TopicsError)
+        assert (refused.code, refused.detail) == (
+            "storage_unavailable",
+            {"cause": "EIO" if error == Fault.SHORT else errno.errorcode[error], "read_only": False},
+        )
+    assert stored(rig) == [b"1"]
+    assert rig.view("new") is None
+    fs.arm(None)
+    assert rig.append("t", b"2").first_seq == 2
+    assert rig.append("new", b"3", key=b"k").created
+    rig.boot()
+    assert stored(rig) == [b"1", b"2"]
+    assert rig.read("new") == [(1, b"3")]
+
+
+def test_a_full_disk_refuses_until_there_is_room(rig: Rig, fs: FaultyFileSystem) -> None:
+    """The file in use is preallocated, so it is the next one that finds no room."""
+    block = b"1" * 200_000
+    fs.arm(Fault(1, errno.ENOSPC, always=True, calls=frozenset({"fallocate"})))
+    outcomes = [outcome(rig, block) for _ in range(8)]
+    committed = outcomes.count("ok")
+    assert 0 < committed < 8
+    assert outcomes == ["ok"] * committed + ["storage_unavailable"] * (8 - committed)
+    assert stored(rig) == [block] * committed
+    assert rig.cell.get("write_errors") == 8 - committed
+    fs.arm(None)
+    assert outcome(rig, block) == "ok"
+    rig.boot()
+    assert stored(rig) == [block] * (committed + 1)
+
+
+def test_after_a_failed_sync_what_was_acknowledged_is_elsewhere_and_what_was_not_is_gone(
+    rig: Rig, fs: FaultyFileSystem
+) -> None:
+    rig.append("t", b"1", b"2")
+    rig.append("f", b"1", config=FSYNC)
+    rig.append("t", b"3", b"4")
+    fs.arm(Fault(1, errno.EIO, calls=frozenset({"fdatasync"})))
+    refused = rig.post_append("f", [b"lost"])
+    rig.run()
+    assert rig.replies[refused].code == "storage_unavailable"
+    fs.arm(None)
+    assert stored(rig) == [b"1", b"2", b"3", b"4"]
+    assert rig.read("f") == [(1, b"1")]
+    assert rig.append("f", b"2").first_seq == 2
+    assert rig.append("t", b"5").first_seq == 5
+    rig.boot()
+    assert stored(rig) == [b"1", b"2", b"3", b"4", b"5"]
+    assert rig.read("f") == [(1, b"1"), (2, b"2")]
+
+
+def test_a_failed_background_sync_loses_nothing_either(rig: Rig, fs: FaultyFileSystem) -> None:
+    rig.append("t", b"1")
+    rig.clock.ms += 1000
+    fs.arm(Fault(1, errno.EIO, calls=frozenset({"fdatasync"})))
+    rig.shard.sync_in_background()
+    rig.shard.sync_in_background()
+    assert fs.struck == 1
+    fs.arm(None)
+    assert rig.append("t", b"2").first_seq == 2
+    assert stored(rig) == [b"1", b"2"]
+    rig.boot()
+    assert stored(rig) == [b"1", b"2"]
+
+
+def test_a_log_that_cannot_be_saved_is_read_only_and_says_so(rig: Rig, fs: FaultyFileSystem) -> None:
+    rig.append("t", b"1")
+    fs.arm(Fault(1, errno.EIO, always=True, calls=frozenset({"fdatasync", "fallocate"})))
+    assert outcome(rig, b"2") == "ok"
+    refused = rig.post_append("f", [b"lost"], config=FSYNC)
+    rig.run()
+    assert rig.replies[refused].detail == {"cause": "sync", "read_only": True}
+    assert outcome(rig, b"3") == "storage_unavailable"
+    assert rig.cell.get("wal_read_only") == 1
+    assert stored(rig) == [b"1", b"2"], "reads go on"
+
+
+def test_every_call_failing_once(tmp_path: Path) -> None:
+    """Whichever call fails, every write is either answered and there, or refused and not there."""
+    sites = 0
+    while True:
+        sites += 1
+        fs = FaultyFileSystem()
+        rig = Rig(str(tmp_path / str(sites)), fs)
+        try:
+            kept = []
+            rig.append("t", b"0")
+            fs.arm(Fault(sites, errno.EIO, calls=CHANGING_CALLS))
+            for number in range(1, 12):
+                data = b'"%d%s"' % (number, b"x" * 150_000)
+                config = FSYNC if number % 2 else TopicConfig()
+                if outcome(rig, data, config=config) == "ok":
+                    kept.append(data)
+                rig.clock.ms += 700
+                rig.shard.sync_in_background()
+            assert stored(rig) == [b"0", *kept]
+            reached = fs.struck
+            fs.arm(None)
+            rig.boot()
+            assert stored(rig) == [b"0", *kept]
+        finally:
+            rig.close()
+        if not reached:
+            break
+    assert sites > 15, f"only {sites} calls"
