@@ -125,52 +125,63 @@ def _render_any(
     source: Source, first_seq: int, locations: Locations, options: PageOptions, count: int, size_bytes: int
 ) -> Rendered:
     nodes = options.nodes
-    drop_meta = not options.include_meta
-    records: list[bytes] = []
+    shown_tag = LOCATION_HAS_TAG if options.include_tags else 0
+    split_meta = 0 if options.include_data and options.include_meta else LOCATION_HAS_META
+    room, room_bytes = options.limit - count, options.max_batch_bytes - size_bytes
+    arguments: list[int | bytes] = []
+    taken = 0
+    full = lost = False
     file: mmap | bytes = b""
     file_key = -1
+    topic_id = source.topic_id
+    unpack = _HEADER.unpack_from
     seq = first_seq - 1
     for ts, offset_len, file_flags in zip(*locations, strict=True):
         seq += 1
         flags = file_flags >> _FLAGS_SHIFT
-        if flags & LOCATION_DELETED:
-            continue
-        if flags & LOCATION_LOST:
-            return Rendered(b",".join(records), len(records), size_bytes, seq - first_seq, False, True)
+        if flags & (LOCATION_DELETED | LOCATION_LOST):
+            if flags & LOCATION_DELETED:
+                continue
+            lost = True
+            break
         offset = offset_len & 0xFFFF_FFFF
-        end = offset + (offset_len >> 32)
+        length = offset_len >> 32
+        end = offset + length
         if file_flags & _FILE_KEY != file_key or end > len(file):
             file_key = file_flags & _FILE_KEY
             file = source.files.get(source.shard, bool(flags & LOCATION_IN_RAM_LOG), file_flags & 0xFFFF_FFFF, end)
-        frame_len, topic_id, frame_seq, node_len, tag_len = _HEADER.unpack_from(file, offset)
-        if (frame_len, topic_id, frame_seq) != (end - offset - _LENGTH_FIELD_LEN, source.topic_id, seq):
+        frame_len, frame_topic_id, frame_seq, node_len, tag_len = unpack(file, offset)
+        if frame_seq != seq or frame_topic_id != topic_id or frame_len != length - _LENGTH_FIELD_LEN:
             raise MismatchError(f"seq {seq}, file {file_flags & 0xFFFF_FFFF}, offset {offset}")
         at = offset + HEADER_LEN
-        extra = b""
+        attributes = b""
         if flags & LOCATION_HAS_NODE:
             node = file[at : at + node_len]
             if nodes is not None and node in nodes:
                 continue
-            extra = _node_member(node)
-        at += node_len
-        full = count + len(records) >= options.limit
-        if full or (size_bytes + end - offset > options.max_batch_bytes and count + len(records) > 0):
-            return Rendered(b",".join(records), len(records), size_bytes, seq - first_seq, True, False)
-        if options.include_tags and flags & LOCATION_HAS_TAG:
-            extra += _tag_member(file[at : at + tag_len])
+            attributes = _node_member(node)
+            at += node_len
+        if taken == room or (length > room_bytes and count + taken > 0):
+            full = True
+            break
+        if flags & shown_tag:
+            attributes += _tag_member(file[at : at + tag_len])
         payload = file[at + tag_len : end - CHECKSUM_LEN]
-        if flags & LOCATION_HAS_META:
-            if drop_meta or not options.include_data:
-                payload = _part(payload, options)
+        if flags & split_meta:
+            payload = _part(payload, options)
         elif not options.include_data:
             payload = b""
-        records.append(b'{"$seq":%d,"$ts":%d%b%b%b}' % (seq, ts, extra, b"," if payload else b"", payload))
-        size_bytes += end - offset
-    return Rendered(b",".join(records), len(records), size_bytes, len(locations.ts), False, False)
+        arguments += (seq, ts, attributes, payload)
+        taken += 1
+        room_bytes -= length
+    else:
+        seq += 1
+    body = _attributed_template(taken, options.include_data) % tuple(arguments)
+    return Rendered(body, taken, options.max_batch_bytes - room_bytes, seq - first_seq, full, lost)
 
 
 def _part(payload: bytes, options: PageOptions) -> bytes:
-    """A payload without its data, its meta or both.
+    """A payload without its data (then with the comma before it), its meta or both.
 
     Meta is an object whose values hold no object that has a `meta` of its own, so the last occurrence is its start,
     whatever `data` contains; inside a string the quotes would be escaped.
@@ -178,12 +189,17 @@ def _part(payload: bytes, options: PageOptions) -> bytes:
     split = payload.rindex(_META)
     if options.include_data:
         return payload[:split]
-    return payload[split + 1 :] if options.include_meta else b""
+    return payload[split:] if options.include_meta else b""
 
 
 @lru_cache(maxsize=64)
 def _template(count: int) -> bytes:
     return b",".join([b'{"$seq":%d,"$ts":%d,%b}'] * count)
+
+
+@lru_cache(maxsize=64)
+def _attributed_template(count: int, with_data: bool) -> bytes:
+    return b",".join([b'{"$seq":%d,"$ts":%d%b,%b}' if with_data else b'{"$seq":%d,"$ts":%d%b%b}'] * count)
 
 
 @lru_cache(maxsize=4096)
