@@ -53,6 +53,7 @@ def test_a_killed_holder_leaves_no_lock(tmp_path: Path) -> None:
     lock = DataDirLock.acquire(str(tmp_path))
     assert holder_pid(str(tmp_path)) == os.getpid()
     lock.release()
+    assert Path(lock_path(str(tmp_path))).read_text() == ""
     assert holder_pid(str(tmp_path)) is None
 
 

@@ -31,7 +31,7 @@ from topics.storage import layout
 from topics.storage.frame import FLAG_MORE, FrameType, encode, scan
 from topics.storage.logfile import FileStart, UnknownLogVersion, WalIdentity, file_start_frame
 from topics.storage.recovery import BATCH_FRAMES, CorruptLog, recover_group
-from topics.storage.wal import WalWriter
+from topics.storage.wal import WalSyncError, WalWriter
 
 payloads = st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=4)
 
@@ -64,7 +64,7 @@ def closed_log(directory: str, count: int = 6, **options: Any) -> list[Place]:
 # -- torn tails
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(payloads, min_size=1, max_size=5), payloads, st.sampled_from([IDENTITY, LATER_BOOT]), st.randoms())
 def test_a_tail_torn_at_every_byte(
     before: list[list[bytes]], last: list[bytes], identity: WalIdentity, noise: random.Random
@@ -159,8 +159,15 @@ def test_what_was_recovered_is_synced(directory: str) -> None:
     make_log(directory, simple_groups(8), file_bytes=400)
     fs = FaultyFileSystem()
     read_log(directory, fs=fs)
-    assert fs.log.count("fdatasync") >= 1
-    assert fs.log.index("fdatasync") > max(at for at, call in enumerate(fs.log) if call == "open") - 1
+    assert fs.log[-2:] == ["open", "fdatasync"]
+
+
+def test_a_file_that_was_finished_just_before_the_end_is_synced_too(directory: str) -> None:
+    *_, second_file = rotated_log(directory)
+    patch(directory, 2, second_file.offset, bytes(len(second_file.content)))
+    fs = FaultyFileSystem()
+    read_log(directory, fs=fs)
+    assert fs.log[-4:] == ["open", "fdatasync", "open", "fdatasync"]
 
 
 # -- power loss: pages reach the disk in any order
@@ -337,6 +344,65 @@ def test_a_frame_of_the_framing_in_the_wrong_place(directory: str) -> None:
     assert "a misplaced frame of type FILE_END" in str(damaged(directory))
 
 
+def rotated_log(directory: str) -> list[Place]:
+    """Two files; the second has one group."""
+    writer = open_writer(FaultyFileSystem(), directory, file_bytes=600)
+    places: list[Place] = []
+    while writer.file_no == 1:
+        places += commit(writer, appends(len(places) + 1, [b'"xxxxxxxx"']))
+    kill(writer)
+    return places
+
+
+def test_the_end_of_a_finished_file_is_missed_also_when_the_next_is_empty(directory: str) -> None:
+    """CURRENT knows that the next one is no spare."""
+    *first_file, second_file = rotated_log(directory)
+    end = first_file[-1].offset + len(first_file[-1].content)
+    patch(directory, 2, second_file.offset, bytes(len(second_file.content)))
+    patch(directory, 1, end, bytes(200))
+    error = damaged(directory)
+    assert (error.path, error.offset) == (layout.log_path(directory, 1), end)
+
+
+def test_an_incomplete_write_before_the_end_of_a_file(directory: str) -> None:
+    writer = open_writer(FaultyFileSystem(), directory, file_bytes=600)
+    (incomplete,) = commit(writer, encode(FrameType.APPEND, FLAG_MORE, 1, 1, 1, b"", b"", b"1"))
+    end = writer.offset
+    commit(writer, appends(2, [b'"x"' * 200]))
+    assert writer.file_no == 2
+    kill(writer)
+    error = damaged(directory)
+    assert (error.path, error.offset) == (layout.log_path(directory, incomplete.file_no), end)
+    assert "an incomplete write" in error.reason
+
+
+def test_damage_before_the_place_where_the_next_file_takes_over(directory: str) -> None:
+    """After a failed sync a file ends where its successor says, and must be whole up to there."""
+    fs = FaultyFileSystem()
+    writer = open_writer(fs, directory)
+    commit(writer, appends(1, [b'"synced"']), sync=True)
+    (synced,) = commit(writer, appends(2, [b'"synced as well"']), sync=True)
+    (moved,) = commit(writer, appends(3, [b'"not synced"']))
+    fs.arm(Fault(1, errno.EIO, calls=frozenset({"fdatasync"})))
+    with pytest.raises(WalSyncError):
+        commit(writer, appends(4, [b'"refused"']), sync=True)
+    kill(writer)
+    content = read_log(directory).content
+    patch(directory, 1, moved.offset, b"\xff" * len(moved.content))  # behind that place anything may be
+    assert read_log(directory).content == content
+    patch(directory, 1, synced.offset + 9, b"\xff")
+    error = damaged(directory)
+    assert (error.path, error.offset) == (layout.log_path(directory, 1), synced.offset)
+    assert "though its frames were on the disk to" in error.reason
+
+
+def test_a_valid_frame_whose_checksum_ends_in_zeros_is_found_behind_damage(directory: str) -> None:
+    write = next(write for seq in range(1, 5000) if (write := appends(seq, [b"1"])).endswith(b"\0"))
+    damaged_place, _ = make_log(directory, [[appends(1, [b'"first"'])], [write]])
+    patch(directory, 1, damaged_place.offset + 8, b"\xff")
+    assert "1 valid frames" in damaged(directory).lost
+
+
 def test_an_unknown_version_is_refused_never_guessed(directory: str) -> None:
     os.mkdir(directory)
     start = FileStart(2, 1, 1, 0, 1, "boot-1")
@@ -452,7 +518,7 @@ def test_a_crash_inside_recovery_and_inside_the_next(directory: str, error: int)
         clean = FaultyFileSystem()
         expected = read_log(f"{origin}-clean", fs=clean, accept_data_loss=accept).content
         for nth in range(1, len(clean.log) + 1):
-            for nth_again in (None, *range(1, nth + 1)):
+            for nth_again in (None, *sorted({1, (nth + 1) // 2, nth})):
                 copy = f"{origin}-{nth}-{nth_again}"
                 shutil.copytree(origin, copy)
                 for crash_at in (nth, nth_again):
@@ -464,11 +530,14 @@ def test_a_crash_inside_recovery_and_inside_the_next(directory: str, error: int)
                         except Crash:
                             crashes += 1
                         fs.bury()
+                        numbers = layout.list_log_files(FaultyFileSystem(), copy)
+                        assert numbers == list(range(1, len(numbers) + 1)), copy
                 assert read_log(copy, accept_data_loss=accept).content == expected, (copy, clean.log)
                 last = read_log(copy)
                 assert (last.content, last.recovery.report) == (expected, []), copy
+                assert not [name for name in os.listdir(copy) if name.endswith(layout.TMP_SUFFIX)]
                 shutil.rmtree(copy)
-    assert crashes >= 300
+    assert crashes >= 150
 
 
 def test_an_error_inside_recovery_is_raised_and_harmless(directory: str) -> None:

@@ -120,8 +120,15 @@ def test_progress_grows_to_one(tmp_path: Path) -> None:
     assert len(shares) >= 4
 
 
-@pytest.mark.parametrize("error", [Fault.CRASH, Fault.TORN_CRASH, Fault.LATE_CRASH], ids=["before", "torn", "after"])
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("before", "after", "error"),
+    [
+        pytest.param(1, 2, Fault.CRASH, id="1-to-2-before"),
+        pytest.param(2, 3, Fault.CRASH, id="2-to-3-before"),
+        pytest.param(2, 3, Fault.LATE_CRASH, id="2-to-3-after"),
+        pytest.param(3, 1, Fault.TORN_CRASH, id="3-to-1-torn"),
+    ],
+)
 def test_a_crash_at_each_step_is_repeated_by_the_next_start(
     tmp_path: Path, before: int, after: int, error: int
 ) -> None:
@@ -159,6 +166,16 @@ def test_a_crash_at_each_step_is_repeated_by_the_next_start(
         assert by_topic(data_dir, before) == expected
         shutil.rmtree(data_dir)
     assert len(clean.log) >= 35
+
+
+def test_the_copy_is_on_the_disk_before_it_is_swapped_in_and_each_rename_before_the_next(tmp_path: Path) -> None:
+    write_logs(str(tmp_path), 1)
+    fs = FaultyFileSystem()
+    run(str(tmp_path), 2, fs)
+    old_away, new_in = [at for at, call in enumerate(fs.log) if call == "rename"][-2:]
+    assert fs.log[old_away : new_in + 2] == ["rename", "fsync_dir", "rename", "fsync_dir"]
+    # Two logs were written last: the group, its sync, the mark of it and the sync of that, for each.
+    assert fs.log[old_away - 6 : old_away] == ["fdatasync", "pwritev", "fdatasync"] * 2
 
 
 def test_an_error_at_each_step_leaves_the_old_logs_or_the_new(tmp_path: Path) -> None:

@@ -105,8 +105,8 @@ def test_a_finished_file_is_synced_before_the_next_gets_a_frame(directory: str) 
     commit(writer, appends(2, [b'"x"' * 60]))
     assert fs.log == [
         *["open", "fallocate", "pwritev", "pwritev", "fdatasync", "rename", "fsync_dir"],  # the next file, durable
-        *["pwritev", "fdatasync"],  # FILE_END
         *["open", "open"],
+        *["pwritev", "fdatasync"],  # FILE_END
         *["open", "pwritev", "fdatasync", "rename", "fsync_dir"],  # CURRENT
         "pwritev",  # the group
     ]
@@ -124,7 +124,7 @@ def test_a_spare_is_made_beforehand(directory: str) -> None:
     fs.log.clear()
     commit(writer, appends(2, [b'"x"' * 150]))
     assert writer.file_no == 2
-    assert fs.log[:2] == ["pwritev", "fdatasync"]  # FILE_END at once, no file to make first
+    assert fs.log[:4] == ["open", "open", "pwritev", "fdatasync"]  # FILE_END at once, no file to make first
     kill(writer)
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -228,6 +230,66 @@ def test_a_failed_background_sync_saves_the_tail(tmp_path: Path) -> None:
     assert writer.sync_failed(1, caught.value) is None  # an echo about the file that was left
     assert writer.read_only is None
     kill(writer)
+
+
+def test_a_failed_write_is_undone_on_the_disk_before_anything_else(tmp_path: Path) -> None:
+    """Else a power loss could bring frames back whose writer was told that they failed."""
+    fs = FaultyFileSystem()
+    writer = open_writer(fs, str(tmp_path / "wal"))
+    fs.arm(Fault(1, Fault.SHORT, calls=frozenset({"pwritev"})))
+    fs.log.clear()
+    with pytest.raises(WalWriteError, match=r"write failed: .*short write"):
+        commit(writer, appends(1, [b"1"]))
+    assert fs.log == ["pwritev", "ftruncate", "ftruncate", "fdatasync"]
+    kill(writer)
+
+
+def test_a_group_whose_sync_failed_is_not_read_even_if_the_tail_cannot_be_saved(tmp_path: Path) -> None:
+    directory = str(tmp_path / "wal")
+    fs = SecondFault("fdatasync", 1, "fallocate")
+    writer = open_writer(fs, directory)
+    (acked,) = commit(writer, appends(1, [b'"acked"']))
+    fs.armed = True
+    with pytest.raises(WalSyncError):
+        commit(writer, appends(2, [b'"refused"']), sync=True)
+    assert writer.read_only is not None
+    assert "sync failed" in writer.read_only
+    kill(writer)
+    assert read_log(directory).content == acked.content
+
+
+class DeferredExecutor(SynchronousExecutor):
+    """Runs what is submitted when somebody waits for it: as late as a thread may be."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        submit = super().submit
+
+        class Deferred(Future[Any]):
+            def exception(self, timeout: float | None = None) -> BaseException | None:
+                if not self.done():
+                    done = submit(fn, *args, **kwargs)
+                    error = done.exception()
+                    self.set_result(done.result()) if error is None else self.set_exception(error)
+                return super().exception(timeout)
+
+        return Deferred()
+
+
+def test_a_spare_under_way_does_not_overwrite_the_saved_tail(tmp_path: Path) -> None:
+    directory = str(tmp_path / "wal")
+    fs = FaultyFileSystem()
+    writer = open_writer(fs, directory, file_bytes=400, helper=DeferredExecutor())
+    places = [place for seq in range(1, 4) for place in commit(writer, appends(seq, [b'"%d"' % seq]))]
+    assert writer.offset > 200  # a spare is being made
+    fs.arm(Fault(1, errno.EIO, calls=frozenset({"fdatasync"})))
+    with pytest.raises(WalSyncError) as caught:
+        commit(writer, appends(4, [b'"4"']), sync=True)
+    places = [place.after(caught.value.moved) for place in places]
+    while writer.file_no == 2:
+        places += commit(writer, appends(4, [b'"x"' * 20]))
+    writer.close()
+    assert [content_at(directory, place) for place in places] == [place.content for place in places]
+    assert read_log(directory).content == b"".join(place.content for place in places)
 
 
 def test_a_tail_that_does_not_read_back_turns_the_log_read_only(tmp_path: Path) -> None:

@@ -5,9 +5,8 @@ Runs before any shard does, as the only user of the logs. The new logs are writt
     what exists              means                                   a repeated start
     wal                      in order                                -
     wal, wal.new             the copy is not complete                removes wal.new, copies again
-    wal.old, wal.new         the copy is complete, half swapped      renames wal.new to wal
+    wal.old, wal.new         half swapped                            renames wal.old back, copies again
     wal, wal.old             swapped                                 removes wal.old
-    wal.old                  (only by hand)                          renames wal.old to wal
 
 so that it may be killed at any step and repeated. A new service begins here as well: with several shards, all their
 directories come into being at once, and one that is missing later is damage.
@@ -230,13 +229,11 @@ def _shards_of(fs: FileSystem, group: layout.Group) -> int | None:
 
 def _finish_swap(fs: FileSystem, data_dir: str) -> list[str]:
     """Whatever an interrupted run left becomes one `wal`, the old or the new."""
-    root, new_root, old_root = (
-        os.path.join(data_dir, name) for name in (layout.WAL_NAME, layout.NEW_WAL_NAME, layout.OLD_WAL_NAME)
-    )
+    root, old_root = layout.wal_dir(data_dir), os.path.join(data_dir, layout.OLD_WAL_NAME)
     if fs.exists(old_root) and not fs.exists(root):
-        fs.rename(new_root if fs.exists(new_root) else old_root, root)
+        fs.rename(old_root, root)
         fs.fsync_dir(data_dir)
-    _remove_logs(fs, new_root)
+    _remove_logs(fs, os.path.join(data_dir, layout.NEW_WAL_NAME))
     return _remove_old(fs, data_dir)
 
 

@@ -329,10 +329,11 @@ class WalWriter:
             self._wait_for_spare()  # it would take the name of the file that is made here
             size_bytes = max(self._file_bytes, len(content) + FILE_END_LEN)
             create_log_file(self._fs, self._directory, new_file_no, content, size_bytes, self._preallocate)
-            self._switch_to(new_file_no, len(content))
+            following = ActiveFile(self._fs, self._directory, new_file_no, len(content), marked=len(content))
         except OSError as error:
             self.read_only = f"{active.path}: sync failed ({cause}), then: {error}"
             return None
+        self._switch_to(following)
         if active.synced == active.end:
             return None
         return Moved(active.file_no, active.synced, active.end, new_file_no, len(start_frame))
@@ -348,17 +349,16 @@ class WalWriter:
         try:
             if self._wait_for_spare() < needed_bytes:
                 self._make_file(next_file_no, max(self._file_bytes, needed_bytes))
+            following = ActiveFile(self._fs, self._directory, next_file_no, start, marked=start)
         except OSError as error:
             raise WalWriteError(f"{self._directory}: the next log file cannot be made: {error}", error.errno) from error
-        self._write([file_end_frame(active.file_no, active.end)], active.end)
-        self._sync()
         try:
-            self._switch_to(next_file_no, start)
-        except OSError as error:
-            self._undo()
-            raise WalWriteError(
-                f"{self._directory}: the next log file cannot be opened: {error}", error.errno
-            ) from error
+            self._write([file_end_frame(active.file_no, active.end)], active.end)
+            self._sync()
+        except (WalWriteError, WalSyncError):
+            following.close()
+            raise
+        self._switch_to(following)
         self.rotations += 1
 
     def _prepare_spare(self) -> None:
@@ -375,9 +375,8 @@ class WalWriter:
         create_log_file(self._fs, self._directory, file_no, self._start_frame(file_no), size_bytes, self._preallocate)
         return size_bytes
 
-    def _switch_to(self, file_no: int, end: int) -> None:
-        """Goes on in a file whose first `end` bytes are on the disk. CURRENT follows with the next commit."""
-        following = ActiveFile(self._fs, self._directory, file_no, end, marked=end)
+    def _switch_to(self, following: ActiveFile) -> None:
+        """Goes on in another file. CURRENT follows with the next commit."""
         left, self._active = self._active, following
         self._start_next_file = False
         left.close()
