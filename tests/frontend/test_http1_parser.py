@@ -33,7 +33,8 @@ def parse(reads: list[bytes], limits: HttpLimits = LIMITS) -> tuple[list[Parsed]
                 if end < 0:
                     break
                 head = parser.parse_head(data[position:end])
-                assert head is not None, "another protocol"
+                if head is None:  # another protocol's, and all that follows
+                    return requests, data[position:]
                 position = end
                 body = bytearray()
             if not parser.complete and position < len(data):
