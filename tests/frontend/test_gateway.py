@@ -29,6 +29,8 @@ from topics.shm.messages import (
     Kind,
     PutTopic,
     PutTopicReply,
+    SessionOpen,
+    SessionOpenReply,
     Unwatch,
     Watch,
 )
@@ -338,6 +340,25 @@ def test_what_a_former_life_spilled_is_swept_up(shard: Shard) -> None:
         assert anothers in names
 
     on_loop(shard, test, incarnation=2)
+
+
+def test_an_answer_too_long_for_the_ring(shard: Shard) -> None:
+    async def test(gateway: Gateway) -> None:
+        call = asyncio.create_task(gateway.call(0, SessionOpen("w", 1), SessionOpenReply))
+        await asyncio.sleep(0)
+        request_id = shard.take()[-1][1]
+        reply = SessionOpenReply(b"x" * 200_000, {"t": 1}, True)
+        path = f"{SHM_ROOT}/topics-{shard.shared.identity}-reply-0-{request_id}"
+        for _ in range(2):  # the second time the file is gone: as after a death between reading and freeing
+            with open(path, "wb") as file:
+                file.write(messages.encode_reply(request_id, reply))
+            shard.answer(bytearray().join(messages.encode_reference(Kind.CALL, request_id, path)))
+        shard.wake()
+        assert (await call) == reply
+        assert not os.path.exists(path)
+        assert shard.pair.replies.empty
+
+    on_loop(shard, test)
 
 
 def test_closing_answers_everybody(shard: Shard) -> None:

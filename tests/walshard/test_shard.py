@@ -7,6 +7,7 @@ import pytest
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.shm import messages
 from topics.shm.messages import (
     DeleteTopic,
     Expire,
@@ -14,10 +15,12 @@ from topics.shm.messages import (
     PutTopic,
     SessionClose,
     SessionOpen,
+    SessionOpenReply,
     SessionPut,
     Unwatch,
     Watch,
 )
+from topics.storage.frame import lay_out
 
 
 def refusal(rig: Rig, request_id: int) -> TopicsError:
@@ -218,10 +221,21 @@ def test_sessions_know_whether_their_positions_are_exact(rig: Rig) -> None:
     assert refusal(rig, rig.post_call(SessionOpen("w", 5))).code == "not_found"
 
 
-def test_a_request_by_reference(rig: Rig, tmp_path: object) -> None:
-    from topics.shm import messages
-    from topics.storage.frame import lay_out
+def test_an_answer_too_long_for_the_ring_goes_by_reference(rig: Rig) -> None:
+    replies = rig.shared.rings[0][0].replies
+    rig.call(SessionPut("w", b"x" * replies.message_max_bytes))
+    request_id = rig.post_call(SessionOpen("w", 1))
+    while rig.shard.step():
+        pass
+    ((message, position),) = replies.peek()
+    assert messages.head(message)[:2] == (messages.Kind.CALL | messages.BY_REFERENCE, request_id)
+    with open(messages.decode_reference(message), "rb") as file:
+        reply = messages.decode_reply(memoryview(file.read()))
+    assert reply == SessionOpenReply(b"x" * replies.message_max_bytes, {}, True)
+    replies.consume(position)
 
+
+def test_a_request_by_reference(rig: Rig, tmp_path: object) -> None:
     laid_out = lay_out([(b"", b"", b"1" * 500_000, b"")])
     parts = messages.encode_append(
         99, b"t", True, None, b"", None, laid_out.offset_len, laid_out.flags, laid_out.buffer

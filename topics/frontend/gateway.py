@@ -294,19 +294,27 @@ class Gateway:
         position = link.replies.consumed
         try:
             for message, position in link.replies.peek():  # noqa: B007
-                kind, request_id, _count = messages.head(message)
-                if kind == Kind.APPEND:
-                    self._answer(request_id, message, messages.decode_append_reply)
-                elif kind == Kind.CALL:
-                    self._answer(request_id, message, messages.decode_reply)
-                elif kind == Kind.ERROR:
-                    self._answer(request_id, message, messages.decode_error)
-                elif kind == Kind.NOTIFY:
-                    self._watches.notify(messages.decode_notify(message))
-                elif kind == Kind.GENERATION:
-                    self._check_generation(shard)
+                self._take(shard, message)
         finally:
             link.replies.consume(position)
+
+    def _take(self, shard: int, message: memoryview) -> None:
+        kind, request_id, _count = messages.head(message)
+        if kind & messages.BY_REFERENCE:
+            whole = _read_long_reply(messages.decode_reference(message))
+            if whole is None:
+                return
+            message, kind = whole, kind & ~messages.BY_REFERENCE
+        if kind == Kind.APPEND:
+            self._answer(request_id, message, messages.decode_append_reply)
+        elif kind == Kind.CALL:
+            self._answer(request_id, message, messages.decode_reply)
+        elif kind == Kind.ERROR:
+            self._answer(request_id, message, messages.decode_error)
+        elif kind == Kind.NOTIFY:
+            self._watches.notify(messages.decode_notify(message))
+        elif kind == Kind.GENERATION:
+            self._check_generation(shard)
 
     def _answer(self, request_id: int, message: memoryview, decode: Callable[[memoryview], object]) -> None:
         # Unknown: an earlier incarnation's, one that timed out, or a second answer after the shard's restart.
@@ -365,6 +373,19 @@ class Gateway:
 def _fail(future: asyncio.Future[Any], error: TopicsError) -> None:
     if not future.done():
         future.set_exception(error)
+
+
+def _read_long_reply(path: str) -> memoryview | None:
+    """An answer too long for the ring: the shard made the file, it is ours to remove. None: we had it in a former
+    life, which ended before it could free the ring.
+    """
+    try:
+        with open(path, "rb") as file:
+            reply = memoryview(file.read())
+    except FileNotFoundError:
+        return None
+    os.unlink(path)
+    return reply
 
 
 def _write_spill(path: str, parts: list[Part]) -> None:

@@ -7,12 +7,15 @@ those it had already committed.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator
 
+from topics.core.errors import TopicsError
 from topics.shm import messages
 from topics.shm.instance import SharedMemory
 from topics.shm.journal import JournalEntry
+from topics.shm.names import SHM_ROOT
 
 REQUESTS_PER_GROUP_MAX = 1024
 BYTES_PER_GROUP_MAX = 16 * 1024 * 1024
@@ -25,6 +28,7 @@ class Outbox:
         self._rings = [row[shard] for row in shared.rings]
         self._wakes = shared.frontend_wakes
         self._journal = shared.journals[shard]
+        self._long_reply_path = f"{SHM_ROOT}/topics-{shared.identity}-reply-{shard}-"
         self._read = [pair.requests.consumed for pair in self._rings]
         self._waiting: list[deque[tuple[bytearray | None, int]]] = [deque() for _ in self._rings]
         self._unanswered: list[JournalEntry] = []
@@ -92,8 +96,22 @@ class Outbox:
 
     def answer(self, frontend: int, reply: bytearray | None, position: int) -> None:
         """Queues an answer (None: the request wants none). In ring order: it frees the ring up to `position`."""
+        if reply is not None and len(reply) > self._rings[frontend].replies.message_max_bytes:
+            reply = self._by_reference(reply)
         self._waiting[frontend].append((reply, position))
         self._touched.add(frontend)
+
+    def _by_reference(self, reply: bytearray) -> bytearray:
+        """What is too long for a ring goes through a file, which the frontend removes."""
+        kind, request_id, _count = messages.head(memoryview(reply))
+        path = f"{self._long_reply_path}{request_id}"
+        try:
+            with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(reply)
+        except OSError as error:
+            reason = f"/dev/shm has no room for an answer of {len(reply)} bytes: {error.strerror}"
+            return messages.encode_error(request_id, TopicsError("storage_unavailable", reason))
+        return bytearray().join(messages.encode_reference(kind, request_id, path))
 
     def notify(self, frontend: int, token: int) -> None:
         """Queues a notice; many of one topic become one."""
