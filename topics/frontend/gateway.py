@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable
@@ -350,9 +351,8 @@ class Gateway:
             self._drain(shard)
             self._check_generation(shard)
         # All wait equally long, so those that have waited longest come first.
-        for request_id, pending in list(self._pending.items()):
-            if pending.expires_s > now_s:
-                break
+        expired = itertools.takewhile(lambda item: item[1].expires_s <= now_s, self._pending.items())
+        for request_id, pending in list(expired):
             _fail(
                 pending.future,
                 TopicsError(

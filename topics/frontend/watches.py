@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Final
 
@@ -20,21 +21,22 @@ _log = get_logger()
 class WatchHandle:
     """One listener; `cancel` it when done (more than once does no harm)."""
 
-    __slots__ = ("_watched", "callback")
+    __slots__ = ("_watched", "_watches", "callback")
 
-    def __init__(self, watched: _Watched, callback: Callable[[], None]) -> None:
+    def __init__(self, watches: Watches, watched: _Watched, callback: Callable[[], None]) -> None:
+        self._watches = watches
         self._watched = watched
         self.callback = callback
 
     def cancel(self) -> None:
         """No callback begins after this."""
-        self._watched.listeners.pop(self, None)
+        self._watches.remove(self._watched, self)
 
 
 class _Watched:
     """One topic at one shard."""
 
-    __slots__ = ("idle_since_s", "listeners", "name", "shard", "token", "topic_id")
+    __slots__ = ("listeners", "name", "shard", "token", "topic_id")
 
     def __init__(self, token: int, shard: int, name: str) -> None:
         self.token = token
@@ -43,7 +45,6 @@ class _Watched:
         self.topic_id = 0
         """The topic the shard watches for us: a name that is made again is another one. 0: there was none."""
         self.listeners: dict[WatchHandle, None] = {}
-        self.idle_since_s: float | None = None
 
     def fire(self) -> None:
         for listener in list(self.listeners):
@@ -63,6 +64,8 @@ class Watches:
         self._post = post
         self._by_name: dict[tuple[int, str], _Watched] = {}
         self._by_token: dict[int, _Watched] = {}
+        self._idle_since_s: dict[_Watched, float] = {}
+        """Those without a listener, longest first."""
         self._last_token = 0
 
     def add(self, shard: int, name: str, seen: TopicView | None, callback: Callable[[], None]) -> WatchHandle:
@@ -75,9 +78,9 @@ class Watches:
             self._by_token[watched.token] = watched
         if current is not None and current.topic_id != watched.topic_id:
             self._send(watched, current)
-        handle = WatchHandle(watched, callback)
+        handle = WatchHandle(self, watched, callback)
         watched.listeners[handle] = None
-        watched.idle_since_s = None
+        self._idle_since_s.pop(watched, None)
         if current != seen:
             # It changed before we listened; the shard tells only of what comes after `current`.
             self._loop.call_soon(self._fire_one, handle)
@@ -102,17 +105,21 @@ class Watches:
                     self._send(watched, current)
                 watched.fire()
 
+    def remove(self, watched: _Watched, handle: WatchHandle) -> None:
+        """Ends one listener; nothing happens when it has ended before."""
+        if handle in watched.listeners:
+            del watched.listeners[handle]
+            if not watched.listeners:
+                self._idle_since_s[watched] = self._loop.time()
+
     def sweep(self, now_s: float) -> None:
         """Ends watches that had no listener for LINGER_S."""
-        for key, watched in list(self._by_name.items()):
-            if watched.listeners:
-                continue
-            if watched.idle_since_s is None:
-                watched.idle_since_s = now_s
-            elif now_s - watched.idle_since_s > LINGER_S:
-                del self._by_name[key]
-                del self._by_token[watched.token]
-                self._post(watched.shard, Unwatch(watched.token, watched.name))
+        overdue = list(itertools.takewhile(lambda idle: now_s - idle[1] >= LINGER_S, self._idle_since_s.items()))
+        for watched, _since_s in overdue:
+            del self._idle_since_s[watched]
+            del self._by_name[watched.shard, watched.name]
+            del self._by_token[watched.token]
+            self._post(watched.shard, Unwatch(watched.token, watched.name))
 
     def _fire_one(self, handle: WatchHandle) -> None:
         if handle in handle._watched.listeners:
