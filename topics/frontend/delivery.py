@@ -279,7 +279,7 @@ class Hub:
     def _read_on(self, connection: Connection, work: _Slice) -> None:
         """One page of one of its topics, the one that has waited longest."""
         connection.queued = False
-        if connection.closed:
+        if not connection.behind:  # closed meanwhile
             return
         if not connection.push.writable:
             self._stall(connection, work.now_ms)

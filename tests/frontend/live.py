@@ -1,0 +1,184 @@
+"""A frontend's delivery and a real shard, both on the test's own event loop, joined by the real rings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.contract.stream import Frame
+from tests.walshard.rig import Rig
+from topics.core.config import TopicConfig
+from topics.frontend.arenas import Arenas
+from topics.frontend.delivery import Connection, Hub
+from topics.frontend.gateway import Gateway
+from topics.frontend.log_files import LogFiles
+from topics.frontend.reading import TopicReader
+from topics.frontend.records import PageOptions
+from topics.frontend.snapshot import TopicSight
+from topics.shm.control import Role
+from topics.shm.messages import AppendReply, DeleteTopic, DeleteTopicReply, PutTopic, PutTopicReply
+from topics.shm.recency import RecencyWriter
+from topics.storage.frame import lay_out
+
+DEADLINE_S = 20.0
+OPTIONS = PageOptions(limit=256, max_batch_bytes=1 << 20)
+
+
+class Wire:
+    """The client's end of a stream: keeps what is written, and stops being writable when the test says so."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+        self.buffered_bytes = 0
+        self.ended = False
+        self.on_writable: Callable[[], None] | None = None
+        self.on_close: Callable[[], None] | None = None
+        self.on_write: Callable[[], None] = lambda: None
+        self._open = True
+
+    @property
+    def writable(self) -> bool:
+        return self._open and not self.ended
+
+    def write(self, data: bytes) -> None:
+        assert not self.ended, "written to after its end"
+        self.writes.append(data)
+        if not self._open:
+            self.buffered_bytes += len(data)
+        self.on_write()
+
+    def close(self) -> None:
+        self.ended = True
+
+    def stop_reading(self, buffered_bytes: int = 0) -> None:
+        self._open = False
+        self.buffered_bytes = buffered_bytes
+
+    def read_on(self) -> None:
+        self._open = True
+        self.buffered_bytes = 0
+        if self.on_writable is not None:
+            self.on_writable()
+
+    def vanish(self) -> None:
+        self.ended = True
+        if self.on_close is not None:
+            self.on_close()
+
+    def frames(self) -> list[Frame]:
+        """All that came, without the opening and the heartbeats."""
+        data = b"".join(self.writes)
+        assert data.startswith(b"retry: 2000\n\n")
+        assert data.endswith(b"\n\n")
+        frames = [Frame(raw) for raw in data.split(b"\n\n")[1:-1]]
+        return [frame for frame in frames if not frame.raw.startswith(b": hb ")]
+
+    def kinds(self) -> list[str]:
+        return [frame.event for frame in self.frames()]
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """The data of all frames of one kind."""
+        return [frame.json for frame in self.frames() if frame.event == kind]
+
+    def seqs(self, topic: str = "t") -> list[int]:
+        """Of all records delivered."""
+        return [r["$seq"] for frame in self.of("record") if frame["topic"] == topic for r in frame["records"]]
+
+
+class Live:
+    """One shard, one frontend's delivery. The shard works whenever the loop turns, unless `shard_up` is false."""
+
+    def __init__(self, data_dir: str) -> None:
+        self.rig = rig = Rig(data_dir)
+        self.clock = rig.clock
+        self.cell = rig.shared.control.cell(Role.FRONTEND, 0)
+        self.arenas = Arenas(rig.shared)
+        self.gateway = Gateway(rig.shared, 0, 1, self.arenas, self.cell, 5000)
+        self.gateway.start()
+        files = LogFiles(data_dir, rig.shared.ram_dir, 1)
+        self.reader = TopicReader(self.arenas, files, 1, self.clock)
+        topics = TopicSight(self.reader, self.arenas, RecencyWriter(rig.identity, 0, 1))
+        self.hub = Hub(self.gateway, topics, self.cell, self.clock)
+        self.shard_up = True
+        self._pump = asyncio.create_task(self._run_shard())
+
+    async def _run_shard(self) -> None:
+        while True:
+            if self.shard_up:
+                self.rig.shard.step()
+                self.rig.shard.sync_in_background()
+            await asyncio.sleep(0)
+
+    def close(self) -> None:
+        self.hub.drain()
+        self._pump.cancel()
+        self.gateway.close()
+        self.arenas.close()
+        self.rig.close()
+
+    def restart_shard(self) -> None:
+        """Its next incarnation, with a new arena and no knowledge of watches."""
+        self.rig.boot()
+
+    async def put(self, name: str, **config: Any) -> None:
+        await self.gateway.call(0, PutTopic(name, TopicConfig(**config), False), PutTopicReply)
+
+    async def delete(self, name: str) -> None:
+        await self.gateway.call(0, DeleteTopic(name, False), DeleteTopicReply)
+
+    def submit(self, name: str, count: int = 1, node: bytes = b"", data: bytes = b'"x"') -> asyncio.Future[AppendReply]:
+        records = lay_out([(node, b"", data, b"")] * count)
+        return self.gateway.submit_append(0, name.encode(), True, None, b"", None, records)
+
+    async def write(self, name: str, count: int = 1, node: bytes = b"", data: bytes = b'"x"') -> int:
+        """The topic's head after it."""
+        return (await self.submit(name, count, node, data)).head_seq
+
+    def follow(
+        self,
+        starts: Mapping[str, int],
+        options: PageOptions = OPTIONS,
+        strong: bool = False,
+        heartbeat_ms: int = 15_000,
+    ) -> tuple[Wire, Connection]:
+        """Opens a stream on topics that exist."""
+        ids = tuple(self.reader.get(name).view.topic_id for name in starts)
+        plan = self.hub.plan(tuple(starts), ids, options, strong)
+        wire = Wire()
+        return wire, self.hub.open(wire, plan.start(dict(starts)), heartbeat_ms)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Polls; the deadline is that of the whole test."""
+    while not condition():
+        await asyncio.sleep(0.0005)
+
+
+async def delivered(wire: Wire, seqs: list[int], topic: str = "t") -> None:
+    """Polls until the stream has brought exactly these."""
+    await until(lambda: wire.seqs(topic) == seqs)
+
+
+async def turns(count: int = 20) -> None:
+    """Lets everything that is ready happen."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def on_loop(tmp_path: Path, test: Callable[[Live], Awaitable[None]]) -> None:
+    """Runs a test; an exception that reaches the event loop fails it."""
+    errors: list[Any] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        live = Live(str(tmp_path))
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await test(live)
+        finally:
+            live.close()
+
+    asyncio.run(main())
+    assert not errors, errors

@@ -1,0 +1,472 @@
+"""Delivery to many streams, over a real shard (api §7): once each, in order, and nobody waits for anybody."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import weakref
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.frontend.live import OPTIONS, Live, Wire, delivered, on_loop, turns, until
+from topics.frontend import delivery
+from topics.frontend.delivery import FAN_OUT_STEP
+from topics.frontend.pulse import STALL_MAX_MS
+
+
+def numbers(last: int, first: int = 1) -> list[int]:
+    return list(range(first, last + 1))
+
+
+# --- one stream
+
+
+def test_backlog_then_live(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.write("t", 3)
+        wire, connection = live.follow({"t": 1})
+        await until(lambda: wire.kinds() == ["record", "caught-up"])
+        await live.write("t", 2)
+        await until(lambda: wire.seqs() == [2, 3, 4, 5])
+        assert wire.kinds() == ["record", "caught-up", "record"]
+        assert connection.stream.places() == {"t": 5}
+
+    on_loop(tmp_path, test)
+
+
+def test_the_counters(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.write("t", 3)
+        wires = [live.follow({"t": 0})[0] for _ in range(2)]
+        await until(lambda: all(wire.kinds() == ["record", "caught-up"] for wire in wires))
+        assert live.cell.get("sse_connections") == 2
+        assert live.cell.get("sse_frames") == 4
+        assert live.cell.get("records_out") == 6
+        wires[0].vanish()
+        assert live.cell.get("sse_connections") == 1
+
+    on_loop(tmp_path, test)
+
+
+def test_one_stream_of_many_topics(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        names = [f"t{n}" for n in range(100)]
+        for name in names:
+            await live.write(name)
+        wire, _ = live.follow(dict.fromkeys(names, 0))
+        await until(lambda: wire.kinds().count("caught-up") == 100)
+        for name in reversed(names):
+            live.submit(name)
+        await until(lambda: all(wire.seqs(name) == [1, 2] for name in names))
+        assert wire.frames()[-1].positions == dict.fromkeys(names, 2)
+
+    on_loop(tmp_path, test)
+
+
+# --- many streams
+
+
+def test_a_frame_is_made_once_for_all_who_stand_at_the_same_place(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.put("t")
+        await live.put("other")
+        alone = [live.follow({"t": 0})[0] for _ in range(3 * FAN_OUT_STEP)]
+        both = [live.follow({"t": 0, "other": 0})[0] for _ in range(5)]
+        await until(lambda: all(wire.kinds() == ["caught-up"] for wire in alone))
+        await until(lambda: all(wire.kinds() == ["caught-up"] * 2 for wire in both))
+        await live.write("t")
+        await until(lambda: all(wire.seqs() == [1] for wire in alone + both))
+        assert len({id(wire.writes[-1]) for wire in both}) == 1
+        # A slice of work may end between them; within one there is one object.
+        assert len({id(wire.writes[-1]) for wire in alone}) <= 1 + len(alone) // FAN_OUT_STEP
+        assert len({wire.writes[-1] for wire in alone}) == 1
+
+    on_loop(tmp_path, test)
+
+
+def test_each_stream_gets_what_it_asked_for(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.put("t")
+        everything, _ = live.follow({"t": 0})
+        filtered, _ = live.follow({"t": 0}, OPTIONS._replace(nodes=frozenset([b"me"])))
+        bare, _ = live.follow({"t": 0}, OPTIONS._replace(include_data=False))
+        await live.write("t", node=b"me")
+        await live.write("t", node=b"you")
+        late, _ = live.follow({"t": 1})
+        await until(lambda: everything.seqs() == bare.seqs() == [1, 2] and filtered.seqs() == late.seqs() == [2])
+        assert all("data" not in record for frame in bare.of("record") for record in frame["records"])
+        assert filtered.frames()[-1].positions == {"t": 2}
+
+    on_loop(tmp_path, test)
+
+
+def test_who_leaves_in_the_middle_of_a_pass_is_not_written_to(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.put("t")
+        followers = [live.follow({"t": 0}) for _ in range(10)]
+        await until(lambda: all(wire.kinds() == ["caught-up"] for wire, _ in followers))
+        leaving = followers[3][0]
+        # A pass begins with the latest comer: its write is the moment.
+        followers[-1][0].on_write = leaving.vanish
+        await live.write("t")
+        await until(lambda: all(wire.seqs() == [1] for wire, _ in followers if wire is not leaving))
+        assert leaving.seqs() == []
+
+    on_loop(tmp_path, test)
+
+
+def test_a_long_backlog_does_not_hold_up_the_live_ones(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        backlog = await live.write("long", 9000)
+        await live.put("t")
+        slow, _ = live.follow({"long": 0}, OPTIONS._replace(limit=1))
+        quick, _ = live.follow({"t": 0})
+        await until(lambda: quick.kinds() == ["caught-up"])
+        for seq in numbers(20):
+            before = len(slow.writes)
+            await live.write("t")
+            await delivered(quick, numbers(seq))
+            assert len(slow.writes) > before, "the backlog stood still meanwhile"
+        assert len(slow.writes) < backlog, "the backlog went first"
+        await until(lambda: len(slow.writes) > backlog)
+        assert slow.seqs("long") == numbers(backlog)
+
+    on_loop(tmp_path, test)
+
+
+def test_what_changes_during_a_pass_is_another_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "SLICE_S", 0.0)
+    monkeypatch.setattr(delivery, "FAN_OUT_STEP", 2)
+
+    async def test(live: Live) -> None:
+        await live.put("t")
+        wires = [live.follow({"t": 0})[0] for _ in range(20)]
+        await until(lambda: all(wire.kinds() == ["caught-up"] for wire in wires))
+        for seq in numbers(30):
+            await live.write("t")
+            some = [wire.seqs() == numbers(seq) for wire in wires]
+            assert not all(some), "a pass takes several slices here"
+        await until(lambda: all(wire.seqs() == numbers(30) for wire in wires))
+
+    on_loop(tmp_path, test)
+
+
+def test_nothing_is_kept_of_who_is_gone(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.write("t", 3)
+        await live.put("idle")
+
+        def come_and_go(vanish_at_once: bool) -> weakref.ref[Wire]:
+            wire, _ = live.follow({"t": 0, "idle": 0}, OPTIONS._replace(limit=1), heartbeat_ms=20)
+            if vanish_at_once:
+                wire.vanish()
+            return weakref.ref(wire)
+
+        gone = [come_and_go(True) for _ in range(3)]
+        await turns()
+        gone += [come_and_go(False) for _ in range(3)]
+        await turns(2)
+        for reference in gone[3:]:
+            wire = reference()
+            assert wire is not None
+            wire.stop_reading(1)
+            del wire
+        await turns()
+        live.hub.drain()
+        live.clock.ms += 20  # when they would have beaten
+        live.follow({"idle": 0}, heartbeat_ms=20)
+        live.clock.ms += 20
+
+        def collected() -> bool:
+            gc.collect()
+            return all(reference() is None for reference in gone)
+
+        await until(collected)
+
+    on_loop(tmp_path, test)
+
+
+# --- slow clients
+
+
+def test_a_slow_client_is_not_read_for_and_catches_up(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.put("t")
+        slow, connection = live.follow({"t": 0}, OPTIONS._replace(limit=10))
+        quick, _ = live.follow({"t": 0})
+        await until(lambda: slow.kinds() == quick.kinds() == ["caught-up"])
+        slow.stop_reading(100_000)
+        for seq in numbers(50):
+            await live.write("t")
+            await delivered(quick, numbers(seq))
+        assert slow.buffered_bytes == 100_000, "it was written to"
+        assert connection.stream.places() == {"t": 0}
+        slow.read_on()
+        await until(lambda: slow.seqs() == numbers(50))
+        assert slow.kinds() == ["caught-up", *["record"] * 5, "caught-up"]
+
+    on_loop(tmp_path, test)
+
+
+def test_a_client_that_stands_still_is_told_and_let_go(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.put("t")
+        stuck, connection = live.follow({"t": 0})
+        crawling, _ = live.follow({"t": 0})
+        await until(lambda: stuck.kinds() == crawling.kinds() == ["caught-up"])
+        stuck.stop_reading(100_000)
+        crawling.stop_reading(100_000)
+        await live.write("t")
+        await turns()
+        live.clock.ms += STALL_MAX_MS - 1
+        crawling.buffered_bytes -= 1
+        await turns()
+        live.clock.ms += 1
+        await until(lambda: stuck.ended)
+        final = stuck.frames()[-1]
+        assert (final.event, final.json["code"], final.field("id")) == ("error", 410, None)
+        assert connection.closed
+        assert not crawling.ended
+        crawling.read_on()
+        await until(lambda: crawling.seqs() == [1])
+
+    on_loop(tmp_path, test)
+
+
+# --- heartbeats
+
+
+def test_a_heartbeat_in_silence(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.put("t")
+        wire, _ = live.follow({"t": 0}, heartbeat_ms=20)
+        await until(lambda: wire.kinds() == ["caught-up"])
+        written = len(wire.writes)
+        live.clock.ms += 20
+        await until(lambda: len(wire.writes) > written)
+        assert wire.writes[-1] == b": hb %d\n\n" % live.clock.ms
+
+    on_loop(tmp_path, test)
+
+
+# --- deletion
+
+
+def test_a_deleted_topic_ends_at_once_and_alone(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.write("gone", 2)
+        await live.write("stays")
+        wire, connection = live.follow({"gone": 0, "stays": 0})
+        await until(lambda: wire.kinds().count("caught-up") == 2)
+        await live.delete("gone")
+        await until(lambda: wire.kinds()[-1] == "topic-deleted")
+        assert wire.frames()[-1].json == {"topic": "gone", "head_seq": 2, "reason": "deleted"}
+        assert connection.stream.places() == {"stays": 1}
+        await live.write("gone", 5)
+        await live.write("stays")
+        await until(lambda: wire.seqs("stays") == [1, 2])
+        assert wire.seqs("gone") == [1, 2]
+
+    on_loop(tmp_path, test)
+
+
+def test_a_topic_made_again_in_the_same_moment_is_another_one(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.write("t", 5)
+        wire, _ = live.follow({"t": 0})
+        await until(lambda: wire.kinds() == ["record", "caught-up"])
+        live.shard_up = False
+        gone = asyncio.create_task(live.delete("t"))
+        await turns()
+        again = live.submit("t", 9)
+        live.shard_up = True
+        await gone
+        await again
+        await until(lambda: wire.kinds()[-1] == "topic-deleted")
+        assert wire.of("topic-deleted") == [{"topic": "t", "head_seq": 5, "reason": "deleted"}]
+        await live.write("t")
+        await turns()
+        assert wire.seqs() == numbers(5)
+
+    on_loop(tmp_path, test)
+
+
+def test_a_client_behind_learns_of_the_end_when_it_reads_on(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.write("t", 5)
+        wire, _ = live.follow({"t": 0})
+        await until(lambda: wire.kinds() == ["record", "caught-up"])
+        wire.stop_reading(1)
+        await live.write("t", 2)
+        await turns()
+        await live.delete("t")
+        await turns()
+        wire.read_on()
+        await until(lambda: wire.kinds()[-1] == "topic-deleted")
+        assert wire.of("topic-deleted")[0]["head_seq"] == 7
+
+    on_loop(tmp_path, test)
+
+
+# --- the shard
+
+
+def test_a_shard_restart_neither_loses_nor_repeats(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.write("t", 3)
+        wire, _ = live.follow({"t": 0})
+        behind, _ = live.follow({"t": 0}, OPTIONS._replace(limit=1))
+        await until(lambda: wire.seqs() == behind.seqs() == [1, 2, 3])
+        behind.stop_reading(1)
+        for turn in range(3):
+            live.shard_up = False
+            written = [live.submit("t") for _ in range(5)]
+            await turns()
+            live.restart_shard()
+            live.shard_up = True
+            for future in written:
+                await future
+            await delivered(wire, numbers(3 + 5 * (turn + 1)))
+        behind.read_on()
+        await until(lambda: behind.seqs() == numbers(18))
+        await live.write("t")
+        await until(lambda: wire.seqs() == behind.seqs() == numbers(19))
+
+    on_loop(tmp_path, test)
+
+
+def test_strong_waits_for_the_disk(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.put("t")
+        eventual, _ = live.follow({"t": 0})
+        strong, _ = live.follow({"t": 0}, strong=True)
+        await live.write("t", 3)
+        await until(lambda: eventual.seqs() == [1, 2, 3])
+        await turns()
+        assert strong.seqs() == []
+        assert live.reader.get("t").view.durable_seq == 0
+        live.clock.ms += 1000  # the background sync is due
+        await until(lambda: strong.seqs() == [1, 2, 3])
+        assert live.reader.get("t").view.durable_seq == 3
+
+    on_loop(tmp_path, test)
+
+
+def test_a_sync_that_nobody_announces_is_found(tmp_path: Path) -> None:
+    """It ends after the stream has looked and before the shard knows of the watch."""
+
+    async def test(live: Live) -> None:
+        await live.write("t", 3)
+        live.shard_up = False
+        strong, _ = live.follow({"t": 0}, strong=True)
+        await until(lambda: strong.kinds() == ["caught-up"])
+        live.clock.ms += 1000
+        for _ in range(2):  # it begins, it ends
+            live.rig.shard.sync_in_background()
+        assert live.reader.get("t").view.durable_seq == 3
+        live.shard_up = True
+        await until(lambda: strong.seqs() == [1, 2, 3])
+
+    on_loop(tmp_path, test)
+
+
+def test_what_cannot_be_read_is_said_and_tried_again(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.write("t", 3)
+        log_file = next(tmp_path.glob("wal/**/*.log"))
+        os.rename(log_file, tmp_path / "away")
+        wire, _ = live.follow({"t": 0})
+        healthy, _ = live.follow({"t": 3})
+        await until(lambda: wire.kinds() == ["error"])
+        advisory = wire.frames()[0]
+        assert advisory.json | {"error": ""} == {"code": 429, "error": "", "retry_after_ms": 1000, "topics": ["t"]}
+        assert "'t'" in advisory.json["error"]
+        await until(lambda: healthy.kinds() == ["caught-up"])
+        os.rename(tmp_path / "away", log_file)
+        await until(lambda: wire.kinds() == ["error", "record", "caught-up"])
+        assert wire.seqs() == [1, 2, 3]
+
+    on_loop(tmp_path, test)
+
+
+# --- the end
+
+
+def test_a_drain_ends_every_stream_in_order(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.write("t", 3)
+        followers = [live.follow({"t": 0}) for _ in range(5)]
+        await until(lambda: all(wire.seqs() == [1, 2, 3] for wire, _ in followers))
+        live.hub.drain()
+        assert all(wire.ended and connection.closed for wire, connection in followers)
+        assert {tuple(connection.stream.places().items()) for _, connection in followers} == {(("t", 3),)}
+        assert live.hub.draining
+        assert live.cell.get("sse_connections") == 0
+        await live.write("t")
+        await turns()
+
+    on_loop(tmp_path, test)
+
+
+# --- any order of events
+
+
+@pytest.mark.parametrize(("slice_s", "fan_out_step"), [(0.0005, 64), (0.0, 1)])
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("write"), st.integers(0, 1), st.integers(1, 40)),
+            st.tuples(st.just("join"), st.integers(0, 3), st.just(0)),
+            st.tuples(st.sampled_from(["stop", "go", "leave"]), st.integers(0, 9), st.just(0)),
+            st.tuples(st.just("restart"), st.just(0), st.just(0)),
+            st.tuples(st.just("turn"), st.integers(1, 9), st.just(0)),
+        ),
+        max_size=25,
+    )
+)
+def test_everybody_gets_everything_once_and_in_order(
+    tmp_path_factory: pytest.TempPathFactory, slice_s: float, fan_out_step: int, history: list[tuple[str, int, int]]
+) -> None:
+    async def test(live: Live) -> None:
+        heads = {"a": await live.write("a"), "b": await live.write("b")}
+        joined: list[tuple[Wire, dict[str, int]]] = []
+        left: list[Wire] = []
+        for action, which, count in history:
+            wire = joined[which % len(joined)][0] if joined else None
+            if action == "write":
+                name = "ab"[which]
+                heads[name] = await live.write(name, count)
+            elif action == "join":
+                starts = {name: which * heads[name] // 3 for name in "ab"}
+                joined.append((live.follow(starts, OPTIONS._replace(limit=7))[0], starts))
+            elif action == "restart":
+                live.restart_shard()
+            elif action == "turn":
+                await turns(which)
+            elif wire is not None and wire not in left:
+                if action == "stop":
+                    wire.stop_reading(1)
+                elif action == "go":
+                    wire.read_on()
+                else:
+                    wire.vanish()
+                    left.append(wire)
+        for wire, starts in joined:
+            if wire not in left:
+                wire.read_on()
+                for name in "ab":
+                    await delivered(wire, numbers(heads[name], starts[name] + 1), name)
+            else:
+                for name in "ab":
+                    got = wire.seqs(name)
+                    assert got == numbers(starts[name] + len(got), starts[name] + 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delivery, "SLICE_S", slice_s)
+        patch.setattr(delivery, "FAN_OUT_STEP", fan_out_step)
+        on_loop(tmp_path_factory.mktemp("data"), test)
