@@ -12,7 +12,7 @@ from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.topic import Topic
 from topics.frontend import gateway as module
-from topics.frontend import watches
+from topics.frontend import spills, watches
 from topics.frontend.arenas import Arenas
 from topics.frontend.gateway import Gateway
 from topics.shm import messages
@@ -325,6 +325,29 @@ def test_a_long_request_that_timed_out_keeps_its_file_until_the_answer(shard: Sh
         await until(lambda: not os.path.exists(path))
 
     on_loop(shard, test, wait_ms=20)
+
+
+@pytest.mark.parametrize("size_bytes", [20_000, 3_000_000], ids=["by the loop", "by a thread"])
+def test_no_room_for_a_long_request(shard: Shard, monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> None:
+    async def test(gateway: Gateway) -> None:
+        shard.take()
+        monkeypatch.setattr(spills, "SPILLED_BYTES_MAX", size_bytes + 1000)
+        first, second = append(gateway, size_bytes), append(gateway, size_bytes)
+        assert refusal(second).code == "throttled"
+        await until(lambda: shard.pair.requests.written > shard._read)
+        ((_, request_id, message),) = shard.take()
+        path = messages.decode_reference(message)
+        shard.answer(messages.encode_append_reply(request_id, REPLY))
+        shard.wake()
+        assert (await first) == REPLY
+        # Memory is full for another reason.
+        with open(f"{path.removesuffix(str(request_id))}{request_id + 2}", "wb"):
+            third = append(gateway, size_bytes)
+            await asyncio.wait([third])
+        assert refusal(third).code == "throttled"
+        assert [name for name in objects(shard.shared.identity) if "spill" in name] == []
+
+    on_loop(shard, test)
 
 
 def test_what_a_former_life_spilled_is_swept_up(shard: Shard) -> None:

@@ -8,7 +8,6 @@ an eventfd. A dead shard answers nothing: its requests wait for its next life, u
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import os
 from collections import deque
@@ -20,6 +19,7 @@ import msgspec
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.frontend.arenas import Arenas
+from topics.frontend.spills import Spills
 from topics.frontend.watches import Watches, WatchHandle
 from topics.log import get_logger
 from topics.shm import messages
@@ -27,7 +27,6 @@ from topics.shm.arena import TopicView
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.messages import AppendReply, Call, Kind, Part
-from topics.shm.names import SHM_ROOT, objects
 from topics.storage.frame import LaidOut
 
 SWEEP_S: Final = 0.25
@@ -49,7 +48,6 @@ class _Pending(msgspec.Struct):
     future: asyncio.Future[Any]
     shard: int
     expires_s: float
-    spill_path: str | None = None
 
 
 class _Waiter(msgspec.Struct):
@@ -85,8 +83,6 @@ class Gateway:
         self, shared: SharedMemory, index: int, incarnation: int, arenas: Arenas, cell: ProcessCell, shard_wait_ms: int
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._shared = shared
-        self._index = index
         self._incarnation = incarnation
         self._cell = cell
         self._arenas = arenas
@@ -95,8 +91,7 @@ class Gateway:
         self._links = [_Link(shared, index, shard) for shard in range(shared.shards)]
         self._last_id = incarnation << 40
         self._pending: dict[int, _Pending] = {}
-        self._late_spills: dict[int, str] = {}
-        """Files of requests that timed out: the shard may still read them, they go with the answer, however late."""
+        self._spills = Spills(shared.identity, index)
         self._signals: list[_Link] = []
         self._retry_timer: asyncio.TimerHandle | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -110,10 +105,7 @@ class Gateway:
 
     def start(self) -> None:
         """Says hello to every shard and listens for answers."""
-        prefix = self._spill_prefix()
-        for name in objects(self._shared.identity):
-            if name.startswith(prefix):
-                os.unlink(f"{SHM_ROOT}/{name}")
+        self._spills.remove_leftovers()
         for shard, link in enumerate(self._links):
             link.generation = link.cell.get("generation")
             self._post(shard, messages.Hello(self._incarnation))
@@ -156,12 +148,15 @@ class Gateway:
         )
         return self._submit(shard, request_id, parts, Kind.APPEND)
 
-    async def call(self, shard: int, request: Call, reply_type: type[ReplyT]) -> ReplyT:
-        """Any other request and its answer; raises as `submit_append` does."""
+    def submit(self, shard: int, request: Call) -> asyncio.Future[Any]:
+        """Sends any other request on its way; its answer, and how it fails, as with `submit_append`."""
         self._arenas.require(shard)
         self._last_id = request_id = self._last_id + 1
-        future = self._submit(shard, request_id, messages.encode_call(request_id, request), Kind.CALL)
-        reply = await future
+        return self._submit(shard, request_id, messages.encode_call(request_id, request), Kind.CALL)
+
+    async def call(self, shard: int, request: Call, reply_type: type[ReplyT]) -> ReplyT:
+        """`submit`, and wait for the answer."""
+        reply = await self.submit(shard, request)
         assert isinstance(reply, reply_type), reply
         return reply
 
@@ -184,34 +179,34 @@ class Gateway:
         if self._closed:
             _fail(future, TopicsError("shutting_down", "the service is stopping; ask again when it is back"))
             return future
-        link = self._links[shard]
         now_s = self._loop.time()
-        pending = _Pending(future, shard, now_s + self._wait_s)
+        self._pending[request_id] = _Pending(future, shard, now_s + self._wait_s)
         length = sum(map(len, parts))
-        if length <= link.requests.message_max_bytes:
-            self._pending[request_id] = pending
+        if length <= self._links[shard].requests.message_max_bytes:
             self._push(shard, _Waiter(parts, length, request_id, now_s + ROOM_WAIT_S))
-            return future
-        pending.spill_path = path = f"{SHM_ROOT}/{self._spill_prefix()}{request_id}"
-        self._pending[request_id] = pending
-        by_reference = messages.encode_reference(kind, request_id, path)
-        waiter = _Waiter(by_reference, sum(map(len, by_reference)), request_id, now_s + ROOM_WAIT_S)
-        if length <= SPILL_INLINE_BYTES_MAX:
-            try:
-                _write_spill(path, parts)
-            except OSError as error:
-                self._spill_failed(request_id, error)
-                return future
-            self._push(shard, waiter)
         else:
-            task = self._loop.create_task(self._spill(shard, waiter, path, parts))
-            self._spilling.add(task)
-            task.add_done_callback(self._spilling.discard)
+            self._submit_by_reference(shard, request_id, parts, length, kind)
         return future
 
-    async def _spill(self, shard: int, waiter: _Waiter, path: str, parts: list[Part]) -> None:
+    def _submit_by_reference(self, shard: int, request_id: int, parts: list[Part], length: int, kind: Kind) -> None:
+        reference = messages.encode_reference(kind, request_id, self._spills.path(request_id))
+        waiter = _Waiter(reference, sum(map(len, reference)), request_id, self._loop.time() + ROOM_WAIT_S)
         try:
-            await asyncio.to_thread(_write_spill, path, parts)
+            self._spills.reserve(request_id, length)
+            if length <= SPILL_INLINE_BYTES_MAX:
+                self._spills.write(request_id, parts)
+                self._push(shard, waiter)
+                return
+        except OSError as error:
+            self._spill_failed(request_id, error)
+            return
+        task = self._loop.create_task(self._spill(shard, waiter, parts))
+        self._spilling.add(task)
+        task.add_done_callback(self._spilling.discard)
+
+    async def _spill(self, shard: int, waiter: _Waiter, parts: list[Part]) -> None:
+        try:
+            await asyncio.to_thread(self._spills.write, waiter.request_id, parts)
         except OSError as error:
             self._spill_failed(waiter.request_id, error)
             return
@@ -258,11 +253,9 @@ class Gateway:
 
     def _reject(self, request_id: int) -> None:
         """Nothing of this request has reached a shard."""
+        self._spills.drop(request_id)
         pending = self._pending.pop(request_id, None)
         if pending is not None:
-            if pending.spill_path is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(pending.spill_path)
             _fail(
                 pending.future,
                 TopicsError("throttled", "the shard has more work than it can take", {"retry_after_ms": 100}),
@@ -320,21 +313,14 @@ class Gateway:
     def _answer(self, request_id: int, message: memoryview, decode: Callable[[memoryview], object]) -> None:
         # Unknown: an earlier incarnation's, one that timed out, or a second answer after the shard's restart.
         pending = self._pending.pop(request_id, None)
-        if pending is None:
-            spill_path = self._late_spills.pop(request_id, None)
-            if spill_path is not None:
-                os.unlink(spill_path)
-            return
-        if pending.spill_path is not None:
-            os.unlink(pending.spill_path)
-        future = pending.future
-        if future.done():
+        self._spills.drop(request_id)
+        if pending is None or pending.future.done():
             return
         reply = decode(message)
         if isinstance(reply, TopicsError):
-            future.set_exception(reply)
+            pending.future.set_exception(reply)
         else:
-            future.set_result(reply)
+            pending.future.set_result(reply)
 
     def _check_generation(self, shard: int) -> None:
         """A shard that was started again knows of no watches."""
@@ -362,12 +348,7 @@ class Gateway:
                 ),
             )
             del self._pending[request_id]
-            if pending.spill_path is not None:
-                self._late_spills[request_id] = pending.spill_path
         self._watches.sweep(now_s)
-
-    def _spill_prefix(self) -> str:
-        return f"topics-{self._shared.identity}-spill-{self._index}-"
 
 
 def _fail(future: asyncio.Future[Any], error: TopicsError) -> None:
@@ -386,14 +367,3 @@ def _read_long_reply(path: str) -> memoryview | None:
         return None
     os.unlink(path)
     return reply
-
-
-def _write_spill(path: str, parts: list[Part]) -> None:
-    """All of it or OSError, and then nothing stays."""
-    with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_EXCL, 0o600)) as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, sum(map(len, parts)))
-            file.writelines(parts)
-        except OSError:
-            os.unlink(path)
-            raise
