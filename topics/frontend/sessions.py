@@ -79,7 +79,6 @@ class Sessions:
         """Wid by stream."""
         self._generations: dict[int, int] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._sending: set[asyncio.Task[None]] = set()
 
     async def create(self, session: Session) -> str:
         """A new session's wid; raises as `Gateway.call` does."""
@@ -120,17 +119,9 @@ class Sessions:
             self._timer = self._loop.call_later(RENEW_S, self._renew)
 
     def _send(self, request: SessionOpen | SessionClose) -> None:
-        task = self._loop.create_task(self._deliver(request))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
-
-    async def _deliver(self, request: SessionOpen | SessionClose) -> None:
-        reply_type = SessionOpenReply if isinstance(request, SessionOpen) else Done
-        try:
-            await self._gateway.call(self._owner(request.wid), request, reply_type)
-        except TopicsError as error:
-            # The session goes on at an earlier position, or at the client's Last-Event-ID.
-            _log.debug("a watch session could not be told", request=type(request).__name__, code=error.code)
+        # Now, not in a task: the same client's next GET comes behind it.
+        future = self._gateway.submit(self._owner(request.wid), request)
+        future.add_done_callback(lambda done: _note_failure(request, done))
 
     def _owner(self, wid: str) -> int:
         return owner_shard(wid, self._gateway.shards)
@@ -138,3 +129,10 @@ class Sessions:
     def _current_generations(self) -> dict[int, int]:
         arenas = ((shard, self._arenas.of(shard)) for shard in range(self._gateway.shards))
         return {shard: arena.generation for shard, arena in arenas if arena is not None}
+
+
+def _note_failure(request: SessionOpen | SessionClose, done: asyncio.Future[object]) -> None:
+    error = done.exception()
+    if error is not None:
+        # The session goes on at an earlier position, or at the client's Last-Event-ID.
+        _log.debug("a watch session could not be told", request=type(request).__name__, reason=str(error))
