@@ -58,7 +58,7 @@ class Sessions:
     def closing(self, wid: str, frontend: int, stream: int, positions: dict[str, int]) -> SessionBody | None:
         """What to log when this stream ends; None when it is not the session's stream.
 
-        One that was replaced, and closed by its client long after, may not take the positions back: they count as exact.
+        One that was replaced, and is closed long after, may not take the positions back: they count as exact.
         """
         session = self._sessions.get(wid)
         if session is None or session.stream != (frontend, stream):
