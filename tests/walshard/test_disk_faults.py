@@ -158,3 +158,30 @@ def test_every_call_failing_once(tmp_path: Path) -> None:
         if not reached:
             break
     assert sites > 15, f"only {sites} calls"
+
+
+@pytest.mark.parametrize("calls", [{"pwritev"}, {"fdatasync"}])
+@pytest.mark.parametrize("config", [FSYNC, TopicConfig(durability="ephemeral")], ids=["fsync", "ephemeral"])
+def test_a_refused_write_is_not_taken_for_committed_by_the_next_incarnation(
+    rig: Rig, fs: FaultyFileSystem, calls: set[str], config: TopicConfig
+) -> None:
+    """The shard is killed before it answers, when the log has gone on past where the write would have been."""
+    rig.append("t", b"1", config=config)
+    fs.arm(Fault(1, errno.EIO, calls=frozenset(calls)))
+    refused = rig.post_append("t", [b"2" * 300], config=config)
+    stuck = rig.outbox.answer
+    rig.outbox.answer = lambda *_: None  # type: ignore[method-assign]
+    rig.shard.step()
+    rig.outbox.answer = stuck  # type: ignore[method-assign]
+    if not fs.struck:
+        return  # the RAM log is not synced
+    fs.arm(None)
+    other = rig.post_append("other", [b"3"] * 20, config=config)
+    rig.outbox.answer = lambda *_: None  # type: ignore[method-assign]
+    rig.shard.step()
+    rig.boot()
+    rig.run()
+    assert rig.replies[refused].first_seq == 2, "it was never committed, so it runs as new"
+    assert rig.replies[other].first_seq == 1
+    assert stored(rig) == [b"1", b"2" * 300]
+    assert len(rig.read("other")) == 20

@@ -125,6 +125,8 @@ class WalWriter:
         self._current_file_no = 0
         self._start_next_file = False
         self.read_only: str | None = None
+        self.refused: Callable[[], None] = _nothing
+        """Called when a group that was being written will never be in the log, before the log goes on elsewhere."""
         self.frames = self.batches = self.bytes_written = self.fsyncs = self.rotations = 0
 
     @classmethod
@@ -302,6 +304,7 @@ class WalWriter:
         except OSError as error:
             self.read_only = f"{self._active.path}: a failed write could not be undone: {error}"
             return
+        self.refused()
         self._sync()
 
     def _sync(self) -> None:
@@ -316,6 +319,7 @@ class WalWriter:
             except OSError as erase_error:
                 # Found again only by a restart, and only if the tail cannot be saved either.
                 message += f"; the group could not be erased: {erase_error}"
+            self.refused()
             raise WalSyncError(message, self._save_tail(error)) from error
         active.synced = active.end
 
@@ -395,3 +399,7 @@ class WalWriter:
                 LOG_VERSION, self._log_id, file_no, identity.shard, identity.shards, identity.boot_id, previous_end
             )
         )
+
+
+def _nothing() -> None:
+    """Nobody asked to be told."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 
 from topics.core.errors import TopicsError
@@ -26,7 +27,9 @@ Failed = list[tuple[Operation, TopicsError]]
 
 
 class Logs:
-    """`open_ram` makes the RAM log when it is first needed; `moved` is told of published frames that lie elsewhere."""
+    """`open_ram` makes the RAM log when it is first needed; `moved` is told of published frames that lie elsewhere,
+    `refused(ram_only)` of a group that will never be in the log, before anything else gets there.
+    """
 
     def __init__(
         self,
@@ -34,13 +37,18 @@ class Logs:
         ram: WalWriter | None,
         open_ram: Callable[[], WalWriter],
         moved: Callable[[Moved], None],
+        refused: Callable[[bool], None],
         cell: ProcessCell,
         recovered: tuple[WalEnd | None, WalEnd | None],
     ) -> None:
         self.wal = wal
         self._ram = ram
+        if ram is not None:
+            ram.refused = partial(refused, True)
         self._open_ram = open_ram
         self._moved = moved
+        self._refused = refused
+        wal.refused = partial(refused, False)
         self._cell = cell
         self._recovered_wal, self._recovered_ram = recovered
         self._plans: tuple[Plan | None, Plan | None] = (None, None)
@@ -54,6 +62,7 @@ class Logs:
         """Where the group will lie: what the journal must hold before `commit` is called with the same group."""
         if ram and self._ram is None:
             self._ram = self._open_ram()
+            self._ram.refused = partial(self._refused, True)
         durable_plan = self.wal.plan([operation.length for operation in durable]) if durable else None
         ram_plan = self._ram.plan([operation.length for operation in ram]) if ram and self._ram else None
         self._plans = (durable_plan, ram_plan)
@@ -79,11 +88,15 @@ class Logs:
         if durable_plan is not None:
             failed = self._write(self.wal, durable_plan, durable)
             if failed:
+                self._refused(False)
                 return failed + [(operation, failed[0][1]) for operation in ram]
             self._count()
-        if ram_plan is not None and self._ram is not None:
-            return self._write(self._ram, ram_plan, ram)
-        return []
+        if ram_plan is None or self._ram is None:
+            return []
+        failed = self._write(self._ram, ram_plan, ram)
+        if failed:
+            self._refused(True)
+        return failed
 
     def sync_failed(self, file_no: int, error: OSError) -> None:
         """The background sync failed: what it should have covered is saved in a new file, or the log is read-only."""

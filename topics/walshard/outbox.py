@@ -32,6 +32,7 @@ class Outbox:
         self._read = [pair.requests.consumed for pair in self._rings]
         self._waiting: list[deque[tuple[bytearray | None, int]]] = [deque() for _ in self._rings]
         self._unanswered: list[JournalEntry] = []
+        self._group: list[JournalEntry] = []
         self._notices: list[set[int]] = [set() for _ in self._rings]
         self._touched: set[int] = set()
 
@@ -82,7 +83,16 @@ class Outbox:
             entry for entry in self._unanswered if entry.ring_position > self._rings[entry.frontend].requests.consumed
         ]
         self._unanswered += entries
+        self._group = entries
         self._journal.store(self._unanswered)
+
+    def withdraw(self, ram_only: bool) -> None:
+        """The group that was journalled last, or the part of it meant for the RAM log, will never be committed."""
+        refused = [entry for entry in self._group if entry.ram_log or not ram_only]
+        if refused:
+            self._group = [entry for entry in self._group if entry not in refused]
+            self._unanswered = [entry for entry in self._unanswered if entry not in refused]
+            self._journal.store(self._unanswered)
 
     def committed_before(self) -> list[JournalEntry]:
         """In a new life: requests still in the rings that the former one was about to commit."""

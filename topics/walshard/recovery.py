@@ -106,6 +106,7 @@ def recover(
         open_ram() if ram_recovery.end is not None else None,
         open_ram,
         catalog.relocate,
+        outbox.withdraw,
         cell,
         (recovery.end, ram_recovery.end),
     )
