@@ -77,7 +77,7 @@ class Sessions:
         self._last_stream_no = incarnation << 32
         self._open: dict[int, str] = {}
         """Wid by stream."""
-        self._generations: dict[int, int] = {}
+        self._generations = self._current_generations()
         self._timer: asyncio.TimerHandle | None = None
 
     async def create(self, session: Session) -> str:
@@ -94,29 +94,32 @@ class Sessions:
         if _WID.fullmatch(wid) is None:
             raise TopicsError("not_found", f"no watch session {wid[:64]!r}: POST /v0/watch makes one")
         self._last_stream_no = stream_no = self._last_stream_no + 1
+        self._announce()
         reply = await self._gateway.call(self._owner(wid), SessionOpen(wid, stream_no), SessionOpenReply)
         self._open[stream_no] = wid
         if self._timer is None:
-            self._generations = self._current_generations()
             self._timer = self._loop.call_later(RENEW_S, self._renew)
         return Opened(wid, stream_no, _decode(reply.body), reply.positions, reply.exact)
 
     def close(self, opened: Opened, positions: dict[str, int]) -> None:
         """The stream has ended and sent everything up to `positions`. The shard is told, nobody waits for it."""
+        self._announce()
         del self._open[opened.stream_no]
         self._send(SessionClose(opened.wid, opened.stream_no, positions))
 
     def _renew(self) -> None:
-        self._timer = None
+        self._announce()
+        self._timer = self._loop.call_later(RENEW_S, self._renew) if self._open else None
+
+    def _announce(self) -> None:
+        """Tells shards that were restarted of the streams that are open."""
         generations = self._current_generations()
         if generations != self._generations:
+            former, self._generations = self._generations, generations
             for stream_no, wid in self._open.items():
                 owner = self._owner(wid)
-                if generations.get(owner) != self._generations.get(owner):
+                if generations.get(owner) != former.get(owner):
                     self._send(SessionOpen(wid, stream_no))
-            self._generations = generations
-        if self._open:
-            self._timer = self._loop.call_later(RENEW_S, self._renew)
 
     def _send(self, request: SessionOpen | SessionClose) -> None:
         # Now, not in a task: the same client's next GET comes behind it.
