@@ -53,11 +53,14 @@ class App:
                 if stage == "shutdown":
                     return
         self.scopes.append(scope)
-        if scope["type"] == "websocket":
-            await self.websocket(receive, send)
-            return
         try:
-            await getattr(self, scope["path"].split("/")[1])(scope, receive, send)
+            if scope["type"] == "websocket":
+                await self.websocket(receive, send)
+            else:
+                await getattr(self, scope["path"].split("/")[1])(scope, receive, send)
+        except asyncio.CancelledError:
+            self.stages.append("cut")
+            raise
         except BaseException as error:
             self.errors.append(error)
             raise
@@ -112,10 +115,28 @@ class App:
             await asyncio.sleep(0)
 
     async def endless(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pieces for ever: only an error out of `send` ends it."""
+        """Pieces of the size asked for, for ever: only an error out of `send` ends it."""
+        piece = bytes(int(scope["query_string"] or b"65536"))
         await send({"type": "http.response.start", "status": 200, "headers": []})
         while True:
-            await send({"type": "http.response.body", "body": bytes(64 * 1024), "more_body": True})
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def share(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """How many turns another task gets while this one sends what fits into the kernel's buffers."""
+        turns = 0
+
+        async def take_turns() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        other = asyncio.create_task(take_turns())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(60):
+            await send({"type": "http.response.body", "body": b"-" * 10_000, "more_body": True})
+        other.cancel()
+        await send({"type": "http.response.body", "body": b"%d" % turns})
 
     async def big(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.answer(send, b"x" * int(scope["query_string"]))
@@ -184,7 +205,10 @@ class App:
         await self.answer(send, b"", headers=[(name, value)])
 
     async def push(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        headers = [(b"content-type", b"text/event-stream")]
+        if scope["query_string"] == b"length":
+            headers.append((b"content-length", b"10"))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         stream = scope["extensions"]["topics.push"]()
 
         def on_close() -> None:

@@ -151,4 +151,4 @@ def test_grace_cuts_a_websocket() -> None:
         until(lambda: server.app.scopes, "the app runs")
         server.begin_shutdown()
         server.wait_stopped()
-        assert server.app.stages == ["startup", "shutdown"]
+        assert server.app.stages == ["startup", "cut", "shutdown"]

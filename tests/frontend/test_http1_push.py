@@ -135,6 +135,11 @@ def test_not_on_head_requests(server: Server, client: Client) -> None:
     assert isinstance(server.app.errors[0], RuntimeError)
 
 
+def test_not_with_a_length(server: Server, client: Client) -> None:
+    assert client.get("/push?length").answer().code == "internal"
+    assert isinstance(server.app.errors[0], RuntimeError)
+
+
 def test_draining_cuts_a_stream_that_nobody_ends() -> None:
     with Server(grace_ms=50) as server, server.client() as client:
         opened(server, client)

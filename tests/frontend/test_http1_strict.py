@@ -205,6 +205,42 @@ def test_app_that_never_stops_sending_is_stopped_when_the_client_goes(server: Se
     assert isinstance(server.app.errors[-1], ConnectionResetError)
 
 
+@pytest.mark.parametrize("piece_bytes", [10, 65_536])
+def test_writing_to_a_client_that_is_gone_ends_at_once(
+    server: Server, client: Client, piece_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = len(server.app.errors)
+    client.get(f"/endless?{piece_bytes}").head()
+    client.reset()
+    until(lambda: len(server.app.errors) == errors + 1, "send fails")
+    # Both loops count writes to a lost connection, and complain of each from the fifth on.
+    assert "socket.send() raised exception" not in caplog.text
+
+
+def test_loop_gets_its_turn_while_the_client_takes_everything(client: Client) -> None:
+    assert int(client.get("/share").answer().body.lstrip(b"-")) >= 2
+
+
+def test_disconnect_is_seen_after_a_large_body_was_taken(server: Server) -> None:
+    before = server.app.disconnects
+    with server.client() as client:
+        client.post("/hold", bytes(50_000))
+        until(lambda: server.app.scopes and server.app.scopes[-1]["path"] == "/hold", "request")
+    until(lambda: server.app.disconnects == before + 1, "http.disconnect")
+
+
+def test_requests_behind_an_unread_answer_wait(server: Server) -> None:
+    """The answers to what a client pipelines must not pile up; a half-close in between changes nothing."""
+    before = server.connections.requests
+    with server.client(receive_buffer_bytes=4096) as client:
+        client.get("/big?20000000").post("/echo", b"second").post("/echo", b"third").half_close()
+        until(lambda: server.connections.requests > before, "request")
+        assert server.settled(lambda: server.connections.requests) == before + 1
+        assert len(client.answer().body) == 20_000_000
+        assert [client.answer().body for _ in range(2)] == [b"second", b"third"]
+        assert client.is_closed()
+
+
 def test_half_closed_client_gets_its_answers(client: Client) -> None:
     client.post("/echo", b"one").post("/echo", b"two").post("/echo", b"three").half_close()
     assert [client.answer().body for _ in range(3)] == [b"one", b"two", b"three"]
@@ -334,6 +370,31 @@ class TestTime:
             server.call(server.app.go.set)
             assert client.answer().body == b"at last"
 
+    def test_time_of_the_body_does_not_run_while_the_app_is_busy(self, loop: str) -> None:
+        """Neither while the body has to wait for the app, nor before the client was told to send it."""
+        limits = HttpLimits(body_idle_timeout_ms=30)
+        with Server(loop=loop, limits=limits) as server, server.client() as full, server.client() as waiting:
+            full.post("/wait_unread", bytes(500_000))
+            waiting.send(b"POST /wait_unread HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+            until(lambda: len(server.app.scopes) == 2, "requests")
+            began_s = server.loop.time()
+            until(lambda: server.loop.time() > began_s + 0.1, "three times the time-out")
+            server.call(server.app.go.set)
+            assert len(full.answer().body) == 500_000
+            assert waiting.head()[0] == 100
+            assert waiting.send(b"hi").answer().body == b"hi"
+
+    def test_slow_reader_that_does_read(self, loop: str) -> None:
+        limits = HttpLimits(write_stall_timeout_ms=300, linger_ms=20)
+        pause = threading.Event()
+        with Server(loop=loop, limits=limits) as server, server.client(receive_buffer_bytes=65_536) as client:
+            client.get("/big?30000000", "Connection: close").head()
+            size = 0
+            while part := client.read(500_000):
+                size += len(part)
+                pause.wait(0.015)
+            assert size == 30_000_000
+
     def test_reader_that_stands_still(self, loop: str) -> None:
         limits = HttpLimits(write_stall_timeout_ms=60, linger_ms=20)
         with (
@@ -390,5 +451,5 @@ class TestDrain:
             server.begin_shutdown()
             refused(waiting, 503, "shutting_down")
             server.wait_stopped()
-            assert server.app.stages == ["startup", "shutdown"]
+            assert server.app.stages == ["startup", "cut", "cut", "shutdown"]
             assert not server.connections.tasks

@@ -132,8 +132,7 @@ class Http1Protocol(asyncio.Protocol):
         if self._ending:
             return False
         if exchange is None:
-            self._loop.call_soon(self._go_on)  # a whole request may be waiting; else this closes
-            return True
+            return not self.writable  # then whole requests may be waiting; `resume_writing` goes on
         if not self._parser.complete:
             exchange.lose()
             return False
@@ -201,7 +200,6 @@ class Http1Protocol(asyncio.Protocol):
         self._settle()
 
     def _begin(self, head: Head) -> None:
-        self._awaited = Awaited.NOTHING  # the next head has its own time
         complete = self._parser.complete
         self._exchange = exchange = Exchange(
             self,
@@ -334,10 +332,8 @@ class Http1Protocol(asyncio.Protocol):
             self._transport.close()
 
     def close_now(self) -> None:
-        """Close without waiting for the client; what is already written still goes out if it can at once."""
+        """Close without waiting for the client."""
         self._transport.close()
-        if self.buffered_bytes:
-            self._transport.abort()
 
     def _refuse(self, code: str, message: str) -> None:
         exchange, self._exchange, self._start = self._exchange, None, None
@@ -427,7 +423,7 @@ class Http1Protocol(asyncio.Protocol):
             return
         awaited, self._awaited = self._awaited, Awaited.NOTHING
         if awaited is Awaited.REQUEST:
-            self.close_now()
+            self.abort()
         elif awaited is Awaited.REST_OF_HEAD:
             self._refuse("request_timeout", f"the head took longer than {self._limits.header_timeout_ms} ms")
         elif awaited is Awaited.REST_OF_BODY:

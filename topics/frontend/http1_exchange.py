@@ -248,9 +248,10 @@ class Exchange:
         """
         if self.lost or self.half_closed_by_client:
             raise ConnectionResetError("the client is gone")
-        if self.stage is not Stage.STARTED or self._bodyless:
-            raise RuntimeError("a push stream begins after http.response.start, before any body, and not on HEAD")
-        self._length_left = None  # a push has no length beforehand, whatever the app said
+        if self.stage is not Stage.STARTED or self._bodyless or self._length_left is not None:
+            raise RuntimeError(
+                "a push stream begins after http.response.start, before any body, without content-length, not on HEAD"
+            )
         self._send_body(b"", more=True)
         self._push = PushStream(self, self._wire, self._chunked)
         return self._push
