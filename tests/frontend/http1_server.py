@@ -251,6 +251,7 @@ class Server:
         self._arguments = (http_protocol, limits or HttpLimits(), grace_ms)
         self._loop_factory = LOOPS[loop]
         self._ready = threading.Event()
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.app: App
         self.connections: Connections
@@ -304,6 +305,7 @@ class Server:
             assert time.monotonic() < deadline, "it never stands still"
 
     def begin_shutdown(self) -> None:
+        self._stopping = True
         self.call(self.shutdown.set)
 
     def wait_stopped(self) -> None:
@@ -319,7 +321,7 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._thread.is_alive():
+        if not self._stopping:
             self.begin_shutdown()
         self.wait_stopped()
         # An exception that reaches the loop is a defect in the protocol, whatever the test was about.
