@@ -32,6 +32,12 @@ class ListIndex:
         assert last_seq < self.next_seq
         return array("Q", [word for seq in range(first_seq, last_seq + 1) for word in self.rows[seq]])
 
+    def replace(self, seq: int, word: int, value: int) -> None:
+        assert self.base_seq <= seq < self.next_seq
+        row = list(self.rows[seq])
+        row[word] = value
+        self.rows[seq] = tuple(row)
+
     def drop_before(self, seq: int) -> None:
         self.base_seq = max(self.base_seq, min(seq, self.next_seq))
 

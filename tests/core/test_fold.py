@@ -11,6 +11,7 @@ from topics.core.config import TopicConfig
 from topics.core.fold import (
     ConfigBody,
     CreateBody,
+    DeleteBody,
     EvictBody,
     Fold,
     FoldError,
@@ -19,9 +20,19 @@ from topics.core.fold import (
     encode_body,
     encode_idempotency,
 )
+from topics.core.tags import TagsOf
 from topics.core.topic import LOCATION_LOST, EvictReason, Topic
 
 T = 77
+
+
+def no_tags(_topic: Topic) -> TagsOf:
+    return lambda _first_seq, _last_seq: iter(())
+
+
+def numbered_tags(_topic: Topic) -> TagsOf:
+    """Every record is tagged with its parity."""
+    return lambda first_seq, last_seq: ((seq, b"odd" if seq % 2 else b"even") for seq in range(first_seq, last_seq + 1))
 
 
 def entries(first: int, count: int, ts: int = 5, file_no: int = 1) -> array[int]:
@@ -29,7 +40,7 @@ def entries(first: int, count: int, ts: int = 5, file_no: int = 1) -> array[int]
 
 
 def new(config: TopicConfig | None = None) -> Fold:
-    fold = Fold(lambda: ListIndex(1))
+    fold = Fold(lambda: ListIndex(1), no_tags)
     fold.topic_create(T, encode_body(CreateBody("t", config or TopicConfig())))
     return fold
 
@@ -87,7 +98,7 @@ def test_a_topic_nobody_created_is_refused() -> None:
 
 
 def test_ram_records_are_read_first_and_fall_into_place() -> None:
-    fold = Fold(lambda: ListIndex(1))
+    fold = Fold(lambda: ListIndex(1), no_tags)
     fold.records(T, entries(3, 2, file_no=9))  # the RAM log
     fold.idempotency(T, 3, 5, encode_idempotency(2, b"ram"))
     fold.topic_create(T, encode_body(CreateBody("t", TopicConfig())))
@@ -117,7 +128,7 @@ def test_after_a_clean_stop_the_head_is_exact() -> None:
 
 
 def test_with_the_ram_log_a_ceiling_is_only_a_ceiling() -> None:
-    fold = Fold(lambda: ListIndex(1))
+    fold = Fold(lambda: ListIndex(1), no_tags)
     fold.records(T, entries(1, 3))
     fold.topic_create(T, encode_body(CreateBody("t", TopicConfig(durability="ephemeral"))))
     fold.head_watermark(T, 4096, encode_body(HeadBody(exact=False)))
@@ -142,3 +153,25 @@ def test_sessions_come_and_go() -> None:
     fold.session(encode_body(SessionBody("b", b"y")))
     fold.session(encode_body(SessionBody("a", None)))
     assert set(fold.sessions) == {"b"}
+
+
+def test_a_delete_is_bounded_by_the_head_it_was_asked_at() -> None:
+    fold = Fold(lambda: ListIndex(1), numbered_tags)
+    fold.topic_create(T, encode_body(CreateBody("t", TopicConfig())))
+    fold.records(T, entries(1, 8))  # as from a RAM log: all of them before any control frame
+    fold.delete(T, 5, encode_body(DeleteBody(None, "eq", b"odd")))
+    fold.delete(T, 8, encode_body(DeleteBody(3, None)))
+    topic = topic_of(fold)
+    assert (topic.earliest_seq, topic.evict_floor, topic.records) == (4, 1, 4)
+    assert [seq for seq in range(4, 9) if not topic.index.entries(seq, seq)[3] >> 32 & 2] == [4, 6, 7, 8]
+
+
+def test_evictions_are_what_the_log_says_and_at_the_end_what_the_caps_say() -> None:
+    fold = new(TopicConfig(cap_records=2))
+    fold.records(T, entries(1, 3))
+    fold.delete(T, 3, encode_body(DeleteBody(2, None)))
+    fold.records(T, entries(4, 1))
+    fold.evict_watermark(T, 3, encode_body(EvictBody(EvictReason.CAP)))
+    fold.records(T, entries(5, 2))
+    topic = topic_of(fold)
+    assert (topic.earliest_seq, topic.evict_floor, topic.records) == (5, 5, 2)

@@ -21,7 +21,7 @@ import pytest
 
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
-from topics.shm.messages import AppendReply, DeleteTopic, PutTopic, SessionPut
+from topics.shm.messages import AppendReply, DeleteRecords, DeleteTopic, PutTopic, SessionPut
 
 NOT_REACHED = 3
 MODULES = ("/topics/walshard/", "/topics/shm/", "/topics/storage/wal.py", "/topics/core/topic.py")
@@ -73,6 +73,7 @@ def post_everything(rig: Rig) -> dict[int, bytes]:
     appends[rig.post_append("fsync", [b"5"], config=TopicConfig(durability="fsync"))] = b"5"
     rig.post_call(SessionPut("w", b"body"))
     rig.post_call(DeleteTopic("gone", False))
+    rig.post_call(DeleteRecords("pruned", 2, None, b""))
     appends[rig.post_append("ram", [b"6"])] = b"6"
     return appends
 
@@ -83,8 +84,9 @@ def check_kill_at(n: int, data_dir: str) -> None:
     try:
         rig.append("old", b"0")
         rig.append("gone", b"0")
+        rig.append("pruned", b"0", b"1")
         appends = post_everything(rig)
-        ids = set(range(3, 3 + 9))
+        ids = set(range(4, 4 + 10))
         ending = in_a_process(lambda: kill_at_line(n, lambda: serve(rig)))
         assert ending in (0, -signal.SIGKILL)
         rig.take_replies()
@@ -100,6 +102,7 @@ def check_kill_at(n: int, data_dir: str) -> None:
             name = {b"1": "old", b"3": "old", b"2": "new", b"4": "ram", b"6": "ram", b"5": "fsync"}[data]
             assert (rig.replies[id].first_seq, data) in rig.read(name)
         assert rig.view("gone") is None
+        assert rig.read("pruned") == [(2, b"1")]
         assert rig.view("put") is not None
     finally:
         rig.close()

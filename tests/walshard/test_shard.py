@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.walshard.rig import Rig
@@ -9,6 +11,7 @@ from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.shm import messages
 from topics.shm.messages import (
+    DeleteRecords,
     DeleteTopic,
     Expire,
     Hello,
@@ -249,3 +252,58 @@ def test_a_request_by_reference(rig: Rig, tmp_path: object) -> None:
     assert rig.answer(99).first_seq == 1
     assert refusal(rig, 100).code == "shard_unavailable"
     assert rig.read("t") == [(1, b"1" * 500_000)]
+
+
+def post_tagged(rig: Rig, name: str, *tags: bytes) -> None:
+    from topics.shm import messages
+    from topics.storage.frame import lay_out
+
+    laid_out = lay_out([(b"", tag, b"%d" % number, b"") for number, tag in enumerate(tags)])
+    assert rig.shared.rings[0][0].requests.push(
+        *messages.encode_append(
+            10**6, name.encode(), True, None, b"", None, laid_out.offset_len, laid_out.flags, laid_out.buffer
+        )
+    )
+    rig.run()
+    del rig.replies[10**6]
+
+
+@pytest.mark.parametrize("durability", ["disk", "ephemeral", "fsync"])
+def test_deletes_survive_as_their_records_do(rig: Rig, durability: Any) -> None:
+    rig.call(PutTopic("t", TopicConfig(durability=durability), False))
+    post_tagged(rig, "t", b"a", b"b", b"a", b"", b"ab")
+    reply = rig.call(DeleteRecords("t", None, "eq", b"a"))
+    assert (reply.deleted, reply.earliest_seq, reply.head_seq, reply.records) == (2, 2, 5, 3)
+    post_tagged(rig, "t", b"a")
+    assert [seq for seq, _ in rig.read("t")] == [2, 4, 5, 6]
+    reply = rig.call(DeleteRecords("t", 6, "glob", b"a"))
+    assert (reply.deleted, reply.records) == (1, 3)
+    rig.boot()
+    assert [seq for seq, _ in rig.read("t")] == [2, 4, 6]
+    assert rig.call(DeleteRecords("t", 5, None, b"")).deleted == 2
+    again = rig.call(DeleteRecords("t", 5, None, b""))
+    assert (again.deleted, again.earliest_seq, again.live_bytes > 0) == (0, 6, True)
+    if durability != "ephemeral":
+        rig.restart_service()
+        assert [seq for seq, _ in rig.read("t")] == [6]
+        view = rig.view("t")
+        assert view is not None
+        assert (view.evict_floor, view.records) == (1, 1)
+
+
+def test_a_delete_on_nothing(rig: Rig) -> None:
+    assert refusal(rig, rig.post_call(DeleteRecords("t", 5, None, b""))).code == "topic_not_found"
+
+
+def test_cap_evictions_are_logged_before_a_delete_changes_what_the_caps_see(rig: Rig) -> None:
+    """Replayed without its logged floor, the delete would make room for a record that had been evicted."""
+    rig.call(PutTopic("t", TopicConfig(cap_records=3), False))
+    post_tagged(rig, "t", b"x", b"x", b"y", b"y")
+    rig.call(DeleteRecords("t", None, "eq", b"y"))
+    before = rig.view("t")
+    rig.restart_service()
+    after = rig.view("t")
+    assert before is not None
+    assert after is not None
+    assert (after.earliest_seq, after.evict_floor, after.records) == (2, 2, 1)
+    assert (before.earliest_seq, before.evict_floor, before.records) == (2, 2, 1)

@@ -5,6 +5,7 @@ Bodies of control frames (msgpack maps; a writer in another language needs nothi
     TOPIC_CREATE     topic_id                 {"name": str, "config": {…}, "recreated": bool}
     CONFIG_UPDATE    topic_id                 {"config": {…}}               fields at their default are left out
     TOPIC_DELETE     topic_id                 -
+    DELETE           topic_id, seq = head     {"before_seq": u64 | nil, "op": "eq" | "glob" | nil, "tag": bytes}
     EVICT_WATERMARK  topic_id, seq = floor    {"reason": 1 cap, 2 ttl, 3 mixed, 4 restart}
     HEAD_WATERMARK   topic_id, seq            {"exact": bool}               no seq above was assigned in RAM
     IDEMPOTENCY      topic_id, seq = first    count u32 | key bytes         first frame of the write it names
@@ -18,11 +19,13 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
 from topics.core.config import TopicConfig
 from topics.core.idempotency import Outcome
+from topics.core.tags import Match, TagsOf
 from topics.core.topic import ENTRY_WORDS, LOCATION_LOST, EvictReason, RecordIndex, Topic
 
 _COUNT = struct.Struct("<I")
@@ -36,6 +39,14 @@ class CreateBody(msgspec.Struct):
 
 class ConfigBody(msgspec.Struct):
     config: TopicConfig
+
+
+class DeleteBody(msgspec.Struct):
+    """`op` and `tag` as in `tags.Match`; a nil `op` matches every record."""
+
+    before_seq: int | None
+    op: Literal["eq", "glob"] | None
+    tag: bytes = b""
 
 
 class EvictBody(msgspec.Struct):
@@ -58,6 +69,7 @@ class SessionBody(msgspec.Struct):
 encode_body = msgspec.msgpack.Encoder().encode
 _decode_create = msgspec.msgpack.Decoder(CreateBody).decode
 _decode_config = msgspec.msgpack.Decoder(ConfigBody).decode
+_decode_delete = msgspec.msgpack.Decoder(DeleteBody).decode
 _decode_evict = msgspec.msgpack.Decoder(EvictBody).decode
 _decode_head = msgspec.msgpack.Decoder(HeadBody).decode
 decode_session = msgspec.msgpack.Decoder(SessionBody).decode
@@ -79,8 +91,9 @@ class Fold:
     durable one, then `finish` is called.
     """
 
-    def __init__(self, make_index: Callable[[], RecordIndex]) -> None:
+    def __init__(self, make_index: Callable[[], RecordIndex], tags_of: Callable[[Topic], TagsOf]) -> None:
         self._make_index = make_index
+        self._tags_of = tags_of
         self.topics: dict[int, Topic] = {}
         self.sessions: dict[str, SessionBody] = {}
         self.created_ids: set[int] = set()
@@ -121,7 +134,16 @@ class Fold:
         topic = self._topic(topic_id)
         if topic is not None:
             self._settle(topic)
-            topic.configured(_decode_config(data).config)
+            # Its evictions, if any, are in the log themselves.
+            topic.config = _decode_config(data).config
+
+    def delete(self, topic_id: int, head_seq: int, data: bytes) -> None:
+        topic = self._topic(topic_id)
+        if topic is not None:
+            self._settle(topic)
+            body = _decode_delete(data)
+            match = None if body.op is None else Match(body.op, body.tag)
+            topic.deleted(topic.plan_delete(head_seq, body.before_seq, match, self._tags_of(topic)))
 
     def evict_watermark(self, topic_id: int, seq: int, data: bytes) -> None:
         topic = self._topic(topic_id)
@@ -163,6 +185,8 @@ class Fold:
                     self._fill_lost(topic, head_ceiling)
                 else:
                     topic.lost_below(head_ceiling + 1, EvictReason.RESTART)
+            # What the last writes evicted may not have been logged any more.
+            topic.evict_over_cap()
 
     def _topic(self, topic_id: int) -> Topic | None:
         """None for a topic that was deleted since."""

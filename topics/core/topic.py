@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from array import array
 from enum import IntEnum
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.idempotency import IdempotencyWindow
+from topics.core.tags import Match, TagIndex, TagsOf
 
 ENTRY_WORDS: Final = 4
 """An index entry is 4 words: seq, ts, offset | len_bytes << 32, file_no | flags << 32."""
@@ -38,6 +39,18 @@ class EvictReason(IntEnum):
     """Records of an `ephemeral` topic, after the service was restarted."""
 
 
+class Deletion(NamedTuple):
+    """What one delete takes: everything below `below_seq`, and `seqs`; so many records and bytes that were live, and
+    where the live ones begin afterwards.
+    """
+
+    below_seq: int
+    seqs: tuple[int, ...]
+    records: int
+    size_bytes: int
+    earliest_seq: int
+
+
 class RecordIndex(Protocol):
     """Entries base_seq..next_seq-1, dense."""
 
@@ -51,6 +64,7 @@ class RecordIndex(Protocol):
     def drop_before(self, seq: int) -> None: ...
     def skip_to(self, seq: int) -> None: ...
     def ts_at(self, seq: int) -> int: ...
+    def replace(self, seq: int, word: int, value: int) -> None: ...
 
 
 class Topic:
@@ -73,6 +87,7 @@ class Topic:
         "name",
         "records",
         "recreated",
+        "tags",
     )
 
     def __init__(self, id: int, name: str, config: TopicConfig, index: RecordIndex, recreated: bool = False) -> None:
@@ -95,6 +110,8 @@ class Topic:
         self.head_ceiling = 0
         """No seq above it was ever assigned by an `ephemeral` period (HEAD_WATERMARK)."""
         self.idempotency = IdempotencyWindow()
+        self.tags: TagIndex | None = None
+        """Made by the first delete by tag."""
 
     # -- before a write
 
@@ -166,12 +183,47 @@ class Topic:
             self.records += count
             self.live_bytes += sum([word >> 32 for word in entries[2::4]])
         self.last_write_ts = max(self.last_write_ts, entries[-3])
-        self.evict_over_cap()
 
     def configured(self, config: TopicConfig) -> None:
         """A new configuration: a tightened cap takes effect at once."""
         self.config = config
         self.evict_over_cap()
+
+    # -- deletion (api §5): permanent, at once, silent
+
+    def plan_delete(self, up_to_seq: int, before_seq: int | None, match: Match | None, tags_of: TagsOf) -> Deletion:
+        """What is live up to `up_to_seq` (the head when it was asked for) and below `before_seq` and matches."""
+        last_seq = min(up_to_seq, self.head_seq)
+        if before_seq is not None:
+            last_seq = min(last_seq, before_seq - 1)
+        if last_seq < self.earliest_seq:
+            return Deletion(0, (), 0, 0, self.earliest_seq)
+        if match is None:
+            live = self._live_lengths(self.earliest_seq, last_seq)
+            return Deletion(last_seq + 1, (), len(live), sum(live), self._first_live(last_seq + 1, frozenset()))
+        if self.tags is None:
+            self.tags = TagIndex(self.index.base_seq)
+        self.tags.catch_up(self.index.base_seq, self.head_seq, self.records, tags_of)
+        seqs = []
+        size_bytes = 0
+        for seq in self.tags.find(match):
+            if self.earliest_seq <= seq <= last_seq:
+                _, _, offset_len, file_flags = self.index.entries(seq, seq)
+                if not file_flags >> _FLAGS_SHIFT & LOCATION_DELETED:
+                    seqs.append(seq)
+                    size_bytes += offset_len >> 32
+        earliest_seq = self._first_live(self.earliest_seq, frozenset(seqs))
+        return Deletion(0, tuple(seqs), len(seqs), size_bytes, earliest_seq)
+
+    def deleted(self, deletion: Deletion) -> None:
+        """It is logged. evict_floor does not move: nobody lost what was not given up."""
+        for seq in deletion.seqs:
+            file_flags = self.index.entries(seq, seq)[3]
+            self.index.replace(seq, 3, file_flags | LOCATION_DELETED << _FLAGS_SHIFT)
+        self.records -= deletion.records
+        self.live_bytes -= deletion.size_bytes
+        if deletion.earliest_seq > self.earliest_seq:
+            self._settle(deletion.earliest_seq)
 
     # -- retention (api §3.2)
 
@@ -216,13 +268,7 @@ class Topic:
         seq = min(seq, self.head_seq + 1)
         if seq <= self.earliest_seq:
             return False
-        entries = self.index.entries(self.earliest_seq, seq - 1)
-        gone = LOCATION_DELETED | LOCATION_LOST
-        live = [
-            offset_len >> 32
-            for offset_len, file_flags in zip(entries[2::4], entries[3::4], strict=True)
-            if not file_flags >> _FLAGS_SHIFT & gone
-        ]
+        live = self._live_lengths(self.earliest_seq, seq - 1)
         if live:
             if self.evict_reason != reason:
                 self.evict_run_seq = self.evict_floor if self.evict_reason != EvictReason.NONE else 1
@@ -230,10 +276,17 @@ class Topic:
             self.evict_floor = seq
         self.records -= len(live)
         self.live_bytes -= sum(live)
-        self.earliest_seq = seq
-        self.index.drop_before(seq)
-        self._pass_over_dead()
+        self._settle(self._first_live(seq, frozenset()))
         return True
+
+    def _live_lengths(self, first_seq: int, last_seq: int) -> list[int]:
+        entries = self.index.entries(first_seq, last_seq)
+        gone = LOCATION_DELETED | LOCATION_LOST
+        return [
+            offset_len >> 32
+            for offset_len, file_flags in zip(entries[2::4], entries[3::4], strict=True)
+            if not file_flags >> _FLAGS_SHIFT & gone
+        ]
 
     def lost_below(self, seq: int, reason: EvictReason) -> None:
         """Recovery: everything up to `seq` - 1 is gone, and with it the seqs up to there."""
@@ -245,17 +298,14 @@ class Topic:
         self.evict_run_seq = 1
         self.records = self.live_bytes = 0
 
-    def _pass_over_dead(self) -> None:
-        """earliest_seq is the first *live* record."""
-        seq = self.earliest_seq
+    def _first_live(self, seq: int, dying: frozenset[int]) -> int:
+        """The first seq from `seq` on that is neither deleted nor about to be."""
         while seq <= self.head_seq:
-            entries = self.index.entries(seq, min(self.head_seq, seq + 63))
-            for file_flags in entries[3::4]:
-                if not file_flags >> _FLAGS_SHIFT & LOCATION_DELETED:
-                    self._settle(seq)
-                    return
+            for file_flags in self.index.entries(seq, min(self.head_seq, seq + 63))[3::4]:
+                if not file_flags >> _FLAGS_SHIFT & LOCATION_DELETED and seq not in dying:
+                    return seq
                 seq += 1
-        self._settle(seq)
+        return seq
 
     def _settle(self, seq: int) -> None:
         self.earliest_seq = seq

@@ -53,6 +53,7 @@ class App:
                 Route("/v0/topics", Resource(GET=topics.list_all)),
                 Route("/v0/topics/{topic}", one_topic),
                 Route("/v0/topics/{topic}/diff", Resource(POST=_of_topic(diff))),
+                Route("/v0/topics/{topic}/delete", Resource(POST=topics.delete_records)),
                 Route("/v0/watch", Resource(POST=watch.create)),
                 Route("/v0/watch/{wid}", Resource(GET=watch.stream)),
                 *(Route(path, health) for path in ("/v0/health", "/healthz")),

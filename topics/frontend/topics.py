@@ -26,6 +26,8 @@ from topics.frontend.query import count, flag
 from topics.frontend.reading import TopicReader, TopicRef, has_expired
 from topics.settings import Settings
 from topics.shm.messages import (
+    DeleteRecords,
+    DeleteRecordsReply,
     DeleteTopic,
     DeleteTopicReply,
     Done,
@@ -84,6 +86,26 @@ class TopicRoutes:
         )
         answer: dict[str, Any] = {"topic": name, "deleted": reply.deleted, "routers_removed": []}
         await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+
+    async def delete_records(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`POST /v0/topics/:t/delete` (api §5)."""
+        started_ns = time.perf_counter_ns()
+        name, headers = _topic_name(scope), dict(scope["headers"])
+        body = await read_body(receive, headers, self._settings.max_body_bytes)
+        before_seq, match = wire.decode_delete(body)
+        op, tag = (None, b"") if match is None else match
+        reply = await self._gateway.call(
+            owner_shard(name, self._gateway.shards), DeleteRecords(name, before_seq, op, tag), DeleteRecordsReply
+        )
+        answer: dict[str, Any] = {
+            "topic": name,
+            "deleted": reply.deleted,
+            "earliest_seq": reply.earliest_seq,
+            "head_seq": reply.head_seq,
+            "count": reply.records,
+            "bytes": reply.live_bytes,
+        }
+        await send_object(send, headers, 200, answer, started_ns)
 
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()

@@ -13,6 +13,7 @@ import msgspec
 
 from topics.core.config import U64_MAX
 from topics.core.errors import TopicsError, invalid
+from topics.core.tags import Match, parse_match
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 """A u64; `check_counts` says the upper bound, which msgspec cannot."""
@@ -62,12 +63,20 @@ class DiffBody(msgspec.Struct, gc=False):
     from_ts: Count | None = None
 
 
+class DeleteBody(msgspec.Struct, gc=False):
+    """`POST /v0/topics/:t/delete` (api §5). What `match` may be says `core/tags.py`."""
+
+    before_seq: Count | None = None
+    match: Any = None
+
+
 def decoder(body_type: type[BodyT]) -> msgspec.json.Decoder[BodyT]:
     return msgspec.json.Decoder(body_type)
 
 
 _append_decoder = decoder(AppendBody)
 _diff_decoder = decoder(DiffBody)
+_delete_decoder = decoder(DeleteBody)
 _object_decoder = msgspec.json.Decoder(dict[str, Any])
 _meta_decoder = msgspec.json.Decoder(dict[str, str])
 
@@ -91,6 +100,15 @@ def decode_diff(body: bytes) -> DiffBody:
     if request.from_ts is not None and request.from_seq:
         raise invalid("from_ts stands instead of from_seq: give one of the two", field="from_ts")
     return request
+
+
+def decode_delete(body: bytes) -> tuple[int | None, Match | None]:
+    """(before_seq, match), at least one of them."""
+    request = decode(_delete_decoder, body)
+    check_counts(request)
+    if request.before_seq is None and request.match is None:
+        raise invalid("a delete needs before_seq, match or both", field="match")
+    return request.before_seq, None if request.match is None else parse_match(request.match)
 
 
 def decode_object(body: bytes) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import struct
 from array import array
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -72,6 +72,15 @@ class PutTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
 class DeleteTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
     name: str
     if_empty: bool
+
+
+class DeleteRecords(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Delete what is below `before_seq` and matches (`core/tags.py`); a nil `op` matches every record."""
+
+    name: str
+    before_seq: int | None
+    op: Literal["eq", "glob"] | None
+    pattern: bytes
 
 
 class Expire(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -122,7 +131,9 @@ class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
     incarnation: int
 
 
-Call = PutTopic | DeleteTopic | Expire | Watch | Unwatch | SessionPut | SessionOpen | SessionClose | Hello
+Call = (
+    PutTopic | DeleteTopic | DeleteRecords | Expire | Watch | Unwatch | SessionPut | SessionOpen | SessionClose | Hello
+)
 
 
 class PutTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -132,6 +143,16 @@ class PutTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 class DeleteTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     deleted: bool
+
+
+class DeleteRecordsReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """How many were deleted, and what the topic is now."""
+
+    deleted: int
+    earliest_seq: int
+    head_seq: int
+    records: int
+    live_bytes: int
 
 
 class SessionOpenReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -152,7 +173,7 @@ class ErrorReply(msgspec.Struct, array_like=True, frozen=True):
     detail: dict[str, Any] | None
 
 
-Reply = PutTopicReply | DeleteTopicReply | SessionOpenReply | Done
+Reply = PutTopicReply | DeleteTopicReply | DeleteRecordsReply | SessionOpenReply | Done
 
 
 class AppendReply(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from topics.shm.arena import ArenaWriter, Descriptor, LocationRing, SlotState, T
 class Hosted:
     """One topic of this shard. `publish` after every change; `watchers` are frontend → token."""
 
-    __slots__ = ("_arena", "_descriptor", "_version", "ring", "slot", "topic", "watchers")
+    __slots__ = ("_arena", "_descriptor", "_version", "logged_floor", "ring", "slot", "topic", "watchers")
 
     def __init__(self, arena: ArenaWriter, topic: Topic, ring: LocationRing) -> None:
         self._arena = arena
@@ -24,6 +24,8 @@ class Hosted:
             arena.return_slot(self.slot)
             raise
         self.watchers: dict[int, int] = {}
+        self.logged_floor = topic.evict_floor
+        """Up to where the log knows that records were evicted."""
 
     def announce(self) -> None:
         """Makes the topic visible to readers."""

@@ -37,6 +37,7 @@ from topics.storage.wal import WalWriter
 from topics.walshard.background_sync import BackgroundSync
 from topics.walshard.catalog import Catalog
 from topics.walshard.commit import Logs
+from topics.walshard.frame_tags import FrameTags
 from topics.walshard.outbox import Outbox
 from topics.walshard.sessions import Sessions
 from topics.walshard.shard import Shard
@@ -72,11 +73,12 @@ def recover(
     generation = cell.get("generation") + 1
     unlink_arena(shared.identity, index, generation)  # of an incarnation that died while it recovered
     arena = ArenaWriter(shared.identity, index, generation)
-    fold = Fold(lambda: LocationRing(arena, 1))
     with open(BOOT_ID_PATH) as boot_id_file:
         identity = WalIdentity(index, settings.wal_shards, boot_id_file.read().strip())
     directory = layout.group_dir(settings.data_dir, index, settings.wal_shards)
     ram_directory = layout.ram_group_dir(shared.ram_dir, index)
+    tags = FrameTags(fs, directory, ram_directory)
+    fold = Fold(lambda: LocationRing(arena, 1), tags.of)
 
     # The RAM log outlives a crash of this process, never a service: a torn end of it is one of a killed process.
     ram_recovery = recover_group(fs, ram_directory, identity)
@@ -111,7 +113,7 @@ def recover(
         (recovery.end, ram_recovery.end),
     )
     syncs = BackgroundSync(logs, syncing, shared.shard_wakes[index], clock.monotonic_ms())
-    shard = Shard(catalog, sessions, logs, syncs, outbox, cell, clock)
+    shard = Shard(catalog, sessions, logs, tags, syncs, outbox, cell, clock)
 
     cell.set("topics", len(catalog))
     cell.set("torn_bytes", recovery.torn_bytes)
@@ -184,6 +186,8 @@ def _fold_control(fold: Fold, type_: int, topic_id: int, seq: int, data: bytes) 
             fold.config_update(topic_id, data)
         case FrameType.TOPIC_DELETE:
             fold.topic_delete(topic_id)
+        case FrameType.DELETE:
+            fold.delete(topic_id, seq, data)
         case FrameType.EVICT_WATERMARK:
             fold.evict_watermark(topic_id, seq, data)
         case FrameType.HEAD_WATERMARK:

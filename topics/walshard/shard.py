@@ -7,6 +7,7 @@ commit of its own: it is rare, and then sees nothing half done.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Literal
 
@@ -14,14 +15,17 @@ import msgspec
 
 from topics.core.clock import Clock
 from topics.core.config import TopicConfig, incompatible_type
-from topics.core.errors import TopicsError
-from topics.core.fold import ConfigBody, EvictBody, HeadBody, SessionBody, encode_body
+from topics.core.errors import TopicsError, topic_not_found
+from topics.core.fold import ConfigBody, DeleteBody, EvictBody, HeadBody, SessionBody, encode_body
+from topics.core.tags import Match
 from topics.core.topic import EvictReason
 from topics.log import get_logger
 from topics.shm import messages
 from topics.shm.arena import ArenaFullError
 from topics.shm.control import ProcessCell
 from topics.shm.messages import (
+    DeleteRecords,
+    DeleteRecordsReply,
     DeleteTopic,
     DeleteTopicReply,
     Done,
@@ -42,6 +46,7 @@ from topics.walshard.appends import Appends, create_frame
 from topics.walshard.background_sync import BackgroundSync
 from topics.walshard.catalog import Catalog
 from topics.walshard.commit import Logs
+from topics.walshard.frame_tags import FrameTags
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer, Operation
 from topics.walshard.outbox import Outbox
@@ -58,6 +63,7 @@ class Shard:
         catalog: Catalog,
         sessions: Sessions,
         logs: Logs,
+        tags: FrameTags,
         syncs: BackgroundSync,
         outbox: Outbox,
         cell: ProcessCell,
@@ -66,12 +72,15 @@ class Shard:
         self._catalog = catalog
         self._sessions = sessions
         self._logs = logs
+        self._tags = tags
         self._syncs = syncs
         self._outbox = outbox
         self._cell = cell
         self._clock = clock
         self._now_ms = clock.now_ms()
         self._requests = 0
+        self._capped: dict[int, Hosted] = {}
+        """Topics whose caps evicted something that the log does not say yet."""
         self._appends = Appends(catalog.find, self._make_topic, catalog.host)
         self._committed_before = {
             (entry.frontend, entry.ring_position): entry.reply
@@ -168,6 +177,8 @@ class Shard:
                 self._put_topic(call, answer)
             case DeleteTopic():
                 self._delete_topic(call, answer)
+            case DeleteRecords():
+                self._delete_records(call, answer)
             case Expire():
                 self._commit_appends()
                 hosted = self._catalog.find(call.name)
@@ -251,6 +262,7 @@ class Shard:
 
         def apply(_file_no: int, _offset: int) -> None:
             self._syncs.forget(gone)
+            self._capped.pop(gone.topic.id, None)
             self._catalog.retire(gone)
             self._notify(gone)
 
@@ -258,20 +270,58 @@ class Shard:
         self._commit(Operation([end], apply, sync=True, answer=answer))
         self._cell.set("topics", len(self._catalog))
 
+    def _delete_records(self, call: DeleteRecords, answer: Answer) -> None:
+        self._commit_appends()
+        hosted = self._catalog.find(call.name)
+        if hosted is None:
+            raise topic_not_found(call.name)
+        self._expire(hosted)
+        topic = hosted.topic
+        match = None if call.op is None else Match(call.op, call.pattern)
+        deletion = topic.plan_delete(topic.head_seq, call.before_seq, match, self._tags.of(topic))
+        answer.reply = messages.encode_reply(
+            answer.request_id,
+            DeleteRecordsReply(
+                deletion.records,
+                deletion.earliest_seq,
+                topic.head_seq,
+                topic.records - deletion.records,
+                topic.live_bytes - deletion.size_bytes,
+            ),
+        )
+        if not deletion.records and deletion.earliest_seq == topic.earliest_seq:
+            return
+        body = encode_body(DeleteBody(call.before_seq, call.op, call.pattern))
+        entry = frame.encode(FrameType.DELETE, 0, topic.id, topic.head_seq, self._now_ms, b"", b"", body)
+
+        def apply(_file_no: int, _offset: int) -> None:
+            topic.deleted(deletion)
+            self._show(hosted)
+
+        self._commit(Operation([entry], apply, sync=topic.config.durability == "fsync", answer=answer))
+
     def _expire(self, hosted: Hosted) -> None:
         """Moves the floors over what has outlived its ttl; logged, so that they never move back."""
         topic = hosted.topic
         floor = topic.expired_below(self._now_ms)
         if floor <= topic.earliest_seq:
             return
-        body = encode_body(EvictBody(EvictReason.TTL))
-        mark = frame.encode(FrameType.EVICT_WATERMARK, 0, topic.id, floor, self._now_ms, b"", b"", body)
 
         def apply(_file_no: int, _offset: int) -> None:
             topic.evict_below(floor, EvictReason.TTL)
+            hosted.logged_floor = topic.evict_floor
             self._show(hosted)
 
-        self._commit(Operation([mark], apply))
+        self._commit(Operation([_floor_frame(hosted, floor, EvictReason.TTL, self._now_ms)], apply))
+
+    def _floor_marks(self) -> list[Operation]:
+        """What caps evicted since the last commit: floors are in the log before anything else is done to the topic."""
+        marks = []
+        for hosted in self._capped.values():
+            floor = hosted.topic.evict_floor
+            mark = _floor_frame(hosted, floor, EvictReason.CAP, self._now_ms)
+            marks.append(Operation([mark], partial(_floor_logged, hosted, floor)))
+        return marks
 
     # -- watchers and sessions
 
@@ -333,6 +383,8 @@ class Shard:
 
     def _commit_group(self, durable: list[Operation], ram: list[Operation]) -> bool:
         """True when all of it was committed; what was not is answered with an error."""
+        if durable:
+            durable = self._floor_marks() + durable
         try:
             self._outbox.journal(self._logs.plan(durable, ram))
         except WalWriteError as error:  # the RAM log cannot be made
@@ -342,9 +394,13 @@ class Shard:
         for operation, refusal in failed:
             if operation.answer is not None:
                 operation.answer.reply = messages.encode_error(operation.answer.request_id, refusal)
+        if not failed:
+            self._capped.clear()
         return not failed
 
     def _show(self, hosted: Hosted) -> None:
+        if hosted.topic.evict_floor > hosted.logged_floor:
+            self._capped[hosted.topic.id] = hosted
         hosted.publish()
         self._notify(hosted)
 
@@ -354,6 +410,15 @@ class Shard:
 
     def _make_topic(self, name: str, config: TopicConfig) -> Hosted:
         return self._catalog.make(name, config, self._now_ms)
+
+
+def _floor_frame(hosted: Hosted, floor: int, reason: EvictReason, ts: int) -> bytes:
+    body = encode_body(EvictBody(reason))
+    return frame.encode(FrameType.EVICT_WATERMARK, 0, hosted.topic.id, floor, ts, b"", b"", body)
+
+
+def _floor_logged(hosted: Hosted, floor: int, _file_no: int, _offset: int) -> None:
+    hosted.logged_floor = floor
 
 
 def _in_ram(hosted: Hosted) -> bool:

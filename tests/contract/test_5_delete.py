@@ -1,0 +1,163 @@
+"""api §5: deletion is permanent, at once, silent, point-in-time. api §3.2: what caps and ttl take is said."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.contract.asking import diff, ok, put, refused, state, write
+from tests.harness import Service
+
+
+def delete(client: httpx.Client, topic: str, **body: Any) -> dict[str, Any]:
+    return ok(client.post(f"/v0/topics/{topic}/delete", json=body))
+
+
+def write_tagged(client: httpx.Client, topic: str, *tags: str | None) -> None:
+    records = [{"data": n, "tag": tag} if tag else {"data": n} for n, tag in enumerate(tags, 1)]
+    ok(client.post(f"/v0/topics/{topic}", json={"records": records}))
+
+
+def live(client: httpx.Client, topic: str) -> list[int]:
+    answer = diff(client, topic)
+    assert answer["tombstone"] is None
+    return [record["$seq"] for record in answer["records"]]
+
+
+def test_before_seq_is_silent_and_moves_only_earliest(client: httpx.Client, topic: str) -> None:
+    write(client, topic, *range(5))
+    answer = delete(client, topic, before_seq=4)
+    assert {key: answer[key] for key in ("topic", "deleted", "earliest_seq", "head_seq", "count")} == {
+        "topic": topic,
+        "deleted": 3,
+        "earliest_seq": 4,
+        "head_seq": 5,
+        "count": 2,
+    }
+    assert answer["bytes"] == state(client, topic)["bytes"] > 0
+    assert live(client, topic) == [4, 5]
+
+
+def test_eq_glob_and_the_bare_string(client: httpx.Client, topic: str) -> None:
+    write_tagged(client, topic, "chat-42:a", "chat-420:a", "chat-42:b", None, "x", "x*")
+    assert delete(client, topic, match="chat-42:*")["deleted"] == 2
+    assert delete(client, topic, match=["tag", "Eq", "x*"])["deleted"] == 1
+    assert delete(client, topic, match=["tag", "Glob", "c*"])["deleted"] == 1
+    assert live(client, topic) == [4, 5]
+    assert delete(client, topic, match="x")["deleted"] == 1
+    assert delete(client, topic, match="*")["deleted"] == 0, "untagged records never match"
+
+
+def test_both_conditions_are_one(client: httpx.Client, topic: str) -> None:
+    write_tagged(client, topic, "a", "b", "a", "a")
+    assert delete(client, topic, before_seq=4, match="a")["deleted"] == 2
+    assert live(client, topic) == [2, 4]
+
+
+def test_it_is_point_in_time_and_idempotent(client: httpx.Client, topic: str) -> None:
+    write_tagged(client, topic, "a")
+    assert delete(client, topic, match="a")["deleted"] == 1
+    write_tagged(client, topic, "a")
+    assert live(client, topic) == [2]
+    assert delete(client, topic, match="a")["deleted"] == 1
+    assert delete(client, topic, match="a")["deleted"] == 0
+
+
+def test_when_nothing_is_left(client: httpx.Client, topic: str) -> None:
+    write(client, topic, 1, 2)
+    answer = delete(client, topic, before_seq=100)
+    assert (answer["earliest_seq"], answer["count"], answer["bytes"], answer["head_seq"]) == (3, 0, 0, 2)
+    assert state(client, topic)["earliest_seq"] == 3
+    assert write(client, topic, 3)["first_seq"] == 3
+
+
+def test_a_cap_that_passes_deleted_slots_tombstones_for_the_live_ones(client: httpx.Client, topic: str) -> None:
+    put(client, topic, cap_records=3)
+    write_tagged(client, topic, "a", "b", "a")
+    assert delete(client, topic, match="b")["deleted"] == 1
+    write(client, topic, 4, 5)
+    tombstone = diff(client, topic)["tombstone"]
+    assert (tombstone["reason"], tombstone["gap_from"], tombstone["gap_to"]) == ("cap", 1, 2)
+
+
+def test_a_deleted_record_stays_deleted_over_a_restart() -> None:
+    topic = "t"
+    with Service() as own:
+        write_tagged(own.client, topic, "a", "b", "a", "b")
+        delete(own.client, topic, match="a")
+        own.kill_group()
+        own.restart()
+        assert live(own.client, topic) == [2, 4]
+        assert state(own.client, topic)["count"] == 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"match": ["tag", "Like", "x"]},
+        {"match": ["node", "Eq", "x"]},
+        {"match": ["tag", "Glob", "x"]},
+        {"match": ["tag", "Eq"]},
+        {"match": 5},
+        {"before_seq": -1},
+        {"before_seq": "1"},
+        {"before_seq": 2**64},
+    ],
+)
+def test_what_is_no_delete_is_refused(client: httpx.Client, topic: str, body: dict[str, Any]) -> None:
+    write(client, topic, 1)
+    refused(client.post(f"/v0/topics/{topic}/delete", json=body), 400, "invalid_request")
+    assert live(client, topic) == [1]
+
+
+def test_other_ways_to_get_it_wrong(client: httpx.Client, topic: str) -> None:
+    refused(client.post(f"/v0/topics/{topic}/delete", json={"before_seq": 1}), 404, "topic_not_found")
+    for method in ("GET", "DELETE"):
+        refused(client.request(method, f"/v0/topics/{topic}/delete"), 405, "method_not_allowed")
+    unlabelled = client.post(f"/v0/topics/{topic}/delete", content=b"{}", headers={"Content-Type": "text/plain"})
+    refused(unlabelled, 415, "unsupported_media_type")
+
+
+def test_a_cap_of_three_and_five_writes(client: httpx.Client, topic: str) -> None:
+    put(client, topic, cap_records=3)
+    for number in range(5):
+        write(client, topic, number)
+    answer = state(client, topic)
+    assert (answer["earliest_seq"], answer["count"]) == (3, 3)
+    read = diff(client, topic)
+    assert read["tombstone"] == {
+        "gap_from": 1,
+        "gap_to": 2,
+        "reason": "cap",
+        "missed_estimate": 2,
+        "earliest_seq": 3,
+        "head_seq": 5,
+    }
+    assert [record["$seq"] for record in read["records"]] == [3, 4, 5]
+    assert diff(client, topic, from_seq=2)["tombstone"] is None
+
+
+def test_expiry_shows_without_a_write(client: httpx.Client, topic: str) -> None:
+    put(client, topic, ttl_ms=150)
+    write(client, topic, 1, 2, 3)
+    deadline = time.monotonic() + 10
+    while state(client, topic)["count"] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    answer = state(client, topic)
+    assert (answer["count"], answer["bytes"], answer["earliest_seq"]) == (0, 0, 4)
+    write(client, topic, 4)
+    tombstone = diff(client, topic)["tombstone"]
+    assert (tombstone["reason"], tombstone["gap_from"], tombstone["gap_to"]) == ("ttl", 1, 3)
+
+
+def test_a_reject_topic_refuses_before_any_seq_is_given(client: httpx.Client, topic: str) -> None:
+    put(client, topic, cap_records=2, discard="reject")
+    write(client, topic, 1, 2)
+    refused(client.post(f"/v0/topics/{topic}", json={"records": [{"data": 3}]}), 422, "topic_full")
+    refused(client.post(f"/v0/topics/{topic}", json={"records": [{"data": 0}] * 3}), 400, "record_too_large")
+    delete(client, topic, before_seq=2)
+    assert write(client, topic, 3)["first_seq"] == 3

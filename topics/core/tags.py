@@ -1,0 +1,76 @@
+"""Which records have which tag (api §5): what makes a delete by tag cost its matches, not the log.
+
+Only records that are not in a sealed segment are indexed here (a segment has its own postings). Appends pay nothing:
+the index catches up when a delete asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+from sortedcontainers import SortedDict
+
+from topics.core.errors import invalid
+
+TagsOf = Callable[[int, int], Iterator[tuple[int, bytes]]]
+"""(first_seq, last_seq) → (seq, tag) of the tagged records among them, ascending."""
+
+
+class Match(NamedTuple):
+    """`eq`: the tag itself; `glob`: every tag that begins with it."""
+
+    op: Literal["eq", "glob"]
+    tag: bytes
+
+
+def parse_match(given: object) -> Match:
+    """From JSON: `["tag","Eq","x"]`, `["tag","Glob","x*"]`, or a bare string (a Glob when it ends in `*`)."""
+    if isinstance(given, str):
+        return Match("glob", given[:-1].encode()) if given.endswith("*") else Match("eq", given.encode())
+    if not isinstance(given, list) or len(given) != 3 or not all(isinstance(part, str) for part in given):
+        raise invalid('match must be a string or ["tag", "Eq" or "Glob", text]', field="match")
+    subject, op, text = given
+    if subject != "tag":
+        raise invalid(f"match: only 'tag' can be matched, not {subject!r}", field="match")
+    if op == "Eq":
+        return Match("eq", text.encode())
+    if op != "Glob":
+        raise invalid(f"match: the operator is 'Eq' or 'Glob', not {op!r}", field="match")
+    if not text.endswith("*") or "*" in text[:-1]:
+        raise invalid(f"match: a Glob ends in its only '*', {text!r} does not", field="match")
+    return Match("glob", text[:-1].encode())
+
+
+class TagIndex:
+    """Tag → ascending seqs, from `next_seq` backwards to wherever it began."""
+
+    def __init__(self, first_seq: int) -> None:
+        self._seqs: SortedDict[bytes, list[int]] = SortedDict()
+        self._entries = 0
+        self.next_seq = first_seq
+
+    def catch_up(self, base_seq: int, head_seq: int, records: int, tags_of: TagsOf) -> None:
+        """Indexes what was appended since; starts over when most of what it holds is gone."""
+        if self._entries > 4096 and self._entries > 2 * records:
+            self._seqs.clear()
+            self._entries = 0
+            self.next_seq = base_seq
+        first_seq = max(self.next_seq, base_seq)
+        if first_seq > head_seq:
+            return
+        for seq, tag in tags_of(first_seq, head_seq):
+            self._seqs.setdefault(tag, []).append(seq)
+            self._entries += 1
+        self.next_seq = head_seq + 1
+
+    def find(self, match: Match) -> list[int]:
+        """Seqs of records with a matching tag, ascending; some may be gone already."""
+        if match.op == "eq":
+            return list(self._seqs.get(match.tag, ()))
+        found: list[int] = []
+        for tag in self._seqs.irange(minimum=match.tag):
+            if not tag.startswith(match.tag):
+                break
+            found += self._seqs[tag]
+        return sorted(found)
