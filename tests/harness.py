@@ -77,11 +77,11 @@ class Service:
         wal_file_bytes: int | None = 1 << 20,
         env: Mapping[str, str] | None = None,
         cpus: set[int] | None = None,
-        root: Path | None = None,
+        data_dir: Path | None = None,
     ) -> None:
-        self._own_root = root is None
-        self.root = root or Path(tempfile.mkdtemp(prefix="topics-test-"))
-        self.data_dir = self.root / "data"
+        """`data_dir` is made below the temporary directory unless given; a given one is the caller's to remove."""
+        self.root = Path(tempfile.mkdtemp(prefix="topics-test-"))
+        self.data_dir = data_dir or self.root / "data"
         self.log_path = self.root / "log"
         self.port_file = self.root / "port"
         self.port = port
@@ -177,8 +177,7 @@ class Service:
             self.kill_group()
         for entry in self.shared_memory():
             shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
-        if self._own_root:
-            shutil.rmtree(self.root, ignore_errors=True)
+        shutil.rmtree(self.root, ignore_errors=True)
         if self in open_services:
             open_services.remove(self)
 

@@ -46,10 +46,17 @@ def test_from_seq_is_an_exclusive_lower_bound(client: httpx.Client, topic: str) 
     assert [seqs(diff(client, topic, from_seq=n)) for n in range(4)] == [[1, 2, 3], [2, 3], [3], []]
 
 
-def test_a_cursor_beyond_the_head_gets_nothing_and_no_tombstone(client: httpx.Client, topic: str) -> None:
+def test_a_cursor_at_the_head_gets_nothing_and_no_tombstone(client: httpx.Client, topic: str) -> None:
     write(client, topic, *range(3))
     body = diff(client, topic, from_seq=3)
     assert (body["records"], body["tombstone"], body["caught_up"], body["lag"]) == ([], None, True, 0)
+
+
+def test_a_cursor_that_nobody_was_given_counts_as_the_head(client: httpx.Client, topic: str) -> None:
+    """Beyond the head of a topic whose name never had another: no gap, and `next_from_seq` puts it right."""
+    write(client, topic, *range(3))
+    body = diff(client, topic, from_seq=1000)
+    assert (body["records"], body["tombstone"], body["next_from_seq"], body["caught_up"]) == ([], None, 3, True)
 
 
 def test_diff_never_creates(client: httpx.Client, topic: str) -> None:

@@ -19,7 +19,7 @@ from tests.harness import Service
 CLASSES = {f"{durability}-{n}": durability for durability in ("disk", "fsync", "ephemeral") for n in range(4)}
 READ = [topic for topic, durability in CLASSES.items() if durability == "disk"]
 PRELOADED = 50
-KILLS = 3
+KILLS = 2
 VICTIMS = [("frontend", 0), ("frontend", 1), ("walshard", 0), ("walshard", 1)]
 
 
@@ -40,12 +40,13 @@ def check_ledger(client: httpx.Client, topic: str, writer: Writer) -> None:
 def test_one_process_killed_under_load(role: str, index: int, record_property: Callable[[str, object], None]) -> None:
     with Service(shards=2, frontends=2) as service:
         with Load(service.url, CLASSES, PRELOADED, read=READ) as load:
-            healed_ms = []
+            served_ms = []
             for _ in range(KILLS):
-                start = time.monotonic()
                 pid = service.kill(role, index)
+                start = time.monotonic()
+                load.wait_progress(acks=1)
+                served_ms.append(round((time.monotonic() - start) * 1000))
                 service.wait_healed(pid)
-                healed_ms.append(round((time.monotonic() - start) * 1000))
                 load.wait_progress()
         status = service.status()
         (victim,) = [p for p in status["processes"] if (p["role"], p["index"]) == (role, index)]
@@ -61,13 +62,13 @@ def test_one_process_killed_under_load(role: str, index: int, record_property: C
         for topic, writer in load.writers.items():
             check_ledger(service.client, topic, writer)
         figures = {
-            "healed_ms": healed_ms,
+            "every_topic_written_and_read_after_ms": served_ms,
             "longest_write_gap_ms": round(max(longest_gap_ms(w.ack_times_s) for w in load.writers.values())),
             "longest_read_gap_ms": round(max(longest_gap_ms(r.answer_times_s) for r in load.readers)),
         }
         for name, value in figures.items():
             record_property(name, value)
-        print(f"{role} {index}: {figures} (healed_ms has the time of a status command in it)")
+        print(f"{role} {index}: {figures}")
 
 
 @pytest.mark.timeout(120)
