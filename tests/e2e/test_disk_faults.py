@@ -60,7 +60,7 @@ def check_log(service: Service, topic: str, acked: list[str]) -> None:
     assert stored == [f"{value}.{n}" for value in acked for n in range(20)]
 
 
-def refuse_and_recover(service: Service, topic: str, make_room: Callable[[], None]) -> None:
+def refuse_and_recover(service: Service, topic: str, make_room: Callable[[], object]) -> None:
     """Runs into the full disk twice, is given room, and goes on without a restart; then also after one."""
     client = service.client
     acked: list[str] = []
@@ -124,6 +124,8 @@ def test_other_topics_and_streams_do_not_suffer_from_a_refusal() -> None:
         names = [f"t{n}" for n in range(8)]
         for name in names:
             client.put(f"/v0/topics/{name}").raise_for_status()
+        # Made beforehand: the limit is on every file of the shard, those in memory that keep sessions too.
+        wid = watch(client, {name: {} for name in names})["wid"]
         shard = psutil.Process(service.pid_of("walshard", 0))
         shard.rlimit(psutil.RLIMIT_FSIZE, (LIMIT_BYTES, psutil.RLIM_INFINITY))
 
@@ -131,12 +133,16 @@ def test_other_topics_and_streams_do_not_suffer_from_a_refusal() -> None:
             return {name: write(client, name, "v").status_code for name in names}
 
         poll("one shard to refuse", lambda: 503 in written().values(), 60)
-        well = [name for name, status in written().items() if status == 200]
+        well = {name for name, status in written().items() if status == 200}
         assert 0 < len(well) < len(names)
-        with Stream(service.url, watch(client, {name: {"tail": True} for name in names})["wid"]) as stream:
-            stream.until_caught_up(len(names))
+        heads = {name: state(client, name)["head_seq"] for name in names}
+        with Stream(service.url, wid) as stream:
+            positions = dict.fromkeys(names, 0)
+            while positions != heads:
+                positions = stream.event().positions
             for name in well:
                 assert write(client, name, "w", 1).status_code == 200
-            assert {stream.event("record").json["topic"] for _ in well} == set(well)
-        for name in names:
-            assert ok(client.post(f"/v0/topics/{name}/diff", json={}))["records"]
+            while well:
+                frame = stream.event()
+                if frame.event == "record":
+                    well.remove(frame.json["topic"])
