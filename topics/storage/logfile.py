@@ -66,6 +66,13 @@ class WalEnd(msgspec.Struct, frozen=True):
     """The boot that made the file, see `WalWriter`."""
 
 
+class WalPosition(msgspec.Struct, frozen=True, order=True):
+    """Between two frames of a log: `offset` bytes into file `file_no`."""
+
+    file_no: int
+    offset: int
+
+
 class _Versioned(msgspec.Struct):
     version: int
 
