@@ -45,6 +45,9 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert (settings.max_tag_bytes, settings.max_node_bytes) == (256, 128)
     assert (settings.max_limit, settings.max_watch_topics) == (1000, 256)
     assert (settings.log_level, settings.log_format, settings.shutdown_grace_ms) == ("info", "json", 10_000)
+    assert (settings.max_topics, settings.max_watch_sessions) == (100_000, 10_000)
+    assert (settings.max_sse_connections, settings.max_total_bytes) == (10_000, 0)
+    assert settings.cors_origins is None
     assert not settings.accept_data_loss
 
 
@@ -90,6 +93,14 @@ def test_sizes_in_bytes_or_with_a_suffix(text: str, expected: int) -> None:
         ("TOPICS_HOST", "[::1", "a host name or address, with or without :port"),
         ("TOPICS_HOST", ":4000", "a host name or address, with or without :port"),
         ("TOPICS_DATA_DIR", "", "a path"),
+        ("TOPICS_MAX_TOPICS", "-1", "an integer from 0 to 1000000000"),
+        ("TOPICS_MAX_TOTAL_BYTES", "10GB", "a number of bytes from 0 bytes to 1048576 GiB"),
+        ("TOPICS_CORS_ORIGINS", "", "origins such as https://app.example"),
+        ("TOPICS_CORS_ORIGINS", "app.example", "origins such as https://app.example"),
+        ("TOPICS_CORS_ORIGINS", "https://app.example/", "origins such as https://app.example"),
+        ("TOPICS_CORS_ORIGINS", "https://app.example,", "origins such as https://app.example"),
+        ("TOPICS_CORS_ORIGINS", "https://app.example,*", "origins such as https://app.example"),
+        ("TOPICS_CORS_ORIGINS", "https://*.example", "origins such as https://app.example"),
         ("TOPICS_TEST_MIN_HEARTBEAT_MS", "0", "an integer from 1 to 60000"),
     ],
 )
@@ -112,6 +123,18 @@ def test_a_bad_value_names_variable_value_and_what_is_allowed(name: str, value: 
 def test_host_may_bring_its_port(host: str, expected: tuple[str, int]) -> None:
     settings = read({"TOPICS_HOST": host})
     assert (settings.host, settings.port) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("*", ("*",)),
+        ("https://app.example", ("https://app.example",)),
+        ("https://App.example:8443 , http://[::1]:80", ("https://app.example:8443", "http://[::1]:80")),
+    ],
+)
+def test_origins_are_kept_as_browsers_spell_them(text: str, expected: tuple[str, ...]) -> None:
+    assert read({"TOPICS_CORS_ORIGINS": text}).cors_origins == expected
 
 
 def test_two_different_ports_at_one_place_contradict() -> None:
@@ -162,8 +185,8 @@ def test_keys_that_could_not_be_enforced_are_refused_and_never_shown() -> None:
         ("TOPICS_COLD_DIR", "no segments yet"),
         ("TOPICS_SEGMENT_MAX_BYTES", "no segments yet"),
         ("TOPICS_HOT_RETAIN_SEGMENTS", "no segments yet"),
-        ("TOPICS_MAX_TOTAL_BYTES", "does not enforce it yet"),
-        ("TOPICS_CORS_ORIGINS", "does not enforce it yet"),
+        ("TOPICS_MAX_ROUTERS", "does not enforce it yet"),
+        ("TOPICS_MAX_SSE_CONNECTIONS_PER_KEY", "does not enforce it yet"),
     ],
 )
 def test_settings_of_later_versions_say_so(name: str, why: str) -> None:

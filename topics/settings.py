@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ RING_BUDGET_BYTES: Final = 64 * MIB
 """What all request rings take together, as long as each stays within RING_DEFAULT_BYTES."""
 RING_DEFAULT_BYTES: Final = (1 * MIB, 4 * MIB)
 SHARDS_DEFAULT_MAX: Final = 8
+COUNT_MAX: Final = 1_000_000_000
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +50,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_node_bytes: int = 128
     max_limit: int = 1000
     max_watch_topics: int = 256
+    max_topics: int = 100_000
+    max_watch_sessions: int = 10_000
+    max_sse_connections: int = 10_000
+    max_total_bytes: int = 0
+    max_metric_topics: int = 10_000
+    cors_origins: tuple[str, ...] | None = None
     wal_file_bytes: int = 64 * MIB
     shard_wait_ms: int = 5000
     shutdown_grace_ms: int = 10_000
@@ -169,6 +177,17 @@ def _split_host(raw: object) -> tuple[str, int | None]:
     return (str(ipaddress.IPv6Address(raw)) if ":" in raw else raw), None
 
 
+_ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._~-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
+
+
+def _split_origins(raw: object) -> tuple[str, ...]:
+    """Origins as browsers spell them, or `*` alone."""
+    origins = tuple(part.strip().lower() for part in raw.split(",")) if isinstance(raw, str) else ()
+    if origins != ("*",) and not (origins and all(map(_ORIGIN.fullmatch, origins))):
+        raise ValueError
+    return origins
+
+
 VARIABLES: Final[dict[str, Variable]] = {
     "config": _path("a TOML file with settings by their names in lower case, without TOPICS_; the environment wins"),
     "data_dir": _path("where everything is kept (default ./topics-data)"),
@@ -187,6 +206,17 @@ VARIABLES: Final[dict[str, Variable]] = {
     "max_node_bytes": _integer(1, 65535, "longest node"),
     "max_limit": _integer(1, 100_000, "most records in one answer"),
     "max_watch_topics": _integer(1, 100_000, "most topics in one watch"),
+    "max_topics": _integer(0, COUNT_MAX, "most topics of the service; 0 = no limit"),
+    "max_watch_sessions": _integer(0, COUNT_MAX, "most watch sessions of the service; 0 = no limit"),
+    "max_sse_connections": _integer(0, COUNT_MAX, "most open event streams of the service; 0 = no limit"),
+    "max_total_bytes": _byte_size(0, 1024 * 1024 * GIB, "most live bytes of all topics together; 0 = no limit"),
+    "max_metric_topics": _integer(0, COUNT_MAX, "most topics with metrics of their own; 0 = none"),
+    "cors_origins": Variable(
+        _split_origins,
+        "origins such as https://app.example or http://localhost:8080 (no path, no slash at the end), separated by"
+        " commas, or * for all",
+        "web pages of which origins may call the API from a browser",
+    ),
     "wal_file_bytes": _byte_size(1 * MIB, 1 * GIB, "size of one WAL file"),
     "ring_bytes": _byte_size(
         64 * KIB, 1 * GIB, "each request ring between a frontend and a shard; the reply ring has a quarter"
@@ -224,15 +254,10 @@ _NOT_YET: Final[dict[str, str]] = {
     ),
     **dict.fromkeys(
         (
-            "cors_origins",
             "max_claim",
-            "max_topics",
             "max_routers",
-            "max_watch_sessions",
-            "max_sse_connections",
             "max_sse_connections_per_key",
             "max_inflight_per_key",
-            "max_total_bytes",
         ),
         _NO_LIMIT,
     ),

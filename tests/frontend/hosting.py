@@ -16,11 +16,13 @@ from topics.core.topic import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LO
 from topics.frontend.arenas import Arenas
 from topics.frontend.log_files import LogFiles
 from topics.frontend.reading import TopicReader
+from topics.settings import load
 from topics.shm.arena import ArenaWriter, LocationRing, SlotState
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.storage import layout
 from topics.storage.frame import lay_out, stamp
+from topics.walshard.holdings import Holdings
 from topics.walshard.hosted import Hosted
 
 RING_BYTES = 64 * 1024
@@ -57,6 +59,8 @@ class Hosting:
         self.shared = SharedMemory.create(identity, 1, 1, RING_BYTES)
         self.clock = TestClock()
         self.arena = ArenaWriter(identity, 0, 1)
+        settings = load({}, {"data_dir": data_dir, "wal_shards": 1, "frontends": 1})
+        self.holdings = Holdings(self.shared.control, 0, settings)
         self.topics: dict[str, Hosted] = {}
         self.file_no = 1
         self.in_ram = False
@@ -75,7 +79,7 @@ class Hosting:
         ring = LocationRing(self.arena, 1)
         topic = Topic(self._next_id, name, config or TopicConfig(), ring, recreated)
         self._next_id += 1
-        self.topics[name] = hosted = Hosted(self.arena, topic, ring)
+        self.topics[name] = hosted = Hosted(self.arena, topic, ring, self.holdings)
         hosted.announce()
         return hosted
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,13 +18,16 @@ from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
+from topics.frontend.figures import ServiceFigures
 from topics.frontend.gateway import Gateway
+from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.watch import WatchRoutes
 from topics.shm import messages
+from topics.shm.cap import Cap
 from topics.shm.control import ProcessState, Role
 from topics.shm.messages import Kind, Watch
 from topics.shm.recency import Recency, RecencyWriter
@@ -45,13 +49,16 @@ class Frontend:
         self.diff = DiffRoute(reader, self.gateway, writer, settings, self.cell)
         recency = Recency(shared.identity, 1, 1)
         hub = Hub(self.gateway, TopicSight(reader, hosting.arenas, writer), self.cell, hosting.clock)
+        streams = Cap("sse_connections", 0, "sse_admitted", self.cell, [self.cell])
         self.app = App(
             AppendRoute(self.gateway, settings, self.cell),
             self.diff,
             TopicRoutes(reader, hosting.arenas, self.gateway, writer, recency, settings),
-            WatchRoutes(reader, Sessions(self.gateway, hosting.arenas, 1), hub, settings),
+            WatchRoutes(reader, Sessions(self.gateway, hosting.arenas, 1), hub, settings, streams),
             ProbeRoutes(shared.control, hosting.clock),
+            MetricsRoute(ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms), hosting.arenas, 1, 100),
             self.cell,
+            partial(shared.durations.observe, 0),
         )
         self.gone = asyncio.Event()
         """The client closes its connection."""

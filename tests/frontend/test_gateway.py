@@ -15,6 +15,7 @@ from topics.frontend import gateway as module
 from topics.frontend import spills, watches
 from topics.frontend.arenas import Arenas
 from topics.frontend.gateway import Gateway
+from topics.settings import load
 from topics.shm import messages
 from topics.shm.arena import ArenaWriter, LocationRing
 from topics.shm.control import Role
@@ -36,6 +37,7 @@ from topics.shm.messages import (
 )
 from topics.shm.names import SHM_ROOT, objects
 from topics.storage.frame import LaidOut, lay_out
+from topics.walshard.holdings import Holdings
 from topics.walshard.hosted import Hosted
 
 RING_BYTES = 64 * 1024
@@ -78,7 +80,8 @@ class Shard:
 
     def host(self, name: str, topic_id: int) -> Hosted:
         ring = LocationRing(self.arena, 1)
-        hosted = Hosted(self.arena, Topic(topic_id, name, TopicConfig(), ring), ring)
+        holdings = Holdings(self.shared.control, 0, load({}, {"wal_shards": 1, "frontends": 1}))
+        hosted = Hosted(self.arena, Topic(topic_id, name, TopicConfig(), ring), ring, holdings)
         hosted.announce()
         return hosted
 

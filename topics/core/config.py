@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import msgspec
 
@@ -10,6 +10,8 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name
 
 Durability = Literal["ephemeral", "memory", "disk", "fsync"]
+CLASSES: Final[tuple[Durability, ...]] = get_args(Durability)
+"""In this order wherever a number stands for one."""
 U64_MAX: Final = 2**64 - 1
 PRIORITY_MAX: Final = 1000
 LEASE_MS: Final = (100, 86_400_000)

@@ -139,6 +139,12 @@ class Topic:
                     {f"cap_{unit}": cap},
                 )
 
+    def growth(self, count: int, size_bytes: int) -> int:
+        """By how much `live_bytes` would grow by so many records and bytes more, after the caps have taken their part
+        of what is there now; negative when they take more.
+        """
+        return size_bytes - self._over_cap(count, size_bytes)[1]
+
     def check_head(self, if_head_seq: int | None, pending_head_seq: int) -> None:
         """The writer's condition on the head it has seen (api §2)."""
         if if_head_seq is not None and if_head_seq != pending_head_seq:
@@ -229,14 +235,16 @@ class Topic:
 
     def evict_over_cap(self) -> bool:
         """Evicts the oldest records until the topic is within its caps (`discard: "old"`)."""
+        return self.evict_below(self._over_cap(0, 0)[0], EvictReason.CAP)
+
+    def _over_cap(self, more_records: int, more_bytes: int) -> tuple[int, int]:
+        """(first seq that stays, live bytes below it) if there were so many more."""
         config = self.config
+        seq, freed_bytes = self.earliest_seq, 0
         if config.discard == "reject":
-            return False
-        surplus_records = self.records - config.cap_records if config.cap_records else 0
-        surplus_bytes = self.live_bytes - config.cap_bytes if config.cap_bytes else 0
-        if surplus_records <= 0 and surplus_bytes <= 0:
-            return False
-        seq = self.earliest_seq
+            return seq, freed_bytes
+        surplus_records = self.records + more_records - config.cap_records if config.cap_records else 0
+        surplus_bytes = self.live_bytes + more_bytes - config.cap_bytes if config.cap_bytes else 0
         while (surplus_records > 0 or surplus_bytes > 0) and seq <= self.head_seq:
             entries = self.index.entries(seq, min(self.head_seq, seq + max(surplus_records, 64) - 1))
             for offset_len, file_flags in zip(entries[2::4], entries[3::4], strict=True):
@@ -247,7 +255,8 @@ class Topic:
                     continue
                 surplus_records -= 1
                 surplus_bytes -= offset_len >> 32
-        return self.evict_below(seq, EvictReason.CAP)
+                freed_bytes += offset_len >> 32
+        return seq, freed_bytes
 
     def expired_below(self, now_ms: int) -> int:
         """The first seq that has not outlived `ttl_ms`; earliest_seq when nothing has."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import time
+from collections.abc import Awaitable
 from typing import Any, Final
 
 import msgspec
@@ -29,11 +30,23 @@ def elapsed_ms(started_ns: int) -> float:
     return (time.perf_counter_ns() - started_ns) // 1000 / 1000
 
 
-async def send_json(
+def send_json(
     send: Send, request_headers: Headers, status: int, body: bytes, headers: HeaderList | None = None
+) -> Awaitable[None]:
+    """As `send_whole`."""
+    return send_whole(send, request_headers, status, _JSON, body, headers)
+
+
+async def send_whole(
+    send: Send,
+    request_headers: Headers,
+    status: int,
+    content_type: tuple[bytes, bytes],
+    body: bytes,
+    headers: HeaderList | None = None,
 ) -> None:
     """The whole answer; packed when it is worth it and the client takes gzip."""
-    head = [_JSON]
+    head = [content_type]
     if headers:
         head += headers
     if len(body) >= GZIP_MIN_BYTES:

@@ -5,22 +5,26 @@ The two routes that carry the load are found by their path alone; everything els
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from starlette.routing import Route, Router
+from starlette.routing import Route as Path
+from starlette.routing import Router
 
 from topics.core.errors import TopicsError
 from topics.frontend.answers import send_error
 from topics.frontend.append import AppendRoute
 from topics.frontend.bodies import ClientGoneError
 from topics.frontend.diff import DiffRoute
-from topics.frontend.http1_exchange import Receive, Scope, Send
+from topics.frontend.http1_exchange import ROUTE, Receive, Scope, Send
+from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.watch import WatchRoutes
 from topics.log import get_logger
 from topics.shm.control import ProcessCell
+from topics.shm.durations import Route
 
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 NamedEndpoint = Callable[[str, Scope, Receive, Send], Awaitable[None]]
@@ -41,23 +45,35 @@ class App:
         topics: TopicRoutes,
         watch: WatchRoutes,
         probes: ProbeRoutes,
+        metrics: MetricsRoute,
         cell: ProcessCell,
+        observe: Callable[[Route, int], None],
     ) -> None:
+        """`observe(route, took_us)` is told of every request that has been answered."""
         self._append = append
         self._diff = diff
         self._cell = cell
-        health, ready = Resource(GET=probes.health), Resource(GET=probes.ready)
-        one_topic = Resource(GET=topics.get, PUT=topics.put, DELETE=topics.delete, POST=_of_topic(append))
+        self._observe = observe
+        health = Resource(GET=_timed(Route.HEALTH, probes.health))
+        ready = Resource(GET=_timed(Route.READY, probes.ready))
+        one_topic = Resource(
+            GET=_timed(Route.GET_TOPIC, topics.get),
+            PUT=_timed(Route.PUT_TOPIC, topics.put),
+            DELETE=_timed(Route.DELETE_TOPIC, topics.delete),
+            POST=_of_topic(append),
+        )
+        delete_records = Resource(POST=_timed(Route.DELETE_RECORDS, topics.delete_records))
         self._router = Router(
             [
-                Route("/v0/topics", Resource(GET=topics.list_all)),
-                Route("/v0/topics/{topic}", one_topic),
-                Route("/v0/topics/{topic}/diff", Resource(POST=_of_topic(diff))),
-                Route("/v0/topics/{topic}/delete", Resource(POST=topics.delete_records)),
-                Route("/v0/watch", Resource(POST=watch.create)),
-                Route("/v0/watch/{wid}", Resource(GET=watch.stream)),
-                *(Route(path, health) for path in ("/v0/health", "/healthz")),
-                *(Route(path, ready) for path in ("/v0/ready", "/readyz")),
+                Path("/v0/topics", Resource(GET=_timed(Route.LIST_TOPICS, topics.list_all))),
+                Path("/v0/topics/{topic}", one_topic),
+                Path("/v0/topics/{topic}/diff", Resource(POST=_of_topic(diff))),
+                Path("/v0/topics/{topic}/delete", delete_records),
+                Path("/v0/watch", Resource(POST=_timed(Route.CREATE_WATCH, watch.create))),
+                Path("/v0/watch/{wid}", Resource(GET=_timed(None, watch.stream))),
+                Path("/v0/metrics", Resource(GET=_timed(Route.METRICS, metrics.get))),
+                *(Path(path, health) for path in ("/v0/health", "/healthz")),
+                *(Path(path, ready) for path in ("/v0/ready", "/readyz")),
             ],
             redirect_slashes=False,
             default=_no_such_path,
@@ -68,13 +84,17 @@ class App:
             await self._router(scope, receive, send)
             return
         self._cell.add("requests")
+        started_ns = time.perf_counter_ns()
+        route = Route.OTHER
         try:
             if scope["method"] == "POST" and scope["path"].startswith(_TOPICS):
                 name: str = scope["path"][len(_TOPICS) :]
                 if name and "/" not in name:
+                    route = Route.APPEND
                     await self._append(name, scope, receive, send)
                     return
                 if name.endswith(_DIFF) and 0 < name.index("/") == len(name) - len(_DIFF):
+                    route = Route.DIFF
                     await self._diff(name[: -len(_DIFF)], scope, receive, send)
                     return
             await self._router(scope, receive, send)
@@ -85,6 +105,10 @@ class App:
         except Exception:  # noqa: BLE001 — whatever it is, the client gets an answer and the operator a line
             _log.exception("request failed", method=scope["method"], path=scope["path"])
             await self._refuse(TopicsError("internal", "the request failed inside the server"), scope, send)
+        finally:
+            timed_as = scope.get(ROUTE, route)
+            if timed_as is not None:
+                self._observe(timed_as, (time.perf_counter_ns() - started_ns) // 1000)
 
     async def _refuse(self, error: TopicsError, scope: Scope, send: Send) -> None:
         self._cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
@@ -116,6 +140,14 @@ class Resource:
                 f"{scope['path']} does not know {scope['method'][:32]}, only {self._allow}",
                 {"allow": self._allow},
             )
+
+
+def _timed(route: Route | None, endpoint: Endpoint) -> Endpoint:
+    def named(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        scope[ROUTE] = route
+        return endpoint(scope, receive, send)
+
+    return named
 
 
 def _of_topic(endpoint: NamedEndpoint) -> Endpoint:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator
+
 from topics.core.errors import TopicsError
 from topics.shm.arena import ArenaReader
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 
 _ATTACH_TRIES = 10
+
+
+def live_names(arenas: Iterable[ArenaReader], prefix: str = "", after: str = "") -> Iterator[str]:
+    """Live topics that begin with `prefix` and come after `after`, of all `arenas`, in order. To be used at once."""
+    ranges = [arena.names.irange(max(prefix, after), None, (prefix > after, True)) for arena in arenas]
+    return itertools.takewhile(lambda name: name.startswith(prefix), heapq.merge(*ranges))
 
 
 class Arenas:

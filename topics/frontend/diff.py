@@ -12,12 +12,13 @@ from topics.frontend import wire
 from topics.frontend.answers import elapsed_ms, encode_json, send_json
 from topics.frontend.bodies import ClientGoneError, read_body
 from topics.frontend.gateway import Gateway
-from topics.frontend.http1_exchange import Receive, Scope, Send
+from topics.frontend.http1_exchange import ROUTE, Receive, Scope, Send
 from topics.frontend.reading import Page, TopicReader, TopicRef
 from topics.frontend.records import PageOptions
 from topics.frontend.wire import DiffBody
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
+from topics.shm.durations import Route
 from topics.shm.recency import RecencyWriter
 
 LIMIT_DEFAULT: Final = 256
@@ -56,6 +57,7 @@ class DiffRoute:
         scanned = page.scanned
         self._recency.touch(ref.shard, ref.slot, ref.view.topic_id, now_ms)
         if request.wait_ms and not _deliverable(page):
+            scope[ROUTE] = Route.DIFF_WAIT
             page, scanned = await self._wait(ref, page, options, min(request.wait_ms, WAIT_MS_MAX), receive)
         self._cell.add("records_out", page.count)
         await send_json(send, headers, 200, _answer(name, page, scanned, started_ns))

@@ -27,6 +27,8 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+ROUTE = "topics.route"
+"""Key of a scope: which `durations.Route` the request turned out to be, None for one whose time says nothing."""
 
 log = structlog.get_logger("topics.http")
 

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import socket
+from functools import partial
 from typing import Final
 
 import uvloop
@@ -15,11 +16,14 @@ from topics.core.clock import SystemClock
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.arenas import Arenas
+from topics.frontend.cors import Cors
 from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
+from topics.frontend.figures import ServiceFigures
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1 import Connections, HttpLimits
 from topics.frontend.log_files import LogFiles
+from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.reading import TopicReader
 from topics.frontend.serve import serve
@@ -28,7 +32,8 @@ from topics.frontend.snapshot import TopicSight
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.watch import WatchRoutes
 from topics.settings import Settings
-from topics.shm.control import ProcessCell, ProcessState, Role
+from topics.shm.cap import Cap
+from topics.shm.control import OVER_LIVES, ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.recency import Recency, RecencyWriter
 
@@ -39,7 +44,7 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int, 
     """The process; 0 when it was told to stop and has."""
     clock = SystemClock()
     cell = shared.control.cell(Role.FRONTEND, index)
-    cell.clear()
+    cell.clear(OVER_LIVES[Role.FRONTEND])
     cell.set("incarnation", incarnation)
     cell.set("pid", os.getpid())
     cell.set("started_ms", clock.now_ms())
@@ -75,9 +80,15 @@ async def _serve(
         TopicRoutes(
             reader, arenas, gateway, recency_writer, Recency(shared.identity, shared.frontends, shards), settings
         ),
-        WatchRoutes(reader, Sessions(gateway, arenas, incarnation), hub, settings),
+        WatchRoutes(
+            reader, Sessions(gateway, arenas, incarnation), hub, settings, _streams_cap(shared, cell, settings)
+        ),
         ProbeRoutes(shared.control, clock),
+        MetricsRoute(
+            ServiceFigures(shared.control, shared.durations, clock.now_ms), arenas, shards, settings.max_metric_topics
+        ),
         cell,
+        partial(shared.durations.observe, index),
     )
     connections = Connections()
 
@@ -100,7 +111,7 @@ async def _serve(
     gc.freeze()
     try:
         await serve(
-            app,
+            app if settings.cors_origins is None else Cors(app, settings.cors_origins),
             listeners,
             HttpLimits(max_body_bytes=settings.max_body_bytes),
             settings.http_protocol,
@@ -111,3 +122,9 @@ async def _serve(
         )
     finally:
         gateway.close()
+
+
+def _streams_cap(shared: SharedMemory, cell: ProcessCell, settings: Settings) -> Cap:
+    """Event streams of all frontends together. Those of one that died count until its next life begins."""
+    every = [shared.control.cell(Role.FRONTEND, frontend) for frontend in range(shared.frontends)]
+    return Cap("sse_connections", settings.max_sse_connections, "sse_admitted", cell, every)

@@ -10,7 +10,7 @@ from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.frontend.answers import send_object
 from topics.frontend.http1_exchange import Receive, Scope, Send
-from topics.shm.control import ControlPage, ProcessState, Role
+from topics.shm.control import ControlPage, ProcessState, Role, replay_progress
 
 
 class ProbeRoutes:
@@ -30,11 +30,10 @@ class ProbeRoutes:
         started_ns = time.perf_counter_ns()
         waiting = [cell for cell in self._shards if cell.get("generation") == 0]
         if waiting:
-            recovered = (len(self._shards) - len(waiting)) * 1_000_000 + sum(c.get("progress_ppm") for c in waiting)
             raise TopicsError(
                 "not_ready",
                 f"{len(waiting)} of {len(self._shards)} shards still replay their log",
-                {"replay_progress": recovered / len(self._shards) / 1_000_000},
+                {"replay_progress": replay_progress(self._shards)},
             )
         # A shard that is being restarted is read from where it was; only its writes wait.
         recovering = [n for n, cell in enumerate(self._shards) if cell.get("state") != ProcessState.READY]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import heapq
 import itertools
 import time
-from collections.abc import Iterator
 from typing import Any, Final
 
 from starlette.datastructures import QueryParams
@@ -18,7 +16,7 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
 from topics.frontend.answers import send_object
-from topics.frontend.arenas import Arenas
+from topics.frontend.arenas import Arenas, live_names
 from topics.frontend.bodies import read_body
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1_exchange import Receive, Scope, Send
@@ -139,7 +137,8 @@ class TopicRoutes:
         page_size = min(count(query, "page_size", PAGE_SIZE_DEFAULT) or PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX)
         touch = flag(query, "touch", False)
         prefix = query.get("prefix", "")
-        names = list(itertools.islice(self._names(prefix, _after(query.get("cursor"))), page_size + 1))
+        arenas = [self._arenas.require(shard) for shard in range(self._gateway.shards)]
+        names = list(itertools.islice(live_names(arenas, prefix, _after(query.get("cursor"))), page_size + 1))
         more = len(names) > page_size
         refs = [ref for name in names[:page_size] if (ref := self._reader.find(name)) is not None]
         refs = await self._all_settled(refs)
@@ -163,12 +162,6 @@ class TopicRoutes:
             "durable": ref.config.durability == "fsync",
             "effective_priority": effective_priority(ref.config, last_read_ms, now_ms),
         }
-
-    def _names(self, prefix: str, after: str) -> Iterator[str]:
-        """Live topics that begin with `prefix` and come after `after`, of all shards, in order."""
-        arenas = [self._arenas.require(shard) for shard in range(self._gateway.shards)]
-        ranges = [arena.names.irange(max(prefix, after), None, (prefix > after, True)) for arena in arenas]
-        return itertools.takewhile(lambda name: name.startswith(prefix), heapq.merge(*ranges))
 
     async def _all_settled(self, refs: list[TopicRef]) -> list[TopicRef]:
         now_ms = self._reader.now_ms()

@@ -12,10 +12,11 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name
 from topics.frontend import cursor, wire
 from topics.frontend.answers import HeaderList, send_object
-from topics.frontend.bodies import read_body
+from topics.frontend.bodies import Headers, read_body
 from topics.frontend.delivery import Connection, Hub
 from topics.frontend.diff import LIMIT_DEFAULT, node_set
 from topics.frontend.http1_exchange import Receive, Scope, Send
+from topics.frontend.media import weight
 from topics.frontend.push import AsgiPush, until_disconnect
 from topics.frontend.query import flag
 from topics.frontend.reading import TopicReader, TopicRef
@@ -24,6 +25,7 @@ from topics.frontend.sessions import SESSION_TTL_MS, Follow, Opened, Session, Se
 from topics.frontend.stream import Stream
 from topics.frontend.wire import Count
 from topics.settings import Settings
+from topics.shm.cap import Cap
 
 HEARTBEAT_MAX_MS: Final = 60_000
 BATCH_BYTES_DEFAULT: Final = 256 * 1024
@@ -35,7 +37,6 @@ _HEADERS: Final[HeaderList] = [
     (b"x-accel-buffering", b"no"),
 ]
 _NO_RECORDS: Final = PageOptions(limit=1, max_batch_bytes=1)
-_RANGES: Final = {b"*/*": 1, b"text/*": 2, b"text/event-stream": 3}
 
 
 class StartBody(msgspec.Struct):
@@ -66,11 +67,12 @@ _decoder = wire.decoder(WatchBody)
 class WatchRoutes:
     """One method for each method of HTTP; routing is the app's."""
 
-    def __init__(self, reader: TopicReader, sessions: Sessions, hub: Hub, settings: Settings) -> None:
+    def __init__(self, reader: TopicReader, sessions: Sessions, hub: Hub, settings: Settings, streams: Cap) -> None:
         self._reader = reader
         self._sessions = sessions
         self._hub = hub
         self._settings = settings
+        self._streams = streams
 
     async def create(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -119,7 +121,16 @@ class WatchRoutes:
         if accept is not None and not accepts_event_stream(accept):
             shown = accept[:100].decode("latin-1")
             raise TopicsError("not_acceptable", f"this is a text/event-stream, which Accept: {shown} rules out")
-        opened = await self._sessions.open(scope["path_params"]["wid"])
+        # Before the session is taken over: who is refused must not end the stream that has it.
+        if not self._streams.claim():
+            raise self._streams.reached()
+        try:
+            await self._stream(scope["path_params"]["wid"], headers, scope, receive, send)
+        finally:
+            self._streams.release()
+
+    async def _stream(self, wid: str, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
+        opened = await self._sessions.open(wid)
         stream = self._resume(opened, headers.get(b"last-event-id"))
         connection: Connection | None = None
         try:
@@ -194,12 +205,5 @@ class WatchRoutes:
 
 
 def accepts_event_stream(accept: bytes) -> bool:
-    """Whether an Accept header allows `text/event-stream`: the most specific range that covers it decides."""
-    best, allowed = 0, False
-    for part in accept.lower().split(b","):
-        media_range, *parameters = (piece.strip() for piece in part.split(b";"))
-        specificity = _RANGES.get(media_range, 0)
-        if specificity > best:
-            weight = next((value for value in parameters if value.startswith(b"q=")), b"q=1")
-            best, allowed = specificity, bool(weight[2:].strip(b"0. "))
-    return allowed
+    """Whether an Accept header allows `text/event-stream`."""
+    return weight(accept, b"text/event-stream") > 0

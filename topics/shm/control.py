@@ -11,15 +11,17 @@ own. So each word has one writer, and `status` works while a child is dead or re
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 from typing import Final
 
+from topics.core.config import CLASSES
 from topics.shm.memory import SharedObject
 
 CELL_WORDS: Final = 128
 SUPERVISOR_WORDS: Final = 16
 MAGIC: Final = 0x31535049434F5454  # "TTOCIPS1"
-VERSION: Final = 1
+VERSION: Final = 2
 
 EXIT_REFUSED: Final = 78
 """Exit code of a child that must not be restarted: its data needs a human (the log says what and where)."""
@@ -56,7 +58,7 @@ HEADER_FIELDS: Final = (
 )
 SUPERVISOR_FIELDS: Final = ("pid", "state", "restarts", "last_exit", "since_ms")
 LATENCY_BUCKETS: Final = 24
-"""Bucket i counts latencies below 2^(i+3) µs that fit no earlier one: 8 µs … 67 s."""
+"""Bucket i counts latencies of at most 2^(i+3) µs that fit no earlier one: 8 µs … 34 s; the last one all longer."""
 
 _COMMON = ("pid", "state", "incarnation", "started_ms", "heartbeat_ms", "progress_ppm", "pressure_ppm")
 CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
@@ -64,6 +66,7 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         *_COMMON,
         "connections",
         "sse_connections",
+        "sse_admitted",
         "requests",
         "responses_4xx",
         "responses_5xx",
@@ -77,6 +80,10 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         *_COMMON,
         "generation",
         "topics",
+        *(f"topics_{durability}" for durability in CLASSES),
+        "queue_topics",
+        "records_live",
+        "bytes_live",
         "wal_file",
         "wal_offset",
         "wal_read_only",
@@ -93,10 +100,43 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "sessions",
         "torn_bytes",
         "arena_bytes",
+        "fsync_us_sum",
         *(f"fsync_us_{bucket:02d}" for bucket in range(LATENCY_BUCKETS)),
     ),
     Role.COMPACTOR: _COMMON,
 }
+HELD_FIELDS: Final = (
+    "topics",
+    *(f"topics_{durability}" for durability in CLASSES),
+    "queue_topics",
+    "records_live",
+    "bytes_live",
+    "sessions",
+)
+"""What a shard holds. It holds it while it is down, too: caps of the whole service count on that."""
+OVER_LIVES: Final[dict[Role, frozenset[str]]] = {
+    Role.FRONTEND: frozenset(
+        ("requests", "responses_4xx", "responses_5xx", "records_in", "records_out", "sse_frames", "ring_full")
+    ),
+    Role.WALSHARD: frozenset(
+        (
+            "generation",
+            *HELD_FIELDS,
+            "wal_frames",
+            "wal_batches",
+            "wal_fsyncs",
+            "wal_bytes_written",
+            "wal_rotations",
+            "write_errors",
+            "fsync_us_sum",
+            *(f"fsync_us_{bucket:02d}" for bucket in range(LATENCY_BUCKETS)),
+        )
+    ),
+    Role.COMPACTOR: frozenset(),
+}
+"""Words that a new life of the process goes on with: counters never go down while the service runs, and readers use
+the former arena `generation` until there is another.
+"""
 
 
 class Cell:
@@ -120,10 +160,12 @@ class Cell:
     def read(self) -> dict[str, int]:
         return {field: self._words[index] for field, index in self._index.items()}
 
-    def clear(self) -> None:
-        """A new incarnation starts from zero."""
+    def clear(self, keep: Collection[str] = ()) -> None:
+        """A new incarnation starts from zero, but for what it is to `keep`."""
+        kept = {self._index[field] for field in keep}
         for index in range(len(self._words)):
-            self._words[index] = 0
+            if index not in kept:
+                self._words[index] = 0
 
 
 class ProcessCell(Cell):
@@ -135,8 +177,8 @@ class ProcessCell(Cell):
 
 
 def latency_bucket(latency_us: int) -> int:
-    """Which `fsync_us_NN` counts this latency."""
-    return min(LATENCY_BUCKETS - 1, max(0, latency_us.bit_length() - 3))
+    """Which bucket counts this latency."""
+    return min(LATENCY_BUCKETS - 1, max(0, (latency_us - 1).bit_length() - 3))
 
 
 def latency_quantile_us(cell: dict[str, int], quantile: float) -> int | None:
@@ -148,6 +190,12 @@ def latency_quantile_us(cell: dict[str, int], quantile: float) -> int | None:
         if count and rank <= 0:
             return 1 << (bucket + 3)
     return None
+
+
+def replay_progress(shards: Sequence[Cell]) -> float:
+    """How much of all logs has been read, 0 to 1. A shard that was ready once counts as read: its topics can be."""
+    ppm = sum(1_000_000 if cell.get("generation") else cell.get("progress_ppm") for cell in shards)
+    return ppm / len(shards) / 1_000_000
 
 
 class ControlPage:

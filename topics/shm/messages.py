@@ -30,7 +30,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from topics.core.config import TopicConfig
+from topics.core.config import CLASSES, TopicConfig
 from topics.core.errors import TopicsError
 
 _HEAD: Final = struct.Struct("=BBHIQ")
@@ -58,7 +58,6 @@ HAS_CONFIG: Final = 8
 CREATED: Final = 1
 DEDUPED: Final = 2
 _CLASS_SHIFT: Final = 4
-CLASSES: Final = ("ephemeral", "memory", "disk", "fsync")
 
 
 class PutTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):

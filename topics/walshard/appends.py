@@ -29,7 +29,19 @@ CEILING_STEP = 4096
 class Draft:
     """What the group so far adds to one topic."""
 
-    __slots__ = ("ceiling", "created", "head_seq", "hosted", "keys", "last", "live_bytes", "new", "records", "ts")
+    __slots__ = (
+        "ceiling",
+        "claimed_bytes",
+        "created",
+        "head_seq",
+        "hosted",
+        "keys",
+        "last",
+        "live_bytes",
+        "new",
+        "records",
+        "ts",
+    )
 
     def __init__(self, hosted: Hosted, now_ms: int, new: bool) -> None:
         topic = hosted.topic
@@ -42,22 +54,30 @@ class Draft:
         self.ts = topic.commit_ts(now_ms)
         self.records = 0
         self.live_bytes = 0
+        self.claimed_bytes = 0
+        """Of what the whole service may hold."""
         self.keys: dict[bytes, Outcome] = {}
         self.last = Outcome(0, 0, 0)
 
 
 class Appends:
-    """Turns append requests into operations. `make_topic` hosts a new topic that nobody sees yet."""
+    """Turns append requests into operations. `make_topic` makes a topic that nobody sees yet, which is then either
+    given to `host` or to `abandon_topic`.
+    """
 
     def __init__(
         self,
         find: Callable[[str], Hosted | None],
         make_topic: Callable[[str, TopicConfig], Hosted],
+        abandon_topic: Callable[[Hosted], None],
         host: Callable[[Hosted], None],
+        claim_bytes: Callable[[int, Callable[[], int]], int],
     ) -> None:
         self._find = find
         self._make_topic = make_topic
+        self._abandon_topic = abandon_topic
         self._host = host
+        self._claim_bytes = claim_bytes
         self._drafts: dict[str, Draft] = {}
         self.durable: list[Operation] = []
         self.ram: list[Operation] = []
@@ -84,9 +104,10 @@ class Appends:
             draft.hosted.topic.check_head(request.if_head_seq, draft.head_seq)
             draft.hosted.topic.check_room(request.count, len(request.frames), draft.records, draft.live_bytes)
             draft.hosted.ring.reserve(draft.records + request.count)
+            draft.claimed_bytes += self._claim_bytes(len(request.frames), lambda: _growth(draft, request))
         except Exception:
             if draft.new:
-                self._drafts.pop(request.name).hosted.abandon()
+                self._abandon_topic(self._drafts.pop(request.name).hosted)
             raise
         if draft.hosted.topic.config.durability == "ephemeral":
             self._prepare_ram(request, draft, answer)
@@ -98,7 +119,7 @@ class Appends:
         """After the commit: topics whose creation did not get into the log never were."""
         for name, draft in self._drafts.items():
             if draft.created and self._find(name) is not draft.hosted:
-                draft.hosted.abandon()
+                self._abandon_topic(draft.hosted)
                 self.touched.pop(draft.hosted.topic.id, None)
 
     def _draft(self, request: AppendRequest, now_ms: int) -> Draft:
@@ -190,6 +211,12 @@ class Appends:
         durability = draft.hosted.topic.config.durability
         reply = AppendReply(outcome.first_seq, outcome.records, draft.head_seq, created, deduped, durability, 0, 0)
         return messages.encode_append_reply(answer.request_id, reply)
+
+
+def _growth(draft: Draft, request: AppendRequest) -> int:
+    """By how much the request makes the topic grow, when its caps have made room, beyond what the group has claimed."""
+    grown = draft.hosted.topic.growth(draft.records + request.count, draft.live_bytes + len(request.frames))
+    return max(0, grown - draft.claimed_bytes)
 
 
 def create_frame(hosted: Hosted, ts: int, flags: int) -> bytes:

@@ -85,6 +85,7 @@ class BackgroundSync:
         self._logs.wal.note_synced(*future.result())
         if not self._logs.wal.unsynced_bytes:
             self._logs.mark_idle()
+        self._logs.count()
         for hosted, head_seq in covered:
             hosted.topic.durable_seq = max(hosted.topic.durable_seq, head_seq)
         return [hosted for hosted, _ in covered]

@@ -11,16 +11,18 @@ from topics.core.topic import LOCATION_IN_RAM_LOG, Topic
 from topics.core.topic_ids import TopicIds
 from topics.shm.arena import ArenaWriter, LocationRing
 from topics.storage.wal import Moved
+from topics.walshard.holdings import Holdings
 from topics.walshard.hosted import Hosted
 
 
 class Catalog:
     """One shard's topics. A topic is made unseen, and hosted once its creation is logged."""
 
-    def __init__(self, shard: int, shards: int, arena: ArenaWriter) -> None:
+    def __init__(self, shard: int, shards: int, arena: ArenaWriter, holdings: Holdings) -> None:
         self._shard = shard
         self._shards = shards
         self._arena = arena
+        self._holdings = holdings
         self._ids = TopicIds(shard)
         self._by_name: dict[str, Hosted] = {}
         self._deleted_names: set[str] = set()
@@ -39,7 +41,8 @@ class Catalog:
         ring = LocationRing(self._arena, 1)
         try:
             recreated = name in self._deleted_names
-            return Hosted(self._arena, Topic(self._ids.next(now_ms), name, config, ring, recreated), ring)
+            topic = Topic(self._ids.next(now_ms), name, config, ring, recreated)
+            return Hosted(self._arena, topic, ring, self._holdings)
         except Exception:
             ring.release()
             raise
@@ -65,7 +68,7 @@ class Catalog:
             if topic.name in self._by_name:
                 raise FoldError(f"two topics in the log of shard {self._shard} are called {topic.name!r}")
             assert isinstance(topic.index, LocationRing)
-            self.host(Hosted(self._arena, topic, topic.index))
+            self.host(Hosted(self._arena, topic, topic.index, self._holdings))
 
     def relocate(self, moved: Moved) -> None:
         """Frames of the durable log lie elsewhere now: every location that names them follows."""

@@ -11,6 +11,7 @@ import errno
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
+from typing import Final
 
 from topics.core.errors import TopicsError
 from topics.log import get_logger
@@ -23,6 +24,8 @@ from topics.walshard.operation import Operation
 
 log = get_logger()
 
+_COUNTERS: Final = ("wal_frames", "wal_batches", "wal_fsyncs", "wal_bytes_written", "wal_rotations")
+"""Of the writer's life; in the cell they go on over lives."""
 Failed = list[tuple[Operation, TopicsError]]
 
 
@@ -50,6 +53,7 @@ class Logs:
         self._refused = refused
         wal.refused = partial(refused, False)
         self._cell = cell
+        self._former_lives = {field: cell.get(field) for field in _COUNTERS}
         self._recovered_wal, self._recovered_ram = recovered
         self._plans: tuple[Plan | None, Plan | None] = (None, None)
 
@@ -90,7 +94,7 @@ class Logs:
             if failed:
                 self._refused(False)
                 return failed + [(operation, failed[0][1]) for operation in ram]
-            self._count()
+            self.count()
         if ram_plan is None or self._ram is None:
             return []
         failed = self._write(self._ram, ram_plan, ram)
@@ -102,7 +106,7 @@ class Logs:
         """The background sync failed: what it should have covered is saved in a new file, or the log is read-only."""
         self._relocate(self.wal.sync_failed(file_no, error))
         log.error("background sync failed", error=str(error), read_only=self.wal.read_only)
-        self._count()
+        self.count()
 
     def mark_idle(self) -> None:
         """Leaves a mark of what is synced, when nothing else is written that would carry it."""
@@ -157,17 +161,19 @@ class Logs:
         if moved is not None:
             self._moved(moved)
 
-    def _count(self) -> None:
+    def count(self) -> None:
+        """Shows how far the log is."""
         wal, cell = self.wal, self._cell
         cell.set("wal_file", wal.file_no)
         cell.set("wal_offset", wal.offset)
-        cell.set("wal_frames", wal.frames)
-        cell.set("wal_batches", wal.batches)
-        cell.set("wal_fsyncs", wal.fsyncs)
-        cell.set("wal_bytes_written", wal.bytes_written)
-        cell.set("wal_rotations", wal.rotations)
+        for field, now in zip(
+            _COUNTERS, (wal.frames, wal.batches, wal.fsyncs, wal.bytes_written, wal.rotations), strict=True
+        ):
+            cell.set(field, self._former_lives[field] + now)
         cell.set("wal_unsynced_bytes", wal.unsynced_bytes)
         cell.set("wal_read_only", int(wal.read_only is not None))
 
     def _count_sync(self, times: CommitTimes) -> None:
-        self._cell.add(f"fsync_us_{latency_bucket(int(times.fsync_us)):02d}")
+        fsync_us = int(times.fsync_us)
+        self._cell.add(f"fsync_us_{latency_bucket(fsync_us):02d}")
+        self._cell.add("fsync_us_sum", fsync_us)

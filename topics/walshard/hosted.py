@@ -5,15 +5,30 @@ from __future__ import annotations
 from topics.core.config import TopicConfig
 from topics.core.topic import Topic
 from topics.shm.arena import ArenaWriter, Descriptor, LocationRing, SlotState, TopicView
+from topics.walshard.holdings import Holdings
 
 
 class Hosted:
     """One topic of this shard. `publish` after every change; `watchers` are frontend → token."""
 
-    __slots__ = ("_arena", "_descriptor", "_version", "logged_floor", "ring", "slot", "topic", "watchers")
+    __slots__ = (
+        "_arena",
+        "_descriptor",
+        "_holdings",
+        "_shown_bytes",
+        "_shown_records",
+        "_version",
+        "logged_floor",
+        "ring",
+        "slot",
+        "topic",
+        "watchers",
+    )
 
-    def __init__(self, arena: ArenaWriter, topic: Topic, ring: LocationRing) -> None:
+    def __init__(self, arena: ArenaWriter, topic: Topic, ring: LocationRing, holdings: Holdings) -> None:
         self._arena = arena
+        self._holdings = holdings
+        self._shown_records = self._shown_bytes = 0
         self.topic = topic
         self.ring = ring
         self.slot = arena.new_slot()
@@ -31,10 +46,12 @@ class Hosted:
         """Makes the topic visible to readers."""
         self.publish()
         self._arena.announce(self.slot)
+        self._holdings.came(self.topic.config)
 
     def publish(self, state: SlotState = SlotState.LIVE) -> None:
         """What the topic is now is what readers see."""
         topic, ring = self.topic, self.ring
+        self._count(topic.records, topic.live_bytes)
         self._arena.publish(
             self.slot,
             TopicView(
@@ -68,6 +85,8 @@ class Hosted:
         self._arena.free(*self._descriptor)
         self._descriptor = descriptor
         self._version += 1
+        self._holdings.left(self.topic.config)
+        self._holdings.came(config)
         self.topic.configured(config)
 
     def abandon(self) -> None:
@@ -80,4 +99,10 @@ class Hosted:
         """The topic was deleted: readers learn it, then slot and blocks are free."""
         self.publish(SlotState.DELETED)
         self._arena.announce(self.slot)
+        self._count(0, 0)
+        self._holdings.left(self.topic.config)
         self.abandon()
+
+    def _count(self, records: int, live_bytes: int) -> None:
+        self._holdings.changed(records - self._shown_records, live_bytes - self._shown_bytes)
+        self._shown_records, self._shown_bytes = records, live_bytes

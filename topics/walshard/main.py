@@ -12,7 +12,7 @@ from topics.core.fold import FoldError
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.arena import ArenaFullError
-from topics.shm.control import EXIT_REFUSED, ProcessCell, ProcessState, Role
+from topics.shm.control import EXIT_REFUSED, OVER_LIVES, ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.wake import Wake
 from topics.storage.filesystem import OsFileSystem
@@ -88,10 +88,7 @@ def _serve(shard: Shard, outbox: Outbox, wake: Wake, stop: _StopRequest, cell: P
 
 
 def _start(cell: ProcessCell, incarnation: int, clock: Clock) -> None:
-    """All counters from zero but `generation`: readers go on with the former incarnation's arena meanwhile."""
-    for field in cell.read():
-        if field != "generation":
-            cell.set(field, 0)
+    cell.clear(OVER_LIVES[Role.WALSHARD])
     cell.set("incarnation", incarnation)
     cell.set("pid", os.getpid())
     cell.set("started_ms", clock.now_ms())

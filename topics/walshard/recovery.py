@@ -38,6 +38,7 @@ from topics.walshard.background_sync import BackgroundSync
 from topics.walshard.catalog import Catalog
 from topics.walshard.commit import Logs
 from topics.walshard.frame_tags import FrameTags
+from topics.walshard.holdings import Holdings
 from topics.walshard.outbox import Outbox
 from topics.walshard.sessions import Sessions
 from topics.walshard.shard import Shard
@@ -88,7 +89,8 @@ def recover(
     for topic in fold.topics.values():
         topic.durable_seq = 0 if topic.config.durability == "ephemeral" else topic.head_seq
 
-    catalog = Catalog(index, settings.wal_shards, arena)
+    holdings = Holdings(shared.control, index, settings)
+    catalog = Catalog(index, settings.wal_shards, arena, holdings)
     catalog.take_over(fold)
     sessions = Sessions()
     sessions.recovered(fold.sessions, clock.monotonic_ms())
@@ -113,9 +115,9 @@ def recover(
         (recovery.end, ram_recovery.end),
     )
     syncs = BackgroundSync(logs, syncing, shared.shard_wakes[index], clock.monotonic_ms())
-    shard = Shard(catalog, sessions, logs, tags, syncs, outbox, cell, clock)
+    shard = Shard(catalog, sessions, holdings, logs, tags, syncs, outbox, cell, clock)
 
-    cell.set("topics", len(catalog))
+    holdings.settle(len(sessions))
     cell.set("torn_bytes", recovery.torn_bytes)
     cell.set("arena_bytes", arena.used_bytes)
     cell.set("generation", generation)

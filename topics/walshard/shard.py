@@ -47,6 +47,7 @@ from topics.walshard.background_sync import BackgroundSync
 from topics.walshard.catalog import Catalog
 from topics.walshard.commit import Logs
 from topics.walshard.frame_tags import FrameTags
+from topics.walshard.holdings import Holdings
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer, Operation
 from topics.walshard.outbox import Outbox
@@ -62,6 +63,7 @@ class Shard:
         self,
         catalog: Catalog,
         sessions: Sessions,
+        holdings: Holdings,
         logs: Logs,
         tags: FrameTags,
         syncs: BackgroundSync,
@@ -71,6 +73,7 @@ class Shard:
     ) -> None:
         self._catalog = catalog
         self._sessions = sessions
+        self._holdings = holdings
         self._logs = logs
         self._tags = tags
         self._syncs = syncs
@@ -81,7 +84,7 @@ class Shard:
         self._requests = 0
         self._capped: dict[int, Hosted] = {}
         """Topics whose caps evicted something that the log does not say yet."""
-        self._appends = Appends(catalog.find, self._make_topic, catalog.host)
+        self._appends = Appends(catalog.find, self._make_topic, self._abandon_topic, catalog.host, holdings.claim_bytes)
         self._committed_before = {
             (entry.frontend, entry.ring_position): entry.reply
             for entry in outbox.committed_before()
@@ -147,7 +150,7 @@ class Shard:
                 self._expire(hosted)
         for wid in self._sessions.overdue(self._clock.monotonic_ms()):
             self._collect_session(wid)
-        self._cell.set("sessions", len(self._sessions))
+        self._holdings.settle(len(self._sessions))
         self._outbox.flush()
 
     def close(self) -> None:
@@ -216,8 +219,7 @@ class Shard:
                     answer=answer,
                 )
             ):
-                hosted.abandon()
-            self._cell.set("topics", len(self._catalog))
+                self._abandon_topic(hosted)
             return
         topic = hosted.topic
         config = call.config
@@ -268,7 +270,6 @@ class Shard:
 
         end = frame.encode(FrameType.TOPIC_DELETE, 0, topic.id, 0, self._now_ms, b"", b"", b"")
         self._commit(Operation([end], apply, sync=True, answer=answer))
-        self._cell.set("topics", len(self._catalog))
 
     def _delete_records(self, call: DeleteRecords, answer: Answer) -> None:
         self._commit_appends()
@@ -343,6 +344,7 @@ class Shard:
 
     def _put_session(self, call: SessionPut, answer: Answer) -> None:
         self._commit_appends()
+        self._holdings.claim_session()
         answer.reply = messages.encode_reply(answer.request_id, Done())
         body = SessionBody(call.wid, call.body)
         now_ms = self._clock.monotonic_ms()
@@ -375,8 +377,8 @@ class Shard:
             durable = {id: hosted for id, hosted in appends.touched.items() if not _in_ram(hosted)}
             for hosted in chain(appends.touched.values(), self._syncs.committed(durable)):
                 self._show(hosted)
-            self._cell.set("topics", len(self._catalog))
         appends.reset()
+        self._holdings.settle(len(self._sessions))
 
     def _commit(self, operation: Operation) -> bool:
         return self._commit_group([operation], [])
@@ -409,7 +411,17 @@ class Shard:
             self._outbox.notify(frontend, token)
 
     def _make_topic(self, name: str, config: TopicConfig) -> Hosted:
-        return self._catalog.make(name, config, self._now_ms)
+        """A topic nobody sees yet, or `throttled` when the service may not have one more."""
+        self._holdings.claim_topic()
+        try:
+            return self._catalog.make(name, config, self._now_ms)
+        except Exception:
+            self._holdings.release_topic()
+            raise
+
+    def _abandon_topic(self, hosted: Hosted) -> None:
+        hosted.abandon()
+        self._holdings.release_topic()
 
 
 def _floor_frame(hosted: Hosted, floor: int, reason: EvictReason, ts: int) -> bytes:

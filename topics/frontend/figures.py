@@ -1,0 +1,149 @@
+"""What the whole service says of itself in shared memory, as metrics (api §8): the control page and the durations of
+requests. Nobody is asked, so any frontend answers for all, also while processes are dead or recovering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final, Literal
+
+from topics import __version__
+from topics.core.config import CLASSES
+from topics.frontend.exposition import Buckets, Family, Sample, single
+from topics.shm.control import LATENCY_BUCKETS, ControlPage, ProcessCell, Role, replay_progress
+from topics.shm.durations import Durations, Route
+
+_BOUNDS_US: Final = [1 << (bucket + 3) for bucket in range(LATENCY_BUCKETS - 1)]
+_BOUNDS_AS_US: Final = [str(bound) for bound in _BOUNDS_US]
+_BOUNDS_AS_SECONDS: Final = [repr(bound / 1_000_000) for bound in _BOUNDS_US]
+
+_Kind = Literal["gauge", "counter"]
+_WAL: Final[tuple[tuple[str, str, str], ...]] = (
+    ("frames", "wal_frames", "Frames written to the logs"),
+    ("batches", "wal_batches", "Groups committed, each with one write"),
+    ("fsyncs", "wal_fsyncs", "Syncs of the logs, those in the background included"),
+    ("bytes_written", "wal_bytes_written", "Bytes written to the logs"),
+    ("rotations", "wal_rotations", "Log files begun after the first"),
+)
+_SHARD: Final[tuple[tuple[str, _Kind, str, str], ...]] = (
+    ("topics", "gauge", "topics", "Topics of one shard"),
+    ("records_live", "gauge", "records_live", "Live records of one shard"),
+    ("bytes_live", "gauge", "bytes_live", "Live bytes of one shard"),
+    ("wal_queue_depth", "gauge", "queue_depth", "Requests in the group that one shard took last"),
+    ("wal_read_only", "gauge", "wal_read_only", "1 if the log of one shard cannot be written any more"),
+    ("wal_unsynced_bytes", "gauge", "wal_unsynced_bytes", "Bytes in the log of one shard that are not synced yet"),
+    ("wal_bytes_written_total", "counter", "wal_bytes_written", "Bytes written to the log of one shard"),
+    ("wal_batches_total", "counter", "wal_batches", "Groups committed by one shard"),
+    ("wal_fsyncs_total", "counter", "wal_fsyncs", "Syncs of the log of one shard"),
+    ("wal_write_errors_total", "counter", "write_errors", "Groups that could not be written or synced"),
+)
+_FRONTEND: Final[tuple[tuple[str, _Kind, str, str], ...]] = (
+    ("connections", "gauge", "connections", "Open HTTP/1.1 connections of one frontend"),
+    ("sse_connections", "gauge", "sse_connections", "Open event streams of one frontend"),
+    ("long_polls", "gauge", "long_polls", "Long polls that wait in one frontend"),
+    ("requests_total", "counter", "requests", "Requests to one frontend"),
+)
+_TRAFFIC: Final[tuple[tuple[str, str, str], ...]] = (
+    ("requests", "requests", "Requests that reached a route"),
+    ("records_written", "records_in", "Records committed for clients"),
+    ("records_delivered", "records_out", "Records sent to clients, by diff and watch"),
+    ("sse_frames", "sse_frames", "Frames sent on event streams"),
+)
+
+
+class ServiceFigures:
+    """Everything but the series of single topics."""
+
+    def __init__(self, control: ControlPage, durations: Durations, now_ms: Callable[[], int]) -> None:
+        self._control = control
+        self._durations = durations
+        self._now_ms = now_ms
+        self._shards = [control.cell(Role.WALSHARD, shard) for shard in range(control.shards)]
+        self._frontends = [control.cell(Role.FRONTEND, frontend) for frontend in range(control.frontends)]
+
+    def families(self) -> Iterator[Family]:
+        yield from self._content()
+        yield from self._health()
+        yield from self._wal()
+        yield from self._parts("shard", self._shards, _SHARD)
+        yield from self._parts("frontend", self._frontends, _FRONTEND)
+        yield from self._requests()
+        yield from self._processes()
+
+    def _content(self) -> Iterator[Family]:
+        shards = self._shards
+        yield single("topics_topics", "gauge", "Topics", _sum(shards, "topics"))
+        by_class: list[Sample] = [((name,), _sum(shards, f"topics_{name}")) for name in CLASSES]
+        yield Family("topics_topics_by_class", "gauge", "Topics by durability class", ("class",), by_class)
+        yield single("topics_queue_topics", "gauge", "Topics of type queue", _sum(shards, "queue_topics"))
+        yield single("topics_records_live", "gauge", "Live records in all topics", _sum(shards, "records_live"))
+        yield single("topics_bytes_live", "gauge", "Live bytes in all topics", _sum(shards, "bytes_live"))
+        # This version has neither routers nor leases: there are none.
+        yield single("topics_routers", "gauge", "Routers", 0)
+        yield single("topics_queue_leases_in_flight", "gauge", "Leases held by consumers of queues", 0)
+        yield single("topics_watch_sessions", "gauge", "Watch sessions that are kept", _sum(shards, "sessions"))
+        streams = _sum(self._frontends, "sse_connections")
+        yield single("topics_sse_connections", "gauge", "Open event streams", streams)
+
+    def _health(self) -> Iterator[Family]:
+        ready = all(cell.get("generation") for cell in self._shards)
+        progress = replay_progress(self._shards)
+        uptime_ms = max(0, self._now_ms() - self._control.header.get("started_ms"))
+        yield Family("topics_build_info", "gauge", "The version that runs", ("version",), [((__version__,), 1)])
+        yield single("topics_ready", "gauge", "1 if all topics can be read", int(ready))
+        yield single("topics_recovery_progress", "gauge", "How much of the logs has been read, 0 to 1", progress)
+        yield single("topics_uptime_ms", "gauge", "Milliseconds since the service was started", uptime_ms)
+
+    def _wal(self) -> Iterator[Family]:
+        shards = self._shards
+        for name, field, help in _WAL:
+            yield single(f"topics_wal_{name}_total", "counter", help, _sum(shards, field))
+        full = _sum(self._frontends, "ring_full")
+        yield single("topics_wal_submit_full_total", "counter", "Requests that found the ring of a shard full", full)
+        depth = _sum(shards, "queue_depth")
+        yield single("topics_wal_queue_depth", "gauge", "Requests in the groups that the shards took last", depth)
+        peak = max(cell.get("queue_depth_peak") for cell in shards)
+        yield single("topics_wal_queue_depth_peak", "gauge", "Most requests in one group since its shard started", peak)
+        read_only = int(any(cell.get("wal_read_only") for cell in shards))
+        yield single("topics_wal_read_only", "gauge", "1 if the log of a shard cannot be written any more", read_only)
+        counts = [_sum(shards, f"fsync_us_{bucket:02d}") for bucket in range(LATENCY_BUCKETS)]
+        buckets = Buckets(_BOUNDS_AS_US, counts, _sum(shards, "fsync_us_sum"))
+        help = "Microseconds that a group waited for its sync"
+        yield Family("topics_wal_fsync_latency_us", "histogram", help, (), [((), buckets)])
+
+    def _parts(
+        self, label: str, cells: list[ProcessCell], columns: tuple[tuple[str, _Kind, str, str], ...]
+    ) -> Iterator[Family]:
+        for name, kind, field, help in columns:
+            samples: list[Sample] = [((str(index),), cell.get(field)) for index, cell in enumerate(cells)]
+            yield Family(f"topics_{label}_{name}", kind, help, (label,), samples)
+
+    def _requests(self) -> Iterator[Family]:
+        for name, field, help in _TRAFFIC:
+            yield single(f"topics_{name}_total", "counter", help, _sum(self._frontends, field))
+        errors: list[Sample] = [((s,), _sum(self._frontends, f"responses_{s}")) for s in ("4xx", "5xx")]
+        yield Family("topics_error_responses_total", "counter", "Requests that were refused", ("status",), errors)
+        samples: list[Sample] = []
+        for route in Route:
+            counts, sum_us = self._durations.read(route)
+            samples.append(((route.name.lower(),), Buckets(_BOUNDS_AS_SECONDS, counts, sum_us / 1_000_000)))
+        help = "Seconds from a request to the end of its answer, event streams left out"
+        yield Family("topics_request_duration_seconds", "histogram", help, ("route",), samples)
+
+    def _processes(self) -> Iterator[Family]:
+        up: list[Sample] = []
+        restarts: list[Sample] = []
+        for (role, index), cell in self._control.cells().items():
+            if role is Role.COMPACTOR:
+                continue
+            labels = (role.name.lower(), str(index))
+            up.append((labels, int(cell.supervisor.get("pid") > 0)))
+            restarts.append((labels, cell.supervisor.get("restarts")))
+        names = ("process", "index")
+        yield Family("topics_process_up", "gauge", "1 while the process runs", names, up)
+        help = "Starts of the process after its first"
+        yield Family("topics_process_restarts_total", "counter", help, names, restarts)
+
+
+def _sum(cells: list[ProcessCell], field: str) -> int:
+    return sum([cell.get(field) for cell in cells])

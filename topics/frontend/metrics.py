@@ -1,0 +1,123 @@
+"""`GET /v0/metrics` (api §8): Prometheus text, or JSON for who asks for that.
+
+Read from the control page and the arenas alone. The series of single topics are bounded, and are read and rendered in
+slices of SLICE_S between which the event loop does everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from topics.core.names import owner_shard
+from topics.frontend import exposition
+from topics.frontend.answers import elapsed_ms, send_json, send_whole
+from topics.frontend.arenas import Arenas, live_names
+from topics.frontend.exposition import TEXT_TYPE, Family, Sample, single
+from topics.frontend.figures import ServiceFigures
+from topics.frontend.http1_exchange import Receive, Scope, Send
+from topics.frontend.media import weight
+from topics.shm.arena import TopicView
+
+SLICE_S: Final = 0.001
+PAGE_TOPICS: Final = 64
+_TOPIC_SERIES: Final = (
+    ("head_seq", "The last seq of a topic"),
+    ("earliest_seq", "The first live seq of a topic, head_seq + 1 if there is none"),
+    ("records_live", "Live records of a topic"),
+    ("bytes_live", "Live bytes of a topic"),
+)
+
+
+class MetricsRoute:
+    """`topics_max`: so many topics, the first by name, have series of their own."""
+
+    def __init__(self, figures: ServiceFigures, arenas: Arenas, shards: int, topics_max: int) -> None:
+        self._figures = figures
+        self._arenas = arenas
+        self._shards = shards
+        self._topics_max = topics_max
+
+    async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        headers = dict(scope["headers"])
+        accept = headers.get(b"accept", b"")
+        families = [*self._figures.families(), *await self._topic_families()]
+        if wants_json(accept):
+            members = await _in_slices(exposition.json(families))
+            took_ms = str(elapsed_ms(started_ns)).encode()
+            body = b'{%b,"performance":{"server_total_ms":%b}}' % (members, took_ms)
+            await send_json(send, headers, 200, body, [(b"vary", b"accept")])
+        else:
+            body = await _in_slices(exposition.text(families))
+            await send_whole(send, headers, 200, TEXT_TYPE, body, [(b"vary", b"accept")])
+
+    async def _topic_families(self) -> list[Family]:
+        columns: list[list[Sample]] = [[] for _ in _TOPIC_SERIES]
+        turn = _Turn()
+        after, room = "", self._topics_max
+        while room:
+            page = self._page(after, min(room, PAGE_TOPICS))
+            if not page:
+                break
+            for name, view in page:
+                labels = (name,)
+                values = (view.head_seq, view.earliest_seq, view.records, view.live_bytes)
+                for column, value in zip(columns, values, strict=True):
+                    column.append((labels, value))
+            after = page[-1][0]
+            room -= len(page)
+            await turn.taken()
+        truncated = int(bool(self._page(after, 1)))
+        help = "1 if there are more topics than may have series of their own"
+        return [
+            *(
+                Family(f"topics_topic_{name}", "gauge", of, ("topic",), samples)
+                for (name, of), samples in zip(_TOPIC_SERIES, columns, strict=True)
+            ),
+            single("topics_topic_metrics_truncated", "gauge", help, truncated),
+        ]
+
+    def _page(self, after: str, most: int) -> list[tuple[str, TopicView]]:
+        """The topics that follow a name, those of shards that have recovered; empty only when there is none."""
+        arenas = [self._arenas.of(shard) for shard in range(self._shards)]
+        names = list(itertools.islice(live_names([arena for arena in arenas if arena], "", after), most))
+        found = []
+        for name in names:
+            arena = arenas[owner_shard(name, self._shards)]
+            hit = None if arena is None else arena.look_up(name)
+            if hit is not None:
+                found.append((name, hit[1]))
+        if names and not found:  # all of them went away between the two lines
+            return self._page(names[-1], most)
+        return found
+
+
+class _Turn:
+    """Lets the event loop go on when a slice is over."""
+
+    def __init__(self) -> None:
+        self._until_s = time.monotonic() + SLICE_S
+
+    async def taken(self) -> None:
+        if time.monotonic() >= self._until_s:
+            await asyncio.sleep(0)
+            self._until_s = time.monotonic() + SLICE_S
+
+
+async def _in_slices(pieces: Iterator[bytes]) -> bytes:
+    turn = _Turn()
+    rendered = []
+    for piece in pieces:
+        rendered.append(piece)
+        await turn.taken()
+    return b"".join(rendered)
+
+
+def wants_json(accept: bytes) -> bool:
+    """Text is what scrapers expect, whatever else they take: JSON only for who names it and does not prefer text."""
+    json = weight(accept, b"application/json")
+    return b"application/json" in accept.lower() and 0 < json >= weight(accept, b"text/plain")

@@ -1,0 +1,71 @@
+"""How long requests took, by route: histograms that every frontend keeps in shared memory and any of them reads.
+
+    block of frontend 0 | block of frontend 1 | …        each written by its frontend alone
+
+    block    | route 0 | route 1 | …                     `Route`, in its order
+    route    | count u64 × LATENCY_BUCKETS | sum of all in µs u64 |
+
+It outlives the frontend that wrote it: counters never go down while the service runs.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+from topics.shm.control import LATENCY_BUCKETS, latency_bucket
+
+_ROUTE_WORDS: Final = LATENCY_BUCKETS + 1
+
+
+class Route(IntEnum):
+    """What a request is, for whoever looks at its time; the names are labels in the metrics."""
+
+    APPEND = 0
+    DIFF = 1
+    DIFF_WAIT = 2
+    """A diff that waited for something to deliver: its time is its client's wish."""
+    LIST_TOPICS = 3
+    GET_TOPIC = 4
+    PUT_TOPIC = 5
+    DELETE_TOPIC = 6
+    DELETE_RECORDS = 7
+    CREATE_WATCH = 8
+    HEALTH = 9
+    READY = 10
+    METRICS = 11
+    OTHER = 12
+
+
+_BLOCK_WORDS: Final = len(Route) * _ROUTE_WORDS
+
+
+class Histogram(NamedTuple):
+    """Counts by bucket (`latency_bucket`), and the sum of what was counted."""
+
+    counts: list[int]
+    sum_us: int
+
+
+class Durations:
+    """All blocks; `observe` is for the owner of `frontend` alone."""
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+
+    @staticmethod
+    def size_bytes(frontends: int) -> int:
+        return frontends * _BLOCK_WORDS * 8
+
+    def observe(self, frontend: int, route: Route, took_us: int) -> None:
+        words = self._words
+        word = frontend * _BLOCK_WORDS + route * _ROUTE_WORDS
+        words[word + latency_bucket(took_us)] += 1
+        words[word + LATENCY_BUCKETS] += took_us
+
+    def read(self, route: Route) -> Histogram:
+        """Of all frontends together."""
+        sums = [0] * _ROUTE_WORDS
+        for word in range(route * _ROUTE_WORDS, len(self._words), _BLOCK_WORDS):
+            sums = [a + b for a, b in zip(sums, self._words[word : word + _ROUTE_WORDS], strict=True)]
+        return Histogram(sums[:-1], sums[-1])
