@@ -21,6 +21,7 @@ from tests.contract.asking import (
     write,
     write_raw,
 )
+from tests.contract.stream import Stream, watch
 from tests.harness import Service
 
 RECORD = b'{"records":[{"data":1}]}'
@@ -186,3 +187,14 @@ def test_responses_are_gzipped_for_those_who_ask(client: httpx.Client, topic: st
         plain = client.post(path, json={}, headers={"Accept-Encoding": refusal})
         assert "content-encoding" not in plain.headers
         assert plain.json()["records"] == zipped.json()["records"]
+
+
+def test_short_answers_and_event_streams_are_never_packed(service: Service, topic: str) -> None:
+    write(service.client, topic, *["x" * 200] * 50)
+    short = service.client.get(f"/v0/topics/{topic}", headers={"Accept-Encoding": "gzip"})
+    assert len(short.content) < 1024
+    assert "content-encoding" not in short.headers
+    wid = watch(service.client, {topic: {}})["wid"]
+    with Stream(service.url, wid, {"Accept-Encoding": "gzip", "Accept": "text/event-stream"}) as stream:
+        assert "content-encoding" not in stream.response.headers
+        assert len(stream.records(50)) == 50

@@ -114,3 +114,14 @@ def test_floors_counts_and_bytes_equal_a_model(
         assert topic.evict_floor == topic.earliest_seq
         assert topic.earliest_seq >= earliest_before
         earliest_before = topic.earliest_seq
+
+
+def test_growth_is_what_a_write_leaves_after_the_caps_have_evicted_for_it() -> None:
+    log, ring, full = make(), make(cap_records=3), make(cap_bytes=300)
+    for topic in (log, ring, full):
+        append(topic, 3)
+        before = topic.live_bytes
+        growth = topic.growth(2, 200)
+        append(topic, 2)
+        assert growth == topic.live_bytes - before
+    assert make(cap_records=3, discard="reject").growth(9, 900) == 900

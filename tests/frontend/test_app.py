@@ -56,7 +56,9 @@ class Frontend:
             TopicRoutes(reader, hosting.arenas, self.gateway, writer, recency, settings),
             WatchRoutes(reader, Sessions(self.gateway, hosting.arenas, 1), hub, settings, streams),
             ProbeRoutes(shared.control, hosting.clock),
-            MetricsRoute(ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms), hosting.arenas, 1, 100),
+            MetricsRoute(
+                ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms), hosting.arenas, 1, 100
+            ),
             self.cell,
             partial(shared.durations.observe, 0),
         )

@@ -158,7 +158,9 @@ class Appends:
             apply(file_no, offset)
 
         answer.reply = self._reply(answer, draft.last, draft, created, deduped=False)
-        self.durable.append(Operation(buffers, apply_with_topic if created else apply, sync=sync, answer=answer))
+        apply_all = apply_with_topic if created else apply
+        more_frames = request.count - 1
+        self.durable.append(Operation(buffers, apply_all, more_frames=more_frames, sync=sync, answer=answer))
 
     def _prepare_ram(self, request: AppendRequest, draft: Draft, answer: Answer) -> None:
         """The records go to the RAM log; that the topic exists and how far its head may be, to the durable one."""
@@ -174,7 +176,7 @@ class Appends:
         buffers: list[Bytes] = []
         apply = self._append(request, draft, buffers, 0, LOCATION_IN_RAM_LOG)
         answer.reply = self._reply(answer, draft.last, draft, created, deduped=False)
-        self.ram.append(Operation(buffers, apply, answer=answer))
+        self.ram.append(Operation(buffers, apply, more_frames=request.count - 1, answer=answer))
 
     def _append(
         self, request: AppendRequest, draft: Draft, buffers: list[Bytes], frame_flags: int, location_flags: int

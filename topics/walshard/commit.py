@@ -127,7 +127,7 @@ class Logs:
         buffers = list(chain.from_iterable(operation.buffers for operation in operations))
         sync = any(operation.sync for operation in operations)
         try:
-            times = wal.commit(plan, buffers, sync, len(buffers))
+            times = wal.commit(plan, buffers, sync, sum([operation.frames for operation in operations]))
         except (WalWriteError, WalSyncError) as error:
             refusal = self.refusal(error)
             return [(operation, refusal) for operation in operations]

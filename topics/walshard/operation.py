@@ -20,21 +20,24 @@ class Answer:
 
 
 class Operation:
-    """`buffers` are whole frames. `apply(file_no, offset)` runs once they are in the log, and must not fail.
-    `answer` is the request it carries out, if any; `sync`: it is not committed before it is on the disk.
+    """`buffers` are whole frames, one each but for `more_frames` that share a buffer with others. `apply(file_no,
+    offset)` runs once they are in the log, and must not fail. `answer` is the request it carries out, if any; `sync`:
+    it is not committed before it is on the disk.
     """
 
-    __slots__ = ("answer", "apply", "buffers", "length", "sync")
+    __slots__ = ("answer", "apply", "buffers", "frames", "length", "sync")
 
     def __init__(
         self,
         buffers: list[Bytes],
         apply: Callable[[int, int], None],
         *,
+        more_frames: int = 0,
         sync: bool = False,
         answer: Answer | None = None,
     ) -> None:
         self.buffers = buffers
+        self.frames = len(buffers) + more_frames
         self.length = sum(map(len, buffers))
         self.apply = apply
         self.sync = sync

@@ -1,0 +1,337 @@
+"""api §8: metrics, read by a parser that is not ours."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.contract.asking import Connection, diff, ok, put, refused, state, write
+from tests.contract.stream import follow, watch
+from tests.harness import Service, poll
+
+Labels = tuple[tuple[str, str], ...]
+Samples = dict[tuple[str, Labels], float]
+
+OF_THE_CONTRACT = {
+    *("topics_topics", "topics_topics_by_class", "topics_routers", "topics_records_live", "topics_bytes_live"),
+    *("topics_queue_topics", "topics_queue_leases_in_flight", "topics_sse_connections", "topics_watch_sessions"),
+    *("topics_ready", "topics_recovery_progress", "topics_uptime_ms", "topics_topic_metrics_truncated"),
+    *(f"topics_topic_{name}" for name in ("head_seq", "earliest_seq", "records_live", "bytes_live")),
+    *(f"topics_wal_{name}_total" for name in ("frames", "batches", "fsyncs", "bytes_written", "rotations")),
+    *("topics_wal_submit_full_total", "topics_wal_queue_depth", "topics_wal_queue_depth_peak"),
+    *("topics_wal_read_only", "topics_wal_fsync_latency_us"),
+}
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def text(client: httpx.Client) -> str:
+    answer = client.get("/v0/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    return answer.text
+
+
+def samples(content: str) -> Samples:
+    read: Samples = {}
+    for family in text_string_to_metric_families(content):
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in read, f"{key} comes twice"
+            read[key] = sample.value
+    return read
+
+
+def scrape(client: httpx.Client) -> Samples:
+    return samples(text(client))
+
+
+def value(read: Samples, name: str, **labels: str) -> float:
+    return read[name, tuple(sorted(labels.items()))]
+
+
+def total(read: Samples, name: str) -> float:
+    """Over all labels."""
+    return sum(number for (of, _), number in read.items() if of == name)
+
+
+@pytest.fixture
+def own() -> Iterator[Service]:
+    with Service() as running:
+        yield running
+
+
+def test_every_metric_has_help_type_and_one_block(client: httpx.Client, topic: str) -> None:
+    put(client, topic)
+    content = text(client)
+    assert content.endswith("\n")
+    helps = re.findall(r"^# HELP (\S+) (\S.*)$", content, re.MULTILINE)
+    types = re.findall(r"^# TYPE (\S+) (\S+)$", content, re.MULTILINE)
+    assert [name for name, _ in helps] == [name for name, _ in types]
+    assert len({name for name, _ in types}) == len(types)
+    for family in text_string_to_metric_families(content):
+        assert NAME.fullmatch(family.name), family.name
+        assert family.samples, family.name
+        for sample in family.samples:
+            if family.type == "counter":
+                assert sample.name.endswith("_total"), sample
+            elif family.type == "gauge":
+                assert not re.search(r"_(total|count|sum|bucket)$", sample.name), sample
+            assert sample.value >= 0, sample
+    assert {name for name, _ in types} >= OF_THE_CONTRACT
+
+
+@pytest.mark.parametrize("name", ["topics_wal_fsync_latency_us", "topics_request_duration_seconds"])
+def test_histograms_are_cumulative_and_end_at_their_count(client: httpx.Client, topic: str, name: str) -> None:
+    put(client, topic, durability="fsync")
+    write(client, topic, 1)
+    (family,) = [f for f in text_string_to_metric_families(text(client)) if f.name == name]
+    assert family.type == "histogram"
+    series: dict[str, list[tuple[float, float]]] = {}
+    counts, sums = {}, {}
+    for sample in family.samples:
+        of = sample.labels.get("route", "")
+        if sample.name == f"{name}_bucket":
+            series.setdefault(of, []).append((float(sample.labels["le"]), sample.value))
+        elif sample.name == f"{name}_count":
+            counts[of] = sample.value
+        else:
+            sums[of] = sample.value
+    assert set(series) == set(counts) == set(sums)
+    assert sum(counts.values()) > 0
+    for of, buckets in series.items():
+        assert buckets == sorted(buckets), of
+        assert buckets[-1] == (float("inf"), counts[of])
+        assert [count for _, count in buckets] == sorted(count for _, count in buckets)
+        assert (sums[of] > 0) == (counts[of] > 0)
+
+
+def test_topics_records_and_bytes_of_all(client: httpx.Client, topic: str) -> None:
+    before = scrape(client)
+    classes = ("ephemeral", "memory", "disk", "fsync")
+    for durability in classes:
+        put(client, f"{topic}-{durability}", durability=durability)
+        write(client, f"{topic}-{durability}", "a", "bb")
+    put(client, f"{topic}-queue", type="queue")
+    put(client, f"{topic}-capped", cap_records=2)
+    write(client, f"{topic}-capped", 1, 2, 3, 4, 5)
+    after = scrape(client)
+
+    def grown(name: str, **labels: str) -> float:
+        return value(after, name, **labels) - value(before, name, **labels)
+
+    assert grown("topics_topics") == 6
+    assert [grown("topics_topics_by_class", **{"class": name}) for name in classes] == [1, 1, 3, 1]
+    assert grown("topics_queue_topics") == 1
+    names = [*(f"{topic}-{durability}" for durability in classes), f"{topic}-queue", f"{topic}-capped"]
+    states = {name: state(client, name) for name in names}
+    assert grown("topics_records_live") == sum(one["count"] for one in states.values()) == 10
+    assert grown("topics_bytes_live") == sum(one["bytes"] for one in states.values()) > 0
+    for name, one in states.items():
+        for series, field in (
+            ("head_seq", "head_seq"),
+            ("earliest_seq", "earliest_seq"),
+            ("records_live", "count"),
+            ("bytes_live", "bytes"),
+        ):
+            assert value(after, f"topics_topic_{series}", topic=name) == one[field], (name, series)
+    for name in names:
+        ok(client.delete(f"/v0/topics/{name}"))
+    gone = scrape(client)
+    for series in ("topics_topics", "topics_records_live", "topics_bytes_live", "topics_queue_topics"):
+        assert value(gone, series) == value(before, series), series
+    assert ("topics_topic_head_seq", (("topic", names[0]),)) not in gone
+
+
+def test_the_log_counts_what_was_written(client: httpx.Client, topic: str) -> None:
+    put(client, topic, durability="fsync")
+    before = scrape(client)
+    for n in range(5):
+        write(client, topic, n, n)
+    after = scrape(client)
+
+    def grown(name: str) -> float:
+        return value(after, name) - value(before, name)
+
+    assert grown("topics_wal_frames_total") == 10
+    assert grown("topics_wal_batches_total") >= 5
+    assert grown("topics_wal_fsyncs_total") >= 5
+    assert grown("topics_wal_fsync_latency_us_count") >= 5
+    assert grown("topics_wal_bytes_written_total") >= state(client, topic)["bytes"]
+    assert total(after, "topics_shard_wal_bytes_written_total") == value(after, "topics_wal_bytes_written_total")
+    assert value(after, "topics_wal_read_only") == 0
+    assert value(after, "topics_wal_queue_depth_peak") >= 1
+
+
+def test_requests_are_counted_and_timed_by_route(client: httpx.Client, topic: str) -> None:
+    before = scrape(client)
+    put(client, topic)
+    for n in range(3):
+        write(client, topic, n)
+    diff(client, topic)
+    diff(client, topic, from_seq=3, wait_ms=30)
+    refused(client.get(f"/v0/topics/{topic}-none"), 404, "topic_not_found")
+    after = scrape(client)
+
+    def timed(route: str) -> float:
+        name = "topics_request_duration_seconds_count"
+        return value(after, name, route=route) - value(before, name, route=route)
+
+    assert [timed(route) for route in ("put_topic", "append", "diff", "diff_wait", "get_topic", "metrics")] == [
+        *(1, 3, 1, 1, 1),
+        1,  # the scrape before; this one is not over
+    ]
+    waited = value(after, "topics_request_duration_seconds_sum", route="diff_wait")
+    assert waited - value(before, "topics_request_duration_seconds_sum", route="diff_wait") >= 0.03
+    assert value(after, "topics_requests_total") - value(before, "topics_requests_total") == 8
+    errors = "topics_error_responses_total"
+    assert value(after, errors, status="4xx") - value(before, errors, status="4xx") == 1
+    assert value(after, "topics_records_written_total") - value(before, "topics_records_written_total") == 3
+    assert value(after, "topics_records_delivered_total") - value(before, "topics_records_delivered_total") == 3
+
+
+def test_sessions_and_streams(service: Service, topic: str) -> None:
+    put(service.client, topic)
+    before = scrape(service.client)
+    with follow(service, {topic: {}}) as stream:
+        stream.event("caught-up")
+        watch(service.client, {topic: {}})
+        during = scrape(service.client)
+        for name, more in (("topics_watch_sessions", 2), ("topics_sse_connections", 1)):
+            assert value(during, name) - value(before, name) == more, name
+        assert total(during, "topics_frontend_sse_connections") == value(during, "topics_sse_connections")
+        assert value(during, "topics_sse_frames_total") > value(before, "topics_sse_frames_total")
+    poll("the stream to be gone", lambda: value(scrape(service.client), "topics_sse_connections") == 0)
+
+
+def test_the_json_has_the_same_names_and_numbers(client: httpx.Client, topic: str) -> None:
+    write(client, topic, 1, 2)
+    as_text = scrape(client)
+    answer = client.get("/v0/metrics", headers={"Accept": "application/json"})
+    body = ok(answer)
+    for name in OF_THE_CONTRACT | {"topics_build_info", "topics_process_restarts_total"}:
+        assert name in body, name
+    for name in ("topics_topics", "topics_records_live", "topics_bytes_live", "topics_ready"):
+        assert body[name] == value(as_text, name)
+    assert body["topics_topic_head_seq"][topic] == 2
+    assert body["topics_topics_by_class"]["disk"] == value(as_text, "topics_topics_by_class", **{"class": "disk"})
+    assert body["topics_process_restarts_total"]["walshard"]["1"] == 0
+    latency = body["topics_wal_fsync_latency_us"]
+    assert latency["buckets"]["+Inf"] == latency["count"]
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        ("*/*", "text/plain"),
+        ("text/plain", "text/plain"),
+        ("application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.1", "text/plain"),
+        ("application/json", "application/json"),
+        ("application/json;q=0.2, text/plain", "text/plain"),
+    ],
+)
+def test_what_is_asked_for_is_given(client: httpx.Client, accept: str, content_type: str) -> None:
+    answer = client.get("/v0/metrics", headers={"Accept": accept})
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].partition(";")[0] == content_type
+
+
+def test_metrics_are_packed_for_those_who_ask(client: httpx.Client) -> None:
+    packed = client.get("/v0/metrics", headers={"Accept-Encoding": "gzip"})
+    plain = client.get("/v0/metrics", headers={"Accept-Encoding": "identity"})
+    assert packed.headers["content-encoding"] == "gzip"
+    assert int(packed.headers["content-length"]) < len(packed.content) / 3
+    assert "content-encoding" not in plain.headers
+    assert {name for name, _ in samples(packed.text)} == {name for name, _ in samples(plain.text)}
+
+
+def test_head_and_other_methods(client: httpx.Client) -> None:
+    answer = client.head("/v0/metrics")
+    assert (answer.status_code, answer.content) == (200, b"")
+    refused(client.post("/v0/metrics", json={}), 405, "method_not_allowed")
+
+
+def test_any_frontend_answers_for_the_whole_service(own: Service) -> None:
+    for n in range(20):
+        write(own.client, f"t{n}", n)
+    answered: dict[int, Samples] = {}
+
+    def ask() -> bool:
+        before = scrape(own.client)
+        connection = Connection(own)
+        status, content, _ = connection.send("GET", "/v0/metrics")
+        connection.close()
+        assert status == 200
+        after = scrape(own.client)
+        for index in range(own.frontends):
+            name, of = "topics_frontend_requests_total", str(index)
+            # The client's own connection stays with one frontend, whose count grows by two: its scrape and this.
+            if value(after, name, frontend=of) - value(before, name, frontend=of) in (1, 3):
+                answered[index] = samples(content.decode())
+        return len(answered) >= 2
+
+    poll("both frontends to have answered", ask, 20.0)
+    first, second = answered.values()
+    for name in ("topics_topics", "topics_records_live", "topics_bytes_live", "topics_watch_sessions"):
+        assert value(first, name) == value(second, name)
+    assert [value(read, "topics_topics") for read in answered.values()] == [20, 20]
+    heads = {key for key in first if key[0] == "topics_topic_head_seq"}
+    assert len(heads) == 20
+    assert heads == {key for key in second if key[0] == "topics_topic_head_seq"}
+
+
+def test_a_killed_shard_takes_no_figures_along(own: Service) -> None:
+    put(own.client, "f", durability="fsync")
+    for n in range(20):
+        write(own.client, f"t{n}", n)
+        write(own.client, "f", n)
+    before = scrape(own.client)
+    for index in range(own.shards):
+        own.wait_healed(own.kill("walshard", index))
+    own.wait_healed(own.kill("frontend", 0))
+    after = scrape(own.client)
+    for name in ("topics_topics", "topics_records_live", "topics_bytes_live"):
+        assert value(after, name) == value(before, name), name
+    for (name, labels), number in before.items():
+        if name.endswith(("_total", "_count", "_bucket")):
+            assert after[name, labels] >= number, (name, labels)
+    restarts = "topics_process_restarts_total"
+    found = {
+        (process, index): value(after, restarts, process=process, index=index)
+        for process in ("frontend", "walshard")
+        for index in "01"
+    }
+    assert found == {("frontend", "0"): 1, ("frontend", "1"): 0, ("walshard", "0"): 1, ("walshard", "1"): 1}
+    write(own.client, "f", "more")
+    grown = scrape(own.client)
+    assert value(grown, "topics_wal_fsyncs_total") > value(after, "topics_wal_fsyncs_total")
+
+
+def test_it_answers_while_shards_do_not(own: Service) -> None:
+    for n in range(10):
+        write(own.client, f"t{n}", n)
+    pids = [own.pid_of("walshard", index) for index in range(own.shards)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        read = scrape(own.client)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    assert value(read, "topics_topics") == 10
+    assert total(read, "topics_topic_head_seq") == 10
+
+
+def test_series_of_topics_stop_at_their_bound() -> None:
+    with Service(env={"TOPICS_MAX_METRIC_TOPICS": "3"}) as service:
+        for n in range(5):
+            write(service.client, f"t{n}", n)
+        read = scrape(service.client)
+        assert {dict(labels)["topic"] for name, labels in read if name == "topics_topic_head_seq"} == {"t0", "t1", "t2"}
+        assert value(read, "topics_topic_metrics_truncated") == 1
+        assert value(read, "topics_topics") == 5
