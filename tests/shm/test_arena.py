@@ -63,6 +63,65 @@ def test_a_slot_used_again_is_another_topic(identity: str) -> None:
     assert len(reader.names) == 1
 
 
+class Directory:
+    """Topics that come and go in an arena, and what they are called."""
+
+    def __init__(self, identity: str) -> None:
+        self.writer = ArenaWriter(identity, 0, 1)
+        self.slots: dict[str, int] = {}
+        self._ring = LocationRing(self.writer, 1)
+        self._last_id = 0
+
+    def make(self, name: str) -> None:
+        self.slots[name] = slot = self.writer.new_slot()
+        self._publish(slot, name, SlotState.LIVE)
+
+    def delete(self, name: str) -> None:
+        slot = self.slots.pop(name)
+        self._publish(slot, name, SlotState.DELETED)
+        self.writer.return_slot(slot)
+
+    def _publish(self, slot: int, name: str, state: SlotState) -> None:
+        self._last_id += 1
+        descriptor = self.writer.store_descriptor(Descriptor(name, TopicConfig()))
+        self.writer.publish(slot, view_of(self._ring, descriptor, topic_id=self._last_id, state=state))
+        self.writer.announce(slot)
+
+
+@pytest.mark.parametrize("topics", [500, 5000], ids=["from the change list", "from all slots"])
+def test_topics_are_learned_in_steps_while_they_come_and_go(identity: str, topics: int) -> None:
+    directory = Directory(identity)
+    for number in range(topics):
+        directory.make(f"t{number}")
+    reader = ArenaReader(identity, 0, 1)
+    steps = 0
+    while not reader.learn(64):
+        steps += 1
+        if steps < 4:
+            # Names move to slots that were looked at, and to some that were not.
+            for number in range(steps * 100, steps * 100 + 50):
+                directory.delete(f"t{number}")
+            for number in range(steps * 100 + 25, steps * 100 + 75):
+                if f"t{number}" not in directory.slots:
+                    directory.make(f"t{number}")
+    assert steps >= topics // 64
+    assert dict(reader.names) == directory.slots
+
+
+def test_who_looks_for_a_topic_does_not_wait_for_the_steps(identity: str) -> None:
+    directory = Directory(identity)
+    for number in range(300):
+        directory.make(f"t{number}")
+    reader = ArenaReader(identity, 0, 1)
+    assert not reader.learn(10)
+    directory.delete("t7")
+    directory.make("t300")
+    assert reader.find("t300") == directory.slots["t300"]
+    assert reader.find("t7") is None
+    assert dict(reader.names) == directory.slots
+    assert reader.learn(1)
+
+
 @settings(max_examples=60, deadline=None)
 @given(steps=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 90)), min_size=1, max_size=40))
 def test_the_location_ring_holds_what_was_appended_and_not_dropped(steps: list[tuple[int, int]]) -> None:

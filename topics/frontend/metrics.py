@@ -58,6 +58,9 @@ class MetricsRoute:
     async def _topic_families(self) -> list[Family]:
         columns: list[list[Sample]] = [[] for _ in _TOPIC_SERIES]
         turn = _Turn()
+        for shard in range(self._shards):
+            while (arena := self._arenas.of(shard)) is not None and not arena.learn(PAGE_TOPICS):
+                await turn.taken()
         after, room = "", self._topics_max
         while room:
             page = self._page(after, min(room, PAGE_TOPICS))

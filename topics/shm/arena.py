@@ -356,6 +356,9 @@ class ArenaReader:
             raise ValueError(f"{self._shared.name} is not an index arena of this version")
         self.generation = generation
         self._seen_changes = 0
+        self._unlearned: list[int] = []
+        """Slots with changes up to `_listed_changes` that are yet to be looked at."""
+        self._listed_changes = 0
         self._names: SortedDict[str, int] = SortedDict()
         self._name_of: dict[int, str] = {}
         self._configs: dict[int, tuple[int, TopicConfig]] = {}
@@ -445,20 +448,38 @@ class ArenaReader:
             if self._words[word] == published:
                 return _decode_descriptor(body), view
 
+    def learn(self, slots_max: int) -> bool:
+        """Takes note of topics that came or went, at most so many; True when none is left. Whoever looks for a topic
+        takes note of all at one go, which for ten thousand new ones holds up the process: this does not.
+        """
+        if not self._unlearned:
+            self._list_changes()
+        for _ in range(min(slots_max, len(self._unlearned))):
+            self._learn_slot(self._unlearned.pop())
+        if not self._unlearned:
+            self._seen_changes = self._listed_changes
+        return self._seen_changes == self._words[_Header.CHANGE_COUNT]
+
     def _learn(self) -> None:
+        while not self.learn(SLOTS_MAX):
+            pass
+
+    def _list_changes(self) -> None:
         count = self._words[_Header.CHANGE_COUNT]
         if count - self._seen_changes > CHANGES // 2:
             changed = set(range(self._words[_Header.SLOTS_USED]))
         else:
             changed = {self._words[_CHANGES_WORD + at % CHANGES] for at in range(self._seen_changes, count)}
-        for slot in changed:
-            name = self._name_of.pop(slot, None)
-            if name is not None and self._names.get(name) == slot:
-                del self._names[name]
-            view = self.view(slot)
-            self._configs.pop(view.topic_id, None)
-            if view.state == SlotState.LIVE:
-                descriptor, view = self._descriptor(slot)
-                self._name_of[slot] = descriptor.name
-                self._names[descriptor.name] = slot
-        self._seen_changes = count
+        self._unlearned = list(changed)
+        self._listed_changes = count
+
+    def _learn_slot(self, slot: int) -> None:
+        name = self._name_of.pop(slot, None)
+        if name is not None and self._names.get(name) == slot:
+            del self._names[name]
+        view = self.view(slot)
+        self._configs.pop(view.topic_id, None)
+        if view.state == SlotState.LIVE:
+            descriptor, view = self._descriptor(slot)
+            self._name_of[slot] = descriptor.name
+            self._names[descriptor.name] = slot
