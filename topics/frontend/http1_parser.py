@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
 
 import httptools
 import msgspec
@@ -60,7 +59,7 @@ class Refusal(Exception):  # noqa: N818 - to the client it is an answer
         self.message = message
 
 
-class Head(NamedTuple):
+class Head(msgspec.Struct):
     """A checked request head."""
 
     method: str
@@ -139,7 +138,8 @@ class RequestParser:
         if head == _H2_PREFACE_HEAD:
             return None
         line = head[: head.index(b"\r\n")]
-        self._headers = headers = list[tuple[bytes, bytes]]()
+        headers: list[tuple[bytes, bytes]] = []
+        self._headers = headers
         self.complete = upgrade = False
         try:
             self._llhttp.feed_data(head)
