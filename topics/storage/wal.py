@@ -178,6 +178,11 @@ class WalWriter:
     # -- where the log is
 
     @property
+    def log_id(self) -> int:
+        """Random, the same in all files of this log for ever: a snapshot says by it which log it goes with."""
+        return self._log_id
+
+    @property
     def file_no(self) -> int:
         return self._active.file_no
 
