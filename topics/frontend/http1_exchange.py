@@ -133,7 +133,7 @@ class Exchange:
             else:
                 self._fail("internal", "the request was cancelled inside the server")
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the border between the app and the connection
             # An app that fails because its client is gone has nothing to report (Starlette wraps the error).
             if not (self.lost and any(isinstance(e, ConnectionError) for e in (error, error.__context__))):
                 _log.exception("request failed", method=scope["method"], path=scope["path"])
