@@ -249,6 +249,23 @@ def test_a_segment_without_a_mark_begins_again(directory: str) -> None:
     assert read_back(reader) == expected
 
 
+def test_what_is_written_again_has_no_postings(directory: str) -> None:
+    """Killed between sealing and the mark."""
+    data_dir = str(Path(directory).parents[1])
+    tags_path = layout.segment_tags_path(directory, 1)
+    reader = make_segment(FaultyFileSystem(), data_dir, plain)
+    assert os.path.exists(tags_path)
+    fs = FaultyFileSystem()
+    writer = SegmentWriter.reopen(fs, directory, 1, 3, len(reader.data) // 2)
+    assert not os.path.exists(tags_path)
+    writer.sync()
+    writer.close()
+    assert fs.log[-3:] == ["fsync_dir"] * 3  # it must not come back with the records of before
+    make_segment(FaultyFileSystem(), data_dir, plain)
+    make_segment(FaultyFileSystem(), data_dir, plain, sealed=False)
+    assert not os.path.exists(tags_path)
+
+
 FIRST_MARK_CALLS = 13
 """So many calls until the first `sync` of `fill` returns."""
 

@@ -56,6 +56,7 @@ class SegmentWriter:
     def create(cls, fs: FileSystem, directory: str, first_seq: int) -> SegmentWriter:
         """A new segment; what a crash left of one with the same name and no mark is thrown away."""
         make_dirs(fs, directory)
+        _unseal(fs, directory, first_seq)
         fds = _open_pair(fs, directory, first_seq, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         writer = cls(fs, directory, first_seq, 0, 0, fds)
         writer._is_new = True
@@ -67,6 +68,7 @@ class SegmentWriter:
 
         Raises CorruptSegment when less than that is there.
         """
+        was_sealed = _unseal(fs, directory, first_seq)
         fds = _open_pair(fs, directory, first_seq, os.O_RDWR)
         try:
             wanted = (data_bytes, records * ENTRY_LEN)
@@ -77,7 +79,7 @@ class SegmentWriter:
                     raise CorruptSegment(path, size_bytes, f"the file ends there, {length} bytes are committed")
             _check_end(fs, paths[1], fds[1], records, data_bytes)
             writer = cls(fs, directory, first_seq, records, data_bytes, fds)
-            writer._is_new = records == 0
+            writer._is_new = was_sealed or records == 0
             writer._has_leftovers = True
             writer._cut_leftovers()
         except BaseException:
@@ -196,6 +198,15 @@ def sync_segment(fs: FileSystem, directory: str, first_seq: int) -> None:
     finally:
         for fd in fds:
             fs.close(fd)
+
+
+def _unseal(fs: FileSystem, directory: str, first_seq: int) -> bool:
+    """What is written again has no postings; it was killed between sealing and the mark if it has. True if it had."""
+    path = layout.segment_tags_path(directory, first_seq)
+    if not fs.exists(path):
+        return False
+    fs.unlink(path)
+    return True
 
 
 def _check_end(fs: FileSystem, idx_path: str, idx_fd: int, records: int, data_bytes: int) -> None:
