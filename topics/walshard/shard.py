@@ -50,6 +50,7 @@ from topics.walshard.frame_tags import FrameTags
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer, Operation
 from topics.walshard.outbox import Outbox
+from topics.walshard.ram_log import RamTrim
 from topics.walshard.sessions import Sessions
 
 log = get_logger()
@@ -63,6 +64,7 @@ class Shard:
         catalog: Catalog,
         sessions: Sessions,
         logs: Logs,
+        ram_trim: RamTrim,
         tags: FrameTags,
         syncs: BackgroundSync,
         outbox: Outbox,
@@ -72,6 +74,7 @@ class Shard:
         self._catalog = catalog
         self._sessions = sessions
         self._logs = logs
+        self._ram_trim = ram_trim
         self._tags = tags
         self._syncs = syncs
         self._outbox = outbox
@@ -122,6 +125,8 @@ class Shard:
         if not requests:
             return False
         self._answer(answers)
+        if self._ram_trim.due:
+            self._trim_ram_log()
         self._cell.set("queue_depth_peak", max(requests, self._cell.get("queue_depth_peak")))
         return True
 
@@ -377,6 +382,15 @@ class Shard:
                 self._show(hosted)
             self._cell.set("topics", len(self._catalog))
         appends.reset()
+
+    def _trim_ram_log(self) -> None:
+        try:
+            operation = self._ram_trim.operation(self._now_ms)
+        except OSError as error:
+            log.error("the RAM log cannot be trimmed", error=str(error))
+            return
+        if self._commit_group([], [operation]):
+            self._ram_trim.drop_files()
 
     def _commit(self, operation: Operation) -> bool:
         return self._commit_group([operation], [])
