@@ -10,17 +10,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
 from topics.storage import layout
+from topics.storage.damage import used_bytes
 from topics.storage.filesystem import FileSystem, boot_id, read_all
-from topics.storage.frame import FrameType
+from topics.storage.frame import FrameType, scan
 from topics.storage.lock import inspecting
-from topics.storage.logfile import NotALogFile, RefusedLog, WalIdentity, read_current, read_first_start
+from topics.storage.logfile import NotALogFile, RefusedLog, WalIdentity, WalPosition, read_current, read_first_start
 from topics.storage.look_only import LookOnlyFileSystem
 from topics.storage.postings import CorruptPostings, Postings
-from topics.storage.recovery import CorruptLog, Start, recover_group
+from topics.storage.recovery import CorruptLog, RecoveredFile, Start, recover_group
 from topics.storage.segment import ENTRY, ENTRY_LEN, SegmentReader
 from topics.storage.snapshot import BadSnapshot, UnknownSnapshotVersion, read_snapshot
 
@@ -57,6 +59,17 @@ class Report(msgspec.Struct):
     snapshots: int = 0
 
 
+class SnapshotFacts(NamedTuple):
+    """What a check needs of a snapshot's body, the format of which is not this module's.
+
+    `positions`: log id → where reading that log begins; one that is not in it is read from its first byte.
+    `checkpointed`: topic id → the last seq that is in a segment for good.
+    """
+
+    positions: Mapping[int, WalPosition]
+    checkpointed: Mapping[int, int]
+
+
 class NotADataDir(Exception):  # noqa: N818 — named for what it is
     """There is nothing in the directory that a service would have made."""
 
@@ -64,18 +77,18 @@ class NotADataDir(Exception):  # noqa: N818 — named for what it is
 def verify(
     data_dir: str,
     progress: Callable[[float], None],
-    checkpointed: Callable[[bytes], Mapping[int, int]] | None = None,
+    facts_of: Callable[[bytes], SnapshotFacts] | None = None,
 ) -> Report:
     """Checks a data directory; `progress` hears of the share that is done, 0 to 1.
 
-    `checkpointed`: a snapshot's body → the last seq of each topic id that is in a segment for good. Without it, only
-    what the log's marks say is known of that, and segments of other topics must be whole to their last byte.
+    `facts_of` reads a snapshot's body. Without it a log may begin with any file when there is a snapshot, what is
+    checkpointed is known from the log's marks only, and segments of other topics must be whole to their last byte.
     Raises DataDirLocked when a service runs, NotADataDir.
     """
     if not any(map(os.path.isdir, (layout.wal_dir(data_dir), layout.topics_dir(data_dir), layout.meta_dir(data_dir)))):
         raise NotADataDir(f"{data_dir} is not a data directory: it holds neither logs nor segments nor snapshots")
     with inspecting(data_dir):
-        return _Check(data_dir, progress, checkpointed).run()
+        return _Check(data_dir, progress, facts_of).run()
 
 
 class _Check:
@@ -83,17 +96,18 @@ class _Check:
         self,
         data_dir: str,
         progress: Callable[[float], None],
-        checkpointed: Callable[[bytes], Mapping[int, int]] | None,
+        facts_of: Callable[[bytes], SnapshotFacts] | None,
     ) -> None:
         self._fs: FileSystem = LookOnlyFileSystem()
         self._data_dir = data_dir
         self._progress = progress
-        self._checkpointed = checkpointed
+        self._facts_of = facts_of
         self._report = Report(data_dir)
-        self._has_snapshot = False
-        self._knows_all_marks = False
+        self._facts: SnapshotFacts | None = None
+        """None: there are snapshots, and what they say is not known."""
         self._marks: dict[int, int] = {}
         """Topic id → last seq that is in a segment for good."""
+        self._log_ids: set[int] = set()
         self._deleting: set[int] = set()
         """Topics with deletions in the log, which may not be marked in their segments yet."""
         self._total_bytes = max(1, sum(map(_size_of, _files(data_dir))))
@@ -126,7 +140,6 @@ class _Check:
         newest: bytes | None = None
         for number in layout.list_snapshots(self._fs, self._data_dir):
             path = layout.snapshot_path(self._data_dir, number)
-            self._has_snapshot = True
             self._report.snapshots += 1
             try:
                 newest = read_snapshot(self._fs, self._data_dir, number)
@@ -137,9 +150,11 @@ class _Check:
             except OSError as error:
                 self._unreadable(error, path)
             self._done(path)
-        if self._checkpointed is not None and newest is not None:
-            self._marks.update(self._checkpointed(newest))
-        self._knows_all_marks = not self._has_snapshot or (self._checkpointed is not None and newest is not None)
+        if not self._report.snapshots:
+            self._facts = SnapshotFacts({}, {})
+        elif self._facts_of is not None and newest is not None:
+            self._facts = self._facts_of(newest)
+            self._marks.update(self._facts.checkpointed)
 
     # -- logs
 
@@ -166,6 +181,9 @@ class _Check:
                 missing.update(layout.group_dir_in(root, shard, shards) for shard in range(shards))
             for path in _files(group.path):
                 self._done(path)
+        if self._facts is not None:
+            for log_id in sorted(self._facts.positions.keys() - self._log_ids):
+                self._damage(Kind.LOG, root, 0, f"the newest snapshot goes on in log {log_id:016x}, which is not there")
         for path in sorted(missing.difference(group.path for group in groups)):
             self._damage(Kind.LOG, path, 0, "the log of this shard is missing")
 
@@ -174,9 +192,14 @@ class _Check:
         first = read_first_start(self._fs, group.path)
         if first is None:
             return 0
-        start: Start = "lowest" if self._has_snapshot else None
+        self._log_ids.add(first.log_id)
+        start: Start = "lowest" if self._facts is None else self._facts.positions.get(first.log_id)
         recovery = recover_group(self._fs, group.path, WalIdentity(group.shard, first.shards, boot_id()), start=start)
+        last: RecoveredFile | None = None
         for batch in recovery:
+            if last is not None and last.file_no != batch.file_no:
+                self._finished(last)
+            last = batch
             self._report.log_frames += len(batch.frames)
             for _, _, type_, _, topic_id, seq, *_ in batch.frames:
                 if type_ == FrameType.CHECKPOINT_MARK:
@@ -189,11 +212,18 @@ class _Check:
             self._note(f"{group.path}: CURRENT names file {current}, the log goes on in file {recovery.end.file_no}")
         return first.shards
 
+    def _finished(self, last: RecoveredFile) -> None:
+        """Nothing reads what is behind a file's last frame, but something must have put it there."""
+        offset, total_len, *_ = last.frames[-1]
+        end = scan(last.buffer, offset + total_len, len(last.buffer)).end
+        if used := used_bytes(bytes(last.buffer), end):
+            self._note(f"{last.path}: {used} bytes from offset {end} on that are no part of the log")
+
     # -- segments
 
     def _topic(self, topic_id: int) -> None:
         directory = layout.topic_dir(self._data_dir, topic_id)
-        mark = self._marks.get(topic_id, 0 if self._knows_all_marks else None)
+        mark = self._marks.get(topic_id, None if self._facts is None else 0)
         end_seq = 0
         segments = layout.discover_segments(self._fs, directory)
         for first_seq, parts in segments.items():
