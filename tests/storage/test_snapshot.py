@@ -92,7 +92,7 @@ def test_damaged_ones_are_passed_over_and_named(data_dir: str) -> None:
         assert loaded[:2] == (2, b"second")
         (skipped,) = loaded.skipped
         assert skipped.path == path
-        assert str(skipped).startswith(f"{path}: corrupt at offset {skipped.offset}: ")
+        assert str(skipped).startswith(f"{path}: not to be used, at offset {skipped.offset}: ")
 
 
 def test_when_all_are_damaged_it_is_not_as_if_there_were_none(data_dir: str) -> None:
@@ -102,6 +102,17 @@ def test_when_all_are_damaged_it_is_not_as_if_there_were_none(data_dir: str) -> 
     with pytest.raises(BadSnapshot, match="the file ends inside its header") as caught:
         load_snapshot(FS, data_dir)
     assert caught.value.path == newest
+
+
+def test_one_that_goes_with_other_logs_is_passed_over(data_dir: str) -> None:
+    for body in BODIES[:2]:
+        save_snapshot(FS, data_dir, body)
+    loaded = load_snapshot(FS, data_dir, lambda body: body == b"first")
+    assert loaded is not None
+    assert loaded[:2] == (1, b"first")
+    assert [bad.path for bad in loaded.skipped] == [layout.snapshot_path(data_dir, 2)]
+    with pytest.raises(BadSnapshot, match="goes with other logs than those that are here"):
+        load_snapshot(FS, data_dir, lambda body: False)
 
 
 def test_an_unknown_version_is_refused_though_an_older_one_is_valid(data_dir: str) -> None:

@@ -259,8 +259,8 @@ def test_a_trimmed_log_begins_where_the_snapshot_says(data_dir: str) -> None:
     start, first_frame = parse_file_start(str(second), second.read_bytes())
 
     def facts_of(body: bytes) -> SnapshotFacts:
-        assert body == b"now"
-        return SnapshotFacts({start.log_id: WalPosition(2, first_frame)}, {TOPIC_ID: MARK_SEQ})
+        position = WalPosition(2, first_frame) if body == b"now" else WalPosition(1, 0)
+        return SnapshotFacts({start.log_id: position}, {TOPIC_ID: MARK_SEQ})
 
     def found() -> list[str]:
         return [finding.path for finding in verify(data_dir, lambda share: None, facts_of).damage]
@@ -274,6 +274,19 @@ def test_a_trimmed_log_begins_where_the_snapshot_says(data_dir: str) -> None:
     second.unlink()
     Path(data_dir, "wal", "CURRENT").unlink()
     assert found() == [layout.wal_dir(data_dir)]
+
+
+def test_the_snapshot_that_goes_with_the_logs_counts(data_dir: str) -> None:
+    """The shard count was about to change: the newest is of logs that are not in place yet."""
+    path = topic_file(data_dir, len(SEALED) + 1, "data")
+    path.write_bytes(path.read_bytes() + b"more")
+    other = {0xABC: WalPosition(1, 0)}
+    bodies = {b"before": SnapshotFacts({}, {TOPIC_ID: MARK_SEQ}), b"now": SnapshotFacts(other, {TOPIC_ID: 99})}
+    report = verify(data_dir, lambda share: None, lambda body: bodies[body])
+    assert report.damage == []
+    assert "4 bytes from offset" in report.notes[0]
+    report = verify(data_dir, lambda share: None, lambda body: bodies[b"now"])
+    assert report.damage[0].reason.endswith("goes on in logs that are not there: 0000000000000abc")
 
 
 # -- the whole directory

@@ -18,6 +18,7 @@ still hold what came after it: trimmed further than that, they refuse to be read
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from struct import Struct
 from typing import Final, NamedTuple
@@ -35,10 +36,10 @@ HEADER_LEN: Final = PREFIX.size + CHECKSUM.size
 
 
 class BadSnapshot(Exception):  # noqa: N818 — named for what it is
-    """The file is not what was written. `.path` and `.offset` (bytes) say where."""
+    """The file is not what was written, or is of no use. `.path` and `.offset` (bytes) say where."""
 
     def __init__(self, path: str, offset: int, reason: str) -> None:
-        super().__init__(f"{path}: corrupt at offset {offset}: {reason}")
+        super().__init__(f"{path}: not to be used, at offset {offset}: {reason}")
         self.path = path
         self.offset = offset
         self.reason = reason
@@ -84,10 +85,12 @@ def save_snapshot(fs: FileSystem, data_dir: str, body: bytes) -> int:
     return number
 
 
-def load_snapshot(fs: FileSystem, data_dir: str) -> Loaded | None:
-    """The newest valid one, None when there is none at all.
+def load_snapshot(
+    fs: FileSystem, data_dir: str, goes_with_logs: Callable[[bytes], bool] = lambda body: True
+) -> Loaded | None:
+    """The newest valid one whose body goes with the logs that are here (see `reshard.py`), None when there is none.
 
-    Raises UnknownSnapshotVersion, OSError, and BadSnapshot (of the newest) when there are some and none is valid.
+    Raises UnknownSnapshotVersion, OSError, and BadSnapshot (of the newest) when there are some and none will do.
     """
     skipped: list[BadSnapshot] = []
     for number in reversed(layout.list_snapshots(fs, data_dir)):
@@ -96,7 +99,10 @@ def load_snapshot(fs: FileSystem, data_dir: str) -> Loaded | None:
         except BadSnapshot as bad:
             skipped.append(bad)
         else:
-            return Loaded(number, body, skipped)
+            if goes_with_logs(body):
+                return Loaded(number, body, skipped)
+            path = layout.snapshot_path(data_dir, number)
+            skipped.append(BadSnapshot(path, HEADER_LEN, "it goes with other logs than those that are here"))
     if skipped:
         raise skipped[0]
     return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -107,7 +108,6 @@ class _Check:
         """None: there are snapshots, and what they say is not known."""
         self._marks: dict[int, int] = {}
         """Topic id → last seq that is in a segment for good."""
-        self._log_ids: set[int] = set()
         self._deleting: set[int] = set()
         """Topics with deletions in the log, which may not be marked in their segments yet."""
         self._total_bytes = max(1, sum(map(_size_of, _files(data_dir))))
@@ -137,12 +137,12 @@ class _Check:
     # -- snapshots
 
     def _snapshots(self) -> None:
-        newest: bytes | None = None
+        valid: list[bytes] = []
         for number in layout.list_snapshots(self._fs, self._data_dir):
             path = layout.snapshot_path(self._data_dir, number)
             self._report.snapshots += 1
             try:
-                newest = read_snapshot(self._fs, self._data_dir, number)
+                valid.append(read_snapshot(self._fs, self._data_dir, number))
             except BadSnapshot as bad:
                 self._damage(Kind.SNAPSHOT, path, bad.offset, bad.reason)
             except UnknownSnapshotVersion as unknown:
@@ -152,9 +152,26 @@ class _Check:
             self._done(path)
         if not self._report.snapshots:
             self._facts = SnapshotFacts({}, {})
-        elif self._facts_of is not None and newest is not None:
-            self._facts = self._facts_of(newest)
+        elif self._facts_of is not None and valid:
+            log_ids = self._log_ids()
+            known = [self._facts_of(body) for body in reversed(valid)]
+            # The newest one that goes with these logs counts (`reshard.py`).
+            self._facts = next((facts for facts in known if facts.positions.keys() <= log_ids), None)
+            if self._facts is None:
+                self._facts = known[0]
+                missing = ", ".join(f"{log_id:016x}" for log_id in sorted(known[0].positions.keys() - log_ids))
+                root = layout.wal_dir(self._data_dir)
+                self._damage(Kind.LOG, root, 0, f"the newest snapshot goes on in logs that are not there: {missing}")
             self._marks.update(self._facts.checkpointed)
+
+    def _log_ids(self) -> set[int]:
+        found: set[int] = set()
+        for group in layout.discover_groups(self._fs, layout.wal_dir(self._data_dir)):
+            with suppress(NotALogFile, RefusedLog, OSError):  # the check of that log says so
+                start = read_first_start(self._fs, group.path)
+                if start is not None:
+                    found.add(start.log_id)
+        return found
 
     # -- logs
 
@@ -181,9 +198,6 @@ class _Check:
                 missing.update(layout.group_dir_in(root, shard, shards) for shard in range(shards))
             for path in _files(group.path):
                 self._done(path)
-        if self._facts is not None:
-            for log_id in sorted(self._facts.positions.keys() - self._log_ids):
-                self._damage(Kind.LOG, root, 0, f"the newest snapshot goes on in log {log_id:016x}, which is not there")
         for path in sorted(missing.difference(group.path for group in groups)):
             self._damage(Kind.LOG, path, 0, "the log of this shard is missing")
 
@@ -192,7 +206,6 @@ class _Check:
         first = read_first_start(self._fs, group.path)
         if first is None:
             return 0
-        self._log_ids.add(first.log_id)
         start: Start = "lowest" if self._facts is None else self._facts.positions.get(first.log_id)
         recovery = recover_group(self._fs, group.path, WalIdentity(group.shard, first.shards, boot_id()), start=start)
         last: RecoveredFile | None = None
