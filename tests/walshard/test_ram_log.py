@@ -209,6 +209,31 @@ def test_a_topic_that_was_ephemeral_for_a_while(rig: Rig) -> None:
     assert rig.read("t") == [(1, b"1"), (4, b"4")]
 
 
+def test_a_topic_that_is_ephemeral_again_and_again(rig: Rig) -> None:
+    seq = 0
+    for config in (EPHEMERAL, TopicConfig(durability="fsync")) * 3:
+        if seq:
+            rig.call(PutTopic("t", config, False))
+        for _ in range(2):
+            seq += 1
+            assert rig.append("t", b"%d" % seq, config=config).first_seq == seq
+        before = rig.read("t")
+        assert before == [(number, b"%d" % number) for number in range(1, seq + 1)]
+        rig.boot()
+        assert rig.read("t") == before
+    rig.restart_service()
+    assert rig.append("t", b"next").first_seq == seq + 1
+
+
+def test_a_changed_configuration_takes_no_seq_back(rig: Rig) -> None:
+    """Its record of the exact head must not hide that later seqs were given out."""
+    rig.append("t", b"1", config=EPHEMERAL)
+    rig.call(PutTopic("t", TopicConfig(durability="ephemeral", cap_records=9), False))
+    rig.append("t", b"2", b"3")
+    rig.restart_service()
+    assert rig.append("t", b"4").first_seq > 3
+
+
 def test_a_deleted_topic_is_forgotten(rig: Rig) -> None:
     rig.append("t", BLOCK, config=EPHEMERAL)
     churn(rig, 8)

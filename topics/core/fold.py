@@ -205,7 +205,7 @@ class Fold:
         the watermarks say; with it (one process crashed, not the service), the records themselves say it.
         """
         for topic in self.topics.values():
-            self._settle(topic)
+            self._settle(topic, at_end=True)
             head_ceiling = self._ephemeral_heads.get(topic.id, 0)
             topic.head_ceiling = head_ceiling
             if not ram_log_survived and head_ceiling > topic.head_seq:
@@ -223,8 +223,11 @@ class Fold:
             raise FoldError(f"a frame names topic {topic_id:#x}, which the log never created")
         return topic
 
-    def _settle(self, topic: Topic) -> None:
-        """Hands a topic the records gathered for it, in seq order, holes filled where RAM records are lost."""
+    def _settle(self, topic: Topic, at_end: bool = False) -> None:
+        """Hands a topic the records gathered for it, in seq order, holes filled where RAM records are lost.
+
+        The RAM log is read first: what it says of a topic that was durable in between waits for the records between.
+        """
         entries = self._pending.pop(topic.id, None)
         if entries is None:
             return
@@ -233,6 +236,9 @@ class Fold:
             expected = topic.head_seq + 1
             if entries[0] > expected:
                 if self._ephemeral_heads.get(topic.id, 0) < entries[0] - 1:
+                    if not at_end:
+                        self._pending[topic.id] = entries
+                        return
                     raise FoldError(
                         f"topic {topic.name!r} ({topic.id:#x}): record {entries[0]} follows {expected - 1}, "
                         f"the records between are missing from the log"

@@ -243,6 +243,8 @@ class Shard:
         updated = hosted
 
         def apply(_file_no: int, _offset: int) -> None:
+            if len(buffers) > 1:  # the exact head took back what was reserved above it
+                updated.topic.head_ceiling = updated.topic.head_seq
             updated.configured(config, descriptor)
             self._show(updated)
 
