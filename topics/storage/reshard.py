@@ -20,7 +20,8 @@ and a snapshot names those of the logs it goes with. So nothing has to happen at
        position (1, 0), the new log ids. The old snapshot stays
     3. the swap
     4. whoever starts takes the newest snapshot whose log ids are those of the logs in `wal`: after a crash before 3
-       the old one, after it the new one. The other is of no use any more
+       the old one, after it the new one. The others are of no use any more, and go before another is made: those of
+       interrupted runs must not push out the one that counts
 """
 
 from __future__ import annotations
