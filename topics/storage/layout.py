@@ -4,7 +4,7 @@
       .topics.lock                       flock of the running service
       wal/                               shards == 1: the group itself
         CURRENT                          name of the active log file
-        wal-<20 digits>.log              numbered 1, 2, 3 … without a hole
+        wal-<20 digits>.log              numbered 1, 2, 3 … without a hole; the first may be gone
       wal/shard-<NN>/                    shards > 1: one group each
         CURRENT, wal-<20 digits>.log
       wal.new/, wal.old/                 only while the shard count changes (`reshard.py`)
