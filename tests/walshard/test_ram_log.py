@@ -234,6 +234,16 @@ def test_a_changed_configuration_takes_no_seq_back(rig: Rig) -> None:
     assert rig.append("t", b"4").first_seq > 3
 
 
+def test_a_commit_to_the_ram_log_alone_does_not_take_floors_for_logged(rig: Rig) -> None:
+    rig.append("t", *[b"%d" % number for number in range(5)], config=TopicConfig(cap_records=2))
+    rig.call(SessionPut("w", b"body"))
+    rig.call(PutTopic("t", TopicConfig(cap_records=100), False))
+    before = rig.read("t"), floors(rig, "t")
+    assert before[0] == [(4, b"3"), (5, b"4")]
+    rig.boot()
+    assert (rig.read("t"), floors(rig, "t")) == before
+
+
 def test_a_deleted_topic_is_forgotten(rig: Rig) -> None:
     rig.append("t", BLOCK, config=EPHEMERAL)
     churn(rig, 8)

@@ -410,7 +410,7 @@ class Shard:
         for operation, refusal in failed:
             if operation.answer is not None:
                 operation.answer.reply = messages.encode_error(operation.answer.request_id, refusal)
-        if not failed:
+        if durable and not failed:
             self._capped.clear()
         return not failed
 
