@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.storage.faults import FaultyFileSystem
@@ -357,3 +358,26 @@ def test_a_directory_in_a_files_place_is_damage(data_dir: str) -> None:
     path.unlink()
     path.mkdir()
     assert [one.kind for one in check(data_dir).damage] == [Kind.UNREADABLE]
+
+
+def test_what_cannot_be_listed_does_not_end_the_check(data_dir: str) -> None:
+    """A file where a topic's directory should be, and one where all snapshots should be."""
+    in_the_way = [Path(layout.topic_dir(data_dir, 1)), Path(layout.meta_dir(data_dir))]
+    shutil.rmtree(in_the_way[1])
+    for path in in_the_way:
+        path.touch()
+    report = check(data_dir)
+    assert [(one.kind, one.path) for one in report.damage] == [
+        (Kind.UNREADABLE, str(in_the_way[1])),
+        (Kind.UNREADABLE, str(in_the_way[0])),
+    ]
+    assert report.segments == 2
+
+
+def test_a_snapshot_with_a_body_of_something_else(data_dir: str) -> None:
+    def facts_of(body: bytes) -> SnapshotFacts:
+        return msgspec.msgpack.decode(body, type=SnapshotFacts)
+
+    first, second = verify(data_dir, lambda share: None, facts_of).damage
+    assert (first.kind, first.path, first.offset) == (Kind.SNAPSHOT, layout.snapshot_path(data_dir, 1), 32)
+    assert "its body does not decode" in second.reason

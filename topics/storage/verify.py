@@ -25,7 +25,7 @@ from topics.storage.look_only import LookOnlyFileSystem
 from topics.storage.postings import CorruptPostings, Postings
 from topics.storage.recovery import CorruptLog, RecoveredFile, Start, recover_group
 from topics.storage.segment import ENTRY, ENTRY_LEN, SegmentReader
-from topics.storage.snapshot import BadSnapshot, UnknownSnapshotVersion, read_snapshot
+from topics.storage.snapshot import HEADER_LEN, BadSnapshot, UnknownSnapshotVersion, read_snapshot
 
 
 class Kind(StrEnum):
@@ -114,10 +114,12 @@ class _Check:
         self._done_bytes = 0
 
     def run(self) -> Report:
-        self._snapshots()
-        self._logs()
-        for topic_id in layout.discover_topics(self._fs, self._data_dir):
-            self._topic(topic_id)
+        # In this order: snapshots say where logs begin, both say what is committed of a segment.
+        for part in (self._snapshots, self._logs, self._topics):
+            try:
+                part()
+            except OSError as error:
+                self._unreadable(error, self._data_dir)
         self._progress(1.0)
         return self._report
 
@@ -137,14 +139,18 @@ class _Check:
     # -- snapshots
 
     def _snapshots(self) -> None:
-        valid: list[bytes] = []
+        known: list[SnapshotFacts] = []
         for number in layout.list_snapshots(self._fs, self._data_dir):
             path = layout.snapshot_path(self._data_dir, number)
             self._report.snapshots += 1
             try:
-                valid.append(read_snapshot(self._fs, self._data_dir, number))
+                body = read_snapshot(self._fs, self._data_dir, number)
+                if self._facts_of is not None:
+                    known.append(self._facts_of(body))
             except BadSnapshot as bad:
                 self._damage(Kind.SNAPSHOT, path, bad.offset, bad.reason)
+            except msgspec.DecodeError as error:
+                self._damage(Kind.SNAPSHOT, path, HEADER_LEN, f"its body does not decode: {error}")
             except UnknownSnapshotVersion as unknown:
                 self._damage(Kind.SNAPSHOT, path, 0, str(unknown))
             except OSError as error:
@@ -152,16 +158,15 @@ class _Check:
             self._done(path)
         if not self._report.snapshots:
             self._facts = SnapshotFacts({}, {})
-        elif self._facts_of is not None and valid:
+        elif known:
             log_ids = self._log_ids()
-            known = [self._facts_of(body) for body in reversed(valid)]
             # The newest one that goes with these logs counts (`reshard.py`).
-            self._facts = next((facts for facts in known if facts.positions.keys() <= log_ids), None)
-            if self._facts is None:
-                self._facts = known[0]
-                missing = ", ".join(f"{log_id:016x}" for log_id in sorted(known[0].positions.keys() - log_ids))
+            fitting = [facts for facts in known if facts.positions.keys() <= log_ids]
+            if not fitting:
+                missing = ", ".join(f"{log_id:016x}" for log_id in sorted(known[-1].positions.keys() - log_ids))
                 root = layout.wal_dir(self._data_dir)
                 self._damage(Kind.LOG, root, 0, f"the newest snapshot goes on in logs that are not there: {missing}")
+            self._facts = (fitting or known)[-1]
             self._marks.update(self._facts.checkpointed)
 
     def _log_ids(self) -> set[int]:
@@ -234,8 +239,15 @@ class _Check:
 
     # -- segments
 
-    def _topic(self, topic_id: int) -> None:
-        directory = layout.topic_dir(self._data_dir, topic_id)
+    def _topics(self) -> None:
+        for topic_id in layout.discover_topics(self._fs, self._data_dir):
+            directory = layout.topic_dir(self._data_dir, topic_id)
+            try:
+                self._topic(topic_id, directory)
+            except OSError as error:
+                self._unreadable(error, directory)
+
+    def _topic(self, topic_id: int, directory: str) -> None:
         mark = self._marks.get(topic_id, None if self._facts is None else 0)
         end_seq = 0
         segments = layout.discover_segments(self._fs, directory)
