@@ -212,6 +212,7 @@ def test_cut_at_every_byte_behind_the_mark(before: list[Record], after: list[Rec
                 for path, content, length in zip(paths, whole, cut, strict=True):
                     Path(path).write_bytes(content[:length] + garbage)
                 writer = SegmentWriter.reopen(fs, directory, 1, *marked)
+                assert [len(content) for content in contents(directory)] == [marked[1], marked_idx_bytes]
                 reader = SegmentReader.map(directory, 1, *marked)
                 assert read_back(reader) == before
                 writer.append(source.buffer, TOPIC_ID, source.part(len(before), len(source.entries)).entries)
@@ -468,6 +469,19 @@ def test_anything_too_much_is_found(directory: str, extra: bytes) -> None:
     assert list(SegmentReader(directory, 1, idx + extra, data).damage(False))
     assert list(SegmentReader(directory, 1, idx[:-20], data).damage(False))
     assert list(SegmentReader(directory, 1, idx, data[:-1]).damage(False))
+
+
+def test_an_entry_without_a_frame_is_in_order_of_time(directory: str) -> None:
+    """Nothing repeats its ts, but its neighbours bound it."""
+    source = logged(plain).flagged(2, LOCATION_DELETED)
+    writer = SegmentWriter.create(OsFileSystem(), directory, 1)
+    writer.append(source.buffer, TOPIC_ID, source.entries)
+    data, idx = contents(directory)
+    for wrong_ts, at in ((TS_MS + 1, 2), (TS_MS + 5, 3)):
+        bad = idx[:48] + struct.pack("<Q", wrong_ts) + idx[56:]
+        (found,) = SegmentReader(directory, 1, bad, data).damage(False)
+        assert (found.path, found.offset) == (layout.segment_idx_path(directory, 1), at * 20)
+        assert "is before that of the record before" in found.reason
 
 
 def test_two_frames_swapped_are_found(directory: str) -> None:
