@@ -16,10 +16,12 @@ one: at least a file, at least as much as was repeated, and at least a share of 
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from topics.core.fold import RamStateBody, encode_body
-from topics.core.topic import LOCATION_IN_RAM_LOG
+from topics.core.topic import ENTRY_WORDS, LOCATION_IN_RAM_LOG
 from topics.log import get_logger
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, read_all
@@ -37,15 +39,17 @@ LIVE_SHARE: Final = 16
 DEAD_FILES_MAX: Final = 4
 """Live records are moved out of the oldest files once the log is so many files longer than twice what is live."""
 _CHUNK_ENTRIES: Final = 1 << 16
+_MOVE_ENTRIES: Final = 1 << 10
 _LOW_WORD: Final = 0xFFFF_FFFF
 
 
-class _Move(NamedTuple):
-    """A record that is written again, `at` bytes into the group."""
+class _Moved(NamedTuple):
+    """Neighbours in a ring of which some are written again: their entries, complete but for where the group lies."""
 
     hosted: Hosted
-    seq: int
-    at: int
+    first_seq: int
+    entries: array[int]
+    rows: list[int]
 
 
 class RamTrim:
@@ -73,7 +77,7 @@ class RamTrim:
         """What to commit to the RAM log; `drop_files` after it. Raises OSError when records cannot be read back."""
         self._next_after_bytes = self._written_bytes + 1  # if this fails, again once something could be written
         buffers: list[Bytes] = []
-        moves = self._move_records(buffers)
+        moved = self._move_records(buffers)
         for hosted in self._topics():
             topic = hosted.topic
             state = RamStateBody(
@@ -91,13 +95,12 @@ class RamTrim:
 
         def apply(file_no: int, offset: int) -> None:
             self._repeated_in_file = file_no
-            for hosted, seq, at in moves:
-                ring = hosted.ring
-                _, _, offset_len, file_flags = ring.entries(seq, seq)
-                ring.replace(seq, 2, (offset_len & ~_LOW_WORD) | (offset + at))
-                ring.replace(seq, 3, (file_flags & ~_LOW_WORD) | file_no)
-            for moved in {id(move.hosted): move.hosted for move in moves}.values():
-                moved.publish()
+            for hosted, first_seq, entries, rows in moved:
+                for row in rows:
+                    entries[row * ENTRY_WORDS + 2] += offset
+                    entries[row * ENTRY_WORDS + 3] += file_no
+                hosted.ring.replace_entries(first_seq, entries)
+                hosted.publish()
 
         return Operation(buffers, apply)
 
@@ -128,16 +131,13 @@ class RamTrim:
     def _files_in_use(self) -> set[int]:
         """The files that locations name."""
         words: set[int] = set()
-        for hosted in self._topics():
-            topic, ring = hosted.topic, hosted.ring
-            last_seq = min(ring.next_seq - 1, topic.head_ceiling)
-            for first_seq in range(ring.base_seq, last_seq + 1, _CHUNK_ENTRIES):
-                words.update(ring.entries(first_seq, min(last_seq, first_seq + _CHUNK_ENTRIES - 1))[3::4])
+        for _, _, entries in self._entries(_CHUNK_ENTRIES):
+            words.update(entries[3::4])
         return {word & _LOW_WORD for word in words if word >> 32 & LOCATION_IN_RAM_LOG}
 
     # -- moving records
 
-    def _move_records(self, buffers: list[Bytes]) -> list[_Move]:
+    def _move_records(self, buffers: list[Bytes]) -> list[_Moved]:
         """Adds the frames of records that lie in the oldest files, if there are too many files."""
         numbers = layout.list_log_files(self._fs, self._directory)
         surplus = len(numbers) - 2 * self._live_bytes() // self._file_bytes - DEAD_FILES_MAX
@@ -145,24 +145,39 @@ class RamTrim:
         victims = numbers[: max(0, min(surplus, affordable, len(numbers) - 1))]
         if not victims:
             return []
-        contents = {number: read_all(self._fs, layout.log_path(self._directory, number)) for number in victims}
-        moves: list[_Move] = []
+        contents = {
+            number: memoryview(read_all(self._fs, layout.log_path(self._directory, number))) for number in victims
+        }
+        moved: list[_Moved] = []
         length = 0
+        for hosted, first_seq, entries in self._entries(_MOVE_ENTRIES):
+            words = {word for word in set(entries[3::4]) if word >> 32 & LOCATION_IN_RAM_LOG}
+            words = {word for word in words if word & _LOW_WORD in contents}
+            if not words:
+                continue
+            topic_id = hosted.topic.id
+            offset_lens, file_words = entries[2::4], entries[3::4]
+            rows = [row for row, word in enumerate(file_words) if word in words]
+            for row in rows:
+                word = file_words[row]
+                content = contents[word & _LOW_WORD]
+                offset, record_len = offset_lens[row] & _LOW_WORD, offset_lens[row] >> 32
+                _, _, _, found_id, found_seq, *_ = HEADER.unpack_from(content, offset)
+                if found_id != topic_id or found_seq != first_seq + row:
+                    place = f"offset {offset} of file {word & _LOW_WORD}"
+                    raise OSError(5, f"{place} does not hold record {first_seq + row} of topic {hosted.topic.name!r}")
+                buffers.append(content[offset : offset + record_len])
+                offset_lens[row] = record_len << 32 | length
+                file_words[row] = word & ~_LOW_WORD
+                length += record_len
+            entries[2::4], entries[3::4] = offset_lens, file_words
+            moved.append(_Moved(hosted, first_seq, entries, rows))
+        return moved
+
+    def _entries(self, count_max: int) -> Iterator[tuple[Hosted, int, array[int]]]:
+        """All locations that may be in RAM, in runs of neighbours: topic, first seq, entries."""
         for hosted in self._topics():
-            topic, ring = hosted.topic, hosted.ring
-            last_seq = min(ring.next_seq - 1, topic.head_ceiling)
-            for first_seq in range(ring.base_seq, last_seq + 1, _CHUNK_ENTRIES):
-                entries = ring.entries(first_seq, min(last_seq, first_seq + _CHUNK_ENTRIES - 1))
-                for seq, offset_len, file_flags in zip(entries[0::4], entries[2::4], entries[3::4], strict=True):
-                    content = contents.get(file_flags & _LOW_WORD)
-                    if content is None or not file_flags >> 32 & LOCATION_IN_RAM_LOG:
-                        continue
-                    offset = offset_len & _LOW_WORD
-                    record = memoryview(content)[offset : offset + (offset_len >> 32)]
-                    _, _, _, topic_id, found_seq, *_ = HEADER.unpack_from(record)
-                    if (topic_id, found_seq) != (topic.id, seq):
-                        raise OSError(5, f"RAM log file {file_flags & _LOW_WORD}: no record {seq} at offset {offset}")
-                    moves.append(_Move(hosted, seq, length))
-                    buffers.append(record)
-                    length += len(record)
-        return moves
+            ring = hosted.ring
+            last_seq = min(ring.next_seq - 1, hosted.topic.head_ceiling)
+            for first_seq in range(ring.base_seq, last_seq + 1, count_max):
+                yield hosted, first_seq, ring.entries(first_seq, min(last_seq, first_seq + count_max - 1))
