@@ -112,6 +112,7 @@ def recover(
         outbox.withdraw,
         cell,
         (recovery.end, ram_recovery.end),
+        clock,
     )
     syncs = BackgroundSync(logs, syncing, shared.shard_wakes[index], clock.monotonic_ms())
     ram_trim = RamTrim(fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions)
