@@ -24,7 +24,8 @@ from tests.storage.logs import (
     read_log,
 )
 from topics.storage import layout
-from topics.storage.frame import scan
+from topics.storage.damage import survey
+from topics.storage.frame import FrameType, encode, scan
 from topics.storage.logfile import RefusedLog, WalPosition
 from topics.storage.recovery import CorruptLog, recover_group
 from topics.storage.wal import WalSyncError, WalWriteError, WalWriter
@@ -362,3 +363,10 @@ def test_every_file_of_a_trimmed_log_still_says_whose_it_is(directory: str) -> N
     with pytest.raises(CorruptLog, match="is not that of file 2"):
         read_log(directory, start=WalPosition(2, 0))
     assert scan(file_bytes(directory, 2), 0, FILE_BYTES).frames
+
+
+@pytest.mark.parametrize("type", list(FrameType))
+def test_a_frame_of_any_type_is_found_behind_damage(type: FrameType) -> None:
+    buffer = b"\xff" * 11 + encode(type, 0, 1, 1, 1, b"", b"", b"") + bytes(100)
+    found = survey(buffer, 0, 1)
+    assert (found.frames, found.first_offset) == (1, 11)

@@ -132,6 +132,22 @@ def parse_file_start(path: str, buffer: Bytes) -> tuple[FileStart, int]:
         raise NotALogFile(f"FILE_START does not decode: {error}") from error
 
 
+def read_first_start(fs: FileSystem, directory: str) -> FileStart | None:
+    """The FILE_START of the first file that the log still has, None without any. `.log_id` tells which log it is.
+
+    Raises NotALogFile, UnknownLogVersion or OSError.
+    """
+    numbers = layout.list_log_files(fs, directory)
+    if not numbers:
+        return None
+    path = layout.log_path(directory, numbers[0])
+    fd = fs.open(path, os.O_RDONLY)
+    try:
+        return parse_file_start(path, fs.pread(fd, _FILE_START_MAX_BYTES, 0))[0]
+    finally:
+        fs.close(fd)
+
+
 def create_log_file(
     fs: FileSystem, directory: str, file_no: int, content: Bytes, size_bytes: int, preallocate: Preallocate
 ) -> None:

@@ -38,7 +38,7 @@ class Supervisor:
         settings: Settings,
         mains: ChildMains,
         shared: SharedMemory,
-        listeners: list[socket.socket],
+        listeners: list[list[socket.socket]],
         clock: Clock,
         signals: Signals,
     ) -> None:
@@ -77,7 +77,8 @@ class Supervisor:
 
     def _frontend(self, index: int) -> Child:
         def main(incarnation: int) -> int:
-            return self._mains.frontend(self._settings, self._shared, index, incarnation, self._listeners)
+            self._close_listeners(but=index)
+            return self._mains.frontend(self._settings, self._shared, index, incarnation, self._listeners[index])
 
         return Child("frontend", index, main, self._shared.control.cell(Role.FRONTEND, index).supervisor, self._clock)
 
@@ -214,6 +215,8 @@ class Supervisor:
         for child in self._children():
             child.stop(signal.SIGKILL)
 
-    def _close_listeners(self) -> None:
-        for listener in self._listeners:
-            listener.close()
+    def _close_listeners(self, but: int | None = None) -> None:
+        for index, listeners in enumerate(self._listeners):
+            if index != but:
+                for listener in listeners:
+                    listener.close()

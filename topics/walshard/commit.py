@@ -13,6 +13,7 @@ from functools import partial
 from itertools import chain
 from typing import Final
 
+from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.log import get_logger
 from topics.shm.control import ProcessCell, latency_bucket
@@ -24,8 +25,10 @@ from topics.walshard.operation import Operation
 
 log = get_logger()
 
+FAILURE_LOG_INTERVAL_MS: Final = 1_000
 _COUNTERS: Final = ("wal_frames", "wal_batches", "wal_fsyncs", "wal_bytes_written", "wal_rotations")
 """Of the writer's life; in the cell they go on over lives."""
+
 Failed = list[tuple[Operation, TopicsError]]
 
 
@@ -43,6 +46,7 @@ class Logs:
         refused: Callable[[bool], None],
         cell: ProcessCell,
         recovered: tuple[WalEnd | None, WalEnd | None],
+        clock: Clock,
     ) -> None:
         self.wal = wal
         self._ram = ram
@@ -55,7 +59,15 @@ class Logs:
         self._cell = cell
         self._former_lives = {field: cell.get(field) for field in _COUNTERS}
         self._recovered_wal, self._recovered_ram = recovered
+        self._clock = clock
+        self._said_ms = -FAILURE_LOG_INTERVAL_MS
+        self._unsaid = 0
         self._plans: tuple[Plan | None, Plan | None] = (None, None)
+
+    @property
+    def ram(self) -> WalWriter | None:
+        """None as long as nothing had to go there."""
+        return self._ram
 
     def holds(self, entry: JournalEntry) -> bool:
         """Whether a request of the former incarnation is in the log as recovered."""
@@ -150,12 +162,21 @@ class Logs:
         else:
             cause = errno.errorcode.get(error.errno or 0, "write")
         self._cell.set("wal_read_only", int(self.wal.read_only is not None))
-        log.error("commit failed", error=str(error), read_only=self.wal.read_only)
+        self._say(error)
         return TopicsError(
             "storage_unavailable",
             "the log cannot be written now, nothing of this write was committed; see the service's log",
             {"cause": cause, "read_only": self.wal.read_only is not None},
         )
+
+    def _say(self, error: WalWriteError | WalSyncError) -> None:
+        """A full disk refuses every write: one line a second is enough."""
+        now_ms = self._clock.monotonic_ms()
+        if now_ms - self._said_ms < FAILURE_LOG_INTERVAL_MS:
+            self._unsaid += 1
+            return
+        log.error("commit failed", error=str(error), read_only=self.wal.read_only, more_like_it=self._unsaid)
+        self._said_ms, self._unsaid = now_ms, 0
 
     def _relocate(self, moved: Moved | None) -> None:
         if moved is not None:

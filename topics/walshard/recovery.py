@@ -16,9 +16,10 @@ from topics.core.fold import Fold
 from topics.core.topic import LOCATION_IN_RAM_LOG
 from topics.log import get_logger
 from topics.settings import Settings
-from topics.shm.arena import ArenaWriter, LocationRing, unlink_arena
+from topics.shm.arena import ArenaWriter, unlink_arena
 from topics.shm.control import ProcessCell
 from topics.shm.instance import SharedMemory
+from topics.shm.location_ring import LocationRing
 from topics.storage import layout
 from topics.storage.filesystem import BOOT_ID_PATH, FileSystem
 from topics.storage.frame import (
@@ -40,6 +41,7 @@ from topics.walshard.commit import Logs
 from topics.walshard.frame_tags import FrameTags
 from topics.walshard.holdings import Holdings
 from topics.walshard.outbox import Outbox
+from topics.walshard.ram_log import RamTrim
 from topics.walshard.sessions import Sessions
 from topics.walshard.shard import Shard
 
@@ -82,7 +84,7 @@ def recover(
     fold = Fold(lambda: LocationRing(arena, 1), tags.of)
 
     # The RAM log outlives a crash of this process, never a service: a torn end of it is one of a killed process.
-    ram_recovery = recover_group(fs, ram_directory, identity)
+    ram_recovery = recover_group(fs, ram_directory, identity, start="lowest")
     recovery = recover_group(fs, directory, identity, settings.accept_data_loss)
     frames = _fold_log(fold, ram_recovery, True, cell) + _fold_log(fold, recovery, False, cell)
     fold.finish(ram_log_survived=ram_recovery.end is not None)
@@ -113,9 +115,11 @@ def recover(
         outbox.withdraw,
         cell,
         (recovery.end, ram_recovery.end),
+        clock,
     )
     syncs = BackgroundSync(logs, syncing, shared.shard_wakes[index], clock.monotonic_ms())
-    shard = Shard(catalog, sessions, holdings, logs, tags, syncs, outbox, cell, clock)
+    ram_trim = RamTrim(fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions)
+    shard = Shard(catalog, sessions, holdings, logs, ram_trim, tags, syncs, outbox, cell, clock)
 
     holdings.settle(len(sessions))
     cell.set("torn_bytes", recovery.torn_bytes)
@@ -165,6 +169,8 @@ def _fold_batch(fold: Fold, batch: RecoveredFile, ram_flag: int) -> None:
         match type_:
             case FrameType.IDEMPOTENCY:
                 fold.idempotency(topic_id, seq, ts, data)
+            case FrameType.RAM_STATE:
+                fold.ram_state(topic_id, data)
             case FrameType.SESSION:
                 fold.session(data)
             case FrameType.FILE_START | FrameType.FILE_END | FrameType.SYNC_MARK:

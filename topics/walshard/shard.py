@@ -33,6 +33,7 @@ from topics.shm.messages import (
     Hello,
     PutTopic,
     PutTopicReply,
+    SessionAbandon,
     SessionClose,
     SessionOpen,
     SessionPut,
@@ -51,6 +52,7 @@ from topics.walshard.holdings import Holdings
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer, Operation
 from topics.walshard.outbox import Outbox
+from topics.walshard.ram_log import RamTrim
 from topics.walshard.sessions import Sessions
 
 log = get_logger()
@@ -65,6 +67,7 @@ class Shard:
         sessions: Sessions,
         holdings: Holdings,
         logs: Logs,
+        ram_trim: RamTrim,
         tags: FrameTags,
         syncs: BackgroundSync,
         outbox: Outbox,
@@ -75,6 +78,7 @@ class Shard:
         self._sessions = sessions
         self._holdings = holdings
         self._logs = logs
+        self._ram_trim = ram_trim
         self._tags = tags
         self._syncs = syncs
         self._outbox = outbox
@@ -125,6 +129,8 @@ class Shard:
         if not requests:
             return False
         self._answer(answers)
+        if self._ram_trim.due:
+            self._trim_ram_log()
         self._cell.set("queue_depth_peak", max(requests, self._cell.get("queue_depth_peak")))
         return True
 
@@ -201,6 +207,8 @@ class Shard:
                 answer.reply = messages.encode_reply(answer.request_id, reply)
             case SessionClose():
                 self._close_session(call, answer)
+            case SessionAbandon():
+                self._sessions.abandoned(call.wid, answer.frontend, call.stream, self._clock.monotonic_ms())
             case Hello():
                 self._hello(answer.frontend)
 
@@ -240,6 +248,8 @@ class Shard:
         updated = hosted
 
         def apply(_file_no: int, _offset: int) -> None:
+            if len(buffers) > 1:  # the exact head took back what was reserved above it
+                updated.topic.head_ceiling = updated.topic.head_seq
             updated.configured(config, descriptor)
             self._show(updated)
 
@@ -380,6 +390,15 @@ class Shard:
         appends.reset()
         self._holdings.settle(len(self._sessions))
 
+    def _trim_ram_log(self) -> None:
+        try:
+            operation = self._ram_trim.operation(self._now_ms)
+        except OSError as error:
+            log.error("the RAM log cannot be trimmed", error=str(error))
+            return
+        if self._commit_group([], [operation]):
+            self._ram_trim.drop_files()
+
     def _commit(self, operation: Operation) -> bool:
         return self._commit_group([operation], [])
 
@@ -396,7 +415,7 @@ class Shard:
         for operation, refusal in failed:
             if operation.answer is not None:
                 operation.answer.reply = messages.encode_error(operation.answer.request_id, refusal)
-        if not failed:
+        if durable and not failed:
             self._capped.clear()
         return not failed
 
