@@ -12,7 +12,9 @@ import pytest
 
 from tests.frontend.hosting import Hosting, Written
 from topics import settings as settings_module
+from topics.core.keys import KeyRing
 from topics.frontend import diff as diff_module
+from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.delivery import Hub
@@ -45,12 +47,14 @@ class Frontend:
         self.diff = DiffRoute(reader, self.gateway, writer, settings, self.cell)
         recency = Recency(shared.identity, 1, 1)
         hub = Hub(self.gateway, TopicSight(reader, hosting.arenas, writer), self.cell, hosting.clock)
+        access = Access(KeyRing(()), False)
         self.app = App(
             AppendRoute(self.gateway, settings, self.cell),
             self.diff,
             TopicRoutes(reader, hosting.arenas, self.gateway, writer, recency, settings),
-            WatchRoutes(reader, Sessions(self.gateway, hosting.arenas, 1), hub, settings),
+            WatchRoutes(reader, Sessions(self.gateway, hosting.arenas, 1), hub, access, settings),
             ProbeRoutes(shared.control, hosting.clock),
+            access,
             self.cell,
         )
         self.gone = asyncio.Event()

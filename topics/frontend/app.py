@@ -1,4 +1,4 @@
-"""Which handler answers a request, and what becomes of one that fails.
+"""Which handler answers a request, what a key needs for it, and what becomes of one that fails.
 
 The two routes that carry the load are found by their path alone; everything else goes through Starlette's router.
 """
@@ -11,6 +11,8 @@ from typing import Final
 from starlette.routing import Route, Router
 
 from topics.core.errors import TopicsError
+from topics.core.keys import KeyScope
+from topics.frontend.access import Access
 from topics.frontend.answers import send_error
 from topics.frontend.append import AppendRoute
 from topics.frontend.bodies import ClientGoneError
@@ -27,6 +29,8 @@ NamedEndpoint = Callable[[str, Scope, Receive, Send], Awaitable[None]]
 
 _TOPICS: Final = "/v0/topics/"
 _DIFF: Final = "/diff"
+_READ: Final = KeyScope.READ
+_WRITE: Final = KeyScope.WRITE
 
 _log = get_logger()
 
@@ -41,20 +45,29 @@ class App:
         topics: TopicRoutes,
         watch: WatchRoutes,
         probes: ProbeRoutes,
+        access: Access,
         cell: ProcessCell,
     ) -> None:
         self._append = append
         self._diff = diff
+        self._access = access
         self._cell = cell
-        health, ready = Resource(GET=probes.health), Resource(GET=probes.ready)
-        one_topic = Resource(GET=topics.get, PUT=topics.put, DELETE=topics.delete, POST=_of_topic(append))
+        health, ready = Resource(GET=self._probe(probes.health)), Resource(GET=self._probe(probes.ready))
+        read, write, delete, admin = map(self._needing, (_READ, _WRITE, KeyScope.DELETE, KeyScope.ADMIN))
+        one_topic = Resource(
+            GET=read(topics.get),
+            PUT=admin(topics.put),
+            DELETE=delete(topics.delete),
+            POST=write(_of_topic(append)),
+        )
         self._router = Router(
             [
-                Route("/v0/topics", Resource(GET=topics.list_all)),
+                Route("/v0/topics", Resource(GET=read(topics.list_all))),
                 Route("/v0/topics/{topic}", one_topic),
-                Route("/v0/topics/{topic}/diff", Resource(POST=_of_topic(diff))),
-                Route("/v0/topics/{topic}/delete", Resource(POST=topics.delete_records)),
-                Route("/v0/watch", Resource(POST=watch.create)),
+                Route("/v0/topics/{topic}/diff", Resource(POST=read(_of_topic(diff)))),
+                Route("/v0/topics/{topic}/delete", Resource(POST=delete(topics.delete_records))),
+                Route("/v0/watch", Resource(POST=read(watch.create))),
+                # An unknown wid is 404 whoever asks, so it looks for the key itself.
                 Route("/v0/watch/{wid}", Resource(GET=watch.stream)),
                 *(Route(path, health) for path in ("/v0/health", "/healthz")),
                 *(Route(path, ready) for path in ("/v0/ready", "/readyz")),
@@ -72,10 +85,13 @@ class App:
             if scope["method"] == "POST" and scope["path"].startswith(_TOPICS):
                 name: str = scope["path"][len(_TOPICS) :]
                 if name and "/" not in name:
+                    self._access.admit(scope, _WRITE, (name,))
                     await self._append(name, scope, receive, send)
                     return
                 if name.endswith(_DIFF) and 0 < name.index("/") == len(name) - len(_DIFF):
-                    await self._diff(name[: -len(_DIFF)], scope, receive, send)
+                    name = name[: -len(_DIFF)]
+                    self._access.admit(scope, _READ, (name,))
+                    await self._diff(name, scope, receive, send)
                     return
             await self._router(scope, receive, send)
         except TopicsError as error:
@@ -86,10 +102,27 @@ class App:
             _log.exception("request failed", method=scope["method"], path=scope["path"])
             await self._refuse(TopicsError("internal", "the request failed inside the server"), scope, send)
 
+    def _needing(self, needed: KeyScope) -> Callable[[Endpoint], Endpoint]:
+        """An endpoint for holders of these scopes, over the topic in its path if there is one."""
+
+        def guard(endpoint: Endpoint) -> Endpoint:
+            async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+                self._access.admit(scope, needed, scope["path_params"].values())
+                await endpoint(scope, receive, send)
+
+            return guarded
+
+        return guard
+
+    def _probe(self, endpoint: Endpoint) -> Endpoint:
+        return self._needing(KeyScope.NONE)(endpoint) if self._access.probe_auth else endpoint
+
     async def _refuse(self, error: TopicsError, scope: Scope, send: Send) -> None:
         self._cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
         allow = error.detail.get("allow") if error.detail else None
-        headers = None if allow is None else [(b"allow", str(allow).encode())]
+        headers = [] if allow is None else [(b"allow", str(allow).encode())]
+        if error.code == "unauthorized":
+            headers.append((b"www-authenticate", b"Bearer"))
         await send_error(send, dict(scope["headers"]), error, headers)
 
 

@@ -12,6 +12,8 @@ from typing import Final
 import uvloop
 
 from topics.core.clock import SystemClock
+from topics.core.keys import KeyRing
+from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.arenas import Arenas
@@ -19,6 +21,7 @@ from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1 import Connections, HttpLimits
+from topics.frontend.key_reload import KeyReload
 from topics.frontend.log_files import LogFiles
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.reading import TopicReader
@@ -35,7 +38,14 @@ from topics.shm.recency import Recency, RecencyWriter
 HEARTBEAT_S: Final = 0.25
 
 
-def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int, listeners: list[socket.socket]) -> int:
+def run(
+    settings: Settings,
+    keys: KeyRing,
+    shared: SharedMemory,
+    index: int,
+    incarnation: int,
+    listeners: list[socket.socket],
+) -> int:
     """The process; 0 when it was told to stop and has."""
     clock = SystemClock()
     cell = shared.control.cell(Role.FRONTEND, index)
@@ -46,13 +56,14 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int, 
     cell.set("heartbeat_ms", clock.now_ms())
     cell.set("state", ProcessState.STARTING)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, shared, index, incarnation, listeners, cell))
+        runner.run(_serve(settings, keys, shared, index, incarnation, listeners, cell))
     cell.set("state", ProcessState.STOPPED)
     return 0
 
 
 async def _serve(
     settings: Settings,
+    keys: KeyRing,
     shared: SharedMemory,
     index: int,
     incarnation: int,
@@ -69,14 +80,16 @@ async def _serve(
     recency_writer = RecencyWriter(shared.identity, index, shards)
     diff = DiffRoute(reader, gateway, recency_writer, settings, cell)
     hub = Hub(gateway, TopicSight(reader, arenas, recency_writer), cell, clock)
+    access = Access(keys, settings.probe_auth)
     app = App(
         AppendRoute(gateway, settings, cell),
         diff,
         TopicRoutes(
             reader, arenas, gateway, recency_writer, Recency(shared.identity, shared.frontends, shards), settings
         ),
-        WatchRoutes(reader, Sessions(gateway, arenas, incarnation), hub, settings),
+        WatchRoutes(reader, Sessions(gateway, arenas, incarnation), hub, access, settings),
         ProbeRoutes(shared.control, clock),
+        access,
         cell,
     )
     connections = Connections()
@@ -93,6 +106,8 @@ async def _serve(
         loop.call_later(HEARTBEAT_S, beat)
 
     loop.add_signal_handler(signal.SIGTERM, stop)
+    loop.add_signal_handler(signal.SIGHUP, KeyReload(settings, access, shared.control.header, cell).request)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     gateway.start()
     beat()
     # What is set up lives as long as the process: the collector need not look at it again and again.

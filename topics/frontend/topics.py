@@ -15,8 +15,10 @@ from starlette.datastructures import QueryParams
 
 from topics.core.config import TopicConfig, parse_config
 from topics.core.errors import TopicsError, invalid
+from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
+from topics.frontend.access import caller_of
 from topics.frontend.answers import send_object
 from topics.frontend.arenas import Arenas
 from topics.frontend.bodies import read_body
@@ -25,6 +27,7 @@ from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.query import count, flag
 from topics.frontend.reading import TopicReader, TopicRef, has_expired
 from topics.settings import Settings
+from topics.shm.arena import ArenaReader
 from topics.shm.messages import (
     DeleteRecords,
     DeleteRecordsReply,
@@ -71,6 +74,8 @@ class TopicRoutes:
         name, headers = _topic_name(scope), dict(scope["headers"])
         body = await read_body(receive, headers, self._settings.max_body_bytes)
         config, type_given = parse_config(wire.decode_object(body) if body else {}, name)
+        if config.dead_letter is not None:
+            caller_of(scope).require(KeyScope.ADMIN, (config.dead_letter,))
         reply = await self._gateway.call(
             owner_shard(name, self._gateway.shards), PutTopic(name, config, type_given), PutTopicReply
         )
@@ -139,7 +144,8 @@ class TopicRoutes:
         page_size = min(count(query, "page_size", PAGE_SIZE_DEFAULT) or PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX)
         touch = flag(query, "touch", False)
         prefix = query.get("prefix", "")
-        names = list(itertools.islice(self._names(prefix, _after(query.get("cursor"))), page_size + 1))
+        prefixes = caller_of(scope).narrowed(prefix)
+        names = list(itertools.islice(self._names(prefixes, _after(query.get("cursor"))), page_size + 1))
         more = len(names) > page_size
         refs = [ref for name in names[:page_size] if (ref := self._reader.find(name)) is not None]
         refs = await self._all_settled(refs)
@@ -164,11 +170,12 @@ class TopicRoutes:
             "effective_priority": effective_priority(ref.config, last_read_ms, now_ms),
         }
 
-    def _names(self, prefix: str, after: str) -> Iterator[str]:
-        """Live topics that begin with `prefix` and come after `after`, of all shards, in order."""
+    def _names(self, prefixes: tuple[str, ...], after: str) -> Iterator[str]:
+        """Live topics that begin with one of `prefixes` (none within another) and come after `after`, of all shards,
+        in order.
+        """
         arenas = [self._arenas.require(shard) for shard in range(self._gateway.shards)]
-        ranges = [arena.names.irange(max(prefix, after), None, (prefix > after, True)) for arena in arenas]
-        return itertools.takewhile(lambda name: name.startswith(prefix), heapq.merge(*ranges))
+        return itertools.chain.from_iterable(_range(arenas, prefix, after) for prefix in sorted(prefixes))
 
     async def _all_settled(self, refs: list[TopicRef]) -> list[TopicRef]:
         now_ms = self._reader.now_ms()
@@ -201,6 +208,11 @@ def effective_priority(config: TopicConfig, last_read_ms: int, now_ms: int) -> i
     if not config.auto_priority or not last_read_ms or idle_ms >= RECENT_MS_MAX:
         return 0
     return round(RECENT_PRIORITY * 2 ** (-idle_ms / RECENT_HALF_LIFE_MS))
+
+
+def _range(arenas: list[ArenaReader], prefix: str, after: str) -> Iterator[str]:
+    ranges = [arena.names.irange(max(prefix, after), None, (prefix > after, True)) for arena in arenas]
+    return itertools.takewhile(lambda name: name.startswith(prefix), heapq.merge(*ranges))
 
 
 def _topic_name(scope: Scope) -> str:
