@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import multiprocessing
+import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -18,12 +19,16 @@ from topics import __version__
 
 HERE = Path(__file__).parent
 LATEST = HERE / "out" / "latest.json"
+BUSY_LOAD = 0.5
 HISTORY = HERE.parent / "docs" / "benchmarks.md"
 
 
 def main() -> int:
     arguments = parse()
     cores = machine.share_cores()
+    busy = os.getloadavg()[0]
+    if busy > BUSY_LOAD:
+        print(f"bench: the machine is busy (load average {busy:.1f}): figures will be poor", file=sys.stderr)
     found: list[Figure] = []
     # Spawned: a load process carries nothing of this one.
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=pin, initargs=(cores.load,))
@@ -43,7 +48,7 @@ def main() -> int:
     report = Report(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
         version=__version__,
-        machine=machine.describe(HERE),
+        machine=machine.describe(HERE) | {"load average before": f"{busy:.1f}"},
         layout={
             "frontends": str(arguments.frontends),
             "shards": str(arguments.shards),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -45,6 +46,8 @@ def pytest_runtest_makereport(
 
 
 def pytest_configure(config: Any) -> None:
+    # A run ended by SIGTERM takes its fixtures down, as one ended by Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # A service started by a test must never be answered for by a proxy of the developer's shell.
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         os.environ.pop(name, None)

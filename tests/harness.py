@@ -6,6 +6,7 @@ Nothing here reaches into the server: it is started by its command, found by its
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -29,6 +30,8 @@ START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 20.0
 HEAL_DEADLINE_S = 30.0
 LOG_TAIL_BYTES = 16_384
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 
 Result = TypeVar("Result")
 
@@ -59,6 +62,11 @@ def is_running(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def _stop_with_parent() -> None:
+    """SIGTERM for the child when this process is gone, even by SIGKILL: no service outlives its test run."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Service:
@@ -110,6 +118,7 @@ class Service:
                 stderr=log,
                 cwd=self.root,
                 start_new_session=True,
+                preexec_fn=_stop_with_parent,  # noqa: PLW1509 - one system call, no lock that a thread could hold
             )
         if self._cpus:
             # In time: the interpreter has not got as far as forking children, which inherit it.

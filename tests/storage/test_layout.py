@@ -31,3 +31,31 @@ def test_groups_are_found_flat_and_sharded(tmp_path: Path) -> None:
     Path(layout.log_path(layout.group_dir(data_dir, 0, 1), 7)).touch()
     assert layout.discover_groups(fs, root) == [Group(0, root), *expected]
     assert layout.list_log_files(fs, root) == [7]
+
+
+def test_segments_and_snapshots_are_found_by_their_names(tmp_path: Path) -> None:
+    fs, data_dir = OsFileSystem(), str(tmp_path)
+    assert layout.discover_topics(fs, data_dir) == layout.list_snapshots(fs, data_dir) == []
+    topic_ids = [7, 10, 2**64 - 1]
+    for topic_id in topic_ids:
+        Path(layout.topic_dir(data_dir, topic_id)).mkdir(parents=True)
+    Path(layout.topics_dir(data_dir), "7").mkdir()
+    assert layout.discover_topics(fs, data_dir) == topic_ids
+    directory = layout.topic_dir(data_dir, 7)
+    assert directory == f"{data_dir}/topics/0000000000000007"
+    assert layout.discover_segments(fs, layout.topic_dir(data_dir, 8)) == {}
+    for path in (
+        layout.segment_data_path(directory, 2**64 - 1),
+        layout.segment_data_path(directory, 9),
+        layout.segment_idx_path(directory, 9),
+        layout.segment_tags_path(directory, 9),
+        layout.segment_tags_path(directory, 10) + layout.TMP_SUFFIX,
+    ):
+        Path(path).touch()
+    found = layout.discover_segments(fs, directory)
+    assert list(found.items()) == [(9, {"data", "idx", "tags"}), (2**64 - 1, {"data"})]
+    Path(layout.meta_dir(data_dir)).mkdir()
+    for number in (2**64 - 1, 3):
+        Path(layout.snapshot_path(data_dir, number)).touch()
+    Path(layout.snapshot_path(data_dir, 4) + layout.TMP_SUFFIX).touch()
+    assert layout.list_snapshots(fs, data_dir) == [3, 2**64 - 1]

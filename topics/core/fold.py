@@ -9,6 +9,7 @@ Bodies of control frames (msgpack maps; a writer in another language needs nothi
     EVICT_WATERMARK  topic_id, seq = floor    {"reason": 1 cap, 2 ttl, 3 mixed, 4 restart}
     HEAD_WATERMARK   topic_id, seq            {"exact": bool}               no seq above was assigned in RAM
     IDEMPOTENCY      topic_id, seq = first    count u32 | key bytes         first frame of the write it names
+    RAM_STATE        topic_id                 {"earliest_seq": u64, "evict_floor": u64, …}, see RamStateBody
     SESSION          0                        {"wid": str, "body": bytes | nil, "positions": {…}, "exact": bool}
 
 A run of frames may come twice (a file whose sync failed is copied into the next one): the second changes nothing.
@@ -66,12 +67,26 @@ class SessionBody(msgspec.Struct):
     exact: bool = True
 
 
+class RamStateBody(msgspec.Struct):
+    """Of a topic with records in the RAM log: what only files said that are gone now. Keys are (key, first_seq,
+    records, ts), oldest first.
+    """
+
+    earliest_seq: int
+    evict_floor: int
+    evict_reason: int
+    evict_run_seq: int
+    last_write_ts: int
+    keys: list[tuple[bytes, int, int, int]]
+
+
 encode_body = msgspec.msgpack.Encoder().encode
 _decode_create = msgspec.msgpack.Decoder(CreateBody).decode
 _decode_config = msgspec.msgpack.Decoder(ConfigBody).decode
 _decode_delete = msgspec.msgpack.Decoder(DeleteBody).decode
 _decode_evict = msgspec.msgpack.Decoder(EvictBody).decode
 _decode_head = msgspec.msgpack.Decoder(HeadBody).decode
+_decode_ram_state = msgspec.msgpack.Decoder(RamStateBody).decode
 decode_session = msgspec.msgpack.Decoder(SessionBody).decode
 
 
@@ -102,6 +117,7 @@ class Fold:
         """Whoever takes one again is `recreated`."""
         self._pending: dict[int, array[int]] = {}
         self._early_keys: dict[int, list[tuple[bytes, Outcome]]] = {}
+        self._ram_states: dict[int, RamStateBody] = {}
         self._ephemeral_heads: dict[int, int] = {}
 
     def records(self, topic_id: int, entries: array[int]) -> None:
@@ -119,6 +135,9 @@ class Fold:
         topic = Topic(topic_id, body.name, body.config, self._make_index(), body.recreated)
         self.topics[topic_id] = topic
         self.created_ids.add(topic_id)
+        state = self._ram_states.pop(topic_id, None)
+        if state is not None:
+            _restore_ram_state(topic, state)
         for key, outcome in self._early_keys.pop(topic_id, ()):
             topic.idempotency.remember(key, outcome)
 
@@ -165,6 +184,15 @@ class Fold:
         elif topic_id not in self.created_ids:
             self._early_keys.setdefault(topic_id, []).append((key, outcome))
 
+    def ram_state(self, topic_id: int, data: bytes) -> None:
+        """The latest one counts, and everything about the topic that the RAM log says after it."""
+        state = _decode_ram_state(data)
+        topic = self.topics.get(topic_id)
+        if topic is not None:
+            _restore_ram_state(topic, state)
+        elif topic_id not in self.created_ids:
+            self._ram_states[topic_id] = state
+
     def session(self, data: bytes) -> None:
         session = decode_session(data)
         if session.body is None:
@@ -177,7 +205,7 @@ class Fold:
         the watermarks say; with it (one process crashed, not the service), the records themselves say it.
         """
         for topic in self.topics.values():
-            self._settle(topic)
+            self._settle(topic, at_end=True)
             head_ceiling = self._ephemeral_heads.get(topic.id, 0)
             topic.head_ceiling = head_ceiling
             if not ram_log_survived and head_ceiling > topic.head_seq:
@@ -195,8 +223,11 @@ class Fold:
             raise FoldError(f"a frame names topic {topic_id:#x}, which the log never created")
         return topic
 
-    def _settle(self, topic: Topic) -> None:
-        """Hands a topic the records gathered for it, in seq order, holes filled where RAM records are lost."""
+    def _settle(self, topic: Topic, at_end: bool = False) -> None:
+        """Hands a topic the records gathered for it, in seq order, holes filled where RAM records are lost.
+
+        The RAM log is read first: what it says of a topic that was durable in between waits for the records between.
+        """
         entries = self._pending.pop(topic.id, None)
         if entries is None:
             return
@@ -205,6 +236,9 @@ class Fold:
             expected = topic.head_seq + 1
             if entries[0] > expected:
                 if self._ephemeral_heads.get(topic.id, 0) < entries[0] - 1:
+                    if not at_end:
+                        self._pending[topic.id] = entries
+                        return
                     raise FoldError(
                         f"topic {topic.name!r} ({topic.id:#x}): record {entries[0]} follows {expected - 1}, "
                         f"the records between are missing from the log"
@@ -238,6 +272,15 @@ class Fold:
         lost[2::4] = array("Q", [EvictReason.RESTART]) * count
         lost[3::4] = array("Q", [LOCATION_LOST << 32]) * count
         topic.restored(lost)
+
+
+def _restore_ram_state(topic: Topic, state: RamStateBody) -> None:
+    if state.earliest_seq > topic.head_seq + 1:
+        topic.lost_below(state.earliest_seq, EvictReason(state.evict_reason))
+        topic.evict_floor, topic.evict_run_seq = state.evict_floor, state.evict_run_seq
+    topic.last_write_ts = max(topic.last_write_ts, state.last_write_ts)
+    for key, *outcome in state.keys:
+        topic.idempotency.remember(key, Outcome(*outcome))
 
 
 def _dense_run(entries: array[int]) -> int:

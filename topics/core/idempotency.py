@@ -31,6 +31,11 @@ class IdempotencyWindow:
         self._outcomes.pop(key, None)
         self._outcomes[key] = outcome
 
+    def unexpired(self, now_ms: int, window_ms: int) -> list[tuple[bytes, int, int, int]]:
+        """(key, first_seq, records, ts) of all that may still be asked for, oldest first."""
+        self._expire(now_ms, window_ms)
+        return [(key, *outcome) for key, outcome in self._outcomes.items()]
+
     def _expire(self, now_ms: int, window_ms: int) -> None:
         outcomes = self._outcomes
         expired = []

@@ -15,9 +15,9 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import structlog
 
 from topics.core.errors import STATUS_BY_CODE
+from topics.log import get_logger
 
 if TYPE_CHECKING:
     from topics.frontend.http1 import Http1Protocol
@@ -28,7 +28,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-log = structlog.get_logger("topics.http")
+_log = get_logger()
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
@@ -133,10 +133,10 @@ class Exchange:
             else:
                 self._fail("internal", "the request was cancelled inside the server")
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the border between the app and the connection
             # An app that fails because its client is gone has nothing to report (Starlette wraps the error).
             if not (self.lost and any(isinstance(e, ConnectionError) for e in (error, error.__context__))):
-                log.exception("request failed", method=scope["method"], path=scope["path"])
+                _log.exception("request failed", method=scope["method"], path=scope["path"])
             self._fail("internal", "the request failed inside the server")
         else:
             if self._push is not None:
@@ -145,7 +145,7 @@ class Exchange:
                 if self.half_closed_by_client:  # it was told of the disconnect, and has rightly given up
                     self._wire.abort()
                     return
-                log.error("the app returned without a whole answer", method=scope["method"], path=scope["path"])
+                _log.error("the app returned without a whole answer", method=scope["method"], path=scope["path"])
                 self._fail("internal", "the request was not answered")
 
     # The request, from the connection to the app.

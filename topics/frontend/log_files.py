@@ -34,6 +34,7 @@ class LogFiles:
             return mapped
         # Files of the RAM log grow while they are written.
         mapped = self._map(layout.log_path(self._directories[shard][in_ram], file_no))
+        self._forget_removed(shard, in_ram)
         if end > len(mapped):
             raise EOFError(f"log file {file_no} of shard {shard} ends before byte {end}")
         self._maps[key] = mapped
@@ -41,6 +42,13 @@ class LogFiles:
         if len(self._maps) > self._maps_max:
             self._maps.popitem(last=False)
         return mapped
+
+    def _forget_removed(self, shard: int, in_ram: bool) -> None:
+        """A file that its shard removed takes space until the last map of it is gone."""
+        directory = self._directories[shard][in_ram]
+        for key in [key for key in self._maps if key[:2] == (shard, in_ram)]:
+            if not os.path.exists(layout.log_path(directory, key[2])):
+                del self._maps[key]
 
     def _map(self, path: str) -> mmap.mmap:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

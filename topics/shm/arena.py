@@ -199,6 +199,12 @@ class LocationRing:
         assert self.base_seq <= seq < self.next_seq
         self._words[self.word + (seq & (self.capacity - 1)) * ENTRY_WORDS + word] = value
 
+    def replace_entries(self, first_seq: int, entries: array[int]) -> None:
+        """Overwrites whole entries of consecutive seqs."""
+        assert self.base_seq <= first_seq
+        assert first_seq + len(entries) // ENTRY_WORDS <= self.next_seq
+        self._store(first_seq, entries)
+
     def ts_at(self, seq: int) -> int:
         """Commit time of a record in the ring, ms."""
         assert self.base_seq <= seq < self.next_seq

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from topics.storage.frame import CHECKSUM_LEN, FrameType, scan
 
 # Type and flags of a frame, four bytes in. Rare in JSON and absent in zeros, so few places need a closer look.
-_TYPE_AND_FLAGS: Final = re.compile(rb"(?=[\x01-\x0b\x20-\x24][\x00-\x1f])")
+_TYPE_AND_FLAGS: Final = re.compile(rb"(?=[\x01-\x0b\x20-\x25][\x00-\x1f])")
 _TYPE_AT: Final = 4
 
 

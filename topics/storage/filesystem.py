@@ -7,8 +7,10 @@ is no mmap (readers map files themselves, and only ever published bytes) and no 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from topics.storage.frame import Bytes
@@ -146,6 +148,33 @@ def read_all(fs: FileSystem, path: str) -> bytes:
     finally:
         fs.close(fd)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def replace_file(fs: FileSystem, path: str, content: bytes) -> None:
+    """Makes the file, or a new one in its place, durably: it has its name only once it is whole and on the disk.
+
+    Raises OSError; what was there is as it was then, unless only the directory's sync failed.
+    """
+    tmp_path = path + ".tmp"
+    fd = fs.open(tmp_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        try:
+            written = 0
+            while written < len(content):  # one call writes 2 GiB at most
+                count = fs.pwritev(fd, [memoryview(content)[written:]], written)
+                if not count:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), tmp_path)
+                written += count
+            fs.fdatasync(fd)
+        finally:
+            fs.close(fd)
+        fs.rename(tmp_path, path)
+    except OSError:
+        # The error that brought us here is the one to report; a leftover never counts for anything.
+        with suppress(OSError):
+            fs.unlink(tmp_path)
+        raise
+    fs.fsync_dir(os.path.dirname(path))
 
 
 def boot_id() -> str:

@@ -87,6 +87,7 @@ class FrameType(IntEnum):
     SYNC_MARK = 34
     IDEMPOTENCY = 35
     SESSION = 36
+    RAM_STATE = 37
 
 
 _KNOWN_TYPES = frozenset(int(member) for member in FrameType)

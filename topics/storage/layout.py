@@ -4,10 +4,14 @@
       .topics.lock                       flock of the running service
       wal/                               shards == 1: the group itself
         CURRENT                          name of the active log file
-        wal-<20 digits>.log              numbered 1, 2, 3 … without a hole
+        wal-<20 digits>.log              numbered 1, 2, 3 … without a hole; the first may be gone
       wal/shard-<NN>/                    shards > 1: one group each
         CURRENT, wal-<20 digits>.log
       wal.new/, wal.old/                 only while the shard count changes (`reshard.py`)
+      topics/<topic id, 16 hex>/         the segments of one topic (`segment.py`), named by their first seq
+        seg-<20 digits>.data, .idx       frames, and where each lies
+        seg-<20 digits>.tags             which record has which tag (`postings.py`); only of sealed segments
+      meta/snapshot.<20 digits>.bin      numbered; the newest valid one counts (`snapshot.py`)
     <ram dir>/shard-<NN>/                the same for `ephemeral` topics; wiped when the service starts
 
 A group is one shard's log: a directory with files that one process writes. A name that ends in `.tmp` is a file that
@@ -28,9 +32,14 @@ NEW_WAL_NAME = "wal.new"
 OLD_WAL_NAME = "wal.old"
 CURRENT_NAME = "CURRENT"
 TMP_SUFFIX = ".tmp"
+TOPICS_NAME = "topics"
+META_NAME = "meta"
 
 _LOG_NAME = re.compile(r"wal-(\d{20})\.log")
 _SHARD_NAME = re.compile(r"shard-(\d{2,})")
+_TOPIC_NAME = re.compile(r"[0-9a-f]{16}")
+_SEGMENT_NAME = re.compile(r"seg-(\d{20})\.(data|idx|tags)")
+_SNAPSHOT_NAME = re.compile(r"snapshot\.(\d{20})\.bin")
 
 
 class Group(NamedTuple):
@@ -101,6 +110,62 @@ def discover_groups(fs: FileSystem, root: str) -> list[Group]:
     if any(log_file_no(name) is not None or name == CURRENT_NAME for name in names):
         groups.append(Group(0, root))
     return sorted(groups)
+
+
+def topics_dir(data_dir: str) -> str:
+    """Where the segments of all topics are; also below a cold directory."""
+    return os.path.join(data_dir, TOPICS_NAME)
+
+
+def topic_dir(data_dir: str, topic_id: int) -> str:
+    """Where one topic's segments are."""
+    return os.path.join(topics_dir(data_dir), f"{topic_id:016x}")
+
+
+def segment_data_path(directory: str, first_seq: int) -> str:
+    return os.path.join(directory, f"seg-{first_seq:020d}.data")
+
+
+def segment_idx_path(directory: str, first_seq: int) -> str:
+    return os.path.join(directory, f"seg-{first_seq:020d}.idx")
+
+
+def segment_tags_path(directory: str, first_seq: int) -> str:
+    return os.path.join(directory, f"seg-{first_seq:020d}.tags")
+
+
+def discover_topics(fs: FileSystem, data_dir: str) -> list[int]:
+    """The ids of topics that have a directory for segments, ascending."""
+    root = topics_dir(data_dir)
+    if not fs.exists(root):
+        return []
+    return sorted(int(name, 16) for name in fs.listdir(root) if _TOPIC_NAME.fullmatch(name))
+
+
+def discover_segments(fs: FileSystem, directory: str) -> dict[int, set[str]]:
+    """First seq → which of "data", "idx" and "tags" exist; ascending. Empty when the directory does not exist."""
+    found: dict[int, set[str]] = {}
+    for name in sorted(fs.listdir(directory)) if fs.exists(directory) else ():
+        match = _SEGMENT_NAME.fullmatch(name)
+        if match:
+            found.setdefault(int(match[1]), set()).add(match[2])
+    return found
+
+
+def meta_dir(data_dir: str) -> str:
+    return os.path.join(data_dir, META_NAME)
+
+
+def snapshot_path(data_dir: str, number: int) -> str:
+    return os.path.join(meta_dir(data_dir), f"snapshot.{number:020d}.bin")
+
+
+def list_snapshots(fs: FileSystem, data_dir: str) -> list[int]:
+    """The numbers of all snapshots, ascending."""
+    directory = meta_dir(data_dir)
+    if not fs.exists(directory):
+        return []
+    return sorted(int(match[1]) for name in fs.listdir(directory) if (match := _SNAPSHOT_NAME.fullmatch(name)))
 
 
 def _shard_name(shard: int) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from topics.storage.layout import lock_path
 
@@ -74,6 +76,27 @@ class DataDirLock:
         """The file stays: removing it would let two services lock two different inodes."""
         os.ftruncate(self._fd, 0)
         os.close(self._fd)
+
+
+@contextmanager
+def inspecting(data_dir: str) -> Iterator[None]:
+    """No service runs on the directory, and none can start, inside the block; others may inspect it as well.
+
+    Changes nothing. Raises DataDirLocked. A directory without a lock file (a copy) has nobody to be kept out.
+    """
+    try:
+        fd = os.open(lock_path(data_dir), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataDirLocked(data_dir, _read_pid(fd)) from None
+        yield
+    finally:
+        os.close(fd)
 
 
 def holder_pid(data_dir: str) -> int | None:

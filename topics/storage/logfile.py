@@ -66,6 +66,13 @@ class WalEnd(msgspec.Struct, frozen=True):
     """The boot that made the file, see `WalWriter`."""
 
 
+class WalPosition(msgspec.Struct, frozen=True, order=True):
+    """Between two frames of a log: `offset` bytes into file `file_no`."""
+
+    file_no: int
+    offset: int
+
+
 class _Versioned(msgspec.Struct):
     version: int
 
@@ -123,6 +130,22 @@ def parse_file_start(path: str, buffer: Bytes) -> tuple[FileStart, int]:
         return msgspec.msgpack.decode(frame.data, type=FileStart), frame.total_len
     except msgspec.DecodeError as error:
         raise NotALogFile(f"FILE_START does not decode: {error}") from error
+
+
+def read_first_start(fs: FileSystem, directory: str) -> FileStart | None:
+    """The FILE_START of the first file that the log still has, None without any. `.log_id` tells which log it is.
+
+    Raises NotALogFile, UnknownLogVersion or OSError.
+    """
+    numbers = layout.list_log_files(fs, directory)
+    if not numbers:
+        return None
+    path = layout.log_path(directory, numbers[0])
+    fd = fs.open(path, os.O_RDONLY)
+    try:
+        return parse_file_start(path, fs.pread(fd, _FILE_START_MAX_BYTES, 0))[0]
+    finally:
+        fs.close(fd)
 
 
 def create_log_file(

@@ -11,6 +11,14 @@ Telling them apart: a torn tail is in the active file and no valid frame follows
 follow, since pages reach the disk in any order, but then no sync came after the damaged place: no SYNC_MARK vouches
 for it. A stopped process leaves no holes at all: if the machine has not been booted since, a hole is corruption.
 
+Where reading begins (`start`):
+
+- None: with file 1; the log has all its files.
+- a WalPosition: a snapshot holds everything before it, and has been on the disk since. Files below it may be there or
+  not. The log must reach at least to it: a snapshot that is newer than the log is refused.
+- "lowest": with the first file there is. For a log that is trimmed without a snapshot because its files repeat
+  whatever of earlier ones still counts (the RAM log, `walshard/ram_log.py`).
+
 Every step can be repeated after a crash in its middle. At the end all that was handed out is on the disk.
 """
 
@@ -20,7 +28,7 @@ import os
 from collections.abc import Generator, Iterator
 from itertools import count
 from operator import itemgetter
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from topics.storage import layout
 from topics.storage.damage import Survey, survey, used_bytes
@@ -32,6 +40,7 @@ from topics.storage.logfile import (
     RefusedLog,
     WalEnd,
     WalIdentity,
+    WalPosition,
     erase_behind,
     parse_file_start,
     read_current,
@@ -43,6 +52,8 @@ BATCH_FRAMES: Final = 1024  # few enough to be freed while they are in the cache
 _HEAD_BYTES: Final = 4096
 _FRAMING_TYPES: Final = frozenset((int(FrameType.FILE_START), int(FrameType.FILE_END), int(FrameType.SYNC_MARK)))
 _type_of = itemgetter(2)
+
+Start = WalPosition | Literal["lowest"] | None
 
 
 class CorruptLog(RefusedLog):
@@ -96,11 +107,15 @@ class Recovery:
     Iterating raises CorruptLog, UnknownLogVersion, RefusedLog or OSError.
     """
 
-    def __init__(self, fs: FileSystem, directory: str, identity: WalIdentity, accept_data_loss: bool) -> None:
+    def __init__(
+        self, fs: FileSystem, directory: str, identity: WalIdentity, accept_data_loss: bool, start: Start
+    ) -> None:
         self._fs = fs
         self._directory = directory
         self._identity = identity
         self._accept_data_loss = accept_data_loss
+        self._start = start
+        self._position = start if isinstance(start, WalPosition) else None
         self._current_file_no = 0
         self._files_read = 0.0
         self._files_total = 0
@@ -116,6 +131,8 @@ class Recovery:
 
     def __iter__(self) -> Iterator[RecoveredFile]:
         if not self._fs.exists(self._directory):
+            if self._position is not None:
+                raise self._too_short(self._directory, "it does not exist", self._position)
             return
         self._remove_unfinished_files()
         files = self._list_files()
@@ -123,7 +140,7 @@ class Recovery:
         previous: _File | None = None
         for position, file in enumerate(files):
             later = files[position + 1 :]
-            stop = yield from self._read(file, later[0].start.previous_end if later else None)
+            stop = yield from self._read(file, position, later[0].start.previous_end if later else None)
             self._files_read = position + 1
             active = self._is_active(stop, later)
             reason = self._damage_in_active(file, stop) if active else self._damage_in_finished(stop, later)
@@ -144,11 +161,13 @@ class Recovery:
                 self._fs.unlink(os.path.join(self._directory, name))
 
     def _list_files(self) -> list[_File]:
-        """The log's files from the first on; whatever makes the list end early is corruption."""
+        """The files to read, in order; whatever makes the list end early is corruption."""
         numbers = layout.list_log_files(self._fs, self._directory)
         self._read_current(numbers)
+        last_no = max([0, self._current_file_no, *numbers])
+        first_no = self._first_file_no(numbers, last_no)
         files: list[_File] = []
-        for file_no in range(1, max([0, self._current_file_no, *numbers]) + 1):
+        for file_no in range(first_no, last_no + 1):
             path = layout.log_path(self._directory, file_no)
             try:
                 files.append(self._open_head(file_no, path, files))
@@ -160,12 +179,34 @@ class Recovery:
                 continue
             behind = [number for number in numbers if number >= file_no]
             lost = self._describe(*map(self._survey_file, behind))
+            if self._position is not None and not files:
+                raise RefusedLog(
+                    path,
+                    f"{path}: {reason}, and the snapshot goes on in it. Behind it: {lost}. Restore the file from a "
+                    f"copy, or the whole data directory",
+                )
             if not self._accept_data_loss:
                 raise CorruptLog(path, 0, reason, lost)
             self.report.append(f"{path}: {reason}; accepted the loss of {lost}")
-            self._set_aside(behind, file_no - 1)
+            self._set_aside(behind, file_no - 1 if files else 0)
             break
         return files
+
+    def _first_file_no(self, numbers: list[int], last_no: int) -> int:
+        if self._position is not None:
+            if self._position.file_no > last_no:
+                raise self._too_short(self._directory, f"its last file is number {last_no}", self._position)
+            return self._position.file_no
+        if self._start == "lowest":
+            return min(numbers, default=max(1, last_no))
+        return 1
+
+    def _too_short(self, path: str, end: str, position: WalPosition) -> RefusedLog:
+        return RefusedLog(
+            path,
+            f"{path}: {end}, but the snapshot goes on at offset {position.offset} of file {position.file_no}: the "
+            f"snapshot is newer than the log. Restore the log from a copy of the same age, or the whole data directory",
+        )
 
     def _read_current(self, numbers: list[int]) -> None:
         try:
@@ -194,16 +235,18 @@ class Recovery:
                 f"expected file {file_no} of shard {identity.shard} of {identity.shards}"
             )
         if before and start.log_id != before[0].start.log_id:
-            raise NotALogFile(f"its log id {start.log_id:016x} is not that of file 1, {before[0].start.log_id:016x}")
+            raise NotALogFile(
+                f"its log id {start.log_id:016x} is not that of file {before[0].file_no}, {before[0].start.log_id:016x}"
+            )
         return _File(file_no, path, start, data_offset)
 
     # -- reading
 
-    def _read(self, file: _File, previous_end: int | None) -> Generator[RecoveredFile, None, _Stop]:
+    def _read(self, file: _File, files_before: int, previous_end: int | None) -> Generator[RecoveredFile, None, _Stop]:
         buffer = read_all(self._fs, file.path)
         view = memoryview(buffer)
         limit = len(buffer) if previous_end is None else min(previous_end, len(buffer))
-        offset = file.data_offset
+        offset = self._check_start(file, buffer, limit, previous_end)
         open_write: list[FrameTuple] = []
         while True:
             frames, offset, found_defect = scan(view, offset, limit, BATCH_FRAMES)
@@ -223,11 +266,37 @@ class Recovery:
             while complete and frames[complete - 1][3] & FLAG_MORE:
                 complete -= 1
             open_write = frames[complete:]
-            self._files_read = file.file_no - 1 + offset / limit
+            self._files_read = files_before + offset / limit
             if complete:
                 yield RecoveredFile(file.file_no, file.path, view, frames[:complete])
             if at_end:
                 return _Stop(open_write[0][0] if open_write else offset, offset, sealed_at, defect, buffer)
+
+    def _check_start(self, file: _File, buffer: bytes, limit: int, previous_end: int | None) -> int:
+        """Where reading this file begins. Raises RefusedLog or CorruptLog when no frame ever ended there."""
+        position = self._position
+        if position is None or file.file_no != position.file_no or position.offset <= file.data_offset:
+            return file.data_offset
+        start = position.offset
+        if previous_end is not None and previous_end <= start:
+            return limit  # what lay between them was copied to the next file
+        if scan(buffer, start, limit, limit=1).frames:
+            return start
+        # The log may end exactly here. Only the frames before tell.
+        offset = file.data_offset
+        defect: Defect | None = None
+        while offset < min(start, limit) and defect is None:
+            _, offset, defect = scan(buffer, offset, min(start, limit), BATCH_FRAMES)
+        if offset == start:
+            return start
+        if start > limit or not used_bytes(buffer[:start], offset):
+            raise self._too_short(file.path, f"it ends at offset {offset}", position)
+        reason = f"{defect}, before offset {start}, where the snapshot goes on"
+        lost = self._describe(survey(buffer, offset, file.file_no))
+        if not self._accept_data_loss:
+            raise CorruptLog(file.path, offset, reason, lost)
+        self.report.append(f"{file.path}: corrupt at offset {offset}: {reason}; the snapshot holds what was there")
+        return start
 
     # -- judging
 
@@ -358,6 +427,16 @@ def _without_framing(frames: list[FrameTuple], file_no: int) -> tuple[list[Frame
     return [other for other in frames if other[2] != FrameType.SYNC_MARK], None
 
 
-def recover_group(fs: FileSystem, directory: str, identity: WalIdentity, accept_data_loss: bool = False) -> Recovery:
-    """The log in `directory`, to be iterated; it may not exist yet. The caller is its only user."""
-    return Recovery(fs, directory, identity, accept_data_loss)
+def recover_group(
+    fs: FileSystem,
+    directory: str,
+    identity: WalIdentity,
+    accept_data_loss: bool = False,
+    *,
+    start: Start = None,
+) -> Recovery:
+    """The log in `directory` from `start` on, to be iterated; without a start it may not exist yet.
+
+    The caller is its only user.
+    """
+    return Recovery(fs, directory, identity, accept_data_loss, start)

@@ -10,30 +10,48 @@ Runs before any shard does, as the only user of the logs. The new logs are writt
 
 so that it may be killed at any step and repeated. A new service begins here as well: with several shards, all their
 directories come into being at once, and one that is missing later is damage.
+
+With a snapshot, only what is behind its positions is copied, so that every new log, each in a file 1 of its own, is
+exactly what follows the same snapshot dealt out to the new owners. Old and new logs differ in their random `log_id`,
+and a snapshot names those of the logs it goes with. So nothing has to happen at once:
+
+    1. the new logs are complete in wal.new, on the disk
+    2. `before_swap` makes the snapshot durable that goes with them: the same topics, each at its new owner, every
+       position (1, 0), the new log ids. The old snapshot stays
+    3. the swap
+    4. whoever starts takes the newest snapshot whose log ids are those of the logs in `wal`: after a crash before 3
+       the old one, after it the new one. The others are of no use any more, and go before another is made: those of
+       interrupted runs must not push out the one that counts
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Final, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, make_dirs
 from topics.storage.frame import FLAG_MORE, HEADER_LEN, FrameType
-from topics.storage.logfile import NotALogFile, RefusedLog, WalIdentity, parse_file_start
+from topics.storage.logfile import NotALogFile, RefusedLog, WalIdentity, WalPosition, read_first_start
 from topics.storage.recovery import RecoveredFile, recover_group
 from topics.storage.wal import FILE_BYTES, WalWriter
-
-_HEAD_BYTES: Final = 4096
 
 
 class _CreateName(msgspec.Struct):
     """What resharding needs of a TOPIC_CREATE's body; `core.fold` owns the rest."""
 
     name: str
+
+
+class NewLog(NamedTuple):
+    """A shard's log as resharding made it; a snapshot that goes with it has it read from `start`."""
+
+    shard: int
+    log_id: int
+    start: WalPosition
 
 
 class _Found(NamedTuple):
@@ -71,31 +89,55 @@ def reshard(
     *,
     file_bytes: int = FILE_BYTES,
     accept_data_loss: bool = False,
+    starts: Mapping[str, WalPosition] | None = None,
+    topic_names: Mapping[int, str] | None = None,
+    before_swap: Callable[[list[NewLog]], None] | None = None,
 ) -> list[str]:
     """Brings the logs into the layout of `shards` shards; `owner` is the shard of a topic name.
+
+    With a snapshot: `starts` are its positions by the path of the group, `topic_names` its live topics by id, and
+    `before_swap` is called with all new logs once they are on the disk (see above). Choose the snapshot after
+    `finish_swap`: an interrupted run may have left no `wal` to compare it with.
 
     `progress` hears of the share that is done, 0 to 1. Returns lines for the operator. Raises what recovery raises
     (RefusedLog and its kinds, OSError) and WalWriteError or WalSyncError; the old logs are in force then.
     """
     root = layout.wal_dir(data_dir)
     new_root = os.path.join(data_dir, layout.NEW_WAL_NAME)
-    report = _finish_swap(fs, data_dir)
+    report = finish_swap(fs, data_dir)
     if not needs_reshard(fs, data_dir, shards):
         return report
     make_dirs(fs, data_dir)
     groups = _find(fs, root)
+    if starts is None:
+        starts = {}
+    elif unknown := set(starts) - {group.path for group in groups}:
+        path = min(unknown)
+        raise RefusedLog(
+            path, f"{path}: the log is missing, and the snapshot goes on in it; restore the whole data directory"
+        )
     copy = _Copy(fs, new_root, shards, boot_id, owner, file_bytes)
+    copy.know(topic_names or {})
+    new_logs: list[NewLog] = []
     try:
         for position, group in enumerate(groups):
             recovery = recover_group(
-                fs, group.path, WalIdentity(group.shard, group.shards, boot_id), accept_data_loss=accept_data_loss
+                fs,
+                group.path,
+                WalIdentity(group.shard, group.shards, boot_id),
+                accept_data_loss,
+                start=starts.get(group.path),
             )
             for batch in recovery:
                 copy.add(batch)
                 progress((position + recovery.progress) / len(groups))
             report += recovery.report
+        if before_swap is not None:
+            new_logs = copy.all_logs()
     finally:
         copy.close()
+    if before_swap is not None:
+        before_swap(new_logs)
     if fs.exists(root):
         fs.rename(root, os.path.join(data_dir, layout.OLD_WAL_NAME))
         fs.fsync_dir(data_dir)
@@ -122,6 +164,15 @@ class _Copy:
         self._writers: dict[int, WalWriter] = {}
         for shard in range(shards):
             make_dirs(fs, layout.group_dir_in(root, shard, shards))
+
+    def know(self, topic_names: Mapping[int, str]) -> None:
+        """Topics whose creation is not in what will be copied."""
+        for topic_id, name in topic_names.items():
+            self._owners[topic_id] = self._owner(name)
+
+    def all_logs(self) -> list[NewLog]:
+        """One for every shard: a snapshot goes on in each, also where nothing was copied."""
+        return [NewLog(shard, self._writer(shard).log_id, WalPosition(1, 0)) for shard in range(self._shards)]
 
     def add(self, batch: RecoveredFile) -> None:
         """Copies whole writes; those that lie side by side and stay together are copied as one piece."""
@@ -196,11 +247,12 @@ def _find(fs: FileSystem, root: str) -> list[_Found]:
     groups = layout.discover_groups(fs, root)
     found: list[_Found] = []
     for group in groups:
-        path = os.path.join(group.path, layout.log_name(1))
         try:
             shards = _shards_of(fs, group)
         except NotALogFile as error:
-            raise RefusedLog(path, f"{path}: not a log file: {error}; restore it from a copy") from error
+            raise RefusedLog(
+                group.path, f"{group.path}: its first file is not a log file: {error}; restore it from a copy"
+            ) from error
         if shards is not None:
             found.append(_Found(group.shard, shards, group.path))
     paths = {group.path for group in groups}
@@ -216,19 +268,12 @@ def _find(fs: FileSystem, root: str) -> list[_Found]:
 
 def _shards_of(fs: FileSystem, group: layout.Group) -> int | None:
     """The shard count a log was written under, None when it has no file yet."""
-    numbers = layout.list_log_files(fs, group.path)
-    if not numbers:
-        return None
-    path = layout.log_path(group.path, numbers[0])
-    fd = fs.open(path, os.O_RDONLY)
-    try:
-        return parse_file_start(path, fs.pread(fd, _HEAD_BYTES, 0))[0].shards
-    finally:
-        fs.close(fd)
+    start = read_first_start(fs, group.path)
+    return None if start is None else start.shards
 
 
-def _finish_swap(fs: FileSystem, data_dir: str) -> list[str]:
-    """Whatever an interrupted run left becomes one `wal`, the old or the new."""
+def finish_swap(fs: FileSystem, data_dir: str) -> list[str]:
+    """Whatever an interrupted run left becomes one `wal`, the old or the new. Returns lines for the operator."""
     root, old_root = layout.wal_dir(data_dir), os.path.join(data_dir, layout.OLD_WAL_NAME)
     if fs.exists(old_root) and not fs.exists(root):
         fs.rename(old_root, root)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Final, NamedTuple
 
+from topics.storage import layout
 from topics.storage.activefile import ActiveFile
 from topics.storage.filesystem import FileSystem, make_dirs
 from topics.storage.frame import Bytes
@@ -177,6 +178,11 @@ class WalWriter:
     # -- where the log is
 
     @property
+    def log_id(self) -> int:
+        """Random, the same in all files of this log for ever: a snapshot says by it which log it goes with."""
+        return self._log_id
+
+    @property
     def file_no(self) -> int:
         return self._active.file_no
 
@@ -264,6 +270,23 @@ class WalWriter:
             if self._spare is not None:
                 self._spare.exception()  # waits; a spare that could not be made is nobody's concern any more
             self._active.close()
+
+    # -- trimming
+
+    def drop_files_below(self, file_no: int) -> int:
+        """Removes the files numbered below, of those that were left for good; returns how many. Raises OSError: then
+        some may be left, and the next call removes them.
+
+        What they hold must count for nothing any more. In ascending order, so that what is left is without a hole;
+        a spare that is being made has a higher number than any of them.
+        """
+        bound = min(file_no, self._current_file_no, self._active.file_no)
+        numbers = [number for number in layout.list_log_files(self._fs, self._directory) if number < bound]
+        for number in numbers:
+            self._fs.unlink(layout.log_path(self._directory, number))
+        if numbers:
+            self._fs.fsync_dir(self._directory)
+        return len(numbers)
 
     # -- background sync
 

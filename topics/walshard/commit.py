@@ -53,6 +53,11 @@ class Logs:
         self._recovered_wal, self._recovered_ram = recovered
         self._plans: tuple[Plan | None, Plan | None] = (None, None)
 
+    @property
+    def ram(self) -> WalWriter | None:
+        """None as long as nothing had to go there."""
+        return self._ram
+
     def holds(self, entry: JournalEntry) -> bool:
         """Whether a request of the former incarnation is in the log as recovered."""
         end = self._recovered_ram if entry.ram_log else self._recovered_wal

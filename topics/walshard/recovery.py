@@ -39,6 +39,7 @@ from topics.walshard.catalog import Catalog
 from topics.walshard.commit import Logs
 from topics.walshard.frame_tags import FrameTags
 from topics.walshard.outbox import Outbox
+from topics.walshard.ram_log import RamTrim
 from topics.walshard.sessions import Sessions
 from topics.walshard.shard import Shard
 
@@ -81,7 +82,7 @@ def recover(
     fold = Fold(lambda: LocationRing(arena, 1), tags.of)
 
     # The RAM log outlives a crash of this process, never a service: a torn end of it is one of a killed process.
-    ram_recovery = recover_group(fs, ram_directory, identity)
+    ram_recovery = recover_group(fs, ram_directory, identity, start="lowest")
     recovery = recover_group(fs, directory, identity, settings.accept_data_loss)
     frames = _fold_log(fold, ram_recovery, True, cell) + _fold_log(fold, recovery, False, cell)
     fold.finish(ram_log_survived=ram_recovery.end is not None)
@@ -113,7 +114,8 @@ def recover(
         (recovery.end, ram_recovery.end),
     )
     syncs = BackgroundSync(logs, syncing, shared.shard_wakes[index], clock.monotonic_ms())
-    shard = Shard(catalog, sessions, logs, tags, syncs, outbox, cell, clock)
+    ram_trim = RamTrim(fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions)
+    shard = Shard(catalog, sessions, logs, ram_trim, tags, syncs, outbox, cell, clock)
 
     cell.set("topics", len(catalog))
     cell.set("torn_bytes", recovery.torn_bytes)
@@ -163,6 +165,8 @@ def _fold_batch(fold: Fold, batch: RecoveredFile, ram_flag: int) -> None:
         match type_:
             case FrameType.IDEMPOTENCY:
                 fold.idempotency(topic_id, seq, ts, data)
+            case FrameType.RAM_STATE:
+                fold.ram_state(topic_id, data)
             case FrameType.SESSION:
                 fold.session(data)
             case FrameType.FILE_START | FrameType.FILE_END | FrameType.SYNC_MARK:

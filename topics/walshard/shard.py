@@ -51,6 +51,7 @@ from topics.walshard.frame_tags import FrameTags
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer, Operation
 from topics.walshard.outbox import Outbox
+from topics.walshard.ram_log import RamTrim
 from topics.walshard.sessions import Sessions
 
 log = get_logger()
@@ -64,6 +65,7 @@ class Shard:
         catalog: Catalog,
         sessions: Sessions,
         logs: Logs,
+        ram_trim: RamTrim,
         tags: FrameTags,
         syncs: BackgroundSync,
         outbox: Outbox,
@@ -73,6 +75,7 @@ class Shard:
         self._catalog = catalog
         self._sessions = sessions
         self._logs = logs
+        self._ram_trim = ram_trim
         self._tags = tags
         self._syncs = syncs
         self._outbox = outbox
@@ -123,6 +126,8 @@ class Shard:
         if not requests:
             return False
         self._answer(answers)
+        if self._ram_trim.due:
+            self._trim_ram_log()
         self._cell.set("queue_depth_peak", max(requests, self._cell.get("queue_depth_peak")))
         return True
 
@@ -241,6 +246,8 @@ class Shard:
         updated = hosted
 
         def apply(_file_no: int, _offset: int) -> None:
+            if len(buffers) > 1:  # the exact head took back what was reserved above it
+                updated.topic.head_ceiling = updated.topic.head_seq
             updated.configured(config, descriptor)
             self._show(updated)
 
@@ -381,6 +388,15 @@ class Shard:
             self._cell.set("topics", len(self._catalog))
         appends.reset()
 
+    def _trim_ram_log(self) -> None:
+        try:
+            operation = self._ram_trim.operation(self._now_ms)
+        except OSError as error:
+            log.error("the RAM log cannot be trimmed", error=str(error))
+            return
+        if self._commit_group([], [operation]):
+            self._ram_trim.drop_files()
+
     def _commit(self, operation: Operation) -> bool:
         return self._commit_group([operation], [])
 
@@ -397,7 +413,7 @@ class Shard:
         for operation, refusal in failed:
             if operation.answer is not None:
                 operation.answer.reply = messages.encode_error(operation.answer.request_id, refusal)
-        if not failed:
+        if durable and not failed:
             self._capped.clear()
         return not failed
 

@@ -1,0 +1,174 @@
+"""Snapshots: the newest valid one counts, at any moment there is one, and an unknown one is never guessed at."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.storage.faults import ERRNOS, Crash, Fault, FaultyFileSystem
+from topics.storage import layout
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.snapshot import (
+    BadSnapshot,
+    Loaded,
+    UnknownSnapshotVersion,
+    load_snapshot,
+    read_snapshot,
+    save_snapshot,
+)
+
+FS = OsFileSystem()
+BODIES = [b"first", b"second", b"third"]
+SAVING = ["open", "pwritev", "fdatasync", "rename", "fsync_dir", "unlink"]
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> str:
+    return str(tmp_path)
+
+
+def numbers(data_dir: str) -> list[int]:
+    return layout.list_snapshots(FS, data_dir)
+
+
+def put(data_dir: str, number: int, content: bytes) -> str:
+    path = layout.snapshot_path(data_dir, number)
+    Path(path).write_bytes(content)
+    return path
+
+
+def test_every_byte_is_where_the_format_says(data_dir: str) -> None:
+    assert save_snapshot(FS, data_dir, b"body") == 1
+    path = Path(data_dir, "meta", "snapshot.00000000000000000001.bin")
+    prefix = b"topicSNP" + struct.pack("<I4xQ", 1, 4)
+    assert path.read_bytes() == prefix + struct.pack("<Q", xxhash.xxh3_64_intdigest(prefix + b"body")) + b"body"
+    assert path.read_bytes().hex() == "746f706963534e5001000000000000000400000000000000f98c0491232f7d09626f6479"
+
+
+def test_there_is_none_yet(data_dir: str) -> None:
+    assert load_snapshot(FS, data_dir) is None
+    assert os.listdir(data_dir) == []
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_a_body_comes_back(body: bytes) -> None:
+    with TemporaryDirectory() as data_dir:
+        save_snapshot(FS, data_dir, body)
+        assert load_snapshot(FS, data_dir) == Loaded(1, body, [])
+
+
+def test_numbers_increase_and_the_one_before_the_newest_stays(data_dir: str) -> None:
+    for number, body in enumerate(BODIES, 1):
+        assert save_snapshot(FS, data_dir, body) == number
+        assert numbers(data_dir) == [one for one in (number - 1, number) if one]
+        assert load_snapshot(FS, data_dir) == Loaded(number, body, [])
+    assert read_snapshot(FS, data_dir, 2) == b"second"
+    os.unlink(layout.snapshot_path(data_dir, 2))
+    assert save_snapshot(FS, data_dir, b"fourth") == 4
+
+
+def test_damaged_ones_are_passed_over_and_named(data_dir: str) -> None:
+    for body in BODIES:
+        save_snapshot(FS, data_dir, body)
+    path = layout.snapshot_path(data_dir, 3)
+    whole = Path(path).read_bytes()
+    damaged = [
+        bytes([*whole[:at], whole[at] ^ 1 << bit, *whole[at + 1 :]]) for at in range(len(whole)) for bit in range(8)
+    ]
+    damaged += [whole[:length] for length in range(len(whole))] + [whole + b"\0", bytes(len(whole))]
+    damaged += [Path(layout.snapshot_path(data_dir, 2)).read_bytes()[:-1]]
+    for content in damaged:
+        put(data_dir, 3, content)
+        loaded = load_snapshot(FS, data_dir)
+        assert loaded is not None
+        assert loaded[:2] == (2, b"second")
+        (skipped,) = loaded.skipped
+        assert skipped.path == path
+        assert str(skipped).startswith(f"{path}: not to be used, at offset {skipped.offset}: ")
+
+
+def test_when_all_are_damaged_it_is_not_as_if_there_were_none(data_dir: str) -> None:
+    save_snapshot(FS, data_dir, b"first")
+    newest = put(data_dir, 2, b"")
+    put(data_dir, 1, b"topic")
+    with pytest.raises(BadSnapshot, match="the file ends inside its header") as caught:
+        load_snapshot(FS, data_dir)
+    assert caught.value.path == newest
+
+
+def test_one_that_goes_with_other_logs_is_passed_over(data_dir: str) -> None:
+    for body in BODIES[:2]:
+        save_snapshot(FS, data_dir, body)
+    loaded = load_snapshot(FS, data_dir, lambda body: body == b"first")
+    assert loaded is not None
+    assert loaded[:2] == (1, b"first")
+    assert [bad.path for bad in loaded.skipped] == [layout.snapshot_path(data_dir, 2)]
+    with pytest.raises(BadSnapshot, match="goes with other logs than those that are here"):
+        load_snapshot(FS, data_dir, lambda body: False)
+
+
+def test_an_unknown_version_is_refused_though_an_older_one_is_valid(data_dir: str) -> None:
+    save_snapshot(FS, data_dir, b"first")
+    prefix = b"topicSNP" + struct.pack("<I4xQ", 2, 3)
+    path = put(data_dir, 2, prefix + struct.pack("<Q", xxhash.xxh3_64_intdigest(prefix + b"new")) + b"new")
+    with pytest.raises(
+        UnknownSnapshotVersion, match=r"version 2 is unknown \(this release reads version 1\)"
+    ) as caught:
+        load_snapshot(FS, data_dir)
+    assert (caught.value.path, caught.value.version) == (path, 2)
+
+
+def test_the_first_one_makes_its_directory_durably(data_dir: str) -> None:
+    fs = FaultyFileSystem()
+    save_snapshot(fs, data_dir, b"first")
+    assert fs.log == ["mkdir", "fsync_dir", *SAVING[:-1]]
+
+
+@pytest.mark.parametrize("nth", range(1, len(SAVING) + 1))
+@pytest.mark.parametrize("error", [Fault.CRASH, Fault.TORN_CRASH, Fault.LATE_CRASH])
+def test_killed_at_any_call_the_former_or_the_new_one_counts(data_dir: str, nth: int, error: int) -> None:
+    for body in BODIES[:2]:
+        save_snapshot(FS, data_dir, body)
+    fs = FaultyFileSystem()
+    fs.arm(Fault(nth, error))
+    with pytest.raises(Crash):
+        save_snapshot(fs, data_dir, b"third")
+    assert fs.log == SAVING[:nth]
+    fs.bury()
+    renamed = nth > 4 or (nth == 4 and error == Fault.LATE_CRASH)
+    assert load_snapshot(FS, data_dir) == (Loaded(3, b"third", []) if renamed else Loaded(2, b"second", []))
+    # The one before is not removed until the new one's name is on the disk.
+    assert (1 in numbers(data_dir)) == (nth < 6 or error != Fault.LATE_CRASH)
+    save_snapshot(FS, data_dir, b"next")
+    assert numbers(data_dir) == ([3, 4] if renamed else [2, 3])
+
+
+@pytest.mark.parametrize("call", SAVING)
+@pytest.mark.parametrize("error", ERRNOS)
+def test_a_failure_is_told_and_the_former_ones_stay(data_dir: str, call: str, error: int) -> None:
+    for body in BODIES[:2]:
+        save_snapshot(FS, data_dir, body)
+    fs = FaultyFileSystem()
+    fs.arm(Fault(1, error, calls=frozenset({call})))
+    if call == "unlink":  # it is saved, and the old one goes with the next
+        assert save_snapshot(fs, data_dir, b"third") == 3
+        assert numbers(data_dir) == [1, 2, 3]
+    else:
+        with pytest.raises(OSError, match=call):
+            save_snapshot(fs, data_dir, b"third")
+        assert numbers(data_dir)[:2] == [1, 2]
+        assert len(os.listdir(layout.meta_dir(data_dir))) == len(numbers(data_dir))
+    assert fs.struck == 1
+    save_snapshot(FS, data_dir, b"next")
+    loaded = load_snapshot(FS, data_dir)
+    assert loaded is not None
+    assert loaded.body == b"next"
+    assert len(numbers(data_dir)) == 2

@@ -1,0 +1,75 @@
+"""`topics verify DIR`: is everything in a data directory what was written?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from topics.storage.lock import DataDirLocked
+from topics.storage.verify import NotADataDir, Report, verify
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+EXIT_DAMAGE: Final = 1
+EXIT_USAGE: Final = 2
+_CODES: Final = """exit codes:
+  0  clean; what a killed service may leave is listed as a note, the next start takes care of it
+  1  damage: the first finding is the last line on stderr, with file and offset
+  2  usage, a service runs on DIR, or DIR is not a data directory"""
+
+
+def add_to(commands: Commands) -> None:
+    """Adds the command to the parser of `topics`."""
+    help = "check every frame, segment, index and snapshot of a data directory that no service uses; changes nothing"
+    parser = commands.add_parser(
+        "verify", help=help, description=help, epilog=_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data_dir", metavar="DIR", help="the data directory (TOPICS_DATA_DIR of the service)")
+    parser.add_argument("--json", action="store_true", help="one JSON object with all findings")
+    parser.set_defaults(command=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        report = verify(options.data_dir, _Percent().show)
+    except (DataDirLocked, NotADataDir) as refusal:
+        print(f"topics verify: {refusal}", file=sys.stderr)
+        return EXIT_USAGE
+    if options.json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        _print(report)
+    if report.damage:
+        first = report.damage[0]
+        print(f"topics verify: {first.kind}: {first.path}: offset {first.offset}: {first.reason}", file=sys.stderr)
+        return EXIT_DAMAGE
+    return 0
+
+
+def _print(report: Report) -> None:
+    for note in report.notes:
+        print(f"note   {note}")
+    for finding in report.damage:
+        print(f"DAMAGE {finding.kind}: {finding.path}: offset {finding.offset}: {finding.reason}")
+    print(
+        f"{'damaged' if report.damage else 'clean'}: {report.log_frames} log frames, {report.segment_records} records "
+        f"in {report.segments} segments, {report.postings} of them sealed, {report.snapshots} snapshots"
+    )
+
+
+class _Percent:
+    """One line on a terminal, nothing anywhere else."""
+
+    def __init__(self) -> None:
+        self._shown = -1
+
+    def show(self, share: float) -> None:
+        percent = int(share * 100)
+        if percent == self._shown or not sys.stderr.isatty():
+            return
+        self._shown = percent
+        print(f"\r{percent:3d} %", end="\n" if percent == 100 else "", file=sys.stderr, flush=True)

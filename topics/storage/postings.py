@@ -1,0 +1,152 @@
+"""The tags of a sealed segment: which of its records have which tag. A delete by tag costs its matches (api §5).
+
+`seg-<20 digits>.tags`, written once, when the segment is sealed; one without tagged records has an empty one. It names
+every record that has a tag and a frame, deleted or not. Version 1. All integers are little-endian.
+
+  0       8         12        16          24          28          32         36        40
+  ┌───────┬─────────┬─────────┬───────────┬───────────┬───────────┬──────────┬─────────┬──────────┬─
+  │ magic │ version │ records │ first_seq │ tag_count │ seq_count │ text_len │ pad     │ checksum │ …
+  │ 8     │ u32     │ u32     │ u64       │ u32       │ u32       │ u32      │ 4×0     │ u64      │
+  └───────┴─────────┴─────────┴───────────┴───────────┴───────────┴──────────┴─────────┴──────────┴─
+   48
+  ─┬───────────────────┬───────────────────┬───────────────────┬──────────────────────┐
+   │ text_end          │ list_end          │ seq offset        │ text                 │
+   │ u32 × tag_count   │ u32 × tag_count   │ u32 × seq_count   │ utf8, text_len bytes │
+  ─┴───────────────────┴───────────────────┴───────────────────┴──────────────────────┘
+    magic      = "topicTAG"
+    records    = how many the segment has, from first_seq on
+    checksum   = XXH3-64 of the whole file but these 8 bytes
+    text       = the tags back to back, strictly ascending by their bytes; tag i is text[text_end[i-1]:text_end[i]]
+    seq offset = seq - first_seq; those of tag i are [list_end[i-1]:list_end[i]], strictly ascending
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from struct import Struct
+from typing import Final
+
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from topics.core.tags import Match
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem, replace_file
+from topics.storage.frame import Bytes
+
+MAGIC: Final = b"topicTAG"
+VERSION: Final = 1
+HEADER: Final = Struct("<8sIIQIII4x")
+CHECKSUM: Final = Struct("<Q")
+BODY_AT: Final = HEADER.size + CHECKSUM.size
+_U32_LEN: Final = 4
+
+
+class CorruptPostings(Exception):  # noqa: N818 — named for what it is
+    """A `.tags` file is not what was written, or of another release. `.path` and `.offset` (bytes) say where."""
+
+    def __init__(self, path: str, offset: int, reason: str) -> None:
+        super().__init__(f"{path}: corrupt at offset {offset}: {reason}; restore the file from a copy")
+        self.path = path
+        self.offset = offset
+        self.reason = reason
+
+
+class UnknownPostingsVersion(CorruptPostings):
+    """Written by another release, in a format that this one does not know."""
+
+
+def write_postings(
+    fs: FileSystem, directory: str, first_seq: int, records: int, tagged: Iterable[tuple[int, bytes]]
+) -> None:
+    """Makes the segment's `.tags` durably, replacing a former one; `tagged` are (seq, tag) by ascending seq.
+
+    Raises OSError; the file is there as a whole or not at all.
+    """
+    lists: dict[bytes, array[int]] = {}
+    for seq, tag in tagged:
+        if tag not in lists:
+            lists[tag] = array("I")
+        lists[tag].append(seq - first_seq)
+    tags = sorted(lists)
+    text = b"".join(tags)
+    seq_lists = [lists[tag] for tag in tags]
+    list_ends = array("I", accumulate(map(len, seq_lists)))
+    header = HEADER.pack(MAGIC, VERSION, records, first_seq, len(tags), sum(map(len, seq_lists)), len(text))
+    body = b"".join((array("I", accumulate(map(len, tags))), list_ends, *seq_lists, text))
+    checksum = CHECKSUM.pack(xxh3_64_intdigest(header + body))
+    replace_file(fs, layout.segment_tags_path(directory, first_seq), header + checksum + body)
+
+
+class Postings:
+    """A `.tags` file, checked as a whole when it is opened. Raises CorruptPostings."""
+
+    def __init__(self, path: str, content: Bytes | mmap.mmap) -> None:
+        if len(content) < BODY_AT:
+            raise CorruptPostings(path, len(content), f"the file ends inside its header of {BODY_AT} bytes")
+        magic, version, self.records, self.first_seq, tag_count, seq_count, text_len = HEADER.unpack_from(content)
+        if magic != MAGIC:
+            raise CorruptPostings(path, 0, f"begins with {magic!r} instead of {MAGIC!r}")
+        with memoryview(content) as view:
+            digest = xxh3_64(view[: HEADER.size])
+            digest.update(view[BODY_AT:])
+        if CHECKSUM.unpack_from(content, HEADER.size)[0] != digest.intdigest():
+            raise CorruptPostings(path, HEADER.size, "checksum does not match")
+        if version != VERSION:
+            raise UnknownPostingsVersion(path, 8, f"version {version} is unknown, this release reads {VERSION}")
+        self._list_ends_at = BODY_AT + tag_count * _U32_LEN
+        self._seqs_at = self._list_ends_at + tag_count * _U32_LEN
+        self._text_at = self._seqs_at + seq_count * _U32_LEN
+        if self._text_at + text_len != len(content):
+            raise CorruptPostings(path, 24, f"the lengths add up to {self._text_at + text_len}, not {len(content)}")
+        self._content = content
+        self._tag_count = tag_count
+
+    @classmethod
+    def map(cls, directory: str, first_seq: int) -> Postings:
+        """Maps the file of a segment; FileNotFoundError when it is not sealed."""
+        path = layout.segment_tags_path(directory, first_seq)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return cls(path, mmap.mmap(fd, 0, prot=mmap.PROT_READ) if os.fstat(fd).st_size else b"")
+        finally:
+            os.close(fd)
+
+    def find(self, match: Match) -> list[int]:
+        """Seqs of the records with a matching tag, ascending; some may be deleted meanwhile."""
+        numbers = range(self._tag_count)
+        tag = match.tag
+        first = bisect_left(numbers, tag, key=self._tag)
+        if match.op == "eq":
+            last = first + (first < self._tag_count and self._tag(first) == tag)
+        else:
+            last = bisect_right(numbers, tag, lo=first, key=lambda number: self._tag(number)[: len(tag)])
+        if first == last:
+            return []
+        seqs = self._seqs(self._end(self._list_ends_at, first - 1), self._end(self._list_ends_at, last - 1))
+        return seqs if last - first == 1 else sorted(seqs)
+
+    def items(self) -> Iterator[tuple[bytes, list[int]]]:
+        """Every tag with its seqs, in order."""
+        for number in range(self._tag_count):
+            at = self._list_ends_at
+            yield self._tag(number), self._seqs(self._end(at, number - 1), self._end(at, number))
+
+    def _seqs(self, start: int, end: int) -> list[int]:
+        offsets = array("I")
+        offsets.frombytes(self._content[self._seqs_at + start * _U32_LEN : self._seqs_at + end * _U32_LEN])
+        return [self.first_seq + offset for offset in offsets]
+
+    def _tag(self, number: int) -> bytes:
+        start = self._text_at + self._end(BODY_AT, number - 1)
+        return bytes(self._content[start : self._text_at + self._end(BODY_AT, number)])
+
+    def _end(self, column_at: int, number: int) -> int:
+        if number < 0:
+            return 0
+        at = column_at + number * _U32_LEN
+        return int.from_bytes(self._content[at : at + _U32_LEN], "little")

@@ -1,0 +1,244 @@
+"""Writing a segment: appending to an active one, marking records of any one deleted. The format is `segment.py`'s."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Final
+
+from topics.core.topic import ENTRY_WORDS, LOCATION_DELETED
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem, make_dirs
+from topics.storage.frame import Bytes
+from topics.storage.logfile import write_fully
+from topics.storage.segment import (
+    DATA_MAX_BYTES,
+    DELETED,
+    ENTRY,
+    ENTRY_LEN,
+    HEADER_LEN,
+    LOG_FRAME_EXTRA_LEN,
+    CorruptSegment,
+    convert,
+    holds_frame,
+    is_gone,
+)
+
+_CHUNK_RECORDS: Final = 4096  # few enough to be hashed and joined while they are in the cache
+_DELETED_BYTE: Final = bytes((DELETED,))
+
+
+class SegmentWriter:
+    """Appends to one segment; its only writer. Methods raise OSError.
+
+    After a failed `append` nothing was appended, and it may be repeated. After a failed `sync` what was appended since
+    the last mark cannot be trusted: close the writer and reopen the segment at the mark.
+    """
+
+    def __init__(
+        self, fs: FileSystem, directory: str, first_seq: int, records: int, data_bytes: int, fds: tuple[int, int]
+    ) -> None:
+        self.first_seq = first_seq
+        self.records = records
+        self.data_bytes = data_bytes
+        """Length of `.data` up to its last frame."""
+        self._fs = fs
+        self._directory = directory
+        self._data_fd, self._idx_fd = fds
+        self._is_new = False
+        self._has_leftovers = False
+
+    @classmethod
+    def create(cls, fs: FileSystem, directory: str, first_seq: int) -> SegmentWriter:
+        """A new segment; what a crash left of one with the same name and no mark is thrown away."""
+        make_dirs(fs, directory)
+        _unseal(fs, directory, first_seq)
+        fds = _open_pair(fs, directory, first_seq, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        writer = cls(fs, directory, first_seq, 0, 0, fds)
+        writer._is_new = True
+        return writer
+
+    @classmethod
+    def reopen(cls, fs: FileSystem, directory: str, first_seq: int, records: int, data_bytes: int) -> SegmentWriter:
+        """The segment as the last mark says it is; whatever lies behind is cut off.
+
+        Raises CorruptSegment when less than that is there.
+        """
+        was_sealed = _unseal(fs, directory, first_seq)
+        fds = _open_pair(fs, directory, first_seq, os.O_RDWR)
+        try:
+            wanted = (data_bytes, records * ENTRY_LEN)
+            paths = (layout.segment_data_path(directory, first_seq), layout.segment_idx_path(directory, first_seq))
+            for path, fd, length in zip(paths, fds, wanted, strict=True):
+                size_bytes = fs.size_bytes(fd)
+                if size_bytes < length:
+                    raise CorruptSegment(path, size_bytes, f"the file ends there, {length} bytes are committed")
+            _check_end(fs, paths[1], fds[1], records, data_bytes)
+            writer = cls(fs, directory, first_seq, records, data_bytes, fds)
+            writer._is_new = was_sealed or records == 0
+            writer._has_leftovers = True
+            writer._cut_leftovers()
+        except BaseException:
+            for fd in fds:
+                fs.close(fd)
+            raise
+        return writer
+
+    @property
+    def next_seq(self) -> int:
+        return self.first_seq + self.records
+
+    def room(self, entries: array[int], max_records: int, max_bytes: int) -> int:
+        """How many of the entries (see `append`) fit into a segment of these bounds; at least one into an empty one."""
+        lengths = [
+            0 if is_gone(file_flags) else (offset_len >> 32) - LOG_FRAME_EXTRA_LEN
+            for offset_len, file_flags in zip(entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS], strict=True)
+        ]
+        ends = list(accumulate(lengths, initial=self.data_bytes))
+        fitting = min(bisect_right(ends, min(max_bytes, DATA_MAX_BYTES)) - 1, max_records - self.records)
+        if fitting <= 0 and self.records == 0 and lengths:
+            return 1
+        return max(fitting, 0)
+
+    def append(self, buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int]) -> None:
+        """Records in the order of their seqs, the first of them `next_seq`, from the log file that `buffer` is.
+
+        `entries`: index entries (`core.topic`), 4 words each; all offsets are in `buffer`, whose frames were validated.
+        Deleted and lost ones get an entry and no frame.
+        """
+        count = len(entries) // ENTRY_WORDS
+        seqs = entries[0::ENTRY_WORDS]
+        if seqs != array("Q", range(self.next_seq, self.next_seq + count)):
+            raise ValueError(
+                f"segment {self.first_seq} goes on with seq {self.next_seq}, not with {seqs[:8].tolist()}…"
+            )
+        self._cut_leftovers()
+        self._has_leftovers = True
+        idx = bytearray()
+        data_bytes = self.data_bytes
+        for first in range(0, count, _CHUNK_RECORDS):
+            chunk = entries[first * ENTRY_WORDS : (first + _CHUNK_RECORDS) * ENTRY_WORDS]
+            data, idx_part = convert(buffer, topic_id, chunk, data_bytes)
+            assert data_bytes + len(data) <= DATA_MAX_BYTES, "see `room`"
+            if data:
+                write_fully(self._fs, self._data_fd, [data], data_bytes)
+            data_bytes += len(data)
+            idx += idx_part
+        write_fully(self._fs, self._idx_fd, [idx], self.records * ENTRY_LEN)
+        self._has_leftovers = False
+        self.records += count
+        self.data_bytes = data_bytes
+
+    def sync(self) -> None:
+        """All that was appended is on the disk afterwards, and so are the files' names."""
+        self._cut_leftovers()
+        self._fs.fdatasync(self._data_fd)
+        self._fs.fdatasync(self._idx_fd)
+        if self._is_new:
+            # All of them, and not only by whoever made them: that one may have been killed before its sync.
+            topics_dir = os.path.dirname(self._directory)
+            for directory in (self._directory, topics_dir, os.path.dirname(topics_dir)):
+                self._fs.fsync_dir(directory)
+            self._is_new = False
+
+    def close(self) -> None:
+        self._fs.close(self._data_fd)
+        self._fs.close(self._idx_fd)
+
+    def _cut_leftovers(self) -> None:
+        """Of an append that failed half-way, or of another writer that was killed."""
+        if not self._has_leftovers:
+            return
+        for fd, length in ((self._data_fd, self.data_bytes), (self._idx_fd, self.records * ENTRY_LEN)):
+            if self._fs.size_bytes(fd) > length:
+                self._fs.ftruncate(fd, length)
+        self._has_leftovers = False
+
+
+def mark_deleted(fs: FileSystem, directory: str, first_seq: int, seqs: Sequence[int]) -> None:
+    """Marks committed records of one segment deleted, in the frames first, then in the index; may be repeated.
+
+    `seqs` ascend; those that are gone already are passed over. Raises CorruptSegment before it would write a byte to a
+    place that is not the one, and OSError; `sync_segment` makes it durable.
+    """
+    if not seqs:
+        return
+    idx_path = layout.segment_idx_path(directory, first_seq)
+    data_path = layout.segment_data_path(directory, first_seq)
+    data_fd, idx_fd = _open_pair(fs, directory, first_seq, os.O_RDWR)
+    try:
+        start = (seqs[0] - first_seq) * ENTRY_LEN
+        idx = bytearray(_pread_fully(fs, idx_path, idx_fd, (seqs[-1] - seqs[0] + 1) * ENTRY_LEN, start))
+        for seq in seqs:
+            at = (seq - seqs[0]) * ENTRY_LEN
+            offset, length, ts, flags = ENTRY.unpack_from(idx, at)
+            if not length:
+                continue
+            header = _pread_fully(fs, data_path, data_fd, HEADER_LEN, offset)
+            if not holds_frame(header, length, seq):
+                raise CorruptSegment(data_path, offset, f"not the frame of seq {seq} that {idx_path} says is there")
+            write_fully(fs, data_fd, [_DELETED_BYTE], offset + length - 1)
+            ENTRY.pack_into(idx, at, offset, length, ts, flags | LOCATION_DELETED)
+        write_fully(fs, idx_fd, [idx], start)
+    finally:
+        fs.close(data_fd)
+        fs.close(idx_fd)
+
+
+def sync_segment(fs: FileSystem, directory: str, first_seq: int) -> None:
+    """What `mark_deleted` wrote is on the disk afterwards. Raises OSError."""
+    fds = _open_pair(fs, directory, first_seq, os.O_RDWR)
+    try:
+        for fd in fds:
+            fs.fdatasync(fd)
+    finally:
+        for fd in fds:
+            fs.close(fd)
+
+
+def _unseal(fs: FileSystem, directory: str, first_seq: int) -> bool:
+    """What is written again has no postings; it was killed between sealing and the mark if it has. True if it had."""
+    path = layout.segment_tags_path(directory, first_seq)
+    if not fs.exists(path):
+        return False
+    fs.unlink(path)
+    return True
+
+
+def _check_end(fs: FileSystem, idx_path: str, idx_fd: int, records: int, data_bytes: int) -> None:
+    """The index must say that the committed frames end where the mark says."""
+    end_of_idx = records * ENTRY_LEN
+    while end_of_idx:
+        start = max(0, end_of_idx - _CHUNK_RECORDS * ENTRY_LEN)
+        part = _pread_fully(fs, idx_path, idx_fd, end_of_idx - start, start)
+        for at in range(len(part) - ENTRY_LEN, -1, -ENTRY_LEN):
+            offset, length, _, _ = ENTRY.unpack_from(part, at)
+            if length:
+                if offset + length != data_bytes:
+                    raise CorruptSegment(
+                        idx_path, start + at, f"the last frame ends at {offset + length}, committed are {data_bytes}"
+                    )
+                return
+        end_of_idx = start
+    if data_bytes:
+        raise CorruptSegment(idx_path, 0, f"no record has a frame, but {data_bytes} bytes are committed")
+
+
+def _open_pair(fs: FileSystem, directory: str, first_seq: int, flags: int) -> tuple[int, int]:
+    data_fd = fs.open(layout.segment_data_path(directory, first_seq), flags)
+    try:
+        return data_fd, fs.open(layout.segment_idx_path(directory, first_seq), flags)
+    except BaseException:
+        fs.close(data_fd)
+        raise
+
+
+def _pread_fully(fs: FileSystem, path: str, fd: int, length: int, offset: int) -> bytes:
+    found = fs.pread(fd, length, offset)
+    if len(found) != length:
+        raise CorruptSegment(path, offset + len(found), f"the file ends there, {length} bytes from {offset} on are due")
+    return found
