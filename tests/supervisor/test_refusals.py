@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from topics.shm.instance import SharedMemory
 from topics.storage.lock import DataDirLock
 from topics.supervisor.check import check
 from topics.supervisor.limits import open_files_shortage, shared_memory_shortage
-from topics.supervisor.listeners import AddressError, listen, port_of
+from topics.supervisor.listeners import AddressError, listen, listen_for, port_of
 
 
 @pytest.fixture
@@ -56,6 +57,32 @@ def test_every_address_of_a_name_gets_the_same_port() -> None:
     assert {listener.getsockname()[1] for listener in listeners} == {port_of(listeners)}
     for listener in listeners:
         listener.close()
+
+
+def test_every_process_has_a_socket_of_its_own_and_a_second_service_none(taken: int) -> None:
+    rows = listen_for("127.0.0.1", 0, 3)
+    port = port_of(rows[0])
+    try:
+        assert [[listener.getsockname() for listener in row] for row in rows] == [[("127.0.0.1", port)]] * 3
+        for one in (port, taken):
+            with pytest.raises(AddressError, match="Address already in use"):
+                listen_for("127.0.0.1", one, 3)
+        clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
+        shares = []
+        for (listener,) in rows:
+            listener.setblocking(False)
+            shares.append(0)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    listener.accept()[0].close()
+                    shares[-1] += 1
+        assert sum(shares) == 200
+        assert min(shares) > 20, shares
+        for client in clients:
+            client.close()
+    finally:
+        for (listener,) in rows:
+            listener.close()
 
 
 def test_a_data_dir_that_cannot_be_made(start: Start, tmp_path: Path) -> None:

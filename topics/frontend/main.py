@@ -1,4 +1,4 @@
-"""A frontend: HTTP on the shared listeners, reads from shared memory, writes through the rings."""
+"""A frontend: HTTP on its listeners, reads from shared memory, writes through the rings."""
 
 from __future__ import annotations
 

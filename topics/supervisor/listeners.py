@@ -1,4 +1,9 @@
-"""The service's address: bound once by the supervisor, accepted on by every frontend."""
+"""The service's address: bound by the supervisor for as long as the service lives, accepted on by the frontends.
+
+Each frontend has a socket of its own on the one port, and the kernel deals connections out evenly. On one shared
+socket the process that wakes first takes a whole burst and keeps it. A frontend that dies leaves its socket, which the
+supervisor holds as well, to its successor: connections wait there for the few ms, none is refused.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +48,43 @@ def listen(host: str, port: int) -> list[socket.socket]:
         listeners.append(listener)
         port = listener.getsockname()[1]
     if refusal is not None and (not listeners or refusal.errno not in _NOT_HERE):
-        for listener in listeners:
-            listener.close()
+        _close(listeners)
         number = refusal.errno or 0
         way_out = _WAY_OUT.get(number, "correct TOPICS_HOST or TOPICS_PORT")
         raise AddressError(f"cannot listen on {show(host, port)}: {os.strerror(number)}; {way_out}") from refusal
     return listeners
+
+
+def listen_for(host: str, port: int, processes: int) -> list[list[socket.socket]]:
+    """What `listen` makes, for each of so many processes.
+
+    Sockets that share a port would share it with a second service as well: a first one that does not is bound to find
+    the port taken, and makes room.
+    """
+    alone = listen(host, port)
+    if processes == 1:
+        return [alone]
+    port = port_of(alone)
+    addresses = [(listener.family, str(listener.getsockname()[0])) for listener in alone]
+    _close(alone)
+    shared: list[list[socket.socket]] = []
+    try:
+        for _ in range(processes):
+            shared.append([])
+            for family, address in addresses:
+                listener = socket.create_server((address, port), family=family, backlog=BACKLOG, reuse_port=True)
+                shared[-1].append(listener)
+    except OSError as error:
+        for listeners in shared:
+            _close(listeners)
+        way_out = _WAY_OUT.get(error.errno or 0, "correct TOPICS_HOST or TOPICS_PORT")
+        raise AddressError(f"cannot listen on {show(host, port)}: {error.strerror}; {way_out}") from error
+    return shared
+
+
+def _close(listeners: list[socket.socket]) -> None:
+    for listener in listeners:
+        listener.close()
 
 
 def port_of(listeners: list[socket.socket]) -> int:

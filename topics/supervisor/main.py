@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from contextlib import ExitStack, suppress
+from itertools import chain
 from typing import Final
 
 from topics import __version__, log
@@ -19,7 +20,7 @@ from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable
 from topics.supervisor import limits
 from topics.supervisor.children import ChildMains
 from topics.supervisor.limits import StatVfs
-from topics.supervisor.listeners import AddressError, listen, port_of, show, write_port_file
+from topics.supervisor.listeners import AddressError, listen_for, port_of, show, write_port_file
 from topics.supervisor.processes import is_running
 from topics.supervisor.signals import STOP, Signals
 from topics.supervisor.supervision import EXIT_OK, Supervisor
@@ -72,14 +73,15 @@ def _serve(
     shared = _share(settings, statvfs)
     behind.callback(shared.destroy)
 
-    listeners = listen(settings.host, settings.port)
-    address = show(settings.host, port_of(listeners))
-    for listener in listeners:
+    listeners = listen_for(settings.host, settings.port, settings.frontends)
+    port = port_of(listeners[0])
+    address = show(settings.host, port)
+    for listener in chain.from_iterable(listeners):
         behind.callback(listener.close)
     header = shared.control.header
     header.set("supervisor_pid", os.getpid())
     header.set("started_ms", clock.now_ms())
-    header.set("port", port_of(listeners))
+    header.set("port", port)
     header.set("state", ProcessState.STARTING)
     if settings.port_file:
         write_port_file(settings.port_file, address)

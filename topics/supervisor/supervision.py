@@ -41,7 +41,7 @@ class Supervisor:
         keys: KeyRing,
         mains: ChildMains,
         shared: SharedMemory,
-        listeners: list[socket.socket],
+        listeners: list[list[socket.socket]],
         clock: Clock,
         signals: Signals,
     ) -> None:
@@ -81,7 +81,9 @@ class Supervisor:
 
     def _frontend(self, index: int) -> Child:
         def main(incarnation: int) -> int:
-            return self._mains.frontend(self._settings, self._keys, self._shared, index, incarnation, self._listeners)
+            self._close_listeners(but=index)
+            listeners = self._listeners[index]
+            return self._mains.frontend(self._settings, self._keys, self._shared, index, incarnation, listeners)
 
         return Child("frontend", index, main, self._shared.control.cell(Role.FRONTEND, index).supervisor, self._clock)
 
@@ -232,6 +234,8 @@ class Supervisor:
         for child in self._children():
             child.stop(signal.SIGKILL)
 
-    def _close_listeners(self) -> None:
-        for listener in self._listeners:
-            listener.close()
+    def _close_listeners(self, but: int | None = None) -> None:
+        for index, listeners in enumerate(self._listeners):
+            if index != but:
+                for listener in listeners:
+                    listener.close()
