@@ -83,7 +83,6 @@ def refuse_and_recover(service: Service, topic: str, make_room: Callable[[], obj
     check_log(service, topic, acked)
 
 
-@pytest.mark.xfail(strict=True, reason="a rollback that is refused as well leaves the shard read-only for good")
 @pytest.mark.parametrize(("topic", "durability"), TOPICS.items(), ids=TOPICS.values())
 def test_a_file_size_limit(topic: str, durability: str) -> None:
     """RLIMIT_FSIZE put on the running shard: writes beyond it are short, then EFBIG, as on a disk that is full."""

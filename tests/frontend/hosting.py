@@ -16,9 +16,10 @@ from topics.core.topic import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LO
 from topics.frontend.arenas import Arenas
 from topics.frontend.log_files import LogFiles
 from topics.frontend.reading import TopicReader
-from topics.shm.arena import ArenaWriter, LocationRing, SlotState
+from topics.shm.arena import ArenaWriter, SlotState
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
+from topics.shm.location_ring import LocationRing
 from topics.storage import layout
 from topics.storage.frame import lay_out, stamp
 from topics.walshard.hosted import Hosted

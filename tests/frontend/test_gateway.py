@@ -16,9 +16,10 @@ from topics.frontend import spills, watches
 from topics.frontend.arenas import Arenas
 from topics.frontend.gateway import Gateway
 from topics.shm import messages
-from topics.shm.arena import ArenaWriter, LocationRing
+from topics.shm.arena import ArenaWriter
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
+from topics.shm.location_ring import LocationRing
 from topics.shm.messages import (
     AppendReply,
     DeleteTopic,

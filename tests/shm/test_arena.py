@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topics.core.config import TopicConfig
-from topics.shm.arena import ArenaReader, ArenaWriter, Descriptor, LocationRing, SlotState, TopicView
+from topics.shm.arena import ArenaReader, ArenaWriter, Descriptor, SlotState, TopicView
+from topics.shm.location_ring import LocationRing
 
 
 def view_of(ring: LocationRing, descriptor: tuple[int, int], **changes: int) -> TopicView:

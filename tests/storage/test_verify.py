@@ -346,13 +346,6 @@ def test_another_directory_is_refused(tmp_path: Path) -> None:
             check(str(path))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_cannot_be_read_is_damage(data_dir: str) -> None:
-    path = topic_file(data_dir, 1, "idx")
-    path.chmod(0)
-    assert [(one.kind, one.path) for one in check(data_dir).damage] == [(Kind.UNREADABLE, str(path))]
-
-
 def test_a_directory_in_a_files_place_is_damage(data_dir: str) -> None:
     path = topic_file(data_dir, 1, "idx")
     path.unlink()

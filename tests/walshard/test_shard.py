@@ -16,6 +16,7 @@ from topics.shm.messages import (
     Expire,
     Hello,
     PutTopic,
+    SessionAbandon,
     SessionClose,
     SessionLook,
     SessionOpen,
@@ -312,3 +313,18 @@ def test_cap_evictions_are_logged_before_a_delete_changes_what_the_caps_see(rig:
     assert after is not None
     assert (after.earliest_seq, after.evict_floor, after.records) == (2, 2, 1)
     assert (before.earliest_seq, before.evict_floor, before.records) == (2, 2, 1)
+
+
+def test_a_session_whose_stream_never_began_is_collected(rig: Rig) -> None:
+    rig.call(SessionPut("w", b"body"))
+    rig.call(SessionOpen("w", 1))
+    rig.post_call(SessionAbandon("w", 7))
+    rig.run()
+    rig.clock.ms += 300_001
+    rig.shard.sweep()
+    assert rig.call(SessionOpen("w", 2)).body == b"body", "another stream's end is none of stream 1's"
+    rig.post_call(SessionAbandon("w", 2))
+    rig.run()
+    rig.clock.ms += 300_001
+    rig.shard.sweep()
+    assert refusal(rig, rig.post_call(SessionOpen("w", 3))).code == "not_found"

@@ -13,7 +13,6 @@ import socket
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
-import structlog
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.lifespan import Lifespan
 from hypercorn.asyncio.tcp_server import TCPServer
@@ -24,10 +23,11 @@ from topics.frontend.http1 import Http1Factory
 from topics.frontend.http1_connections import Connections
 from topics.frontend.http1_exchange import AsgiApp
 from topics.frontend.http1_parser import HttpLimits
+from topics.log import get_logger
 
 HttpProtocol = Literal["httptools", "stock"]
 
-log = structlog.get_logger("topics.http")
+log = get_logger()
 
 
 async def serve(

@@ -18,7 +18,15 @@ from topics.core.names import owner_shard
 from topics.frontend.arenas import Arenas
 from topics.frontend.gateway import Gateway
 from topics.log import get_logger
-from topics.shm.messages import Done, SessionClose, SessionLook, SessionOpen, SessionOpenReply, SessionPut
+from topics.shm.messages import (
+    Done,
+    SessionAbandon,
+    SessionClose,
+    SessionLook,
+    SessionOpen,
+    SessionOpenReply,
+    SessionPut,
+)
 
 SESSION_TTL_MS: Final = 300_000
 SESSION_BYTES_MAX: Final = 256 * 1024
@@ -101,7 +109,12 @@ class Sessions:
         _check(wid)
         self._last_stream_no = stream_no = self._last_stream_no + 1
         self._announce()
-        reply = await self._gateway.call(self._owner(wid), SessionOpen(wid, stream_no), SessionOpenReply)
+        try:
+            reply = await self._gateway.call(self._owner(wid), SessionOpen(wid, stream_no), SessionOpenReply)
+        except (TopicsError, asyncio.CancelledError):
+            # The shard may have it all the same, or will: a session with a stream is never collected.
+            self._send(SessionAbandon(wid, stream_no))
+            raise
         self._open[stream_no] = wid
         if self._timer is None:
             self._timer = self._loop.call_later(RENEW_S, self._renew)
@@ -127,7 +140,7 @@ class Sessions:
                 if generations.get(owner) != former.get(owner):
                     self._send(SessionOpen(wid, stream_no))
 
-    def _send(self, request: SessionOpen | SessionClose) -> None:
+    def _send(self, request: SessionOpen | SessionClose | SessionAbandon) -> None:
         # Now, not in a task: the same client's next GET comes behind it.
         future = self._gateway.submit(self._owner(request.wid), request)
         future.add_done_callback(lambda done: _note_failure(request, done))
@@ -145,7 +158,7 @@ def _check(wid: str) -> None:
         raise TopicsError("not_found", f"no watch session {wid[:64]!r}: POST /v0/watch makes one")
 
 
-def _note_failure(request: SessionOpen | SessionClose, done: asyncio.Future[object]) -> None:
+def _note_failure(request: SessionOpen | SessionClose | SessionAbandon, done: asyncio.Future[object]) -> None:
     error = done.exception()
     if error is not None:
         # The session goes on at an earlier position, or at the client's Last-Event-ID.

@@ -131,6 +131,13 @@ class SessionClose(msgspec.Struct, tag=True, array_like=True, frozen=True):
     positions: dict[str, int]
 
 
+class SessionAbandon(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Nobody waits for the answer to that SessionOpen any more: no stream has begun."""
+
+    wid: str
+    stream: int
+
+
 class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A frontend's new incarnation: what the former one watched and streamed is over."""
 
@@ -148,6 +155,7 @@ Call = (
     | SessionLook
     | SessionOpen
     | SessionClose
+    | SessionAbandon
     | Hello
 )
 

@@ -126,6 +126,7 @@ class WalWriter:
         self._current_file_no = 0
         self._start_next_file = False
         self.read_only: str | None = None
+        self._undo_due: str | None = None
         self.refused: Callable[[], None] = _nothing
         """Called when a group that was being written will never be in the log, before the log goes on elsewhere."""
         self.frames = self.batches = self.bytes_written = self.fsyncs = self.rotations = 0
@@ -234,6 +235,10 @@ class WalWriter:
         """
         if self.read_only is not None:
             raise WalWriteError(f"the log is read-only: {self.read_only}")
+        if self._undo_due is not None:
+            self._undo()
+            if self._undo_due is not None:
+                raise WalWriteError(self._undo_due)
         started_ns = self._clock_ns()
         if plan.file_no != self._active.file_no:
             self._rotate(plan.end - plan.start)
@@ -325,8 +330,11 @@ class WalWriter:
         try:
             self._active.erase_uncommitted()
         except OSError as error:
-            self.read_only = f"{self._active.path}: a failed write could not be undone: {error}"
+            # What refuses the undoing may pass as what refused the write: the next commit tries again.
+            self._undo_due = f"{self._active.path}: a failed write could not be undone: {error}"
+            self.refused()
             return
+        self._undo_due = None
         self.refused()
         self._sync()
 

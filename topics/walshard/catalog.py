@@ -9,7 +9,8 @@ from topics.core.fold import Fold, FoldError
 from topics.core.names import owner_shard
 from topics.core.topic import LOCATION_IN_RAM_LOG, Topic
 from topics.core.topic_ids import TopicIds
-from topics.shm.arena import ArenaWriter, LocationRing
+from topics.shm.arena import ArenaWriter
+from topics.shm.location_ring import LocationRing
 from topics.storage.wal import Moved
 from topics.walshard.hosted import Hosted
 

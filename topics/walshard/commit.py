@@ -11,7 +11,9 @@ import errno
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
+from typing import Final
 
+from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.log import get_logger
 from topics.shm.control import ProcessCell, latency_bucket
@@ -22,6 +24,8 @@ from topics.storage.wal import CommitTimes, Moved, Plan, WalSyncError, WalWriteE
 from topics.walshard.operation import Operation
 
 log = get_logger()
+
+FAILURE_LOG_INTERVAL_MS: Final = 1_000
 
 Failed = list[tuple[Operation, TopicsError]]
 
@@ -40,6 +44,7 @@ class Logs:
         refused: Callable[[bool], None],
         cell: ProcessCell,
         recovered: tuple[WalEnd | None, WalEnd | None],
+        clock: Clock,
     ) -> None:
         self.wal = wal
         self._ram = ram
@@ -51,6 +56,9 @@ class Logs:
         wal.refused = partial(refused, False)
         self._cell = cell
         self._recovered_wal, self._recovered_ram = recovered
+        self._clock = clock
+        self._said_ms = -FAILURE_LOG_INTERVAL_MS
+        self._unsaid = 0
         self._plans: tuple[Plan | None, Plan | None] = (None, None)
 
     @property
@@ -151,12 +159,21 @@ class Logs:
         else:
             cause = errno.errorcode.get(error.errno or 0, "write")
         self._cell.set("wal_read_only", int(self.wal.read_only is not None))
-        log.error("commit failed", error=str(error), read_only=self.wal.read_only)
+        self._say(error)
         return TopicsError(
             "storage_unavailable",
             "the log cannot be written now, nothing of this write was committed; see the service's log",
             {"cause": cause, "read_only": self.wal.read_only is not None},
         )
+
+    def _say(self, error: WalWriteError | WalSyncError) -> None:
+        """A full disk refuses every write: one line a second is enough."""
+        now_ms = self._clock.monotonic_ms()
+        if now_ms - self._said_ms < FAILURE_LOG_INTERVAL_MS:
+            self._unsaid += 1
+            return
+        log.error("commit failed", error=str(error), read_only=self.wal.read_only, more_like_it=self._unsaid)
+        self._said_ms, self._unsaid = now_ms, 0
 
     def _relocate(self, moved: Moved | None) -> None:
         if moved is not None:

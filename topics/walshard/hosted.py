@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from topics.core.config import TopicConfig
 from topics.core.topic import Topic
-from topics.shm.arena import ArenaWriter, Descriptor, LocationRing, SlotState, TopicView
+from topics.shm.arena import ArenaWriter, Descriptor, SlotState, TopicView
+from topics.shm.location_ring import LocationRing
 
 
 class Hosted:

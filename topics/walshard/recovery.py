@@ -16,9 +16,10 @@ from topics.core.fold import Fold
 from topics.core.topic import LOCATION_IN_RAM_LOG
 from topics.log import get_logger
 from topics.settings import Settings
-from topics.shm.arena import ArenaWriter, LocationRing, unlink_arena
+from topics.shm.arena import ArenaWriter, unlink_arena
 from topics.shm.control import ProcessCell
 from topics.shm.instance import SharedMemory
+from topics.shm.location_ring import LocationRing
 from topics.storage import layout
 from topics.storage.filesystem import BOOT_ID_PATH, FileSystem
 from topics.storage.frame import (
@@ -112,6 +113,7 @@ def recover(
         outbox.withdraw,
         cell,
         (recovery.end, ram_recovery.end),
+        clock,
     )
     syncs = BackgroundSync(logs, syncing, shared.shard_wakes[index], clock.monotonic_ms())
     ram_trim = RamTrim(fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions)

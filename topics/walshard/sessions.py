@@ -60,6 +60,13 @@ class Sessions:
         session.exact = False
         return reply
 
+    def abandoned(self, wid: str, frontend: int, stream: int, now_ms: int) -> None:
+        """That stream never began; what the positions were worth before is not known any more."""
+        session = self._sessions.get(wid)
+        if session is not None and session.stream == (frontend, stream):
+            session.stream = None
+            session.idle_since_ms = now_ms
+
     def closing(self, wid: str, frontend: int, stream: int, positions: dict[str, int]) -> SessionBody | None:
         """What to log when this stream ends; None when it is not the session's stream.
 

@@ -33,6 +33,7 @@ from topics.shm.messages import (
     Hello,
     PutTopic,
     PutTopicReply,
+    SessionAbandon,
     SessionClose,
     SessionLook,
     SessionOpen,
@@ -206,6 +207,8 @@ class Shard:
                 answer.reply = messages.encode_reply(answer.request_id, reply)
             case SessionClose():
                 self._close_session(call, answer)
+            case SessionAbandon():
+                self._sessions.abandoned(call.wid, answer.frontend, call.stream, self._clock.monotonic_ms())
             case Hello():
                 self._hello(answer.frontend)
 

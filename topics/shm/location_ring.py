@@ -1,0 +1,143 @@
+"""A topic's ring of locations in the arena, and the shard's handle on it (`shm/arena.py` has the layout)."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Final, Protocol
+
+from topics.core.topic import ENTRY_WORDS
+
+RING_MIN_ENTRIES: Final = 16
+
+
+class Blocks(Protocol):
+    """What a ring needs of the arena: its words, and blocks of them."""
+
+    words: memoryview
+
+    def allocate(self, size_bytes: int) -> int: ...
+    def free(self, offset: int, size_bytes: int) -> None: ...
+
+
+class LocationRing:
+    """The shard's handle on one topic's ring. Grow first (`reserve`), then `append` cannot fail."""
+
+    __slots__ = ("_arena", "_outgrown", "_words", "base_seq", "capacity", "next_seq", "word")
+
+    def __init__(self, arena: Blocks, first_seq: int) -> None:
+        self._arena = arena
+        self._words = arena.words
+        self.base_seq = first_seq
+        self.next_seq = first_seq
+        self.capacity = RING_MIN_ENTRIES
+        self.word = arena.allocate(RING_MIN_ENTRIES * ENTRY_WORDS * 8) >> 3
+        self._outgrown: list[tuple[int, int]] = []
+
+    def reserve(self, count: int) -> None:
+        """Room for `count` more entries, or ArenaFullError."""
+        need = self.next_seq - self.base_seq + count
+        if need <= self.capacity:
+            return
+        capacity = self.capacity
+        while capacity < need:
+            capacity *= 2
+        word = self._arena.allocate(capacity * ENTRY_WORDS * 8) >> 3
+        old_word, old_capacity = self.word, self.capacity
+        columns = self._copy(self.base_seq, self.next_seq - 1) if self.next_seq > self.base_seq else None
+        self.word, self.capacity = word, capacity
+        if columns is not None:
+            self._store(self.base_seq, columns)
+        # Until the topic is published again, readers look for it in the old block.
+        self._outgrown.append((old_word << 3, old_capacity * ENTRY_WORDS * 8))
+
+    def published(self) -> None:
+        """Readers know where the ring is now: blocks it has outgrown may be used again."""
+        for block in self._outgrown:
+            self._arena.free(*block)
+        self._outgrown.clear()
+
+    def append(self, ts: int, offset_len: array[int], file_flags: array[int]) -> None:
+        """Entries for the next len(offset_len) seqs, all of one commit time."""
+        count = len(offset_len)
+        first = self.next_seq
+        if count == 1:
+            word = self.word + (first & (self.capacity - 1)) * ENTRY_WORDS
+            words = self._words
+            words[word + 1] = ts
+            words[word + 2] = offset_len[0]
+            words[word + 3] = file_flags[0]
+            words[word] = first
+        else:
+            entries = array("Q", bytes(count * ENTRY_WORDS * 8))
+            entries[0::4] = array("Q", range(first, first + count))
+            entries[1::4] = array("Q", [ts]) * count
+            entries[2::4] = offset_len
+            entries[3::4] = file_flags
+            self._store(first, entries)
+        self.next_seq = first + count
+
+    def append_entries(self, entries: array[int]) -> None:
+        """Entries ready made (recovery): seq, ts, offset_len, file_flags of consecutive seqs."""
+        self._store(self.next_seq, entries)
+        self.next_seq += len(entries) // ENTRY_WORDS
+
+    def drop_before(self, seq: int) -> None:
+        """Forgets entries below `seq`."""
+        self.base_seq = max(self.base_seq, min(seq, self.next_seq))
+
+    def skip_to(self, seq: int) -> None:
+        """An empty ring that goes on at `seq`."""
+        assert seq >= self.next_seq
+        self.base_seq = self.next_seq = seq
+
+    def entries(self, first_seq: int, last_seq: int) -> array[int]:
+        """Words of the entries first_seq..last_seq, ENTRY_WORDS each."""
+        assert self.base_seq <= first_seq
+        assert last_seq < self.next_seq
+        return self._copy(first_seq, last_seq)
+
+    def replace(self, seq: int, word: int, value: int) -> None:
+        """Overwrites one word (0..3) of an entry."""
+        assert self.base_seq <= seq < self.next_seq
+        self._words[self.word + (seq & (self.capacity - 1)) * ENTRY_WORDS + word] = value
+
+    def replace_entries(self, first_seq: int, entries: array[int]) -> None:
+        """Overwrites whole entries of consecutive seqs."""
+        assert self.base_seq <= first_seq
+        assert first_seq + len(entries) // ENTRY_WORDS <= self.next_seq
+        self._store(first_seq, entries)
+
+    def ts_at(self, seq: int) -> int:
+        """Commit time of a record in the ring, ms."""
+        assert self.base_seq <= seq < self.next_seq
+        ts: int = self._words[self.word + (seq & (self.capacity - 1)) * ENTRY_WORDS + 1]
+        return ts
+
+    def release(self) -> None:
+        """Gives the block back; the topic is gone."""
+        self.published()
+        self._arena.free(self.word << 3, self.capacity * ENTRY_WORDS * 8)
+
+    def _copy(self, first_seq: int, last_seq: int) -> array[int]:
+        return array("Q", copy_entries(self._words, self.word, self.capacity, first_seq, last_seq))
+
+    def _store(self, first_seq: int, entries: array[int]) -> None:
+        words = self._words
+        start = (first_seq & (self.capacity - 1)) * ENTRY_WORDS
+        room = self.capacity * ENTRY_WORDS - start
+        assert len(entries) <= self.capacity * ENTRY_WORDS
+        words[self.word + start : self.word + start + min(room, len(entries))] = entries[:room]
+        if len(entries) > room:
+            words[self.word : self.word + len(entries) - room] = entries[room:]
+
+
+def copy_entries(words: memoryview, ring_word: int, capacity: int, first_seq: int, last_seq: int) -> bytes:
+    """Bytes of consecutive ring entries, across the wrap."""
+    start = (first_seq & (capacity - 1)) * ENTRY_WORDS
+    length = (last_seq - first_seq + 1) * ENTRY_WORDS
+    assert length <= capacity * ENTRY_WORDS
+    room = capacity * ENTRY_WORDS - start
+    head = words[ring_word + start : ring_word + start + min(room, length)].tobytes()
+    if length <= room:
+        return head
+    return head + words[ring_word : ring_word + length - room].tobytes()
