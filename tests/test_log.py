@@ -24,9 +24,17 @@ logging.getLogger("asyncio").info("unseen as well")
 """
 
 
-def output(format: str) -> str:
+TALKATIVE = """
+import sys, types
+talkative = types.ModuleType("better_exceptions")
+talkative.format_exception = lambda *error: ["every local variable"]
+sys.modules["better_exceptions"] = talkative
+"""
+
+
+def output(format: str, before: str = "") -> str:
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(format=format)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", before + PROGRAM.format(format=format)], capture_output=True, text=True, check=True
     ).stderr
 
 
@@ -50,3 +58,10 @@ def test_console_is_for_people() -> None:
     assert "role=walshard" in text
     assert "RuntimeError: planned" in text
     assert "unseen" not in text
+
+
+def test_tracebacks_have_no_local_variables_whatever_is_installed() -> None:
+    for format in ("console", "json"):
+        text = output(format, TALKATIVE)
+        assert "RuntimeError: planned" in text
+        assert "every local variable" not in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -171,12 +172,25 @@ def test_every_problem_is_told_at_once() -> None:
     assert len(problems({"TOPICS_PORT": "x", "TOPICS_WAL_SHARDS": "x", "TOPICS_NONSENSE_NAME": "x"})) == 3
 
 
-def test_keys_that_could_not_be_enforced_are_refused_and_never_shown() -> None:
-    (problem,) = problems({"TOPICS_API_KEYS": "s3cret"})
-    assert problem.startswith("TOPICS_API_KEYS: this version cannot check API keys")
+def test_keys_are_kept_as_digests_and_never_shown() -> None:
+    settings = read({"TOPICS_API_KEYS": "s3cret:rw:in, other"})
+    assert settings.api_keys is not None
+    assert [key.digest for key in settings.api_keys] == [hashlib.sha256(key).digest() for key in (b"s3cret", b"other")]
+    assert "s3cret" not in repr(settings)
+    assert settings.masked()["api_keys"] == "2 masked"
+    assert read().masked()["api_keys"] is None
+    (problem,) = problems({"TOPICS_API_KEYS": "s3cret:x"})
+    assert problem.startswith("TOPICS_API_KEYS: entry 1: its scopes must be")
     assert "s3cret" not in problem
-    (problem,) = problems({"TOPICS_API_KEYS_FILE": "/etc/keys"})
-    assert problem.startswith("TOPICS_API_KEYS_FILE=/etc/keys: this version cannot check API keys")
+    assert len(problems({"TOPICS_API_KEYS": "s3cret:x,,s3cret", "TOPICS_PORT": "x"})) == 3
+
+
+def test_probe_auth_without_keys_contradicts_itself() -> None:
+    (problem,) = problems({"TOPICS_PROBE_AUTH": "1"})
+    assert problem.startswith("TOPICS_PROBE_AUTH=1: there are no keys to ask for")
+    assert read({"TOPICS_PROBE_AUTH": "0"}).probe_auth is False
+    assert read({"TOPICS_PROBE_AUTH": "1", "TOPICS_API_KEYS": "k"}).probe_auth
+    assert read({"TOPICS_PROBE_AUTH": "1", "TOPICS_API_KEYS_FILE": "k"}).probe_auth
 
 
 @pytest.mark.parametrize(
@@ -201,6 +215,8 @@ def test_an_address_others_reach_needs_a_word(host: str) -> None:
     assert problem.startswith(f"TOPICS_HOST={host}: ")
     assert "TOPICS_ALLOW_INSECURE_NO_AUTH=1" in problem
     assert read({"TOPICS_HOST": host, "TOPICS_ALLOW_INSECURE_NO_AUTH": "1"}).allow_insecure_no_auth
+    assert read({"TOPICS_HOST": host, "TOPICS_API_KEYS": "k"}).host == host.removesuffix(":80")
+    assert read({"TOPICS_HOST": host, "TOPICS_API_KEYS_FILE": "/keys"}).api_keys_file == "/keys"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "::1"])
@@ -224,7 +240,8 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> N
         ("data_dir = 5", "{file}: data_dir=5: must be a path"),
         ("prot = 1", "{file}: prot: there is no such setting; did you mean port?"),
         ("[server]\nport = 1", "{file}: server: there is no such setting"),
-        ('api_keys = "k"', "{file}: api_keys: this version cannot check API keys"),
+        ('api_keys = "k:x"', "{file}: api_keys: entry 1: its scopes must be"),
+        ('api_keys = ["k"]', "{file}: api_keys: must be text: key[:scopes[:prefixes]],…"),
         ("accept_data_loss = true", "{file}: accept_data_loss: only as the flag --accept-data-loss"),
         ("port = ", "TOPICS_CONFIG={file}: is not TOML: "),
         ('config = "other.toml"', "config in {file}: a settings file cannot name another one"),

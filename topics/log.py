@@ -32,7 +32,10 @@ def configure(level: str, format: str) -> None:
     render: Processor = (
         structlog.processors.JSONRenderer(serializer=lambda event, **_: _encode(event).decode())
         if format == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        # The default would show local variables, headers with keys among them, wherever a library for that is there.
+        else structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
     )
     # The console renderer prints exceptions itself, and better.
     trace: list[Processor] = [structlog.processors.format_exc_info] if format == "json" else []

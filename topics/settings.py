@@ -17,6 +17,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
+from topics.core.keys import ApiKey, KeysError, parse_list
+
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
@@ -40,6 +42,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 4000
     port_file: str | None = None
+    api_keys: tuple[ApiKey, ...] | None = None
+    api_keys_file: str | None = None
+    probe_auth: bool = False
     allow_insecure_no_auth: bool = False
     http_protocol: Literal["httptools", "stock"] = "httptools"
     max_body_bytes: int = 64 * MIB
@@ -69,8 +74,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return self.shutdown_grace_ms // 2
 
     def masked(self) -> dict[str, Any]:
-        """Every setting by name, fit for a log line. This version has no setting that holds a secret."""
-        return msgspec.structs.asdict(self)
+        """Every setting by name, fit for a log line: of keys no more than how many there are."""
+        shown = msgspec.structs.asdict(self)
+        if self.api_keys is not None:
+            shown["api_keys"] = f"{len(self.api_keys)} masked"
+        return shown
 
 
 class SettingsError(Exception):
@@ -188,6 +196,12 @@ def _split_origins(raw: object) -> tuple[str, ...]:
     return origins
 
 
+def _keys(raw: object) -> tuple[ApiKey, ...]:
+    if not isinstance(raw, str):
+        raise ValueError
+    return parse_list(raw)
+
+
 VARIABLES: Final[dict[str, Variable]] = {
     "config": _path("a TOML file with settings by their names in lower case, without TOPICS_; the environment wins"),
     "data_dir": _path("where everything is kept (default ./topics-data)"),
@@ -196,6 +210,9 @@ VARIABLES: Final[dict[str, Variable]] = {
     "port_file": _path("file that gets host:port once the socket listens"),
     "wal_shards": _integer(1, 64, "WAL shard processes (default: CPUs, at most 8)"),
     "frontends": _integer(1, 64, "HTTP processes (default: CPUs)"),
+    "api_keys": Variable(_keys, "text: key[:scopes[:prefixes]],…", "who may do what; not as a flag, others see those"),
+    "api_keys_file": _path("file with keys, a line for each; read again at `topics-supervisor reload`"),
+    "probe_auth": _flag("health and readiness, too, are for holders of a key only"),
     "allow_insecure_no_auth": _flag("listen on a non-loopback address although nobody has to authenticate"),
     "http_protocol": _choice("httptools", "stock", help="HTTP/1.1 parser: our own on httptools, or Hypercorn's"),
     "max_body_bytes": _byte_size(1 * KIB, 1 * GIB, "largest request body, after decompression"),
@@ -233,13 +250,9 @@ COMMAND_LINE_ONLY: Final = {
 }
 """What must be said anew at each start, never left lying in an environment or a file."""
 
-_NO_KEYS = (
-    "this version cannot check API keys, and would serve everybody; leave it unset and keep to a loopback address"
-)
 _NO_SEGMENTS = "this version keeps all records in the WAL and has no segments yet; leave it unset"
 _NO_LIMIT = "this version does not enforce it yet; leave it unset"
 _NOT_YET: Final[dict[str, str]] = {
-    **dict.fromkeys(("api_keys", "api_keys_file", "probe_auth"), _NO_KEYS),
     **dict.fromkeys(
         (
             "cold_dir",
@@ -262,8 +275,8 @@ _NOT_YET: Final[dict[str, str]] = {
         _NO_LIMIT,
     ),
 }
-_SECRET: Final = frozenset({"api_keys"})
-"""Never repeated in a message."""
+SECRET: Final = frozenset({"api_keys"})
+"""Never repeated in a message, never a flag: every user of the machine sees command lines."""
 
 
 class _Given(NamedTuple):
@@ -302,8 +315,11 @@ def load(
         variable = VARIABLES.get(name) or COMMAND_LINE_ONLY[name]
         try:
             values[name] = variable.parse(raw)
+        except KeysError as error:
+            problems += [f"{place}: {problem}" for problem in error.problems]
         except ValueError:
-            problems.append(f"{place}={raw!s}: must be {variable.allowed}")
+            shown = place if name in SECRET else f"{place}={raw!s}"
+            problems.append(f"{shown}: must be {variable.allowed}")
     if "host" in values:
         values["host"], port = values["host"]
         if port is not None:
@@ -317,10 +333,18 @@ def load(
     on_terminal = sys.stderr.isatty() if on_terminal is None else on_terminal
     values.setdefault("log_format", "console" if on_terminal else "json")
     settings = Settings(**values)
-    if not settings.allow_insecure_no_auth and not is_loopback(settings.host):
+    # A list that is wrong is a problem already; it is not the same as none.
+    authenticated = not {"api_keys", "api_keys_file"}.isdisjoint(given)
+    if not (authenticated or settings.allow_insecure_no_auth or is_loopback(settings.host)):
         problems.append(
             f"{given['host'].place}={given['host'].raw}: this address can be reached by others and nobody has to"
-            f" authenticate; use 127.0.0.1 behind a proxy, or say {PREFIX}ALLOW_INSECURE_NO_AUTH=1 if that is wanted"
+            f" authenticate; set {PREFIX}API_KEYS_FILE or {PREFIX}API_KEYS, use 127.0.0.1 behind a proxy, or say"
+            f" {PREFIX}ALLOW_INSECURE_NO_AUTH=1 if that is wanted"
+        )
+    if settings.probe_auth and not authenticated:
+        problems.append(
+            f"{given['probe_auth'].place}={given['probe_auth'].raw}: there are no keys to ask for; set"
+            f" {PREFIX}API_KEYS_FILE or {PREFIX}API_KEYS"
         )
     if problems:
         raise SettingsError(problems)
@@ -354,8 +378,7 @@ def _known(given: dict[str, _Given], prefix: str, problems: list[str]) -> dict[s
         if name in VARIABLES:
             known[name] = value
         elif name in _NOT_YET:
-            shown = "" if name in _SECRET else f"={value.raw!s}"
-            problems.append(f"{value.place}{shown}: {_NOT_YET[name]}")
+            problems.append(f"{value.place}={value.raw!s}: {_NOT_YET[name]}")
         elif name in COMMAND_LINE_ONLY:
             problems.append(f"{value.place}: only as the flag --{name.replace('_', '-')}, said at that very start")
         else:

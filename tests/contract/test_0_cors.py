@@ -147,3 +147,13 @@ def test_plain_options_and_requests_of_programs_go_on_as_ever(listed: Service) -
     assert answer.status_code == 204
     assert "PUT" in answer.headers["allow"]
     assert ok(listed.client.put("/v0/topics/t", json={}))["topic"] == "t"
+
+
+def test_a_preflight_carries_no_key_and_needs_none() -> None:
+    with Service(frontends=1, shards=1, env={"TOPICS_CORS_ORIGINS": APP, "TOPICS_API_KEYS": "secret"}) as service:
+        assert preflight(service, "/v0/topics/t", APP, "PUT", "authorization,content-type").status_code == 204
+        keyless = service.client.put("/v0/topics/t", json={}, headers={"Origin": APP})
+        assert keyless.status_code == 401
+        assert keyless.headers[READABLE] == APP, "the page is to see why"
+        keyed = service.client.put("/v0/topics/t", json={}, headers={"Origin": APP, "Authorization": "Bearer secret"})
+        assert (keyed.status_code, keyed.headers[READABLE]) == (201, APP)

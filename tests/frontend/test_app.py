@@ -13,7 +13,9 @@ import pytest
 
 from tests.frontend.hosting import Hosting, Written
 from topics import settings as settings_module
+from topics.core.keys import KeyRing
 from topics.frontend import diff as diff_module
+from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.delivery import Hub
@@ -50,15 +52,17 @@ class Frontend:
         recency = Recency(shared.identity, 1, 1)
         hub = Hub(self.gateway, TopicSight(reader, hosting.arenas, writer), self.cell, hosting.clock)
         streams = Cap("sse_connections", 0, "sse_admitted", self.cell, [self.cell])
+        access = Access(KeyRing(()), False)
         self.app = App(
             AppendRoute(self.gateway, settings, self.cell),
             self.diff,
             TopicRoutes(reader, hosting.arenas, self.gateway, writer, recency, settings),
-            WatchRoutes(reader, Sessions(self.gateway, hosting.arenas, 1), hub, settings, streams),
+            WatchRoutes(reader, Sessions(self.gateway, hosting.arenas, 1), hub, access, settings, streams),
             ProbeRoutes(shared.control, hosting.clock),
             MetricsRoute(
                 ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms), hosting.arenas, 1, 100
             ),
+            access,
             self.cell,
             partial(shared.durations.observe, 0),
         )

@@ -11,7 +11,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.frontend.hosting import Hosting, Written
+from topics.core.keys import KeyRing, KeyScope
 from topics.frontend import metrics as module
+from topics.frontend.access import Access
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.metrics import MetricsRoute
 from topics.shm.control import Role
@@ -32,7 +34,9 @@ async def scrape(metrics: MetricsRoute, accept: bytes = b"") -> bytes:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await metrics.get({"headers": [(b"accept", accept)]}, receive, send)
+    scope: dict[str, Any] = {"headers": [(b"accept", accept)]}
+    Access(KeyRing(()), False).admit(scope, KeyScope.READ)
+    await metrics.get(scope, receive, send)
     assert sent[0]["status"] == 200
     body: bytes = sent[1]["body"]
     return body

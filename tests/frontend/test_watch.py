@@ -13,7 +13,7 @@ from topics.frontend.sessions import SESSION_TTL_MS, Follow, Session, Sessions
 from topics.frontend.watch import accepts_event_stream
 from topics.shm.messages import Hello
 
-SESSION = Session({"t": Follow(1, 5)}, [b"me"], 256, 1000, 15_000, False, True, True, False)
+SESSION = Session({"t": Follow(1, 5)}, [b"me"], 256, 1000, 15_000, False, True, True, False, b"")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_unknown_sessions(tmp_path: Path) -> None:
 def test_a_session_too_large_is_refused(tmp_path: Path) -> None:
     async def test(live: Live) -> None:
         nodes = [b"%100d" % n for n in range(5000)]
-        large = Session({}, nodes, 1, 1, 1000, False, True, True, False)
+        large = Session({}, nodes, 1, 1, 1000, False, True, True, False, b"")
         with pytest.raises(TopicsError) as raised:
             await sessions_of(live).create(large)
         assert raised.value.code == "invalid_request"

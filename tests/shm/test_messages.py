@@ -53,6 +53,7 @@ def test_calls_replies_errors_and_notices() -> None:
     for call in (
         messages.PutTopic("t", TopicConfig(), True),
         messages.Watch(3, "t", 1, 2),
+        messages.SessionLook("w"),
         messages.SessionClose("w", 1, {"t": 5}),
         messages.Hello(4),
     ):

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from topics.core.clock import SystemClock
+from topics.core.keys import KeyRing
 from topics.settings import Settings, load
 from topics.shm.control import EXIT_REFUSED, ProcessState, Role
 from topics.shm.instance import SharedMemory
@@ -95,7 +96,12 @@ def note(event: str) -> None:
 
 
 def frontend(
-    settings: Settings, shared: SharedMemory, index: int, incarnation: int, listeners: list[socket.socket]
+    settings: Settings,
+    keys: KeyRing,
+    shared: SharedMemory,
+    index: int,
+    incarnation: int,
+    listeners: list[socket.socket],
 ) -> int:
     Child(Role.FRONTEND, index, incarnation, shared).serve(listeners)
     return 0

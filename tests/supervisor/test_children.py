@@ -59,3 +59,22 @@ print(exit_code_of(os.waitpid(pid, 0)[1]))
 """
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout == f"{exit_code}\n"
+
+
+def test_a_hangup_waits_until_the_child_wants_it() -> None:
+    program = """
+import os, signal
+from topics import log
+from topics.supervisor.children import exit_code_of, fork
+def main():
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert signal.SIGHUP in signal.sigpending()
+    taken = []
+    signal.signal(signal.SIGHUP, lambda number, _: taken.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+    return len(taken) * 7
+log.configure("error", "json")
+print(exit_code_of(os.waitpid(fork("child", 0, main), 0)[1]))
+"""
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout == "7\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -115,13 +116,33 @@ def test_a_shard_that_dies_while_frontends_drain_is_still_restarted(start: Start
     assert service.wait_exit() == 4
 
 
-def test_hangup_is_said_and_ignored(start: Start) -> None:
-    service = start()
-    service.wait_state("running")
+def test_hangup_reloads_the_keys_and_ends_nobody(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\n")
+    service = start({"TOPICS_API_KEYS_FILE": str(file)})
+    family = [p.pid for p in service.wait_state("running").processes]
+    file.write_text("one\ntwo\n")
     service.signal(signal.SIGHUP)
-    poll("the log line", lambda: service.log("signal ignored, this version cannot reload its settings"))
-    assert service.status().state == "running"
+    poll("the log line", lambda: bool(service.log("keys reloaded")))
+    assert [line["keys"] for line in service.log("keys reloaded")] == [2]
+    for pid in family:
+        assert pid
+        os.kill(pid, signal.SIGHUP)  # as a terminal does to everybody when it is closed
+    file.write_text("one:nonsense\n")
+    service.signal(signal.SIGHUP)
+    poll("the refusal", lambda: bool(service.log("keys not reloaded, the former ones stay")))
+    (line,) = service.log("keys not reloaded, the former ones stay")
+    assert "line 1: its scopes must be" in line["problems"][0]
+    status = service.wait_state("running")
+    assert [p.pid for p in status.processes] == family
     assert service.stop() == 0
+
+
+def test_a_keys_file_that_cannot_be_used_is_no_start(start: Start, tmp_path: Path) -> None:
+    service = start({"TOPICS_API_KEYS_FILE": str(tmp_path / "none")})
+    assert service.wait_exit() == 1  # of the tests' program; the command's is 2
+    assert "cannot be read: No such file or directory" in service.log_text()
+    assert not service.data_dir.exists()
 
 
 @pytest.mark.parametrize("role", ["frontend", "walshard"])
@@ -232,7 +253,7 @@ def test_a_start_waits_for_the_orphans_of_a_killed_supervisor(start: Start) -> N
     service.process.kill()
     service.process.wait()
     again = start(data_dir=service.data_dir)
-    poll("the wait", lambda: again.log("waiting for the processes of a killed service to end"))
+    poll("the wait", lambda: bool(again.log("waiting for the processes of a killed service to end")))
     assert service.status().state == "draining"
     assert again.journal() == []
     for pid in orphans:

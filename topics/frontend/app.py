@@ -1,4 +1,4 @@
-"""Which handler answers a request, and what becomes of one that fails.
+"""Which handler answers a request, what a key needs for it, and what becomes of one that fails.
 
 The two routes that carry the load are found by their path alone; everything else goes through Starlette's router.
 """
@@ -13,6 +13,8 @@ from starlette.routing import Route as Path
 from starlette.routing import Router
 
 from topics.core.errors import TopicsError
+from topics.core.keys import KeyScope
+from topics.frontend.access import Access
 from topics.frontend.answers import send_error
 from topics.frontend.append import AppendRoute
 from topics.frontend.bodies import ClientGoneError
@@ -31,6 +33,8 @@ NamedEndpoint = Callable[[str, Scope, Receive, Send], Awaitable[None]]
 
 _TOPICS: Final = "/v0/topics/"
 _DIFF: Final = "/diff"
+_READ: Final = KeyScope.READ
+_WRITE: Final = KeyScope.WRITE
 
 _log = get_logger()
 
@@ -46,32 +50,36 @@ class App:
         watch: WatchRoutes,
         probes: ProbeRoutes,
         metrics: MetricsRoute,
+        access: Access,
         cell: ProcessCell,
         observe: Callable[[Route, int], None],
     ) -> None:
         """`observe(route, took_us)` is told of every request that has been answered."""
         self._append = append
         self._diff = diff
+        self._access = access
         self._cell = cell
         self._observe = observe
-        health = Resource(GET=_timed(Route.HEALTH, probes.health))
-        ready = Resource(GET=_timed(Route.READY, probes.ready))
+        health = Resource(GET=_timed(Route.HEALTH, self._probe(probes.health)))
+        ready = Resource(GET=_timed(Route.READY, self._probe(probes.ready)))
+        read, write, delete, admin = map(self._needing, (_READ, _WRITE, KeyScope.DELETE, KeyScope.ADMIN))
         one_topic = Resource(
-            GET=_timed(Route.GET_TOPIC, topics.get),
-            PUT=_timed(Route.PUT_TOPIC, topics.put),
-            DELETE=_timed(Route.DELETE_TOPIC, topics.delete),
-            POST=_of_topic(append),
+            GET=_timed(Route.GET_TOPIC, read(topics.get)),
+            PUT=_timed(Route.PUT_TOPIC, admin(topics.put)),
+            DELETE=_timed(Route.DELETE_TOPIC, delete(topics.delete)),
+            POST=_timed(Route.APPEND, write(_of_topic(append))),
         )
-        delete_records = Resource(POST=_timed(Route.DELETE_RECORDS, topics.delete_records))
+        delete_records = Resource(POST=_timed(Route.DELETE_RECORDS, delete(topics.delete_records)))
         self._router = Router(
             [
-                Path("/v0/topics", Resource(GET=_timed(Route.LIST_TOPICS, topics.list_all))),
+                Path("/v0/topics", Resource(GET=_timed(Route.LIST_TOPICS, read(topics.list_all)))),
                 Path("/v0/topics/{topic}", one_topic),
-                Path("/v0/topics/{topic}/diff", Resource(POST=_of_topic(diff))),
+                Path("/v0/topics/{topic}/diff", Resource(POST=_timed(Route.DIFF, read(_of_topic(diff))))),
                 Path("/v0/topics/{topic}/delete", delete_records),
-                Path("/v0/watch", Resource(POST=_timed(Route.CREATE_WATCH, watch.create))),
+                Path("/v0/watch", Resource(POST=_timed(Route.CREATE_WATCH, read(watch.create)))),
+                # An unknown wid is 404 whoever asks, so it looks for the key itself.
                 Path("/v0/watch/{wid}", Resource(GET=_timed(None, watch.stream))),
-                Path("/v0/metrics", Resource(GET=_timed(Route.METRICS, metrics.get))),
+                Path("/v0/metrics", Resource(GET=_timed(Route.METRICS, read(metrics.get)))),
                 *(Path(path, health) for path in ("/v0/health", "/healthz")),
                 *(Path(path, ready) for path in ("/v0/ready", "/readyz")),
             ],
@@ -91,11 +99,14 @@ class App:
                 name: str = scope["path"][len(_TOPICS) :]
                 if name and "/" not in name:
                     route = Route.APPEND
+                    self._access.admit(scope, _WRITE, (name,))
                     await self._append(name, scope, receive, send)
                     return
                 if name.endswith(_DIFF) and 0 < name.index("/") == len(name) - len(_DIFF):
                     route = Route.DIFF
-                    await self._diff(name[: -len(_DIFF)], scope, receive, send)
+                    name = name[: -len(_DIFF)]
+                    self._access.admit(scope, _READ, (name,))
+                    await self._diff(name, scope, receive, send)
                     return
             await self._router(scope, receive, send)
         except TopicsError as error:
@@ -110,10 +121,27 @@ class App:
             if timed_as is not None:
                 self._observe(timed_as, (time.perf_counter_ns() - started_ns) // 1000)
 
+    def _needing(self, needed: KeyScope) -> Callable[[Endpoint], Endpoint]:
+        """An endpoint for holders of these scopes, over the topic in its path if there is one."""
+
+        def guard(endpoint: Endpoint) -> Endpoint:
+            async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+                self._access.admit(scope, needed, scope["path_params"].values())
+                await endpoint(scope, receive, send)
+
+            return guarded
+
+        return guard
+
+    def _probe(self, endpoint: Endpoint) -> Endpoint:
+        return self._needing(KeyScope.NONE)(endpoint) if self._access.probe_auth else endpoint
+
     async def _refuse(self, error: TopicsError, scope: Scope, send: Send) -> None:
         self._cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
         allow = error.detail.get("allow") if error.detail else None
-        headers = None if allow is None else [(b"allow", str(allow).encode())]
+        headers = [] if allow is None else [(b"allow", str(allow).encode())]
+        if error.code == "unauthorized":
+            headers.append((b"www-authenticate", b"Bearer"))
         await send_error(send, dict(scope["headers"]), error, headers)
 
 

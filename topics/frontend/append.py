@@ -10,8 +10,10 @@ from starlette.datastructures import QueryParams
 
 from topics.core.config import TopicConfig, parse_config
 from topics.core.errors import TopicsError, invalid
+from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
+from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, encode_json, send_json
 from topics.frontend.bodies import read_body
 from topics.frontend.gateway import Gateway
@@ -48,6 +50,8 @@ class AppendRoute:
         with_seqs = flag(QueryParams(query), "return_seqs", True) if query else True
         key = _key(request, headers.get(b"idempotency-key"))
         config = _config(request, name)
+        if config is not None and config.dead_letter is not None:
+            caller_of(scope).require(KeyScope.WRITE, (config.dead_letter,))
         records = self._lay_out(request, len(body))
         reply = await self._gateway.submit_append(
             owner_shard(name, self._gateway.shards),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from topics.core.errors import TopicsError
 from topics.shm.arena import ArenaReader
@@ -14,8 +14,14 @@ from topics.shm.instance import SharedMemory
 _ATTACH_TRIES = 10
 
 
-def live_names(arenas: Iterable[ArenaReader], prefix: str = "", after: str = "") -> Iterator[str]:
-    """Live topics that begin with `prefix` and come after `after`, of all `arenas`, in order. To be used at once."""
+def live_names(arenas: Sequence[ArenaReader], prefixes: Iterable[str], after: str) -> Iterator[str]:
+    """Live topics that begin with one of `prefixes` (none within another) and come after `after`, of all `arenas`, in
+    order. To be used at once.
+    """
+    return itertools.chain.from_iterable(_range(arenas, prefix, after) for prefix in sorted(prefixes))
+
+
+def _range(arenas: Sequence[ArenaReader], prefix: str, after: str) -> Iterator[str]:
     ranges = [arena.names.irange(max(prefix, after), None, (prefix > after, True)) for arena in arenas]
     return itertools.takewhile(lambda name: name.startswith(prefix), heapq.merge(*ranges))
 

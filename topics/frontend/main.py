@@ -13,6 +13,8 @@ from typing import Final
 import uvloop
 
 from topics.core.clock import SystemClock
+from topics.core.keys import KeyRing
+from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.arenas import Arenas
@@ -22,6 +24,7 @@ from topics.frontend.diff import DiffRoute
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1 import Connections, HttpLimits
+from topics.frontend.key_reload import KeyReload
 from topics.frontend.log_files import LogFiles
 from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
@@ -40,7 +43,14 @@ from topics.shm.recency import Recency, RecencyWriter
 HEARTBEAT_S: Final = 0.25
 
 
-def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int, listeners: list[socket.socket]) -> int:
+def run(
+    settings: Settings,
+    keys: KeyRing,
+    shared: SharedMemory,
+    index: int,
+    incarnation: int,
+    listeners: list[socket.socket],
+) -> int:
     """The process; 0 when it was told to stop and has."""
     clock = SystemClock()
     cell = shared.control.cell(Role.FRONTEND, index)
@@ -51,13 +61,14 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int, 
     cell.set("heartbeat_ms", clock.now_ms())
     cell.set("state", ProcessState.STARTING)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, shared, index, incarnation, listeners, cell))
+        runner.run(_serve(settings, keys, shared, index, incarnation, listeners, cell))
     cell.set("state", ProcessState.STOPPED)
     return 0
 
 
 async def _serve(
     settings: Settings,
+    keys: KeyRing,
     shared: SharedMemory,
     index: int,
     incarnation: int,
@@ -74,6 +85,7 @@ async def _serve(
     recency_writer = RecencyWriter(shared.identity, index, shards)
     diff = DiffRoute(reader, gateway, recency_writer, settings, cell)
     hub = Hub(gateway, TopicSight(reader, arenas, recency_writer), cell, clock)
+    access = Access(keys, settings.probe_auth)
     app = App(
         AppendRoute(gateway, settings, cell),
         diff,
@@ -81,12 +93,18 @@ async def _serve(
             reader, arenas, gateway, recency_writer, Recency(shared.identity, shared.frontends, shards), settings
         ),
         WatchRoutes(
-            reader, Sessions(gateway, arenas, incarnation), hub, settings, _streams_cap(shared, cell, settings)
+            reader,
+            Sessions(gateway, arenas, incarnation),
+            hub,
+            access,
+            settings,
+            _streams_cap(shared, cell, settings),
         ),
         ProbeRoutes(shared.control, clock),
         MetricsRoute(
             ServiceFigures(shared.control, shared.durations, clock.now_ms), arenas, shards, settings.max_metric_topics
         ),
+        access,
         cell,
         partial(shared.durations.observe, index),
     )
@@ -104,6 +122,8 @@ async def _serve(
         loop.call_later(HEARTBEAT_S, beat)
 
     loop.add_signal_handler(signal.SIGTERM, stop)
+    loop.add_signal_handler(signal.SIGHUP, KeyReload(settings, access, shared.control.header, cell).request)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     gateway.start()
     beat()
     # What is set up lives as long as the process: the collector need not look at it again and again.

@@ -14,6 +14,7 @@ from typing import Final
 
 from topics.core.names import owner_shard
 from topics.frontend import exposition
+from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, send_json, send_whole
 from topics.frontend.arenas import Arenas, live_names
 from topics.frontend.exposition import TEXT_TYPE, Family, Sample, single
@@ -45,7 +46,7 @@ class MetricsRoute:
         started_ns = time.perf_counter_ns()
         headers = dict(scope["headers"])
         accept = headers.get(b"accept", b"")
-        families = [*self._figures.families(), *await self._topic_families()]
+        families = [*self._figures.families(), *await self._topic_families(caller_of(scope).narrowed(""))]
         if wants_json(accept):
             members = await _in_slices(exposition.json(families))
             took_ms = str(elapsed_ms(started_ns)).encode()
@@ -55,7 +56,8 @@ class MetricsRoute:
             body = await _in_slices(exposition.text(families))
             await send_whole(send, headers, 200, TEXT_TYPE, body, [(b"vary", b"accept")])
 
-    async def _topic_families(self) -> list[Family]:
+    async def _topic_families(self, prefixes: tuple[str, ...]) -> list[Family]:
+        """Of the topics that begin with one of these: nobody learns the names of others."""
         columns: list[list[Sample]] = [[] for _ in _TOPIC_SERIES]
         turn = _Turn()
         for shard in range(self._shards):
@@ -63,7 +65,7 @@ class MetricsRoute:
                 await turn.taken()
         after, room = "", self._topics_max
         while room:
-            page = self._page(after, min(room, PAGE_TOPICS))
+            page = self._page(prefixes, after, min(room, PAGE_TOPICS))
             if not page:
                 break
             for name, view in page:
@@ -74,7 +76,7 @@ class MetricsRoute:
             after = page[-1][0]
             room -= len(page)
             await turn.taken()
-        truncated = int(bool(self._page(after, 1)))
+        truncated = int(bool(self._page(prefixes, after, 1)))
         help = "1 if there are more topics than may have series of their own"
         return [
             *(
@@ -84,10 +86,10 @@ class MetricsRoute:
             single("topics_topic_metrics_truncated", "gauge", help, truncated),
         ]
 
-    def _page(self, after: str, most: int) -> list[tuple[str, TopicView]]:
+    def _page(self, prefixes: tuple[str, ...], after: str, most: int) -> list[tuple[str, TopicView]]:
         """The topics that follow a name, those of shards that have recovered; empty only when there is none."""
         arenas = [self._arenas.of(shard) for shard in range(self._shards)]
-        names = list(itertools.islice(live_names([arena for arena in arenas if arena], "", after), most))
+        names = list(itertools.islice(live_names([arena for arena in arenas if arena], prefixes, after), most))
         found = []
         for name in names:
             arena = arenas[owner_shard(name, self._shards)]
@@ -95,7 +97,7 @@ class MetricsRoute:
             if hit is not None:
                 found.append((name, hit[1]))
         if names and not found:  # all of them went away between the two lines
-            return self._page(names[-1], most)
+            return self._page(prefixes, names[-1], most)
         return found
 
 

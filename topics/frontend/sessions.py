@@ -18,7 +18,15 @@ from topics.core.names import owner_shard
 from topics.frontend.arenas import Arenas
 from topics.frontend.gateway import Gateway
 from topics.log import get_logger
-from topics.shm.messages import Done, SessionAbandon, SessionClose, SessionOpen, SessionOpenReply, SessionPut
+from topics.shm.messages import (
+    Done,
+    SessionAbandon,
+    SessionClose,
+    SessionLook,
+    SessionOpen,
+    SessionOpenReply,
+    SessionPut,
+)
 
 SESSION_TTL_MS: Final = 300_000
 SESSION_BYTES_MAX: Final = 256 * 1024
@@ -49,6 +57,8 @@ class Session(msgspec.Struct, array_like=True, frozen=True):
     include_meta: bool
     include_data: bool
     strong: bool
+    key_digest: bytes
+    """Of the key that made it, which alone may stream it; empty when nobody had to authenticate."""
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -89,10 +99,14 @@ class Sessions:
         await self._gateway.call(self._owner(wid), SessionPut(wid, body), Done)
         return wid
 
+    async def look(self, wid: str) -> Session:
+        """The session as it was made, left alone. `404 not_found` for an unknown one."""
+        _check(wid)
+        return _decode((await self._gateway.call(self._owner(wid), SessionLook(wid), SessionOpenReply)).body)
+
     async def open(self, wid: str) -> Opened:
         """A stream of the session begins here; to be followed by `close`. `404 not_found` for an unknown one."""
-        if _WID.fullmatch(wid) is None:
-            raise TopicsError("not_found", f"no watch session {wid[:64]!r}: POST /v0/watch makes one")
+        _check(wid)
         self._last_stream_no = stream_no = self._last_stream_no + 1
         self._announce()
         try:
@@ -137,6 +151,11 @@ class Sessions:
     def _current_generations(self) -> dict[int, int]:
         arenas = ((shard, self._arenas.of(shard)) for shard in range(self._gateway.shards))
         return {shard: arena.generation for shard, arena in arenas if arena is not None}
+
+
+def _check(wid: str) -> None:
+    if _WID.fullmatch(wid) is None:
+        raise TopicsError("not_found", f"no watch session {wid[:64]!r}: POST /v0/watch makes one")
 
 
 def _note_failure(request: SessionOpen | SessionClose | SessionAbandon, done: asyncio.Future[object]) -> None:

@@ -13,8 +13,10 @@ from starlette.datastructures import QueryParams
 
 from topics.core.config import TopicConfig, parse_config
 from topics.core.errors import TopicsError, invalid
+from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
+from topics.frontend.access import caller_of
 from topics.frontend.answers import send_object
 from topics.frontend.arenas import Arenas, live_names
 from topics.frontend.bodies import read_body
@@ -69,6 +71,8 @@ class TopicRoutes:
         name, headers = _topic_name(scope), dict(scope["headers"])
         body = await read_body(receive, headers, self._settings.max_body_bytes)
         config, type_given = parse_config(wire.decode_object(body) if body else {}, name)
+        if config.dead_letter is not None:
+            caller_of(scope).require(KeyScope.ADMIN, (config.dead_letter,))
         reply = await self._gateway.call(
             owner_shard(name, self._gateway.shards), PutTopic(name, config, type_given), PutTopicReply
         )
@@ -137,8 +141,9 @@ class TopicRoutes:
         page_size = min(count(query, "page_size", PAGE_SIZE_DEFAULT) or PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX)
         touch = flag(query, "touch", False)
         prefix = query.get("prefix", "")
+        prefixes = caller_of(scope).narrowed(prefix)
         arenas = [self._arenas.require(shard) for shard in range(self._gateway.shards)]
-        names = list(itertools.islice(live_names(arenas, prefix, _after(query.get("cursor"))), page_size + 1))
+        names = list(itertools.islice(live_names(arenas, prefixes, _after(query.get("cursor"))), page_size + 1))
         more = len(names) > page_size
         refs = [ref for name in names[:page_size] if (ref := self._reader.find(name)) is not None]
         refs = await self._all_settled(refs)

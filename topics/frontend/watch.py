@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import time
 from typing import Any, Final, Literal
 
@@ -9,8 +10,10 @@ import msgspec
 from starlette.datastructures import QueryParams
 
 from topics.core.errors import TopicsError, invalid
+from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
 from topics.frontend import cursor, wire
+from topics.frontend.access import Access, caller_of
 from topics.frontend.answers import HeaderList, send_object
 from topics.frontend.bodies import Headers, read_body
 from topics.frontend.delivery import Connection, Hub
@@ -22,7 +25,7 @@ from topics.frontend.query import flag
 from topics.frontend.reading import TopicReader, TopicRef
 from topics.frontend.records import PageOptions
 from topics.frontend.sessions import SESSION_TTL_MS, Follow, Opened, Session, Sessions
-from topics.frontend.stream import Stream
+from topics.frontend.stream import FINAL, Stream, error_frame
 from topics.frontend.wire import Count
 from topics.settings import Settings
 from topics.shm.cap import Cap
@@ -67,18 +70,32 @@ _decoder = wire.decoder(WatchBody)
 class WatchRoutes:
     """One method for each method of HTTP; routing is the app's."""
 
-    def __init__(self, reader: TopicReader, sessions: Sessions, hub: Hub, settings: Settings, streams: Cap) -> None:
+    def __init__(
+        self,
+        reader: TopicReader,
+        sessions: Sessions,
+        hub: Hub,
+        access: Access,
+        settings: Settings,
+        places: Cap,
+    ) -> None:
+        """`places`: how many streams the whole service may have open."""
         self._reader = reader
         self._sessions = sessions
         self._hub = hub
+        self._access = access
         self._settings = settings
-        self._streams = streams
+        self._places = places
+        self._streams: dict[Connection, Session] = {}
+        access.on_change(self._end_forbidden)
 
     async def create(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         headers = dict(scope["headers"])
         lenient = flag(QueryParams(scope["query_string"]), "lenient", False)
         request = self._check(wire.decode(_decoder, await read_body(receive, headers, self._settings.max_body_bytes)))
+        caller = caller_of(scope)
+        caller.require(KeyScope.READ, request.topics)
         found = {name: ref for name in request.topics if (ref := self._find(name, lenient)) is not None}
         follows = {name: self._follow(ref, request.topics[name]) for name, ref in found.items()}
         strong = request.consistency == "strong"
@@ -102,6 +119,7 @@ class WatchRoutes:
                 request.include_meta,
                 request.include_data,
                 strong,
+                caller.digest,
             )
         )
         answer: dict[str, Any] = {
@@ -121,13 +139,16 @@ class WatchRoutes:
         if accept is not None and not accepts_event_stream(accept):
             shown = accept[:100].decode("latin-1")
             raise TopicsError("not_acceptable", f"this is a text/event-stream, which Accept: {shown} rules out")
+        wid = scope["path_params"]["wid"]
+        if self._access.on:
+            self._admit(await self._sessions.look(wid), scope)
         # Before the session is taken over: who is refused must not end the stream that has it.
-        if not self._streams.claim():
-            raise self._streams.reached()
+        if not self._places.claim():
+            raise self._places.reached()
         try:
-            await self._stream(scope["path_params"]["wid"], headers, scope, receive, send)
+            await self._stream(wid, headers, scope, receive, send)
         finally:
-            self._streams.release()
+            self._places.release()
 
     async def _stream(self, wid: str, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
         opened = await self._sessions.open(wid)
@@ -140,12 +161,33 @@ class WatchRoutes:
             extension = scope.get("extensions", {}).get("topics.push")
             push = AsgiPush(send) if extension is None else extension()
             connection = self._hub.open(push, stream, opened.session.heartbeat_ms)
+            self._streams[connection] = opened.session
+            # Other keys may count since it was admitted.
+            self._end_if_forbidden(connection, opened.session)
             await (push.run(receive) if isinstance(push, AsgiPush) else until_disconnect(receive))
         finally:
             if connection is not None:
+                del self._streams[connection]
                 self._hub.close(connection)
                 stream = connection.stream
             self._sessions.close(opened, stream.places())
+
+    def _admit(self, session: Session, scope: Scope) -> None:
+        """Before anything of the session is touched: whoever learned of a wid without its key must not disturb it."""
+        caller = self._access.caller(scope, token=True)
+        if not hmac.compare_digest(caller.digest, session.key_digest):
+            raise TopicsError("unauthorized", "this watch session belongs to another key, which alone may stream it")
+        caller.require(KeyScope.READ, session.topics)
+
+    def _end_forbidden(self) -> None:
+        """Other keys count now: a stream may not outlive the right to it."""
+        for connection, session in list(self._streams.items()):
+            self._end_if_forbidden(connection, session)
+
+    def _end_if_forbidden(self, connection: Connection, session: Session) -> None:
+        if not connection.closed and not self._access.still_allows(session.key_digest, KeyScope.READ, session.topics):
+            connection.push.write(error_frame(FINAL, "the key of this stream is no longer valid for it"))
+            self._hub.close(connection)
 
     def _check(self, request: WatchBody) -> WatchBody:
         wire.check_counts(request)

@@ -55,6 +55,8 @@ HEADER_FIELDS: Final = (
     "frontends",
     "port",
     "reshard_ppm",
+    "keys_serial",
+    "reloads",
 )
 SUPERVISOR_FIELDS: Final = ("pid", "state", "restarts", "last_exit", "since_ms")
 LATENCY_BUCKETS: Final = 24
@@ -75,6 +77,7 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "sse_frames",
         "long_polls",
         "ring_full",
+        "keys_serial",
     ),
     Role.WALSHARD: (
         *_COMMON,

@@ -109,6 +109,12 @@ class SessionPut(msgspec.Struct, tag=True, array_like=True, frozen=True):
     body: bytes
 
 
+class SessionLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """What a SessionOpen would be answered now; nothing begins or ends by asking."""
+
+    wid: str
+
+
 class SessionOpen(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A stream of this session begins; `stream` identifies it (unique per frontend incarnation)."""
 
@@ -145,6 +151,7 @@ Call = (
     | Watch
     | Unwatch
     | SessionPut
+    | SessionLook
     | SessionOpen
     | SessionClose
     | SessionAbandon

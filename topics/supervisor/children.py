@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from topics import log
 from topics.core.clock import Clock
+from topics.core.keys import KeyRing
 from topics.settings import Settings
 from topics.shm.control import EXIT_REFUSED, Cell, ProcessState
 from topics.shm.instance import SharedMemory
@@ -30,12 +31,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _logger = log.get_logger()
 
 WalshardMain = Callable[[Settings, SharedMemory, int, int], int]
-FrontendMain = Callable[[Settings, SharedMemory, int, int, list[socket.socket]], int]
+FrontendMain = Callable[[Settings, KeyRing, SharedMemory, int, int, list[socket.socket]], int]
 ReshardMain = Callable[[Settings, SharedMemory], int]
 
 
 class ChildMains(NamedTuple):
-    """What each kind of child runs: (settings, shared, index, incarnation[, listeners]) → exit code."""
+    """What each kind of child runs: (settings[, keys], shared, index, incarnation[, listeners]) → exit code."""
 
     frontend: FrontendMain
     walshard: WalshardMain
@@ -129,6 +130,11 @@ class Child:
             # It has not been waited for, so the pid is still its own.
             os.kill(self.pid, number)
 
+    def tell(self, number: signal.Signals) -> None:
+        """A signal that does not end it; one that does not run gets none."""
+        if self.pid is not None:
+            os.kill(self.pid, number)
+
     def _gone(self, state: ProcessState, exit_code: int) -> None:
         self.pid = None
         self._note(pid=0, state=state, last_exit=exit_code, since_ms=self._clock.now_ms())
@@ -187,4 +193,5 @@ def _settle(name: str, index: int, parent_pid: int) -> None:
         raise SystemExit("the supervisor died during the fork")
     # A terminal sends SIGINT to all of us; the supervisor alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    # A hang-up waits until the child is ready for it (a frontend), or for ever: it is not to die of it.
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGHUP})

@@ -1,4 +1,4 @@
-"""`topics-supervisor`: run the service, check whether it could run, look at it, stop it."""
+"""`topics-supervisor`: run the service, check whether it could run, look at it, change its keys, stop it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final, NoReturn
 
 import msgspec
 
 from topics import __version__
 from topics.core.clock import SystemClock
-from topics.settings import COMMAND_LINE_ONLY, PREFIX, VARIABLES, Settings, SettingsError, load, show_bytes
+from topics.keys import read_keys
+from topics.settings import COMMAND_LINE_ONLY, PREFIX, SECRET, VARIABLES, Settings, SettingsError, load, show_bytes
 from topics.supervisor.check import check
 from topics.supervisor.main import StartError, serve
+from topics.supervisor.reload import ReloadRefused, reload
 from topics.supervisor.status import Status, StatusReader
 from topics.supervisor.stop import stop
 from topics.supervisor.table import render
@@ -26,6 +28,7 @@ EXIT_DEGRADED: Final = 1
 EXIT_NOT_RUNNING: Final = 3
 EXIT_UNKNOWN: Final = 4
 STOP_MARGIN_MS: Final = 5_000
+RELOAD_PATIENCE_MS: Final = 10_000
 RATE_SAMPLE_S: Final = 0.1
 WATCH_INTERVAL_S: Final = 1.0
 
@@ -45,6 +48,11 @@ _STATUS_CODES = """exit codes:
   2  bad settings or usage
   3  not running
   4  cannot be known (no access, or a service of another version)"""
+_RELOAD_CODES = """exit codes:
+  0  every frontend goes by the keys as they are now
+  1  the former keys stay (the service's log says why), not done in time, or it belongs to another user
+  2  bad settings or usage
+  3  not running"""
 _STOP_CODES = """exit codes:
   0  stopped, or nothing was running
   1  still running after the grace, or it belongs to another user
@@ -56,13 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     flags = {name: value for name in (*VARIABLES, *COMMAND_LINE_ONLY) if (value := getattr(options, name, None))}
     try:
-        settings = load(os.environ, flags)
+        return int(options.command(load(os.environ, flags), options))
     except SettingsError as error:
         for problem in error.problems:
             print(f"topics-supervisor: {problem}", file=sys.stderr)
         return EXIT_BAD_SETTINGS
-    try:
-        return int(options.command(settings, options))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -75,6 +81,9 @@ def _run(settings: Settings, options: argparse.Namespace) -> int:
     # Only here: `status` and `stop` should not wait for a web framework to be imported.
     from topics.supervisor.wiring import MAINS
 
+    for name in SECRET:
+        # The settings have its digest; the children need not inherit more.
+        os.environ.pop(PREFIX + name.upper(), None)
     try:
         return serve(settings, MAINS)
     except StartError as refusal:
@@ -83,6 +92,7 @@ def _run(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def _check(settings: Settings, options: argparse.Namespace) -> int:
+    read_keys(settings)
     findings = check(settings)
     for subject, problem in findings:
         print(f"{'ok  ' if problem is None else 'FAIL'} {subject}" + (f": {problem}" if problem else ""))
@@ -113,6 +123,20 @@ def _print_status(status: Status, options: argparse.Namespace) -> None:
     if options.watch and sys.stdout.isatty():
         print("\x1b[H\x1b[2J", end="")
     print(render(status), end="", flush=True)
+
+
+def _reload(settings: Settings, options: argparse.Namespace) -> int:
+    try:
+        pid = reload(settings.data_dir, RELOAD_PATIENCE_MS)
+    except ReloadRefused:
+        reason = "the keys cannot be used; the former ones stay, the service's log says what is wrong"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    else:
+        print("not running" if pid is None else f"process {pid} has reloaded its keys")
+        return EXIT_NOT_RUNNING if pid is None else 0
+    print(f"topics-supervisor: not reloaded: {reason}", file=sys.stderr)
+    return 1
 
 
 def _stop(settings: Settings, options: argparse.Namespace) -> int:
@@ -156,6 +180,10 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--watch", action="store_true", help="every second, until interrupted")
     status.set_defaults(command=_status)
 
+    reloads = add("reload", "have a running service read its keys again", _RELOAD_CODES)
+    _add_settings(reloads, "config", "data_dir")
+    reloads.set_defaults(command=_reload)
+
     stops = add("stop", "stop a running service gracefully", _STOP_CODES)
     _add_settings(stops, "config", "data_dir", "shutdown_grace_ms")
     stops.set_defaults(command=_stop)
@@ -166,6 +194,9 @@ def _add_settings(parser: argparse.ArgumentParser, *names: str) -> None:
     """A flag for each setting, its help with the variable's name and the default. The value is checked by `load`."""
     defaults = {field.name: field.default for field in msgspec.structs.fields(Settings)}
     for name in names:
+        if name in SECRET:
+            parser.add_argument("--" + name.replace("_", "-"), nargs="?", action=_NotHere, help=argparse.SUPPRESS)
+            continue
         default = defaults[name]
         switch = default is False
         shown = show_bytes(default) if name.endswith("_bytes") and isinstance(default, int) else default
@@ -177,4 +208,15 @@ def _add_settings(parser: argparse.ArgumentParser, *names: str) -> None:
             nargs="?" if switch else None,
             const="1" if switch else None,
             help=f"{VARIABLES[name].help} [{PREFIX}{name.upper()}{known}]",
+        )
+
+
+class _NotHere(argparse.Action):
+    """A flag that is refused, instead of taken for the beginning of another or repeated as unknown."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        variable = PREFIX + self.dest.upper()
+        parser.error(
+            f"{self.option_strings[0]}: every user of this machine sees command lines; set {variable} or"
+            f" {variable}_FILE, and change what was just shown"
         )

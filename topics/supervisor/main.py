@@ -10,7 +10,9 @@ from typing import Final
 
 from topics import __version__, log
 from topics.core.clock import Clock, SystemClock
-from topics.settings import Settings
+from topics.core.keys import KeyRing
+from topics.keys import read_keys
+from topics.settings import PREFIX, Settings
 from topics.shm import names
 from topics.shm.control import ProcessState
 from topics.shm.instance import SharedMemory
@@ -35,20 +37,32 @@ class StartError(Exception):
 
 
 def serve(settings: Settings, mains: ChildMains, *, statvfs: StatVfs = os.statvfs, clock: Clock | None = None) -> int:
-    """Runs the service until it is stopped; returns its exit code. Raises StartError, leaving nothing behind."""
+    """Runs the service until it is stopped; returns its exit code.
+
+    Raises SettingsError when the keys file cannot be used, StartError for what else is in the way, leaving nothing
+    behind.
+    """
+    keys = read_keys(settings)
     clock = clock or SystemClock()
     log.configure(settings.log_level, settings.log_format)
     log.identify("supervisor")
     _logger.info("starting", version=__version__, pid=os.getpid(), settings=settings.masked())
+    _tell_who_may(settings, keys)
     with Signals() as signals, ExitStack() as behind:
         try:
-            return _serve(settings, mains, statvfs, clock, signals, behind)
+            return _serve(settings, keys, mains, statvfs, clock, signals, behind)
         except (DataDirLocked, DataDirNotWritable, AddressError) as refusal:
             raise StartError(str(refusal)) from refusal
 
 
 def _serve(
-    settings: Settings, mains: ChildMains, statvfs: StatVfs, clock: Clock, signals: Signals, behind: ExitStack
+    settings: Settings,
+    keys: KeyRing,
+    mains: ChildMains,
+    statvfs: StatVfs,
+    clock: Clock,
+    signals: Signals,
+    behind: ExitStack,
 ) -> int:
     if shortage := limits.open_files_shortage(limits.raise_open_files()):
         raise StartError(shortage)
@@ -78,10 +92,21 @@ def _serve(
     # What exists now is shared with the children page by page, as long as no collector touches it.
     gc.collect()
     gc.freeze()
-    exit_code = Supervisor(settings, mains, shared, listeners, clock, signals).run(reshard=reshard)
+    exit_code = Supervisor(settings, keys, mains, shared, listeners, clock, signals).run(reshard=reshard)
     header.set("state", ProcessState.STOPPED)
     _logger.info("stopped", exit=exit_code)
     return exit_code
+
+
+def _tell_who_may(settings: Settings, keys: KeyRing) -> None:
+    if keys.keys:
+        _logger.info("authentication is on", keys=len(keys.keys))
+    else:
+        _logger.warning(
+            "AUTHENTICATION IS OFF: whoever reaches this address may read, write and delete everything",
+            host=settings.host,
+            way_out=f"set {PREFIX}API_KEYS_FILE or {PREFIX}API_KEYS",
+        )
 
 
 def _acquire(settings: Settings, signals: Signals, clock: Clock) -> DataDirLock | None:

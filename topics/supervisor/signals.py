@@ -1,7 +1,8 @@
 """Signals as values that the supervisor asks for, instead of handlers that interrupt it.
 
 They stay blocked from before the first fork: what arrives at any moment waits for the next `wait`, and none of it
-can hit a child that has not set itself up yet (a child starts with nothing pending and unblocks them itself).
+can hit a child that has not set itself up yet (a child starts with nothing pending and unblocks them itself; SIGHUP
+only when it can reload).
 """
 
 from __future__ import annotations

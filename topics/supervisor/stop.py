@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import select
 import signal
 
-from topics.storage.lock import holder_pid
+from topics.supervisor.holder import holder
 
 
 def stop(data_dir: str, patience_ms: int) -> int | None:
@@ -15,22 +14,15 @@ def stop(data_dir: str, patience_ms: int) -> int | None:
     Returns the pid that has ended, None when nothing ran. Raises TimeoutError when it still runs after `patience_ms`
     and PermissionError when it belongs to somebody else.
     """
-    pid = holder_pid(data_dir)
-    if pid is None:
-        return None
-    try:
-        process_fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
-    try:
-        # The descriptor means one process for good; the number may have been given to another one meanwhile.
-        if holder_pid(data_dir) != pid:
+    with holder(data_dir) as service:
+        if service is None:
             return None
-        signal.pidfd_send_signal(process_fd, signal.SIGTERM)
+        try:
+            service.signal(signal.SIGTERM)
+        except ProcessLookupError:
+            return None
         poll = select.poll()
-        poll.register(process_fd, select.POLLIN)
+        poll.register(service.process_fd, select.POLLIN)
         if not poll.poll(patience_ms):
-            raise TimeoutError(f"process {pid} still runs after {patience_ms} ms")
-    finally:
-        os.close(process_fd)
-    return pid
+            raise TimeoutError(f"process {service.pid} still runs after {patience_ms} ms")
+        return service.pid

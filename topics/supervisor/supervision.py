@@ -9,7 +9,9 @@ from typing import Final
 
 from topics import log
 from topics.core.clock import Clock
-from topics.settings import Settings
+from topics.core.keys import KeyRing
+from topics.keys import read_keys
+from topics.settings import Settings, SettingsError
 from topics.shm.control import EXIT_REFUSED, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.supervisor.children import Child, ChildMains, exit_code_of
@@ -36,6 +38,7 @@ class Supervisor:
     def __init__(
         self,
         settings: Settings,
+        keys: KeyRing,
         mains: ChildMains,
         shared: SharedMemory,
         listeners: list[list[socket.socket]],
@@ -43,6 +46,7 @@ class Supervisor:
         signals: Signals,
     ) -> None:
         self._settings = settings
+        self._keys = keys
         self._mains = mains
         self._shared = shared
         self._listeners = listeners
@@ -78,7 +82,8 @@ class Supervisor:
     def _frontend(self, index: int) -> Child:
         def main(incarnation: int) -> int:
             self._close_listeners(but=index)
-            return self._mains.frontend(self._settings, self._shared, index, incarnation, self._listeners[index])
+            listeners = self._listeners[index]
+            return self._mains.frontend(self._settings, self._keys, self._shared, index, incarnation, listeners)
 
         return Child("frontend", index, main, self._shared.control.cell(Role.FRONTEND, index).supervisor, self._clock)
 
@@ -128,13 +133,27 @@ class Supervisor:
         if number is None or number == signal.SIGCHLD:
             return
         if number not in STOP:
-            _logger.warning("signal ignored, this version cannot reload its settings", signal=number.name)
+            self._reload()
         elif self._stopping is None:
             self._stop(EXIT_OK, f"{number.name} received")
         elif self._clock.monotonic_ms() - self._stop_began_ms > SAME_STOP_MS:
             _logger.warning("signal received again, killing what still runs", signal=number.name)
             self._exit_code = self._exit_code or EXIT_FORCED
             self._kill_all()
+
+    def _reload(self) -> None:
+        """Keys that are good go to the frontends, and to those that are forked later; bad ones change nothing."""
+        serial = self._keys.serial + 1
+        try:
+            self._keys = read_keys(self._settings, serial)
+        except SettingsError as error:
+            _logger.error("keys not reloaded, the former ones stay", problems=error.problems)
+        else:
+            _logger.info("keys reloaded", keys=len(self._keys.keys))
+            self._header.set("keys_serial", serial)
+            for child in self._frontends:
+                child.tell(signal.SIGHUP)
+        self._header.add("reloads")
 
     def _reap(self) -> None:
         """Waits for every child that has ended; one SIGCHLD may stand for many."""

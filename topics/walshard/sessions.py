@@ -45,15 +45,20 @@ class Sessions:
     def put(self, wid: str, body: bytes, now_ms: int) -> None:
         self._sessions[wid] = WatchSession(body, {}, True, now_ms)
 
-    def open(self, wid: str, frontend: int, stream: int) -> SessionOpenReply:
-        """A stream begins; an older one of the same session no longer counts."""
+    def look(self, wid: str) -> SessionOpenReply:
+        """What `open` would answer; `404 not_found` for an unknown session."""
         session = self._sessions.get(wid)
         if session is None:
             raise TopicsError("not_found", f"no watch session {wid!r}: it was never made, or collected when idle")
-        exact = session.exact and session.stream is None
+        return SessionOpenReply(session.body, session.positions, session.exact and session.stream is None)
+
+    def open(self, wid: str, frontend: int, stream: int) -> SessionOpenReply:
+        """A stream begins; an older one of the same session no longer counts."""
+        reply = self.look(wid)
+        session = self._sessions[wid]
         session.stream = (frontend, stream)
         session.exact = False
-        return SessionOpenReply(session.body, session.positions, exact)
+        return reply
 
     def abandoned(self, wid: str, frontend: int, stream: int, now_ms: int) -> None:
         """That stream never began; what the positions were worth before is not known any more."""

@@ -35,6 +35,7 @@ from topics.shm.messages import (
     PutTopicReply,
     SessionAbandon,
     SessionClose,
+    SessionLook,
     SessionOpen,
     SessionPut,
     Unwatch,
@@ -202,6 +203,8 @@ class Shard:
                     del hosted.watchers[answer.frontend]
             case SessionPut():
                 self._put_session(call, answer)
+            case SessionLook():
+                answer.reply = messages.encode_reply(answer.request_id, self._sessions.look(call.wid))
             case SessionOpen():
                 reply = self._sessions.open(call.wid, answer.frontend, call.stream)
                 answer.reply = messages.encode_reply(answer.request_id, reply)

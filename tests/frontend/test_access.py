@@ -1,0 +1,22 @@
+"""No route without a row in the table of `tests/contract/auth_table.py`, and no row without a route."""
+
+from __future__ import annotations
+
+from starlette.routing import Route
+
+from tests.contract.auth_table import PROBES, ROUTES, STREAM
+from tests.frontend.hosting import Hosting
+from tests.frontend.test_app import Frontend, on_loop
+from topics.frontend.app import Resource
+
+
+def test_the_table_has_every_route(hosting: Hosting) -> None:
+    async def test(frontend: Frontend) -> None:
+        served = set()
+        for route in frontend.app._router.routes:
+            assert isinstance(route, Route), f"{route} is not in the table of scopes"
+            assert isinstance(route.endpoint, Resource), f"{route} is not in the table of scopes"
+            served |= {(method, route.path) for method in route.endpoint._methods if method != "HEAD"}
+        assert served == {(row.method, row.path) for row in (*ROUTES, STREAM, *PROBES)}
+
+    on_loop(hosting, test)
