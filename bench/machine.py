@@ -15,16 +15,19 @@ SYNC_FILE_BYTES = 4 << 20
 
 
 class Cores(NamedTuple):
-    """Who runs where: the load generator has a core of its own where there are two."""
+    """Who runs where: the load generator has a core of its own where frontend and shard can have one each as well."""
 
     server: set[int]
     load: set[int]
 
 
 def share_cores() -> Cores:
-    """The last core for the load, the others for the server; all for both on a single core."""
+    """The last core for the load, the others for the server; with fewer than three, all for both.
+
+    Two processes pinned to one core take turns there, while the other core idles between answers.
+    """
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) == 1:
+    if len(cores) < 3:
         return Cores(set(cores), set(cores))
     return Cores(set(cores[:-1]), {cores[-1]})
 
