@@ -49,6 +49,10 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert (settings.max_topics, settings.max_watch_sessions) == (100_000, 10_000)
     assert (settings.max_sse_connections, settings.max_total_bytes) == (10_000, 0)
     assert settings.cors_origins is None
+    assert (settings.checkpoint_wal_bytes, settings.checkpoint_interval_ms) == (64 * MIB, 60_000)
+    assert (settings.segment_max_events, settings.segment_max_bytes) == (10_000, 64 * MIB)
+    assert (settings.segment_max_age_ms, settings.segment_rewrite_dead_ratio) == (3_600_000, 0.5)
+    assert (settings.cold_dir, settings.hot_retain_segments, settings.hot_retain_bytes) == (None, 4, 0)
     assert not settings.accept_data_loss
 
 
@@ -77,6 +81,9 @@ def test_sizes_in_bytes_or_with_a_suffix(text: str, expected: int) -> None:
     ("name", "value", "allowed"),
     [
         ("TOPICS_PORT", "65536", "an integer from 0 to 65535"),
+        ("TOPICS_SEGMENT_REWRITE_DEAD_RATIO", "1.5", "a number from 0 to 1"),
+        ("TOPICS_SEGMENT_REWRITE_DEAD_RATIO", "nan", "a number from 0 to 1"),
+        ("TOPICS_TEST_KILL_AT", "marked", "process: or service: and the name of a kill point"),
         ("TOPICS_PORT", "-1", "an integer from 0 to 65535"),
         ("TOPICS_PORT", "http", "an integer from 0 to 65535"),
         ("TOPICS_PORT", "", "an integer from 0 to 65535"),
@@ -185,6 +192,12 @@ def test_keys_are_kept_as_digests_and_never_shown() -> None:
     assert len(problems({"TOPICS_API_KEYS": "s3cret:x,,s3cret", "TOPICS_PORT": "x"})) == 3
 
 
+def test_the_cold_directory_is_another_one() -> None:
+    (problem,) = problems({"TOPICS_DATA_DIR": "/d", "TOPICS_COLD_DIR": "/d/"})
+    assert problem.startswith("TOPICS_COLD_DIR=/d/: is the data directory itself")
+    assert read({"TOPICS_DATA_DIR": "/d", "TOPICS_COLD_DIR": "/c"}).cold_dir == "/c"
+
+
 def test_probe_auth_without_keys_contradicts_itself() -> None:
     (problem,) = problems({"TOPICS_PROBE_AUTH": "1"})
     assert problem.startswith("TOPICS_PROBE_AUTH=1: there are no keys to ask for")
@@ -196,9 +209,6 @@ def test_probe_auth_without_keys_contradicts_itself() -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("TOPICS_COLD_DIR", "no segments yet"),
-        ("TOPICS_SEGMENT_MAX_BYTES", "no segments yet"),
-        ("TOPICS_HOT_RETAIN_SEGMENTS", "no segments yet"),
         ("TOPICS_MAX_ROUTERS", "does not enforce it yet"),
         ("TOPICS_MAX_SSE_CONNECTIONS_PER_KEY", "does not enforce it yet"),
     ],

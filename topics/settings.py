@@ -62,10 +62,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_metric_topics: int = 10_000
     cors_origins: tuple[str, ...] | None = None
     wal_file_bytes: int = 64 * MIB
+    checkpoint_wal_bytes: int = 64 * MIB
+    checkpoint_interval_ms: int = 60_000
+    segment_max_events: int = 10_000
+    segment_max_bytes: int = 64 * MIB
+    segment_max_age_ms: int = 3_600_000
+    segment_rewrite_dead_ratio: float = 0.5
+    cold_dir: str | None = None
+    hot_retain_segments: int = 4
+    hot_retain_bytes: int = 0
     shard_wait_ms: int = 5000
     shutdown_grace_ms: int = 10_000
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     test_min_heartbeat_ms: int = 1000
+    test_kill_at: str | None = None
     accept_data_loss: bool = False
 
     @property
@@ -137,6 +147,25 @@ def _path(help: str) -> Variable:
         return os.path.abspath(raw)
 
     return Variable(parse, "a path", help)
+
+
+def _ratio(help: str) -> Variable:
+    def parse(raw: object) -> float:
+        if isinstance(raw, bool) or not isinstance(raw, str | int | float):
+            raise ValueError
+        value = float(raw)
+        if not 0 <= value <= 1:
+            raise ValueError
+        return value
+
+    return Variable(parse, "a number from 0 to 1", help)
+
+
+def _kill_at(raw: object) -> str:
+    whose, _, point = str(raw).partition(":")
+    if whose not in ("process", "service") or not point:
+        raise ValueError
+    return str(raw)
 
 
 def _to_int(raw: object) -> int:
@@ -235,6 +264,15 @@ VARIABLES: Final[dict[str, Variable]] = {
         "web pages of which origins may call the API from a browser",
     ),
     "wal_file_bytes": _byte_size(1 * MIB, 1 * GIB, "size of one WAL file"),
+    "checkpoint_wal_bytes": _byte_size(64 * KIB, 16 * GIB, "log of a shard that makes a checkpoint due"),
+    "checkpoint_interval_ms": _integer(10, 86_400_000, "longest time from a write to its checkpoint"),
+    "segment_max_events": _integer(1, 10_000_000, "most records in one segment"),
+    "segment_max_bytes": _byte_size(4 * KIB, 2 * GIB, "bytes at which a segment is sealed"),
+    "segment_max_age_ms": _integer(0, 366 * 86_400_000, "age of a segment's first record that seals it; 0 = any"),
+    "segment_rewrite_dead_ratio": _ratio("deleted share of a sealed segment beyond which it is rewritten; 0 = never"),
+    "cold_dir": _path("where older sealed segments go; without it all stay in the data directory"),
+    "hot_retain_segments": _integer(0, COUNT_MAX, "sealed segments of a topic that stay out of the cold directory"),
+    "hot_retain_bytes": _byte_size(0, 1024 * 1024 * GIB, "bytes of them that stay, if that is less; 0 = any"),
     "ring_bytes": _byte_size(
         64 * KIB, 1 * GIB, "each request ring between a frontend and a shard; the reply ring has a quarter"
     ),
@@ -243,6 +281,9 @@ VARIABLES: Final[dict[str, Variable]] = {
     "log_level": _choice("debug", "info", "warning", "error", help="least important log line to show"),
     "log_format": _choice("json", "console", help="log lines (default: console on a terminal, else json)"),
     "test_min_heartbeat_ms": _integer(1, 60_000, "floor of heartbeat_ms, for tests only"),
+    "test_kill_at": Variable(
+        _kill_at, "process: or service: and the name of a kill point", "die there, for tests only"
+    ),
 }
 
 COMMAND_LINE_ONLY: Final = {
@@ -250,21 +291,8 @@ COMMAND_LINE_ONLY: Final = {
 }
 """What must be said anew at each start, never left lying in an environment or a file."""
 
-_NO_SEGMENTS = "this version keeps all records in the WAL and has no segments yet; leave it unset"
 _NO_LIMIT = "this version does not enforce it yet; leave it unset"
 _NOT_YET: Final[dict[str, str]] = {
-    **dict.fromkeys(
-        (
-            "cold_dir",
-            "hot_retain_segments",
-            "hot_retain_bytes",
-            "segment_max_events",
-            "segment_max_bytes",
-            "segment_max_age_ms",
-            "segment_rewrite_dead_ratio",
-        ),
-        _NO_SEGMENTS,
-    ),
     **dict.fromkeys(
         (
             "max_claim",
@@ -345,6 +373,11 @@ def load(
         problems.append(
             f"{given['probe_auth'].place}={given['probe_auth'].raw}: there are no keys to ask for; set"
             f" {PREFIX}API_KEYS_FILE or {PREFIX}API_KEYS"
+        )
+    if settings.cold_dir is not None and settings.cold_dir == settings.data_dir:
+        problems.append(
+            f"{given['cold_dir'].place}={given['cold_dir'].raw}: is the data directory itself; name another one, on the"
+            f" slower disk, or leave it unset"
         )
     if problems:
         raise SettingsError(problems)

@@ -19,9 +19,10 @@ from topics.core.config import CLASSES
 from topics.shm.memory import SharedObject
 
 CELL_WORDS: Final = 128
+SHARDS_MAX: Final = 64
 SUPERVISOR_WORDS: Final = 16
 MAGIC: Final = 0x31535049434F5454  # "TTOCIPS1"
-VERSION: Final = 2
+VERSION: Final = 3
 
 EXIT_REFUSED: Final = 78
 """Exit code of a child that must not be restarted: its data needs a human (the log says what and where)."""
@@ -89,6 +90,7 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "bytes_live",
         "wal_file",
         "wal_offset",
+        "committed",
         "wal_read_only",
         "wal_frames",
         "wal_batches",
@@ -106,8 +108,28 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "fsync_us_sum",
         *(f"fsync_us_{bucket:02d}" for bucket in range(LATENCY_BUCKETS)),
     ),
-    Role.COMPACTOR: _COMMON,
+    Role.COMPACTOR: (
+        *_COMMON,
+        "last_snapshot_ms",
+        "snapshots",
+        "checkpoints",
+        "checkpointed_records",
+        "checkpointed_bytes",
+        "segments_sealed",
+        "segments_dropped",
+        "segments_rewritten",
+        "segments_relocated",
+        "orphans",
+        "failures",
+        *(f"absorbed_bytes_{shard:02d}" for shard in range(SHARDS_MAX)),
+    ),
 }
+"""A shard's `committed`: file_no << 32 | offset behind the last frame that is in the log for good and whose effects
+its arena shows; 0 before it has recovered. One word, so that nobody sees the file of one and the offset of another.
+
+The compactor's `absorbed_bytes_NN`: a shard's `wal_bytes_written` at its last snapshot; what came since is the lag, and
+grows while the compactor is dead.
+"""
 HELD_FIELDS: Final = (
     "topics",
     *(f"topics_{durability}" for durability in CLASSES),
@@ -135,7 +157,21 @@ OVER_LIVES: Final[dict[Role, frozenset[str]]] = {
             *(f"fsync_us_{bucket:02d}" for bucket in range(LATENCY_BUCKETS)),
         )
     ),
-    Role.COMPACTOR: frozenset(),
+    Role.COMPACTOR: frozenset(
+        (
+            "last_snapshot_ms",
+            "snapshots",
+            "checkpoints",
+            "checkpointed_records",
+            "checkpointed_bytes",
+            "segments_sealed",
+            "segments_dropped",
+            "segments_rewritten",
+            "segments_relocated",
+            "failures",
+            *(f"absorbed_bytes_{shard:02d}" for shard in range(SHARDS_MAX)),
+        )
+    ),
 }
 """Words that a new life of the process goes on with: counters never go down while the service runs, and readers use
 the former arena `generation` until there is another.
