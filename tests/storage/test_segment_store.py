@@ -1,0 +1,104 @@
+"""The folder behind the segment store's seam: an object is there whole or not at all, whatever call fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.storage.faults import Crash, Fault, FaultyFileSystem
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.segment_store import LocalStore
+
+NAME = f"{7:016x}/seg-{1:020d}.data"
+OTHER = f"{7:016x}/seg-{11:020d}.data"
+CALLS_OF_A_PUT = ["mkdir", "fsync_dir"] * 2 + ["open", "pwritev", "pwritev", "fdatasync", "rename"] + ["fsync_dir"] * 3
+
+
+def content() -> Iterator[bytes]:
+    yield b"some"
+    yield b"thing"
+
+
+def store_at(root: Path, fs: FaultyFileSystem | None = None) -> LocalStore:
+    return LocalStore(fs or OsFileSystem(), str(root / "cold" / "topics"))
+
+
+def test_what_was_put_is_read_listed_and_deleted(tmp_path: Path) -> None:
+    (tmp_path / "cold").mkdir()
+    store = store_at(tmp_path)
+    assert store.list("") == []
+    assert not store.exists(NAME)
+    store.delete(NAME)
+    store.put(OTHER, [b"other"])
+    store.put(NAME, content())
+    store.put(f"{16:016x}/a", [b""])
+    assert store.exists(NAME)
+    assert (store.len(NAME), store.len(f"{16:016x}/a")) == (9, 0)
+    assert [store.read_range(NAME, *part) for part in ((0, 9), (3, 4), (9, 0))] == [b"something", b"ethi", b""]
+    with pytest.raises(EOFError):
+        store.read_range(NAME, 5, 5)
+    (tmp_path / "cold/topics" / f"{NAME}.tmp").touch()
+    assert store.list("") == [NAME, OTHER, f"{16:016x}/a"]
+    assert store.list(f"{7:016x}/") == [NAME, OTHER]
+    assert store.list(NAME[:-1]) == [NAME]
+    assert store.list(f"{16:016x}") == [f"{16:016x}/a"]
+    store.put(NAME, [b"new"])
+    assert store.read_range(NAME, 0, 3) == b"new"
+    store.delete(NAME)
+    for use in (lambda: store.len(NAME), lambda: store.read_range(NAME, 0, 1)):
+        with pytest.raises(FileNotFoundError):
+            use()
+
+
+def test_the_last_object_of_a_topic_takes_its_folder_along(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    store.put(NAME, content())
+    store.put(OTHER, content())
+    store.delete(NAME)
+    assert os.listdir(tmp_path / "cold/topics") == [f"{7:016x}"]
+    store.delete(OTHER)
+    assert os.listdir(tmp_path / "cold/topics") == []
+
+
+def test_a_read_is_whole_however_little_a_call_gives(tmp_path: Path) -> None:
+    class Trickling(FaultyFileSystem):
+        def pread(self, fd: int, length: int, offset: int) -> bytes:
+            return super().pread(fd, min(length, 2), offset)
+
+    store_at(tmp_path).put(NAME, content())
+    assert store_at(tmp_path, Trickling()).read_range(NAME, 1, 7) == b"omethin"
+
+
+def test_the_calls_of_a_put(tmp_path: Path) -> None:
+    (tmp_path / "cold").mkdir()
+    fs = FaultyFileSystem()
+    store_at(tmp_path, fs).put(NAME, content())
+    assert fs.log == CALLS_OF_A_PUT
+
+
+@pytest.mark.parametrize(
+    "error", [errno.EIO, errno.ENOSPC, Fault.SHORT, Fault.CRASH, Fault.TORN_CRASH, Fault.LATE_CRASH]
+)
+@pytest.mark.parametrize("nth", range(1, len(CALLS_OF_A_PUT) + 1))
+@pytest.mark.parametrize("before", [None, b"before"])
+def test_a_put_that_fails_anywhere_can_be_repeated(tmp_path: Path, error: int, nth: int, before: bytes | None) -> None:
+    (tmp_path / "cold").mkdir()
+    store = store_at(tmp_path)
+    if before is not None:
+        store.put(NAME, [before])
+    fs = FaultyFileSystem()
+    fs.arm(Fault(nth, error))
+    with suppress(OSError, Crash):
+        store_at(tmp_path, fs).put(NAME, content())
+    fs.bury()
+    found = store.read_range(NAME, 0, store.len(NAME)) if store.exists(NAME) else None
+    assert found in (before, b"something")
+    assert store.list("") == ([] if found is None else [NAME])
+    store.put(NAME, content())
+    assert store.read_range(NAME, 0, 9) == b"something"
+    assert os.listdir(tmp_path / "cold/topics" / f"{7:016x}") == [NAME.partition("/")[2]]
