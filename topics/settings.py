@@ -80,8 +80,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def frontend_grace_ms(self) -> int:
-        """How much of the grace a frontend gives what is in flight; the rest is for the shards behind it."""
+        """How much of the grace a frontend gives what is in flight; the rest is for those behind it."""
         return self.shutdown_grace_ms // 2
+
+    @property
+    def compactor_grace_ms(self) -> int:
+        """How much of it the compactor gives its last cut, without which the next start reads more of the logs."""
+        return self.shutdown_grace_ms // 4
 
     def masked(self) -> dict[str, Any]:
         """Every setting by name, fit for a log line: of keys no more than how many there are."""

@@ -126,6 +126,12 @@ def walshard(settings: Settings, shared: SharedMemory, index: int, incarnation: 
     return 0
 
 
+def compactor(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
+    Child(Role.COMPACTOR, 0, incarnation, shared).serve([])
+    note("compactor 0 stopped")
+    return 0
+
+
 def reshard(settings: Settings, shared: SharedMemory) -> int:
     first = not journal.exists() or "reshard started" not in journal.read_text()
     note("reshard started")
@@ -151,7 +157,7 @@ def free_bytes(path: str) -> os.statvfs_result:
 if __name__ == "__main__":
     journal = Path(sys.argv[1])
     traits = msgspec.convert(dict(trait.split("=", 1) for trait in sys.argv[2:]), Traits, strict=False)
-    mains = ChildMains(frontend, walshard, reshard, needs_reshard=lambda _: bool(traits.reshard))
+    mains = ChildMains(frontend, walshard, compactor, reshard, needs_reshard=lambda _: bool(traits.reshard))
     try:
         sys.exit(serve(load(os.environ), mains, statvfs=free_bytes))
     except StartError as refusal:

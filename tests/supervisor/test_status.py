@@ -94,10 +94,13 @@ def test_the_table_shows_the_same(start: Start) -> None:
 
 def test_a_recovering_shard(start: Start) -> None:
     service = start(recovering=1)
+
+    def only_the_shard() -> bool:
+        unready = [(p.role, p.index, p.state) for p in service.status().processes if p.state != "ready"]
+        return unready == [("walshard", 1, "recovering")]
+
+    poll("all but one to be ready", only_the_shard)
     status = service.wait_state("recovering")
-    assert [(p.role, p.index, p.state) for p in status.processes if p.state != "ready"] == [
-        ("walshard", 1, "recovering")
-    ]
     assert [shard.progress for shard in status.shards] == [None, 0.25]
     answer = command("status", data_dir=service.data_dir)
     assert answer.returncode == 1
@@ -194,6 +197,25 @@ def test_a_read_only_shard_is_degraded(start: Start) -> None:
     status = service.status()
     assert (status.state, [shard.wal_read_only for shard in status.shards]) == ("degraded", [False, True])
     assert "1 read-only" in render(status)
+
+
+def test_what_the_compactor_says_of_itself(start: Start) -> None:
+    service = start()
+    service.wait_state("running")
+    page = control_page(service)
+    assert service.status().compactor is not None
+    for shard, (written, absorbed) in enumerate([(5_000_000, 1_000_000), (7, 7)]):
+        page.cell(Role.WALSHARD, shard).set("wal_bytes_written", written)
+        page.cell(Role.COMPACTOR, 0).set(f"absorbed_bytes_{shard:02d}", absorbed)
+    page.cell(Role.COMPACTOR, 0).set("snapshots", 3)
+    page.cell(Role.COMPACTOR, 0).set("last_snapshot_ms", SystemClock().now_ms() - 60_000)
+    status = service.status()
+    assert [shard.lag_bytes for shard in status.shards] == [4_000_000, 0]
+    assert status.compactor is not None
+    assert status.compactor.snapshots == 3
+    assert (status.compactor.snapshot_age_ms or 0) >= 60_000
+    assert "3.8 MiB" in render(status)
+    assert "SNAPSHOTS" in render(status)
 
 
 def test_rates_come_from_two_samples(start: Start) -> None:

@@ -39,6 +39,7 @@ def test_starts_everything_and_says_where(start: Start) -> None:
         ("frontend", 1, 0, None),
         ("walshard", 0, 0, None),
         ("walshard", 1, 0, None),
+        ("compactor", 0, 0, None),
     ]
     assert service.connect() in {p.pid for p in status.processes if p.role == "frontend"}
     assert service.port_file.read_text() == status.listen
@@ -49,7 +50,9 @@ def test_starts_everything_and_says_where(start: Start) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_drains_frontends_before_shards_and_leaves_nothing(start: Start, number: signal.Signals) -> None:
+def test_drains_frontends_then_the_compactor_then_shards_and_leaves_nothing(
+    start: Start, number: signal.Signals
+) -> None:
     service = start()
     family = [service.wait_state("running").pid, *service.family()]
     service.signal(number)
@@ -57,7 +60,8 @@ def test_drains_frontends_before_shards_and_leaves_nothing(start: Start, number:
     journal = service.journal()
     frontends = positions(journal, "frontend 0 stopping", "frontend 1 stopping")
     shards = positions(journal, "walshard 0 stopping", "walshard 1 stopping")
-    assert max(frontends) < min(shards)
+    (compactor_begins, compactor_ends) = positions(journal, "compactor 0 stopping", "compactor 0 stopped")
+    assert max(frontends) < compactor_begins < compactor_ends < min(shards)
     assert not any(is_running(pid) for pid in family if pid)
     assert service.shared_memory() == []
     assert not service.port_file.exists()
@@ -65,7 +69,7 @@ def test_drains_frontends_before_shards_and_leaves_nothing(start: Start, number:
     assert service.status().state == "stopped"
 
 
-@pytest.mark.parametrize(("role", "index"), [("frontend", 1), ("walshard", 0)])
+@pytest.mark.parametrize(("role", "index"), [("frontend", 1), ("walshard", 0), ("compactor", 0)])
 def test_what_is_killed_is_restarted_and_the_others_go_on(start: Start, role: str, index: int) -> None:
     service = start()
     before = {(p.role, p.index): p.pid for p in service.wait_state("running").processes}
@@ -145,12 +149,12 @@ def test_a_keys_file_that_cannot_be_used_is_no_start(start: Start, tmp_path: Pat
     assert not service.data_dir.exists()
 
 
-@pytest.mark.parametrize("role", ["frontend", "walshard"])
-def test_what_does_not_stop_in_time_is_killed(start: Start, role: str) -> None:
+@pytest.mark.parametrize(("role", "processes"), [("frontend", 2), ("walshard", 2), ("compactor", 1)])
+def test_what_does_not_stop_in_time_is_killed(start: Start, role: str, processes: int) -> None:
     service = start({"TOPICS_SHUTDOWN_GRACE_MS": str(GRACE_MS)}, stubborn=role)
     family = [pid for pid in [service.wait_state("running").pid, *service.family()] if pid]
     assert service.stop() == 4
-    assert len(service.log("process did not stop in time, killing it")) == 2
+    assert len(service.log("process did not stop in time, killing it")) == processes
     assert not any(is_running(pid) for pid in family)
     assert service.shared_memory() == []
 
@@ -159,7 +163,7 @@ def test_a_second_signal_does_not_wait(start: Start) -> None:
     service = start({"TOPICS_SHUTDOWN_GRACE_MS": "600000"}, stubborn="walshard")
     service.wait_state("running")
     service.signal(signal.SIGTERM)
-    poll("the shards' turn", lambda: len(service.log("process stopped")) == 2)
+    poll("the shards' turn", lambda: len(service.log("process stopped")) == 3)
     assert service.insist() == 4
     assert service.shared_memory() == []
 
@@ -232,7 +236,7 @@ def test_without_its_supervisor_nothing_goes_on_and_the_next_start_works(start: 
     service.process.wait()
     poll("the children to end", lambda: not any(is_running(p.pid) for p in family if p.pid))
     stopped = [line for line in service.journal() if line.endswith("stopping")]
-    assert len(stopped) == 4  # asked to, not torn down
+    assert len(stopped) == 5  # asked to, not torn down
     assert service.shared_memory() != []
     leftover = f"topics-{names.identity(str(service.data_dir))}-from-another-life"
     with open(f"{names.SHM_ROOT}/{leftover}", "w") as file:

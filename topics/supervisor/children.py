@@ -32,14 +32,16 @@ _logger = log.get_logger()
 
 WalshardMain = Callable[[Settings, SharedMemory, int, int], int]
 FrontendMain = Callable[[Settings, KeyRing, SharedMemory, int, int, list[socket.socket]], int]
+CompactorMain = Callable[[Settings, SharedMemory, int], int]
 ReshardMain = Callable[[Settings, SharedMemory], int]
 
 
 class ChildMains(NamedTuple):
-    """What each kind of child runs: (settings[, keys], shared, index, incarnation[, listeners]) → exit code."""
+    """What each kind of child runs: (settings[, keys], shared[, index], incarnation[, listeners]) → exit code."""
 
     frontend: FrontendMain
     walshard: WalshardMain
+    compactor: CompactorMain
     reshard: ReshardMain
     needs_reshard: Callable[[Settings], bool]
 

@@ -60,7 +60,24 @@ class ShardStatus(msgspec.Struct, frozen=True):
     fsync_p99_us: int | None
     commit_window_ms: float
     write_errors: int
+    lag_bytes: int
+    """Written to its log and in no snapshot yet: what a restart reads again."""
     progress: float | None
+
+
+class CompactorStatus(msgspec.Struct, frozen=True):
+    """What the compactor did since the service was started. `snapshot_age_ms` is None before the first snapshot."""
+
+    snapshot_age_ms: int | None
+    snapshots: int
+    checkpointed_records: int
+    checkpointed_bytes: int
+    segments_sealed: int
+    segments_dropped: int
+    segments_rewritten: int
+    segments_relocated: int
+    orphans: int
+    failures: int
 
 
 class FrontendStatus(msgspec.Struct, frozen=True):
@@ -90,6 +107,7 @@ class Status(msgspec.Struct, frozen=True):
     processes: list[ProcessStatus] = []
     shards: list[ShardStatus] = []
     frontends: list[FrontendStatus] = []
+    compactor: CompactorStatus | None = None
 
 
 class StatusReader:
@@ -153,6 +171,7 @@ class StatusReader:
             processes=processes,
             shards=shards,
             frontends=frontends,
+            compactor=_compactor(page, now_ms),
         )
 
     def _frontend(self, page: ControlPage, index: int) -> FrontendStatus:
@@ -205,8 +224,18 @@ def _process(page: ControlPage, role: Role, index: int, now_ms: int) -> ProcessS
     )
 
 
+def _compactor(page: ControlPage, now_ms: int) -> CompactorStatus:
+    cell = page.cell(Role.COMPACTOR, 0).read()
+    last_ms = cell["last_snapshot_ms"]
+    return CompactorStatus(
+        snapshot_age_ms=max(0, now_ms - last_ms) if last_ms else None,
+        **{field: cell[field] for field in CompactorStatus.__struct_fields__[1:]},
+    )
+
+
 def _shard(page: ControlPage, index: int, state: str) -> ShardStatus:
     cell = page.cell(Role.WALSHARD, index).read()
+    absorbed_bytes = page.cell(Role.COMPACTOR, 0).get(f"absorbed_bytes_{index:02d}")
     return ShardStatus(
         index=index,
         topics=cell["topics"],
@@ -220,6 +249,7 @@ def _shard(page: ControlPage, index: int, state: str) -> ShardStatus:
         fsync_p99_us=latency_quantile_us(cell, 0.99),
         commit_window_ms=cell["commit_window_us"] / 1000,
         write_errors=cell["write_errors"],
+        lag_bytes=max(0, cell["wal_bytes_written"] - absorbed_bytes),
         progress=cell["progress_ppm"] / 1e6 if state == "recovering" else None,
     )
 

@@ -22,8 +22,10 @@ EXIT_FORCED: Final = 4
 """The service stopped, but not every process did so by itself in time."""
 FRONTEND_SHARE: Final = (3, 4)
 """How much of the grace may pass before a frontend is killed, which has half of it by its own account
-(Settings.frontend_grace_ms); the rest is for the shards to drain and sync.
+(Settings.frontend_grace_ms); the rest is for the compactor's last cut and the shards to drain and sync.
 """
+COMPACTOR_SHARE: Final = (7, 8)
+"""The same for the compactor, which has a quarter by its own account (Settings.compactor_grace_ms)."""
 SAME_STOP_MS: Final = 1000
 """A stop may come twice: `timeout` and others signal the process and then its group, a terminal and its shell both do.
 Only what comes later than this is somebody who does not want to wait.
@@ -55,6 +57,7 @@ class Supervisor:
         self._header = shared.control.header
         self._frontends = [self._frontend(index) for index in range(settings.frontends)]
         self._shards = [self._shard(index) for index in range(settings.wal_shards)]
+        self._compactor = self._compacting()
         self._reshard: Child | None = None
         self._exit_code = EXIT_OK
         # What is still to be stopped, a group after the other, and when a group's time is up. None: not stopping.
@@ -94,6 +97,13 @@ class Supervisor:
 
         return Child("walshard", index, main, self._shared.control.cell(Role.WALSHARD, index).supervisor, self._clock)
 
+    def _compacting(self) -> Child:
+        def main(incarnation: int) -> int:
+            self._close_listeners()
+            return self._mains.compactor(self._settings, self._shared, incarnation)
+
+        return Child("compactor", 0, main, self._shared.control.cell(Role.COMPACTOR, 0).supervisor, self._clock)
+
     def _resharder(self) -> Child:
         def main(incarnation: int) -> int:
             self._close_listeners()
@@ -116,11 +126,12 @@ class Supervisor:
         self._header.set("state", ProcessState.READY)
         for child in self._shards:
             child.start()
+        self._compactor.start()
 
     # -- running
 
     def _children(self) -> list[Child]:
-        return [*self._frontends, *self._shards, *([self._reshard] if self._reshard else [])]
+        return [*self._frontends, *self._shards, self._compactor, *([self._reshard] if self._reshard else [])]
 
     def _timeout_ms(self) -> int | None:
         """Until something is due that no signal announces."""
@@ -189,7 +200,9 @@ class Supervisor:
     # -- stopping
 
     def _stop(self, exit_code: int, reason: str) -> None:
-        """Begins to drain: frontends first, so that the shards are there for what is in flight."""
+        """Begins to drain: frontends first, so that the shards are there for what is in flight; then the compactor, so
+        that they are there for its last cut.
+        """
         self._exit_code = self._exit_code or exit_code
         if self._stopping is not None:
             return
@@ -201,6 +214,7 @@ class Supervisor:
         behind = [*self._shards, *([self._reshard] if self._reshard else [])]
         self._stopping = [
             (self._frontends, now_ms + grace_ms * FRONTEND_SHARE[0] // FRONTEND_SHARE[1]),
+            ([self._compactor], now_ms + grace_ms * COMPACTOR_SHARE[0] // COMPACTOR_SHARE[1]),
             (behind, now_ms + grace_ms),
         ]
 

@@ -6,7 +6,7 @@ import itertools
 
 from topics.settings import MIB
 from topics.supervisor.children import show_exit
-from topics.supervisor.status import FrontendStatus, ProcessStatus, ShardStatus, Status
+from topics.supervisor.status import CompactorStatus, FrontendStatus, ProcessStatus, ShardStatus, Status
 
 
 def render(status: Status) -> str:
@@ -20,10 +20,15 @@ def render(status: Status) -> str:
         )
     if status.shards:
         blocks.append(
-            _table("shard topics wal_file wal_offset queue fsync_p50 fsync_p99 window_ms", map(_shard, status.shards))
+            _table(
+                "shard topics wal_file wal_offset queue fsync_p50 fsync_p99 window_ms lag", map(_shard, status.shards)
+            )
         )
     if status.frontends:
         blocks.append(_table("frontend connections sse requests req/s", map(_frontend, status.frontends)))
+    if status.compactor is not None:
+        heads = "compactor snapshots records segments dropped rewritten cold failures"
+        blocks.append(_table(heads, map(_compactor, [status.compactor])))
     return "\n".join(blocks)
 
 
@@ -64,6 +69,21 @@ def _shard(shard: ShardStatus) -> list[str]:
         "-" if shard.fsync_p50_us is None else f"{shard.fsync_p50_us} µs",
         "-" if shard.fsync_p99_us is None else f"{shard.fsync_p99_us} µs",
         f"{shard.commit_window_ms:.1f}",
+        f"{shard.lag_bytes / MIB:.1f} MiB",
+    ]
+
+
+def _compactor(compactor: CompactorStatus) -> list[str]:
+    age_ms = compactor.snapshot_age_ms
+    return [
+        "no snapshot yet" if age_ms is None else f"{_duration(age_ms)} ago",
+        str(compactor.snapshots),
+        str(compactor.checkpointed_records),
+        str(compactor.segments_sealed),
+        str(compactor.segments_dropped),
+        str(compactor.segments_rewritten),
+        str(compactor.segments_relocated),
+        str(compactor.failures),
     ]
 
 
