@@ -12,7 +12,7 @@ from topics.storage.frame import Bytes
 
 CHANGING_CALLS = frozenset(
     (
-        *("open", "pwritev", "fdatasync", "fsync_dir", "ftruncate", "fallocate"),
+        *("open", "pwritev", "fdatasync", "fsync_dir", "sync_all", "ftruncate", "fallocate"),
         *("rename", "unlink", "mkdir", "rmdir"),
     )
 )
@@ -145,6 +145,10 @@ class FaultyFileSystem:
     def fsync_dir(self, path: str) -> None:
         if self._gate("fsync_dir"):
             self._crash("fsync_dir")
+
+    def sync_all(self, path: str) -> None:
+        if self._gate("sync_all"):
+            self._crash("sync_all")
 
     def ftruncate(self, fd: int, size_bytes: int) -> None:
         late = self._gate("ftruncate")

@@ -1,0 +1,88 @@
+"""The compactor's end of its ring to one shard: one request at a time, answered once, whoever is restarted meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from topics.core.errors import TopicsError
+from topics.shm import messages
+from topics.shm.control import Role
+from topics.shm.instance import SharedMemory
+from topics.shm.messages import Call, Kind
+from topics.storage.logfile import WalPosition
+
+_OFFSET_BITS: Final = 32
+ReplyT = TypeVar("ReplyT")
+
+
+class ShardLink:
+    """`wait` is called again and again until an answer is there: it sleeps a little, and raises to give up."""
+
+    def __init__(self, shared: SharedMemory, shard: int, incarnation: int, wait: Callable[[], None]) -> None:
+        self.shard = shard
+        self._cell = shared.control.cell(Role.WALSHARD, shard)
+        pair = shared.rings[shared.compactor_row][shard]
+        self._requests = pair.requests
+        self._replies = pair.replies
+        self._wake = shared.shard_wakes[shard]
+        self._wait = wait
+        self._last_id = incarnation << 40
+
+    @property
+    def message_max_bytes(self) -> int:
+        """The longest request that the ring takes."""
+        return self._requests.message_max_bytes
+
+    @property
+    def committed(self) -> WalPosition | None:
+        """Behind the last frame that is in the log for good; None while the shard recovers."""
+        word = self._cell.get("committed")
+        return WalPosition(word >> _OFFSET_BITS, word & 0xFFFF_FFFF) if word else None
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written to its log since the service was started."""
+        return self._cell.get("wal_bytes_written")
+
+    @property
+    def generation(self) -> int:
+        """Of its arena; 0 until the shard has recovered for the first time."""
+        return self._cell.get("generation")
+
+    def call(self, request: Call, reply_type: type[ReplyT]) -> ReplyT:
+        """The answer, as soon as the shard gives it. Raises TopicsError for its refusal, and what `wait` raises."""
+        self._last_id = request_id = self._last_id + 1
+        parts = messages.encode_call(request_id, request)
+        while not self._requests.push(*parts):
+            self.take_notices()
+            self._wait()
+        self._wake.signal()
+        while True:
+            reply = self._take(request_id)
+            if reply is not None:
+                assert isinstance(reply, reply_type), reply
+                return reply
+            self._wait()
+
+    def take_notices(self) -> None:
+        """Whatever the shard says unasked means nothing here, but must not fill the ring."""
+        self._take(0)
+
+    def _take(self, request_id: int) -> object | None:
+        found: object | None = None
+        position = self._replies.consumed
+        for message, position in self._replies.peek():  # noqa: B007
+            kind, answered_id, _ = messages.head(message)
+            # Others are notices, answers to a former life, or second answers of a restarted shard.
+            if not answered_id or answered_id != request_id or found is not None:
+                continue
+            if kind == Kind.ERROR:
+                found = messages.decode_error(message)
+            else:
+                assert kind == Kind.CALL, kind
+                found = messages.decode_reply(message)
+        self._replies.consume(position)
+        if isinstance(found, TopicsError):
+            raise found
+        return found
