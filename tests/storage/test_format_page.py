@@ -13,7 +13,7 @@ from tests.storage.logs import TOPIC_ID, TS_MS, commit, open_writer, topic_creat
 from tests.storage.segments import Record, make_segment
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import FrameType, encode, lay_out, stamp
-from topics.storage.segment_writer import mark_deleted
+from topics.storage.segment_deletes import mark_deleted
 from topics.storage.snapshot import save_snapshot
 
 Frames = list[tuple[int, int, int, int, int, bytes, bytes, bytes]]

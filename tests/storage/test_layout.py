@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from topics.storage import layout
@@ -49,11 +50,13 @@ def test_segments_and_snapshots_are_found_by_their_names(tmp_path: Path) -> None
         layout.segment_data_path(directory, 9),
         layout.segment_idx_path(directory, 9),
         layout.segment_tags_path(directory, 9),
+        layout.segment_idx_path(directory, 9, 2),
+        os.path.join(directory, "seg-00000000000000000009.0.idx"),
         layout.segment_tags_path(directory, 10) + layout.TMP_SUFFIX,
     ):
         Path(path).touch()
     found = layout.discover_segments(fs, directory)
-    assert list(found.items()) == [(9, {"data", "idx", "tags"}), (2**64 - 1, {"data"})]
+    assert list(found.items()) == [((9, 0), {"data", "idx", "tags"}), ((9, 2), {"idx"}), ((2**64 - 1, 0), {"data"})]
     Path(layout.meta_dir(data_dir)).mkdir()
     for number in (2**64 - 1, 3):
         Path(layout.snapshot_path(data_dir, number)).touch()

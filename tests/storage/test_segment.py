@@ -22,7 +22,8 @@ from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import FLAG_META, FLAG_NODE, FLAG_TAG
 from topics.storage.segment import DATA_MAX_BYTES, LOG_FRAME_EXTRA_LEN, CorruptSegment, SegmentReader
-from topics.storage.segment_writer import SegmentWriter, mark_deleted, sync_segment
+from topics.storage.segment_deletes import mark_deleted, sync_segment
+from topics.storage.segment_writer import SegmentWriter
 
 texts = st.text(max_size=6).map(str.encode)
 payloads = st.binary(max_size=15).map(lambda noise: b'"' + noise.hex().encode() + b'"')

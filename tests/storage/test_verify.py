@@ -19,7 +19,8 @@ from topics.storage.frame import FrameType, encode
 from topics.storage.lock import DataDirLock, DataDirLocked, holder_pid
 from topics.storage.logfile import WalIdentity, WalPosition, parse_file_start
 from topics.storage.postings import write_postings
-from topics.storage.segment_writer import SegmentWriter, mark_deleted
+from topics.storage.segment_deletes import mark_deleted
+from topics.storage.segment_writer import SegmentWriter
 from topics.storage.snapshot import save_snapshot
 from topics.storage.verify import Finding, Kind, NotADataDir, Report, SnapshotFacts, verify
 

@@ -11,11 +11,17 @@ A slot holds its publication count and two copies of the topic's state. The shar
 current and then stores count + 1; a reader takes copy `count & 1` and accepts it if the count is still the same
 afterwards. So readers never wait, and a shard killed in the middle of a write has damaged nothing.
 
-    slot   | published u64 | 7 spare | copy 0: 18 words | copy 1: 18 words |
+    slot   | published u64 | 7 spare | copy 0: 20 words | copy 1: 20 words |
 
 A location ring holds the records base_seq..head_seq; seq s lies at index s & (capacity - 1):
 
     entry  | seq u64 | ts u64 | offset u32 | len_bytes u32 | file_no u32 | flags u32 |      flags: `core/topic.py`
+
+Records earliest_seq..base_seq - 1 are in segments. A table in the heap lists them, one row of 7 words for each, in the
+order of `core.segment_list.SegmentInfo`; it is never changed in place, a new one comes with a new version:
+
+    row    | first_seq | last_seq | first_ts | last_ts | data_bytes | version | flags |               u64 each
+    view   … | segments_word | segments: count | table version << 32 |
 
 A ring or descriptor that outgrows its block moves to another one; once the slot says so, the old block is used
 again. A reader therefore checks entry.seq against the seq it wants, and the frame itself against topic, seq and length.
@@ -26,7 +32,10 @@ from __future__ import annotations
 
 import contextlib
 from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
 from enum import IntEnum
+from itertools import chain
 from typing import Final, NamedTuple
 
 import msgspec
@@ -34,6 +43,7 @@ import posix_ipc
 from sortedcontainers import SortedDict
 
 from topics.core.config import TopicConfig
+from topics.core.segment_list import SegmentInfo
 from topics.core.topic import ENTRY_WORDS
 from topics.shm.instance import ARENA_RESERVE_BYTES
 from topics.shm.location_ring import copy_entries
@@ -41,7 +51,7 @@ from topics.shm.memory import SharedObject
 from topics.shm.names import shm_name
 
 MAGIC: Final = 0x31414E4552414F54
-VERSION: Final = 1
+VERSION: Final = 2
 ARENA_BYTES: Final = 8 * 2**30
 """Address space, not memory: only what is used is backed."""
 CHANGES: Final = 4096
@@ -51,8 +61,11 @@ SLOT_WORDS: Final = 48
 SLOTS_MAX: Final = 2**20
 _HEAP_BYTE: Final = (_SLOTS_WORD + SLOTS_MAX * SLOT_WORDS) * 8
 _COPY_WORD: Final = 8
-_COPY_WORDS: Final = 18
+_COPY_WORDS: Final = 20
+_ROW_WORDS: Final = 7
 _BLOCK_MIN_BYTES: Final = 64
+_TABLES_KEPT: Final = 1024
+"""Topics whose segments a reader remembers."""
 
 
 class _Header(IntEnum):
@@ -101,6 +114,9 @@ class TopicView(NamedTuple):
     descriptor_version: int
     evict_run_seq: int
     recreated: int
+    segments_word: int
+    segments: int
+    """count | table version << 32"""
 
 
 class Locations(NamedTuple):
@@ -196,6 +212,16 @@ class ArenaWriter:
         self._shared.bytes[offset : offset + len(body)] = body
         return offset, len(body)
 
+    def store_segments(self, rows: Iterable[SegmentInfo]) -> tuple[int, int]:
+        """(byte offset, length) of a new table of segments, (0, 0) for none; `free` it when it is replaced."""
+        table = array("Q", chain.from_iterable([row.words for row in rows]))
+        if not table:
+            return 0, 0
+        size_bytes = len(table) * 8
+        offset = self.allocate(size_bytes)
+        self.words[offset >> 3 : (offset >> 3) + len(table)] = table
+        return offset, size_bytes
+
     def publish(self, slot: int, view: TopicView) -> None:
         """Makes `view` what readers see."""
         published = self._published[slot] + 1
@@ -244,6 +270,7 @@ class ArenaReader:
         self._names: SortedDict[str, int] = SortedDict()
         self._name_of: dict[int, str] = {}
         self._configs: dict[int, tuple[int, TopicConfig]] = {}
+        self._tables: OrderedDict[int, tuple[int, tuple[SegmentInfo, ...]]] = OrderedDict()
 
     def find(self, name: str) -> int | None:
         """The slot of a live topic."""
@@ -288,6 +315,24 @@ class ArenaReader:
         descriptor, view = self._descriptor(slot)
         self._configs[view.topic_id] = (view.descriptor_version, descriptor.config)
         return descriptor.config
+
+    def segments(self, slot: int, view: TopicView) -> tuple[SegmentInfo, ...] | None:
+        """The topic's segments as of `view`, ascending; None when they moved on under us (take a new view)."""
+        known = self._tables.get(view.topic_id)
+        if known is not None and known[0] == view.segments:
+            return known[1]
+        count = view.segments & 0xFFFF_FFFF
+        words = self._words[view.segments_word : view.segments_word + count * _ROW_WORDS].tolist()
+        # The block is used again only after the slot said that there is another table.
+        now = self.view(slot)
+        if (now.topic_id, now.segments) != (view.topic_id, view.segments):
+            return None
+        rows = tuple(SegmentInfo(*words[at : at + _ROW_WORDS]) for at in range(0, len(words), _ROW_WORDS))
+        self._tables[view.topic_id] = (view.segments, rows)
+        self._tables.move_to_end(view.topic_id)
+        if len(self._tables) > _TABLES_KEPT:
+            self._tables.popitem(last=False)
+        return rows
 
     def locations(self, view: TopicView, first_seq: int, last_seq: int) -> Locations | None:
         """Columns of first_seq..last_seq; None when the ring moved on under us (take a new view)."""

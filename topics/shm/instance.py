@@ -15,6 +15,8 @@ from topics.shm.wake import Wake
 
 JOURNAL_BYTES_PER_FRONTEND = 512 * 1024
 """A group is at most 1024 requests of some 100 bytes each here, and every frontend may leave one unanswered."""
+COMPACTOR_RING_BYTES = 256 * 1024
+"""Its messages are few; a long one goes by reference."""
 ARENA_RESERVE_BYTES = 1024 * 1024
 """What each shard's index arena takes at first; it grows with the un-sealed tail."""
 
@@ -30,8 +32,22 @@ def _reply_bytes(ring_bytes: int) -> int:
     return max(64 * 1024, ring_bytes // 4)
 
 
+def _compactor_ring_bytes(ring_bytes: int) -> int:
+    return min(ring_bytes, COMPACTOR_RING_BYTES)
+
+
+def _pair_sizes(ring_bytes: int) -> tuple[int, int]:
+    return _page(ring_bytes + HEADER_BYTES), _page(_reply_bytes(ring_bytes) + HEADER_BYTES)
+
+
+def _ring_pair(name: str, ring_bytes: int) -> RingPair:
+    requests_size, replies_size = _pair_sizes(ring_bytes)
+    shared = SharedObject.create(name, requests_size + replies_size)
+    return RingPair(Ring(shared.bytes[:requests_size]), Ring(shared.bytes[requests_size:]))
+
+
 def journal_bytes(frontends: int) -> int:
-    return JOURNAL_BYTES_PER_FRONTEND * (1 + frontends)
+    return JOURNAL_BYTES_PER_FRONTEND * (2 + frontends)  # the compactor is a peer as well
 
 
 def _page(size_bytes: int) -> int:
@@ -39,35 +55,33 @@ def _page(size_bytes: int) -> int:
 
 
 class SharedMemory:
-    """Control page, durations, rings[frontend][shard], journals[shard], and an eventfd for every process."""
+    """Control page, durations, rings[peer][shard], journals[shard], and an eventfd for every process.
+
+    Peers of a shard are the frontends and, at `compactor_row`, the compactor.
+    """
 
     def __init__(self, identity: str, shards: int, frontends: int, ring_bytes: int) -> None:
         self.identity = identity
         self.shards = shards
         self.frontends = frontends
+        self.compactor_row = frontends
         self.ram_dir = names.ram_dir(identity)
         self.control = ControlPage.create(names.shm_name(identity, "control"), shards, frontends)
         durations = SharedObject.create(names.shm_name(identity, "durations"), _page(Durations.size_bytes(frontends)))
         self.durations = Durations(durations.words[: Durations.size_bytes(frontends) // 8])
-        requests_size = _page(ring_bytes + HEADER_BYTES)
-        replies_size = _page(_reply_bytes(ring_bytes) + HEADER_BYTES)
-        self.rings: list[list[RingPair]] = []
-        for frontend in range(frontends):
-            row = []
-            for shard in range(shards):
-                shared = SharedObject.create(
-                    names.shm_name(identity, "ring", frontend, shard), requests_size + replies_size
-                )
-                row.append(RingPair(Ring(shared.bytes[:requests_size]), Ring(shared.bytes[requests_size:])))
-            self.rings.append(row)
+        self.rings = [
+            [_ring_pair(names.shm_name(identity, "ring", peer, shard), size_bytes) for shard in range(shards)]
+            for peer, size_bytes in enumerate([ring_bytes] * frontends + [_compactor_ring_bytes(ring_bytes)])
+        ]
         self.journals = [
             Journal(SharedObject.create(names.shm_name(identity, "journal", shard), journal_bytes(frontends)).bytes)
             for shard in range(shards)
         ]
         # One page of sleep flags, a cache line each.
-        flags = SharedObject.create(names.shm_name(identity, "sleep"), _page(64 * (shards + frontends))).words
+        flags = SharedObject.create(names.shm_name(identity, "sleep"), _page(64 * (shards + frontends + 1))).words
         self.shard_wakes = [Wake(flags, 8 * shard) for shard in range(shards)]
         self.frontend_wakes = [Wake(flags, 8 * (shards + frontend)) for frontend in range(frontends)]
+        self.compactor_wake = Wake(flags, 8 * (shards + frontends))
         os.makedirs(self.ram_dir, mode=0o700, exist_ok=True)
 
     @classmethod
@@ -82,11 +96,11 @@ class SharedMemory:
     @staticmethod
     def needed_bytes(shards: int, frontends: int, ring_bytes: int) -> int:
         """What `create` and the shards' first arenas take of /dev/shm."""
-        pair = _page(ring_bytes + HEADER_BYTES) + _page(_reply_bytes(ring_bytes) + HEADER_BYTES)
+        row = frontends * sum(_pair_sizes(ring_bytes)) + sum(_pair_sizes(_compactor_ring_bytes(ring_bytes)))
         control = _page(ControlPage.size_bytes(shards, frontends)) + _page(Durations.size_bytes(frontends))
         # A restarted shard builds its new arena beside the old one.
         per_shard = journal_bytes(frontends) + 2 * ARENA_RESERVE_BYTES
-        return control + pair * shards * frontends + per_shard * shards + 4096 * (1 + (shards + frontends) // 64)
+        return control + (row + per_shard) * shards + 4096 * (1 + (shards + frontends + 1) // 64)
 
     def destroy(self) -> None:
         """Removes every name; the memory goes when the last process ends."""

@@ -32,6 +32,7 @@ import msgspec
 
 from topics.core.config import CLASSES, TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.segment_list import SegmentInfo
 
 _HEAD: Final = struct.Struct("=BBHIQ")
 _APPEND: Final = struct.Struct("=QHHI")
@@ -143,6 +144,29 @@ class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
     incarnation: int
 
 
+class TopicCheckpoint(msgspec.Struct, array_like=True, frozen=True):
+    """One topic's records up to `up_to_seq` are in segments, on the disk; `segments` are those that are new or changed.
+
+    `up_to_seq` is what it was before when a segment was only sealed, rewritten or relocated.
+    """
+
+    topic_id: int
+    up_to_seq: int
+    segments: list[SegmentInfo]
+
+
+class Checkpoint(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """From the compactor: log that these are in segments, then let go of their locations."""
+
+    topics: list[TopicCheckpoint]
+
+
+class Trim(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """From the compactor: log files numbered below `file_no` hold nothing that two snapshots do not."""
+
+    file_no: int
+
+
 Call = (
     PutTopic
     | DeleteTopic
@@ -156,6 +180,8 @@ Call = (
     | SessionClose
     | SessionAbandon
     | Hello
+    | Checkpoint
+    | Trim
 )
 
 
@@ -186,6 +212,13 @@ class SessionOpenReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     exact: bool
 
 
+class CheckpointReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Topic ids: `gone` are deleted, `refused` not marked; all others of the request are marked."""
+
+    gone: list[int]
+    refused: list[int]
+
+
 class Done(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Carried out; nothing to say."""
 
@@ -196,7 +229,7 @@ class ErrorReply(msgspec.Struct, array_like=True, frozen=True):
     detail: dict[str, Any] | None
 
 
-Reply = PutTopicReply | DeleteTopicReply | DeleteRecordsReply | SessionOpenReply | Done
+Reply = PutTopicReply | DeleteTopicReply | DeleteRecordsReply | SessionOpenReply | CheckpointReply | Done
 
 
 class AppendReply(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@
       topics/<topic id, 16 hex>/         the segments of one topic (`segment.py`), named by their first seq
         seg-<20 digits>.data, .idx       frames, and where each lies
         seg-<20 digits>.tags             which record has which tag (`postings.py`); only of sealed segments
+        seg-<20 digits>.<n>.data, …      the same segment, rewritten for the nth time
       meta/snapshot.<20 digits>.bin      numbered; the newest valid one counts (`snapshot.py`)
     <ram dir>/shard-<NN>/                the same for `ephemeral` topics; wiped when the service starts
 
@@ -38,7 +39,7 @@ META_NAME = "meta"
 _LOG_NAME = re.compile(r"wal-(\d{20})\.log")
 _SHARD_NAME = re.compile(r"shard-(\d{2,})")
 _TOPIC_NAME = re.compile(r"[0-9a-f]{16}")
-_SEGMENT_NAME = re.compile(r"seg-(\d{20})\.(data|idx|tags)")
+_SEGMENT_NAME = re.compile(r"seg-(\d{20})(?:\.([1-9]\d*))?\.(data|idx|tags)")
 _SNAPSHOT_NAME = re.compile(r"snapshot\.(\d{20})\.bin")
 
 
@@ -122,16 +123,16 @@ def topic_dir(data_dir: str, topic_id: int) -> str:
     return os.path.join(topics_dir(data_dir), f"{topic_id:016x}")
 
 
-def segment_data_path(directory: str, first_seq: int) -> str:
-    return os.path.join(directory, f"seg-{first_seq:020d}.data")
+def segment_data_path(directory: str, first_seq: int, version: int = 0) -> str:
+    return os.path.join(directory, f"{_segment_stem(first_seq, version)}.data")
 
 
-def segment_idx_path(directory: str, first_seq: int) -> str:
-    return os.path.join(directory, f"seg-{first_seq:020d}.idx")
+def segment_idx_path(directory: str, first_seq: int, version: int = 0) -> str:
+    return os.path.join(directory, f"{_segment_stem(first_seq, version)}.idx")
 
 
-def segment_tags_path(directory: str, first_seq: int) -> str:
-    return os.path.join(directory, f"seg-{first_seq:020d}.tags")
+def segment_tags_path(directory: str, first_seq: int, version: int = 0) -> str:
+    return os.path.join(directory, f"{_segment_stem(first_seq, version)}.tags")
 
 
 def discover_topics(fs: FileSystem, data_dir: str) -> list[int]:
@@ -142,14 +143,21 @@ def discover_topics(fs: FileSystem, data_dir: str) -> list[int]:
     return sorted(int(name, 16) for name in fs.listdir(root) if _TOPIC_NAME.fullmatch(name))
 
 
-def discover_segments(fs: FileSystem, directory: str) -> dict[int, set[str]]:
-    """First seq → which of "data", "idx" and "tags" exist; ascending. Empty when the directory does not exist."""
-    found: dict[int, set[str]] = {}
-    for name in sorted(fs.listdir(directory)) if fs.exists(directory) else ():
+class SegmentName(NamedTuple):
+    """What the files of a segment are called by; `version` counts how often it was rewritten."""
+
+    first_seq: int
+    version: int
+
+
+def discover_segments(fs: FileSystem, directory: str) -> dict[SegmentName, set[str]]:
+    """Which of "data", "idx" and "tags" exist of each segment; ascending. Empty when the directory does not exist."""
+    found: dict[SegmentName, set[str]] = {}
+    for name in fs.listdir(directory) if fs.exists(directory) else ():
         match = _SEGMENT_NAME.fullmatch(name)
         if match:
-            found.setdefault(int(match[1]), set()).add(match[2])
-    return found
+            found.setdefault(SegmentName(int(match[1]), int(match[2] or 0)), set()).add(match[3])
+    return dict(sorted(found.items()))
 
 
 def meta_dir(data_dir: str) -> str:
@@ -166,6 +174,10 @@ def list_snapshots(fs: FileSystem, data_dir: str) -> list[int]:
     if not fs.exists(directory):
         return []
     return sorted(int(match[1]) for name in fs.listdir(directory) if (match := _SNAPSHOT_NAME.fullmatch(name)))
+
+
+def _segment_stem(first_seq: int, version: int) -> str:
+    return f"seg-{first_seq:020d}.{version}" if version else f"seg-{first_seq:020d}"
 
 
 def _shard_name(shard: int) -> str:

@@ -61,7 +61,12 @@ class UnknownPostingsVersion(CorruptPostings):
 
 
 def write_postings(
-    fs: FileSystem, directory: str, first_seq: int, records: int, tagged: Iterable[tuple[int, bytes]]
+    fs: FileSystem,
+    directory: str,
+    first_seq: int,
+    records: int,
+    tagged: Iterable[tuple[int, bytes]],
+    version: int = 0,
 ) -> None:
     """Makes the segment's `.tags` durably, replacing a former one; `tagged` are (seq, tag) by ascending seq.
 
@@ -79,7 +84,7 @@ def write_postings(
     header = HEADER.pack(MAGIC, VERSION, records, first_seq, len(tags), sum(map(len, seq_lists)), len(text))
     body = b"".join((array("I", accumulate(map(len, tags))), list_ends, *seq_lists, text))
     checksum = CHECKSUM.pack(xxh3_64_intdigest(header + body))
-    replace_file(fs, layout.segment_tags_path(directory, first_seq), header + checksum + body)
+    replace_file(fs, layout.segment_tags_path(directory, first_seq, version), header + checksum + body)
 
 
 class Postings:
@@ -107,9 +112,9 @@ class Postings:
         self._tag_count = tag_count
 
     @classmethod
-    def map(cls, directory: str, first_seq: int) -> Postings:
+    def map(cls, directory: str, first_seq: int, version: int = 0) -> Postings:
         """Maps the file of a segment; FileNotFoundError when it is not sealed."""
-        path = layout.segment_tags_path(directory, first_seq)
+        path = layout.segment_tags_path(directory, first_seq, version)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             return cls(path, mmap.mmap(fd, 0, prot=mmap.PROT_READ) if os.fstat(fd).st_size else b"")

@@ -122,22 +122,25 @@ class SegmentReader:
     Immutable but for the two marks of a deletion, so it may be used while the segment is appended to.
     """
 
-    def __init__(self, directory: str, first_seq: int, idx: Bytes | mmap.mmap, data: Bytes | mmap.mmap) -> None:
+    def __init__(
+        self, directory: str, first_seq: int, idx: Bytes | mmap.mmap, data: Bytes | mmap.mmap, version: int = 0
+    ) -> None:
         self.first_seq = first_seq
         self.records = len(idx) // ENTRY_LEN
         self.data = data
-        self.data_path = layout.segment_data_path(directory, first_seq)
-        self.idx_path = layout.segment_idx_path(directory, first_seq)
+        self.data_path = layout.segment_data_path(directory, first_seq, version)
+        self.idx_path = layout.segment_idx_path(directory, first_seq, version)
         self._idx = idx
 
     @classmethod
-    def map(cls, directory: str, first_seq: int, records: int, data_bytes: int) -> SegmentReader:
+    def map(cls, directory: str, first_seq: int, records: int, data_bytes: int, version: int = 0) -> SegmentReader:
         """Maps so many committed records, read-only. The files may be unlinked meanwhile, never made shorter.
 
         Raises FileNotFoundError, CorruptSegment when the files are shorter, OSError.
         """
-        idx = _map(layout.segment_idx_path(directory, first_seq), records * ENTRY_LEN)
-        return cls(directory, first_seq, idx, _map(layout.segment_data_path(directory, first_seq), data_bytes))
+        idx = map_file(layout.segment_idx_path(directory, first_seq, version), records * ENTRY_LEN)
+        data = map_file(layout.segment_data_path(directory, first_seq, version), data_bytes)
+        return cls(directory, first_seq, idx, data, version)
 
     @property
     def last_seq(self) -> int:
@@ -149,20 +152,9 @@ class SegmentReader:
         """
         assert self.first_seq <= first_seq
         assert last_seq <= self.last_seq
-        count = max(0, last_seq - first_seq + 1)
         start = (first_seq - self.first_seq) * ENTRY_LEN
-        halves = array("I")
-        halves.frombytes(self._idx[start : start + count * ENTRY_LEN])
-        words = array("I", bytes(count * ENTRY_WORDS * 8))
-        words[2::8] = halves[2::5]
-        words[3::8] = halves[3::5]
-        words[4::8] = halves[0::5]
-        words[5::8] = halves[1::5]
-        words[7::8] = halves[4::5]
-        entries = array("Q")
-        entries.frombytes(words.tobytes())
-        entries[0::ENTRY_WORDS] = array("Q", range(first_seq, first_seq + count))
-        return entries
+        count = max(0, last_seq - first_seq + 1)
+        return entries_of_idx(self._idx[start : start + count * ENTRY_LEN], first_seq)
 
     def frame(self, seq: int) -> SegmentFrame | None:
         """The record, fully checked; None when it has no frame (any more). Raises CorruptSegment."""
@@ -255,6 +247,23 @@ class SegmentReader:
                 deleted == DELETED,
             )
         raise CorruptSegment(self.data_path, offset, reason)
+
+
+def entries_of_idx(part: Bytes, first_seq: int) -> array[int]:
+    """What `SegmentReader.entries` gives, from a piece of an index that begins with the entry of `first_seq`."""
+    halves = array("I")
+    halves.frombytes(part)
+    count = len(halves) * 4 // ENTRY_LEN
+    words = array("I", bytes(count * ENTRY_WORDS * 8))
+    words[2::8] = halves[2::5]
+    words[3::8] = halves[3::5]
+    words[4::8] = halves[0::5]
+    words[5::8] = halves[1::5]
+    words[7::8] = halves[4::5]
+    entries = array("Q")
+    entries.frombytes(words.tobytes())
+    entries[0::ENTRY_WORDS] = array("Q", range(first_seq, first_seq + count))
+    return entries
 
 
 def is_gone(file_flags: int) -> bool:
@@ -352,7 +361,8 @@ def _entry_defect(offset: int, length: int, flags: int, pad: bytes) -> str | Non
     return f"no frame, but flags {flags:#x}"
 
 
-def _map(path: str, length: int) -> mmap.mmap | bytes:
+def map_file(path: str, length: int) -> mmap.mmap | bytes:
+    """So many bytes of a segment's file, read-only. Raises CorruptSegment when it is shorter, OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size_bytes = os.fstat(fd).st_size

@@ -1,4 +1,4 @@
-"""Writing a segment: appending to an active one, marking records of any one deleted. The format is `segment.py`'s."""
+"""Writing a segment: appending to an active one. The format is `segment.py`'s; deletions are `segment_deletes.py`'s."""
 
 from __future__ import annotations
 
@@ -6,30 +6,25 @@ import mmap
 import os
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final
 
-from topics.core.topic import ENTRY_WORDS, LOCATION_DELETED
+from topics.core.topic import ENTRY_WORDS
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, make_dirs
 from topics.storage.frame import Bytes
 from topics.storage.logfile import write_fully
 from topics.storage.segment import (
     DATA_MAX_BYTES,
-    DELETED,
     ENTRY,
     ENTRY_LEN,
-    HEADER_LEN,
     LOG_FRAME_EXTRA_LEN,
     CorruptSegment,
     convert,
-    holds_frame,
     is_gone,
 )
 
 _CHUNK_RECORDS: Final = 4096  # few enough to be hashed and joined while they are in the cache
-_DELETED_BYTE: Final = bytes((DELETED,))
 
 
 class SegmentWriter:
@@ -40,9 +35,17 @@ class SegmentWriter:
     """
 
     def __init__(
-        self, fs: FileSystem, directory: str, first_seq: int, records: int, data_bytes: int, fds: tuple[int, int]
+        self,
+        fs: FileSystem,
+        directory: str,
+        first_seq: int,
+        version: int,
+        records: int,
+        data_bytes: int,
+        fds: tuple[int, int],
     ) -> None:
         self.first_seq = first_seq
+        self.version = version
         self.records = records
         self.data_bytes = data_bytes
         """Length of `.data` up to its last frame."""
@@ -53,32 +56,37 @@ class SegmentWriter:
         self._has_leftovers = False
 
     @classmethod
-    def create(cls, fs: FileSystem, directory: str, first_seq: int) -> SegmentWriter:
+    def create(cls, fs: FileSystem, directory: str, first_seq: int, version: int = 0) -> SegmentWriter:
         """A new segment; what a crash left of one with the same name and no mark is thrown away."""
         make_dirs(fs, directory)
-        _unseal(fs, directory, first_seq)
-        fds = _open_pair(fs, directory, first_seq, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        writer = cls(fs, directory, first_seq, 0, 0, fds)
+        _unseal(fs, directory, first_seq, version)
+        fds = _open_pair(fs, directory, first_seq, version, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        writer = cls(fs, directory, first_seq, version, 0, 0, fds)
         writer._is_new = True
         return writer
 
     @classmethod
-    def reopen(cls, fs: FileSystem, directory: str, first_seq: int, records: int, data_bytes: int) -> SegmentWriter:
+    def reopen(
+        cls, fs: FileSystem, directory: str, first_seq: int, records: int, data_bytes: int, version: int = 0
+    ) -> SegmentWriter:
         """The segment as the last mark says it is; whatever lies behind is cut off.
 
         Raises CorruptSegment when less than that is there.
         """
-        was_sealed = _unseal(fs, directory, first_seq)
-        fds = _open_pair(fs, directory, first_seq, os.O_RDWR)
+        was_sealed = _unseal(fs, directory, first_seq, version)
+        fds = _open_pair(fs, directory, first_seq, version, os.O_RDWR)
         try:
             wanted = (data_bytes, records * ENTRY_LEN)
-            paths = (layout.segment_data_path(directory, first_seq), layout.segment_idx_path(directory, first_seq))
+            paths = (
+                layout.segment_data_path(directory, first_seq, version),
+                layout.segment_idx_path(directory, first_seq, version),
+            )
             for path, fd, length in zip(paths, fds, wanted, strict=True):
                 size_bytes = fs.size_bytes(fd)
                 if size_bytes < length:
                     raise CorruptSegment(path, size_bytes, f"the file ends there, {length} bytes are committed")
             _check_end(fs, paths[1], fds[1], records, data_bytes)
-            writer = cls(fs, directory, first_seq, records, data_bytes, fds)
+            writer = cls(fs, directory, first_seq, version, records, data_bytes, fds)
             writer._is_new = was_sealed or records == 0
             writer._has_leftovers = True
             writer._cut_leftovers()
@@ -159,50 +167,9 @@ class SegmentWriter:
         self._has_leftovers = False
 
 
-def mark_deleted(fs: FileSystem, directory: str, first_seq: int, seqs: Sequence[int]) -> None:
-    """Marks committed records of one segment deleted, in the frames first, then in the index; may be repeated.
-
-    `seqs` ascend; those that are gone already are passed over. Raises CorruptSegment before it would write a byte to a
-    place that is not the one, and OSError; `sync_segment` makes it durable.
-    """
-    if not seqs:
-        return
-    idx_path = layout.segment_idx_path(directory, first_seq)
-    data_path = layout.segment_data_path(directory, first_seq)
-    data_fd, idx_fd = _open_pair(fs, directory, first_seq, os.O_RDWR)
-    try:
-        start = (seqs[0] - first_seq) * ENTRY_LEN
-        idx = bytearray(_pread_fully(fs, idx_path, idx_fd, (seqs[-1] - seqs[0] + 1) * ENTRY_LEN, start))
-        for seq in seqs:
-            at = (seq - seqs[0]) * ENTRY_LEN
-            offset, length, ts, flags = ENTRY.unpack_from(idx, at)
-            if not length:
-                continue
-            header = _pread_fully(fs, data_path, data_fd, HEADER_LEN, offset)
-            if not holds_frame(header, length, seq):
-                raise CorruptSegment(data_path, offset, f"not the frame of seq {seq} that {idx_path} says is there")
-            write_fully(fs, data_fd, [_DELETED_BYTE], offset + length - 1)
-            ENTRY.pack_into(idx, at, offset, length, ts, flags | LOCATION_DELETED)
-        write_fully(fs, idx_fd, [idx], start)
-    finally:
-        fs.close(data_fd)
-        fs.close(idx_fd)
-
-
-def sync_segment(fs: FileSystem, directory: str, first_seq: int) -> None:
-    """What `mark_deleted` wrote is on the disk afterwards. Raises OSError."""
-    fds = _open_pair(fs, directory, first_seq, os.O_RDWR)
-    try:
-        for fd in fds:
-            fs.fdatasync(fd)
-    finally:
-        for fd in fds:
-            fs.close(fd)
-
-
-def _unseal(fs: FileSystem, directory: str, first_seq: int) -> bool:
+def _unseal(fs: FileSystem, directory: str, first_seq: int, version: int) -> bool:
     """What is written again has no postings; it was killed between sealing and the mark if it has. True if it had."""
-    path = layout.segment_tags_path(directory, first_seq)
+    path = layout.segment_tags_path(directory, first_seq, version)
     if not fs.exists(path):
         return False
     fs.unlink(path)
@@ -214,7 +181,7 @@ def _check_end(fs: FileSystem, idx_path: str, idx_fd: int, records: int, data_by
     end_of_idx = records * ENTRY_LEN
     while end_of_idx:
         start = max(0, end_of_idx - _CHUNK_RECORDS * ENTRY_LEN)
-        part = _pread_fully(fs, idx_path, idx_fd, end_of_idx - start, start)
+        part = pread_fully(fs, idx_path, idx_fd, end_of_idx - start, start)
         for at in range(len(part) - ENTRY_LEN, -1, -ENTRY_LEN):
             offset, length, _, _ = ENTRY.unpack_from(part, at)
             if length:
@@ -228,16 +195,17 @@ def _check_end(fs: FileSystem, idx_path: str, idx_fd: int, records: int, data_by
         raise CorruptSegment(idx_path, 0, f"no record has a frame, but {data_bytes} bytes are committed")
 
 
-def _open_pair(fs: FileSystem, directory: str, first_seq: int, flags: int) -> tuple[int, int]:
-    data_fd = fs.open(layout.segment_data_path(directory, first_seq), flags)
+def _open_pair(fs: FileSystem, directory: str, first_seq: int, version: int, flags: int) -> tuple[int, int]:
+    data_fd = fs.open(layout.segment_data_path(directory, first_seq, version), flags)
     try:
-        return data_fd, fs.open(layout.segment_idx_path(directory, first_seq), flags)
+        return data_fd, fs.open(layout.segment_idx_path(directory, first_seq, version), flags)
     except BaseException:
         fs.close(data_fd)
         raise
 
 
-def _pread_fully(fs: FileSystem, path: str, fd: int, length: int, offset: int) -> bytes:
+def pread_fully(fs: FileSystem, path: str, fd: int, length: int, offset: int) -> bytes:
+    """So many bytes; CorruptSegment when the file is shorter."""
     found = fs.pread(fd, length, offset)
     if len(found) != length:
         raise CorruptSegment(path, offset + len(found), f"the file ends there, {length} bytes from {offset} on are due")

@@ -251,7 +251,7 @@ class _Check:
         mark = self._marks.get(topic_id, None if self._facts is None else 0)
         end_seq = 0
         segments = layout.discover_segments(self._fs, directory)
-        for first_seq, parts in segments.items():
+        for (first_seq, _version), parts in segments.items():
             if mark is not None and first_seq > mark:
                 self._note(f"{layout.segment_data_path(directory, first_seq)}: begun, and no checkpoint counts it yet")
                 continue

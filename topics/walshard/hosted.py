@@ -74,6 +74,8 @@ class Hosted:
                 self._version,
                 topic.evict_run_seq,
                 topic.recreated,
+                0,
+                0,
             ),
         )
         ring.published()

@@ -22,11 +22,11 @@ BYTES_PER_GROUP_MAX = 16 * 1024 * 1024
 
 
 class Outbox:
-    """Rings of one shard to all frontends."""
+    """Rings of one shard to all its peers: the frontends, and behind them in every list the compactor."""
 
     def __init__(self, shared: SharedMemory, shard: int) -> None:
         self._rings = [row[shard] for row in shared.rings]
-        self._wakes = shared.frontend_wakes
+        self._wakes = [*shared.frontend_wakes, shared.compactor_wake]
         self._journal = shared.journals[shard]
         self._long_reply_path = f"{SHM_ROOT}/topics-{shared.identity}-reply-{shard}-"
         self._read = [pair.requests.consumed for pair in self._rings]

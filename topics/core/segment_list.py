@@ -1,0 +1,135 @@
+"""Which segments a topic has: what the log's CHECKPOINT_MARKs said of them. Pure.
+
+A segment is dense: its index has an entry for every seq first_seq..last_seq. Seqs may be missing between two segments
+only below the topic's `earliest_seq`: what was there is gone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import msgspec
+
+SEALED: Final = 1
+"""Nothing is ever appended to it, and it has tag postings."""
+COLD: Final = 2
+"""Its `.data` is in the cold directory; `.idx` and `.tags` are also here, and these count."""
+
+
+class SegmentInfo(msgspec.Struct, array_like=True, frozen=True, order=False):
+    """The committed part of one segment. `version` counts rewrites and is part of the file names (`layout.py`)."""
+
+    first_seq: int
+    last_seq: int
+    first_ts: int
+    last_ts: int
+    data_bytes: int
+    version: int
+    flags: int
+
+    @property
+    def records(self) -> int:
+        """Entries in its index, dead ones included."""
+        return self.last_seq - self.first_seq + 1
+
+    @property
+    def words(self) -> tuple[int, int, int, int, int, int, int]:
+        """In the order of the arena's table."""
+        return (
+            self.first_seq,
+            self.last_seq,
+            self.first_ts,
+            self.last_ts,
+            self.data_bytes,
+            self.version,
+            self.flags,
+        )
+
+
+class SegmentList:
+    """Segments of one topic, ascending by seq, without overlap."""
+
+    __slots__ = ("_first_seqs", "_rows", "version")
+
+    def __init__(self, rows: Iterable[SegmentInfo] = ()) -> None:
+        self._rows: list[SegmentInfo] = []
+        self._first_seqs: list[int] = []
+        self.version = 0
+        """Moves with every change."""
+        for row in rows:
+            self.put(row)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[SegmentInfo]:
+        return iter(self._rows)
+
+    @property
+    def last_seq(self) -> int:
+        """The last seq that is in a segment; 0 without any."""
+        return self._rows[-1].last_seq if self._rows else 0
+
+    @property
+    def sealed_last_seq(self) -> int:
+        """The last seq that is in a sealed segment: only the last segment is ever active. 0 without any."""
+        for row in reversed(self._rows):
+            if row.flags & SEALED:
+                return row.last_seq
+        return 0
+
+    def put(self, info: SegmentInfo) -> SegmentInfo | None:
+        """Adds a segment, or takes it for the one of that first_seq; returns the one that was replaced.
+
+        An older state of a segment changes nothing, so marks may come again. ValueError when segments would overlap.
+        """
+        at = bisect_right(self._first_seqs, info.first_seq)
+        known = self._rows[at - 1] if at else None
+        if known is not None and known.first_seq == info.first_seq:
+            if _age(info) <= _age(known):
+                return None
+            self._rows[at - 1] = info
+        else:
+            self._rows.insert(at, info)
+            self._first_seqs.insert(at, info.first_seq)
+            known = None
+            at += 1
+        if at > 1 and self._rows[at - 2].last_seq >= info.first_seq:
+            raise ValueError(f"segment {info.first_seq} begins before the end of the one before, {self._rows[at - 2]}")
+        if at < len(self._rows) and self._rows[at].first_seq <= info.last_seq:
+            raise ValueError(f"segment {info.first_seq} ends at {info.last_seq}, behind the start of {self._rows[at]}")
+        self.version += 1
+        return known
+
+    def at(self, seq: int) -> SegmentInfo | None:
+        """The segment that has this seq."""
+        at = bisect_right(self._first_seqs, seq)
+        if at and self._rows[at - 1].last_seq >= seq:
+            return self._rows[at - 1]
+        return None
+
+    def between(self, first_seq: int, last_seq: int) -> list[SegmentInfo]:
+        """Those that have any seq of first_seq..last_seq."""
+        start = bisect_right(self._first_seqs, first_seq)
+        if start and self._rows[start - 1].last_seq >= first_seq:
+            start -= 1
+        return self._rows[start : bisect_right(self._first_seqs, last_seq)]
+
+    def drop_below(self, seq: int) -> list[SegmentInfo]:
+        """Forgets segments that end below `seq`; returns them."""
+        count = 0
+        while count < len(self._rows) and self._rows[count].last_seq < seq:
+            count += 1
+        dropped = self._rows[:count]
+        if count:
+            del self._rows[:count]
+            del self._first_seqs[:count]
+            self.version += 1
+        return dropped
+
+
+def _age(info: SegmentInfo) -> tuple[int, int, int]:
+    """A segment grows, is sealed, relocated, and rewritten: never the other way."""
+    return info.version, info.last_seq, info.flags

@@ -1,0 +1,52 @@
+"""What one shard's log says up to a place in it, without the records themselves: the body of a snapshot.
+
+Everything is a msgpack array in the order of the fields; a field that is added goes to the end and has a default, so
+that a release reads the snapshots of those before it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from topics.core.config import TopicConfig
+from topics.core.segment_list import SegmentInfo
+
+
+class Floors(msgspec.Struct, array_like=True, frozen=True):
+    """What a topic is after a control frame that changed it (`core/topic.py` has the meanings).
+
+    `revision` counts such frames of a topic: one that is not above the topic's changes nothing.
+    """
+
+    revision: int = 0
+    earliest_seq: int = 1
+    evict_floor: int = 1
+    evict_reason: int = 0
+    evict_run_seq: int = 1
+    records: int = 0
+    live_bytes: int = 0
+
+
+class TopicState(msgspec.Struct, array_like=True):
+    """One topic. `keys` are (key, first_seq, records, ts), oldest first; `ephemeral_head_seq` is that of the last
+    HEAD_WATERMARK, None without any. Segments may go beyond `head_seq`.
+    """
+
+    id: int
+    name: str
+    config: TopicConfig
+    recreated: bool
+    head_seq: int
+    last_write_ts: int
+    floors: Floors
+    segments: list[SegmentInfo]
+    keys: list[tuple[bytes, int, int, int]]
+    ephemeral_head_seq: int | None
+
+
+class ShardState(msgspec.Struct, array_like=True):
+    """`deleted_ids` are those of deleted topics, ascending, each as its distance to the one before."""
+
+    topics: list[TopicState] = []
+    deleted_ids: list[int] = []
+    deleted_names: list[str] = []
