@@ -1,4 +1,4 @@
-"""The compactor's end of its ring to one shard: one request at a time, answered once, whoever is restarted meanwhile."""
+"""The compactor's end of its ring to one shard: one request at a time, each answered, whoever is restarted."""
 
 from __future__ import annotations
 

@@ -334,6 +334,11 @@ class ArenaReader:
             self._tables.popitem(last=False)
         return rows
 
+    def entries(self, view: TopicView, first_seq: int, last_seq: int) -> array[int] | None:
+        """Index entries (`core.topic`) first_seq..last_seq, ENTRY_WORDS each; None as `locations`."""
+        entries = array("Q", copy_entries(self._words, view.ring_word, view.ring_capacity, first_seq, last_seq))
+        return entries if entries[0::ENTRY_WORDS] == array("Q", range(first_seq, last_seq + 1)) else None
+
     def locations(self, view: TopicView, first_seq: int, last_seq: int) -> Locations | None:
         """Columns of first_seq..last_seq; None when the ring moved on under us (take a new view)."""
         raw = copy_entries(self._words, view.ring_word, view.ring_capacity, first_seq, last_seq)

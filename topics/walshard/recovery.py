@@ -6,14 +6,11 @@ from the files. Until the new arena is complete, readers keep the old one.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Final
 
 from topics.core.clock import Clock
 from topics.core.fold import Fold
-from topics.core.topic import LOCATION_IN_RAM_LOG
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.arena import ArenaWriter, unlink_arena
@@ -22,18 +19,9 @@ from topics.shm.instance import SharedMemory
 from topics.shm.location_ring import LocationRing
 from topics.storage import layout
 from topics.storage.filesystem import BOOT_ID_PATH, FileSystem
-from topics.storage.frame import (
-    FLAG_META,
-    FLAG_NODE,
-    FLAG_TAG,
-    HEADER_LEN,
-    LOCATION_HAS_META,
-    LOCATION_HAS_NODE,
-    LOCATION_HAS_TAG,
-    FrameType,
-)
+from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import WalIdentity
-from topics.storage.recovery import RecoveredFile, Recovery, recover_group
+from topics.storage.recovery import Recovery, recover_group
 from topics.storage.wal import WalWriter
 from topics.walshard.background_sync import BackgroundSync
 from topics.walshard.catalog import Catalog
@@ -48,13 +36,6 @@ from topics.walshard.shard import Shard
 log = get_logger()
 
 RAM_FILE_BYTES: Final = 8 * 1024 * 1024
-_LOCATION_FLAGS: Final = [
-    (LOCATION_HAS_TAG if flags & FLAG_TAG else 0)
-    | (LOCATION_HAS_NODE if flags & FLAG_NODE else 0)
-    | (LOCATION_HAS_META if flags & FLAG_META else 0)
-    for flags in range(256)
-]
-"""Frame flags → location flags."""
 
 
 def recover(
@@ -142,63 +123,7 @@ def _fold_log(fold: Fold, recovery: Recovery, in_ram: bool, cell: ProcessCell) -
     """Feeds the frames of one log, in order; returns how many."""
     frames = 0
     for batch in recovery:
-        _fold_batch(fold, batch, LOCATION_IN_RAM_LOG if in_ram else 0)
+        fold_frames(fold, batch, in_ram)
         frames += len(batch.frames)
         cell.set("progress_ppm", int(recovery.progress * 1_000_000))
     return frames
-
-
-def _fold_batch(fold: Fold, batch: RecoveredFile, ram_flag: int) -> None:
-    buffer = batch.buffer
-    runs: dict[int, array[int]] = {}
-    words = [batch.file_no | (flags | ram_flag) << 32 for flags in _LOCATION_FLAGS]
-    last_topic_id = -1
-    extend: Callable[[tuple[int, int, int, int]], None] | None = None
-    for offset, total_len, type_, flags, topic_id, seq, ts, node_len, tag_len, data_len in batch.frames:
-        if type_ == FrameType.APPEND:
-            if topic_id != last_topic_id or extend is None:
-                run = runs.get(topic_id)
-                if run is None:
-                    run = runs[topic_id] = array("Q")
-                extend = run.extend
-                last_topic_id = topic_id
-            extend((seq, ts, offset | total_len << 32, words[flags]))
-            continue
-        start = offset + HEADER_LEN + node_len + tag_len
-        data = bytes(buffer[start : start + data_len])
-        match type_:
-            case FrameType.IDEMPOTENCY:
-                fold.idempotency(topic_id, seq, ts, data)
-            case FrameType.RAM_STATE:
-                fold.ram_state(topic_id, data)
-            case FrameType.SESSION:
-                fold.session(data)
-            case FrameType.FILE_START | FrameType.FILE_END | FrameType.SYNC_MARK:
-                pass
-            case _:
-                # Control frames see their topic with all records before them.
-                for run_topic_id, run in runs.items():
-                    fold.records(run_topic_id, run)
-                runs = {}
-                extend = None
-                _fold_control(fold, type_, topic_id, seq, data)
-    for run_topic_id, run in runs.items():
-        fold.records(run_topic_id, run)
-
-
-def _fold_control(fold: Fold, type_: int, topic_id: int, seq: int, data: bytes) -> None:
-    match type_:
-        case FrameType.TOPIC_CREATE:
-            fold.topic_create(topic_id, data)
-        case FrameType.CONFIG_UPDATE:
-            fold.config_update(topic_id, data)
-        case FrameType.TOPIC_DELETE:
-            fold.topic_delete(topic_id)
-        case FrameType.DELETE:
-            fold.delete(topic_id, seq, data)
-        case FrameType.EVICT_WATERMARK:
-            fold.evict_watermark(topic_id, seq, data)
-        case FrameType.HEAD_WATERMARK:
-            fold.head_watermark(topic_id, seq, data)
-        case _:
-            raise AssertionError(f"frame type {type_} has no meaning in this version")

@@ -1,0 +1,183 @@
+"""Records into segments: what of a topic's log is not in one yet is appended, and what is full or old is sealed.
+
+Works from the outcome of the last mark alone: files are opened at what is committed, whatever a killed life left behind
+is cut off, and nothing stays open in between.
+"""
+
+from __future__ import annotations
+
+import mmap
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Final, NamedTuple
+
+import msgspec
+
+from topics.core.segment_list import SEALED, SegmentInfo
+from topics.core.topic import ENTRY_WORDS, LOCATION_IN_RAM_LOG
+from topics.log import get_logger
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem
+from topics.storage.frame import Bytes
+from topics.storage.kill_points import reached
+from topics.storage.postings import write_postings
+from topics.storage.segment import CorruptSegment, SegmentReader, is_gone
+from topics.storage.segment_writer import SegmentWriter
+
+_FLAGS_SHIFT: Final = 32
+_IN_RAM: Final = LOCATION_IN_RAM_LOG << _FLAGS_SHIFT
+_FILE_MASK: Final = _IN_RAM | 0xFFFF_FFFF
+
+log = get_logger()
+
+
+class LogFileKey(NamedTuple):
+    """A file of a shard's log, or of its RAM log."""
+
+    in_ram: bool
+    file_no: int
+
+
+BufferOf = Callable[[LogFileKey, int], Bytes | mmap.mmap]
+"""A log file, mapped at least up to a byte."""
+
+
+class SealAt(NamedTuple):
+    """When a segment is full; an age of 0 ms is no bound."""
+
+    records: int
+    data_bytes: int
+    age_ms: int
+
+    def is_old(self, info: SegmentInfo, now_ms: int) -> bool:
+        """Whether it is time to seal this one, however little is in it."""
+        return bool(self.age_ms) and now_ms - info.first_ts >= self.age_ms
+
+
+class SegmentAppender:
+    """Of all topics. Methods raise OSError; what they return is synced when they return, if `fs` does sync."""
+
+    def __init__(self, fs: FileSystem, data_dir: str, seal_at: SealAt) -> None:
+        self._fs = fs
+        self._data_dir = data_dir
+        self._seal_at = seal_at
+
+    def append(
+        self, topic_id: int, last: SegmentInfo | None, entries: array[int], buffer_of: BufferOf, now_ms: int
+    ) -> list[SegmentInfo]:
+        """Segments that are new or changed, ascending. `last` is the topic's last segment, committed.
+
+        `entries`: index entries (`core.topic`) of consecutive seqs in log files; those that follow `last` go on in it
+        unless it is sealed. Raises ValueError when the logs do not hold what the entries say.
+        """
+        changed: list[SegmentInfo] = []
+        count = len(entries) // ENTRY_WORDS
+        at = 0
+        active = last if last is not None and not last.flags & SEALED and last.last_seq + 1 == entries[0] else None
+        while at < count or active is not None:
+            info, appended = self._append_to_one(topic_id, active, entries[at * ENTRY_WORDS :], buffer_of, now_ms)
+            active = None
+            at += appended
+            if info is not None:
+                changed.append(info)
+        return changed
+
+    def seal(self, topic_id: int, info: SegmentInfo) -> SegmentInfo | None:
+        """An active segment to which nothing is added any more; None when it is damaged and stays as it is."""
+        directory = layout.topic_dir(self._data_dir, topic_id)
+        writer = self._reopen(directory, info)
+        if writer is None:
+            return None
+        try:
+            writer.sync()
+            return self._sealed(directory, info)
+        finally:
+            writer.close()
+
+    def _append_to_one(
+        self, topic_id: int, active: SegmentInfo | None, entries: array[int], buffer_of: BufferOf, now_ms: int
+    ) -> tuple[SegmentInfo | None, int]:
+        """As much as fits into one segment: how that is then, None when it cannot be gone on with, and how many."""
+        directory = layout.topic_dir(self._data_dir, topic_id)
+        if active is None:
+            writer = SegmentWriter.create(self._fs, directory, entries[0])
+            first_ts = entries[1]
+        else:
+            reopened = self._reopen(directory, active)
+            if reopened is None:
+                return None, 0
+            writer, first_ts = reopened, active.first_ts
+        try:
+            bounds = self._seal_at
+            room = max(0, bounds.records - writer.records)
+            fitting = writer.room(entries[: room * ENTRY_WORDS], bounds.records, bounds.data_bytes)
+            taken = entries[: fitting * ENTRY_WORDS]
+            for key, run in _runs(taken):
+                buffer = b"" if key is None else buffer_of(key, _end(run))
+                writer.append(buffer, topic_id, run)
+            last_ts = taken[-3] if taken else active.last_ts if active is not None else first_ts
+            info = SegmentInfo(
+                writer.first_seq, writer.next_seq - 1, first_ts, last_ts, writer.data_bytes, writer.version, 0
+            )
+            reached("checkpoint.copied")
+            writer.sync()
+            is_full = fitting * ENTRY_WORDS < len(entries) or info.records >= bounds.records
+            if is_full or info.data_bytes >= bounds.data_bytes or bounds.is_old(info, now_ms):
+                info = self._sealed(directory, info) or info
+            return info, fitting
+        finally:
+            writer.close()
+
+    def _reopen(self, directory: str, info: SegmentInfo) -> SegmentWriter | None:
+        try:
+            return SegmentWriter.reopen(
+                self._fs, directory, info.first_seq, info.records, info.data_bytes, info.version
+            )
+        except (CorruptSegment, FileNotFoundError) as error:
+            # What is readable of it stays readable, and what comes next is none of its business.
+            log.error("a segment is damaged and is not gone on with", reason=str(error))
+            return None
+
+    def _sealed(self, directory: str, info: SegmentInfo) -> SegmentInfo | None:
+        name = (info.first_seq, info.records, info.data_bytes, info.version)
+        try:
+            tagged = SegmentReader.map(directory, *name).tagged()
+            write_postings(self._fs, directory, info.first_seq, info.records, tagged, info.version)
+        except CorruptSegment as error:
+            log.error("a segment is damaged and stays without postings", reason=str(error))
+            return None
+        reached("checkpoint.sealed")
+        return msgspec.structs.replace(info, flags=info.flags | SEALED)
+
+
+def _runs(entries: array[int]) -> Iterator[tuple[LogFileKey | None, array[int]]]:
+    """The entries in runs that lie in one log file; records that are gone lie nowhere, and in any."""
+    file_words: Sequence[int] = entries[3::ENTRY_WORDS]
+    if not file_words:
+        return
+    gone = {word for word in set(file_words) if is_gone(word)}
+    keys: list[int] = []
+    key = next((word & _FILE_MASK for word in file_words if word not in gone), 0)
+    if len({word & _FILE_MASK for word in set(file_words) if word not in gone}) <= 1:
+        yield _key(key), entries
+        return
+    for word in file_words:
+        if word not in gone:
+            key = word & _FILE_MASK
+        keys.append(key)
+    at = 0
+    for key, run in groupby(keys):
+        end = at + sum(1 for _ in run)
+        yield _key(key), entries[at * ENTRY_WORDS : end * ENTRY_WORDS]
+        at = end
+
+
+def _key(word: int) -> LogFileKey | None:
+    return LogFileKey(bool(word & _IN_RAM), word & 0xFFFF_FFFF) if word else None
+
+
+def _end(entries: array[int]) -> int:
+    """Behind the last byte that any of them names."""
+    words = zip(entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS], strict=True)
+    return max((word & 0xFFFF_FFFF) + (word >> _FLAGS_SHIFT) for word, flags in words if not is_gone(flags))

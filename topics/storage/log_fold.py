@@ -1,0 +1,90 @@
+"""Frames of a log into the fold: where the bytes of `frame.py` meet the rules of `core/fold.py`.
+
+Recovery reads a whole log this way, the compactor follows one; both see the same topics.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Final
+
+from topics.core.fold import Fold
+from topics.core.topic import LOCATION_IN_RAM_LOG
+from topics.storage.frame import (
+    FLAG_META,
+    FLAG_NODE,
+    FLAG_TAG,
+    HEADER_LEN,
+    LOCATION_HAS_META,
+    LOCATION_HAS_NODE,
+    LOCATION_HAS_TAG,
+    FrameType,
+)
+from topics.storage.recovery import RecoveredFile
+
+_LOCATION_FLAGS: Final = [
+    (LOCATION_HAS_TAG if flags & FLAG_TAG else 0)
+    | (LOCATION_HAS_NODE if flags & FLAG_NODE else 0)
+    | (LOCATION_HAS_META if flags & FLAG_META else 0)
+    for flags in range(256)
+]
+"""Frame flags → location flags."""
+
+
+def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:
+    """Feeds one batch, in order. `in_ram`: it is of the RAM log. Raises FoldError."""
+    ram_flag = LOCATION_IN_RAM_LOG if in_ram else 0
+    buffer = batch.buffer
+    runs: dict[int, array[int]] = {}
+    words = [batch.file_no | (flags | ram_flag) << 32 for flags in _LOCATION_FLAGS]
+    last_topic_id = -1
+    extend: Callable[[tuple[int, int, int, int]], None] | None = None
+    for offset, total_len, type_, flags, topic_id, seq, ts, node_len, tag_len, data_len in batch.frames:
+        if type_ == FrameType.APPEND:
+            if topic_id != last_topic_id or extend is None:
+                run = runs.get(topic_id)
+                if run is None:
+                    run = runs[topic_id] = array("Q")
+                extend = run.extend
+                last_topic_id = topic_id
+            extend((seq, ts, offset | total_len << 32, words[flags]))
+            continue
+        start = offset + HEADER_LEN + node_len + tag_len
+        data = bytes(buffer[start : start + data_len])
+        match type_:
+            case FrameType.IDEMPOTENCY:
+                fold.idempotency(topic_id, seq, ts, data)
+            case FrameType.RAM_STATE:
+                fold.ram_state(topic_id, data)
+            case FrameType.SESSION:
+                fold.session(data)
+            case FrameType.FILE_START | FrameType.FILE_END | FrameType.SYNC_MARK:
+                pass
+            case _:
+                # Control frames see their topic with all records before them.
+                for run_topic_id, run in runs.items():
+                    fold.records(run_topic_id, run)
+                runs = {}
+                extend = None
+                _fold_control(fold, type_, topic_id, seq, data)
+    for run_topic_id, run in runs.items():
+        fold.records(run_topic_id, run)
+
+
+def _fold_control(fold: Fold, type_: int, topic_id: int, seq: int, data: bytes) -> None:
+    match type_:
+        case FrameType.TOPIC_CREATE:
+            fold.topic_create(topic_id, data)
+        case FrameType.CONFIG_UPDATE:
+            fold.config_update(topic_id, data)
+        case FrameType.TOPIC_DELETE:
+            fold.topic_delete(topic_id)
+        case FrameType.DELETE:
+            fold.delete(topic_id, seq, data)
+        case FrameType.EVICT_WATERMARK:
+            fold.evict_watermark(topic_id, seq, data)
+        case FrameType.HEAD_WATERMARK:
+            fold.head_watermark(topic_id, seq, data)
+        case _:
+            raise AssertionError(f"frame type {type_} has no meaning in this version")
