@@ -10,8 +10,8 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from bench import figures, machine
-from bench.cases import CASES, Bench
+from bench import cases, engine, figures, machine
+from bench.cases import Bench
 from bench.figures import Figure, Report
 from bench.load import pin
 from bench.targets import targets
@@ -20,6 +20,7 @@ from topics import __version__
 HERE = Path(__file__).parent
 LATEST = HERE / "out" / "latest.json"
 BUSY_LOAD = 0.5
+CASES = cases.CASES | engine.CASES
 HISTORY = HERE.parent / "docs" / "benchmarks.md"
 
 

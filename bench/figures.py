@@ -58,6 +58,8 @@ def show(name: str, value: float) -> str:
         return f"{label or 'size'} {value:.0f} B" if value < 10_000 else f"{label or 'size'} {value / MIB:.1f} MiB"
     if name == "seconds":
         return f"{value:.2f} s"
+    if name.endswith("_s"):
+        return f"{label} {value:.2f} s"
     return f"{name} {value:g}"
 
 

@@ -61,6 +61,14 @@ BOUNDS = [
     Bound("SSE 100 watchers, p50 ms", 1.5, ("sse", "100 watchers", "p50_us"), scale=MS),
     Bound("SSE 100 watchers, p99 ms", 4.0, ("sse", "100 watchers", "p99_us"), scale=MS),
     Bound("recovery of 1 M records, s", 1.5, ("recovery", "1 M records, one shard", "seconds")),
+    Bound(
+        "write p99, compactor at work / idle",
+        2.0,
+        ("checkpoint", "16 writers of 10, compactor at work", "p99_us"),
+        divided_by=("checkpoint", "16 writers of 10, idle compactor", "p99_us"),
+    ),
+    Bound("start with 10 M checkpointed, s", 1.0, ("retained", "10 M records", "restart_s")),
+    Bound("memory per retained record of 10 M, B", 50.0, ("retained", "10 M records", "per_record_bytes")),
     Bound("idle service, MiB", 200.0, ("memory", "idle", "held_bytes"), scale=MIB),
 ]
 

@@ -1,0 +1,163 @@
+"""The cases of the storage engine: checkpoints, deletes, expiry, restart, cold reads, and memory per record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
+
+from bench import machine, wire
+from bench.cases import FILL_CONNECTIONS, MILLION, Bench, latency, make_topic, start_s
+from bench.figures import Figure
+from tests.harness import Service, poll
+
+NO_CHECKPOINTS: Final = {"TOPICS_CHECKPOINT_INTERVAL_MS": "86400000", "TOPICS_CHECKPOINT_WAL_BYTES": str(8 << 30)}
+AT_ONCE: Final = {"TOPICS_CHECKPOINT_INTERVAL_MS": "100", "TOPICS_CHECKPOINT_WAL_BYTES": str(1 << 20)}
+ABSORBED_DEADLINE_S: Final = 600.0
+TAGGED: Final = 1000
+
+
+@contextmanager
+def service_with(bench: Bench, env: Mapping[str, str]) -> Iterator[Service]:
+    """A fresh service with these settings, on the server's cores."""
+    with Service(
+        shards=bench.shards, frontends=bench.frontends, wal_file_bytes=None, cpus=bench.cores.server, env=env
+    ) as service:
+        yield service
+
+
+def scaled(bench: Bench, records: int) -> tuple[int, str]:
+    """A tenth of them in a quick run, and how to call them."""
+    records = records // 10 if bench.quick else records
+    return records, f"{records // MILLION} M records" if records >= MILLION else f"{records // 1000} k records"
+
+
+def wait_absorbed(service: Service) -> None:
+    """Until all records are in segments and the snapshot says so."""
+
+    def absorbed() -> bool:
+        shards = service.status()["shards"]
+        return max(shard["lag_bytes"] for shard in shards) < 1 << 16
+
+    poll("the compactor to have absorbed the log", absorbed, ABSORBED_DEADLINE_S, every_s=0.05)
+
+
+def checkpoint(bench: Bench) -> list[Figure]:
+    """How fast the compactor turns a log into segments, nobody writing; and what writers feel of it."""
+    records, label = scaled(bench, MILLION)
+    topics = [f"log-{n}" for n in range(FILL_CONNECTIONS)]
+    with service_with(bench, NO_CHECKPOINTS) as service:
+        bench.fill(service, topics, records)
+        service.kill_group()
+        service.env |= AT_ONCE
+        service.start()
+        start = time.perf_counter()
+        wait_absorbed(service)
+        seconds = time.perf_counter() - start
+    figures = [Figure("checkpoint", label, {"records_per_s": records / seconds})]
+    for what, env in (("idle compactor", NO_CHECKPOINTS), ("compactor at work", AT_ONCE)):
+        with service_with(bench, env) as service:
+            names = [make_topic(service, f"w-{n}", "disk") for n in range(16)]
+            outcome = bench.measure(service.port, [[wire.write(name, 10)] for name in names])
+            figures.append(Figure("checkpoint", f"16 writers of 10, {what}", latency(outcome)))
+    return figures
+
+
+def delete(bench: Bench) -> list[Figure]:
+    """A thousand records with one tag out of a long topic, all but the last of it in sealed segments; then expiry."""
+    records, label = scaled(bench, 5 * MILLION)
+    body = b'{"records":[{"data":1,"tag":"rare"}]}'
+    with service_with(bench, {"TOPICS_CHECKPOINT_WAL_BYTES": str(16 << 20)}) as service:
+        topic = make_topic(service, "long", "disk")
+        step = records // TAGGED
+        rounds = [wire.write(topic, 1000)] * (step // 1000) + [wire.post(f"/v0/topics/{topic}?return_seqs=false", body)]
+        bench.run(service, [rounds], TAGGED)
+        service.restart()  # with a last cut
+        wait_absorbed(service)
+        times = {}
+        for what, asked in (("first", "rare"), ("again", "rare"), ("absent", "nowhere")):
+            start = time.perf_counter()
+            answer = service.client.post(f"/v0/topics/{topic}/delete", json={"match": asked}).raise_for_status().json()
+            times[what] = (time.perf_counter() - start) * 1e6
+            assert answer["deleted"] == (TAGGED if what == "first" else 0), answer
+        figures = [Figure("delete", f"1 k of {label} by tag", {f"{what}_us": took for what, took in times.items()})]
+        count = answer["count"]
+        config = {"durability": "disk", "ttl_ms": 1}
+        start = time.perf_counter()
+        service.client.put(f"/v0/topics/{topic}", json=config).raise_for_status()
+        state = service.client.get(f"/v0/topics/{topic}").raise_for_status().json()
+        took_us = (time.perf_counter() - start) * 1e6
+        assert (state["count"], state["earliest_seq"]) == (0, state["head_seq"] + 1), state
+        figures.append(Figure("expiry", f"{count} records at once", {"took_us": took_us}))
+        return figures
+
+
+def retained(bench: Bench) -> list[Figure]:
+    """Memory and restart while records pile up in segments."""
+    figures = []
+    topics = [f"kept-{n}" for n in range(FILL_CONNECTIONS)]
+    # As many segments of a topic as a long life has; nobody reads them.
+    with service_with(bench, {"TOPICS_CHECKPOINT_WAL_BYTES": str(16 << 20)}) as service:
+        service.restart()
+        idle = machine.memory_of(service.family(), service.shared_memory())
+        written = 0
+        for target in (MILLION, 5 * MILLION, 10 * MILLION):
+            records, label = scaled(bench, target)
+            bench.fill(service, topics, records - written)
+            written = records
+            service.restart()
+            wait_absorbed(service)
+            service.kill_group()
+            seconds = start_s(service)
+            heads = [service.client.get(f"/v0/topics/{topic}").raise_for_status().json() for topic in topics]
+            assert sum(head["count"] for head in heads) == records
+            held = machine.memory_of(service.family(), service.shared_memory())
+            figures.append(
+                Figure(
+                    "retained",
+                    label,
+                    {
+                        "restart_s": seconds,
+                        "held_bytes": float(held.held),
+                        "rss_bytes": float(held.rss),
+                        "per_record_bytes": (held.rss + held.shared_objects - idle.rss - idle.shared_objects) / records,
+                    },
+                )
+            )
+    return figures
+
+
+def cold(bench: Bench) -> list[Figure]:
+    """Pages of sealed segments: warm in the data directory, and from the cold one."""
+    records, _ = scaled(bench, 400_000)
+    limit = 1000
+    with service_with(bench, {"TOPICS_CHECKPOINT_WAL_BYTES": str(4 << 20)}) as service:
+        topic = make_topic(service, "history", "disk")
+        bench.fill(service, [topic], records)
+        service.restart()
+        wait_absorbed(service)
+        pages = [wire.diff(topic, start, limit) for start in range(0, records // 2, limit)]
+        outcome = bench.measure(service.port, [pages])
+        figures = [Figure("cold", "sealed, hot", latency(outcome) | {"records_per_s": outcome.per_s * limit})]
+        service.env |= {"TOPICS_COLD_DIR": str(service.root / "cold"), "TOPICS_HOT_RETAIN_SEGMENTS": "1"} | AT_ONCE
+        service.restart()
+        wanted = records // 10_000 - 2
+        poll(
+            "old segments to be cold",
+            lambda: service.status()["compactor"]["segments_relocated"] >= wanted,
+            ABSORBED_DEADLINE_S,
+        )
+        answer = service.client.post(f"/v0/topics/{topic}/diff", json={"from_seq": 0, "limit": limit})
+        assert answer.json()["performance"]["cold_segments_read"] == 1, answer.json()["performance"]
+        outcome = bench.measure(service.port, [pages])
+        figures.append(Figure("cold", "sealed, cold", latency(outcome) | {"records_per_s": outcome.per_s * limit}))
+    return figures
+
+
+CASES: dict[str, Callable[[Bench], list[Figure]]] = {
+    "checkpoint": checkpoint,
+    "delete": delete,
+    "retained": retained,
+    "cold": cold,
+}
