@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Final, TypeVar
 
@@ -10,6 +11,7 @@ from topics.shm import messages
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.shm.messages import Call, Kind
+from topics.shm.names import SHM_ROOT
 from topics.storage.logfile import WalPosition
 
 _OFFSET_BITS: Final = 32
@@ -27,12 +29,9 @@ class ShardLink:
         self._replies = pair.replies
         self._wake = shared.shard_wakes[shard]
         self._wait = wait
+        # Of this life alone: a former one's request may still be in the ring.
+        self._spill_path = f"{SHM_ROOT}/topics-{shared.identity}-compactor-{shard}-{incarnation}"
         self._last_id = incarnation << 40
-
-    @property
-    def message_max_bytes(self) -> int:
-        """The longest request that the ring takes."""
-        return self._requests.message_max_bytes
 
     @property
     def committed(self) -> WalPosition | None:
@@ -51,9 +50,16 @@ class ShardLink:
         return self._cell.get("generation")
 
     def call(self, request: Call, reply_type: type[ReplyT]) -> ReplyT:
-        """The answer, as soon as the shard gives it. Raises TopicsError for its refusal, and what `wait` raises."""
+        """The answer, as soon as the shard gives it. Raises TopicsError for its refusal, OSError without room in shared
+        memory for a long request, and what `wait` raises.
+        """
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_call(request_id, request)
+        spilled = sum(map(len, parts)) > self._requests.message_max_bytes
+        if spilled:
+            with open(self._spill_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                file.writelines(parts)
+            parts = messages.encode_reference(Kind.CALL, request_id, self._spill_path)
         while not self._requests.push(*parts):
             self.take_notices()
             self._wait()
@@ -61,9 +67,14 @@ class ShardLink:
         while True:
             reply = self._take(request_id)
             if reply is not None:
-                assert isinstance(reply, reply_type), reply
-                return reply
+                break
             self._wait()
+        if spilled:
+            os.unlink(self._spill_path)
+        if isinstance(reply, TopicsError):
+            raise reply
+        assert isinstance(reply, reply_type), reply
+        return reply
 
     def take_notices(self) -> None:
         """Whatever the shard says unasked means nothing here, but must not fill the ring."""
@@ -83,6 +94,4 @@ class ShardLink:
                 assert kind == Kind.CALL, kind
                 found = messages.decode_reply(message)
         self._replies.consume(position)
-        if isinstance(found, TopicsError):
-            raise found
         return found

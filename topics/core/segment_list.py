@@ -68,6 +68,11 @@ class SegmentList:
         return iter(self._rows)
 
     @property
+    def last(self) -> SegmentInfo | None:
+        """The last segment, the only one that may be active."""
+        return self._rows[-1] if self._rows else None
+
+    @property
     def last_seq(self) -> int:
         """The last seq that is in a segment; 0 without any."""
         return self._rows[-1].last_seq if self._rows else 0

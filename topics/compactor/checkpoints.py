@@ -1,0 +1,221 @@
+"""A checkpoint of one shard: its topics' new records into segments, the segments onto the disk, the shard told.
+
+What is told is durable before, and the shard's answer means that its log says so. Killed anywhere, or refused, it is
+simply repeated: a topic whose mark is not in the log goes on where the mark before it ends.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Final, NamedTuple
+
+from topics.compactor.deferred_sync import deferring_syncs
+from topics.compactor.follower import Follower
+from topics.compactor.log_buffers import LogBuffers
+from topics.compactor.segments import BufferOf, SealAt, SegmentAppender
+from topics.core.clock import Clock
+from topics.core.errors import TopicsError
+from topics.core.segment_list import SEALED, SegmentInfo
+from topics.core.topic import ENTRY_WORDS, LOCATION_DELETED, LOCATION_IN_RAM_LOG, Topic
+from topics.log import get_logger
+from topics.shm.messages import Checkpoint, CheckpointReply, TopicCheckpoint
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem
+from topics.storage.kill_points import reached
+
+TOPICS_PER_SYNC: Final = 4096
+SYNC_ONE_BY_ONE_MAX: Final = 64
+"""Topics whose files are synced one after the other; for more, one sync of the file system is less."""
+TOPICS_PER_MESSAGE: Final = 256
+"""A shard takes some ms for so many."""
+RECORDS_PER_STEP: Final = 1 << 17
+_IN_RAM: Final = LOCATION_IN_RAM_LOG << 32
+_LOOK_AGAIN_S: Final = 0.001
+_LOOKS: Final = 5000
+
+log = get_logger()
+
+
+class Refused(Exception):  # noqa: N818 — named for what it is
+    """The shard did not mark everything; its log cannot be written now."""
+
+
+class Written(NamedTuple):
+    """What checkpoints added to segments."""
+
+    records: int
+    data_bytes: int
+    sealed: int
+
+
+class Checkpoints:
+    """Of all shards, one after the other. `alive` is called between steps."""
+
+    def __init__(self, fs: FileSystem, data_dir: str, seal_at: SealAt, clock: Clock, alive: Callable[[], None]) -> None:
+        self._fs = fs
+        self._data_dir = data_dir
+        self._seal_at = seal_at
+        self._clock = clock
+        self._alive = alive
+
+    def run(self, follower: Follower, buffers: LogBuffers) -> Written:
+        """Everything the follower has read is in segments afterwards, and the shard's log is synced up to there.
+
+        Raises Refused and OSError.
+        """
+        now_ms = self._clock.now_ms()
+        due = self._due(follower, now_ms)
+        written = Written(0, 0, 0)
+        while chunk := list(islice(due, TOPICS_PER_SYNC)):
+            one_by_one = len(chunk) <= SYNC_ONE_BY_ONE_MAX
+            fs = self._fs if one_by_one else deferring_syncs(self._fs)
+            appender = SegmentAppender(fs, self._data_dir, self._seal_at)
+            checkpoints = []
+            for topic in chunk:
+                checkpoint = self._topic(follower, topic, appender, buffers.get, now_ms)
+                if checkpoint is not None:
+                    checkpoints.append(checkpoint)
+                    written = _plus(written, follower, topic, checkpoint)
+                self._alive()
+            if not one_by_one and checkpoints:
+                self._fs.sync_all(layout.topics_dir(self._data_dir))
+            reached("checkpoint.synced")
+            self._tell_all(follower, checkpoints)
+        # Also when there was nothing: the answer means that the log is synced.
+        tell(follower, [])
+        reached("checkpoint.marked")
+        return written
+
+    def _due(self, follower: Follower, now_ms: int) -> Iterator[Topic]:
+        """Topics of which the log said something, and those whose active segment is old."""
+        topics = follower.fold.topics
+        for topic_id in sorted(follower.touched):
+            topic = topics.get(topic_id)
+            if topic is not None:
+                yield topic
+        for topic in list(topics.values()):
+            last = follower.index_of(topic).segments.last
+            is_old = last is not None and not last.flags & SEALED and self._seal_at.is_old(last, now_ms)
+            if is_old and topic.id not in follower.touched:
+                yield topic
+
+    def _tell_all(self, follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
+        for first in range(0, len(checkpoints), TOPICS_PER_MESSAGE):
+            tell(follower, checkpoints[first : first + TOPICS_PER_MESSAGE])
+            self._alive()
+
+    def _topic(
+        self, follower: Follower, topic: Topic, appender: SegmentAppender, buffer_of: BufferOf, now_ms: int
+    ) -> TopicCheckpoint | None:
+        """Its new records are in segments; None when there are none, or no such topic any more."""
+        index = follower.index_of(topic)
+        changed: dict[int, SegmentInfo] = {}
+        last = index.segments.last
+        up_to_seq = index.segments.last_seq
+        looks = 0
+        while True:
+            view = follower.look_up(topic)
+            if view is None:
+                # The log says so further on, and has it on the disk: what it says before that counts for nothing.
+                follower.fold.topic_delete(topic.id)
+                follower.shrunk.add(topic.id)
+                return None
+            entries: array[int] | None = None
+            if view.head_seq >= topic.head_seq:
+                first_seq = max(up_to_seq + 1, view.base_seq)
+                last_seq = min(view.head_seq, first_seq + RECORDS_PER_STEP - 1)
+                if first_seq > last_seq:
+                    break
+                entries = follower.arena().entries(view, first_seq, last_seq)
+            if entries is not None:
+                entries = _followed(entries, topic)
+                if not entries:
+                    break
+                try:
+                    infos = appender.append(topic.id, last, entries, buffer_of, now_ms)
+                except (ValueError, EOFError, FileNotFoundError) as error:
+                    # Records lie elsewhere now: the log was saved into a new file, or the RAM log was trimmed.
+                    if looks >= _LOOKS:
+                        raise OSError(
+                            f"records of topic {topic.name!r} are not where its shard says: {error}"
+                        ) from error
+                else:
+                    changed.update((info.first_seq, info) for info in infos)
+                    last, up_to_seq = infos[-1], entries[-ENTRY_WORDS]
+                    continue
+            looks += 1
+            if looks > _LOOKS:
+                raise OSError(f"shard {follower.shard} does not show record {topic.head_seq} of topic {topic.name!r}")
+            time.sleep(_LOOK_AGAIN_S)
+        if up_to_seq < topic.head_seq and topic.earliest_seq <= topic.head_seq:
+            # Evicted to the last one, which the log does not say yet: a segment that says it, for a state in which the
+            # head is behind both segments and floors is one that lacks records.
+            gone = array("Q", (topic.head_seq, topic.last_write_ts, 0, LOCATION_DELETED << 32))
+            infos = appender.append(topic.id, last, gone, buffer_of, now_ms)
+            changed.update((info.first_seq, info) for info in infos)
+            up_to_seq = topic.head_seq
+        if not changed and last is not None and not last.flags & SEALED and self._seal_at.is_old(last, now_ms):
+            sealed = appender.seal(topic.id, last)
+            if sealed is not None:
+                changed[sealed.first_seq] = sealed
+        return TopicCheckpoint(topic.id, up_to_seq, list(changed.values())) if changed else None
+
+
+def tell(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
+    """The shard logs them, and the fold has them at once: the log itself says it behind where it has been read.
+
+    Raises Refused when the shard could not log all of them, OSError.
+    """
+    try:
+        reply = follower.link.call(Checkpoint(checkpoints), CheckpointReply)
+    except TopicsError as error:
+        raise Refused(f"shard {follower.shard}: {error}") from error
+    gone, refused = set(reply.gone), set(reply.refused)
+    for checkpoint in checkpoints:
+        topic = follower.fold.topics.get(checkpoint.topic_id)
+        if topic is None or checkpoint.topic_id in refused:
+            continue
+        if checkpoint.topic_id in gone:
+            follower.fold.topic_delete(checkpoint.topic_id)
+            follower.shrunk.add(checkpoint.topic_id)
+            continue
+        follower.index_of(topic).checkpointed(checkpoint.up_to_seq, checkpoint.segments)
+    if refused:
+        raise Refused(f"shard {follower.shard} could not mark {len(refused)} of {len(checkpoints)} topics")
+
+
+def _followed(entries: array[int], topic: Topic) -> array[int]:
+    """Those that may go into segments now: records up to the one that was read from the log last, whose frames were
+    all checked then, and what lies in the RAM log before them, or behind them if the topic is durable by now.
+    """
+    seqs, file_words = entries[0::ENTRY_WORDS], entries[3::ENTRY_WORDS]
+    if not any(word & _IN_RAM for word in set(file_words)):
+        count = max(0, min(len(seqs), topic.head_seq - seqs[0] + 1))
+        return entries[: count * ENTRY_WORDS]
+    count = 0
+    for number, (seq, word) in enumerate(zip(seqs, file_words, strict=True), 1):
+        if word & _IN_RAM:
+            if topic.config.durability != "ephemeral":
+                count = number
+        elif seq <= topic.head_seq:
+            count = number
+        else:
+            break
+    return entries[: count * ENTRY_WORDS]
+
+
+def _plus(written: Written, follower: Follower, topic: Topic, checkpoint: TopicCheckpoint) -> Written:
+    segments = follower.index_of(topic).segments
+    before = segments.between(checkpoint.segments[0].first_seq, checkpoint.up_to_seq)
+    return Written(
+        written.records + checkpoint.up_to_seq - max(segments.last_seq, checkpoint.segments[0].first_seq - 1),
+        written.data_bytes + _data_bytes(checkpoint.segments) - _data_bytes(before),
+        written.sealed + sum(1 for info in checkpoint.segments if info.flags & SEALED),
+    )
+
+
+def _data_bytes(infos: Iterable[SegmentInfo]) -> int:
+    return sum(info.data_bytes for info in infos)
