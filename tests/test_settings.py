@@ -53,6 +53,7 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert (settings.segment_max_events, settings.segment_max_bytes) == (10_000, 64 * MIB)
     assert (settings.segment_max_age_ms, settings.segment_rewrite_dead_ratio) == (3_600_000, 0.5)
     assert (settings.cold_dir, settings.hot_retain_segments, settings.hot_retain_bytes) == (None, 4, 0)
+    assert settings.cold_read_timeout_ms == 5000
     assert not settings.accept_data_loss
 
 

@@ -71,6 +71,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     cold_dir: str | None = None
     hot_retain_segments: int = 4
     hot_retain_bytes: int = 0
+    cold_read_timeout_ms: int = 5000
     shard_wait_ms: int = 5000
     shutdown_grace_ms: int = 10_000
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -278,6 +279,7 @@ VARIABLES: Final[dict[str, Variable]] = {
     "cold_dir": _path("where older sealed segments go; without it all stay in the data directory"),
     "hot_retain_segments": _integer(0, COUNT_MAX, "sealed segments of a topic that stay out of the cold directory"),
     "hot_retain_bytes": _byte_size(0, 1024 * 1024 * GIB, "bytes of them that stay, if that is less; 0 = any"),
+    "cold_read_timeout_ms": _integer(1, 600_000, "how long a read waits for the cold directory before it is refused"),
     "ring_bytes": _byte_size(
         64 * KIB, 1 * GIB, "each request ring between a frontend and a shard; the reply ring has a quarter"
     ),

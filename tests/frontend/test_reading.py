@@ -18,7 +18,7 @@ from topics.core.errors import TopicsError
 from topics.core.topic import LOCATION_LOST
 from topics.frontend.arenas import Arenas
 from topics.frontend.log_files import LogFiles
-from topics.frontend.reading import SCAN_MAX, Page, TopicReader, has_expired
+from topics.frontend.reading import SCAN_MAX, Page, TopicReader
 from topics.frontend.records import PageOptions
 from topics.shm import names
 from topics.shm.control import Role
@@ -148,9 +148,9 @@ def test_what_expired_is_gone_before_the_shard_looks(hosting: Hosting) -> None:
     hosting.write("t", numbered(3))
     hosting.clock.ms += 150
     assert seqs(page(hosting, "t")) == [1, 2, 3]  # strictly older than ttl_ms (api §1)
-    assert not has_expired(hosting.reader.get("t"), hosting.clock.now_ms())
+    assert not hosting.reader.has_expired(hosting.reader.get("t"), hosting.clock.now_ms())
     hosting.clock.ms += 1
-    assert has_expired(hosting.reader.get("t"), hosting.clock.now_ms())
+    assert hosting.reader.has_expired(hosting.reader.get("t"), hosting.clock.now_ms())
     hosting.write("t", numbered(1))
     before = page(hosting, "t")
     hosting.expire("t")

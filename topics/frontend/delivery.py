@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 from topics.core.clock import Clock
 from topics.core.names import owner_shard
+from topics.frontend.cold_waits import ColdWaits
 from topics.frontend.gateway import Gateway
 from topics.frontend.pulse import STALL_MAX_MS, Heartbeats, Stall
 from topics.frontend.push import Push
@@ -92,6 +93,7 @@ class Hub:
         """Those with `changed` or `todo`."""
         self._behind: deque[Connection] = deque()
         self._failed: dict[tuple[Connection, int], None] = {}
+        self._cold: ColdWaits[tuple[Connection, int]] = ColdWaits(topics.reader.fetch, self._on_fetched)
         self._undurable: dict[Channel, None] = {}
         self._stalled: dict[Connection, None] = {}
         self._heartbeats: Heartbeats[Connection] = Heartbeats()
@@ -270,7 +272,7 @@ class Hub:
             work.send(connection, step)
             if step.outcome is not Outcome.CURRENT:
                 del current[connection]
-                self._settle(connection, index, step.outcome)
+                self._settle(connection, index, step)
         if not todo:
             self._changed.popleft()
             if channel.changed:
@@ -288,11 +290,12 @@ class Hub:
         del connection.behind[index]
         step = work.snapshot.step(connection.stream, index)
         work.send(connection, step)
-        self._settle(connection, index, step.outcome)
+        self._settle(connection, index, step)
         self._enqueue(connection)
 
-    def _settle(self, connection: Connection, index: int, outcome: Outcome) -> None:
+    def _settle(self, connection: Connection, index: int, step: Step) -> None:
         """Where a topic of a connection goes after a step."""
+        outcome = step.outcome
         if outcome is Outcome.CURRENT or outcome is Outcome.WAITING:
             channel = self._channels[connection.stream.plan.names[index]]
             channel.current[connection] = index
@@ -303,8 +306,25 @@ class Hub:
             self._enqueue(connection)
         elif outcome is Outcome.ENDED:
             self._leave(connection, index)
+        elif step.miss is not None:
+            self._cold.wait(step.miss, (connection, index))
         else:
             self._failed[connection, index] = None
+
+    def _on_fetched(self, waiter: tuple[Connection, int], failure: str | None) -> None:
+        """What a connection lacked is there; or is not, for this reason."""
+        connection, index = waiter
+        if connection.closed:
+            return
+        if failure is None:
+            connection.behind[index] = None
+            self._enqueue(connection)
+            return
+        step = connection.stream.fail(index, failure)
+        if step.data and connection.push.writable:
+            connection.push.write(step.data)
+            connection.stream = step.stream
+        self._failed[connection, index] = None
 
     def _stall(self, connection: Connection, now_ms: int) -> None:
         """It has not taken what it was sent: `on_writable` will say when to go on, or `_tick` that it is over."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Final
+from typing import Final, NamedTuple
 
 from topics.core.errors import TopicsError
 from topics.core.names import check_topic_name
@@ -29,8 +29,15 @@ LONG_POLLS_MAX: Final = 10_000
 """Waiting at once in this process; one more is refused, for each holds a connection and memory."""
 
 
+class Cost(NamedTuple):
+    """What the pages of an answer took: records examined, segments of the cold tier."""
+
+    scanned: int
+    cold_segments: int
+
+
 class DiffRoute:
-    """Answers from the arena and the log files alone; only a long poll asks the shard to tell of changes."""
+    """Answers from the arena and the files alone; only a long poll asks the shard to tell of changes."""
 
     def __init__(
         self, reader: TopicReader, gateway: Gateway, recency: RecencyWriter, settings: Settings, cell: ProcessCell
@@ -53,14 +60,14 @@ class DiffRoute:
         options = self._options(request)
         now_ms = reader.now_ms()
         from_seq = request.from_seq if request.from_ts is None else reader.seq_before(ref, request.from_ts)
-        page = reader.read_page(ref, from_seq, options, now_ms)
-        scanned = page.scanned
+        page = await reader.fetch_page(ref, from_seq, options, now_ms)
+        cost = Cost(page.scanned, page.cold_segments)
         self._recency.touch(ref.shard, ref.slot, ref.view.topic_id, now_ms)
         if request.wait_ms and not _deliverable(page):
             scope[ROUTE] = Route.DIFF_WAIT
-            page, scanned = await self._wait(ref, page, options, min(request.wait_ms, WAIT_MS_MAX), receive)
+            page, cost = await self._wait(ref, page, options, min(request.wait_ms, WAIT_MS_MAX), receive)
         self._cell.add("records_out", page.count)
-        await send_json(send, headers, 200, _answer(name, page, scanned, started_ns))
+        await send_json(send, headers, 200, _answer(name, page, cost, started_ns))
 
     def drain(self) -> None:
         """The process is to stop: every long poll answers now what it has."""
@@ -75,8 +82,8 @@ class DiffRoute:
 
     async def _wait(
         self, ref: TopicRef, page: Page, options: PageOptions, wait_ms: int, receive: Receive
-    ) -> tuple[Page, int]:
-        """The first page that delivers something, or the last one before the deadline; records scanned in all."""
+    ) -> tuple[Page, Cost]:
+        """The first page that delivers something, or the last one before the deadline; what all of them took."""
         if len(self._waiting) >= LONG_POLLS_MAX:
             raise TopicsError(
                 "throttled",
@@ -85,7 +92,7 @@ class DiffRoute:
             )
         loop = asyncio.get_running_loop()
         news = asyncio.Event()
-        scanned = page.scanned
+        cost = Cost(page.scanned, page.cold_segments)
         deadline_s = loop.time() + wait_ms / 1000
         timer = loop.call_at(deadline_s, news.set)
         watch = self._gateway.watch(ref.shard, ref.name, ref.view, news.set)
@@ -104,17 +111,17 @@ class DiffRoute:
                 news.clear()
                 if gone.done():
                     raise ClientGoneError
-                page = self._reader.read_page(
+                page = await self._reader.fetch_page(
                     self._reader.get(ref.name), page.next_from_seq, options, self._reader.now_ms()
                 )
-                scanned += page.scanned
+                cost = Cost(cost.scanned + page.scanned, cost.cold_segments + page.cold_segments)
         finally:
             timer.cancel()
             watch.cancel()
             gone.cancel()
             self._waiting.discard(news)
             self._cell.set("long_polls", len(self._waiting))
-        return page, scanned
+        return page, cost
 
 
 def node_set(node: str | list[str] | None) -> frozenset[bytes] | None:
@@ -133,10 +140,10 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-def _answer(name: str, page: Page, scanned: int, started_ns: int) -> bytes:
+def _answer(name: str, page: Page, cost: Cost, started_ns: int) -> bytes:
     return (
         b'{"topic":"%b","records":[%b],"next_from_seq":%d,"head_seq":%d,"earliest_seq":%d,"durable_seq":%d,'
-        b'"caught_up":%b,"tombstone":%b,"lag":%d,"performance":{"server_total_ms":%b,"records_scanned":%d}}'
+        b'"caught_up":%b,"tombstone":%b,"lag":%d,"performance":{"server_total_ms":%b,"records_scanned":%d%b}}'
     ) % (
         name.encode(),
         page.body,
@@ -148,5 +155,6 @@ def _answer(name: str, page: Page, scanned: int, started_ns: int) -> bytes:
         b"null" if page.tombstone is None else encode_json(page.tombstone),
         page.head_seq - page.next_from_seq,
         str(elapsed_ms(started_ns)).encode(),
-        scanned,
+        cost.scanned,
+        b',"cold_segments_read":%d' % cost.cold_segments if cost.cold_segments else b"",
     )

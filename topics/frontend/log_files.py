@@ -19,6 +19,7 @@ class LogFiles:
     """
 
     def __init__(self, data_dir: str, ram_dir: str, shards: int, maps_max: int = MAPS_MAX) -> None:
+        self.data_dir = data_dir
         self._directories = [
             (layout.group_dir(data_dir, shard, shards), layout.ram_group_dir(ram_dir, shard)) for shard in range(shards)
         ]
@@ -42,6 +43,11 @@ class LogFiles:
         if len(self._maps) > self._maps_max:
             self._maps.popitem(last=False)
         return mapped
+
+    def sweep(self) -> None:
+        """Lets go of files that their shards removed; to be called now and then."""
+        for shard, in_ram in {key[:2] for key in self._maps}:
+            self._forget_removed(shard, in_ram)
 
     def _forget_removed(self, shard: int, in_ram: bool) -> None:
         """A file that its shard removed takes space until the last map of it is gone."""

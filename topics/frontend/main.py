@@ -18,6 +18,7 @@ from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.arenas import Arenas
+from topics.frontend.cold import ColdTier
 from topics.frontend.cors import Cors
 from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
@@ -39,6 +40,9 @@ from topics.shm.cap import Cap
 from topics.shm.control import OVER_LIVES, ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.recency import Recency, RecencyWriter
+from topics.storage import layout
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.segment_store import LocalStore
 
 HEARTBEAT_S: Final = 0.25
 
@@ -81,7 +85,8 @@ async def _serve(
     shards = shared.shards
     arenas = Arenas(shared)
     gateway = Gateway(shared, index, incarnation, arenas, cell, settings.shard_wait_ms)
-    reader = TopicReader(arenas, LogFiles(settings.data_dir, shared.ram_dir, shards), shards, clock)
+    log_files = LogFiles(settings.data_dir, shared.ram_dir, shards)
+    reader = TopicReader(arenas, log_files, shards, clock, _cold_tier(settings))
     recency_writer = RecencyWriter(shared.identity, index, shards)
     diff = DiffRoute(reader, gateway, recency_writer, settings, cell)
     hub = Hub(gateway, TopicSight(reader, arenas, recency_writer), cell, clock)
@@ -119,6 +124,7 @@ async def _serve(
     def beat() -> None:
         cell.set("heartbeat_ms", clock.now_ms())
         cell.set("connections", len(connections.open))
+        reader.sweep()
         loop.call_later(HEARTBEAT_S, beat)
 
     loop.add_signal_handler(signal.SIGTERM, stop)
@@ -142,6 +148,13 @@ async def _serve(
         )
     finally:
         gateway.close()
+
+
+def _cold_tier(settings: Settings) -> ColdTier | None:
+    """What is in the cold directory, if there is one."""
+    if settings.cold_dir is None:
+        return None
+    return ColdTier(LocalStore(OsFileSystem(), layout.topics_dir(settings.cold_dir)), settings.cold_read_timeout_ms)
 
 
 def _streams_cap(shared: SharedMemory, cell: ProcessCell, settings: Settings) -> Cap:

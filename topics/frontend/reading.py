@@ -1,11 +1,13 @@
 """Reading a topic: the page that follows a cursor (api §3). Diff and watch streams both read through here.
 
-No await, no message: what is read is the arena's view of the topic and the log files it points into. So reads of what
-is committed go on while the shard is dead, and a page is one consistent state.
+No message: what is read is the arena's view of the topic and the files it points into, so reads of what is committed go
+on while the shard is dead, and a page is one consistent state. No await either, but where only the cold tier has a
+record (`TopicReader.fetch_page`).
 """
 
 from __future__ import annotations
 
+import os
 from typing import Final, NamedTuple
 
 import msgspec
@@ -16,16 +18,21 @@ from topics.core.errors import TopicsError, topic_not_found
 from topics.core.names import owner_shard
 from topics.core.topic import LOCATION_LOST, EvictReason
 from topics.frontend.arenas import Arenas
+from topics.frontend.cold import ColdMissError, ColdTier
 from topics.frontend.log_files import LogFiles
-from topics.frontend.records import MismatchError, PageOptions, Source, render
+from topics.frontend.records import PageOptions, render
+from topics.frontend.segment_files import SegmentFiles
+from topics.frontend.sources import MismatchError, MovedError, Source, Stores
 from topics.log import get_logger
 from topics.shm.arena import ArenaReader, SlotState, TopicView
+from topics.storage.segment import CorruptSegment
 
 SCAN_MAX: Final = 8192
 """Records examined for one page, about: filtering a long log must not hold the event loop."""
 _STEP_MAX: Final = 1024
 _STEP_MIN: Final = 16
 _TRIES: Final = 8
+_COLD_TRIES: Final = 16
 
 _log = get_logger()
 
@@ -64,25 +71,31 @@ class Page(msgspec.Struct, frozen=True):
     tombstone: Tombstone | None
     scanned: int
     topic_id: int
+    cold_segments: int = 0
+    """How many it took records from that are in the cold tier."""
 
     @property
     def caught_up(self) -> bool:
         return self.next_from_seq == self.head_seq
 
 
-class _MovedError(Exception):
-    """The view was overtaken by the shard: take a new one."""
-
-
 class TopicReader:
     """Finds and reads topics of all shards."""
 
-    def __init__(self, arenas: Arenas, files: LogFiles, shards: int, clock: Clock) -> None:
+    def __init__(
+        self, arenas: Arenas, files: LogFiles, shards: int, clock: Clock, cold: ColdTier | None = None
+    ) -> None:
+        """`cold`: where segments are that are not in the data directory; None when none ever left it."""
         self._arenas = arenas
-        self._files = files
+        self._stores = Stores(files, SegmentFiles(files.data_dir), cold)
         self._shards = shards
         self._clock = clock
         self._now_ms = 0
+
+    def sweep(self) -> None:
+        """Lets go of files that were removed; to be called now and then."""
+        self._stores.logs.sweep()
+        self._stores.segments.sweep()
 
     def now_ms(self) -> int:
         """Wall clock that never goes back: what has expired stays expired."""
@@ -115,34 +128,80 @@ class TopicReader:
 
     def seq_before(self, ref: TopicRef, ts: int) -> int:
         """The cursor whose next record is the first with `$ts >= ts` (api §3 from_ts)."""
+        reason: Exception | None = None
         for _ in range(_TRIES):
-            seq = ref.arena.first_seq_at(ref.view, ts)
-            if seq is not None:
-                return max(seq, ref.view.earliest_seq) - 1
+            try:
+                return self._source(ref).first_seq_at(ts) - 1
+            except (MovedError, FileNotFoundError) as error:
+                reason = error
+            except CorruptSegment as damage:
+                raise _corrupt(ref, damage) from damage
             ref = self.refresh(ref)
-        raise _unreadable(ref, "its index does not hold still")
+        raise _unreadable(ref, reason)
+
+    def has_expired(self, ref: TopicRef, now_ms: int) -> bool:
+        """Whether records have expired that the shard still counts."""
+        ttl_ms, view = ref.config.ttl_ms, ref.view
+        if not ttl_ms or view.earliest_seq > view.head_seq:
+            return False
+        try:
+            return now_ms - self._source(ref).ts_at(view.earliest_seq) > ttl_ms
+        except (MovedError, FileNotFoundError):
+            # The shard has moved on since `view`; it may be for this very reason.
+            return True
+        except CorruptSegment:
+            # Nothing a shard could settle; whoever reads the records will be told.
+            return False
 
     def read_page(
         self, ref: TopicRef, from_seq: int, options: PageOptions, now_ms: int, up_to_seq: int | None = None
     ) -> Page:
         """The records that follow `from_seq`, not beyond `up_to_seq`.
 
-        Raises `topic_not_found` when the topic went away, `storage_unavailable` when a frame cannot be read.
+        Raises `topic_not_found` when the topic went away, `storage_unavailable` when a frame cannot be read;
+        ColdMissError when the first record is in the cold tier and not at hand (`fetch_page` waits for it).
         """
-        reason = ""
+        reason: Exception | None = None
         for _ in range(_TRIES):
             try:
                 return self._read(ref, from_seq, options, now_ms, up_to_seq)
-            except _MovedError:
-                reason = "its index does not hold still"
-            except (MismatchError, FileNotFoundError, EOFError) as error:
-                reason = str(error)
+            except (MovedError, MismatchError, FileNotFoundError, EOFError) as error:
+                reason = error
+            except CorruptSegment as damage:
+                raise _corrupt(ref, damage) from damage
             ref = self.refresh(ref)
         raise _unreadable(ref, reason)
 
+    async def fetch_page(
+        self, ref: TopicRef, from_seq: int, options: PageOptions, now_ms: int, up_to_seq: int | None = None
+    ) -> Page:
+        """As `read_page`, waiting for the cold tier where it must; then `ref` is to be found again."""
+        reason: Exception | None = None
+        for _ in range(_COLD_TRIES):
+            try:
+                return self.read_page(ref, from_seq, options, now_ms, up_to_seq)
+            except ColdMissError as miss:
+                try:
+                    await self.fetch(miss)
+                except FileNotFoundError as error:
+                    # Dropped or rewritten meanwhile, in which case a new view does not lead there again.
+                    if isinstance(reason, FileNotFoundError):
+                        raise _unreadable(ref, error) from error
+                    reason = error
+            ref = self.refresh(ref)
+        raise _unreadable(ref, reason)
+
+    async def fetch(self, miss: ColdMissError) -> None:
+        """Gets what a page lacked (`ColdTier.fetch`)."""
+        assert self._stores.cold is not None
+        await self._stores.cold.fetch(miss)
+
+    def _source(self, ref: TopicRef) -> Source:
+        return Source(self._stores, ref.shard, ref.arena, ref.slot, ref.view)
+
     def _read(self, ref: TopicRef, from_seq: int, options: PageOptions, now_ms: int, up_to_seq: int | None) -> Page:
-        arena = ref.arena
-        view = logical_view(ref, now_ms)
+        source = self._source(ref)
+        view = logical_view(ref, source, now_ms)
         tombstone = floor_tombstone(view, from_seq)
         if from_seq > view.head_seq:
             from_seq = 0 if view.recreated else view.head_seq
@@ -150,28 +209,40 @@ class TopicReader:
             options = options._replace(nodes=None)
         start = cursor = max(from_seq, view.earliest_seq - 1)
         last_seq = view.head_seq if up_to_seq is None else min(up_to_seq, view.head_seq)
-        source = Source(self._files, ref.shard, view.topic_id)
         bodies: list[bytes] = []
         count = size_bytes = 0
-        while cursor < last_seq and count < options.limit and cursor - start < SCAN_MAX:
-            step = max(_STEP_MIN, min(_STEP_MAX, options.limit - count))
-            end = min(last_seq, cursor + step)
-            locations = arena.locations(view, cursor + 1, end)
-            if locations is None:
-                raise _MovedError
-            part = render(source, cursor + 1, locations, options, count, size_bytes)
-            cursor += part.examined
-            size_bytes = part.size_bytes
-            if part.count:
-                bodies.append(part.body)
-                count += part.count
-            if part.lost:
-                if count or tombstone is not None:
+        step_max = _STEP_MAX
+        ended = False
+        while not ended and cursor < last_seq and count < options.limit and cursor - start < SCAN_MAX:
+            step = min(step_max, max(_STEP_MIN, options.limit - count), last_seq - cursor)
+            try:
+                runs = source.runs(cursor + 1, cursor + step, options.max_batch_bytes - size_bytes)
+            except (ColdMissError, CorruptSegment) as error:
+                if count:
                     break
-                tombstone = _lost_run(arena, view, cursor + 1, last_seq)
-                cursor = tombstone.gap_to
-            if part.full:
-                break
+                if step == 1 or isinstance(error, ColdMissError):
+                    raise
+                # Damage keeps nobody from what lies before it.
+                step_max = step // 2
+                continue
+            for run in runs:
+                part = render(run, options, count, size_bytes)
+                cursor += part.examined
+                size_bytes = part.size_bytes
+                if part.count:
+                    bodies.append(part.body)
+                    count += part.count
+                if part.lost:
+                    if count or tombstone is not None:
+                        ended = True
+                        break
+                    tombstone = _lost_run(source, view, cursor + 1, last_seq)
+                    cursor = tombstone.gap_to
+                    # The rest of these runs is behind us.
+                    break
+                if part.full:
+                    ended = True
+                    break
         return Page(
             bodies[0] if len(bodies) == 1 else b",".join(bodies),
             count,
@@ -182,40 +253,26 @@ class TopicReader:
             tombstone,
             cursor - start,
             view.topic_id,
+            len(source.cold_segments),
         )
 
 
-def logical_view(ref: TopicRef, now_ms: int) -> TopicView:
+def logical_view(ref: TopicRef, source: Source, now_ms: int) -> TopicView:
     """`ref.view` with its floors over what has expired since the shard last looked: floors are exact at every answer,
     only disk space is lazy. `records` and `live_bytes` are not recounted.
     """
     view, ttl_ms = ref.view, ref.config.ttl_ms
     if not ttl_ms or view.earliest_seq > view.head_seq:
         return view
-    oldest_ts = ref.arena.ts_at(view, view.earliest_seq)
-    if oldest_ts is None:
-        raise _MovedError
-    if now_ms - oldest_ts <= ttl_ms:
+    if now_ms - source.ts_at(view.earliest_seq) <= ttl_ms:
         return view
-    floor = ref.arena.first_seq_at(view, now_ms - ttl_ms)
-    if floor is None:
-        raise _MovedError
+    floor = source.first_seq_at(now_ms - ttl_ms)
     run_seq = view.evict_run_seq
     if view.evict_reason != EvictReason.TTL:
         run_seq = view.evict_floor if view.evict_reason != EvictReason.NONE else 1
     return view._replace(
         earliest_seq=floor, evict_floor=floor, evict_reason=int(EvictReason.TTL), evict_run_seq=run_seq
     )
-
-
-def has_expired(ref: TopicRef, now_ms: int) -> bool:
-    """Whether records have expired that the shard still counts."""
-    ttl_ms, view = ref.config.ttl_ms, ref.view
-    if not ttl_ms or view.earliest_seq > view.head_seq:
-        return False
-    oldest_ts = ref.arena.ts_at(view, view.earliest_seq)
-    # None: the shard has moved on since `view`; it may be for this very reason.
-    return oldest_ts is None or now_ms - oldest_ts > ttl_ms
 
 
 def floor_tombstone(view: TopicView, from_seq: int) -> Tombstone | None:
@@ -233,18 +290,16 @@ def floor_tombstone(view: TopicView, from_seq: int) -> Tombstone | None:
     return Tombstone(gap_from, gap_to, reason.name.lower(), gap_to - gap_from + 1, view.earliest_seq, view.head_seq)
 
 
-def _lost_run(arena: ArenaReader, view: TopicView, first_seq: int, last_seq: int) -> Tombstone:
+def _lost_run(source: Source, view: TopicView, first_seq: int, last_seq: int) -> Tombstone:
     """The records from `first_seq` on that are gone though older ones live (core/topic.py LOCATION_LOST)."""
     seq = first_seq
     reason = EvictReason.NONE
     while seq <= last_seq:
-        locations = arena.locations(view, seq, min(last_seq, seq + _STEP_MAX - 1))
-        if locations is None:
-            raise _MovedError
+        flags, offsets = source.gone(seq, min(last_seq, seq + _STEP_MAX - 1))
         if reason == EvictReason.NONE:
-            reason = EvictReason(locations.offset_len[0] & 0xFFFF_FFFF)
-        for file_flags in locations.file_flags:
-            if not file_flags >> 32 & LOCATION_LOST:
+            reason = EvictReason(offsets[0])
+        for flag in flags:
+            if not flag & LOCATION_LOST:
                 last_seq = seq - 1
                 break
             seq += 1
@@ -253,8 +308,21 @@ def _lost_run(arena: ArenaReader, view: TopicView, first_seq: int, last_seq: int
     )
 
 
-def _unreadable(ref: TopicRef, reason: str) -> TopicsError:
+def _unreadable(ref: TopicRef, error: Exception | None) -> TopicsError:
+    reason = "its index does not hold still" if isinstance(error, MovedError) else str(error)
     _log.error("a topic cannot be read", topic=ref.name, shard=ref.shard, reason=reason)
     return TopicsError(
         "storage_unavailable", f"topic {ref.name!r} cannot be read: {reason}", {"topic": ref.name, "reason": reason}
+    )
+
+
+def _corrupt(ref: TopicRef, damage: CorruptSegment) -> TopicsError:
+    """Never taken for absence: the reader is told where it is, and stays before it."""
+    segment = os.path.join(os.path.basename(os.path.dirname(damage.path)), os.path.basename(damage.path))
+    _log.error("a segment is corrupt", topic=ref.name, path=damage.path, offset=damage.offset, reason=damage.reason)
+    return TopicsError(
+        "storage_unavailable",
+        f"topic {ref.name!r} cannot be read on: segment {segment} is corrupt at offset {damage.offset}:"
+        f" {damage.reason}; restore the file from a copy, or give up what lies there by a delete with before_seq",
+        {"topic": ref.name, "segment": segment, "offset": damage.offset, "reason": damage.reason},
     )

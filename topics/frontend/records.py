@@ -1,8 +1,8 @@
-"""Records as they are served: from frames in a log file to the JSON objects of an answer.
+"""Records as they are served: from frames in a log file or a segment to the JSON objects of an answer.
 
 A frame's payload already is the JSON that the client gets, so a record is three texts put together: its numbers, its
-node and tag if it has them, its payload. The common page, without node, tag, meta or deletions, is one loop of a
-slice and a comparison for each record and one formatting for all of them (`bench diff`).
+node and tag if it has them, its payload. The common page, without node, tag, meta or deletions, is one slice for each
+record and one formatting for all of them (`bench diff`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from topics.core.topic import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST
-from topics.frontend.log_files import LogFiles
-from topics.shm.arena import Locations
+from topics.storage import segment
 from topics.storage.frame import (
     CHECKSUM_LEN,
     HEADER_LEN,
@@ -27,19 +26,9 @@ from topics.storage.frame import (
     LOCATION_HAS_TAG,
 )
 
-_IDENTITY: Final = Struct("<I2xQQ")
-"""frame_len, topic_id, seq of a frame."""
-_HEADER: Final = Struct("<I2xQQ8xHH4x")
-"""frame_len, topic_id, seq, node_len, tag_len."""
-_LENGTH_FIELD_LEN: Final = 4
+_LENS: Final = Struct("<HH4x")
+"""node_len and tag_len: what a header ends with, before data_len, in the log and in a segment alike."""
 _META: Final = b',"meta":{'
-_FLAGS_SHIFT: Final = 32
-_FILE_KEY: Final = 0xFFFF_FFFF | LOCATION_IN_RAM_LOG << _FLAGS_SHIFT
-"""What of an entry's file_flags says which file it is."""
-
-
-class MismatchError(Exception):
-    """A frame is not the one its location promises: the location is out of date, or the file is damaged."""
 
 
 class PageOptions(NamedTuple):
@@ -53,9 +42,35 @@ class PageOptions(NamedTuple):
     include_data: bool = True
 
 
+class FrameKind(NamedTuple):
+    """What the frames of the log and those of segments differ in, for a reader; all in bytes."""
+
+    header_len: int
+    tail_len: int
+    extra_len: int
+    """What makes a length that of the frame in the log: pages are to end at the same record wherever it is."""
+
+
+LOG_FRAME: Final = FrameKind(HEADER_LEN, CHECKSUM_LEN, 0)
+SEGMENT_FRAME: Final = FrameKind(segment.HEADER_LEN, segment.TAIL_LEN, segment.LOG_FRAME_EXTRA_LEN)
+
+
+class Run(NamedTuple):
+    """Consecutive records, and the bytes their frames are in; the live ones were found to be the right ones."""
+
+    first_seq: int
+    ts: list[int]
+    starts: list[int]
+    """Where each frame begins in `buffer`."""
+    lengths: list[int]
+    flags: list[int]
+    buffer: bytes | mmap
+    kind: FrameKind
+
+
 class Rendered(msgspec.Struct, frozen=True, gc=False):
-    """JSON objects joined by commas; `examined` is how many locations were looked at, `full` that a bound of the
-    options ended it, `lost` that a lost record did (it is not among those examined).
+    """JSON objects joined by commas; `examined` is how many records were looked at, `full` that a bound of the options
+    ended it, `lost` that a lost record did (it is not among those examined).
     """
 
     body: bytes
@@ -66,64 +81,36 @@ class Rendered(msgspec.Struct, frozen=True, gc=False):
     lost: bool
 
 
-class Source(NamedTuple):
-    """Where the frames of one topic are."""
-
-    files: LogFiles
-    shard: int
-    topic_id: int
-
-
-def render(
-    source: Source, first_seq: int, locations: Locations, options: PageOptions, count: int, size_bytes: int
-) -> Rendered:
-    """The records at `locations` (consecutive seqs from `first_seq`) as far as the options allow, `count` and
-    `size_bytes` of which are used up already. Raises MismatchError, FileNotFoundError, EOFError.
-    """
-    plain = max(locations.file_flags) >> _FLAGS_SHIFT <= LOCATION_IN_RAM_LOG
-    if plain and options.include_data:
-        return _render_plain(source, first_seq, locations, options, count, size_bytes)
-    return _render_any(source, first_seq, locations, options, count, size_bytes)
+def render(run: Run, options: PageOptions, count: int, size_bytes: int) -> Rendered:
+    """The records of a run as far as the options allow, `count` and `size_bytes` of which are used up already."""
+    if options.include_data and max(run.flags) <= LOCATION_IN_RAM_LOG:
+        return _render_plain(run, options, count, size_bytes)
+    return _render_any(run, options, count, size_bytes)
 
 
-def _render_plain(
-    source: Source, first_seq: int, locations: Locations, options: PageOptions, count: int, size_bytes: int
-) -> Rendered:
+def _render_plain(run: Run, options: PageOptions, count: int, size_bytes: int) -> Rendered:
     """Records without node, tag and meta, none deleted or lost."""
-    totals = list(accumulate([offset_len >> 32 for offset_len in locations.offset_len], initial=size_bytes))
-    take = max(0, min(bisect_right(totals, options.max_batch_bytes) - 1, options.limit - count))
-    if take == 0 and count == 0:
-        take = 1
-    examined = len(locations.ts)
-    arguments: list[int | bytes] = []
-    unpack = _IDENTITY.unpack_from
-    topic_id = source.topic_id
-    seq = first_seq
-    start = 0
-    while start < take:
-        file_flags = locations.file_flags[start]
-        stop = start + 1
-        while stop < take and locations.file_flags[stop] == file_flags:
-            stop += 1
-        offset_lens = locations.offset_len[start:stop]
-        # Within a file offsets grow with the seq: where the last frame ends, all do.
-        end = (offset_lens[-1] & 0xFFFF_FFFF) + (offset_lens[-1] >> 32)
-        file = source.files.get(source.shard, bool(file_flags >> _FLAGS_SHIFT), file_flags & 0xFFFF_FFFF, end)
-        for offset_len, ts in zip(offset_lens, locations.ts[start:stop], strict=True):
-            offset = offset_len & 0xFFFF_FFFF
-            end = offset + (offset_len >> 32)
-            if unpack(file, offset) != (end - offset - _LENGTH_FIELD_LEN, topic_id, seq):
-                raise MismatchError(f"seq {seq}, file {file_flags & 0xFFFF_FFFF}, offset {offset}")
-            arguments += (seq, ts, file[offset + HEADER_LEN : end - CHECKSUM_LEN])
-            seq += 1
-        start = stop
-    body = _template(take) % tuple(arguments)
-    return Rendered(body, take, totals[take], take, take < examined, False)
+    first_seq, ts, starts, lengths, _, buffer, (header_len, tail_len, extra_len) = run
+    examined = take = len(ts)
+    size_bytes += sum(lengths) + extra_len * take
+    if size_bytes > options.max_batch_bytes or take > options.limit - count:
+        size_bytes -= sum(lengths) + extra_len * take
+        totals = list(accumulate([length + extra_len for length in lengths], initial=size_bytes))
+        take = max(0, min(bisect_right(totals, options.max_batch_bytes) - 1, options.limit - count))
+        if take == 0 and count == 0:
+            take = 1
+        size_bytes = totals[take]
+        ts, starts, lengths = ts[:take], starts[:take], lengths[:take]
+    arguments: list[int | bytes] = [0] * (3 * take)
+    arguments[0::3] = range(first_seq, first_seq + take)
+    arguments[1::3] = ts
+    arguments[2::3] = [
+        buffer[start + header_len : start + length - tail_len] for start, length in zip(starts, lengths, strict=True)
+    ]
+    return Rendered(_template(take) % tuple(arguments), take, size_bytes, take, take < examined, False)
 
 
-def _render_any(
-    source: Source, first_seq: int, locations: Locations, options: PageOptions, count: int, size_bytes: int
-) -> Rendered:
+def _render_any(run: Run, options: PageOptions, count: int, size_bytes: int) -> Rendered:
     nodes = options.nodes
     shown_tag = LOCATION_HAS_TAG if options.include_tags else 0
     split_meta = 0 if options.include_data and options.include_meta else LOCATION_HAS_META
@@ -131,53 +118,43 @@ def _render_any(
     arguments: list[int | bytes] = []
     taken = 0
     full = lost = False
-    file: mmap | bytes = b""
-    file_key = -1
-    topic_id = source.topic_id
-    unpack = _HEADER.unpack_from
-    seq = first_seq - 1
-    for ts, offset_len, file_flags in zip(*locations, strict=True):
+    buffer, (header_len, tail_len, extra_len) = run.buffer, run.kind
+    unpack = _LENS.unpack_from
+    seq = run.first_seq - 1
+    for ts, start, length, flags in zip(run.ts, run.starts, run.lengths, run.flags, strict=True):
         seq += 1
-        flags = file_flags >> _FLAGS_SHIFT
         if flags & (LOCATION_DELETED | LOCATION_LOST):
             if flags & LOCATION_DELETED:
                 continue
             lost = True
             break
-        offset = offset_len & 0xFFFF_FFFF
-        length = offset_len >> 32
-        end = offset + length
-        if file_flags & _FILE_KEY != file_key or end > len(file):
-            file_key = file_flags & _FILE_KEY
-            file = source.files.get(source.shard, bool(flags & LOCATION_IN_RAM_LOG), file_flags & 0xFFFF_FFFF, end)
-        frame_len, frame_topic_id, frame_seq, node_len, tag_len = unpack(file, offset)
-        if frame_seq != seq or frame_topic_id != topic_id or frame_len != length - _LENGTH_FIELD_LEN:
-            raise MismatchError(f"seq {seq}, file {file_flags & 0xFFFF_FFFF}, offset {offset}")
-        at = offset + HEADER_LEN
+        at = start + header_len
+        node_len, tag_len = unpack(buffer, at - _LENS.size)
         attributes = b""
         if flags & LOCATION_HAS_NODE:
-            node = file[at : at + node_len]
+            node = buffer[at : at + node_len]
             if nodes is not None and node in nodes:
                 continue
             attributes = _node_member(node)
             at += node_len
-        if taken == room or (length > room_bytes and count + taken > 0):
+        counted_len = length + extra_len
+        if taken == room or (counted_len > room_bytes and count + taken > 0):
             full = True
             break
         if flags & shown_tag:
-            attributes += _tag_member(file[at : at + tag_len])
-        payload = file[at + tag_len : end - CHECKSUM_LEN]
+            attributes += _tag_member(buffer[at : at + tag_len])
+        payload = buffer[at + tag_len : start + length - tail_len]
         if flags & split_meta:
             payload = _part(payload, options)
         elif not options.include_data:
             payload = b""
         arguments += (seq, ts, attributes, payload)
         taken += 1
-        room_bytes -= length
+        room_bytes -= counted_len
     else:
         seq += 1
     body = _attributed_template(taken, options.include_data) % tuple(arguments)
-    return Rendered(body, taken, options.max_batch_bytes - room_bytes, seq - first_seq, full, lost)
+    return Rendered(body, taken, options.max_batch_bytes - room_bytes, seq - run.first_seq, full, lost)
 
 
 def _part(payload: bytes, options: PageOptions) -> bytes:

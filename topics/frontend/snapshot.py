@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from topics.core.errors import TopicsError
 from topics.frontend.arenas import Arenas
+from topics.frontend.cold import ColdMissError
 from topics.frontend.reading import TopicReader, TopicRef
 from topics.frontend.records import PageOptions
 from topics.frontend.stream import Batch, Step, Stream, batch
@@ -81,6 +82,8 @@ class Snapshot:
             ref = self._ref(name)
             if ref is not None and ref.view.topic_id == plan.topic_ids[index]:
                 return stream.take(index, self._batch(ref, from_seq, plan.options, plan.strong))
+        except ColdMissError as miss:
+            return stream.lack(miss)
         except TopicsError as error:
             if error.code != "topic_not_found":
                 return stream.fail(index, error.message)

@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from topics.frontend import cursor
+from topics.frontend.cold import ColdMissError
 from topics.frontend.reading import Page, Tombstone
 from topics.frontend.records import PageOptions
 
@@ -58,6 +59,8 @@ class Outcome(Enum):
     """Nothing, ever."""
     FAILED = 4
     """Try again in RETRY_AFTER_MS."""
+    COLD = 5
+    """Try again when `miss` is there."""
 
 
 class Step(NamedTuple):
@@ -68,6 +71,7 @@ class Step(NamedTuple):
     frames: int
     records: int
     outcome: Outcome
+    miss: ColdMissError | None = None
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -183,6 +187,10 @@ class Stream:
         data = {"topic": self.plan.names[index], "head_seq": head_seq, "reason": "deleted"}
         frame = b"event: topic-deleted\ndata: %b\n%b" % (_encode_json(data), moved.id_line)
         return Step(moved, frame, 1, 0, Outcome.ENDED)
+
+    def lack(self, miss: ColdMissError) -> Step:
+        """What follows is in the cold tier and not at hand."""
+        return Step(self, b"", 0, 0, Outcome.COLD, miss)
 
     def fail(self, index: int, message: str) -> Step:
         """The topic cannot be read now; said once, until it can be read again."""

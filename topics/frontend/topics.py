@@ -23,7 +23,7 @@ from topics.frontend.bodies import read_body
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.query import count, flag
-from topics.frontend.reading import TopicReader, TopicRef, has_expired
+from topics.frontend.reading import TopicReader, TopicRef
 from topics.settings import Settings
 from topics.shm.messages import (
     DeleteRecords,
@@ -170,7 +170,7 @@ class TopicRoutes:
 
     async def _all_settled(self, refs: list[TopicRef]) -> list[TopicRef]:
         now_ms = self._reader.now_ms()
-        if not any(has_expired(ref, now_ms) for ref in refs):
+        if not any(self._reader.has_expired(ref, now_ms) for ref in refs):
             return refs
         settled = await asyncio.gather(*[self._settled(ref) for ref in refs], return_exceptions=True)
         for outcome in settled:
@@ -181,7 +181,7 @@ class TopicRoutes:
 
     async def _settled(self, ref: TopicRef) -> TopicRef:
         """The topic with its floors, count and bytes exact: the shard evicts what has expired."""
-        if not has_expired(ref, self._reader.now_ms()):
+        if not self._reader.has_expired(ref, self._reader.now_ms()):
             return ref
         try:
             async with asyncio.timeout(EXPIRE_WAIT_S):

@@ -1,0 +1,132 @@
+"""Segments as this frontend has them mapped, read-only.
+
+Only the committed part of a segment is mapped, and committed bytes never change but for the marks of a deletion: a map
+stays right while the compactor appends to the segment, and after it has removed it. A segment that has grown is mapped
+anew; a rewritten one has another name.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import OrderedDict
+from typing import Final
+
+from topics.core.segment_list import COLD, SegmentInfo
+from topics.storage import layout
+from topics.storage.segment import ENTRY_LEN, CorruptSegment
+from topics.storage.segment_columns import Columns, check_frames, extent, first_at, read_columns, ts_of
+
+MAPS_MAX: Final = 128
+_SWEEP_STEP: Final = 8
+_CHECKED: Final = b"\1"
+
+
+class OpenSegment:
+    """The committed part of one segment. `data` is None while only the cold tier has it."""
+
+    __slots__ = ("_checked", "_idx", "data", "data_bytes", "data_path", "first_seq", "idx_path", "last_seq", "name")
+
+    def __init__(self, directory: str, topic_id: int, info: SegmentInfo, checked: bytes = b"") -> None:
+        """Maps the files; FileNotFoundError when they are gone, CorruptSegment when they are shorter."""
+        self.first_seq = info.first_seq
+        self.last_seq = info.last_seq
+        self.data_bytes = info.data_bytes
+        self.idx_path = layout.segment_idx_path(directory, info.first_seq, info.version)
+        self.data_path = layout.segment_data_path(directory, info.first_seq, info.version)
+        self.name = object_name(topic_id, info)
+        self._idx = _map(self.idx_path, info.records * ENTRY_LEN)
+        self.data = None if info.flags & COLD else _map(self.data_path, info.data_bytes)
+        self._checked = bytearray(checked.ljust(info.records, b"\0"))
+        """1: the frame of this record was found to be whole since this was mapped."""
+
+    def columns(self, first_seq: int, last_seq: int) -> Columns:
+        """Index entries of these seqs."""
+        return read_columns(self._idx, first_seq - self.first_seq, last_seq - first_seq + 1)
+
+    def extent(self, first_seq: int, columns: Columns) -> tuple[list[int], int]:
+        """(where the frames of `columns` begin, where the last one ends). Raises CorruptSegment."""
+        return extent(columns, self.data_bytes, self.idx_path, (first_seq - self.first_seq) * ENTRY_LEN)
+
+    def check(self, buffer: bytes | mmap.mmap, base: int, first_seq: int, columns: Columns, starts: list[int]) -> None:
+        """That these frames are whole (`segment_columns.check_frames`): once for bytes that are mapped, every time for
+        others. Raises CorruptSegment.
+        """
+        start = first_seq - self.first_seq
+        end = start + len(starts)
+        if self.data is None or self._checked.find(0, start, end) >= 0:
+            check_frames(self.data_path, buffer, base, first_seq, columns, starts)
+            if self.data is not None:
+                self._checked[start:end] = _CHECKED * (end - start)
+
+    @property
+    def checked(self) -> bytes:
+        """To be handed on to a longer map of the same segment."""
+        return bytes(self._checked)
+
+    def ts_at(self, seq: int) -> int:
+        """Commit time of a record, ms."""
+        return ts_of(self._idx, seq - self.first_seq)
+
+    def first_seq_at(self, ts: int) -> int:
+        """The first seq whose commit time is >= ts; last_seq + 1 when there is none."""
+        return self.first_seq + first_at(self._idx, self.last_seq - self.first_seq + 1, ts)
+
+
+class SegmentFiles:
+    """Maps segments of all topics, the least recently used going first when there are too many."""
+
+    def __init__(self, data_dir: str, maps_max: int = MAPS_MAX) -> None:
+        self._data_dir = data_dir
+        self._maps_max = maps_max
+        self._open: OrderedDict[tuple[int, int, int], OpenSegment] = OrderedDict()
+        self._unswept: list[tuple[int, int, int]] = []
+
+    def get(self, topic_id: int, info: SegmentInfo) -> OpenSegment:
+        """The segment, at least as long as `info` says. Raises FileNotFoundError, CorruptSegment, OSError."""
+        key = (topic_id, info.first_seq, info.version)
+        known = self._open.get(key)
+        if known is not None and known.last_seq >= info.last_seq:
+            if info.flags & COLD:
+                # Its hot copy is removed, and takes space until the last map of it is gone.
+                known.data = None
+            if known.data is not None or info.flags & COLD:
+                self._open.move_to_end(key)
+                return known
+        directory = layout.topic_dir(self._data_dir, topic_id)
+        opened = OpenSegment(directory, topic_id, info, known.checked if known is not None else b"")
+        self._open[key] = opened
+        self._open.move_to_end(key)
+        if len(self._open) > self._maps_max:
+            self._open.popitem(last=False)
+        return opened
+
+    def sweep(self) -> None:
+        """Lets go of some maps whose files were removed meanwhile; to be called now and then."""
+        if not self._unswept:
+            self._unswept = list(self._open)
+        for key in self._unswept[-_SWEEP_STEP:]:
+            known = self._open.get(key)
+            if known is None:
+                continue
+            if not os.path.exists(known.idx_path):
+                del self._open[key]
+            elif known.data is not None and not os.path.exists(known.data_path):
+                known.data = None
+        del self._unswept[-_SWEEP_STEP:]
+
+
+def object_name(topic_id: int, info: SegmentInfo) -> str:
+    """What a segment's `.data` is called in the cold tier (`storage.segment_store`)."""
+    return layout.segment_data_path(f"{topic_id:016x}", info.first_seq, info.version)
+
+
+def _map(path: str, length: int) -> mmap.mmap | bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size_bytes = os.fstat(fd).st_size
+        if size_bytes < length:
+            raise CorruptSegment(path, size_bytes, f"the file ends there, {length} bytes are committed")
+        return mmap.mmap(fd, length, prot=mmap.PROT_READ) if length else b""
+    finally:
+        os.close(fd)
