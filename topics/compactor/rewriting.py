@@ -1,4 +1,4 @@
-"""Rewriting a sealed segment without its deleted records: the same seqs, the same frames, a new version of its files."""
+"""Rewriting a sealed segment without its deleted records: same seqs, same frames, a new version of its files."""
 
 from __future__ import annotations
 

@@ -150,6 +150,17 @@ class SegmentName(NamedTuple):
     version: int
 
 
+def parse_segment_file(file_name: str) -> tuple[SegmentName, str] | None:
+    """The segment and which of its files ("data", "idx", "tags") a name is of; None for any other name."""
+    match = _SEGMENT_NAME.fullmatch(file_name)
+    return (SegmentName(int(match[1]), int(match[2] or 0)), match[3]) if match else None
+
+
+def topic_id_of(directory_name: str) -> int | None:
+    """The topic that a directory of segments is named after; None for any other name."""
+    return int(directory_name, 16) if _TOPIC_NAME.fullmatch(directory_name) else None
+
+
 def discover_segments(fs: FileSystem, directory: str) -> dict[SegmentName, set[str]]:
     """Which of "data", "idx" and "tags" exist of each segment; ascending. Empty when the directory does not exist."""
     found: dict[SegmentName, set[str]] = {}

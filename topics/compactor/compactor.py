@@ -1,0 +1,216 @@
+"""A cut: everything that the logs say so far goes into segments and a snapshot, then the logs need not say it any more.
+
+    log      ──────────────────────────────●──────────────▶
+                     P(previous)           P = committed when the cut began
+    1. fold up to P             every topic's head, floors, configuration
+    2. records ≤ P → segments   synced; the shard marks them in its log, behind P, and syncs that
+    3. snapshot of the fold     and of the segments; what the log says behind P comes on top of it
+    4. trim                     log files before P(previous): the previous snapshot stays good for a start
+    5. sweep                    files that neither of the two snapshots can ask for
+
+Killed anywhere, the next life begins with the newest snapshot and does what was not done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Checkpoints, Refused
+from topics.compactor.follower import Follower
+from topics.compactor.leftovers import Leftovers, TopicFiles
+from topics.compactor.log_buffers import LogBuffers
+from topics.compactor.marked_index import MarkedIndex
+from topics.compactor.rewrites import Rewriting
+from topics.core.clock import Clock
+from topics.core.errors import TopicsError
+from topics.core.segment_list import COLD, SegmentInfo
+from topics.log import get_logger
+from topics.shm.control import ProcessCell
+from topics.shm.messages import Done, Trim
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem
+from topics.storage.kill_points import reached
+from topics.storage.logfile import WalPosition
+from topics.storage.segment_deletes import sync_segment
+from topics.storage.snapshot import load_snapshot, save_snapshot
+from topics.storage.state import LogState, decode_snapshot, encode_snapshot
+
+log = get_logger()
+
+
+class Compactor:
+    """`kept`: where the newest snapshot goes on in each shard's log; `log_dirs`: each shard's log and RAM log."""
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        data_dir: str,
+        followers: list[Follower],
+        log_dirs: list[tuple[str, str]],
+        kept: dict[int, WalPosition],
+        checkpoints: Checkpoints,
+        leftovers: Leftovers,
+        rewriting: Rewriting,
+        cell: ProcessCell,
+        clock: Clock,
+        alive: Callable[[], None],
+    ) -> None:
+        self._fs = fs
+        self._data_dir = data_dir
+        self._followers = followers
+        self._log_dirs = log_dirs
+        self._kept = kept
+        self._checkpoints = checkpoints
+        self._leftovers = leftovers
+        self._rewriting = rewriting
+        self._cell = cell
+        self._clock = clock
+        self._alive = alive
+
+    def follow(self, step_bytes: int) -> None:
+        """Reads the logs on where there is that much to read: then a cut has less to do at one go."""
+        for follower in self._followers:
+            until = follower.link.committed
+            follower.link.take_notices()
+            if until is not None and _bytes_between(follower.position, until) >= step_bytes:
+                follower.catch_up(until)
+                self._alive()
+
+    def upkeep(self) -> None:
+        """A step of what can wait. Raises OSError, Refused."""
+        if self._rewriting.step(self._followers):
+            self._cell.add("segments_rewritten")
+
+    @property
+    def new_bytes(self) -> int:
+        """The most that one shard has written since the last snapshot."""
+        return max(
+            follower.link.written_bytes - self._cell.get(f"absorbed_bytes_{follower.shard:02d}")
+            for follower in self._followers
+        )
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a snapshot would say anything that the last one does not, or let files go."""
+        for follower in self._followers:
+            kept = self._kept.get(follower.shard)
+            if kept is None or follower.link.committed not in (None, kept):
+                return True
+        return self._leftovers.waiting
+
+    def cut(self) -> None:
+        """Raises TailLost, FoldError (this object is of no use then), Refused, OSError (the cut may be repeated)."""
+        written_bytes: dict[int, int] = {}
+        states: dict[int, LogState] = {}
+        for follower in self._followers:
+            written = follower.link.written_bytes
+            until = follower.link.committed
+            if until is None:
+                log.info("a shard recovers, its part of the last snapshot stays", shard=follower.shard)
+                continue
+            follower.catch_up(until)
+            try:
+                self._checkpoint(follower)
+            except Refused as error:
+                self._cell.add("failures")
+                log.error("a checkpoint was refused, the log stays as long as it is", reason=str(error))
+                continue
+            states[follower.shard] = LogState(
+                follower.shard, len(self._followers), follower.log_id(), follower.position, follower.fold.state()
+            )
+            written_bytes[follower.shard] = written
+        reached("snapshot.due")
+        if not states or len(states.keys() | self._kept.keys()) < len(self._followers):
+            return
+        self._sync_marks(states)
+        former = self._kept
+        self._save(states)
+        for shard, written in written_bytes.items():
+            self._cell.set(f"absorbed_bytes_{shard:02d}", written)
+        self._trim({shard: former[shard] for shard in states if shard in former})
+        if len(states) == len(self._followers):
+            self._sweep()
+
+    def _checkpoint(self, follower: Follower) -> None:
+        buffers = LogBuffers(*self._log_dirs[follower.shard])
+        try:
+            written = self._checkpoints.run(follower, buffers)
+        finally:
+            buffers.close()
+        follower.touched.clear()
+        self._cell.add("checkpoints")
+        self._cell.add("checkpointed_records", written.records)
+        self._cell.add("checkpointed_bytes", max(0, written.data_bytes))
+        self._cell.add("segments_sealed", written.sealed)
+
+    def _sync_marks(self, shards: Iterable[int]) -> None:
+        """Deletions that the snapshot takes for done are on the disk: nobody will read the log for them."""
+        marked: list[tuple[int, SegmentInfo]] = []
+        indexes: list[MarkedIndex] = []
+        for shard in shards:
+            follower = self._followers[shard]
+            for topic_id in follower.shrunk:
+                topic = follower.fold.topics.get(topic_id)
+                if topic is None:
+                    continue
+                index = follower.index_of(topic)
+                infos = [info for seq in sorted(index.marked) if (info := index.segments.at(seq)) is not None]
+                marked += [(topic_id, info) for info in infos]
+                for info in infos:
+                    self._rewriting.consider(follower, topic_id, info.first_seq)
+                indexes.append(index)
+        if len(marked) > SYNC_ONE_BY_ONE_MAX:
+            self._fs.sync_all(layout.topics_dir(self._data_dir))
+        else:
+            for topic_id, info in marked:
+                directory = layout.topic_dir(self._data_dir, topic_id)
+                sync_segment(self._fs, directory, info.first_seq, info.version, cold=bool(info.flags & COLD))
+        for index in indexes:
+            index.marked.clear()
+
+    def _save(self, states: dict[int, LogState]) -> None:
+        """What of a shard is not in `states` is taken over from the newest snapshot."""
+        if len(states) < len(self._followers):
+            newest = load_snapshot(self._fs, self._data_dir)
+            assert newest is not None, "this life has saved or loaded it"
+            states = {state.shard: state for state in decode_snapshot(newest.body)} | states
+        body = encode_snapshot([states[shard] for shard in sorted(states)])
+        number = save_snapshot(self._fs, self._data_dir, body)
+        self._kept = {shard: state.position for shard, state in states.items()}
+        self._cell.add("snapshots")
+        self._cell.set("last_snapshot_ms", self._clock.now_ms())
+        log.debug("snapshot", number=number, size_bytes=len(body))
+        reached("snapshot.saved")
+
+    def _trim(self, positions: dict[int, WalPosition]) -> None:
+        for shard, position in positions.items():
+            try:
+                self._followers[shard].link.call(Trim(position.file_no), Done)
+            except TopicsError as error:
+                # The next one removes those files as well.
+                self._cell.add("failures")
+                log.error("log files could not be removed", shard=shard, reason=str(error))
+            reached("trim.some")
+        reached("trim.done")
+
+    def _sweep(self) -> None:
+        for follower in self._followers:
+            for topic_id in follower.shrunk:
+                self._leftovers.look_at(topic_id)
+            follower.shrunk.clear()
+        self._cell.add("segments_dropped", self._leftovers.sweep(self._files_of, self._alive))
+        self._cell.set("orphans", self._leftovers.unexplained)
+
+    def _files_of(self, topic_id: int) -> TopicFiles | None:
+        for follower in self._followers:
+            topic = follower.fold.topics.get(topic_id)
+            if topic is not None:
+                return TopicFiles(list(follower.index_of(topic).segments), topic.earliest_seq)
+            if topic_id in follower.fold.created_ids:
+                return TopicFiles(None, 0)
+        return None
+
+
+def _bytes_between(start: WalPosition, end: WalPosition) -> int:
+    """At least so many bytes of log; of files in between only that there are some."""
+    return end.offset - start.offset if end.file_no == start.file_no else max(end.offset, 1 << 30)
