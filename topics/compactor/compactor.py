@@ -13,6 +13,7 @@ Killed anywhere, the next life begins with the newest snapshot and does what was
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 
 from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Checkpoints, Refused
@@ -20,6 +21,7 @@ from topics.compactor.follower import Follower
 from topics.compactor.leftovers import Leftovers, TopicFiles
 from topics.compactor.log_buffers import LogBuffers
 from topics.compactor.marked_index import MarkedIndex
+from topics.compactor.relocation import Relocation, object_names
 from topics.compactor.rewrites import Rewriting
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
@@ -51,6 +53,7 @@ class Compactor:
         checkpoints: Checkpoints,
         leftovers: Leftovers,
         rewriting: Rewriting,
+        relocation: Relocation | None,
         cell: ProcessCell,
         clock: Clock,
         alive: Callable[[], None],
@@ -63,6 +66,7 @@ class Compactor:
         self._checkpoints = checkpoints
         self._leftovers = leftovers
         self._rewriting = rewriting
+        self._relocation = relocation
         self._cell = cell
         self._clock = clock
         self._alive = alive
@@ -80,6 +84,8 @@ class Compactor:
         """A step of what can wait. Raises OSError, Refused."""
         if self._rewriting.step(self._followers):
             self._cell.add("segments_rewritten")
+        if self._relocation is not None:
+            self._cell.add("segments_relocated", self._relocation.step(self._followers))
 
     @property
     def new_bytes(self) -> int:
@@ -137,6 +143,10 @@ class Compactor:
             written = self._checkpoints.run(follower, buffers)
         finally:
             buffers.close()
+        if self._relocation is not None:
+            for topic_id in follower.touched:
+                if (topic := follower.fold.topics.get(topic_id)) is not None:
+                    self._relocation.consider(follower, topic)
         follower.touched.clear()
         self._cell.add("checkpoints")
         self._cell.add("checkpointed_records", written.records)
@@ -193,13 +203,26 @@ class Compactor:
             reached("trim.some")
         reached("trim.done")
 
+    def look_at_all(self) -> None:
+        """What former lives left undone. Raises OSError."""
+        self._leftovers.look_at_all()
+        for follower in self._followers:
+            self._rewriting.consider_all(follower)
+            if self._relocation is not None:
+                for topic in follower.fold.topics.values():
+                    self._relocation.consider(follower, topic)
+
     def _sweep(self) -> None:
         for follower in self._followers:
             for topic_id in follower.shrunk:
                 self._leftovers.look_at(topic_id)
             follower.shrunk.clear()
-        self._cell.add("segments_dropped", self._leftovers.sweep(self._files_of, self._alive))
+        removed = self._leftovers.sweep(self._files_of, self._alive)
+        self._cell.add("segments_dropped", len(removed))
         self._cell.set("orphans", self._leftovers.unexplained)
+        if self._relocation is not None:
+            names = [object_names(topic_id, *name) for topic_id, name in removed]
+            self._relocation.sweep(self._files_of, itertools.chain.from_iterable(names))
 
     def _files_of(self, topic_id: int) -> TopicFiles | None:
         for follower in self._followers:

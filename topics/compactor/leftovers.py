@@ -75,13 +75,14 @@ class Leftovers:
         """What former lives left."""
         self._look.update(layout.discover_topics(self._fs, self._data_dir))
 
-    def sweep(self, files_of: FilesOf, alive: Callable[[], None]) -> int:
-        """Removes what was found last time and is still superfluous, then looks anew. Returns how many segments went.
+    def sweep(self, files_of: FilesOf, alive: Callable[[], None]) -> list[tuple[int, SegmentName]]:
+        """Removes what was found last time and is still superfluous, then looks anew. Returns which segments went, by
+        topic id; those of which only the data did are none of them.
 
         Raises OSError; what is left is found again.
         """
         found, self._found = self._found, {}
-        removed = 0
+        removed: list[tuple[int, SegmentName]] = []
         for topic_id, names in found.items():
             needed = files_of(topic_id)
             for name, kinds in names.items():
@@ -89,7 +90,8 @@ class Leftovers:
                 going = kinds & now if now else None
                 if going:
                     self._remove(topic_id, name, going)
-                    removed += going == _ALL or "idx" in going
+                    if "idx" in going:
+                        removed.append((topic_id, name))
             if needed is not None and needed.segments is None:
                 self._remove_directory(topic_id)
             alive()

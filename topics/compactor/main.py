@@ -1,30 +1,205 @@
-"""The compactor: turns the logs of all shards into segments and snapshots until it is told to stop."""
+"""The compactor: turns the logs of all shards into segments and snapshots until it is told to stop.
+
+It writes no log and answers no client. While it is dead the logs grow, and that is all.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+from topics.compactor.checkpoints import Checkpoints, Refused, tell
+from topics.compactor.compactor import Compactor
+from topics.compactor.follower import Follower
+from topics.compactor.leftovers import Leftovers
+from topics.compactor.marked_index import MarkedIndex
+from topics.compactor.relocation import HotRetention, Relocation
+from topics.compactor.rewrites import Rewriting
+from topics.compactor.segments import SealAt
+from topics.compactor.shard_link import ShardLink
+from topics.compactor.tail import LogTail, TailLost
 from topics.core.clock import Clock, SystemClock
+from topics.core.fold import Fold, FoldError
+from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.control import OVER_LIVES, ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
+from topics.shm.wake import Wake
+from topics.storage import kill_points, layout
+from topics.storage.filesystem import FileSystem, OsFileSystem
+from topics.storage.logfile import WalPosition
+from topics.storage.segment_store import LocalStore
+from topics.storage.snapshot import BadSnapshot, UnknownSnapshotVersion
+from topics.storage.state import LogState, load_state
 
 HEARTBEAT_MS: Final = 250
+ANSWER_POLL_MS: Final = 10
+FOLLOW_BYTES: Final = 2 * 2**20
+RETRY_MS: Final = 2_000
+NICENESS: Final = 10
+"""Who waits for a write comes first."""
+
+log = get_logger()
+
+
+class Stopped(Exception):  # noqa: N818 — named for what it is
+    """There is no more time, or nobody left to talk to."""
 
 
 def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
-    """The process."""
+    """The process; 1 when it has to begin again."""
+    kill_points.arm_as_told(settings.test_kill_at, incarnation)
     clock = SystemClock()
     cell = shared.control.cell(Role.COMPACTOR, 0)
     _start(cell, incarnation, clock)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    cell.set("state", ProcessState.READY)
-    while signal.sigtimedwait({signal.SIGTERM}, HEARTBEAT_MS / 1000) is None:
-        cell.set("heartbeat_ms", clock.now_ms())
+    os.nice(NICENESS)
+    life = _Life(shared, cell, clock, settings.compactor_grace_ms)
+    helper = ThreadPoolExecutor(1, "cold")
+    try:
+        compactor = build(settings, shared, incarnation, OsFileSystem(), life, helper)
+        cell.set("state", ProcessState.READY)
+        _serve(compactor, settings, life, cell, clock)
+    except Stopped as reason:
+        log.info("stopped before everything was in segments, the next start reads more of the logs", reason=str(reason))
+    except (TailLost, FoldError, BadSnapshot, UnknownSnapshotVersion, OSError, Refused) as error:
+        log.error("the compactor begins again", reason=str(error))
+        return 1
+    finally:
+        # A cold directory that hangs must not keep this process.
+        helper.shutdown(wait=False, cancel_futures=True)
     cell.set("state", ProcessState.STOPPED)
     return 0
+
+
+def build(
+    settings: Settings, shared: SharedMemory, incarnation: int, fs: FileSystem, life: _Life, helper: ThreadPoolExecutor
+) -> Compactor:
+    """The compactor where the newest snapshot left off. Waits for shards that recover.
+
+    Raises BadSnapshot, UnknownSnapshotVersion, FoldError, TailLost, OSError, Refused, Stopped.
+    """
+    links = [ShardLink(shared, shard, incarnation, life.wait) for shard in range(shared.shards)]
+    for link in links:
+        while link.committed is None:
+            link.take_notices()
+            life.wait()
+    snapshot = load_state(fs, settings.data_dir)
+    states: dict[int, LogState] = {} if snapshot is None else {state.shard: state for state in snapshot.logs}
+    for note in snapshot.notes if snapshot is not None else ():
+        log.warning("a snapshot was passed over", reason=note)
+    log_dirs = [
+        (layout.group_dir(settings.data_dir, shard, shared.shards), layout.ram_group_dir(shared.ram_dir, shard))
+        for shard in range(shared.shards)
+    ]
+    followers = [_follow(fs, shared, link, log_dirs[link.shard][0], states.get(link.shard)) for link in links]
+    for follower in followers:
+        # Behind this answer nothing of a former life is under way: all its marks are in the log.
+        tell(follower, [])
+        committed = follower.link.committed
+        while committed is None:
+            life.wait()
+            committed = follower.link.committed
+        follower.catch_up(committed)
+    seal_at = SealAt(settings.segment_max_events, settings.segment_max_bytes, settings.segment_max_age_ms)
+    clock = life.clock
+    relocation = None
+    if settings.cold_dir is not None:
+        retention = HotRetention(settings.hot_retain_segments, settings.hot_retain_bytes)
+        store = LocalStore(fs, layout.topics_dir(settings.cold_dir))
+        relocation = Relocation(fs, settings.data_dir, store, retention, helper, clock)
+    compactor = Compactor(
+        fs,
+        settings.data_dir,
+        followers,
+        log_dirs,
+        {shard: state.position for shard, state in states.items()},
+        Checkpoints(fs, settings.data_dir, seal_at, clock, life.alive),
+        Leftovers(fs, settings.data_dir),
+        Rewriting(fs, settings.data_dir, settings.segment_rewrite_dead_ratio, clock),
+        relocation,
+        life.cell,
+        clock,
+        life.alive,
+    )
+    compactor.look_at_all()
+    return compactor
+
+
+def _follow(fs: FileSystem, shared: SharedMemory, link: ShardLink, directory: str, state: LogState | None) -> Follower:
+    fold = Fold(lambda _topic_id: MarkedIndex())
+    if state is None:
+        numbers = layout.list_log_files(fs, directory)
+        return Follower(shared.identity, link, LogTail(directory, WalPosition(numbers[0], 0)), fold)
+    fold.restore(state.state)
+    return Follower(shared.identity, link, LogTail(directory, state.position), fold)
+
+
+def _serve(compactor: Compactor, settings: Settings, life: _Life, cell: ProcessCell, clock: Clock) -> None:
+    last_cut_ms = clock.monotonic_ms()
+    not_before_ms = 0
+    while not life.stopping:
+        life.alive()
+        compactor.follow(FOLLOW_BYTES)
+        now_ms = clock.monotonic_ms()
+        try:
+            due = now_ms - last_cut_ms >= settings.checkpoint_interval_ms
+            due = due or compactor.new_bytes >= settings.checkpoint_wal_bytes
+            if due and now_ms >= not_before_ms:
+                if compactor.has_news:
+                    compactor.cut()
+                last_cut_ms = clock.monotonic_ms()
+            compactor.upkeep()
+        except (OSError, Refused) as error:
+            cell.add("failures")
+            not_before_ms = clock.monotonic_ms() + RETRY_MS
+            log.error("a checkpoint failed and will be repeated", reason=str(error))
+        if not life.stopping:
+            life.sleep(HEARTBEAT_MS)
+    cell.set("state", ProcessState.DRAINING)
+    if compactor.has_news:
+        compactor.cut()
+
+
+class _Life:
+    """Whether this process is to go on: it says that it lives, waits, and gives up when its time is over."""
+
+    def __init__(self, shared: SharedMemory, cell: ProcessCell, clock: Clock, grace_ms: int) -> None:
+        self.cell = cell
+        self.clock = clock
+        self.stopping = False
+        self._wake: Wake = shared.compactor_wake
+        self._shards = [shared.control.cell(Role.WALSHARD, shard) for shard in range(shared.shards)]
+        self._grace_ms = grace_ms
+        self._deadline_ms: int | None = None
+        self._beat_ms = 0
+        signal.signal(signal.SIGTERM, self._request)
+
+    def alive(self) -> None:
+        """Between two steps. Raises Stopped when there is no time for another one."""
+        now_ms = self.clock.monotonic_ms()
+        if now_ms - self._beat_ms >= HEARTBEAT_MS:
+            self._beat_ms = now_ms
+            self.cell.set("heartbeat_ms", self.clock.now_ms())
+        if self._deadline_ms is not None and now_ms >= self._deadline_ms:
+            raise Stopped("the time for the last cut is over")
+
+    def wait(self) -> None:
+        """A little, for what a shard does. Raises Stopped also when it will do nothing any more."""
+        self.alive()
+        if self.stopping and any(cell.get("state") == ProcessState.STOPPED for cell in self._shards):
+            raise Stopped("a shard has stopped")
+        self._wake.sleep(ANSWER_POLL_MS)
+
+    def sleep(self, timeout_ms: int) -> None:
+        """Until a signal or a shard says something, or so long."""
+        self._wake.sleep(timeout_ms)
+
+    def _request(self, _number: int, _frame: object) -> None:
+        self._deadline_ms = self._deadline_ms or self.clock.monotonic_ms() + self._grace_ms
+        self.stopping = True
+        self._wake.signal_always()
 
 
 def _start(cell: ProcessCell, incarnation: int, clock: Clock) -> None:

@@ -1,88 +1,127 @@
-"""The body of a snapshot: what each shard's log says up to a position in it (`snapshot.py` has what surrounds the body).
+"""What is in a snapshot: of each log its state up to a place in it (`core/shard_state.py`). The file is `snapshot.py`'s.
 
-    {"logs": [{"shard": int, "shards": int, "log_id": u64, "position": {"file_no": u64, "offset": u64},
-     "state": […]}, …]}
-
-One entry for every shard, by number; `state` is `core.shard_state.ShardState`. A start reads each log from its position
-on. The snapshot is of use only with the logs that it names by their random ids.
+Body, msgpack: `{"shards": [{"shard", "shards", "log_id", "position": {"file_no", "offset"}, "state"}, …]}`
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 
 from topics.core.shard_state import ShardState
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
-from topics.storage.logfile import NotALogFile, WalPosition, read_first_start
-from topics.storage.snapshot import load_snapshot
+from topics.storage.logfile import NotALogFile, RefusedLog, WalPosition, read_first_start
+from topics.storage.reshard import NewLog
+from topics.storage.snapshot import BadSnapshot, Loaded, load_snapshot
 
 
-class LogState(msgspec.Struct):
-    """One shard's log, and what it says up to `position`."""
+class ShardPart(msgspec.Struct, frozen=True):
+    """One log up to `position`. `state` stays encoded until it is asked for: a shard wants no other's."""
 
     shard: int
     shards: int
     log_id: int
     position: WalPosition
-    state: ShardState
+    state: msgspec.Raw
+
+    def decoded(self) -> ShardState:
+        """Raises msgspec.DecodeError."""
+        return _decode_state(self.state)
 
 
 class _Body(msgspec.Struct):
-    logs: list[LogState]
+    shards: list[ShardPart]
 
 
-class _LogName(msgspec.Struct):
-    shard: int
-    shards: int
-    log_id: int
-
-
-class _Names(msgspec.Struct):
-    logs: list[_LogName]
-
-
-class SnapshotState(msgspec.Struct):
-    """The snapshot that a start begins with; `notes` has a line for each newer one that was passed over."""
+class Snapshot(NamedTuple):
+    """The one that counts; `skipped` are newer ones that do not."""
 
     number: int
-    logs: list[LogState]
-    notes: list[str]
+    parts: list[ShardPart]
+    skipped: list[BadSnapshot]
+
+    def part_of(self, log_id: int) -> ShardPart | None:
+        """What it has of that log; None when it has nothing: then the log is read from its beginning."""
+        return next((part for part in self.parts if part.log_id == log_id), None)
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Body).decode
-_decode_names = msgspec.msgpack.Decoder(_Names).decode
+_decode_state = msgspec.msgpack.Decoder(ShardState).decode
+_decode_body = msgspec.msgpack.Decoder(_Body).decode
 
 
-def encode_snapshot(logs: list[LogState]) -> bytes:
-    """The body for `snapshot.save_snapshot`."""
-    return _encode(_Body(logs))
+def encode_part(shard: int, shards: int, log_id: int, position: WalPosition, state: ShardState) -> ShardPart:
+    return ShardPart(shard, shards, log_id, position, msgspec.Raw(_encode(state)))
 
 
-def decode_snapshot(body: bytes) -> list[LogState]:
-    """Raises msgspec.DecodeError for what no release has written."""
-    return _decode(body).logs
+def encode_parts(parts: Iterable[ShardPart]) -> bytes:
+    """The body for `save_snapshot`."""
+    return _encode(_Body(list(parts)))
 
 
-def goes_with_logs(fs: FileSystem, data_dir: str, body: bytes) -> bool:
-    """Whether the logs that are in `wal` are those that the snapshot names. Raises OSError, UnknownLogVersion."""
-    for name in _decode_names(body).logs:
-        try:
-            start = read_first_start(fs, layout.group_dir(data_dir, name.shard, name.shards))
-        except (NotALogFile, FileNotFoundError):
-            return False
-        if start is None or start.log_id != name.log_id:
-            return False
-    return True
+def decode_parts(body: bytes) -> list[ShardPart]:
+    """Raises msgspec.DecodeError."""
+    return _decode_body(body).shards
 
 
-def load_state(fs: FileSystem, data_dir: str) -> SnapshotState | None:
-    """The newest snapshot that can be used, None when there is none at all.
+def load(fs: FileSystem, data_dir: str) -> Snapshot | None:
+    """The newest snapshot that goes with the logs that are here, None without any.
 
-    Raises BadSnapshot when there are some and none will do, UnknownSnapshotVersion, OSError.
+    Raises RefusedLog when there are some and none will do, UnknownSnapshotVersion, OSError.
     """
-    loaded = load_snapshot(fs, data_dir, lambda body: goes_with_logs(fs, data_dir, body))
-    if loaded is None:
-        return None
-    return SnapshotState(loaded.number, decode_snapshot(loaded.body), [str(skipped) for skipped in loaded.skipped])
+    log_ids = present_log_ids(fs, data_dir)
+
+    def goes_with_logs(body: bytes) -> bool:
+        with suppress(msgspec.DecodeError):
+            return {part.log_id for part in decode_parts(body)} <= log_ids
+        return False
+
+    try:
+        loaded: Loaded | None = load_snapshot(fs, data_dir, goes_with_logs)
+    except BadSnapshot as bad:
+        raise RefusedLog(
+            bad.path, f"{bad}; no other snapshot will do either. Restore the whole data directory from a copy"
+        ) from bad
+    return None if loaded is None else Snapshot(loaded.number, decode_parts(loaded.body), loaded.skipped)
+
+
+def present_log_ids(fs: FileSystem, data_dir: str) -> set[int]:
+    """Of the logs whose first file can be read; what is wrong with any other its recovery says."""
+    found: set[int] = set()
+    for group in layout.discover_groups(fs, layout.wal_dir(data_dir)):
+        with suppress(NotALogFile, RefusedLog, OSError):
+            start = read_first_start(fs, group.path)
+            if start is not None:
+                found.add(start.log_id)
+    return found
+
+
+def remove_useless(fs: FileSystem, data_dir: str, used: int) -> None:
+    """Leaves snapshot `used` alone: others go with other logs, and must not push it out when the next one is made."""
+    for number in layout.list_snapshots(fs, data_dir):
+        if number != used:
+            fs.unlink(layout.snapshot_path(data_dir, number))
+    fs.fsync_dir(layout.meta_dir(data_dir))
+
+
+def dealt_out(parts: Iterable[ShardPart], new_logs: Iterable[NewLog], owner: Callable[[str], int]) -> list[ShardPart]:
+    """The same topics, each in the part of the log that its name's owner has now. Raises msgspec.DecodeError."""
+    logs = list(new_logs)
+    states = {log.shard: ShardState([], [], []) for log in logs}
+    deleted_ids: set[int] = set()
+    for part in parts:
+        state = part.decoded()
+        deleted_ids |= state.all_deleted_ids()
+        for topic in state.topics:
+            states[owner(topic.name)].topics.append(topic)
+        for name in state.deleted_names:
+            states[owner(name)].deleted_names.append(name)
+    for state in states.values():
+        # Nobody knows whose they were; every shard may know of all.
+        state.set_deleted_ids(deleted_ids)
+        state.deleted_names.sort()
+    return [encode_part(log.shard, len(logs), log.log_id, log.start, states[log.shard]) for log in logs]
