@@ -34,8 +34,8 @@ from topics.storage.filesystem import FileSystem
 from topics.storage.kill_points import reached
 from topics.storage.logfile import WalPosition
 from topics.storage.segment_deletes import sync_segment
-from topics.storage.snapshot import load_snapshot, save_snapshot
-from topics.storage.state import LogState, decode_snapshot, encode_snapshot
+from topics.storage.snapshot import save_snapshot
+from topics.storage.state import ShardPart, encode_part, encode_parts, load
 
 log = get_logger()
 
@@ -107,7 +107,7 @@ class Compactor:
     def cut(self) -> None:
         """Raises TailLost, FoldError (this object is of no use then), Refused, OSError (the cut may be repeated)."""
         written_bytes: dict[int, int] = {}
-        states: dict[int, LogState] = {}
+        parts: dict[int, ShardPart] = {}
         for follower in self._followers:
             written = follower.link.written_bytes
             until = follower.link.committed
@@ -121,20 +121,20 @@ class Compactor:
                 self._cell.add("failures")
                 log.error("a checkpoint was refused, the log stays as long as it is", reason=str(error))
                 continue
-            states[follower.shard] = LogState(
+            parts[follower.shard] = encode_part(
                 follower.shard, len(self._followers), follower.log_id(), follower.position, follower.fold.state()
             )
             written_bytes[follower.shard] = written
         reached("snapshot.due")
-        if not states or len(states.keys() | self._kept.keys()) < len(self._followers):
+        if not parts or len(parts.keys() | self._kept.keys()) < len(self._followers):
             return
-        self._sync_marks(states)
+        self._sync_marks(parts)
         former = self._kept
-        self._save(states)
+        self._save(parts)
         for shard, written in written_bytes.items():
             self._cell.set(f"absorbed_bytes_{shard:02d}", written)
-        self._trim({shard: former[shard] for shard in states if shard in former})
-        if len(states) == len(self._followers):
+        self._trim({shard: former[shard] for shard in parts if shard in former})
+        if len(parts) == len(self._followers):
             self._sweep()
 
     def _checkpoint(self, follower: Follower) -> None:
@@ -178,15 +178,15 @@ class Compactor:
         for index in indexes:
             index.marked.clear()
 
-    def _save(self, states: dict[int, LogState]) -> None:
-        """What of a shard is not in `states` is taken over from the newest snapshot."""
-        if len(states) < len(self._followers):
-            newest = load_snapshot(self._fs, self._data_dir)
+    def _save(self, parts: dict[int, ShardPart]) -> None:
+        """What of a shard is not in `parts` is taken over from the newest snapshot."""
+        if len(parts) < len(self._followers):
+            newest = load(self._fs, self._data_dir)
             assert newest is not None, "this life has saved or loaded it"
-            states = {state.shard: state for state in decode_snapshot(newest.body)} | states
-        body = encode_snapshot([states[shard] for shard in sorted(states)])
+            parts = {part.shard: part for part in newest.parts} | parts
+        body = encode_parts([parts[shard] for shard in sorted(parts)])
         number = save_snapshot(self._fs, self._data_dir, body)
-        self._kept = {shard: state.position for shard, state in states.items()}
+        self._kept = {shard: part.position for shard, part in parts.items()}
         self._cell.add("snapshots")
         self._cell.set("last_snapshot_ms", self._clock.now_ms())
         log.debug("snapshot", number=number, size_bytes=len(body))

@@ -29,10 +29,10 @@ from topics.shm.instance import SharedMemory
 from topics.shm.wake import Wake
 from topics.storage import kill_points, layout
 from topics.storage.filesystem import FileSystem, OsFileSystem
-from topics.storage.logfile import WalPosition
+from topics.storage.logfile import RefusedLog, WalPosition
 from topics.storage.segment_store import LocalStore
-from topics.storage.snapshot import BadSnapshot, UnknownSnapshotVersion
-from topics.storage.state import LogState, load_state
+from topics.storage.snapshot import UnknownSnapshotVersion
+from topics.storage.state import ShardPart, load
 
 HEARTBEAT_MS: Final = 250
 ANSWER_POLL_MS: Final = 10
@@ -63,7 +63,7 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
         _serve(compactor, settings, life, cell, clock)
     except Stopped as reason:
         log.info("stopped before everything was in segments, the next start reads more of the logs", reason=str(reason))
-    except (TailLost, FoldError, BadSnapshot, UnknownSnapshotVersion, OSError, Refused) as error:
+    except (TailLost, FoldError, RefusedLog, UnknownSnapshotVersion, OSError, Refused) as error:
         log.error("the compactor begins again", reason=str(error))
         return 1
     finally:
@@ -78,22 +78,20 @@ def build(
 ) -> Compactor:
     """The compactor where the newest snapshot left off. Waits for shards that recover.
 
-    Raises BadSnapshot, UnknownSnapshotVersion, FoldError, TailLost, OSError, Refused, Stopped.
+    Raises RefusedLog, UnknownSnapshotVersion, FoldError, TailLost, OSError, Refused, Stopped.
     """
     links = [ShardLink(shared, shard, incarnation, life.wait) for shard in range(shared.shards)]
     for link in links:
         while link.committed is None:
             link.take_notices()
             life.wait()
-    snapshot = load_state(fs, settings.data_dir)
-    states: dict[int, LogState] = {} if snapshot is None else {state.shard: state for state in snapshot.logs}
-    for note in snapshot.notes if snapshot is not None else ():
-        log.warning("a snapshot was passed over", reason=note)
+    snapshot = load(fs, settings.data_dir)
+    parts: dict[int, ShardPart] = {} if snapshot is None else {part.shard: part for part in snapshot.parts}
     log_dirs = [
         (layout.group_dir(settings.data_dir, shard, shared.shards), layout.ram_group_dir(shared.ram_dir, shard))
         for shard in range(shared.shards)
     ]
-    followers = [_follow(fs, shared, link, log_dirs[link.shard][0], states.get(link.shard)) for link in links]
+    followers = [_follow(fs, shared, link, log_dirs[link.shard][0], parts.get(link.shard)) for link in links]
     for follower in followers:
         # Behind this answer nothing of a former life is under way: all its marks are in the log.
         tell(follower, [])
@@ -114,7 +112,7 @@ def build(
         settings.data_dir,
         followers,
         log_dirs,
-        {shard: state.position for shard, state in states.items()},
+        {shard: part.position for shard, part in parts.items()},
         Checkpoints(fs, settings.data_dir, seal_at, clock, life.alive),
         Leftovers(fs, settings.data_dir),
         Rewriting(fs, settings.data_dir, settings.segment_rewrite_dead_ratio, clock),
@@ -127,13 +125,13 @@ def build(
     return compactor
 
 
-def _follow(fs: FileSystem, shared: SharedMemory, link: ShardLink, directory: str, state: LogState | None) -> Follower:
+def _follow(fs: FileSystem, shared: SharedMemory, link: ShardLink, directory: str, part: ShardPart | None) -> Follower:
     fold = Fold(lambda _topic_id: MarkedIndex())
-    if state is None:
+    if part is None:
         numbers = layout.list_log_files(fs, directory)
         return Follower(shared.identity, link, LogTail(directory, WalPosition(numbers[0], 0)), fold)
-    fold.restore(state.state)
-    return Follower(shared.identity, link, LogTail(directory, state.position), fold)
+    fold.restore(part.decoded())
+    return Follower(shared.identity, link, LogTail(directory, part.position), fold)
 
 
 def _serve(compactor: Compactor, settings: Settings, life: _Life, cell: ProcessCell, clock: Clock) -> None:

@@ -124,8 +124,8 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         *(f"absorbed_bytes_{shard:02d}" for shard in range(SHARDS_MAX)),
     ),
 }
-"""A shard's `committed`: file_no << 32 | offset behind the last frame that is in the log for good and whose effects
-its arena shows; 0 before it has recovered. One word, so that nobody sees the file of one and the offset of another.
+"""A shard's `committed`: file_no << 32 | offset behind the last frame that is in the log for good; 0 before it has
+recovered. One word, so that nobody sees the file of one and the offset of another.
 
 The compactor's `absorbed_bytes_NN`: a shard's `wal_bytes_written` at its last snapshot; what came since is the lag, and
 grows while the compactor is dead.
