@@ -165,6 +165,11 @@ class Service:
         poll("every killed process to be gone", lambda: not any(is_running(pid) for pid in family))
         self._forget()
 
+    def was_killed(self) -> None:
+        """To be called when something else has killed the whole group; it may be started again then."""
+        self._running_process().wait(STOP_DEADLINE_S)
+        self._forget()
+
     def kill_supervisor(self) -> None:
         """SIGKILL to the supervisor alone; returns when its children, noticing, have gone as well."""
         process = self._running_process()

@@ -1,0 +1,193 @@
+"""A crash at every named step of the compactor's work (`storage/kill_points.py`), enumerated: of the process that is at
+it, and of the whole service. Then everything acknowledged is there, once, and `topics verify` finds nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.test_crash import everything
+from tests.harness import Service, is_running, poll
+from topics.storage.kill_points import KILL_POINTS
+
+REACH_DEADLINE_S = 60.0
+CAP = 30
+BATCH = 10
+SETTINGS = {
+    "TOPICS_CHECKPOINT_INTERVAL_MS": "100",
+    "TOPICS_CHECKPOINT_WAL_BYTES": "64KiB",
+    "TOPICS_SEGMENT_MAX_EVENTS": "20",
+    "TOPICS_SEGMENT_REWRITE_DEAD_RATIO": "0.2",
+    "TOPICS_HOT_RETAIN_SEGMENTS": "6",
+}
+FILLER = "x" * 2000
+"""Makes log files full, so that there is something to trim."""
+
+
+class Ledger:
+    """One client that writes, deletes and evicts, and knows what must be there."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+        self.logs: dict[str, list[str]] = {"disk": [], "fsync": [], "capped": [], "tagged": []}
+        self.doubts: dict[str, list[str]] = {name: [] for name in self.logs}
+        self.tags: dict[str, str] = {}
+        self.deleted: set[str] = set()
+        self.maybe_deleted: set[str] = set()
+
+    def set_up(self, client: httpx.Client) -> None:
+        client.put("/v0/topics/disk", json={"durability": "disk"}).raise_for_status()
+        client.put("/v0/topics/fsync", json={"durability": "fsync"}).raise_for_status()
+        client.put("/v0/topics/capped", json={"cap_records": CAP}).raise_for_status()
+        client.put("/v0/topics/tagged", json={"durability": "disk"}).raise_for_status()
+
+    def step(self, client: httpx.Client) -> None:
+        """A few writes, a delete, a topic that comes and goes. httpx.TransportError when the service dies under it."""
+        for topic in self.logs:
+            values = [f"{topic}.{next(self.numbers)}" for _ in range(BATCH)]
+            tags = ["drop" if at % 2 else "keep" for at in range(BATCH)]
+            self.tags.update(zip(values, tags, strict=True))
+            records = [{"data": value, "tag": tag} for value, tag in zip(values, tags, strict=True)]
+            self.doubts[topic] = values
+            answer = client.post(f"/v0/topics/{topic}", json={"records": records})
+            assert answer.status_code == 200, answer.text
+            self.logs[topic] += values
+            self.doubts[topic] = []
+        dropped = {value for value in self.logs["tagged"] if self.tags[value] == "drop"}
+        self.maybe_deleted = dropped
+        answer = client.post("/v0/topics/tagged/delete", json={"match": "drop"})
+        assert answer.status_code == 200, answer.text
+        self.deleted, self.maybe_deleted = dropped, set()
+        client.post("/v0/topics/passing", json={"records": [{"data": FILLER}] * 20}).raise_for_status()
+        client.delete("/v0/topics/passing").raise_for_status()
+
+    def check(self, client: httpx.Client) -> None:
+        """What is read is what was acknowledged; an operation without an answer happened as a whole or not at all."""
+        for topic in ("disk", "fsync"):
+            got = [unquoted(data) for _, data, _ in everything(client, topic)]
+            assert got in (self.logs[topic], self.logs[topic] + self.doubts[topic]), topic
+            self.logs[topic], self.doubts[topic] = got, []
+        got = everything_left(client, "tagged")
+        written = self.logs["tagged"]
+        fates = [
+            (written + self.doubts["tagged"], self.deleted),
+            (written, self.deleted),
+            (written, self.maybe_deleted),
+        ]
+        expected = [[value for value in values if value not in gone] for values, gone in fates]
+        assert got in expected
+        self.logs["tagged"] = (written + self.doubts["tagged"]) if got == expected[0] else written
+        self.deleted = {value for value in self.logs["tagged"] if value not in got}
+        self.doubts["tagged"] = []
+        got = everything_left(client, "capped")
+        written = self.logs["capped"]
+        assert got in (written[-CAP:], (written + self.doubts["capped"])[-CAP:])
+        self.logs["capped"] = written + [value for value in self.doubts["capped"] if value in got]
+        self.doubts["capped"] = []
+
+
+def unquoted(data: bytes) -> str:
+    return data.decode().strip('"')
+
+
+def everything_left(client: httpx.Client, topic: str) -> list[str]:
+    """The data of a topic whose beginning may be gone."""
+    cursor = client.get(f"/v0/topics/{topic}").json()["earliest_seq"] - 1
+    found: list[str] = []
+    while True:
+        page: dict[str, Any] = client.post(f"/v0/topics/{topic}/diff", json={"from_seq": cursor, "limit": 1000}).json()
+        assert page["tombstone"] is None, page["tombstone"]
+        found += [record["data"] for record in page["records"]]
+        cursor = page["next_from_seq"]
+        if page["caught_up"]:
+            return found
+
+
+def verify(data_dir: Path) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "topics.cli.main", "verify", str(data_dir)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+def reach(service: Service, ledger: Ledger, killed: Any) -> None:
+    """Goes on until what was to be killed is dead."""
+    end = time.monotonic() + REACH_DEADLINE_S
+    while not killed():
+        assert time.monotonic() < end, f"the kill point was not reached\n{service.log_tail()}"
+        try:
+            ledger.step(service.client)
+        except httpx.TransportError:
+            poll("the end of the service", killed)
+            return
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("point", KILL_POINTS)
+def test_the_process_dies_and_the_others_go_on(point: str) -> None:
+    with Service(shards=2, frontends=1, env=SETTINGS) as service:
+        service.stop()
+        service.env |= {"TOPICS_TEST_KILL_AT": f"process:{point}", "TOPICS_COLD_DIR": str(service.root / "cold")}
+        service.start()
+        ledger = Ledger()
+        ledger.set_up(service.client)
+
+        def restarts() -> int:
+            return sum(int(process["restarts"]) for process in service.status()["processes"])
+
+        reach(service, ledger, lambda: restarts() > 0)
+        snapshots = service.status()["compactor"]["snapshots"]
+
+        def went_on() -> bool:
+            ledger.step(service.client)
+            return int(service.status()["compactor"]["snapshots"]) >= snapshots + 2
+
+        poll("two more snapshots", went_on, REACH_DEADLINE_S)
+        ledger.check(service.client)
+        service.kill_group()
+        verify(service.data_dir)
+        del service.env["TOPICS_TEST_KILL_AT"]
+        service.start()
+        ledger.check(service.client)
+        service.stop()
+        verify(service.data_dir)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("point", KILL_POINTS)
+def test_the_whole_service_dies(point: str) -> None:
+    with Service(shards=2, frontends=1, env=SETTINGS) as service:
+        service.stop()
+        service.env |= {"TOPICS_TEST_KILL_AT": f"service:{point}", "TOPICS_COLD_DIR": str(service.root / "cold")}
+        service.start()
+        ledger = Ledger()
+        ledger.set_up(service.client)
+        family = service.family()
+        reach(service, ledger, lambda: not any(is_running(pid) for pid in family))
+        service.was_killed()
+        verify(service.data_dir)
+        del service.env["TOPICS_TEST_KILL_AT"]
+        service.start()
+        ledger.check(service.client)
+        snapshots = service.status()["compactor"]["snapshots"]
+
+        def went_on() -> bool:
+            ledger.step(service.client)
+            return int(service.status()["compactor"]["snapshots"]) >= snapshots + 2
+
+        poll("two more snapshots", went_on, REACH_DEADLINE_S)
+        ledger.check(service.client)
+        service.stop()
+        verify(service.data_dir)
