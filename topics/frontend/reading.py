@@ -218,13 +218,13 @@ class TopicReader:
             try:
                 runs = source.runs(cursor + 1, cursor + step, options.max_batch_bytes - size_bytes)
             except (ColdMissError, CorruptSegment) as error:
+                if isinstance(error, CorruptSegment) and step > 1:
+                    # Damage keeps nobody from what lies before it.
+                    step_max = step // 2
+                    continue
                 if count:
                     break
-                if step == 1 or isinstance(error, ColdMissError):
-                    raise
-                # Damage keeps nobody from what lies before it.
-                step_max = step // 2
-                continue
+                raise
             for run in runs:
                 part = render(run, options, count, size_bytes)
                 cursor += part.examined
