@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Sequence
 
+from topics.core.segment_list import SegmentInfo, SegmentList
 from topics.core.topic import ENTRY_WORDS
 
 
 class ListIndex:
     def __init__(self, first_seq: int) -> None:
         self.base_seq = self.next_seq = first_seq
+        self.segments = SegmentList()
         self.rows: dict[int, tuple[int, ...]] = {}
 
     def reserve(self, count: int) -> None:
@@ -32,6 +35,22 @@ class ListIndex:
         assert last_seq < self.next_seq
         return array("Q", [word for seq in range(first_seq, last_seq + 1) for word in self.rows[seq]])
 
+    def live_size(self, first_seq: int, last_seq: int) -> tuple[int, int]:
+        lengths = [row[2] >> 32 for seq in range(first_seq, last_seq + 1) if not (row := self.rows[seq])[3] >> 32 & 34]
+        return len(lengths), sum(lengths)
+
+    def pick_live(self, seqs: Sequence[int]) -> tuple[list[int], int]:
+        live = [seq for seq in seqs if not self.rows[seq][3] >> 32 & 34]
+        return live, sum(self.rows[seq][2] >> 32 for seq in live)
+
+    def flag_deleted(self, seqs: Sequence[int]) -> None:
+        for seq in seqs:
+            self.replace(seq, 3, self.rows[seq][3] | 2 << 32)
+
+    def checkpointed(self, up_to_seq: int, segments: Iterable[SegmentInfo]) -> None:
+        for segment in segments:
+            self.segments.put(segment)
+
     def replace(self, seq: int, word: int, value: int) -> None:
         assert self.base_seq <= seq < self.next_seq
         row = list(self.rows[seq])
@@ -42,7 +61,8 @@ class ListIndex:
         self.base_seq = max(self.base_seq, min(seq, self.next_seq))
 
     def skip_to(self, seq: int) -> None:
-        self.base_seq = self.next_seq = seq
+        if seq > self.next_seq:
+            self.base_seq = self.next_seq = seq
 
     def ts_at(self, seq: int) -> int:
         assert self.base_seq <= seq < self.next_seq

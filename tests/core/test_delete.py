@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.core.list_index import ListIndex
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.core.tags import Match, parse_match
+from topics.core.tags import Match, TagIndex, parse_match
 from topics.core.topic import EvictReason, Topic
 
 TAGS = [b"", b"chat-4", b"chat-42:a", b"chat-42:b", b"chat-420:a", b"z"]
@@ -31,6 +31,12 @@ class Log:
     def tags_of(self, first_seq: int, last_seq: int) -> Iterator[tuple[int, bytes]]:
         return ((seq, self.tags[seq]) for seq in range(first_seq, last_seq + 1) if self.tags[seq])
 
+    def find(self, match: Match, first_seq: int, last_seq: int) -> list[int]:
+        if self.topic.tags is None:
+            self.topic.tags = TagIndex(self.topic.index.base_seq)
+        self.topic.tags.catch_up(self.topic.index.base_seq, self.topic.head_seq, self.tags_of)
+        return [seq for seq in self.topic.tags.find(match) if first_seq <= seq <= last_seq]
+
     def append(self, tags: list[bytes]) -> None:
         sizes = [100 + len(tag) for tag in tags]
         for tag, size in zip(tags, sizes, strict=True):
@@ -45,8 +51,10 @@ class Log:
             self.evict_floor = oldest + 1
 
     def delete(self, before_seq: int | None, match: Match | None) -> int:
-        plan = self.topic.plan_delete(self.topic.head_seq, before_seq, match, self.tags_of)
-        self.topic.deleted(plan)
+        plan = self.topic.plan_delete(before_seq, match, self.find)
+        revision = self.topic.revision
+        self.topic.deleted(plan, self.topic.floors_without(plan))
+        assert self.topic.revision == revision + 1
         gone = [seq for seq in self.live if (before_seq is None or seq < before_seq) and self._matches(seq, match)]
         for seq in gone:
             del self.live[seq]

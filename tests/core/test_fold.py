@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, cast
 
+import msgspec
 import pytest
 
 from tests.core.list_index import ListIndex
@@ -16,23 +19,31 @@ from topics.core.fold import (
     Fold,
     FoldError,
     HeadBody,
+    MarkBody,
     SessionBody,
     encode_body,
     encode_idempotency,
 )
-from topics.core.tags import TagsOf
+from topics.core.runs import decode_runs, encode_runs
+from topics.core.segment_list import SEALED, SegmentInfo, SegmentList
+from topics.core.shard_state import Floors, ShardState
 from topics.core.topic import LOCATION_LOST, EvictReason, Topic
+from topics.core.unlocated_index import UnlocatedIndex
 
 T = 77
 
 
-def no_tags(_topic: Topic) -> TagsOf:
-    return lambda _first_seq, _last_seq: iter(())
+def floors(revision: int, earliest_seq: int, evict_floor: int, reason: EvictReason, records: int) -> Floors:
+    return Floors(revision, earliest_seq, evict_floor, int(reason), 1, records, records * 100)
 
 
-def numbered_tags(_topic: Topic) -> TagsOf:
-    """Every record is tagged with its parity."""
-    return lambda first_seq, last_seq: ((seq, b"odd" if seq % 2 else b"even") for seq in range(first_seq, last_seq + 1))
+def evicted(revision: int, earliest_seq: int, reason: EvictReason, records: int) -> bytes:
+    return encode_body(EvictBody(floors(revision, earliest_seq, earliest_seq, reason, records)))
+
+
+def deleted(revision: int, earliest_seq: int, seqs: list[int], records: int, below_seq: int = 0) -> bytes:
+    after = floors(revision, earliest_seq, 1, EvictReason.NONE, records)
+    return encode_body(DeleteBody(below_seq, encode_runs(seqs), after))
 
 
 def entries(first: int, count: int, ts: int = 5, file_no: int = 1) -> array[int]:
@@ -40,7 +51,7 @@ def entries(first: int, count: int, ts: int = 5, file_no: int = 1) -> array[int]
 
 
 def new(config: TopicConfig | None = None) -> Fold:
-    fold = Fold(lambda: ListIndex(1), no_tags)
+    fold = Fold(lambda _topic_id: ListIndex(1))
     fold.topic_create(T, encode_body(CreateBody("t", config or TopicConfig())))
     return fold
 
@@ -66,7 +77,7 @@ def test_records_config_and_keys() -> None:
 def test_a_watermark_keeps_its_reason() -> None:
     fold = new(TopicConfig(ttl_ms=10))
     fold.records(T, entries(1, 5))
-    fold.evict_watermark(T, 4, encode_body(EvictBody(EvictReason.TTL)))
+    fold.evict_watermark(T, evicted(1, 4, EvictReason.TTL, 2))
     topic = topic_of(fold)
     assert (topic.evict_floor, topic.earliest_seq, topic.evict_reason) == (4, 4, EvictReason.TTL)
 
@@ -98,7 +109,7 @@ def test_a_topic_nobody_created_is_refused() -> None:
 
 
 def test_ram_records_are_read_first_and_fall_into_place() -> None:
-    fold = Fold(lambda: ListIndex(1), no_tags)
+    fold = Fold(lambda _topic_id: ListIndex(1))
     fold.records(T, entries(3, 2, file_no=9))  # the RAM log
     fold.idempotency(T, 3, 5, encode_idempotency(2, b"ram"))
     fold.topic_create(T, encode_body(CreateBody("t", TopicConfig())))
@@ -128,7 +139,7 @@ def test_after_a_clean_stop_the_head_is_exact() -> None:
 
 
 def test_with_the_ram_log_a_ceiling_is_only_a_ceiling() -> None:
-    fold = Fold(lambda: ListIndex(1), no_tags)
+    fold = Fold(lambda _topic_id: ListIndex(1))
     fold.records(T, entries(1, 3))
     fold.topic_create(T, encode_body(CreateBody("t", TopicConfig(durability="ephemeral"))))
     fold.head_watermark(T, 4096, encode_body(HeadBody(exact=False)))
@@ -155,23 +166,188 @@ def test_sessions_come_and_go() -> None:
     assert set(fold.sessions) == {"b"}
 
 
-def test_a_delete_is_bounded_by_the_head_it_was_asked_at() -> None:
-    fold = Fold(lambda: ListIndex(1), numbered_tags)
-    fold.topic_create(T, encode_body(CreateBody("t", TopicConfig())))
-    fold.records(T, entries(1, 8))  # as from a RAM log: all of them before any control frame
-    fold.delete(T, 5, encode_body(DeleteBody(None, "eq", b"odd")))
-    fold.delete(T, 8, encode_body(DeleteBody(3, None)))
+def test_a_delete_takes_what_it_says_and_no_more() -> None:
+    fold = new()
+    fold.records(T, entries(1, 8))
+    fold.delete(T, deleted(1, 2, [1, 3, 5], 5))
+    fold.delete(T, deleted(2, 4, [], 4, below_seq=3))
     topic = topic_of(fold)
-    assert (topic.earliest_seq, topic.evict_floor, topic.records) == (4, 1, 4)
+    assert (topic.earliest_seq, topic.evict_floor, topic.records, topic.live_bytes) == (4, 1, 4, 400)
     assert [seq for seq in range(4, 9) if not topic.index.entries(seq, seq)[3] >> 32 & 2] == [4, 6, 7, 8]
+
+
+def test_floors_that_come_twice_change_nothing() -> None:
+    fold = new()
+    fold.records(T, entries(1, 8))
+    fold.delete(T, deleted(1, 2, [1], 7))
+    fold.evict_watermark(T, evicted(2, 5, EvictReason.TTL, 4))
+    fold.delete(T, deleted(1, 2, [1], 7))
+    fold.evict_watermark(T, evicted(2, 5, EvictReason.TTL, 4))
+    topic = topic_of(fold)
+    assert (topic.revision, topic.earliest_seq, topic.records) == (2, 5, 4)
 
 
 def test_evictions_are_what_the_log_says_and_at_the_end_what_the_caps_say() -> None:
     fold = new(TopicConfig(cap_records=2))
     fold.records(T, entries(1, 3))
-    fold.delete(T, 3, encode_body(DeleteBody(2, None)))
+    fold.delete(T, deleted(1, 2, [], 2, below_seq=2))
     fold.records(T, entries(4, 1))
-    fold.evict_watermark(T, 3, encode_body(EvictBody(EvictReason.CAP)))
+    fold.evict_watermark(T, evicted(2, 3, EvictReason.CAP, 2))
     fold.records(T, entries(5, 2))
     topic = topic_of(fold)
     assert (topic.earliest_seq, topic.evict_floor, topic.records) == (5, 5, 2)
+
+
+def test_counts_of_a_topic_with_records_in_ram_are_counted_again() -> None:
+    """They are all there before the first frame of the durable log, whose floors know of the first two only."""
+    fold = Fold(lambda _topic_id: ListIndex(1))
+    fold.records(T, array("Q", [word for seq in range(1, 6) for word in (seq, 5, 100 << 32, 1 | 1 << 32)]))
+    fold.topic_create(T, encode_body(CreateBody("t", TopicConfig(durability="ephemeral"))))
+    fold.head_watermark(T, 4096, encode_body(HeadBody(exact=False)))
+    fold.delete(T, deleted(1, 2, [1], 1))
+    topic = topic_of(fold, ram_log_survived=True)
+    assert (topic.earliest_seq, topic.records, topic.live_bytes) == (2, 4, 400)
+
+
+def test_floors_beyond_what_a_lost_ram_log_held() -> None:
+    fold = new(TopicConfig(durability="ephemeral"))
+    fold.head_watermark(T, 4096, encode_body(HeadBody(exact=False)))
+    fold.evict_watermark(T, evicted(1, 50, EvictReason.CAP, 20))
+    topic = topic_of(fold)
+    assert (topic.head_seq, topic.earliest_seq, topic.evict_floor, topic.records) == (4096, 4097, 4097, 0)
+
+
+def test_runs_are_small_and_whole() -> None:
+    for seqs in ([], [1], [7], [1, 2, 3], [5, 6, 9, 2**40, 2**40 + 1]):
+        assert decode_runs(encode_runs(seqs)) == seqs
+    assert len(encode_runs(list(range(10, 10_000)))) == 2
+
+
+# -- segments and snapshots
+
+
+def segment(first_seq: int, last_seq: int, flags: int = 0, version: int = 0) -> SegmentInfo:
+    return SegmentInfo(first_seq, last_seq, 5, 5, 92 * (last_seq - first_seq + 1), version, flags)
+
+
+def marked(revision: int, records: int, *segments: SegmentInfo, earliest_seq: int = 1) -> bytes:
+    return encode_body(
+        MarkBody(list(segments), floors(revision, earliest_seq, earliest_seq, EvictReason.NONE, records))
+    )
+
+
+def unlocated(state: ShardState | None = None) -> Fold:
+    """A fold as the compactor has it."""
+    fold = Fold(lambda _topic_id: UnlocatedIndex())
+    if state is not None:
+        fold.restore(msgspec.msgpack.decode(encode_body(state), type=ShardState))
+    return fold
+
+
+def story(fold: Fold) -> Iterator[None]:
+    """A log, frame by frame: between any two there may be a snapshot."""
+    for topic_id, name in ((T, "t"), (T + 1, "gone"), (T + 2, "ram")):
+        durability: Literal["disk", "ephemeral"] = "ephemeral" if name == "ram" else "disk"
+        fold.topic_create(topic_id, encode_body(CreateBody(name, TopicConfig(durability=durability))))
+        yield
+    fold.idempotency(T, 1, 5, encode_idempotency(4, b"key"))
+    fold.records(T, entries(1, 4))
+    yield
+    fold.head_watermark(T + 2, 4096, encode_body(HeadBody(exact=False)))
+    yield
+    fold.checkpoint_mark(T, 4, marked(1, 4, segment(1, 4)))
+    yield
+    fold.records(T, entries(5, 4))
+    yield
+    fold.topic_delete(T + 1)
+    yield
+    fold.delete(T, deleted(2, 2, [1, 6], 6))
+    yield
+    fold.checkpoint_mark(T, 8, marked(3, 6, segment(1, 8, SEALED), earliest_seq=2))
+    yield
+    fold.evict_watermark(T, evicted(4, 4, EvictReason.TTL, 4))
+    yield
+    fold.records(T, entries(9, 2))
+    fold.evict_watermark(T + 2, evicted(1, 30, EvictReason.CAP, 5))
+    yield
+    fold.checkpoint_mark(T, 10, marked(5, 6, segment(1, 8, SEALED, 1), segment(9, 10), earliest_seq=4))
+    yield
+
+
+def test_a_snapshot_at_any_place_and_what_follows_are_the_whole_log() -> None:
+    whole = unlocated()
+    steps = sum(1 for _ in story(whole))
+    expected = whole.state()
+    assert expected.topics[0].floors == floors(5, 4, 4, EvictReason.NONE, 6)
+    assert expected.topics[0].segments == [segment(1, 8, SEALED, 1), segment(9, 10)]
+    checked = 0
+    for cut in range(steps + 1):
+        first = unlocated()
+        telling = story(first)
+        for _ in range(cut):
+            next(telling)
+        state = first.state()
+        # As the compactor saves it: everything up to there is in segments.
+        for topic in state.topics:
+            if topic.head_seq and topic.id == T:
+                known = SegmentList(topic.segments)
+                for ahead in (segment(1, 4), segment(1, 8, SEALED), segment(9, 10)):
+                    if ahead.first_seq <= topic.head_seq:
+                        known.put(ahead)
+                topic.segments = list(known)
+        second = unlocated(state)
+        _tell_from(second, cut)
+        assert second.state() == expected, cut
+        checked += 1
+    assert checked == steps + 1
+
+
+def _tell_from(fold: Fold, cut: int) -> None:
+    """The part of the story behind the cut: what comes before is told to nobody."""
+
+    class Deaf:
+        def __getattr__(self, _name: str) -> Callable[..., None]:
+            return lambda *_frame: None
+
+    class Ears:
+        told = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(fold if self.told >= cut else Deaf(), name)
+
+    ears = Ears()
+    for _ in story(cast(Fold, ears)):
+        ears.told += 1
+
+
+def test_a_snapshot_without_its_segments_is_refused() -> None:
+    fold = unlocated()
+    fold.topic_create(T, encode_body(CreateBody("t", TopicConfig())))
+    fold.records(T, entries(1, 4))
+    with pytest.raises(FoldError, match="up to record 4, but its segments end at 0"):
+        unlocated(fold.state())
+
+
+def test_names_and_ids_of_deleted_topics_outlive_a_snapshot() -> None:
+    fold = unlocated()
+    for topic_id in (T, 2**60, 2**60 + 5):
+        fold.topic_create(topic_id, encode_body(CreateBody(f"t{topic_id}", TopicConfig())))
+        fold.topic_delete(topic_id)
+    again = unlocated(fold.state())
+    assert again.created_ids == {T, 2**60, 2**60 + 5}
+    assert again.deleted_names == fold.deleted_names
+    again.topic_create(T, encode_body(CreateBody("t", TopicConfig())))
+    again.topic_delete(2**60)
+    assert not again.topics
+
+
+def test_records_that_were_in_ram_live_on_in_segments() -> None:
+    """The topic was `ephemeral` for its first three; the service stopped, and the RAM log is gone."""
+    fold = unlocated()
+    fold.topic_create(T, encode_body(CreateBody("t", TopicConfig(durability="ephemeral"))))
+    fold.head_watermark(T, 3, encode_body(HeadBody(exact=True)))
+    fold.config_update(T, encode_body(ConfigBody(TopicConfig())))
+    fold.records(T, entries(4, 1))
+    fold.checkpoint_mark(T, 4, marked(1, 4, segment(1, 4)))
+    topic = fold.topics[T]
+    assert (topic.head_seq, topic.earliest_seq, topic.evict_floor, topic.records) == (4, 1, 1, 4)

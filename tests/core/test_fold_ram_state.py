@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from tests.core.list_index import ListIndex
-from tests.core.test_fold import T, entries, new, no_tags, topic_of
+from tests.core.test_fold import T, entries, evicted, new, topic_of
 from topics.core.config import TopicConfig
 from topics.core.fold import (
     CreateBody,
-    EvictBody,
     Fold,
     HeadBody,
     RamStateBody,
@@ -18,7 +17,7 @@ from topics.core.topic import EvictReason, Topic
 
 
 def folded(state: RamStateBody, first: int, count: int, before_creation: bool = True) -> Fold:
-    fold = Fold(lambda: ListIndex(1), no_tags)
+    fold = Fold(lambda _topic_id: ListIndex(1))
     creation = encode_body(CreateBody("t", TopicConfig(durability="ephemeral")))
     if not before_creation:
         fold.topic_create(T, creation)
@@ -38,7 +37,7 @@ def test_the_log_may_begin_beyond_any_watermark() -> None:
     for before_creation in (True, False):
         state = RamStateBody(9000, 8990, EvictReason.CAP, 7, 50, [])
         fold = folded(state, 8980, 40, before_creation)
-        fold.evict_watermark(T, 100, encode_body(EvictBody(EvictReason.TTL)))  # of long ago
+        fold.evict_watermark(T, evicted(1, 100, EvictReason.TTL, 5))  # of long ago
         topic = topic_of(fold, ram_log_survived=True)
         assert floors(topic) == (9019, 9000, 8990, EvictReason.CAP, 7)
         assert (topic.records, topic.last_write_ts) == (20, 50)
@@ -47,9 +46,10 @@ def test_the_log_may_begin_beyond_any_watermark() -> None:
 def test_what_is_said_after_it_counts_on() -> None:
     fold = folded(RamStateBody(9000, 9000, EvictReason.CAP, 7, 50, []), 9000, 10)
     fold.records(T, entries(9010, 5, ts=60))
-    fold.evict_watermark(T, 9012, encode_body(EvictBody(EvictReason.CAP)))
+    fold.evict_watermark(T, evicted(1, 9012, EvictReason.CAP, 3))
     topic = topic_of(fold, ram_log_survived=True)
-    assert floors(topic) == (9014, 9012, 9012, EvictReason.CAP, 7)
+    assert floors(topic) == (9014, 9012, 9012, EvictReason.CAP, 1)
+    assert topic.records == 3
     assert topic.last_write_ts == 60
 
 
@@ -60,7 +60,7 @@ def test_an_empty_topic_keeps_its_head() -> None:
 
 
 def test_the_latest_state_counts() -> None:
-    fold = Fold(lambda: ListIndex(1), no_tags)
+    fold = Fold(lambda _topic_id: ListIndex(1))
     for earliest in (10, 20):
         fold.ram_state(T, encode_body(RamStateBody(earliest, earliest, EvictReason.CAP, 1, 5, [])))
     fold.topic_create(T, encode_body(CreateBody("t", TopicConfig())))
@@ -68,7 +68,7 @@ def test_the_latest_state_counts() -> None:
 
 
 def test_keys_of_it_and_around_it_are_in_order_of_age() -> None:
-    fold = Fold(lambda: ListIndex(1), no_tags)
+    fold = Fold(lambda _topic_id: ListIndex(1))
     for ts, key in ((2, b"b"), (3, b"c")):
         fold.idempotency(T, ts, ts, encode_idempotency(1, key))
     keys = [(b"a", 1, 1, 1), (b"b", 2, 1, 2), (b"c", 3, 1, 3)]
@@ -83,7 +83,7 @@ def test_keys_of_it_and_around_it_are_in_order_of_age() -> None:
 
 
 def test_durable_records_of_a_topic_that_left_them_behind_stay_gone() -> None:
-    fold = Fold(lambda: ListIndex(1), no_tags)
+    fold = Fold(lambda _topic_id: ListIndex(1))
     fold.records(T, entries(101, 20))
     fold.ram_state(T, encode_body(RamStateBody(50, 50, EvictReason.CAP, 1, 5, [])))
     fold.topic_create(T, encode_body(CreateBody("t", TopicConfig())))

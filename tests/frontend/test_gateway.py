@@ -37,9 +37,12 @@ from topics.shm.messages import (
     Watch,
 )
 from topics.shm.names import SHM_ROOT, objects
+from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import LaidOut, lay_out
 from topics.walshard.holdings import Holdings
 from topics.walshard.hosted import Hosted
+from topics.walshard.segment_files import SegmentFiles
+from topics.walshard.topic_index import TopicIndex
 
 RING_BYTES = 64 * 1024
 REPLY = AppendReply(5, 1, 5, False, False, "disk", 12, 0)
@@ -80,9 +83,9 @@ class Shard:
         self.shared.frontend_wakes[0].signal_always()
 
     def host(self, name: str, topic_id: int) -> Hosted:
-        ring = LocationRing(self.arena, 1)
+        index = TopicIndex(topic_id, LocationRing(self.arena, 1), SegmentFiles(OsFileSystem(), "nowhere"))
         holdings = Holdings(self.shared.control, 0, load({}, {"wal_shards": 1, "frontends": 1}))
-        hosted = Hosted(self.arena, Topic(topic_id, name, TopicConfig(), ring), ring, holdings)
+        hosted = Hosted(self.arena, Topic(topic_id, name, TopicConfig(), index), index, holdings)
         hosted.announce()
         return hosted
 

@@ -48,7 +48,7 @@ def read_log(directory: Path) -> Frames:
         found = read_log_frames((directory / name).read_bytes())
         start = msgspec.msgpack.decode(found[0][7])
         assert found[0][0] == 32
-        assert (start["version"], start["file_no"], name) == (1, file_no, f"wal-{file_no:020d}.log")
+        assert (start["version"], start["file_no"], name) == (2, file_no, f"wal-{file_no:020d}.log")
         frames += [frame for frame in found if frame[0] not in (32, 33, 34)]
         if (directory / "CURRENT").read_text() == name + "\n":
             break

@@ -405,12 +405,12 @@ def test_a_valid_frame_whose_checksum_ends_in_zeros_is_found_behind_damage(direc
 
 def test_an_unknown_version_is_refused_never_guessed(directory: str) -> None:
     os.mkdir(directory)
-    start = FileStart(2, 1, 1, 0, 1, "boot-1")
+    start = FileStart(3, 1, 1, 0, 1, "boot-1")
     with open(layout.log_path(directory, 1), "wb") as file:
         file.write(file_start_frame(start) + bytes(1000))
     for accept in (False, True):
         with pytest.raises(
-            UnknownLogVersion, match=r"log format version 2 is unknown \(this release reads version 1\)"
+            UnknownLogVersion, match=r"log format version 3 is unknown \(this release reads version 2\)"
         ):
             read_log(directory, accept_data_loss=accept)
 

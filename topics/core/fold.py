@@ -5,29 +5,39 @@ Bodies of control frames (msgpack maps; a writer in another language needs nothi
     TOPIC_CREATE     topic_id                 {"name": str, "config": {…}, "recreated": bool}
     CONFIG_UPDATE    topic_id                 {"config": {…}}               fields at their default are left out
     TOPIC_DELETE     topic_id                 -
-    DELETE           topic_id, seq = head     {"before_seq": u64 | nil, "op": "eq" | "glob" | nil, "tag": bytes}
-    EVICT_WATERMARK  topic_id, seq = floor    {"reason": 1 cap, 2 ttl, 3 mixed, 4 restart}
+    DELETE           topic_id, seq = head     {"below_seq": u64, "runs": [u64, …], "floors": […]}
+    EVICT_WATERMARK  topic_id, seq = floor    {"floors": […]}
+    CHECKPOINT_MARK  topic_id, seq            {"segments": [[…], …], "floors": […]}   records up to seq are in segments
     HEAD_WATERMARK   topic_id, seq            {"exact": bool}               no seq above was assigned in RAM
     IDEMPOTENCY      topic_id, seq = first    count u32 | key bytes         first frame of the write it names
     RAM_STATE        topic_id                 {"earliest_seq": u64, "evict_floor": u64, …}, see RamStateBody
     SESSION          0                        {"wid": str, "body": bytes | nil, "positions": {…}, "exact": bool}
 
+`floors` are what the topic is afterwards (`shard_state.Floors`), `segments` what is new or changed
+(`segment_list.SegmentInfo`), both as arrays. `runs` are the seqs that a DELETE took above `below_seq`: how many to pass
+over (from 1 on at first), how many it took, and so on. So nothing is worked out again when the log is read: records may
+be marked, evicted or rewritten by then.
+
 A run of frames may come twice (a file whose sync failed is copied into the next one): the second changes nothing.
+Floors whose revision is not above the topic's are passed over with all that their frame says.
 """
 
 from __future__ import annotations
 
 import struct
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 
 from topics.core.config import TopicConfig
 from topics.core.idempotency import Outcome
-from topics.core.tags import Match, TagsOf
-from topics.core.topic import ENTRY_WORDS, LOCATION_LOST, EvictReason, RecordIndex, Topic
+from topics.core.record_index import RecordIndex
+from topics.core.runs import decode_runs
+from topics.core.segment_list import SegmentInfo
+from topics.core.shard_state import Floors, ShardState, TopicState
+from topics.core.topic import ENTRY_WORDS, LOCATION_IN_RAM_LOG, LOCATION_LOST, EvictReason, Topic
 
 _COUNT = struct.Struct("<I")
 
@@ -43,15 +53,20 @@ class ConfigBody(msgspec.Struct):
 
 
 class DeleteBody(msgspec.Struct):
-    """`op` and `tag` as in `tags.Match`; a nil `op` matches every record."""
+    """Everything below `below_seq` is gone (0: nothing of the kind), and what `runs` (`core/runs.py`) has."""
 
-    before_seq: int | None
-    op: Literal["eq", "glob"] | None
-    tag: bytes = b""
+    below_seq: int
+    runs: list[int]
+    floors: Floors
 
 
 class EvictBody(msgspec.Struct):
-    reason: int
+    floors: Floors
+
+
+class MarkBody(msgspec.Struct):
+    segments: list[SegmentInfo]
+    floors: Floors
 
 
 class HeadBody(msgspec.Struct):
@@ -85,6 +100,7 @@ _decode_create = msgspec.msgpack.Decoder(CreateBody).decode
 _decode_config = msgspec.msgpack.Decoder(ConfigBody).decode
 _decode_delete = msgspec.msgpack.Decoder(DeleteBody).decode
 _decode_evict = msgspec.msgpack.Decoder(EvictBody).decode
+_decode_mark = msgspec.msgpack.Decoder(MarkBody).decode
 _decode_head = msgspec.msgpack.Decoder(HeadBody).decode
 _decode_ram_state = msgspec.msgpack.Decoder(RamStateBody).decode
 decode_session = msgspec.msgpack.Decoder(SessionBody).decode
@@ -102,13 +118,13 @@ class Fold:
     """Applies frames in log order.
 
     Appends are gathered per topic and reach it in runs, so that the cost of a record is a few list operations.
-    A topic's records may come from two logs (it was `ephemeral` for a while): the RAM log is read first, then the
-    durable one, then `finish` is called.
+    A topic's records may come from two logs (it was `ephemeral` for a while). In this order: `restore`, if there is a
+    snapshot, the RAM log, the durable one, `finish`. Or, for a snapshot, the durable log alone and then `state`.
     """
 
-    def __init__(self, make_index: Callable[[], RecordIndex], tags_of: Callable[[Topic], TagsOf]) -> None:
+    def __init__(self, make_index: Callable[[int], RecordIndex]) -> None:
+        """`make_index`: topic id → its index, empty, the next entry being that of seq 1."""
         self._make_index = make_index
-        self._tags_of = tags_of
         self.topics: dict[int, Topic] = {}
         self.sessions: dict[str, SessionBody] = {}
         self.created_ids: set[int] = set()
@@ -119,6 +135,67 @@ class Fold:
         self._early_keys: dict[int, list[tuple[bytes, Outcome]]] = {}
         self._ram_states: dict[int, RamStateBody] = {}
         self._ephemeral_heads: dict[int, int] = {}
+        self._uncounted: set[int] = set()
+        """Topics whose counts the durable log does not know: records came from RAM, or were lost with it."""
+
+    # -- a snapshot
+
+    def state(self) -> ShardState:
+        """Everything that was folded so far. Between two whole writes of the durable log; nothing of a RAM log.
+
+        FoldError when the log lacks records.
+        """
+        topics = []
+        for topic in self.topics.values():
+            self._settle(topic, at_end=True)
+            topics.append(
+                TopicState(
+                    topic.id,
+                    topic.name,
+                    topic.config,
+                    topic.recreated,
+                    topic.head_seq,
+                    topic.last_write_ts,
+                    msgspec.structs.replace(topic.floors(), revision=topic.revision),
+                    list(topic.index.segments),
+                    topic.idempotency.unexpired(topic.last_write_ts, topic.config.idempotency_window_ms),
+                    self._ephemeral_heads.get(topic.id),
+                )
+            )
+        state = ShardState(topics, [], sorted(self.deleted_names))
+        state.set_deleted_ids(self.created_ids - self.topics.keys())
+        return state
+
+    def restore(self, state: ShardState) -> None:
+        """Before anything else: goes on where the fold that gave this state was. FoldError when it lacks records."""
+        assert not self.created_ids
+        self.deleted_names = set(state.deleted_names)
+        self.created_ids = state.all_deleted_ids()
+        for kept in state.topics:
+            self._restore_topic(kept)
+
+    def _restore_topic(self, kept: TopicState) -> None:
+        index = self._make_index(kept.id)
+        topic = Topic(kept.id, kept.name, kept.config, index, kept.recreated)
+        self.topics[kept.id] = topic
+        self.created_ids.add(kept.id)
+        index.checkpointed(0, kept.segments)
+        index.skip_to(kept.head_seq + 1)
+        topic.head_seq = kept.head_seq
+        topic.last_write_ts = kept.last_write_ts
+        topic.logged(kept.floors)
+        for key, *outcome in kept.keys:
+            topic.idempotency.remember(key, Outcome(*outcome))
+        if kept.ephemeral_head_seq is not None:
+            self._ephemeral_heads[kept.id] = kept.ephemeral_head_seq
+        held_seq = max(index.segments.last_seq, topic.earliest_seq - 1)
+        if held_seq < topic.head_seq:
+            raise FoldError(
+                f"the snapshot has topic {kept.name!r} ({kept.id:#x}) up to record {topic.head_seq}, "
+                f"but its segments end at {held_seq}"
+            )
+
+    # -- frames
 
     def records(self, topic_id: int, entries: array[int]) -> None:
         """A run of Append frames of one topic: index entries in log order."""
@@ -132,12 +209,12 @@ class Fold:
         if topic_id in self.created_ids:
             return
         body = _decode_create(data)
-        topic = Topic(topic_id, body.name, body.config, self._make_index(), body.recreated)
+        topic = Topic(topic_id, body.name, body.config, self._make_index(topic_id), body.recreated)
         self.topics[topic_id] = topic
         self.created_ids.add(topic_id)
         state = self._ram_states.pop(topic_id, None)
         if state is not None:
-            _restore_ram_state(topic, state)
+            self._restore_ram_state(topic, state)
         for key, outcome in self._early_keys.pop(topic_id, ()):
             topic.idempotency.remember(key, outcome)
 
@@ -147,6 +224,7 @@ class Fold:
             self.deleted_names.add(topic.name)
             self._pending.pop(topic_id, None)
             self._ephemeral_heads.pop(topic_id, None)
+            topic.index.drop_before(topic.head_seq + 1)
             del self.topics[topic_id]
 
     def config_update(self, topic_id: int, data: bytes) -> None:
@@ -156,19 +234,35 @@ class Fold:
             # Its evictions, if any, are in the log themselves.
             topic.config = _decode_config(data).config
 
-    def delete(self, topic_id: int, head_seq: int, data: bytes) -> None:
+    def delete(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
-            self._settle(topic)
             body = _decode_delete(data)
-            match = None if body.op is None else Match(body.op, body.tag)
-            topic.deleted(topic.plan_delete(head_seq, body.before_seq, match, self._tags_of(topic)))
+            if self._begins(topic, body.floors):
+                seqs = decode_runs(body.runs)
+                topic.index.flag_deleted(
+                    seqs[bisect_left(seqs, topic.earliest_seq) : bisect_right(seqs, topic.head_seq)]
+                )
+                self._take(topic, body.floors)
 
-    def evict_watermark(self, topic_id: int, seq: int, data: bytes) -> None:
+    def evict_watermark(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
-            self._settle(topic)
-            topic.evict_below(seq, EvictReason(_decode_evict(data).reason))
+            floors = _decode_evict(data).floors
+            if self._begins(topic, floors):
+                self._take(topic, floors)
+
+    def checkpoint_mark(self, topic_id: int, up_to_seq: int, data: bytes) -> None:
+        topic = self._topic(topic_id)
+        if topic is not None:
+            body = _decode_mark(data)
+            if self._begins(topic, body.floors):
+                if up_to_seq > topic.head_seq:
+                    self._uncounted.add(topic_id)
+                topic.index.checkpointed(up_to_seq, body.segments)
+                topic.reaches(up_to_seq)
+                self._take(topic, body.floors)
+                topic.index.drop_before(topic.earliest_seq)
 
     def head_watermark(self, topic_id: int, seq: int, data: bytes) -> None:
         if self._topic(topic_id) is not None:
@@ -189,7 +283,7 @@ class Fold:
         state = _decode_ram_state(data)
         topic = self.topics.get(topic_id)
         if topic is not None:
-            _restore_ram_state(topic, state)
+            self._restore_ram_state(topic, state)
         elif topic_id not in self.created_ids:
             self._ram_states[topic_id] = state
 
@@ -208,13 +302,25 @@ class Fold:
             self._settle(topic, at_end=True)
             head_ceiling = self._ephemeral_heads.get(topic.id, 0)
             topic.head_ceiling = head_ceiling
+            # Only where a loss was accepted: segments go on behind the end of the log.
+            if topic.index.segments.last_seq > topic.head_seq:
+                topic.reaches(topic.index.segments.last_seq)
+                self._uncounted.add(topic.id)
             if not ram_log_survived and head_ceiling > topic.head_seq:
-                if topic.records:
-                    self._fill_lost(topic, head_ceiling)
-                else:
-                    topic.lost_below(head_ceiling + 1, EvictReason.RESTART)
+                self._lose(topic, head_ceiling)
+            if topic.id in self._uncounted:
+                topic.recount()
             # What the last writes evicted may not have been logged any more.
             topic.evict_over_cap()
+
+    def settle(self) -> None:
+        """Every topic has the records that were fed so far, as far as they follow each other."""
+        for topic_id in list(self._pending):
+            topic = self.topics.get(topic_id)
+            if topic is None:
+                del self._pending[topic_id]
+            else:
+                self._settle(topic)
 
     def _topic(self, topic_id: int) -> Topic | None:
         """None for a topic that was deleted since."""
@@ -232,6 +338,8 @@ class Fold:
         if entries is None:
             return
         entries = self._in_order(topic, entries)
+        if any(word >> 32 & LOCATION_IN_RAM_LOG for word in set(entries[3::4])):
+            self._uncounted.add(topic.id)
         while entries:
             expected = topic.head_seq + 1
             if entries[0] > expected:
@@ -243,10 +351,7 @@ class Fold:
                         f"topic {topic.name!r} ({topic.id:#x}): record {entries[0]} follows {expected - 1}, "
                         f"the records between are missing from the log"
                     )
-                if topic.records:
-                    self._fill_lost(topic, entries[0] - 1)
-                else:
-                    topic.lost_below(entries[0], EvictReason.RESTART)
+                self._lose(topic, entries[0] - 1)
                 continue
             run = _dense_run(entries)
             topic.restored(entries[: run * ENTRY_WORDS])
@@ -264,6 +369,43 @@ class Fold:
             ordered.extend(rows[seq])
         return ordered
 
+    def _begins(self, topic: Topic, floors: Floors) -> bool:
+        """Whether a frame with these floors says anything new; the topic has all records before it then."""
+        if floors.revision <= topic.revision:
+            return False
+        self._settle(topic)
+        return True
+
+    def _take(self, topic: Topic, floors: Floors) -> None:
+        """Records of an `ephemeral` topic below the floor need not be in any log that is left."""
+        if floors.earliest_seq > topic.head_seq + 1:
+            self._uncounted.add(topic.id)
+            topic.reaches(floors.earliest_seq - 1)
+        elif floors.earliest_seq < topic.earliest_seq:
+            # They were taken for lost with the RAM log. If they were not, a segment has them.
+            if topic.index.base_seq <= floors.earliest_seq:
+                topic.earliest_seq = floors.earliest_seq
+            else:
+                floors = msgspec.structs.replace(topic.floors(), revision=floors.revision)
+        topic.logged(floors)
+
+    def _restore_ram_state(self, topic: Topic, state: RamStateBody) -> None:
+        self._uncounted.add(topic.id)
+        if state.earliest_seq > topic.head_seq + 1:
+            topic.lost_below(state.earliest_seq, EvictReason(state.evict_reason))
+            topic.evict_floor, topic.evict_run_seq = state.evict_floor, state.evict_run_seq
+        topic.last_write_ts = max(topic.last_write_ts, state.last_write_ts)
+        for key, *outcome in state.keys:
+            topic.idempotency.remember(key, Outcome(*outcome))
+
+    def _lose(self, topic: Topic, last_seq: int) -> None:
+        """What was in RAM up to there is gone."""
+        self._uncounted.add(topic.id)
+        if topic.earliest_seq <= topic.head_seq:
+            self._fill_lost(topic, last_seq)
+        else:
+            topic.lost_below(last_seq + 1, EvictReason.RESTART)
+
     def _fill_lost(self, topic: Topic, last_seq: int) -> None:
         count = last_seq - topic.head_seq
         lost = array("Q", bytes(count * ENTRY_WORDS * 8))
@@ -272,15 +414,6 @@ class Fold:
         lost[2::4] = array("Q", [EvictReason.RESTART]) * count
         lost[3::4] = array("Q", [LOCATION_LOST << 32]) * count
         topic.restored(lost)
-
-
-def _restore_ram_state(topic: Topic, state: RamStateBody) -> None:
-    if state.earliest_seq > topic.head_seq + 1:
-        topic.lost_below(state.earliest_seq, EvictReason(state.evict_reason))
-        topic.evict_floor, topic.evict_run_seq = state.evict_floor, state.evict_run_seq
-    topic.last_write_ts = max(topic.last_write_ts, state.last_write_ts)
-    for key, *outcome in state.keys:
-        topic.idempotency.remember(key, Outcome(*outcome))
 
 
 def _dense_run(entries: array[int]) -> int:

@@ -6,6 +6,9 @@ that a release reads the snapshots of those before it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import accumulate, pairwise
+
 import msgspec
 
 from topics.core.config import TopicConfig
@@ -50,3 +53,9 @@ class ShardState(msgspec.Struct, array_like=True):
     topics: list[TopicState] = []
     deleted_ids: list[int] = []
     deleted_names: list[str] = []
+
+    def all_deleted_ids(self) -> set[int]:
+        return set(accumulate(self.deleted_ids))
+
+    def set_deleted_ids(self, topic_ids: Iterable[int]) -> None:
+        self.deleted_ids = [later - former for former, later in pairwise([0, *sorted(topic_ids)])]

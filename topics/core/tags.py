@@ -23,6 +23,10 @@ class Match(NamedTuple):
     op: Literal["eq", "glob"]
     tag: bytes
 
+    def covers(self, tag: bytes) -> bool:
+        """Whether a record with this tag matches."""
+        return tag == self.tag if self.op == "eq" else tag.startswith(self.tag)
+
 
 def parse_match(given: object) -> Match:
     """From JSON: `["tag","Eq","x"]`, `["tag","Glob","x*"]`, or a bare string (a Glob when it ends in `*`)."""
@@ -50,9 +54,11 @@ class TagIndex:
         self._entries = 0
         self.next_seq = first_seq
 
-    def catch_up(self, base_seq: int, head_seq: int, records: int, tags_of: TagsOf) -> None:
-        """Indexes what was appended since; starts over when most of what it holds is gone."""
-        if self._entries > 4096 and self._entries > 2 * records:
+    def catch_up(self, base_seq: int, head_seq: int, tags_of: TagsOf) -> None:
+        """Indexes what was appended since, up to `head_seq`; starts over at `base_seq` when most of what it holds is
+        below that.
+        """
+        if self._entries > 4096 and self._entries > 2 * (head_seq + 1 - base_seq):
             self._seqs.clear()
             self._entries = 0
             self.next_seq = base_seq

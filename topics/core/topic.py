@@ -4,20 +4,27 @@ Two floors (api §3.2). `earliest_seq` is the first live record; eviction, expir
 `evict_floor` moves only when live records are lost that nobody asked to lose: it alone decides about
 tombstones. Always evict_floor <= earliest_seq <= head_seq + 1.
 
-Where records lie is the index's affair (`RecordIndex`): in a running shard that is the topic's location ring
-in shared memory (`shm/arena.py`), in tests a list.
+Where records lie is the index's affair (`RecordIndex`): in a running shard those not yet in a segment are in the
+topic's location ring in shared memory (`shm/arena.py`), the others in the indexes of its segments.
+
+What eviction, deletion and checkpoints leave is logged as `Floors`, with the frame that says why: whoever reads the log
+back takes it as it is, and need not know any record.
 """
 
 from __future__ import annotations
 
 from array import array
 from enum import IntEnum
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
+
+import msgspec
 
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.idempotency import IdempotencyWindow
-from topics.core.tags import Match, TagIndex, TagsOf
+from topics.core.record_index import FindTagged, RecordIndex
+from topics.core.shard_state import Floors
+from topics.core.tags import Match, TagIndex
 
 ENTRY_WORDS: Final = 4
 """An index entry is 4 words: seq, ts, offset | len_bytes << 32, file_no | flags << 32."""
@@ -51,26 +58,11 @@ class Deletion(NamedTuple):
     earliest_seq: int
 
 
-class RecordIndex(Protocol):
-    """Entries base_seq..next_seq-1, dense."""
-
-    base_seq: int
-    next_seq: int
-
-    def reserve(self, count: int) -> None: ...
-    def append(self, ts: int, offset_len: array[int], file_flags: array[int]) -> None: ...
-    def append_entries(self, entries: array[int]) -> None: ...
-    def entries(self, first_seq: int, last_seq: int) -> array[int]: ...
-    def drop_before(self, seq: int) -> None: ...
-    def skip_to(self, seq: int) -> None: ...
-    def ts_at(self, seq: int) -> int: ...
-    def replace(self, seq: int, word: int, value: int) -> None: ...
-
-
 class Topic:
     """State and rules of one topic. Every method that changes it is called after the log says so."""
 
     __slots__ = (
+        "_front_ts",
         "config",
         "durable_seq",
         "earliest_seq",
@@ -87,6 +79,7 @@ class Topic:
         "name",
         "records",
         "recreated",
+        "revision",
         "tags",
     )
 
@@ -109,6 +102,10 @@ class Topic:
         self.last_write_ts = 0
         self.head_ceiling = 0
         """No seq above it was ever assigned by an `ephemeral` period (HEAD_WATERMARK)."""
+        self.revision = 0
+        """Of the last `Floors` in the log."""
+        self._front_ts = (0, 0)
+        """(seq, its commit time) of the earliest record when expiry looked at it last."""
         self.idempotency = IdempotencyWindow()
         self.tags: TagIndex | None = None
         """Made by the first delete by tag."""
@@ -195,41 +192,61 @@ class Topic:
         self.config = config
         self.evict_over_cap()
 
+    # -- what the log is told
+
+    def floors(self) -> Floors:
+        """What the topic is now, for the next frame that says so."""
+        return Floors(
+            self.revision + 1,
+            self.earliest_seq,
+            self.evict_floor,
+            int(self.evict_reason),
+            self.evict_run_seq,
+            self.records,
+            self.live_bytes,
+        )
+
+    def logged(self, floors: Floors) -> None:
+        """A frame with these floors is in the log, or was read back from it."""
+        self.revision = floors.revision
+        self._move(floors)
+
+    def _move(self, floors: Floors) -> None:
+        self.evict_floor = floors.evict_floor
+        self.evict_reason = EvictReason(floors.evict_reason)
+        self.evict_run_seq = floors.evict_run_seq
+        self.records = floors.records
+        self.live_bytes = floors.live_bytes
+        if floors.earliest_seq > self.earliest_seq:
+            self._settle(floors.earliest_seq)
+
     # -- deletion (api §5): permanent, at once, silent
 
-    def plan_delete(self, up_to_seq: int, before_seq: int | None, match: Match | None, tags_of: TagsOf) -> Deletion:
-        """What is live up to `up_to_seq` (the head when it was asked for) and below `before_seq` and matches."""
-        last_seq = min(up_to_seq, self.head_seq)
-        if before_seq is not None:
-            last_seq = min(last_seq, before_seq - 1)
+    def plan_delete(self, before_seq: int | None, match: Match | None, find: FindTagged) -> Deletion:
+        """What is live below `before_seq` and matches."""
+        last_seq = self.head_seq if before_seq is None else min(self.head_seq, before_seq - 1)
         if last_seq < self.earliest_seq:
             return Deletion(0, (), 0, 0, self.earliest_seq)
         if match is None:
-            live = self._live_lengths(self.earliest_seq, last_seq)
-            return Deletion(last_seq + 1, (), len(live), sum(live), self._first_live(last_seq + 1, frozenset()))
-        if self.tags is None:
-            self.tags = TagIndex(self.index.base_seq)
-        self.tags.catch_up(self.index.base_seq, self.head_seq, self.records, tags_of)
-        seqs = []
-        size_bytes = 0
-        for seq in self.tags.find(match):
-            if self.earliest_seq <= seq <= last_seq:
-                _, _, offset_len, file_flags = self.index.entries(seq, seq)
-                if not file_flags >> _FLAGS_SHIFT & LOCATION_DELETED:
-                    seqs.append(seq)
-                    size_bytes += offset_len >> 32
+            records, size_bytes = self._live_below(last_seq + 1)
+            return Deletion(last_seq + 1, (), records, size_bytes, self._first_live(last_seq + 1, frozenset()))
+        seqs, size_bytes = self.index.pick_live(find(match, self.earliest_seq, last_seq))
         earliest_seq = self._first_live(self.earliest_seq, frozenset(seqs))
         return Deletion(0, tuple(seqs), len(seqs), size_bytes, earliest_seq)
 
-    def deleted(self, deletion: Deletion) -> None:
-        """It is logged. evict_floor does not move: nobody lost what was not given up."""
-        for seq in deletion.seqs:
-            file_flags = self.index.entries(seq, seq)[3]
-            self.index.replace(seq, 3, file_flags | LOCATION_DELETED << _FLAGS_SHIFT)
-        self.records -= deletion.records
-        self.live_bytes -= deletion.size_bytes
-        if deletion.earliest_seq > self.earliest_seq:
-            self._settle(deletion.earliest_seq)
+    def floors_without(self, deletion: Deletion) -> Floors:
+        """`floors` once it is carried out. evict_floor does not move: nobody lost what was not given up."""
+        return msgspec.structs.replace(
+            self.floors(),
+            earliest_seq=max(self.earliest_seq, deletion.earliest_seq),
+            records=self.records - deletion.records,
+            live_bytes=self.live_bytes - deletion.size_bytes,
+        )
+
+    def deleted(self, deletion: Deletion, floors: Floors) -> None:
+        """It is logged, with these floors."""
+        self.index.flag_deleted(deletion.seqs)
+        self.logged(floors)
 
     # -- retention (api §3.2)
 
@@ -246,7 +263,8 @@ class Topic:
         surplus_records = self.records + more_records - config.cap_records if config.cap_records else 0
         surplus_bytes = self.live_bytes + more_bytes - config.cap_bytes if config.cap_bytes else 0
         while (surplus_records > 0 or surplus_bytes > 0) and seq <= self.head_seq:
-            entries = self.index.entries(seq, min(self.head_seq, seq + max(surplus_records, 64) - 1))
+            count = min(max(surplus_records, 64), 8192)
+            entries = self.index.entries(seq, min(self.head_seq, seq + count - 1))
             for offset_len, file_flags in zip(entries[2::4], entries[3::4], strict=True):
                 if surplus_records <= 0 and surplus_bytes <= 0:
                     break
@@ -264,6 +282,13 @@ class Topic:
         if not ttl_ms:
             return self.earliest_seq
         low, high = self.earliest_seq, self.head_seq + 1
+        if low == high:
+            return low
+        if self._front_ts[0] != low:
+            self._front_ts = low, self.index.ts_at(low)
+        if now_ms - self._front_ts[1] <= ttl_ms:
+            return low  # most often: the sweep of an idle topic looks into no file
+        low, high = self._narrowed(now_ms - ttl_ms, low + 1, high)
         while low < high:
             middle = (low + high) // 2
             if now_ms - self.index.ts_at(middle) > ttl_ms:
@@ -272,34 +297,68 @@ class Topic:
                 high = middle
         return low
 
+    def _narrowed(self, oldest_ts: int, low: int, high: int) -> tuple[int, int]:
+        """Where the first seq of low..high - 1 lies that is not older, as far as the list of segments tells."""
+        for segment in self.index.segments:
+            if segment.last_ts < oldest_ts:
+                low = max(low, segment.last_seq + 1)
+            elif segment.first_ts >= oldest_ts:
+                return low, max(low, min(high, segment.first_seq))
+            else:
+                return low, max(low, min(high, segment.last_seq))
+        return low, high
+
     def evict_below(self, seq: int, reason: EvictReason) -> bool:
-        """Involuntary loss of everything live below `seq`. True if the floors moved."""
+        """Involuntary loss of everything live below `seq`, which the log does not say yet. True if the floors moved."""
+        floors = self.plan_eviction(seq, reason)
+        if floors is not None:
+            self._move(floors)
+        return floors is not None
+
+    def plan_eviction(self, seq: int, reason: EvictReason) -> Floors | None:
+        """What is left after the loss of everything live below `seq`; None if that is nothing."""
         seq = min(seq, self.head_seq + 1)
         if seq <= self.earliest_seq:
-            return False
-        live = self._live_lengths(self.earliest_seq, seq - 1)
-        if live:
-            if self.evict_reason != reason:
-                self.evict_run_seq = self.evict_floor if self.evict_reason != EvictReason.NONE else 1
-                self.evict_reason = reason
-            self.evict_floor = seq
-        self.records -= len(live)
-        self.live_bytes -= sum(live)
-        self._settle(self._first_live(seq, frozenset()))
-        return True
+            return None
+        records, size_bytes = self._live_below(seq)
+        floors = msgspec.structs.replace(
+            self.floors(),
+            earliest_seq=self._first_live(seq, frozenset()),
+            records=self.records - records,
+            live_bytes=self.live_bytes - size_bytes,
+        )
+        if not records:
+            return floors
+        run_seq = self.evict_run_seq
+        if self.evict_reason != reason:
+            run_seq = self.evict_floor if self.evict_reason != EvictReason.NONE else 1
+        return msgspec.structs.replace(floors, evict_floor=seq, evict_reason=int(reason), evict_run_seq=run_seq)
 
-    def _live_lengths(self, first_seq: int, last_seq: int) -> list[int]:
-        entries = self.index.entries(first_seq, last_seq)
-        gone = LOCATION_DELETED | LOCATION_LOST
-        return [
-            offset_len >> 32
-            for offset_len, file_flags in zip(entries[2::4], entries[3::4], strict=True)
-            if not file_flags >> _FLAGS_SHIFT & gone
-        ]
+    def _live_below(self, seq: int) -> tuple[int, int]:
+        """(records, bytes) that live below `seq`: by looking at these, or at all others if they are fewer."""
+        if seq - self.earliest_seq <= self.head_seq + 1 - seq:
+            return self.index.live_size(self.earliest_seq, seq - 1)
+        records, size_bytes = self.index.live_size(seq, self.head_seq) if seq <= self.head_seq else (0, 0)
+        return self.records - records, self.live_bytes - size_bytes
+
+    def recount(self) -> None:
+        """Recovery: records and bytes as the index says, where the log cannot know (records in RAM were lost)."""
+        self.records = self.live_bytes = 0
+        if self.earliest_seq <= self.head_seq:
+            self.records, self.live_bytes = self.index.live_size(self.earliest_seq, self.head_seq)
+
+    def reaches(self, head_seq: int) -> None:
+        """Recovery: seqs up to there were given out, though the log has no record of the last of them: they are in a
+        segment, or they are gone.
+        """
+        if head_seq > self.head_seq:
+            self.index.skip_to(head_seq + 1)
+            self.head_seq = head_seq
 
     def lost_below(self, seq: int, reason: EvictReason) -> None:
         """Recovery: everything up to `seq` - 1 is gone, and with it the seqs up to there."""
         assert seq > self.head_seq
+        self.index.drop_before(seq)
         self.index.skip_to(seq)
         self.head_seq = seq - 1
         self.earliest_seq = self.evict_floor = seq
@@ -309,11 +368,13 @@ class Topic:
 
     def _first_live(self, seq: int, dying: frozenset[int]) -> int:
         """The first seq from `seq` on that is neither deleted nor about to be."""
+        count = 64
         while seq <= self.head_seq:
-            for file_flags in self.index.entries(seq, min(self.head_seq, seq + 63))[3::4]:
+            for file_flags in self.index.entries(seq, min(self.head_seq, seq + count - 1))[3::4]:
                 if not file_flags >> _FLAGS_SHIFT & LOCATION_DELETED and seq not in dying:
                     return seq
                 seq += 1
+            count = min(2 * count, 8192)
         return seq
 
     def _settle(self, seq: int) -> None:

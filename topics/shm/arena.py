@@ -31,6 +31,7 @@ Any mismatch means "take a new view", never "wrong data".
 from __future__ import annotations
 
 import contextlib
+import mmap
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -63,7 +64,10 @@ _HEAP_BYTE: Final = (_SLOTS_WORD + SLOTS_MAX * SLOT_WORDS) * 8
 _COPY_WORD: Final = 8
 _COPY_WORDS: Final = 20
 _ROW_WORDS: Final = 7
+SEGMENT_ROW_BYTES: Final = _ROW_WORDS * 8
 _BLOCK_MIN_BYTES: Final = 64
+_GIVE_BACK_BYTES: Final = 64 * 1024
+"""Free blocks from this size on hold no memory."""
 _TABLES_KEPT: Final = 1024
 """Topics whose segments a reader remembers."""
 
@@ -145,6 +149,7 @@ class ArenaWriter:
         self._heap_backed = _HEAP_BYTE
         self._free_blocks: dict[int, list[int]] = {}
         self._free_slots: list[int] = []
+        self._given_back = 0
         self._published: list[int] = []
         self.words[_Header.VERSION] = VERSION
         self.words[_Header.GENERATION] = generation
@@ -157,7 +162,10 @@ class ArenaWriter:
         size = _block_size(size_bytes)
         free = self._free_blocks.get(size)
         if free:
-            return free.pop()
+            block = free.pop()
+            if size >= _GIVE_BACK_BYTES:
+                self._back_again(block, size)
+            return block
         block = self._heap_next
         if block + size > self._heap_backed:
             self._back_heap(block + size)
@@ -166,7 +174,21 @@ class ArenaWriter:
 
     def free(self, offset: int, size_bytes: int) -> None:
         """Takes a block back."""
-        self._free_blocks.setdefault(_block_size(size_bytes), []).append(offset)
+        size = _block_size(size_bytes)
+        self._free_blocks.setdefault(size, []).append(offset)
+        if size >= _GIVE_BACK_BYTES:
+            start, end = _whole_pages(offset, size)
+            self._shared.give_back(start, end - start)
+            self._given_back += end - start
+
+    def _back_again(self, block: int, size: int) -> None:
+        start, end = _whole_pages(block, size)
+        try:
+            self._shared.reserve(start, end - start)
+        except OSError as error:
+            self._free_blocks[size].append(block)
+            raise ArenaFullError(f"/dev/shm has no room for {size} more bytes of index: {error.strerror}") from error
+        self._given_back -= end - start
 
     def _back_heap(self, end: int) -> None:
         grow = max(end - self._heap_backed, ARENA_RESERVE_BYTES // 2)
@@ -181,7 +203,7 @@ class ArenaWriter:
     @property
     def used_bytes(self) -> int:
         """Memory backing this arena."""
-        return self._slots_backed * SLOT_WORDS * 8 + self._heap_backed - _HEAP_BYTE + _SLOTS_WORD * 8
+        return self._slots_backed * SLOT_WORDS * 8 + self._heap_backed - _HEAP_BYTE + _SLOTS_WORD * 8 - self._given_back
 
     # -- slots
 
@@ -252,6 +274,12 @@ def unlink_arena(identity: str, shard: int, generation: int) -> None:
 
 def _block_size(size_bytes: int) -> int:
     return max(_BLOCK_MIN_BYTES, 1 << (size_bytes - 1).bit_length())
+
+
+def _whole_pages(offset: int, size: int) -> tuple[int, int]:
+    """The pages that are in a block from end to end."""
+    page = mmap.PAGESIZE
+    return -(-offset // page) * page, (offset + size) // page * page
 
 
 class ArenaReader:

@@ -41,6 +41,16 @@ class LocationRing:
         capacity = self.capacity
         while capacity < need:
             capacity *= 2
+        self._move(capacity)
+
+    def shrink(self) -> None:
+        """Gives memory back when hardly any of it is used; ArenaFullError, and all is as it was."""
+        used = self.next_seq - self.base_seq
+        if self.capacity > RING_MIN_ENTRIES and used * 4 <= self.capacity:
+            self._move(max(RING_MIN_ENTRIES, 1 << (2 * used - 1).bit_length()))
+
+    def _move(self, capacity: int) -> None:
+        """To another block."""
         word = self._arena.allocate(capacity * ENTRY_WORDS * 8) >> 3
         old_word, old_capacity = self.word, self.capacity
         columns = self._copy(self.base_seq, self.next_seq - 1) if self.next_seq > self.base_seq else None

@@ -56,6 +56,12 @@ class SharedObject:
         """Backs a range with memory; OSError (ENOSPC) when /dev/shm is full."""
         os.posix_fallocate(self.fd, offset, length)
 
+    def give_back(self, offset: int, length: int) -> None:
+        """The pages of a range (multiples of the page size) are the system's again, and read as zeros; `reserve` them
+        before they are used.
+        """
+        self._map.madvise(mmap.MADV_REMOVE, offset, length)
+
     def close(self) -> None:
         """Unmaps. Views handed out must be gone."""
         self.words.release()

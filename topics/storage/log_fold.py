@@ -81,9 +81,11 @@ def _fold_control(fold: Fold, type_: int, topic_id: int, seq: int, data: bytes) 
         case FrameType.TOPIC_DELETE:
             fold.topic_delete(topic_id)
         case FrameType.DELETE:
-            fold.delete(topic_id, seq, data)
+            fold.delete(topic_id, data)
         case FrameType.EVICT_WATERMARK:
-            fold.evict_watermark(topic_id, seq, data)
+            fold.evict_watermark(topic_id, data)
+        case FrameType.CHECKPOINT_MARK:
+            fold.checkpoint_mark(topic_id, seq, data)
         case FrameType.HEAD_WATERMARK:
             fold.head_watermark(topic_id, seq, data)
         case _:

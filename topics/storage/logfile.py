@@ -27,7 +27,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem, read_all
 from topics.storage.frame import Bytes, Frame, FrameType, encode, read_frame
 
-LOG_VERSION: Final = 1
+LOG_VERSION: Final = 2
 Preallocate = Literal["zero", "none"]
 
 _ZEROS: Final = bytes(1 << 20)

@@ -161,9 +161,12 @@ class SegmentReader:
         entry = self._entry(seq)
         return self._read(seq, *entry) if entry[1] else None
 
-    def tagged(self) -> Iterator[tuple[int, bytes]]:
-        """(seq, tag) of every record that has both a tag and a frame, deleted or not. Raises CorruptSegment."""
-        entries = self.entries(self.first_seq, self.last_seq)
+    def tagged(self, first_seq: int = 0, last_seq: int = 2**64) -> Iterator[tuple[int, bytes]]:
+        """(seq, tag) of every record of first_seq..last_seq that has both a tag and a frame, deleted or not.
+
+        Raises CorruptSegment.
+        """
+        entries = self.entries(max(first_seq, self.first_seq), min(last_seq, self.last_seq))
         for seq, file_flags in zip(entries[0::ENTRY_WORDS], entries[3::ENTRY_WORDS], strict=True):
             if file_flags >> _FLAGS_SHIFT & LOCATION_HAS_TAG:
                 frame = self.frame(seq)

@@ -1,4 +1,4 @@
-"""What is in a snapshot: of each log its state up to a place in it (`core/shard_state.py`). The file is `snapshot.py`'s.
+"""What a snapshot holds: of each log its state up to a place in it (`core/shard_state.py`). `snapshot.py` has the file.
 
 Body, msgpack: `{"shards": [{"shard", "shards", "log_id", "position": {"file_no", "offset"}, "state"}, …]}`
 """

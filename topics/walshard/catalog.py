@@ -14,18 +14,22 @@ from topics.shm.location_ring import LocationRing
 from topics.storage.wal import Moved
 from topics.walshard.holdings import Holdings
 from topics.walshard.hosted import Hosted
+from topics.walshard.segment_files import SegmentFiles
+from topics.walshard.topic_index import TopicIndex
 
 
 class Catalog:
     """One shard's topics. A topic is made unseen, and hosted once its creation is logged."""
 
-    def __init__(self, shard: int, shards: int, arena: ArenaWriter, holdings: Holdings) -> None:
+    def __init__(self, shard: int, shards: int, arena: ArenaWriter, holdings: Holdings, files: SegmentFiles) -> None:
         self._shard = shard
         self._shards = shards
         self._arena = arena
         self._holdings = holdings
+        self._files = files
         self._ids = TopicIds(shard)
         self._by_name: dict[str, Hosted] = {}
+        self._by_id: dict[int, Hosted] = {}
         self._deleted_names: set[str] = set()
 
     def __len__(self) -> int:
@@ -37,24 +41,28 @@ class Catalog:
     def find(self, name: str) -> Hosted | None:
         return self._by_name.get(name)
 
+    def find_id(self, topic_id: int) -> Hosted | None:
+        return self._by_id.get(topic_id)
+
     def make(self, name: str, config: TopicConfig, now_ms: int) -> Hosted:
         """A topic nobody sees yet; ArenaFullError when /dev/shm has no room."""
         ring = LocationRing(self._arena, 1)
         try:
             recreated = name in self._deleted_names
-            topic = Topic(self._ids.next(now_ms), name, config, ring, recreated)
-            return Hosted(self._arena, topic, ring, self._holdings)
+            topic_id = self._ids.next(now_ms)
+            index = TopicIndex(topic_id, ring, self._files)
+            return Hosted(self._arena, Topic(topic_id, name, config, index, recreated), index, self._holdings)
         except Exception:
             ring.release()
             raise
 
     def host(self, hosted: Hosted) -> None:
         assert hosted.topic.name not in self._by_name
-        self._by_name[hosted.topic.name] = hosted
+        self._by_name[hosted.topic.name] = self._by_id[hosted.topic.id] = hosted
         hosted.announce()
 
     def retire(self, hosted: Hosted) -> None:
-        del self._by_name[hosted.topic.name]
+        del self._by_name[hosted.topic.name], self._by_id[hosted.topic.id]
         self._deleted_names.add(hosted.topic.name)
         hosted.retire()
 
@@ -68,7 +76,7 @@ class Catalog:
                 raise FoldError(f"topic {topic.name!r} is in the log of shard {self._shard}, which does not own it")
             if topic.name in self._by_name:
                 raise FoldError(f"two topics in the log of shard {self._shard} are called {topic.name!r}")
-            assert isinstance(topic.index, LocationRing)
+            assert isinstance(topic.index, TopicIndex)
             self.host(Hosted(self._arena, topic, topic.index, self._holdings))
 
     def relocate(self, moved: Moved) -> None:

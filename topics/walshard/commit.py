@@ -120,6 +120,18 @@ class Logs:
         log.error("background sync failed", error=str(error), read_only=self.wal.read_only)
         self.count()
 
+    def sync(self) -> bool:
+        """Everything committed is on the disk afterwards; False when that cannot be."""
+        if not self.wal.unsynced_bytes:
+            return True
+        try:
+            self.wal.commit(self.wal.plan([]), [], sync=True)
+        except (WalWriteError, WalSyncError) as error:
+            self.refusal(error)
+            return False
+        self.count()
+        return True
+
     def mark_idle(self) -> None:
         """Leaves a mark of what is synced, when nothing else is written that would carry it."""
         plan = self.wal.plan([])
@@ -187,6 +199,7 @@ class Logs:
         wal, cell = self.wal, self._cell
         cell.set("wal_file", wal.file_no)
         cell.set("wal_offset", wal.offset)
+        cell.set("committed", wal.file_no << 32 | wal.offset)
         for field, now in zip(
             _COUNTERS, (wal.frames, wal.batches, wal.fsyncs, wal.bytes_written, wal.rotations), strict=True
         ):

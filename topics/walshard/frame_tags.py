@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Final
 
-from topics.core.tags import TagsOf
 from topics.core.topic import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST, Topic
+from topics.shm.location_ring import LocationRing
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import HEADER, HEADER_LEN, LOCATION_HAS_TAG
@@ -26,17 +26,17 @@ class FrameTags:
         self._directories = (directory, ram_directory)
         self._open: OrderedDict[tuple[int, int], int] = OrderedDict()
 
-    def of(self, topic: Topic) -> TagsOf:
-        """What `Topic.plan_delete` asks for; OSError when a log cannot be read."""
+    def forget_below(self, file_no: int) -> None:
+        """Files of the durable log numbered below are gone."""
+        for key in [key for key in self._open if not key[0] and key[1] < file_no]:
+            self._fs.close(self._open.pop(key))
 
-        def tags_of(first_seq: int, last_seq: int) -> Iterator[tuple[int, bytes]]:
-            return self._read(topic, first_seq, last_seq)
+    def tagged(self, topic: Topic, ring: LocationRing, first_seq: int, last_seq: int) -> Iterator[tuple[int, bytes]]:
+        """(seq, tag) of the tagged ones among these, all in the ring; OSError when a log cannot be read.
 
-        return tags_of
-
-    def _read(self, topic: Topic, first_seq: int, last_seq: int) -> Iterator[tuple[int, bytes]]:
-        """Neighbours in a file are read with one call."""
-        entries = topic.index.entries(first_seq, last_seq)
+        Neighbours in a file are read with one call.
+        """
+        entries = ring.entries(first_seq, last_seq)
         buffer = b""
         buffer_key: tuple[int, int] | None = None
         buffer_at = 0

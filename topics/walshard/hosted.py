@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from topics.core.config import TopicConfig
+from topics.core.segment_list import SegmentInfo, SegmentList
 from topics.core.topic import Topic
-from topics.shm.arena import ArenaWriter, Descriptor, SlotState, TopicView
+from topics.shm.arena import SEGMENT_ROW_BYTES, ArenaFullError, ArenaWriter, Descriptor, SlotState, TopicView
 from topics.shm.location_ring import LocationRing
 from topics.walshard.holdings import Holdings
+from topics.walshard.topic_index import TopicIndex
 
 
 class Hosted:
@@ -16,24 +20,32 @@ class Hosted:
         "_arena",
         "_descriptor",
         "_holdings",
+        "_outdated",
         "_shown_bytes",
         "_shown_records",
+        "_table",
+        "_table_version",
         "_version",
+        "index",
         "logged_floor",
-        "ring",
         "slot",
         "topic",
         "watchers",
     )
 
-    def __init__(self, arena: ArenaWriter, topic: Topic, ring: LocationRing, holdings: Holdings) -> None:
+    def __init__(self, arena: ArenaWriter, topic: Topic, index: TopicIndex, holdings: Holdings) -> None:
         self._arena = arena
         self._holdings = holdings
         self._shown_records = self._shown_bytes = 0
         self.topic = topic
-        self.ring = ring
+        self.index = index
         self.slot = arena.new_slot()
         self._version = 1
+        self._table = (0, 0)
+        self._outdated: list[tuple[int, int]] = []
+        """Former tables, free once the topic is published again."""
+        self._table_version = 0
+        """Of the list of segments that is shown."""
         try:
             self._descriptor = arena.store_descriptor(Descriptor(topic.name, topic.config))
         except Exception:
@@ -43,6 +55,10 @@ class Hosted:
         self.logged_floor = topic.evict_floor
         """Up to where the log knows that records were evicted."""
 
+    @property
+    def ring(self) -> LocationRing:
+        return self.index.ring
+
     def announce(self) -> None:
         """Makes the topic visible to readers."""
         self.publish()
@@ -51,8 +67,10 @@ class Hosted:
 
     def publish(self, state: SlotState = SlotState.LIVE) -> None:
         """What the topic is now is what readers see."""
-        topic, ring = self.topic, self.ring
+        topic, ring = self.topic, self.index.ring
         self._count(topic.records, topic.live_bytes)
+        if self.index.segments.version != self._table_version:
+            self._renew_table()
         self._arena.publish(
             self.slot,
             TopicView(
@@ -74,11 +92,45 @@ class Hosted:
                 self._version,
                 topic.evict_run_seq,
                 topic.recreated,
-                0,
-                0,
+                self._table[0] >> 3,
+                self._table[1] // SEGMENT_ROW_BYTES | (self._table_version & 0xFFFF_FFFF) << 32,
             ),
         )
         ring.published()
+        for table in self._outdated:
+            self._arena.free(*table)
+        self._outdated.clear()
+
+    def prepare_segments(self, segments: SegmentList) -> tuple[int, int]:
+        """A table of what the segments will be (ArenaFullError), to be taken up by `checkpointed`, or freed."""
+        return self._arena.store_segments(segments)
+
+    def release_segments(self, table: tuple[int, int]) -> None:
+        """It was prepared in vain."""
+        if table[1]:
+            self._arena.free(*table)
+
+    def checkpointed(self, up_to_seq: int, segments: list[SegmentInfo], table: tuple[int, int]) -> None:
+        """They are logged; `publish` shows them."""
+        index = self.index
+        index.checkpointed(up_to_seq, segments)
+        self._take_up(table)
+        index.drop_before(self.topic.earliest_seq)
+        with suppress(ArenaFullError):
+            index.ring.shrink()
+
+    def _renew_table(self) -> None:
+        try:
+            table = self._arena.store_segments(self.index.segments)
+        except ArenaFullError:
+            return  # there are fewer than before: the table that is shown has all that live, and some that do not
+        self._take_up(table)
+
+    def _take_up(self, table: tuple[int, int]) -> None:
+        if self._table[1]:
+            self._outdated.append(self._table)
+        self._table = table
+        self._table_version = self.index.segments.version
 
     def prepare_config(self, config: TopicConfig) -> tuple[int, int]:
         """Room for a new descriptor (ArenaFullError), to be taken up by `configured` once it is logged."""
@@ -95,6 +147,11 @@ class Hosted:
     def abandon(self) -> None:
         """A topic that never came to be: nobody has seen its slot."""
         self._arena.free(*self._descriptor)
+        self.index.forget()
+        for table in (*self._outdated, self._table):
+            if table[1]:
+                self._arena.free(*table)
+        self._outdated.clear()
         self.ring.release()
         self._arena.return_slot(self.slot)
 

@@ -16,7 +16,9 @@ from topics.shm.control import EXIT_REFUSED, OVER_LIVES, ProcessCell, ProcessSta
 from topics.shm.instance import SharedMemory
 from topics.shm.wake import Wake
 from topics.storage.filesystem import OsFileSystem
+from topics.storage.kill_points import arm_as_told
 from topics.storage.logfile import RefusedLog
+from topics.storage.snapshot import UnknownSnapshotVersion
 from topics.storage.wal import WalSyncError, WalWriteError
 from topics.walshard.outbox import Outbox
 from topics.walshard.recovery import recover
@@ -33,6 +35,7 @@ log = get_logger()
 
 def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) -> int:
     """The process. EXIT_REFUSED when the log must not be used as it is."""
+    arm_as_told(settings.test_kill_at, incarnation)
     clock = SystemClock()
     cell = shared.control.cell(Role.WALSHARD, index)
     _start(cell, incarnation, clock)
@@ -42,7 +45,7 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
     with ThreadPoolExecutor(1, "preallocate") as preallocating, ThreadPoolExecutor(1, "sync") as syncing:
         try:
             shard = recover(settings, shared, index, outbox, cell, clock, OsFileSystem(), preallocating, syncing)
-        except (RefusedLog, FoldError) as error:
+        except (RefusedLog, FoldError, UnknownSnapshotVersion) as error:
             log.error("the log cannot be used as it is", reason=str(error))
             return EXIT_REFUSED
         except (ArenaFullError, WalWriteError, OSError) as error:
@@ -74,7 +77,7 @@ def _serve(shard: Shard, outbox: Outbox, wake: Wake, stop: _StopRequest, cell: P
         if now_ms - sweep_ms >= 1000:
             sweep_ms = now_ms
             shard.sweep()
-        if worked:
+        if worked or shard.busy:
             busy_ms = now_ms
             continue
         if outbox.stuck:

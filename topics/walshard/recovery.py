@@ -9,6 +9,8 @@ from __future__ import annotations
 from concurrent.futures import Executor
 from typing import Final
 
+import msgspec
+
 from topics.core.clock import Clock
 from topics.core.fold import Fold
 from topics.log import get_logger
@@ -19,9 +21,11 @@ from topics.shm.instance import SharedMemory
 from topics.shm.location_ring import LocationRing
 from topics.storage import layout
 from topics.storage.filesystem import BOOT_ID_PATH, FileSystem
+from topics.storage.layout import snapshot_path
 from topics.storage.log_fold import fold_frames
-from topics.storage.logfile import WalIdentity
+from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition, read_first_start
 from topics.storage.recovery import Recovery, recover_group
+from topics.storage.state import load
 from topics.storage.wal import WalWriter
 from topics.walshard.background_sync import BackgroundSync
 from topics.walshard.catalog import Catalog
@@ -30,8 +34,12 @@ from topics.walshard.frame_tags import FrameTags
 from topics.walshard.holdings import Holdings
 from topics.walshard.outbox import Outbox
 from topics.walshard.ram_log import RamTrim
+from topics.walshard.segment_files import SegmentFiles
 from topics.walshard.sessions import Sessions
 from topics.walshard.shard import Shard
+from topics.walshard.tag_search import TagSearch
+from topics.walshard.topic_index import TopicIndex
+from topics.walshard.trimming import LogTrim
 
 log = get_logger()
 
@@ -61,19 +69,21 @@ def recover(
         identity = WalIdentity(index, settings.wal_shards, boot_id_file.read().strip())
     directory = layout.group_dir(settings.data_dir, index, settings.wal_shards)
     ram_directory = layout.ram_group_dir(shared.ram_dir, index)
-    tags = FrameTags(fs, directory, ram_directory)
-    fold = Fold(lambda: LocationRing(arena, 1), tags.of)
+    files = SegmentFiles(fs, settings.data_dir)
+    tags = TagSearch(files, FrameTags(fs, directory, ram_directory))
+    fold = Fold(lambda topic_id: TopicIndex(topic_id, LocationRing(arena, 1), files))
+    start, snapshot_line = _restore(fold, fs, settings.data_dir, directory)
 
     # The RAM log outlives a crash of this process, never a service: a torn end of it is one of a killed process.
     ram_recovery = recover_group(fs, ram_directory, identity, start="lowest")
-    recovery = recover_group(fs, directory, identity, settings.accept_data_loss)
+    recovery = recover_group(fs, directory, identity, settings.accept_data_loss, start=start)
     frames = _fold_log(fold, ram_recovery, True, cell) + _fold_log(fold, recovery, False, cell)
     fold.finish(ram_log_survived=ram_recovery.end is not None)
     for topic in fold.topics.values():
         topic.durable_seq = 0 if topic.config.durability == "ephemeral" else topic.head_seq
 
     holdings = Holdings(shared.control, index, settings)
-    catalog = Catalog(index, settings.wal_shards, arena, holdings)
+    catalog = Catalog(index, settings.wal_shards, arena, holdings, files)
     catalog.take_over(fold)
     sessions = Sessions()
     sessions.recovered(fold.sessions, clock.monotonic_ms())
@@ -100,8 +110,10 @@ def recover(
     )
     syncs = BackgroundSync(logs, syncing, shared.shard_wakes[index], clock.monotonic_ms())
     ram_trim = RamTrim(fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions)
-    shard = Shard(catalog, sessions, holdings, logs, ram_trim, tags, syncs, outbox, cell, clock)
+    log_trim = LogTrim(logs, catalog, files, tags, syncing, shared.shard_wakes[index])
+    shard = Shard(catalog, sessions, holdings, logs, ram_trim, files, tags, log_trim, syncs, outbox, cell, clock)
 
+    logs.count()  # the compactor reads the log up to there
     holdings.settle(len(sessions))
     cell.set("torn_bytes", recovery.torn_bytes)
     cell.set("arena_bytes", arena.used_bytes)
@@ -111,12 +123,34 @@ def recover(
         log.warning("recovery", repair=line)
     log.info(
         "recovered",
+        snapshot=snapshot_line,
         frames=frames,
         topics=len(catalog),
         torn_bytes=recovery.torn_bytes,
         took_ms=clock.monotonic_ms() - started_ms,
     )
     return shard
+
+
+def _restore(fold: Fold, fs: FileSystem, data_dir: str, directory: str) -> tuple[WalPosition | None, str]:
+    """What the newest snapshot knows of the log in `directory`: from where the log is to be read, None from its
+    beginning; and what the operator hears of it.
+    """
+    snapshot = load(fs, data_dir)
+    if snapshot is None:
+        return None, "none"
+    for bad in snapshot.skipped:
+        log.warning("a snapshot was passed over", reason=str(bad))
+    first = read_first_start(fs, directory)
+    part = None if first is None else snapshot.part_of(first.log_id)
+    if part is None:
+        return None, f"{snapshot.number}, nothing of this shard"
+    try:
+        fold.restore(part.decoded())
+    except msgspec.DecodeError as error:
+        path = snapshot_path(data_dir, snapshot.number)
+        raise RefusedLog(path, f"{path}: its state of shard {part.shard} does not decode: {error}") from error
+    return part.position, str(snapshot.number)
 
 
 def _fold_log(fold: Fold, recovery: Recovery, in_ram: bool, cell: ProcessCell) -> int:

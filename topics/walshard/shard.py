@@ -6,7 +6,7 @@ commit of its own: it is rare, and then sees nothing half done.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from itertools import chain
 from typing import Literal
@@ -17,6 +17,8 @@ from topics.core.clock import Clock
 from topics.core.config import TopicConfig, incompatible_type
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.fold import ConfigBody, DeleteBody, EvictBody, HeadBody, SessionBody, encode_body
+from topics.core.runs import encode_runs
+from topics.core.shard_state import Floors
 from topics.core.tags import Match
 from topics.core.topic import EvictReason
 from topics.log import get_logger
@@ -24,6 +26,8 @@ from topics.shm import messages
 from topics.shm.arena import ArenaFullError
 from topics.shm.control import ProcessCell
 from topics.shm.messages import (
+    Checkpoint,
+    CheckpointReply,
     DeleteRecords,
     DeleteRecordsReply,
     DeleteTopic,
@@ -38,23 +42,29 @@ from topics.shm.messages import (
     SessionLook,
     SessionOpen,
     SessionPut,
+    Trim,
     Unwatch,
     Watch,
 )
 from topics.storage import frame
 from topics.storage.frame import FLAG_MORE, FrameType
+from topics.storage.postings import CorruptPostings
+from topics.storage.segment import CorruptSegment
 from topics.storage.wal import WalWriteError
 from topics.walshard.appends import Appends, create_frame
 from topics.walshard.background_sync import BackgroundSync
 from topics.walshard.catalog import Catalog
+from topics.walshard.checkpoints import Marks
 from topics.walshard.commit import Logs
-from topics.walshard.frame_tags import FrameTags
 from topics.walshard.holdings import Holdings
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer, Operation
 from topics.walshard.outbox import Outbox
 from topics.walshard.ram_log import RamTrim
+from topics.walshard.segment_files import SegmentFiles
 from topics.walshard.sessions import Sessions
+from topics.walshard.tag_search import TagSearch
+from topics.walshard.trimming import LogTrim
 
 log = get_logger()
 
@@ -69,7 +79,9 @@ class Shard:
         holdings: Holdings,
         logs: Logs,
         ram_trim: RamTrim,
-        tags: FrameTags,
+        files: SegmentFiles,
+        tags: TagSearch,
+        log_trim: LogTrim,
         syncs: BackgroundSync,
         outbox: Outbox,
         cell: ProcessCell,
@@ -80,7 +92,9 @@ class Shard:
         self._holdings = holdings
         self._logs = logs
         self._ram_trim = ram_trim
+        self._files = files
         self._tags = tags
+        self._log_trim = log_trim
         self._syncs = syncs
         self._outbox = outbox
         self._cell = cell
@@ -147,7 +161,13 @@ class Shard:
         """What became durable meanwhile goes out to those who wait for that."""
         for hosted in self._syncs.poll(self._clock.monotonic_ms()):
             self._show(hosted)
+        self._log_trim.poll()
         self._outbox.flush()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is more to do at once, without a request."""
+        return self._log_trim.busy
 
     def sweep(self) -> None:
         """Once a second: expiry of topics nobody touches, collection of idle sessions."""
@@ -157,6 +177,7 @@ class Shard:
                 self._expire(hosted)
         for wid in self._sessions.overdue(self._clock.monotonic_ms()):
             self._collect_session(wid)
+        self._files.mark_again()
         self._holdings.settle(len(self._sessions))
         self._outbox.flush()
 
@@ -214,6 +235,11 @@ class Shard:
                 self._sessions.abandoned(call.wid, answer.frontend, call.stream, self._clock.monotonic_ms())
             case Hello():
                 self._hello(answer.frontend)
+            case Checkpoint():
+                self._checkpoint(call, answer)
+            case Trim():
+                self._log_trim.request(call.file_no)
+                answer.reply = messages.encode_reply(answer.request_id, Done())
 
     def _put_topic(self, call: PutTopic, answer: Answer) -> None:
         self._commit_appends()
@@ -292,7 +318,15 @@ class Shard:
         self._expire(hosted)
         topic = hosted.topic
         match = None if call.op is None else Match(call.op, call.pattern)
-        deletion = topic.plan_delete(topic.head_seq, call.before_seq, match, self._tags.of(topic))
+        try:
+            deletion = topic.plan_delete(call.before_seq, match, self._tags.of(topic, hosted.index))
+        except (OSError, CorruptSegment, CorruptPostings) as error:
+            log.error("a delete could not find its records", topic=call.name, reason=str(error))
+            raise TopicsError(
+                "storage_unavailable",
+                f"the records of topic {call.name!r} cannot be read to delete them; see the service's log",
+                {"topic": call.name},
+            ) from error
         answer.reply = messages.encode_reply(
             answer.request_id,
             DeleteRecordsReply(
@@ -305,36 +339,56 @@ class Shard:
         )
         if not deletion.records and deletion.earliest_seq == topic.earliest_seq:
             return
-        body = encode_body(DeleteBody(call.before_seq, call.op, call.pattern))
+        floors = topic.floors_without(deletion)
+        body = encode_body(DeleteBody(deletion.below_seq, encode_runs(deletion.seqs), floors))
         entry = frame.encode(FrameType.DELETE, 0, topic.id, topic.head_seq, self._now_ms, b"", b"", body)
 
         def apply(_file_no: int, _offset: int) -> None:
-            topic.deleted(deletion)
+            topic.deleted(deletion, floors)
+            hosted.logged_floor = topic.evict_floor
             self._show(hosted)
 
-        self._commit(Operation([entry], apply, sync=topic.config.durability == "fsync", answer=answer))
+        sync = topic.config.durability == "fsync"
+        self._commit(Operation([entry], apply, sync=sync, answer=answer), {topic.id})
 
     def _expire(self, hosted: Hosted) -> None:
         """Moves the floors over what has outlived its ttl; logged, so that they never move back."""
         topic = hosted.topic
-        floor = topic.expired_below(self._now_ms)
-        if floor <= topic.earliest_seq:
-            return
+        floors = topic.plan_eviction(topic.expired_below(self._now_ms), EvictReason.TTL)
+        if floors is not None:
+            self._commit(
+                Operation([_floor_frame(hosted, floors, self._now_ms)], partial(self._evicted, hosted, floors)),
+                {topic.id},
+            )
 
-        def apply(_file_no: int, _offset: int) -> None:
-            topic.evict_below(floor, EvictReason.TTL)
-            hosted.logged_floor = topic.evict_floor
-            self._show(hosted)
+    def _evicted(self, hosted: Hosted, floors: Floors, _file_no: int, _offset: int) -> None:
+        hosted.topic.logged(floors)
+        hosted.logged_floor = floors.evict_floor
+        self._show(hosted)
 
-        self._commit(Operation([_floor_frame(hosted, floor, EvictReason.TTL, self._now_ms)], apply))
+    def _checkpoint(self, call: Checkpoint, answer: Answer) -> None:
+        self._commit_appends()
+        marks = Marks(self._files, self._now_ms)
+        for checkpoint in call.topics:
+            marks.add(checkpoint, self._catalog.find_id(checkpoint.topic_id))
+        if marks.operations:
+            if not self._commit_group(marks.operations, [], marks.marked.keys()):
+                marks.undo()
+        elif not self._logs.sync():
+            raise TopicsError("storage_unavailable", "the log cannot be synced now; see the service's log")
+        answer.reply = messages.encode_reply(answer.request_id, CheckpointReply(marks.gone, marks.refused))
 
-    def _floor_marks(self) -> list[Operation]:
-        """What caps evicted since the last commit: floors are in the log before anything else is done to the topic."""
+    def _floor_marks(self, but: Collection[int]) -> list[Operation]:
+        """What caps evicted since the last commit: floors are in the log before anything else is done to the topic.
+        Not of topics of which the group itself says the floors.
+        """
         marks = []
-        for hosted in self._capped.values():
-            floor = hosted.topic.evict_floor
-            mark = _floor_frame(hosted, floor, EvictReason.CAP, self._now_ms)
-            marks.append(Operation([mark], partial(_floor_logged, hosted, floor)))
+        for topic_id, hosted in self._capped.items():
+            if topic_id not in but:
+                floors = hosted.topic.floors()
+                marks.append(
+                    Operation([_floor_frame(hosted, floors, self._now_ms)], partial(_floor_logged, hosted, floors))
+                )
         return marks
 
     # -- watchers and sessions
@@ -402,13 +456,15 @@ class Shard:
         if self._commit_group([], [operation]):
             self._ram_trim.drop_files()
 
-    def _commit(self, operation: Operation) -> bool:
-        return self._commit_group([operation], [])
+    def _commit(self, operation: Operation, floors_of: Collection[int] = ()) -> bool:
+        return self._commit_group([operation], [], floors_of)
 
-    def _commit_group(self, durable: list[Operation], ram: list[Operation]) -> bool:
-        """True when all of it was committed; what was not is answered with an error."""
+    def _commit_group(self, durable: list[Operation], ram: list[Operation], floors_of: Collection[int] = ()) -> bool:
+        """True when all of it was committed; what was not is answered with an error. `floors_of`: topics of which the
+        group says what their floors are.
+        """
         if durable:
-            durable = self._floor_marks() + durable
+            durable = self._floor_marks(floors_of) + durable
         try:
             self._outbox.journal(self._logs.plan(durable, ram))
         except WalWriteError as error:  # the RAM log cannot be made
@@ -446,13 +502,14 @@ class Shard:
         self._holdings.release_topic()
 
 
-def _floor_frame(hosted: Hosted, floor: int, reason: EvictReason, ts: int) -> bytes:
-    body = encode_body(EvictBody(reason))
-    return frame.encode(FrameType.EVICT_WATERMARK, 0, hosted.topic.id, floor, ts, b"", b"", body)
+def _floor_frame(hosted: Hosted, floors: Floors, ts: int) -> bytes:
+    body = encode_body(EvictBody(floors))
+    return frame.encode(FrameType.EVICT_WATERMARK, 0, hosted.topic.id, floors.earliest_seq, ts, b"", b"", body)
 
 
-def _floor_logged(hosted: Hosted, floor: int, _file_no: int, _offset: int) -> None:
-    hosted.logged_floor = floor
+def _floor_logged(hosted: Hosted, floors: Floors, _file_no: int, _offset: int) -> None:
+    hosted.topic.revision = floors.revision
+    hosted.logged_floor = floors.evict_floor
 
 
 def _in_ram(hosted: Hosted) -> bool:

@@ -1,0 +1,47 @@
+"""What a topic needs to know of where its records are (`topic.py` has the form of an entry)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from topics.core.segment_list import SegmentInfo, SegmentList
+from topics.core.tags import Match
+
+
+class RecordIndex(Protocol):
+    """Entries base_seq..next_seq-1, dense: of `segments` up to their last seq, then those that were appended."""
+
+    @property
+    def base_seq(self) -> int: ...
+    @property
+    def next_seq(self) -> int: ...
+    @property
+    def segments(self) -> SegmentList: ...
+    def reserve(self, count: int) -> None: ...
+    def append(self, ts: int, offset_len: array[int], file_flags: array[int]) -> None: ...
+    def append_entries(self, entries: array[int]) -> None:
+        """Recovery's `append`: entries of consecutive seqs. What a segment holds already counts as it is there."""
+
+    def entries(self, first_seq: int, last_seq: int) -> array[int]: ...
+    def ts_at(self, seq: int) -> int: ...
+    def live_size(self, first_seq: int, last_seq: int) -> tuple[int, int]:
+        """(records, bytes in the log) of what is neither deleted nor lost."""
+
+    def pick_live(self, seqs: Sequence[int]) -> tuple[list[int], int]:
+        """Which of them (ascending) are neither deleted nor lost, and their bytes in the log."""
+
+    def flag_deleted(self, seqs: Sequence[int]) -> None:
+        """Ascending; those that are gone already are passed over."""
+
+    def checkpointed(self, up_to_seq: int, segments: Iterable[SegmentInfo]) -> None:
+        """These segments are new or changed; entries up to there are in segments now, with their deletions."""
+
+    def drop_before(self, seq: int) -> None: ...
+    def skip_to(self, seq: int) -> None:
+        """Nothing below `seq` is left but what segments hold, and the next entry is of that seq."""
+
+
+FindTagged = Callable[[Match, int, int], list[int]]
+"""(match, first_seq, last_seq) → seqs of records among them that have a matching tag, ascending; some may be gone."""

@@ -1,0 +1,118 @@
+"""Taking over what the compactor has put into segments: its `Checkpoint` becomes marks in the log, one for each topic.
+
+A mark counts once it is on the disk, behind all frames that it speaks of. Only then are locations let go, so a shard
+that is killed in between finds either both or the segments alone. The compactor repeats what was not answered, and a
+mark that says nothing new changes nothing.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+from topics.core.fold import MarkBody, encode_body
+from topics.core.segment_list import SegmentList
+from topics.core.shard_state import Floors
+from topics.log import get_logger
+from topics.shm.arena import ArenaFullError
+from topics.shm.messages import TopicCheckpoint
+from topics.storage import frame
+from topics.storage.frame import FrameType
+from topics.storage.kill_points import reached
+from topics.storage.segment import CorruptSegment
+from topics.walshard.hosted import Hosted
+from topics.walshard.operation import Operation
+from topics.walshard.segment_files import SegmentFiles
+
+log = get_logger()
+
+_REFUSED: Final = (ValueError, ArenaFullError, OSError, CorruptSegment)
+
+
+class Marks:
+    """What one `Checkpoint` leads to. `operations` are one group; `undo` when it did not get into the log."""
+
+    def __init__(self, files: SegmentFiles, now_ms: int) -> None:
+        self._files = files
+        self._now_ms = now_ms
+        self._tables: list[tuple[Hosted, tuple[int, int]]] = []
+        self.operations: list[Operation] = []
+        self.marked: dict[int, Hosted] = {}
+        self.gone: list[int] = []
+        self.refused: list[int] = []
+
+    def add(self, checkpoint: TopicCheckpoint, hosted: Hosted | None) -> None:
+        """`hosted` is None when the topic is deleted."""
+        if hosted is None:
+            self.gone.append(checkpoint.topic_id)
+            return
+        try:
+            operation = self._operation(checkpoint, hosted)
+        except _REFUSED as error:
+            log.error("a checkpoint was refused", topic=hosted.topic.name, reason=str(error))
+            self.refused.append(checkpoint.topic_id)
+            return
+        if operation is not None:
+            self.operations.append(operation)
+            self.marked[checkpoint.topic_id] = hosted
+
+    def undo(self) -> None:
+        """Nothing of it is in the log."""
+        for hosted, table in self._tables:
+            hosted.release_segments(table)
+        self.refused += self.marked
+
+    def _operation(self, checkpoint: TopicCheckpoint, hosted: Hosted) -> Operation | None:
+        """None when the log says it already."""
+        topic = hosted.topic
+        if topic.id in self.marked:
+            raise ValueError("the topic is in this checkpoint twice")
+        known = hosted.index.segments
+        segments = SegmentList(known)
+        version = segments.version
+        for info in checkpoint.segments:
+            old = segments.put(info)
+            if old is not None and old.version != info.version:
+                self._files.deleted(topic.id, old)  # to be read once more when it is logged: rather fail now
+        if segments.version == version:
+            return None
+        _check(segments, known, checkpoint, hosted)
+        floors = topic.floors()
+        table = hosted.prepare_segments(segments)
+        self._tables.append((hosted, table))
+        body = encode_body(MarkBody(checkpoint.segments, floors))
+        mark = frame.encode(FrameType.CHECKPOINT_MARK, 0, topic.id, checkpoint.up_to_seq, self._now_ms, b"", b"", body)
+        return Operation([mark], partial(_apply, hosted, checkpoint, floors, table), sync=True)
+
+
+def _check(segments: SegmentList, known: SegmentList, checkpoint: TopicCheckpoint, hosted: Hosted) -> None:
+    """Locations are let go only of records that are in segments indeed."""
+    topic = hosted.topic
+    if segments.last_seq > topic.head_seq or segments.last_seq > max(known.last_seq, checkpoint.up_to_seq):
+        raise ValueError(
+            f"segments end at {segments.last_seq}, checkpointed is up to {checkpoint.up_to_seq}, "
+            f"the head is {topic.head_seq}"
+        )
+    next_seq = topic.earliest_seq
+    for info in segments:
+        if info.first_seq > next_seq:
+            raise ValueError(f"no segment has records {next_seq} to {info.first_seq - 1}")
+        next_seq = max(next_seq, info.last_seq + 1)
+
+
+def _apply(
+    hosted: Hosted,
+    checkpoint: TopicCheckpoint,
+    floors: Floors,
+    table: tuple[int, int],
+    _file_no: int,
+    _offset: int,
+) -> None:
+    reached("mark.logged")
+    topic = hosted.topic
+    hosted.checkpointed(checkpoint.up_to_seq, checkpoint.segments, table)
+    topic.logged(floors)
+    hosted.logged_floor = topic.evict_floor
+    topic.durable_seq = max(topic.durable_seq, min(checkpoint.up_to_seq, topic.head_seq))
+    reached("mark.applied")
+    hosted.publish()

@@ -1,0 +1,231 @@
+"""The files of segments as a shard uses them: entries of their indexes, deletions marked in them, their tags.
+
+The compactor writes everything else in them. A shard marks what it has logged as deleted, at once; that the marks are
+on the disk matters only when the log files that say so go (`unsynced`). A mark that could not be made is kept and made
+later: until then this process knows of it, and no log file goes.
+"""
+
+from __future__ import annotations
+
+import mmap
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from topics.core.segment_list import COLD, SegmentInfo
+from topics.core.topic import ENTRY_WORDS, LOCATION_DELETED, LOCATION_LOST
+from topics.log import get_logger
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem
+from topics.storage.postings import Postings
+from topics.storage.segment import (
+    ENTRY,
+    ENTRY_LEN,
+    LOG_FRAME_EXTRA_LEN,
+    CorruptSegment,
+    SegmentReader,
+    entries_of_idx,
+    map_file,
+)
+from topics.storage.segment_deletes import mark_deleted, sync_segment
+
+log = get_logger()
+
+INDEXES_MAX: Final = 256
+POSTINGS_MAX: Final = 1024
+"""So many stay mapped; the postings of a topic are all asked for each delete by tag."""
+SYNC_ONE_BY_ONE_MAX: Final = 64
+"""Segments whose files are synced one after the other; for more, one sync of the file system is less."""
+_GONE: Final = LOCATION_DELETED | LOCATION_LOST
+_GONE_TABLE: Final = bytes(1 if flags & _GONE else 0 for flags in range(256))
+
+
+class SegmentKey(NamedTuple):
+    """One segment's files."""
+
+    topic_id: int
+    first_seq: int
+    version: int
+
+
+class SegmentFiles:
+    """Of all topics of one shard. Reading raises OSError and CorruptSegment; marking raises nothing."""
+
+    def __init__(self, fs: FileSystem, data_dir: str) -> None:
+        self._fs = fs
+        self._data_dir = data_dir
+        self._indexes: OrderedDict[SegmentKey, mmap.mmap | bytes] = OrderedDict()
+        self._postings: OrderedDict[SegmentKey, Postings] = OrderedDict()
+        self._unmarked: dict[tuple[int, int], list[int]] = {}
+        """(topic id, first seq) → ascending seqs that are deleted and not marked."""
+        self._infos: dict[tuple[int, int], SegmentInfo] = {}
+        self._unsynced: dict[SegmentKey, SegmentInfo] = {}
+
+    # -- reading
+
+    def entries(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> array[int]:
+        """Entries of first_seq..last_seq, in that segment, as `RecordIndex.entries`: `len` is that of the log frame."""
+        entries = entries_of_idx(self._part(topic_id, info, first_seq, last_seq), first_seq)
+        extra = LOG_FRAME_EXTRA_LEN << 32
+        entries[2::ENTRY_WORDS] = array("Q", [word + extra if word >> 32 else word for word in entries[2::ENTRY_WORDS]])
+        for seq in self._unmarked_between(topic_id, info, first_seq, last_seq):
+            entries[(seq - first_seq) * ENTRY_WORDS + 3] |= LOCATION_DELETED << 32
+        return entries
+
+    def ts_at(self, topic_id: int, info: SegmentInfo, seq: int) -> int:
+        ts: int = ENTRY.unpack_from(self._index(topic_id, info), (seq - info.first_seq) * ENTRY_LEN)[2]
+        return ts
+
+    def live_size(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> tuple[int, int]:
+        """(records, bytes in the log) of what is neither deleted nor lost. By column: it may be asked of millions."""
+        part = self._part(topic_id, info, first_seq, last_seq)
+        lengths = array("I")
+        lengths.frombytes(part)
+        lengths = lengths[1::5]
+        gone = part[16::ENTRY_LEN].translate(_GONE_TABLE)
+        records, size_bytes = len(lengths), sum(lengths)
+        unmarked = self._unmarked_between(topic_id, info, first_seq, last_seq)
+        if gone.count(1) or unmarked:
+            marks = bytearray(gone)
+            for seq in unmarked:
+                marks[seq - first_seq] = 1
+            records = marks.count(0)
+            size_bytes = sum([length for length, mark in zip(lengths, marks, strict=True) if not mark])
+        return records, size_bytes + records * LOG_FRAME_EXTRA_LEN
+
+    def pick_live(self, topic_id: int, info: SegmentInfo, seqs: Sequence[int]) -> tuple[list[int], int]:
+        """Which of these seqs (ascending, in that segment) are live, and their bytes in the log."""
+        idx = self._index(topic_id, info)
+        unmarked = set(self._unmarked_between(topic_id, info, seqs[0], seqs[-1]))
+        live: list[int] = []
+        size_bytes = 0
+        for seq in seqs:
+            _, length, _, flags = ENTRY.unpack_from(idx, (seq - info.first_seq) * ENTRY_LEN)
+            if not flags & _GONE and seq not in unmarked:
+                live.append(seq)
+                size_bytes += length + LOG_FRAME_EXTRA_LEN
+        return live, size_bytes
+
+    def deleted(self, topic_id: int, info: SegmentInfo) -> list[int]:
+        """All seqs of the segment that are deleted, whether they have a frame or not."""
+        part = self._part(topic_id, info, info.first_seq, info.last_seq)
+        flags = part[16::ENTRY_LEN]
+        found = [info.first_seq + at for at, flag in enumerate(flags) if flag & LOCATION_DELETED]
+        return sorted({*found, *self._unmarked_between(topic_id, info, info.first_seq, info.last_seq)})
+
+    def postings(self, topic_id: int, info: SegmentInfo) -> Postings:
+        """The tags of a sealed segment. Raises CorruptPostings as well."""
+        key = SegmentKey(topic_id, info.first_seq, info.version)
+        postings = self._postings.get(key)
+        if postings is None:
+            directory = layout.topic_dir(self._data_dir, topic_id)
+            postings = self._postings[key] = Postings.map(directory, info.first_seq, info.version)
+            if len(self._postings) > POSTINGS_MAX:
+                self._postings.popitem(last=False)
+        self._postings.move_to_end(key)
+        return postings
+
+    def reader(self, topic_id: int, info: SegmentInfo) -> SegmentReader:
+        """Index and frames; not of a cold segment."""
+        directory = layout.topic_dir(self._data_dir, topic_id)
+        return SegmentReader.map(directory, info.first_seq, info.records, info.data_bytes, info.version)
+
+    # -- marking
+
+    def mark(self, topic_id: int, info: SegmentInfo, seqs: Sequence[int]) -> None:
+        """These records of the segment (ascending) are deleted."""
+        if not seqs:
+            return
+        place = (topic_id, info.first_seq)
+        unmarked = self._unmarked.pop(place, None)
+        if unmarked is not None:
+            seqs = sorted({*unmarked, *seqs})
+        cold = bool(info.flags & COLD)
+        directory = layout.topic_dir(self._data_dir, topic_id)
+        try:
+            mark_deleted(self._fs, directory, info.first_seq, seqs, info.version, cold=cold)
+        except (OSError, CorruptSegment) as error:
+            if place not in self._infos:  # it is tried again every second
+                log.error("deletions could not be marked in a segment", error=str(error), records=len(seqs))
+            self._unmarked[place] = list(seqs)
+            self._infos[place] = info
+            return
+        self._infos.pop(place, None)
+        self._unsynced[SegmentKey(topic_id, info.first_seq, info.version)] = info
+
+    def replaced(self, topic_id: int, old: SegmentInfo, new: SegmentInfo) -> None:
+        """The segment is another file now, or longer: what was deleted in the old one is in the new one."""
+        if new.version != old.version:
+            try:
+                seqs = self.deleted(topic_id, old)
+            except FileNotFoundError:
+                seqs = []  # read back from the log: all this was done before the old files went
+            self.forget(topic_id, old, with_marks=False)
+            self.mark(topic_id, new, seqs)
+        if self._unmarked.get((topic_id, old.first_seq)):
+            self.mark(topic_id, new, self._unmarked.pop((topic_id, old.first_seq)))
+
+    def forget(self, topic_id: int, info: SegmentInfo, *, with_marks: bool = True) -> None:
+        """The segment is no more, or is another file."""
+        key = SegmentKey(topic_id, info.first_seq, info.version)
+        self._indexes.pop(key, None)
+        self._postings.pop(key, None)
+        self._unsynced.pop(key, None)
+        if with_marks:
+            self._unmarked.pop((topic_id, info.first_seq), None)
+            self._infos.pop((topic_id, info.first_seq), None)
+
+    def mark_again(self) -> None:
+        """What could not be marked before."""
+        for (topic_id, first_seq), info in list(self._infos.items()):
+            self.mark(topic_id, info, self._unmarked.pop((topic_id, first_seq)))
+
+    @property
+    def is_marked(self) -> bool:
+        """Everything that is deleted is marked."""
+        return not self._unmarked
+
+    def take_unsynced(self) -> dict[SegmentKey, SegmentInfo]:
+        """Segments with marks that may not be on the disk; from now on they count as synced."""
+        unsynced, self._unsynced = self._unsynced, {}
+        return unsynced
+
+    def sync(self, unsynced: dict[SegmentKey, SegmentInfo]) -> None:
+        """For a helper thread: these are on the disk afterwards. Raises OSError."""
+        if len(unsynced) > SYNC_ONE_BY_ONE_MAX:
+            self._fs.sync_all(layout.topics_dir(self._data_dir))
+            return
+        for key, info in unsynced.items():
+            directory = layout.topic_dir(self._data_dir, key.topic_id)
+            try:
+                sync_segment(self._fs, directory, key.first_seq, key.version, cold=bool(info.flags & COLD))
+            except FileNotFoundError:
+                continue  # dropped, rewritten or relocated meanwhile, each of which is durable by itself
+
+    # -- files
+
+    def _part(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> bytes:
+        start = (first_seq - info.first_seq) * ENTRY_LEN
+        return self._index(topic_id, info)[start : start + (last_seq - first_seq + 1) * ENTRY_LEN]
+
+    def _index(self, topic_id: int, info: SegmentInfo) -> mmap.mmap | bytes:
+        key = SegmentKey(topic_id, info.first_seq, info.version)
+        idx = self._indexes.get(key)
+        length = info.records * ENTRY_LEN
+        if idx is None or len(idx) < length:
+            directory = layout.topic_dir(self._data_dir, topic_id)
+            idx = self._indexes[key] = map_file(
+                layout.segment_idx_path(directory, info.first_seq, info.version), length
+            )
+            if len(self._indexes) > INDEXES_MAX:
+                self._indexes.popitem(last=False)
+        self._indexes.move_to_end(key)
+        return idx
+
+    def _unmarked_between(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> list[int]:
+        unmarked = self._unmarked.get((topic_id, info.first_seq)) if self._unmarked else None
+        if not unmarked:
+            return []
+        return unmarked[bisect_left(unmarked, first_seq) : bisect_right(unmarked, last_seq)]

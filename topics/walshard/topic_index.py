@@ -1,0 +1,178 @@
+"""A topic's record index in its shard: the segments' indexes on the disk, and behind them the location ring in memory.
+
+`ring.base_seq` is the first seq that readers find in the ring; every live one before it is in a segment.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from topics.core.segment_list import SegmentInfo, SegmentList
+from topics.core.topic import ENTRY_WORDS, LOCATION_DELETED, LOCATION_LOST
+from topics.shm.location_ring import LocationRing
+from topics.walshard.segment_files import SegmentFiles
+
+_FLAGS_SHIFT: Final = 32
+_GONE: Final = LOCATION_DELETED | LOCATION_LOST
+_CHUNK_ENTRIES: Final = 8192
+
+
+class TopicIndex:
+    """`core.record_index.RecordIndex`."""
+
+    __slots__ = ("_files", "ring", "segments", "topic_id")
+
+    def __init__(self, topic_id: int, ring: LocationRing, files: SegmentFiles) -> None:
+        self.topic_id = topic_id
+        self.ring = ring
+        self.segments = SegmentList()
+        self._files = files
+
+    @property
+    def base_seq(self) -> int:
+        for segment in self.segments:
+            return segment.first_seq
+        return self.ring.base_seq
+
+    @property
+    def next_seq(self) -> int:
+        return self.ring.next_seq
+
+    def reserve(self, count: int) -> None:
+        """Room for `count` more entries, or ArenaFullError."""
+        self.ring.reserve(count)
+
+    def append(self, ts: int, offset_len: array[int], file_flags: array[int]) -> None:
+        self.ring.append(ts, offset_len, file_flags)
+
+    def append_entries(self, entries: array[int]) -> None:
+        held = max(0, self.segments.last_seq + 1 - entries[0]) if entries else 0
+        if held:
+            entries = entries[held * ENTRY_WORDS :]
+        if entries:
+            assert entries[0] == self.ring.next_seq, (self.topic_id, entries[0], self.ring.next_seq)
+            self.ring.reserve(len(entries) // ENTRY_WORDS)
+            self.ring.append_entries(entries)
+
+    def entries(self, first_seq: int, last_seq: int) -> array[int]:
+        ring = self.ring
+        if first_seq >= ring.base_seq:
+            return ring.entries(first_seq, last_seq)
+        found = array("Q")
+        for info in self.segments.between(first_seq, min(last_seq, ring.base_seq - 1)):
+            found += self._files.entries(
+                self.topic_id, info, max(first_seq, info.first_seq), min(last_seq, info.last_seq)
+            )
+        if last_seq >= ring.base_seq:
+            found += ring.entries(ring.base_seq, last_seq)
+        assert len(found) == (last_seq - first_seq + 1) * ENTRY_WORDS, (self.topic_id, first_seq, last_seq)
+        return found
+
+    def ts_at(self, seq: int) -> int:
+        if seq >= self.ring.base_seq:
+            return self.ring.ts_at(seq)
+        info = self.segments.at(seq)
+        assert info is not None, (self.topic_id, seq)
+        return self._files.ts_at(self.topic_id, info, seq)
+
+    def live_size(self, first_seq: int, last_seq: int) -> tuple[int, int]:
+        records = size_bytes = 0
+        base_seq = self.ring.base_seq
+        if first_seq < base_seq:
+            for info in self.segments.between(first_seq, min(last_seq, base_seq - 1)):
+                found = self._files.live_size(
+                    self.topic_id, info, max(first_seq, info.first_seq), min(last_seq, info.last_seq)
+                )
+                records += found[0]
+                size_bytes += found[1]
+        for start in range(max(first_seq, base_seq), last_seq + 1, _CHUNK_ENTRIES):
+            entries = self.ring.entries(start, min(last_seq, start + _CHUNK_ENTRIES - 1))
+            lengths = [
+                offset_len >> 32
+                for offset_len, file_flags in zip(entries[2::4], entries[3::4], strict=True)
+                if not file_flags >> _FLAGS_SHIFT & _GONE
+            ]
+            records += len(lengths)
+            size_bytes += sum(lengths)
+        return records, size_bytes
+
+    def pick_live(self, seqs: Sequence[int]) -> tuple[list[int], int]:
+        live: list[int] = []
+        size_bytes = 0
+        for info, part in self._by_segment(seqs):
+            if info is not None:
+                found, found_bytes = self._files.pick_live(self.topic_id, info, part)
+                live += found
+                size_bytes += found_bytes
+                continue
+            for seq in part:
+                _, _, offset_len, file_flags = self.ring.entries(seq, seq)
+                if not file_flags >> _FLAGS_SHIFT & _GONE:
+                    live.append(seq)
+                    size_bytes += offset_len >> 32
+        return live, size_bytes
+
+    def flag_deleted(self, seqs: Sequence[int]) -> None:
+        for info, part in self._by_segment(seqs):
+            if info is not None:
+                self._files.mark(self.topic_id, info, part)
+                continue
+            for seq in part:
+                self.ring.replace(seq, 3, self.ring.entries(seq, seq)[3] | LOCATION_DELETED << _FLAGS_SHIFT)
+
+    def checkpointed(self, up_to_seq: int, segments: Iterable[SegmentInfo]) -> None:
+        ring = self.ring
+        for info in segments:
+            old = self.segments.put(info)
+            if old is not None:
+                self._files.replaced(self.topic_id, old, info)
+        if self.segments.last_seq < ring.base_seq:
+            return
+        # The compactor may have copied them before they were deleted.
+        last_seq = min(self.segments.last_seq, ring.next_seq - 1)
+        if last_seq >= ring.base_seq:
+            words = ring.entries(ring.base_seq, last_seq)[3::4]
+            self.flag_moved([ring.base_seq + at for at, word in enumerate(words) if _is_deleted(word)])
+        ring.drop_before(self.segments.last_seq + 1)
+        if ring.next_seq <= self.segments.last_seq:
+            ring.skip_to(self.segments.last_seq + 1)
+
+    def flag_moved(self, seqs: Sequence[int]) -> None:
+        """Deleted entries of the ring that a segment has now."""
+        for info in self.segments.between(seqs[0], seqs[-1]) if seqs else ():
+            self._files.mark(self.topic_id, info, [seq for seq in seqs if info.first_seq <= seq <= info.last_seq])
+
+    def drop_before(self, seq: int) -> None:
+        for info in self.segments.drop_below(seq):
+            self._files.forget(self.topic_id, info)
+        self.ring.drop_before(seq)
+
+    def forget(self) -> None:
+        """The topic is gone."""
+        for info in self.segments:
+            self._files.forget(self.topic_id, info)
+
+    def skip_to(self, seq: int) -> None:
+        if seq > self.ring.next_seq:
+            self.ring.skip_to(seq)
+
+    def _by_segment(self, seqs: Sequence[int]) -> Iterable[tuple[SegmentInfo | None, list[int]]]:
+        """The seqs, each with its segment's others; None for those in the ring."""
+        at = 0
+        while at < len(seqs):
+            if seqs[at] >= self.ring.base_seq:
+                yield None, list(seqs[at:])
+                return
+            info = self.segments.at(seqs[at])
+            assert info is not None, (self.topic_id, seqs[at])
+            end = at + 1
+            while end < len(seqs) and seqs[end] <= info.last_seq:
+                end += 1
+            yield info, list(seqs[at:end])
+            at = end
+
+
+def _is_deleted(file_flags: int) -> bool:
+    return bool(file_flags >> _FLAGS_SHIFT & LOCATION_DELETED)
