@@ -154,7 +154,7 @@ def _serve(compactor: Compactor, settings: Settings, life: _Life, cell: ProcessC
             not_before_ms = clock.monotonic_ms() + RETRY_MS
             log.error("a checkpoint failed and will be repeated", reason=str(error))
         if not life.stopping:
-            life.sleep(HEARTBEAT_MS)
+            life.sleep(min(HEARTBEAT_MS, settings.checkpoint_interval_ms))
     cell.set("state", ProcessState.DRAINING)
     if compactor.has_news:
         compactor.cut()
