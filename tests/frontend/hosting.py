@@ -1,19 +1,25 @@
-"""What a shard leaves for readers, made in the test's own process: arena and log files, by the shard's own code.
+"""What a shard and the compactor leave for readers, made in the test's own process by their own code: arena, log files,
+segments.
 
-Only commit and group logic are left out: a write goes straight to the log file and is published.
+Only commit and group logic and the log of marks are left out: a write goes straight to the log file and is published.
 """
 
 from __future__ import annotations
 
 import os
 from array import array
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from topics.compactor.rewriting import rewrite
+from topics.compactor.segments import LogFileKey, SealAt, SegmentAppender
 from topics.core.config import TopicConfig
-from topics.core.topic import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST, EvictReason, Topic
+from topics.core.segment_list import COLD, SegmentInfo, SegmentList
+from topics.core.topic import LOCATION_IN_RAM_LOG, LOCATION_LOST, EvictReason, Topic
 from topics.frontend.arenas import Arenas
+from topics.frontend.cold import ColdTier
 from topics.frontend.log_files import LogFiles
 from topics.frontend.reading import TopicReader
 from topics.settings import load
@@ -22,11 +28,16 @@ from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.shm.location_ring import LocationRing
 from topics.storage import layout
+from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out, stamp
+from topics.storage.segment_store import LocalStore
 from topics.walshard.holdings import Holdings
 from topics.walshard.hosted import Hosted
+from topics.walshard.segment_files import SegmentFiles
+from topics.walshard.topic_index import TopicIndex
 
 RING_BYTES = 64 * 1024
+COLD_TIMEOUT_MS = 10_000
 
 
 class Written(NamedTuple):
@@ -57,6 +68,11 @@ class Hosting:
     """One shard's arena and logs; `reader` is what a frontend reads them with."""
 
     def __init__(self, identity: str, data_dir: str) -> None:
+        self.data_dir = data_dir
+        self.fs = OsFileSystem()
+        self.store = LocalStore(self.fs, os.path.join(data_dir, "cold"))
+        self.cold = ColdTier(self.store, COLD_TIMEOUT_MS)
+        self.segment_files = SegmentFiles(self.fs, data_dir)
         self.shared = SharedMemory.create(identity, 1, 1, RING_BYTES)
         self.clock = TestClock()
         self.arena = ArenaWriter(identity, 0, 1)
@@ -71,16 +87,17 @@ class Hosting:
             os.makedirs(directory, exist_ok=True)
         self.shared.control.cell(Role.WALSHARD, 0).set("generation", 1)
         self.arenas = Arenas(self.shared)
-        self.reader = TopicReader(self.arenas, LogFiles(data_dir, self.shared.ram_dir, 1, maps_max=2), 1, self.clock)
+        log_files = LogFiles(data_dir, self.shared.ram_dir, 1, maps_max=2)
+        self.reader = TopicReader(self.arenas, log_files, 1, self.clock, self.cold)
 
     def close(self) -> None:
         self.arenas.close()
 
     def make(self, name: str, config: TopicConfig | None = None, recreated: bool = False) -> Hosted:
-        ring = LocationRing(self.arena, 1)
-        topic = Topic(self._next_id, name, config or TopicConfig(), ring, recreated)
+        index = TopicIndex(self._next_id, LocationRing(self.arena, 1), self.segment_files)
+        topic = Topic(self._next_id, name, config or TopicConfig(), index, recreated)
         self._next_id += 1
-        self.topics[name] = hosted = Hosted(self.arena, topic, ring, self.holdings)
+        self.topics[name] = hosted = Hosted(self.arena, topic, index, self.holdings)
         hosted.announce()
         return hosted
 
@@ -114,7 +131,77 @@ class Hosting:
         hosted.publish()
 
     def delete_record(self, name: str, seq: int) -> None:
-        self.flag(name, seq, LOCATION_DELETED)
+        """Flags one record; floors and counts stay."""
+        hosted = self.topics[name]
+        hosted.index.flag_deleted([seq])
+        hosted.publish()
+
+    # -- what the compactor does
+
+    def checkpoint(self, name: str, up_to_seq: int | None = None, records_max: int = 10_000) -> None:
+        """Takes records out of the log into segments, sealed when they have `records_max`."""
+        hosted = self.topics[name]
+        index, ring = hosted.index, hosted.ring
+        last_seq = ring.next_seq - 1 if up_to_seq is None else up_to_seq
+        if last_seq < ring.base_seq:
+            return
+        appender = SegmentAppender(self.fs, self.data_dir, SealAt(records_max, 64 << 20, 0))
+        last = list(index.segments)[-1] if len(index.segments) else None
+        entries = ring.entries(ring.base_seq, last_seq)
+        self._checkpointed(
+            hosted, appender.append(hosted.topic.id, last, entries, self._log_bytes, self.clock.now_ms())
+        )
+
+    def rewrite(self, name: str, seq: int) -> None:
+        """The segment of `seq` without its deleted records, in the place of the one there was."""
+        hosted = self.topics[name]
+        info = hosted.index.segments.at(seq)
+        assert info is not None
+        self._checkpointed(hosted, [rewrite(self.fs, self._topic_dir(hosted), info)])
+        self.remove_files(name, info)
+
+    def relocate(self, name: str, seq: int) -> str:
+        """The data of the segment of `seq` into the store; what it is called there."""
+        hosted = self.topics[name]
+        info = hosted.index.segments.at(seq)
+        assert info is not None
+        object_name = f"{hosted.topic.id:016x}/{os.path.basename(layout.segment_data_path('', *_name(info)))}"
+        path = layout.segment_data_path(self._topic_dir(hosted), *_name(info))
+        self.store.put(object_name, [Path(path).read_bytes()])
+        self._checkpointed(hosted, [msgspec.structs.replace(info, flags=info.flags | COLD)])
+        os.unlink(path)
+        return object_name
+
+    def remove_files(self, name: str, info: SegmentInfo) -> None:
+        """Of a segment that is no longer one."""
+        directory = self._topic_dir(self.topics[name])
+        for path in (layout.segment_data_path, layout.segment_idx_path, layout.segment_tags_path):
+            Path(path(directory, *_name(info))).unlink(missing_ok=True)
+
+    def segments(self, name: str) -> list[SegmentInfo]:
+        return list(self.topics[name].index.segments)
+
+    def data_path(self, name: str, seq: int) -> Path:
+        """The `.data` of the segment of a record."""
+        hosted = self.topics[name]
+        info = hosted.index.segments.at(seq)
+        assert info is not None
+        return Path(layout.segment_data_path(self._topic_dir(hosted), *_name(info)))
+
+    def _checkpointed(self, hosted: Hosted, changed: list[SegmentInfo]) -> None:
+        segments = SegmentList(hosted.index.segments)
+        for info in changed:
+            segments.put(info)
+        hosted.checkpointed(segments.last_seq, changed, hosted.prepare_segments(segments))
+        hosted.publish()
+
+    def _log_bytes(self, key: LogFileKey, end: int) -> bytes:
+        content = Path(layout.log_path(self._directories[key.in_ram], key.file_no)).read_bytes()
+        assert len(content) >= end
+        return content
+
+    def _topic_dir(self, hosted: Hosted) -> str:
+        return layout.topic_dir(self.data_dir, hosted.topic.id)
 
     def retire(self, name: str) -> None:
         """Deletes the topic."""
@@ -128,6 +215,10 @@ class Hosting:
 
     def _path(self) -> str:
         return layout.log_path(self._directories[self.in_ram], self.file_no)
+
+
+def _name(info: SegmentInfo) -> tuple[int, int]:
+    return info.first_seq, info.version
 
 
 class ServedRecord(msgspec.Struct, frozen=True):

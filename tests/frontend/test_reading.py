@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 from pathlib import Path
@@ -15,8 +16,10 @@ from hypothesis import strategies as st
 from tests.frontend.hosting import Hosting, ServedRecord, Written, served
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.segment_list import SEALED
 from topics.core.topic import LOCATION_LOST
 from topics.frontend.arenas import Arenas
+from topics.frontend.cold import ColdMissError
 from topics.frontend.log_files import LogFiles
 from topics.frontend.reading import SCAN_MAX, Page, TopicReader
 from topics.frontend.records import PageOptions
@@ -28,7 +31,11 @@ ALL = PageOptions(limit=1000, max_batch_bytes=1 << 20)
 
 
 def page(hosting: Hosting, name: str, from_seq: int = 0, options: PageOptions = ALL, **more: int) -> Page:
-    return hosting.reader.read_page(hosting.reader.get(name), from_seq, options, hosting.clock.now_ms(), **more)
+    ref, now_ms = hosting.reader.get(name), hosting.clock.now_ms()
+    try:
+        return hosting.reader.read_page(ref, from_seq, options, now_ms, **more)
+    except ColdMissError:
+        return asyncio.run(hosting.reader.fetch_page(ref, from_seq, options, now_ms, **more))
 
 
 def seqs(read: Page) -> list[int]:
@@ -343,6 +350,7 @@ batches = st.lists(
         st.lists(written, min_size=1, max_size=40),
         st.integers(0, 40),
         st.sampled_from([(1, False), (1, False), (2, False), (2, True)]),
+        st.sampled_from([*[None] * 4, "checkpoint", "checkpoint", "half", "relocate"]),
     ),
     max_size=12,
 )
@@ -355,6 +363,18 @@ options = st.builds(
     include_meta=st.booleans(),
     include_data=st.booleans(),
 )
+
+
+def move(hosting: Hosting, upkeep: str | None) -> None:
+    """What the compactor does between two writes."""
+    ring = hosting.topics["t"].ring
+    if upkeep in ("checkpoint", "half"):
+        last_seq = ring.next_seq - 1
+        hosting.checkpoint("t", last_seq if upkeep == "checkpoint" else (ring.base_seq + last_seq) // 2, records_max=25)
+    elif upkeep == "relocate":
+        sealed = [info for info in hosting.segments("t") if info.flags == SEALED]
+        for info in sealed[: (len(sealed) + 1) // 2]:
+            hosting.relocate("t", info.first_seq)
 
 
 def as_served(record: Written, seq: int, ts: int, wanted: PageOptions) -> ServedRecord:
@@ -381,24 +401,27 @@ def comparable(record: ServedRecord) -> tuple[object, ...]:
     dedupe_node=st.booleans(),
     wanted=options,
     from_seq=st.integers(0, 400),
+    rewritten=st.booleans(),
 )
 def test_pages_of_any_log_follow_the_rules(
     tmp_path_factory: pytest.TempPathFactory,
-    batches: list[tuple[list[Written], int, tuple[int, bool]]],
+    batches: list[tuple[list[Written], int, tuple[int, bool], str | None]],
     deleted: set[int],
     cap_records: int,
     ttl_ms: int,
     dedupe_node: bool,
     wanted: PageOptions,
     from_seq: int,
+    rewritten: bool,
 ) -> None:
     identity = secrets.token_hex(8)
     hosting = Hosting(identity, str(tmp_path_factory.mktemp("log")))
     try:
         hosting.make("t", TopicConfig(cap_records=cap_records, ttl_ms=ttl_ms, dedupe_node=dedupe_node))
         log: dict[int, tuple[Written, int]] = {}
-        for records, pause_ms, (hosting.file_no, hosting.in_ram) in batches:
+        for records, pause_ms, (hosting.file_no, hosting.in_ram), upkeep in batches:
             hosting.write("t", records)
+            move(hosting, upkeep)
             for record in records:
                 log[len(log) + 1] = (record, hosting.clock.ms)
             hosting.clock.ms += pause_ms
@@ -406,6 +429,10 @@ def test_pages_of_any_log_follow_the_rules(
         deleted = {seq for seq in deleted if topic.earliest_seq < seq <= topic.head_seq}
         for seq in deleted:
             hosting.delete_record("t", seq)
+        if rewritten:
+            for info in hosting.segments("t"):
+                if info.flags == SEALED:
+                    hosting.rewrite("t", info.first_seq)
 
         # What the rules say, one record at a time.
         now_ms, head_seq = hosting.clock.ms, len(log)

@@ -14,7 +14,7 @@ from typing import Final
 
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.storage import layout
-from topics.storage.segment import ENTRY_LEN, CorruptSegment
+from topics.storage.segment import ENTRY_LEN, map_file
 from topics.storage.segment_columns import Columns, check_frames, extent, first_at, read_columns, ts_of
 
 MAPS_MAX: Final = 128
@@ -35,8 +35,8 @@ class OpenSegment:
         self.idx_path = layout.segment_idx_path(directory, info.first_seq, info.version)
         self.data_path = layout.segment_data_path(directory, info.first_seq, info.version)
         self.name = object_name(topic_id, info)
-        self._idx = _map(self.idx_path, info.records * ENTRY_LEN)
-        self.data = None if info.flags & COLD else _map(self.data_path, info.data_bytes)
+        self._idx = map_file(self.idx_path, info.records * ENTRY_LEN)
+        self.data = None if info.flags & COLD else map_file(self.data_path, info.data_bytes)
         self._checked = bytearray(checked.ljust(info.records, b"\0"))
         """1: the frame of this record was found to be whole since this was mapped."""
 
@@ -119,14 +119,3 @@ class SegmentFiles:
 def object_name(topic_id: int, info: SegmentInfo) -> str:
     """What a segment's `.data` is called in the cold tier (`storage.segment_store`)."""
     return layout.segment_data_path(f"{topic_id:016x}", info.first_seq, info.version)
-
-
-def _map(path: str, length: int) -> mmap.mmap | bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        size_bytes = os.fstat(fd).st_size
-        if size_bytes < length:
-            raise CorruptSegment(path, size_bytes, f"the file ends there, {length} bytes are committed")
-        return mmap.mmap(fd, length, prot=mmap.PROT_READ) if length else b""
-    finally:
-        os.close(fd)

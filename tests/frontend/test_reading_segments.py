@@ -1,0 +1,489 @@
+"""Pages are the same wherever the records are; what a segment's files may do under a reader (api §3, storage.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.frontend.hosting import Hosting, Written, served
+from topics.core.config import TopicConfig
+from topics.core.errors import TopicsError
+from topics.core.segment_list import COLD, SEALED
+from topics.core.topic import LOCATION_LOST, EvictReason
+from topics.frontend import segment_files
+from topics.frontend.cold import ColdMissError
+from topics.frontend.reading import Page
+from topics.frontend.records import PageOptions
+from topics.storage.frame import lay_out
+from topics.storage.segment import ENTRY_LEN, HEADER_LEN
+
+ALL = PageOptions(limit=1000, max_batch_bytes=1 << 20)
+SHAPES = [
+    Written(b'"plain"'),
+    Written(b"1", node=b"me"),
+    Written(b"[2]", tag=b"t"),
+    Written(b"{}", meta=b'{"m":"v"}'),
+    Written(b'"all"', "né".encode(), b'ta"g', b'{"m":"v"}'),
+]
+RECORDS = 60
+
+
+def read(hosting: Hosting, from_seq: int = 0, options: PageOptions = ALL, name: str = "t") -> Page:
+    """A page with whatever waiting it takes."""
+    ref = hosting.reader.get(name)
+    return asyncio.run(hosting.reader.fetch_page(ref, from_seq, options, hosting.clock.now_ms()))
+
+
+def seqs(page: Page) -> list[int]:
+    return [record.seq for record in served(page.body)]
+
+
+def fill(hosting: Hosting, count: int = RECORDS, plain: bool = False, name: str = "t") -> None:
+    shapes = itertools.islice(itertools.cycle(SHAPES[:1] if plain else SHAPES), count)
+    for record in shapes:
+        hosting.clock.ms += 1
+        hosting.write(name, [record])
+
+
+# -- the same page everywhere
+
+
+def in_the_log(hosting: Hosting) -> None:
+    pass
+
+
+def in_an_active_segment(hosting: Hosting) -> None:
+    hosting.checkpoint("t")
+    assert [info.flags for info in hosting.segments("t")] == [0]
+
+
+def across_segments_and_the_log(hosting: Hosting) -> None:
+    for last_seq in (7, 25, 50):
+        hosting.checkpoint("t", last_seq, records_max=10)
+    assert len(hosting.segments("t")) > 4
+
+
+def in_rewritten_segments(hosting: Hosting) -> None:
+    hosting.checkpoint("t", records_max=20)
+    for info in hosting.segments("t"):
+        hosting.rewrite("t", info.first_seq)
+    assert [info.version for info in hosting.segments("t")] == [1, 1, 1]
+
+
+def in_the_cold_tier(hosting: Hosting) -> None:
+    hosting.checkpoint("t", records_max=20)
+    for info in hosting.segments("t"):
+        hosting.relocate("t", info.first_seq)
+        read(hosting, info.first_seq - 1)  # from now on at hand: a page may go over the bounds of segments
+    assert [info.flags for info in hosting.segments("t")] == [SEALED | COLD] * 3
+
+
+OPTIONS = [
+    ALL,
+    ALL._replace(limit=7),
+    ALL._replace(max_batch_bytes=1),
+    ALL._replace(max_batch_bytes=500, include_tags=True),
+    ALL._replace(nodes=frozenset([b"me"]), include_meta=False),
+    ALL._replace(include_data=False, include_tags=True),
+]
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("with_deleted", [True, False])
+@pytest.mark.parametrize(
+    "place", [in_an_active_segment, across_segments_and_the_log, in_rewritten_segments, in_the_cold_tier]
+)
+def test_a_page_does_not_show_where_its_records_are(
+    hosting: Hosting, place: Callable[[Hosting], None], with_deleted: bool, plain: bool
+) -> None:
+    hosting.make("t")
+    fill(hosting, plain=plain)
+    deleted = {1, 2, 9, 20, 21, 40, RECORDS} if with_deleted else set()
+    for seq in deleted:
+        hosting.delete_record("t", seq)
+    questions = [(from_seq, options) for from_seq in range(0, RECORDS + 1, 3) for options in OPTIONS]
+    expected = [read(hosting, *question) for question in questions]
+    place(hosting)
+    for question, page in zip(questions, expected, strict=True):
+        again = read(hosting, *question)
+        assert (again.body, again.count, again.tombstone) == (page.body, page.count, page.tombstone)
+        # Behind the last record that fits, a page may or may not look at deleted ones.
+        between = sorted((again.next_from_seq, page.next_from_seq))
+        assert deleted.issuperset(range(between[0] + 1, between[1] + 1))
+        assert (again.head_seq, again.earliest_seq, again.durable_seq) == (
+            page.head_seq,
+            page.earliest_seq,
+            page.durable_seq,
+        )
+
+
+def test_a_deletion_in_a_segment_shows_at_once(hosting: Hosting) -> None:
+    hosting.make("t")
+    fill(hosting, 30, plain=True)
+    hosting.checkpoint("t", 25, records_max=10)
+    assert len(seqs(read(hosting))) == 30  # everything is mapped, and was found to be whole
+    for seq in (3, 10, 25):
+        hosting.delete_record("t", seq)
+    page = read(hosting)
+    assert seqs(page) == [seq for seq in range(1, 31) if seq not in (3, 10, 25)]
+    assert (page.tombstone, page.next_from_seq) == (None, 30)
+
+
+def test_records_lost_before_they_came_into_a_segment_are_a_gap(hosting: Hosting) -> None:
+    hosting.make("t")
+    fill(hosting, 30, plain=True)
+    for seq in (9, 10, 11, 12):
+        hosting.flag("t", seq, LOCATION_LOST)
+    expected = [read(hosting, from_seq) for from_seq in (0, 8, 10, 12)]
+    assert expected[1].tombstone is not None
+    assert (expected[1].tombstone.gap_from, expected[1].tombstone.gap_to) == (9, 12)
+    assert expected[1].tombstone.reason == EvictReason.RESTART.name.lower()
+    hosting.checkpoint("t", 20, records_max=10)  # the gap lies across two segments
+    for from_seq, page in zip((0, 8, 10, 12), expected, strict=True):
+        again = read(hosting, from_seq)
+        assert (again.body, again.tombstone, again.next_from_seq) == (page.body, page.tombstone, page.next_from_seq)
+
+
+# -- time
+
+
+def test_expiry_is_exact_wherever_the_floor_falls(hosting: Hosting) -> None:
+    hosting.make("t", TopicConfig(ttl_ms=1000))
+    fill(hosting, plain=True)
+    start = hosting.clock.ms
+    for now_ms in range(start + 900, start + 1010, 7):
+        hosting.clock.ms = now_ms
+        ref = hosting.reader.get("t")
+        before = (read(hosting), hosting.reader.has_expired(ref, now_ms), hosting.reader.seq_before(ref, now_ms - 1000))
+        if now_ms == start + 900:
+            hosting.checkpoint("t", 50, records_max=10)
+        else:
+            # The floors of the shard have not moved: only the reader's sight of them.
+            assert hosting.segments("t")[0].first_seq == 1
+        ref = hosting.reader.get("t")
+        assert (
+            read(hosting),
+            hosting.reader.has_expired(ref, now_ms),
+            hosting.reader.seq_before(ref, now_ms - 1000),
+        ) == before
+        alive = [seq for seq in range(1, RECORDS + 1) if now_ms - (start - RECORDS + seq) <= 1000]
+        assert seqs(before[0]) == alive
+        assert before[1] == (len(alive) < RECORDS)
+        if before[0].tombstone is not None:
+            assert before[0].tombstone.gap_to == RECORDS - len(alive)
+
+
+def test_the_first_record_at_a_time_is_found_in_segments(hosting: Hosting) -> None:
+    hosting.make("t")
+    for step in (0, 10, 0, 10, 0, 10):
+        hosting.clock.ms += step
+        hosting.write("t", [Written(b"1")] * 4)
+    times = range(hosting.clock.ms - 35, hosting.clock.ms + 5)
+    expected = [hosting.reader.seq_before(hosting.reader.get("t"), ts) for ts in times]
+    assert set(expected) == {0, 4, 12, 20, 24}
+    for last_seq in (3, 10, 18, 24):
+        hosting.checkpoint("t", last_seq, records_max=5)
+        assert [hosting.reader.seq_before(hosting.reader.get("t"), ts) for ts in times] == expected
+
+
+def test_a_floor_inside_a_segment_is_where_times_begin(hosting: Hosting) -> None:
+    hosting.make("t", TopicConfig(cap_records=22, ttl_ms=1000))
+    fill(hosting, 20, plain=True)
+    start = hosting.clock.ms - 20
+    hosting.checkpoint("t", records_max=10)
+    fill(hosting, 7, plain=True)  # the cap takes 1..5
+    assert hosting.segments("t")[0].first_seq == 1
+    assert hosting.topics["t"].topic.earliest_seq == 6
+    ref = hosting.reader.get("t")
+    assert [hosting.reader.seq_before(ref, start + seq) for seq in (1, 5, 6, 7, 20, 21, 28)] == [5, 5, 5, 6, 19, 20, 27]
+    assert not hosting.reader.has_expired(ref, start + 6 + 1000), "what is below the floor does not count"
+    assert hosting.reader.has_expired(ref, start + 6 + 1001)
+
+
+# -- files that change and go under the reader
+
+
+def test_an_active_segment_is_followed_as_it_grows(hosting: Hosting) -> None:
+    hosting.make("t")
+    for round_no in range(1, 6):
+        fill(hosting, 10)
+        hosting.checkpoint("t")
+        assert seqs(read(hosting)) == list(range(1, round_no * 10 + 1))
+    assert [(info.last_seq, info.flags) for info in hosting.segments("t")] == [(50, 0)]
+
+
+def test_what_lies_behind_the_committed_end_is_not_looked_at(hosting: Hosting) -> None:
+    hosting.make("t")
+    fill(hosting, 10)
+    hosting.checkpoint("t", 5)
+    with open(hosting.data_path("t", 1), "ab") as data:
+        data.write(b"\xff" * 1000)
+    with open(hosting.data_path("t", 1).with_suffix(".idx"), "ab") as idx:
+        idx.write(b"\xff" * 7)
+    assert seqs(read(hosting)) == list(range(1, 11))
+
+
+@pytest.mark.parametrize("step", ["checkpoint", "rewrite", "relocate", "drop"])
+def test_a_view_that_was_overtaken_is_taken_anew(hosting: Hosting, step: str) -> None:
+    hosting.make("t", TopicConfig(cap_records=50))
+    fill(hosting, 40, plain=True)
+    if step != "checkpoint":
+        hosting.checkpoint("t", records_max=10)
+        hosting.delete_record("t", 5)
+    first = 1
+    ref = hosting.reader.get("t")
+    if step == "checkpoint":
+        hosting.checkpoint("t", records_max=10)
+        hosting.make("other")
+        fill(hosting, 64, name="other")  # its entries are where those of the records in the segment were
+    elif step == "rewrite":
+        hosting.rewrite("t", 1)
+    elif step == "relocate":
+        hosting.relocate("t", 1)
+    else:
+        gone = hosting.segments("t")[0]
+        fill(hosting, 21, plain=True)  # the cap takes 11, and passes over the deleted one
+        first = 13
+        hosting.remove_files("t", gone)
+    page = asyncio.run(hosting.reader.fetch_page(ref, 0, ALL, hosting.clock.now_ms()))
+    got, head_seq = seqs(page), hosting.topics["t"].topic.head_seq
+    while page.next_from_seq < head_seq:
+        page = read(hosting, page.next_from_seq)
+        assert page.tombstone is None
+        got += seqs(page)
+    deleted = [] if step == "checkpoint" else [5]
+    assert got == [seq for seq in range(first, head_seq + 1) if seq not in deleted]
+
+
+def test_a_mapped_segment_stays_readable_after_its_files_are_gone(hosting: Hosting) -> None:
+    hosting.make("t")
+    fill(hosting, 20, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    expected = read(hosting)
+    hosting.remove_files("t", hosting.segments("t")[0])
+    assert read(hosting) == expected
+
+
+def test_maps_of_removed_files_are_let_go(hosting: Hosting) -> None:
+    hosting.make("t")
+    fill(hosting, 40, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    read(hosting)
+    first, second = (hosting.data_path("t", seq) for seq in (1, 11))
+    maps = Path("/proc/self/maps")
+    assert str(first) in maps.read_text()
+    hosting.remove_files("t", hosting.segments("t")[0])
+    hosting.relocate("t", 11)
+    for _ in range(2):  # a few of them each time
+        hosting.reader.sweep()
+    text = maps.read_text()
+    assert str(first.with_suffix("")) not in text
+    assert str(second) not in text
+    assert str(second.with_suffix(".idx")) in text
+    assert str(hosting.data_path("t", 21)) in text
+
+
+def test_only_so_many_segments_stay_mapped(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosting.make("t")
+    fill(hosting, 2 * segment_files.MAPS_MAX, plain=True)
+    hosting.checkpoint("t", records_max=1)
+    assert len(read(hosting).body) > 0
+    assert (
+        Path("/proc/self/maps").read_text().count(str(hosting.data_path("t", 1).parent)) <= 2 * segment_files.MAPS_MAX
+    )
+
+
+def test_the_hot_copy_of_a_relocated_segment_is_let_go_by_the_next_reader(hosting: Hosting) -> None:
+    hosting.make("t")
+    fill(hosting, 20, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    path = str(hosting.data_path("t", 1))
+    expected = seqs(read(hosting))
+    hosting.relocate("t", 1)
+    assert path in Path("/proc/self/maps").read_text()
+    assert seqs(read(hosting)) == expected
+    assert path not in Path("/proc/self/maps").read_text()
+
+
+def test_frames_are_checked_when_they_are_first_read(hosting: Hosting) -> None:
+    hosting.make("t")
+    fill(hosting, 50, plain=True)
+    hosting.checkpoint("t", records_max=50)
+    first = read(hosting, 0, ALL._replace(limit=5))
+    for seq in (1, 40):
+        damage(hosting.data_path("t", 1), (seq - 1) * FRAME_LEN + WHERE["checksum"])
+    assert read(hosting, 0, ALL._replace(limit=5)) == first, "not again while the segment is mapped"
+    page = read(hosting, 1)
+    assert (seqs(page), page.next_from_seq) == (list(range(2, 40)), 39)
+
+
+# -- damage
+
+
+def damage(path: Path, offset: int, length: int = 1) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        old = file.read(length)
+        file.seek(offset)
+        file.write(bytes(byte ^ 0x10 for byte in old))
+
+
+FRAME_LEN = len(lay_out([(b"", b"", b'"plain"', b"")]).buffer) - 8
+"""Of a plain record, in a segment."""
+WHERE = {"flags": 4, "seq": 5, "ts": 13, "payload": HEADER_LEN + 9, "checksum": FRAME_LEN - 2}
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("bad_seq", [11, 15, 20])
+def test_a_damaged_frame_ends_the_page_before_it_and_is_named(hosting: Hosting, where: str, bad_seq: int) -> None:
+    hosting.make("t")
+    fill(hosting, 30, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    assert hosting.data_path("t", 11).stat().st_size == 10 * FRAME_LEN
+    offset = (bad_seq - 11) * FRAME_LEN
+    damage(hosting.data_path("t", 11), offset + WHERE[where])
+    got: list[int] = []
+    cursor = 0
+    for _ in range(20):
+        try:
+            page = read(hosting, cursor)
+        except TopicsError:
+            break
+        assert page.tombstone is None
+        got += seqs(page)
+        cursor = page.next_from_seq
+    else:
+        pytest.fail("read over it")
+    assert (got, cursor) == (list(range(1, bad_seq)), bad_seq - 1)
+    with pytest.raises(TopicsError) as refused:
+        read(hosting, cursor)
+    assert (refused.value.code, refused.value.status) == ("storage_unavailable", 503)
+    detail = refused.value.detail or {}
+    topic_id = hosting.topics["t"].topic.id
+    assert detail["topic"] == "t"
+    assert detail["segment"] == f"{topic_id:016x}/seg-{11:020d}.data"
+    assert detail["offset"] == offset
+    assert f"seg-{11:020d}.data is corrupt at offset {offset}" in refused.value.message
+    assert seqs(read(hosting, bad_seq)) == list(range(bad_seq + 1, 31)), "what lies behind it can be read"
+
+
+@pytest.mark.parametrize("file", ["data", "idx"])
+def test_a_segment_that_is_too_short_is_damage_and_not_the_end(hosting: Hosting, file: str) -> None:
+    hosting.make("t")
+    fill(hosting, 30, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    path = hosting.data_path("t", 11).with_suffix(f".{file}")
+    os.truncate(path, path.stat().st_size - 1)
+    assert seqs(read(hosting)) == list(range(1, 11))
+    with pytest.raises(TopicsError) as refused:
+        read(hosting, 10)
+    assert f"{path.parent.name}/{path.name} is corrupt" in refused.value.message
+
+
+def test_an_entry_that_leads_behind_the_end_is_damage_of_the_index(hosting: Hosting) -> None:
+    hosting.make("t")
+    fill(hosting, 20, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    hosting.relocate("t", 1)
+    damage(hosting.data_path("t", 1).with_suffix(".idx"), 9 * ENTRY_LEN + 5)
+    assert seqs(read(hosting)) == list(range(1, 10))
+    with pytest.raises(TopicsError) as refused:
+        read(hosting, 9)
+    assert f"seg-{1:020d}.idx is corrupt at offset {9 * ENTRY_LEN}" in refused.value.message
+
+
+@pytest.mark.parametrize("field_at", [0, 4, 8, 17], ids=["offset", "len", "ts", "padding"])
+def test_an_entry_that_is_not_its_frames_is_damage(hosting: Hosting, field_at: int) -> None:
+    hosting.make("t")
+    fill(hosting, 20, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    damage(hosting.data_path("t", 1).with_suffix(".idx"), 4 * ENTRY_LEN + field_at)
+    assert seqs(read(hosting)) == [1, 2, 3, 4]
+    with pytest.raises(TopicsError) as refused:
+        read(hosting, 4)
+    assert "is corrupt at offset" in refused.value.message
+
+
+def test_a_segment_without_its_files_is_an_error(hosting: Hosting) -> None:
+    hosting.make("t")
+    fill(hosting, 20, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    hosting.data_path("t", 11).unlink()
+    assert seqs(read(hosting, options=ALL._replace(limit=10))) == list(range(1, 11))
+    with pytest.raises(TopicsError) as refused:
+        read(hosting, 10)
+    assert refused.value.code == "storage_unavailable"
+    assert hosting.data_path("t", 11).name in refused.value.message
+
+
+# -- cold
+
+
+def test_a_page_that_cannot_wait_says_so(hosting: Hosting) -> None:
+    hosting.make("t")
+    fill(hosting, 30, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    hosting.relocate("t", 11)
+    ref, now_ms = hosting.reader.get("t"), hosting.clock.now_ms()
+    before = hosting.reader.read_page(ref, 0, ALL, now_ms)
+    assert (seqs(before), before.cold_segments) == (list(range(1, 11)), 0), "what is at hand does not wait for the rest"
+    with pytest.raises(ColdMissError) as missed:
+        hosting.reader.read_page(ref, 10, ALL, now_ms)
+    assert missed.value.status == 503
+    page = read(hosting, 10)
+    assert (seqs(page), page.cold_segments) == (list(range(11, 31)), 1)
+
+
+def test_times_and_floors_never_ask_the_cold_tier(hosting: Hosting) -> None:
+    hosting.make("t", TopicConfig(ttl_ms=1000))
+    fill(hosting, 30, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    for seq in (1, 11, 21):
+        os.unlink(os.path.join(hosting.data_dir, "cold", hosting.relocate("t", seq)))
+    hosting.clock.ms += 1000 - 30 + 15
+    ref, now_ms = hosting.reader.get("t"), hosting.clock.now_ms()
+    assert hosting.reader.has_expired(ref, now_ms)
+    assert hosting.reader.seq_before(ref, now_ms - 1000 + 2) == 16
+    page = hosting.reader.read_page(ref, 30, ALL, now_ms)
+    assert page.earliest_seq == 15
+
+
+def test_a_cold_segment_without_a_cold_directory(hosting: Hosting) -> None:
+    hosting.make("t")
+    fill(hosting, 10, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    hosting.relocate("t", 1)
+    hosting.reader._stores.cold = None
+    with pytest.raises(TopicsError) as refused:
+        read(hosting)
+    assert "TOPICS_COLD_DIR" in refused.value.message
+
+
+def test_an_object_that_is_not_there_is_an_error_after_one_more_look(hosting: Hosting) -> None:
+    hosting.make("t")
+    fill(hosting, 10, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    name = hosting.relocate("t", 1)
+    hosting.store.delete(name)
+    with pytest.raises(TopicsError) as refused:
+        read(hosting)
+    assert refused.value.code == "storage_unavailable"
+    assert name in refused.value.message
+
+
+def test_damage_in_the_cold_tier_is_named(hosting: Hosting) -> None:
+    hosting.make("t")
+    fill(hosting, 10, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    name = hosting.relocate("t", 1)
+    damage(Path(hosting.data_dir, "cold", name), 3 * FRAME_LEN + WHERE["payload"])
+    assert seqs(read(hosting)) == [1, 2, 3]
+    with pytest.raises(TopicsError) as refused:
+        read(hosting, 3)
+    assert (refused.value.detail or {})["segment"] == name
+    assert (refused.value.detail or {})["offset"] == 3 * FRAME_LEN
