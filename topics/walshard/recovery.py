@@ -110,7 +110,7 @@ def recover(
     )
     syncs = BackgroundSync(logs, syncing, shared.shard_wakes[index], clock.monotonic_ms())
     ram_trim = RamTrim(fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions)
-    log_trim = LogTrim(logs, catalog, files, tags, syncing, shared.shard_wakes[index])
+    log_trim = LogTrim(logs, catalog, tags)
     shard = Shard(catalog, sessions, holdings, logs, ram_trim, files, tags, log_trim, syncs, outbox, cell, clock)
 
     logs.count()  # the compactor reads the log up to there

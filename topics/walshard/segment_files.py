@@ -1,8 +1,8 @@
 """The files of segments as a shard uses them: entries of their indexes, deletions marked in them, their tags.
 
-The compactor writes everything else in them. A shard marks what it has logged as deleted, at once; that the marks are
-on the disk matters only when the log files that say so go (`unsynced`). A mark that could not be made is kept and made
-later: until then this process knows of it, and no log file goes.
+The compactor writes everything else in them. A shard marks what it has logged as deleted, at once; the marks are on the
+disk before a snapshot takes them for done, which is the compactor's affair. One that could not be made is kept and made
+later: until then this process knows of it, and takes over no checkpoint, so that no snapshot is made (`is_marked`).
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ from topics.storage.segment import (
     entries_of_idx,
     map_file,
 )
-from topics.storage.segment_deletes import mark_deleted, sync_segment
+from topics.storage.segment_deletes import mark_deleted
 
 log = get_logger()
 
 INDEXES_MAX: Final = 256
 POSTINGS_MAX: Final = 1024
 """So many stay mapped; the postings of a topic are all asked for each delete by tag."""
-SYNC_ONE_BY_ONE_MAX: Final = 64
-"""Segments whose files are synced one after the other; for more, one sync of the file system is less."""
 _GONE: Final = LOCATION_DELETED | LOCATION_LOST
 _GONE_TABLE: Final = bytes(1 if flags & _GONE else 0 for flags in range(256))
 
@@ -61,7 +59,6 @@ class SegmentFiles:
         self._unmarked: dict[tuple[int, int], list[int]] = {}
         """(topic id, first seq) → ascending seqs that are deleted and not marked."""
         self._infos: dict[tuple[int, int], SegmentInfo] = {}
-        self._unsynced: dict[SegmentKey, SegmentInfo] = {}
 
     # -- reading
 
@@ -153,7 +150,6 @@ class SegmentFiles:
             self._infos[place] = info
             return
         self._infos.pop(place, None)
-        self._unsynced[SegmentKey(topic_id, info.first_seq, info.version)] = info
 
     def replaced(self, topic_id: int, old: SegmentInfo, new: SegmentInfo) -> None:
         """The segment is another file now, or longer: what was deleted in the old one is in the new one."""
@@ -172,7 +168,6 @@ class SegmentFiles:
         key = SegmentKey(topic_id, info.first_seq, info.version)
         self._indexes.pop(key, None)
         self._postings.pop(key, None)
-        self._unsynced.pop(key, None)
         if with_marks:
             self._unmarked.pop((topic_id, info.first_seq), None)
             self._infos.pop((topic_id, info.first_seq), None)
@@ -186,23 +181,6 @@ class SegmentFiles:
     def is_marked(self) -> bool:
         """Everything that is deleted is marked."""
         return not self._unmarked
-
-    def take_unsynced(self) -> dict[SegmentKey, SegmentInfo]:
-        """Segments with marks that may not be on the disk; from now on they count as synced."""
-        unsynced, self._unsynced = self._unsynced, {}
-        return unsynced
-
-    def sync(self, unsynced: dict[SegmentKey, SegmentInfo]) -> None:
-        """For a helper thread: these are on the disk afterwards. Raises OSError."""
-        if len(unsynced) > SYNC_ONE_BY_ONE_MAX:
-            self._fs.sync_all(layout.topics_dir(self._data_dir))
-            return
-        for key, info in unsynced.items():
-            directory = layout.topic_dir(self._data_dir, key.topic_id)
-            try:
-                sync_segment(self._fs, directory, key.first_seq, key.version, cold=bool(info.flags & COLD))
-            except FileNotFoundError:
-                continue  # dropped, rewritten or relocated meanwhile, each of which is durable by itself
 
     # -- files
 

@@ -368,6 +368,10 @@ class Shard:
 
     def _checkpoint(self, call: Checkpoint, answer: Answer) -> None:
         self._commit_appends()
+        self._files.mark_again()
+        if not self._files.is_marked:
+            # A snapshot would take for done what only the log says.
+            raise TopicsError("storage_unavailable", "deletions cannot be marked in their segments now")
         marks = Marks(self._files, self._now_ms)
         for checkpoint in call.topics:
             marks.add(checkpoint, self._catalog.find_id(checkpoint.topic_id))
