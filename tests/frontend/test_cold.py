@@ -1,0 +1,199 @@
+"""The cold tier as a frontend reads it: slow, hanging or failing, it costs those who read from it and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from topics.core.errors import TopicsError
+from topics.frontend.cold import BLOCK_BYTES, IN_FLIGHT_MAX, WAITING_MAX, ColdMissError, ColdTier
+
+DEADLINE_S = 20.0
+NAME = "0000000000000007/seg-00000000000000000001.data"
+BYTES = bytes(range(256)) * (4 * BLOCK_BYTES // 256) + b"the end"
+
+
+class Gated:
+    """A store whose reads wait until the test opens the gate, and then do what `outcome` says."""
+
+    def __init__(self, is_open: bool = True) -> None:
+        self.gate = threading.Event()
+        self.outcome: Callable[[bytes], bytes] = lambda data: data
+        self.calls: list[tuple[str, int, int]] = []
+        self.threads: list[threading.Thread] = []
+        if is_open:
+            self.gate.set()
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        self.threads.append(threading.current_thread())
+        self.calls.append((name, offset, length))
+        assert self.gate.wait(DEADLINE_S)
+        return self.outcome(BYTES[offset : offset + length])
+
+    def unused(self, *_: object) -> Any:
+        raise AssertionError("a frontend only reads ranges")
+
+    put = delete = list = exists = len = unused
+
+
+def on_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await test()
+
+    asyncio.run(main())
+
+
+def miss(start: int, end: int, name: str = NAME) -> ColdMissError:
+    return ColdMissError(name, start, end, len(BYTES))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.0005)
+
+
+def test_what_was_fetched_is_at_hand() -> None:
+    async def test() -> None:
+        store = Gated()
+        tier = ColdTier(store, 5000)
+        with pytest.raises(ColdMissError) as missed:
+            tier.extent(NAME, 10, 20, len(BYTES))
+        await tier.fetch(missed.value)
+        buffer, base = tier.extent(NAME, 10, 20, len(BYTES))
+        assert (base, buffer) == (0, BYTES[:BLOCK_BYTES])
+        assert tier.extent(NAME, 0, BLOCK_BYTES, len(BYTES)) == (buffer, 0)
+        with pytest.raises(ColdMissError):
+            tier.extent("another", 10, 20, len(BYTES))
+        assert store.calls == [(NAME, 0, BLOCK_BYTES)]
+
+    on_loop(test)
+
+
+def test_neighbouring_blocks_are_one_read_and_what_is_at_hand_is_not_read_again() -> None:
+    async def test() -> None:
+        store = Gated()
+        tier = ColdTier(store, 5000)
+        await tier.fetch(miss(BLOCK_BYTES - 5, BLOCK_BYTES + 5))
+        assert store.calls == [(NAME, 0, 2 * BLOCK_BYTES)]
+        end = len(BYTES)
+        await tier.fetch(miss(BLOCK_BYTES + 5, end))
+        assert store.calls[1:] == [(NAME, 2 * BLOCK_BYTES, end - 2 * BLOCK_BYTES)]
+        buffer, base = tier.extent(NAME, BLOCK_BYTES + 5, end, end)
+        assert (buffer, base) == (BYTES[BLOCK_BYTES:], BLOCK_BYTES)
+
+    on_loop(test)
+
+
+def test_many_readers_of_one_place_are_one_read() -> None:
+    async def test() -> None:
+        store = Gated(is_open=False)
+        tier = ColdTier(store, 5000)
+        readers = [asyncio.create_task(tier.fetch(miss(n, n + 100))) for n in range(50)]
+        await until(lambda: store.calls)
+        store.gate.set()
+        await asyncio.gather(*readers)
+        assert len(store.calls) == 1
+
+    on_loop(test)
+
+
+def test_only_so_much_is_kept() -> None:
+    async def test() -> None:
+        tier = ColdTier(Gated(), 5000, cache_bytes=2 * BLOCK_BYTES)
+        for number in (0, 1, 2):
+            await tier.fetch(miss(number * BLOCK_BYTES, number * BLOCK_BYTES + 1))
+            tier.extent(NAME, number * BLOCK_BYTES, number * BLOCK_BYTES + 1, len(BYTES))
+        with pytest.raises(ColdMissError):
+            tier.extent(NAME, 0, 1, len(BYTES))
+        tier.extent(NAME, BLOCK_BYTES, BLOCK_BYTES + 1, len(BYTES))
+        # However little is kept, what was just fetched is at hand.
+        await tier.fetch(miss(0, 4 * BLOCK_BYTES))
+        tier.extent(NAME, 0, 4 * BLOCK_BYTES, len(BYTES))
+
+    on_loop(test)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), EOFError("ends early"), ValueError("odd")])
+def test_a_read_that_fails_is_said_to_all_its_readers_and_made_again(error: Exception) -> None:
+    async def test() -> None:
+        store = Gated(is_open=False)
+
+        def fail(_: bytes) -> bytes:
+            raise error
+
+        store.outcome = fail
+        tier = ColdTier(store, 5000)
+        readers = [asyncio.create_task(tier.fetch(miss(0, 10))) for _ in range(3)]
+        await until(lambda: store.calls)
+        store.gate.set()
+        for outcome in await asyncio.gather(*readers, return_exceptions=True):
+            assert isinstance(outcome, TopicsError)
+            assert (outcome.code, outcome.status) == ("storage_unavailable", 503)
+            assert NAME in outcome.message
+            assert str(error) in outcome.message
+        store.outcome = lambda data: data
+        await tier.fetch(miss(0, 10))
+        tier.extent(NAME, 0, 10, len(BYTES))
+
+    on_loop(test)
+
+
+def test_an_object_that_is_gone_is_not_a_failure_of_the_tier() -> None:
+    async def test() -> None:
+        store = Gated()
+
+        def gone(_: bytes) -> bytes:
+            raise FileNotFoundError(2, "No such file", NAME)
+
+        store.outcome = gone
+        with pytest.raises(FileNotFoundError):
+            await ColdTier(store, 5000).fetch(miss(0, 10))
+
+    on_loop(test)
+
+
+def test_a_tier_that_hangs_holds_few_threads_and_its_readers_only_so_long() -> None:
+    async def test() -> None:
+        store = Gated(is_open=False)
+        tier = ColdTier(store, 30)
+        names = [f"segment-{n}" for n in range(3 * IN_FLIGHT_MAX)]
+        for _ in range(2):
+            outcomes = await asyncio.gather(*[tier.fetch(miss(0, 10, name)) for name in names], return_exceptions=True)
+            assert all(isinstance(outcome, TopicsError) and "30 ms" in outcome.message for outcome in outcomes)
+        assert len(store.calls) == IN_FLIGHT_MAX
+        assert all(thread.daemon for thread in store.threads), "the end of the process does not wait for them"
+        # It answers again: what hung is there, and there is room for others. Who gave up waiting is not read for.
+        store.gate.set()
+        await until(lambda: not any(thread.is_alive() for thread in store.threads))
+        await tier.fetch(miss(0, 10, "another"))
+        assert len(store.calls) == IN_FLIGHT_MAX + 1
+        for name, _, _ in store.calls:
+            tier.extent(name, 0, 10, len(BYTES))
+
+    on_loop(test)
+
+
+def test_reads_that_have_no_thread_yet_are_bounded() -> None:
+    async def test() -> None:
+        store = Gated(is_open=False)
+        tier = ColdTier(store, 10_000)
+        names = [f"segment-{n}" for n in range(IN_FLIGHT_MAX + WAITING_MAX)]
+        readers = [asyncio.create_task(tier.fetch(miss(0, 10, name))) for name in names]
+        await asyncio.sleep(0)
+        with pytest.raises(TopicsError) as refused:
+            await tier.fetch(miss(0, 10, "one more"))
+        assert str(WAITING_MAX) in refused.value.message
+        for reader in readers[IN_FLIGHT_MAX:]:
+            reader.cancel()
+        await asyncio.gather(*readers[IN_FLIGHT_MAX:], return_exceptions=True)
+        store.gate.set()
+        await asyncio.gather(*readers[:IN_FLIGHT_MAX])
+        await tier.fetch(miss(0, 10, "one more"))
+        assert len(store.calls) == IN_FLIGHT_MAX + 1, "nobody waited for the cancelled ones"
+
+    on_loop(test)
