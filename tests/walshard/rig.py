@@ -95,9 +95,10 @@ class Rig:
         create: bool = True,
         config: TopicConfig | None = None,
         if_head_seq: int | None = None,
+        tag: bytes = b"",
     ) -> int:
         self._next_id += 1
-        laid_out = lay_out([(b"", b"", piece, b"") for piece in data])
+        laid_out = lay_out([(b"", tag, piece, b"") for piece in data])
         assert self.shared.rings[0][0].requests.push(
             *messages.encode_append(
                 self._next_id,
@@ -174,11 +175,16 @@ class Rig:
         reader = ArenaReader(self.identity, 0, self.cell.get("generation"))
         found = reader.look_up(name)
         assert found is not None, f"{name} does not exist"
-        view = found[1]
-        if view.earliest_seq > view.head_seq:
+        return self.read_ring(name, found[1])
+
+    def read_ring(self, name: str, view: TopicView) -> list[tuple[int, bytes]]:
+        """The same of those that no segment has."""
+        reader = ArenaReader(self.identity, 0, self.cell.get("generation"))
+        first_seq = max(view.earliest_seq, view.base_seq)
+        if first_seq > view.head_seq:
             return []
-        locations = reader.locations(view, view.earliest_seq, view.head_seq)
-        assert locations is not None
+        locations = reader.locations(view, first_seq, view.head_seq)
+        assert locations is not None, name
         records = []
         for at, (offset_len, file_flags) in enumerate(zip(locations.offset_len, locations.file_flags, strict=True)):
             if file_flags >> 32 & 34:
@@ -192,7 +198,7 @@ class Rig:
                 file.seek(offset_len & 0xFFFF_FFFF)
                 frame = file.read(offset_len >> 32)
             _, _, _, topic_id, seq, _, node_len, tag_len, data_len = HEADER.unpack_from(frame)
-            assert (topic_id, seq) == (view.topic_id, view.earliest_seq + at)
+            assert (topic_id, seq) == (view.topic_id, first_seq + at)
             start = HEADER_LEN + node_len + tag_len
             records.append((seq, frame[start : start + data_len].removeprefix(b'"data":')))
         return records

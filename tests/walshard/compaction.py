@@ -1,0 +1,106 @@
+"""The compactor's own code beside a shard in the test's process: while it waits for the shard, that has its turn."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+from tests.walshard.rig import Inline, Rig
+from topics.compactor.compactor import Compactor
+from topics.compactor.main import build
+from topics.core.segment_list import COLD, SegmentInfo
+from topics.shm.arena import ArenaReader
+from topics.shm.control import Role
+from topics.storage import layout
+from topics.storage.segment import SegmentReader
+
+
+class Life:
+    """What `compactor.main` has for a process."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self.clock = rig.clock
+        self.cell = rig.shared.control.cell(Role.COMPACTOR, 0)
+
+    def alive(self) -> None:
+        """There is always time."""
+
+    def wait(self) -> None:
+        self._rig.shard.step()
+        self._rig.shard.sync_in_background()
+
+
+class Compaction:
+    """A rig with a compactor that works when it is told to."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self._incarnation = 0
+        self._compactor: Compactor | None = None
+
+    def begin_again(self) -> None:
+        """A new life from the newest snapshot, once it is needed."""
+        self._compactor = None
+
+    @property
+    def compactor(self) -> Compactor:
+        if self._compactor is None:
+            self._incarnation += 1
+            life = cast(Any, Life(self.rig))
+            helper = cast(ThreadPoolExecutor, Inline())
+            self._compactor = build(self.rig.settings, self.rig.shared, self._incarnation, self.rig.fs, life, helper)
+        return self._compactor
+
+    def cut(self) -> None:
+        """Everything into segments, a snapshot, and the shard has dropped what log files it may."""
+        self.compactor.cut()
+        self.rig.run()
+        while self.rig.shard.busy:
+            self.rig.shard.sync_in_background()
+
+    def upkeep(self) -> None:
+        """What can wait, as far as it goes."""
+        for _ in range(50):
+            self.compactor.upkeep()
+            self.rig.clock.ms += 1
+
+    # -- a reader's side
+
+    def segments(self, name: str) -> tuple[SegmentInfo, ...]:
+        reader = ArenaReader(self.rig.identity, 0, self.rig.cell.get("generation"))
+        found = reader.look_up(name)
+        assert found is not None, name
+        segments = reader.segments(*found)
+        assert segments is not None
+        return segments
+
+    def read(self, name: str) -> list[tuple[int, bytes]]:
+        """(seq, data) of all live records, wherever they are."""
+        reader = ArenaReader(self.rig.identity, 0, self.rig.cell.get("generation"))
+        found = reader.look_up(name)
+        assert found is not None, name
+        slot, view = found
+        segments = reader.segments(slot, view)
+        assert segments is not None
+        assert view.evict_floor <= view.earliest_seq <= view.head_seq + 1
+        records: list[tuple[int, bytes]] = []
+        next_seq = view.earliest_seq
+        directory = layout.topic_dir(self.rig.settings.data_dir, view.topic_id)
+        for info in segments:
+            if info.last_seq < view.earliest_seq:
+                continue
+            assert info.first_seq <= next_seq, "no seq is missing between earliest and head"
+            assert info.last_seq < view.base_seq
+            assert not info.flags & COLD
+            segment = SegmentReader.map(directory, info.first_seq, info.records, info.data_bytes, info.version)
+            for seq in range(next_seq, info.last_seq + 1):
+                if segment.entries(seq, seq)[3] >> 32 & 34:
+                    continue
+                frame = segment.frame(seq)
+                assert frame is not None
+                assert not frame.deleted
+                records.append((seq, frame.data.removeprefix(b'"data":')))
+            next_seq = info.last_seq + 1
+        assert next_seq >= min(view.base_seq, view.head_seq + 1)
+        return records + [record for record in self.rig.read_ring(name, view) if record[0] >= view.earliest_seq]
