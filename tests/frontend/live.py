@@ -7,22 +7,41 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tests.contract.stream import Frame
 from tests.walshard.rig import Rig
+from topics.compactor.segments import LogFileKey, SealAt, SegmentAppender
 from topics.core.config import TopicConfig
+from topics.core.segment_list import COLD, SegmentInfo
 from topics.frontend.arenas import Arenas
+from topics.frontend.cold import ColdTier
 from topics.frontend.delivery import Connection, Hub
 from topics.frontend.gateway import Gateway
 from topics.frontend.log_files import LogFiles
-from topics.frontend.reading import TopicReader
+from topics.frontend.reading import TopicReader, TopicRef
 from topics.frontend.records import PageOptions
+from topics.frontend.segment_files import object_name
 from topics.frontend.snapshot import TopicSight
 from topics.shm.control import Role
-from topics.shm.messages import AppendReply, DeleteTopic, DeleteTopicReply, PutTopic, PutTopicReply
+from topics.shm.messages import (
+    AppendReply,
+    Checkpoint,
+    CheckpointReply,
+    DeleteTopic,
+    DeleteTopicReply,
+    PutTopic,
+    PutTopicReply,
+    TopicCheckpoint,
+)
 from topics.shm.recency import RecencyWriter
+from topics.storage import layout
+from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out
+from topics.storage.segment_store import LocalStore
 
 DEADLINE_S = 20.0
+COLD_TIMEOUT_MS = 200
 OPTIONS = PageOptions(limit=256, max_batch_bytes=1 << 20)
 
 
@@ -87,6 +106,20 @@ class Wire:
         return [r["$seq"] for frame in self.of("record") if frame["topic"] == topic for r in frame["records"]]
 
 
+class ColdStore(LocalStore):
+    """A cold directory whose reads do first what the test says: wait, take long, fail."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(OsFileSystem(), root)
+        self.reads = 0
+        self.before_read: Callable[[], object] = lambda: None
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        self.reads += 1
+        self.before_read()
+        return super().read_range(name, offset, length)
+
+
 class Live:
     """One shard, one frontend's delivery. The shard works whenever the loop turns, unless `shard_up` is false."""
 
@@ -98,7 +131,8 @@ class Live:
         self.gateway = Gateway(rig.shared, 0, 1, self.arenas, self.cell, 5000)
         self.gateway.start()
         files = LogFiles(data_dir, rig.shared.ram_dir, 1)
-        self.reader = TopicReader(self.arenas, files, 1, self.clock)
+        self.store = ColdStore(str(Path(data_dir, "cold")))
+        self.reader = TopicReader(self.arenas, files, 1, self.clock, ColdTier(self.store, COLD_TIMEOUT_MS))
         topics = TopicSight(self.reader, self.arenas, RecencyWriter(rig.identity, 0, 1))
         self.hub = Hub(self.gateway, topics, self.cell, self.clock)
         self.shard_up = True
@@ -135,6 +169,39 @@ class Live:
     async def write(self, name: str, count: int = 1, node: bytes = b"", data: bytes = b'"x"') -> int:
         """The topic's head after it."""
         return (await self.submit(name, count, node, data)).head_seq
+
+    async def checkpoint(self, name: str, records_max: int) -> None:
+        """All of a new topic's records into sealed segments, as the compactor does it."""
+        ref = self.reader.get(name)
+        entries = ref.arena.entries(ref.view, 1, ref.view.head_seq)
+        assert entries is not None
+        data_dir, seal_at = self.rig.settings.data_dir, SealAt(records_max, 1 << 20, 0)
+        appender = SegmentAppender(OsFileSystem(), data_dir, seal_at)
+        segments = appender.append(ref.view.topic_id, None, entries, self._log_bytes, self.clock.now_ms())
+        await self._mark(ref, segments)
+
+    async def relocate(self, name: str) -> None:
+        """The data of all its segments into the cold directory."""
+        ref = self.reader.get(name)
+        directory = layout.topic_dir(self.rig.settings.data_dir, ref.view.topic_id)
+        segments = ref.arena.segments(ref.slot, ref.view)
+        assert segments
+        paths = [Path(layout.segment_data_path(directory, info.first_seq, info.version)) for info in segments]
+        for info, path in zip(segments, paths, strict=True):
+            self.store.put(object_name(ref.view.topic_id, info), [path.read_bytes()])
+        await self._mark(ref, [msgspec.structs.replace(info, flags=info.flags | COLD) for info in segments])
+        for path in paths:
+            path.unlink()
+
+    async def _mark(self, ref: TopicRef, segments: list[SegmentInfo]) -> None:
+        checkpoint = TopicCheckpoint(ref.view.topic_id, segments[-1].last_seq, segments)
+        reply = await self.gateway.call(0, Checkpoint([checkpoint]), CheckpointReply)
+        assert reply == CheckpointReply([], [])
+
+    def _log_bytes(self, key: LogFileKey, end: int) -> bytes:
+        content = Path(layout.log_path(layout.group_dir(self.rig.settings.data_dir, 0, 1), key.file_no)).read_bytes()
+        assert len(content) >= end
+        return content
 
     def follow(
         self,
