@@ -16,7 +16,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.logfile import NotALogFile, RefusedLog, WalPosition, read_first_start
 from topics.storage.reshard import NewLog
-from topics.storage.snapshot import BadSnapshot, Loaded, load_snapshot
+from topics.storage.snapshot import BadSnapshot, Loaded, load_snapshot, save_snapshot
 
 
 class ShardPart(msgspec.Struct, frozen=True):
@@ -125,3 +125,34 @@ def dealt_out(parts: Iterable[ShardPart], new_logs: Iterable[NewLog], owner: Cal
         state.set_deleted_ids(deleted_ids)
         state.deleted_names.sort()
     return [encode_part(log.shard, len(logs), log.log_id, log.start, states[log.shard]) for log in logs]
+
+
+class Move(NamedTuple):
+    """What `reshard` must know of a snapshot, to be passed on to it."""
+
+    starts: dict[str, WalPosition]
+    topic_names: dict[int, str]
+    before_swap: Callable[[list[NewLog]], None]
+
+
+def plan_move(fs: FileSystem, data_dir: str, owner: Callable[[str], int]) -> Move | None:
+    """For a changed shard count, after `finish_swap`. None without a snapshot: the logs are all there is.
+
+    Raises RefusedLog, UnknownSnapshotVersion, OSError.
+    """
+    snapshot = load(fs, data_dir)
+    if snapshot is None:
+        return None
+    paths: dict[int, str] = {}
+    for group in layout.discover_groups(fs, layout.wal_dir(data_dir)):
+        with suppress(NotALogFile):  # `reshard` says so
+            start = read_first_start(fs, group.path)
+            if start is not None:
+                paths[start.log_id] = group.path
+    topic_names = {topic.id: topic.name for part in snapshot.parts for topic in part.decoded().topics}
+
+    def before_swap(new_logs: list[NewLog]) -> None:
+        remove_useless(fs, data_dir, snapshot.number)
+        save_snapshot(fs, data_dir, encode_parts(dealt_out(snapshot.parts, new_logs, owner)))
+
+    return Move({paths[part.log_id]: part.position for part in snapshot.parts}, topic_names, before_swap)

@@ -10,6 +10,8 @@ from topics.shm.instance import SharedMemory
 from topics.storage import reshard
 from topics.storage.filesystem import OsFileSystem, boot_id
 from topics.storage.logfile import RefusedLog
+from topics.storage.snapshot import UnknownSnapshotVersion
+from topics.storage.state import plan_move
 from topics.storage.wal import WalSyncError, WalWriteError
 
 _logger = log.get_logger()
@@ -28,18 +30,27 @@ def run(settings: Settings, shared: SharedMemory) -> int:
         # While it runs this process is the only writer of that word.
         header.set("reshard_ppm", int(share * 1e6))
 
+    def owner(name: str) -> int:
+        return owner_shard(name, settings.wal_shards)
+
+    fs = OsFileSystem()
     try:
-        report = reshard.reshard(
-            OsFileSystem(),
+        report = reshard.finish_swap(fs, settings.data_dir)
+        move = plan_move(fs, settings.data_dir, owner)
+        report += reshard.reshard(
+            fs,
             settings.data_dir,
             settings.wal_shards,
             boot_id(),
-            lambda name: owner_shard(name, settings.wal_shards),
+            owner,
             progress,
             file_bytes=settings.wal_file_bytes,
             accept_data_loss=settings.accept_data_loss,
+            starts=None if move is None else move.starts,
+            topic_names=None if move is None else move.topic_names,
+            before_swap=None if move is None else move.before_swap,
         )
-    except RefusedLog as error:
+    except (RefusedLog, UnknownSnapshotVersion) as error:
         _logger.error("the log cannot be used as it is", reason=str(error))
         return EXIT_REFUSED
     except (WalWriteError, WalSyncError, OSError) as error:
