@@ -137,13 +137,13 @@ def verify(data_dir: Path) -> None:
 def reach(service: Service, ledger: Ledger, killed: Any) -> None:
     """Goes on until what was to be killed is dead."""
     end = time.monotonic() + REACH_DEADLINE_S
-    while not killed():
-        assert time.monotonic() < end, f"the kill point was not reached\n{service.log_tail()}"
-        try:
+    try:
+        ledger.set_up(service.client)
+        while not killed():
+            assert time.monotonic() < end, f"the kill point was not reached\n{service.log_tail()}"
             ledger.step(service.client)
-        except httpx.TransportError:
-            poll("the end of the service", killed)
-            return
+    except httpx.TransportError:
+        poll("the end of the service", killed)
 
 
 def go_on(service: Service, ledger: Ledger) -> None:
@@ -172,7 +172,6 @@ def test_the_process_dies_and_the_others_go_on(point: str, tmp_path: Path) -> No
     env = {"TOPICS_TEST_KILL_AT": f"process:{point}", "TOPICS_COLD_DIR": str(tmp_path)}
     with Service(shards=2, frontends=1, env=SETTINGS | env) as service:
         ledger = Ledger()
-        ledger.set_up(service.client)
 
         reach(service, ledger, lambda: any(process.restarts for process in status(service).processes))
         go_on(service, ledger)
@@ -192,13 +191,13 @@ def test_the_whole_service_dies(point: str, tmp_path: Path) -> None:
     env = {"TOPICS_TEST_KILL_AT": f"service:{point}", "TOPICS_COLD_DIR": str(tmp_path)}
     with Service(shards=2, frontends=1, env=SETTINGS | env) as service:
         ledger = Ledger()
-        ledger.set_up(service.client)
         family = service.family()
         reach(service, ledger, lambda: not any(is_running(pid) for pid in family))
         service.was_killed()
         verify(service.data_dir)
         del service.env["TOPICS_TEST_KILL_AT"]
         service.start()
+        ledger.set_up(service.client)  # it may have died that early
         ledger.check(service.client)
         go_on(service, ledger)
         ledger.check(service.client)

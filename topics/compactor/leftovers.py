@@ -59,13 +59,17 @@ class Leftovers:
         self._data_dir = data_dir
         self._look: set[int] = set()
         self._found: dict[int, dict[SegmentName, frozenset[str]]] = {}
-        self.unexplained = 0
-        """Segments that belong to nothing and stay."""
+        self._unexplained: dict[int, set[SegmentName]] = {}
 
     @property
     def waiting(self) -> bool:
         """Whether the next snapshot would let something go."""
         return bool(self._found or self._look)
+
+    @property
+    def unexplained(self) -> int:
+        """Segments that belong to nothing and stay."""
+        return sum(map(len, self._unexplained.values()))
 
     def look_at(self, topic_id: int) -> None:
         """Its segments may have become fewer or other ones."""
@@ -108,18 +112,17 @@ class Leftovers:
         if not self._fs.exists(directory):
             return
         found: dict[SegmentName, frozenset[str]] = {}
+        unexplained: set[SegmentName] = set()
         for name, kinds in layout.discover_segments(self._fs, directory).items():
             superfluous = needed.superfluous(name) if needed is not None else None
             if superfluous is None:
-                self.unexplained += 1
-                log.error(
-                    "files of a segment that belong to nothing: left alone",
-                    directory=directory,
-                    first_seq=name.first_seq,
-                    version=name.version,
-                )
+                unexplained.add(name)
             elif superfluous & kinds:
                 found[name] = superfluous & frozenset(kinds)
+        for name in unexplained - self._unexplained.pop(topic_id, set()):
+            log.error("files of a segment that belong to nothing: left alone", directory=directory, segment=tuple(name))
+        if unexplained:
+            self._unexplained[topic_id] = unexplained
         for name_in in self._fs.listdir(directory):
             if name_in.endswith(layout.TMP_SUFFIX):  # never came to be
                 self._fs.unlink(os.path.join(directory, name_in))

@@ -1,0 +1,140 @@
+"""What is removed, when, and what is only said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.storage.logs import TOPIC_ID
+from tests.storage.segments import Record, make_segment
+from topics.compactor.leftovers import Leftovers, TopicFiles
+from topics.core.segment_list import COLD, SEALED, SegmentInfo
+from topics.storage import layout
+from topics.storage.filesystem import OsFileSystem
+
+FS = OsFileSystem()
+
+
+def info(first_seq: int, last_seq: int, version: int = 0, flags: int = SEALED) -> SegmentInfo:
+    return SegmentInfo(first_seq, last_seq, 0, 0, 100, version, flags)
+
+
+class Directory:
+    """Segments 1–5, 6–10 and 11–15 of a topic, and what its log says of them."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir = str(data_dir)
+        self.path = Path(layout.topic_dir(self.data_dir, TOPIC_ID))
+        for first_seq in (1, 6, 11):
+            make_segment(FS, self.data_dir, [Record(b"1")] * 5, first_seq)
+        self.needed: TopicFiles | None = TopicFiles([info(1, 5), info(6, 10), info(11, 15)], 1)
+        self.leftovers = Leftovers(FS, self.data_dir)
+
+    def sweep(self) -> list[int]:
+        """First seqs of what went."""
+        self.leftovers.look_at(TOPIC_ID)
+        removed = self.leftovers.sweep(lambda topic_id: self.needed, lambda: None)
+        return [name.first_seq for _, name in removed]
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.path.iterdir())
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Directory:
+    return Directory(tmp_path)
+
+
+def files(*first_seqs: int) -> list[str]:
+    return sorted(f"seg-{first_seq:020d}.{kind}" for first_seq in first_seqs for kind in ("data", "idx", "tags"))
+
+
+def test_what_is_needed_stays(directory: Directory) -> None:
+    assert [directory.sweep() for _ in range(3)] == [[], [], []]
+    assert directory.names() == files(1, 6, 11)
+
+
+def test_below_the_floor_it_goes_one_snapshot_later(directory: Directory) -> None:
+    directory.needed = TopicFiles([info(6, 10), info(11, 15)], 6)
+    assert directory.sweep() == []
+    assert directory.names() == files(1, 6, 11)
+    assert directory.sweep() == [1]
+    assert directory.names() == files(6, 11)
+
+
+def test_what_is_needed_again_by_then_stays(directory: Directory) -> None:
+    """Files behind the end may be those of a checkpoint that was made in between."""
+    all_three = directory.needed
+    directory.needed = TopicFiles([info(1, 5), info(6, 10)], 1)
+    assert directory.sweep() == []
+    directory.needed = all_three
+    assert directory.sweep() == []
+    assert directory.names() == files(1, 6, 11)
+
+
+def test_of_a_rewritten_segment_the_old_version_goes(directory: Directory) -> None:
+    for kind in ("data", "idx", "tags"):
+        (directory.path / f"seg-{6:020d}.1.{kind}").write_bytes(b"")
+    directory.needed = TopicFiles([info(1, 5), info(6, 10, version=1), info(11, 15)], 1)
+    directory.sweep()
+    assert directory.sweep() == [6]
+    assert directory.names() == sorted([*files(1, 11), *(f"seg-{6:020d}.1.{kind}" for kind in ("data", "idx", "tags"))])
+
+
+def test_of_a_rewriting_that_was_never_marked_the_new_version_goes(directory: Directory) -> None:
+    (directory.path / f"seg-{6:020d}.1.idx").write_bytes(b"")
+    directory.sweep()
+    assert directory.sweep() == [6]
+    assert directory.names() == files(1, 6, 11)
+
+
+def test_of_a_cold_segment_only_the_data_go(directory: Directory) -> None:
+    directory.needed = TopicFiles([info(1, 5, flags=SEALED | COLD), info(6, 10), info(11, 15)], 1)
+    directory.sweep()
+    assert directory.sweep() == []
+    assert directory.names() == sorted([*files(6, 11), f"seg-{1:020d}.idx", f"seg-{1:020d}.tags"])
+
+
+def test_of_a_deleted_topic_everything_goes(directory: Directory) -> None:
+    directory.needed = TopicFiles(None, 0)
+    directory.sweep()
+    assert directory.sweep() == [1, 6, 11]
+    assert not directory.path.exists()
+
+
+def test_files_of_others_keep_the_directory_of_a_deleted_topic(directory: Directory) -> None:
+    (directory.path / "notes.txt").write_text("mine")
+    directory.needed = TopicFiles(None, 0)
+    directory.sweep()
+    directory.sweep()
+    assert directory.names() == ["notes.txt"]
+
+
+def test_what_nothing_explains_is_said_and_left(directory: Directory) -> None:
+    directory.needed = TopicFiles([info(1, 5), info(11, 15)], 1)
+    for _ in range(3):
+        assert directory.sweep() == []
+    assert directory.names() == files(1, 6, 11)
+    assert directory.leftovers.unexplained == 1
+    directory.needed = None
+    directory.sweep()
+    assert directory.leftovers.unexplained == 3
+    assert directory.names() == files(1, 6, 11)
+
+
+def test_a_file_that_never_came_to_be_goes(directory: Directory) -> None:
+    (directory.path / f"seg-{6:020d}.tags.tmp").write_bytes(b"half")
+    directory.sweep()
+    assert directory.names() == files(1, 6, 11)
+
+
+def test_a_former_life_s_directories_are_all_looked_at(directory: Directory) -> None:
+    directory.needed = TopicFiles(None, 0)
+    directory.leftovers.look_at_all()
+    assert directory.leftovers.waiting
+    directory.leftovers.sweep(lambda topic_id: directory.needed, lambda: None)
+    assert directory.leftovers.waiting
+    removed = directory.leftovers.sweep(lambda topic_id: directory.needed, lambda: None)
+    assert {topic_id for topic_id, _ in removed} == {TOPIC_ID}
+    assert not directory.leftovers.waiting

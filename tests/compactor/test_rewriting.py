@@ -1,0 +1,109 @@
+"""A rewritten segment holds the same live records at the same seqs, and nothing of the deleted ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.storage.logs import TOPIC_ID
+from tests.storage.segments import Record, make_segment
+from topics.compactor.relocation import HotRetention
+from topics.compactor.rewriting import Dead, measure, rewrite
+from topics.core.segment_list import COLD, SEALED, SegmentInfo
+from topics.storage import layout
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.postings import Postings
+from topics.storage.segment import SegmentReader
+from topics.storage.segment_deletes import mark_deleted
+
+FS = OsFileSystem()
+FIRST_SEQ = 100
+
+
+def segment(data_dir: str, records: list[Record], deleted: list[int]) -> tuple[str, SegmentInfo]:
+    reader = make_segment(FS, data_dir, records, FIRST_SEQ)
+    directory = layout.topic_dir(data_dir, TOPIC_ID)
+    mark_deleted(FS, directory, FIRST_SEQ, deleted)
+    entries = reader.entries(FIRST_SEQ, reader.last_seq)
+    return directory, SegmentInfo(FIRST_SEQ, reader.last_seq, entries[1], entries[-3], len(reader.data), 0, SEALED)
+
+
+def reader_of(directory: str, info: SegmentInfo) -> SegmentReader:
+    return SegmentReader.map(directory, info.first_seq, info.records, info.data_bytes, info.version)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=40),
+    dead=st.sets(st.integers(0, 39)),
+    twice=st.sets(st.integers(0, 39)),
+)
+def test_live_records_stay_and_deleted_ones_take_no_room(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], dead: set[int], twice: set[int]
+) -> None:
+    data_dir = str(tmp_path_factory.mktemp("data"))
+    records = [
+        Record(b'"' + b"x" * length + b'"', tag=b"t%d" % (length % 3) if length % 4 else b"", node=b"n" * (length % 2))
+        for length in lengths
+    ]
+    deleted = sorted(FIRST_SEQ + at for at in dead if at < len(records))
+    directory, info = segment(data_dir, records, deleted)
+    again = rewrite(FS, directory, info)
+    more = sorted(FIRST_SEQ + at for at in twice if at < len(records))
+    mark_deleted(FS, directory, FIRST_SEQ, [seq for seq in more if seq not in deleted], 1)
+    last = rewrite(FS, directory, again)
+    live = {
+        FIRST_SEQ + at: (record.payload, record.tag, record.node)
+        for at, record in enumerate(records)
+        if FIRST_SEQ + at not in {*deleted, *more}
+    }
+    for version in (again, last):
+        reader = reader_of(directory, version)
+        assert list(reader.damage(deletions_under_way=False)) == []
+        frames = [frame for seq in range(FIRST_SEQ, version.last_seq + 1) if (frame := reader.frame(seq)) is not None]
+        assert {f.seq: (f.data, f.tag, f.node) for f in frames if not f.deleted} == live
+    assert measure(directory, last) == Dead(0, last.data_bytes)
+    tagged = {seq: tag for tag, seqs in Postings.map(directory, FIRST_SEQ, last.version).items() for seq in seqs}
+    assert tagged == {seq: tag for seq, (_, tag, _) in live.items() if tag}
+    assert (last.version, last.flags, last.first_ts, last.last_ts) == (2, SEALED, info.first_ts, info.last_ts)
+
+
+def test_how_much_is_dead(tmp_path: Path) -> None:
+    records = [Record(b'"' + b"x" * 100 + b'"')] * 10
+    directory, info = segment(str(tmp_path), records, [FIRST_SEQ, FIRST_SEQ + 5])
+    dead = measure(directory, info)
+    assert (dead.dead_bytes, dead.data_bytes) == (info.data_bytes // 5, info.data_bytes)
+    assert dead.exceeds(0.19)
+    assert not dead.exceeds(0.2)
+
+
+def test_the_old_version_is_as_it_was(tmp_path: Path) -> None:
+    directory, info = segment(str(tmp_path), [Record(b"1")] * 4, [FIRST_SEQ + 1])
+    before = {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+    rewrite(FS, directory, info)
+    after = {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+    assert {name: after[name] for name in before} == before
+    assert len(after) == 2 * len(before)
+
+
+def row(first_seq: int, data_bytes: int, flags: int = SEALED) -> SegmentInfo:
+    return SegmentInfo(first_seq, first_seq + 9, 0, 0, data_bytes, 0, flags)
+
+
+@pytest.mark.parametrize(
+    ("retention", "cold"),
+    [
+        (HotRetention(4, 0), []),
+        (HotRetention(2, 0), [11]),
+        (HotRetention(0, 0), [11, 21, 31]),
+        (HotRetention(4, 250), [11]),
+        (HotRetention(4, 99), [11, 21, 31]),
+        (HotRetention(1, 10_000), [11, 21]),
+    ],
+)
+def test_the_stricter_bound_decides_what_becomes_cold(retention: HotRetention, cold: list[int]) -> None:
+    segments = [row(1, 100, SEALED | COLD), row(11, 100), row(21, 100), row(31, 100), row(41, 100, 0)]
+    assert [info.first_seq for info in retention.excess(segments)] == cold
