@@ -31,7 +31,7 @@ def test_the_installed_command_is_this_one() -> None:
 def test_clean(data_dir: str, capsys: Capture) -> None:
     assert main(["verify", data_dir]) == 0
     out, err = capsys.readouterr()
-    assert out == "clean: 7 log frames, 5 records in 2 segments, 1 of them sealed, 2 snapshots\n"
+    assert out == "clean: 8 log frames, 5 records in 2 segments, 1 of them sealed, 2 snapshots\n"
     assert err == ""
 
 
@@ -52,7 +52,7 @@ def test_json(data_dir: str, capsys: Capture) -> None:
         "data_dir": data_dir,
         "damage": [],
         "notes": [],
-        "log_frames": 7,
+        "log_frames": 8,
         "segments": 2,
         "segment_records": 5,
         "postings": 1,

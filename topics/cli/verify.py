@@ -29,13 +29,16 @@ def add_to(commands: Commands) -> None:
         "verify", help=help, description=help, epilog=_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data_dir", metavar="DIR", help="the data directory (TOPICS_DATA_DIR of the service)")
+    parser.add_argument(
+        "--cold-dir", metavar="DIR", help="TOPICS_COLD_DIR of the service: checks the cold segments' data as well"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object with all findings")
     parser.set_defaults(command=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        report = verify(options.data_dir, _Percent().show)
+        report = verify(options.data_dir, _Percent().show, options.cold_dir)
     except (DataDirLocked, NotADataDir) as refusal:
         print(f"topics verify: {refusal}", file=sys.stderr)
         return EXIT_USAGE

@@ -8,24 +8,35 @@ leave, a torn tail or an append before its mark, and which the next start cuts o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from enum import StrEnum
-from typing import NamedTuple
 
 import msgspec
 
+from topics.core.fold import FoldError
+from topics.core.segment_list import COLD, SEALED, SegmentInfo
+from topics.core.topic import ENTRY_WORDS
 from topics.storage import layout
 from topics.storage.damage import used_bytes
 from topics.storage.filesystem import FileSystem, boot_id, read_all
-from topics.storage.frame import FrameType, scan
+from topics.storage.folding import Folding, Known
+from topics.storage.frame import scan
 from topics.storage.lock import inspecting
-from topics.storage.logfile import NotALogFile, RefusedLog, WalIdentity, WalPosition, read_current, read_first_start
+from topics.storage.logfile import (
+    NotALogFile,
+    RefusedLog,
+    WalEnd,
+    WalIdentity,
+    WalPosition,
+    read_current,
+    read_first_start,
+)
 from topics.storage.look_only import LookOnlyFileSystem
 from topics.storage.postings import CorruptPostings, Postings
 from topics.storage.recovery import CorruptLog, RecoveredFile, Start, recover_group
-from topics.storage.segment import ENTRY, ENTRY_LEN, SegmentReader
+from topics.storage.segment import ENTRY_LEN, SegmentReader
 from topics.storage.snapshot import HEADER_LEN, BadSnapshot, UnknownSnapshotVersion, read_snapshot
+from topics.storage.state import ShardPart, decode_parts, present_log_ids
 
 
 class Kind(StrEnum):
@@ -60,36 +71,20 @@ class Report(msgspec.Struct):
     snapshots: int = 0
 
 
-class SnapshotFacts(NamedTuple):
-    """What a check needs of a snapshot's body, the format of which is not this module's.
-
-    `positions`: log id → where reading that log begins; one that is not in it is read from its first byte.
-    `checkpointed`: topic id → the last seq that is in a segment for good.
-    """
-
-    positions: Mapping[int, WalPosition]
-    checkpointed: Mapping[int, int]
-
-
 class NotADataDir(Exception):  # noqa: N818 — named for what it is
     """There is nothing in the directory that a service would have made."""
 
 
-def verify(
-    data_dir: str,
-    progress: Callable[[float], None],
-    facts_of: Callable[[bytes], SnapshotFacts] | None = None,
-) -> Report:
+def verify(data_dir: str, progress: Callable[[float], None], cold_dir: str | None = None) -> Report:
     """Checks a data directory; `progress` hears of the share that is done, 0 to 1.
 
-    `facts_of` reads a snapshot's body. Without it a log may begin with any file when there is a snapshot, what is
-    checkpointed is known from the log's marks only, and segments of other topics must be whole to their last byte.
+    `cold_dir` is where the data of cold segments are; without it they are not looked at, and a note says so.
     Raises DataDirLocked when a service runs, NotADataDir.
     """
     if not any(map(os.path.isdir, (layout.wal_dir(data_dir), layout.topics_dir(data_dir), layout.meta_dir(data_dir)))):
         raise NotADataDir(f"{data_dir} is not a data directory: it holds neither logs nor segments nor snapshots")
     with inspecting(data_dir):
-        return _Check(data_dir, progress, facts_of).run()
+        return _Check(data_dir, progress, cold_dir).run()
 
 
 class _Check:
@@ -97,19 +92,20 @@ class _Check:
         self,
         data_dir: str,
         progress: Callable[[float], None],
-        facts_of: Callable[[bytes], SnapshotFacts] | None,
+        cold_dir: str | None,
     ) -> None:
         self._fs: FileSystem = LookOnlyFileSystem()
         self._data_dir = data_dir
         self._progress = progress
-        self._facts_of = facts_of
+        self._cold_dir = cold_dir
         self._report = Report(data_dir)
-        self._facts: SnapshotFacts | None = None
-        """None: there are snapshots, and what they say is not known."""
-        self._marks: dict[int, int] = {}
-        """Topic id → last seq that is in a segment for good."""
-        self._deleting: set[int] = set()
-        """Topics with deletions in the log, which may not be marked in their segments yet."""
+        self._parts: list[ShardPart] | None = None
+        """Of the snapshot that counts; None: there are some, and none will do."""
+        self._fallbacks: list[list[ShardPart]] = []
+        """Older ones that go with these logs as well."""
+        self._known: dict[int, Known] = {}
+        """What the logs say of each topic."""
+        self._deleted_ids: set[int] = set()
         self._total_bytes = max(1, sum(map(_size_of, _files(data_dir))))
         self._done_bytes = 0
 
@@ -139,14 +135,15 @@ class _Check:
     # -- snapshots
 
     def _snapshots(self) -> None:
-        known: list[SnapshotFacts] = []
+        found: list[list[ShardPart]] = []
         for number in layout.list_snapshots(self._fs, self._data_dir):
             path = layout.snapshot_path(self._data_dir, number)
             self._report.snapshots += 1
             try:
-                body = read_snapshot(self._fs, self._data_dir, number)
-                if self._facts_of is not None:
-                    known.append(self._facts_of(body))
+                parts = decode_parts(read_snapshot(self._fs, self._data_dir, number))
+                for part in parts:
+                    part.decoded()
+                found.append(parts)
             except BadSnapshot as bad:
                 self._damage(Kind.SNAPSHOT, path, bad.offset, bad.reason)
             except msgspec.DecodeError as error:
@@ -157,26 +154,17 @@ class _Check:
                 self._unreadable(error, path)
             self._done(path)
         if not self._report.snapshots:
-            self._facts = SnapshotFacts({}, {})
-        elif known:
-            log_ids = self._log_ids()
+            self._parts = []
+        elif found:
+            log_ids = present_log_ids(self._fs, self._data_dir)
             # The newest one that goes with these logs counts (`reshard.py`).
-            fitting = [facts for facts in known if facts.positions.keys() <= log_ids]
-            if not fitting:
-                missing = ", ".join(f"{log_id:016x}" for log_id in sorted(known[-1].positions.keys() - log_ids))
+            fitting = [parts for parts in found if {part.log_id for part in parts} <= log_ids]
+            if fitting:
+                *self._fallbacks, self._parts = fitting
+            else:
+                missing = ", ".join(sorted(f"{part.log_id:016x}" for part in found[-1] if part.log_id not in log_ids))
                 root = layout.wal_dir(self._data_dir)
                 self._damage(Kind.LOG, root, 0, f"the newest snapshot goes on in logs that are not there: {missing}")
-            self._facts = (fitting or known)[-1]
-            self._marks.update(self._facts.checkpointed)
-
-    def _log_ids(self) -> set[int]:
-        found: set[int] = set()
-        for group in layout.discover_groups(self._fs, layout.wal_dir(self._data_dir)):
-            with suppress(NotALogFile, RefusedLog, OSError):  # the check of that log says so
-                start = read_first_start(self._fs, group.path)
-                if start is not None:
-                    found.add(start.log_id)
-        return found
 
     # -- logs
 
@@ -197,6 +185,8 @@ class _Check:
                 self._damage(Kind.LOG, refused.path, 0, str(refused))
             except NotALogFile as error:
                 self._damage(Kind.LOG, group.path, 0, f"not a log: {error}")
+            except FoldError as error:
+                self._damage(Kind.LOG, group.path, 0, str(error))
             except OSError as error:
                 self._unreadable(error, group.path)
             else:
@@ -211,7 +201,10 @@ class _Check:
         first = read_first_start(self._fs, group.path)
         if first is None:
             return 0
-        start: Start = "lowest" if self._facts is None else self._facts.positions.get(first.log_id)
+        part = next((part for part in self._parts or () if part.log_id == first.log_id), None)
+        # What the newest snapshot holds as well is still what the one before goes on in.
+        start: Start = None if self._parts is not None and part is None else "lowest"
+        folding = None if self._parts is None else Folding(part)
         recovery = recover_group(self._fs, group.path, WalIdentity(group.shard, first.shards, boot_id()), start=start)
         last: RecoveredFile | None = None
         for batch in recovery:
@@ -219,16 +212,28 @@ class _Check:
                 self._finished(last)
             last = batch
             self._report.log_frames += len(batch.frames)
-            for _, _, type_, _, topic_id, seq, *_ in batch.frames:
-                if type_ == FrameType.CHECKPOINT_MARK:
-                    self._marks[topic_id] = max(seq, self._marks.get(topic_id, 0))
-                elif type_ == FrameType.DELETE:
-                    self._deleting.add(topic_id)
+            if folding is not None:
+                folding.add(batch)
+        if part is not None and not self._reaches(group, recovery.end, part.position):
+            self._damage(
+                Kind.LOG, group.path, 0, f"the snapshot goes on at {part.position}, where this log has nothing"
+            )
+        for parts in self._fallbacks:
+            for older in parts:
+                if older.log_id == first.log_id and not self._reaches(group, recovery.end, older.position):
+                    self._note(f"{group.path}: begins behind {older.position}: an older snapshot has become useless")
+        if folding is not None:
+            self._known |= folding.known()
+            self._deleted_ids |= folding.deleted_ids
         self._report.notes += recovery.report
         current = read_current(self._fs, group.path)
         if recovery.end is not None and current not in (None, recovery.end.file_no):
             self._note(f"{group.path}: CURRENT names file {current}, the log goes on in file {recovery.end.file_no}")
         return first.shards
+
+    def _reaches(self, group: layout.Group, end: WalEnd | None, position: WalPosition) -> bool:
+        first_no = min(layout.list_log_files(self._fs, group.path))
+        return end is not None and first_no <= position.file_no and position <= WalPosition(end.file_no, end.offset)
 
     def _finished(self, last: RecoveredFile) -> None:
         """Nothing reads what is behind a file's last frame, but something must have put it there."""
@@ -240,7 +245,8 @@ class _Check:
     # -- segments
 
     def _topics(self) -> None:
-        for topic_id in layout.discover_topics(self._fs, self._data_dir):
+        found = layout.discover_topics(self._fs, self._data_dir)
+        for topic_id in sorted({*found, *(topic_id for topic_id, known in self._known.items() if known.segments)}):
             directory = layout.topic_dir(self._data_dir, topic_id)
             try:
                 self._topic(topic_id, directory)
@@ -248,63 +254,107 @@ class _Check:
                 self._unreadable(error, directory)
 
     def _topic(self, topic_id: int, directory: str) -> None:
-        mark = self._marks.get(topic_id, None if self._facts is None else 0)
-        end_seq = 0
-        segments = layout.discover_segments(self._fs, directory)
-        for (first_seq, _version), parts in segments.items():
-            if mark is not None and first_seq > mark:
-                self._note(f"{layout.segment_data_path(directory, first_seq)}: begun, and no checkpoint counts it yet")
-                continue
-            if first_seq < end_seq:
-                path = layout.segment_idx_path(directory, first_seq)
-                self._damage(Kind.SEGMENT, path, 0, f"begins before the end of the segment before it, {end_seq - 1}")
+        known = self._known.get(topic_id)
+        names = layout.discover_segments(self._fs, directory)
+        if known is None and self._parts is None:
+            self._topic_of_itself(topic_id, directory)
+        elif known is None:
+            why = "the topic is deleted" if topic_id in self._deleted_ids else "the log knows no such topic"
+            for name in names:
+                self._note(f"{layout.segment_data_path(directory, *name)}: {why}")
+        else:
+            listed = {(info.first_seq, info.version) for info in known.segments}
+            last_seq = max((info.last_seq for info in known.segments), default=0)
+            for name in names:
+                if name not in listed:
+                    begun = name.first_seq > last_seq
+                    why = "begun, and no checkpoint counts it yet" if begun else "counts for nothing any more"
+                    self._note(f"{layout.segment_data_path(directory, *name)}: {why}")
+            for info in known.segments:
+                self._listed(topic_id, directory, info, known.is_deleting)
+        for name in names:
+            for path_of in (layout.segment_data_path, layout.segment_idx_path, layout.segment_tags_path):
+                self._done(path_of(directory, *name))
+
+    def _listed(self, topic_id: int, directory: str, info: SegmentInfo, is_deleting: bool) -> None:
+        """A segment that log or snapshot have."""
+        self._report.segments += 1
+        try:
+            self._check_listed(topic_id, directory, info, is_deleting)
+        except FileNotFoundError as error:
+            self._damage(Kind.SEGMENT, error.filename, 0, "the file is missing")
+        except OSError as error:
+            self._unreadable(error, directory)
+
+    def _check_listed(self, topic_id: int, directory: str, info: SegmentInfo, is_deleting: bool) -> None:
+        name = (info.first_seq, info.version)
+        is_sealed = bool(info.flags & SEALED)
+        idx_path = layout.segment_idx_path(directory, *name)
+        idx = self._committed(idx_path, info.records * ENTRY_LEN, f"up to seq {info.last_seq}", is_sealed)
+        data_path = layout.segment_data_path(directory, *name)
+        is_cold = bool(info.flags & COLD) and not self._fs.exists(data_path)
+        if is_cold and self._cold_dir is not None:
+            data_path = layout.segment_data_path(layout.topic_dir(self._cold_dir, topic_id), *name)
+        data: bytes | None = None
+        if is_cold and self._cold_dir is None:
+            self._note(f"{data_path}: is in the cold directory, which was not looked at")
+        else:
+            data = self._committed(data_path, info.data_bytes, "of this segment", is_sealed)
+        if idx is None or (data is None and not is_cold):
+            return
+        reader = SegmentReader(directory, info.first_seq, idx, data or b"", info.version)
+        self._report.segment_records += reader.records
+        whole = data is not None
+        ts = reader.entries(info.first_seq, info.last_seq)[1::ENTRY_WORDS] if reader.records else None
+        if ts is not None and (ts[0], ts[-1]) != (info.first_ts, info.last_ts):
+            whole = False
+            self._damage(
+                Kind.SEGMENT, idx_path, 0, f"is of {ts[0]} to {ts[-1]}, the log says {info.first_ts} to {info.last_ts}"
+            )
+        if data is not None:
+            for defect in reader.damage(is_deleting or bool(info.flags & COLD)):
+                whole = False
+                path = data_path if defect.path == reader.data_path else defect.path
+                self._damage(Kind.SEGMENT, path, defect.offset, defect.reason)
+        if is_sealed:
+            self._postings(directory, reader, whole, info.version)
+
+    def _committed(self, path: str, length: int, what: str, is_sealed: bool) -> bytes | None:
+        """A file without what was being appended when the writer stopped; None when it is shorter than it should be."""
+        content = read_all(self._fs, path)
+        if len(content) < length:
+            self._damage(Kind.SEGMENT, path, len(content), f"ends there; {length} bytes are committed, {what}")
+            return None
+        if len(content) > length:
+            extra = f"{len(content) - length} bytes from offset {length} on"
+            if is_sealed:
+                self._damage(Kind.SEGMENT, path, length, f"{extra}, but the segment is sealed")
+            else:
+                self._note(f"{path}: {extra}, which no checkpoint counts yet")
+        return content[:length]
+
+    def _topic_of_itself(self, topic_id: int, directory: str) -> None:
+        """Nothing says what is committed: a segment must be whole to its last byte."""
+        for name, parts in layout.discover_segments(self._fs, directory).items():
+            self._report.segments += 1
             try:
-                end_seq = max(end_seq, self._segment(topic_id, directory, first_seq, "tags" in parts, mark))
+                idx = read_all(self._fs, layout.segment_idx_path(directory, *name))
+                data = read_all(self._fs, layout.segment_data_path(directory, *name))
             except FileNotFoundError as error:
                 self._damage(Kind.SEGMENT, error.filename, 0, "the file is missing")
-            except OSError as error:
-                self._unreadable(error, directory)
-            for path_of in (layout.segment_data_path, layout.segment_idx_path, layout.segment_tags_path):
-                self._done(path_of(directory, first_seq))
+                continue
+            reader = SegmentReader(directory, name.first_seq, idx, data, name.version)
+            self._report.segment_records += reader.records
+            whole = True
+            for defect in reader.damage(True):
+                whole = False
+                self._damage(Kind.SEGMENT, defect.path, defect.offset, defect.reason)
+            if "tags" in parts:
+                self._postings(directory, reader, whole, name.version)
 
-    def _segment(self, topic_id: int, directory: str, first_seq: int, sealed: bool, mark: int | None) -> int:
-        """Returns the seq behind its last."""
-        self._report.segments += 1
-        idx_path = layout.segment_idx_path(directory, first_seq)
-        data_path = layout.segment_data_path(directory, first_seq)
-        idx, data = read_all(self._fs, idx_path), read_all(self._fs, data_path)
-        if mark is not None and not sealed:
-            committed = mark - first_seq + 1
-            if committed > len(idx) // ENTRY_LEN:
-                self._damage(Kind.SEGMENT, idx_path, len(idx), f"ends there; it is committed up to seq {mark}")
-            else:
-                idx, data = self._committed(idx_path, idx, committed, data_path, data)
-        reader = SegmentReader(directory, first_seq, idx, data)
-        self._report.segment_records += reader.records
-        whole = True
-        for defect in reader.damage(topic_id in self._deleting):
-            whole = False
-            self._damage(Kind.SEGMENT, defect.path, defect.offset, defect.reason)
-        if sealed:
-            self._postings(directory, reader, whole)
-        return reader.last_seq + 1
-
-    def _committed(self, idx_path: str, idx: bytes, records: int, data_path: str, data: bytes) -> tuple[bytes, bytes]:
-        """Both files without what was being appended when the writer stopped."""
-        idx_end, data_end = records * ENTRY_LEN, 0
-        for at in range(idx_end - ENTRY_LEN, -1, -ENTRY_LEN):
-            offset, length, _, _ = ENTRY.unpack_from(idx, at)
-            if length:
-                data_end = offset + length
-                break
-        for path, content, end in ((idx_path, idx, idx_end), (data_path, data, data_end)):
-            if len(content) > end:
-                self._note(f"{path}: {len(content) - end} bytes from offset {end} on, which no checkpoint counts yet")
-        return idx[:idx_end], data[:data_end]
-
-    def _postings(self, directory: str, segment: SegmentReader, segment_is_whole: bool) -> None:
+    def _postings(self, directory: str, segment: SegmentReader, segment_is_whole: bool, version: int) -> None:
         self._report.postings += 1
-        path = layout.segment_tags_path(directory, segment.first_seq)
+        path = layout.segment_tags_path(directory, segment.first_seq, version)
         try:
             postings = Postings(path, read_all(self._fs, path))
         except CorruptPostings as defect:
