@@ -56,7 +56,7 @@ def seeds() -> list[int]:
 def plan(seed: int, service: Service) -> list[Victim]:
     """Each role in turn, in random order at random heads, and the whole group in between."""
     chance = random.Random(seed)
-    victims = [("frontend", chance.randrange(service.frontends)), ("group", 0)]
+    victims = [("frontend", chance.randrange(service.frontends)), ("group", 0), ("compactor", 0)]
     victims += [("walshard", index) for index in range(service.shards)]
     chance.shuffle(victims)
     heads = sorted(chance.sample(range(200, EVENTS - 1500), len(victims)))
@@ -124,7 +124,9 @@ def everything(client: httpx.Client, topic: str) -> Iterator[tuple[int, bytes, s
 @pytest.mark.parametrize("seed", seeds(), ids=lambda seed: f"seed-{seed}")
 def test_a_replay_and_a_follower_outlive_every_kill(seed: int, lines: list[bytes], tmp_path: Path) -> None:
     print(f"TOPICS_CRASH_SEED={seed}")
-    with Service(shards=2, frontends=2) as service:
+    # Checkpoints all the while: what is read comes from logs and segments, sealed and active.
+    env = {"TOPICS_CHECKPOINT_INTERVAL_MS": "100", "TOPICS_CHECKPOINT_WAL_BYTES": "256KiB"}
+    with Service(shards=2, frontends=2, env=env | {"TOPICS_SEGMENT_MAX_EVENTS": "3000"}) as service:
         followed = tmp_path / "followed"
         with followed.open("wb") as output, (tmp_path / "said").open("wb") as said:
             follow = example("follow", service, output, "--count", str(EVENTS))

@@ -102,7 +102,7 @@ class Compactor:
             kept = self._kept.get(follower.shard)
             if kept is None or follower.link.committed not in (None, kept):
                 return True
-        return self._leftovers.waiting
+        return self._leftovers.waiting or (self._relocation is not None and self._relocation.waiting)
 
     def cut(self) -> None:
         """Raises TailLost, FoldError (this object is of no use then), Refused, OSError (the cut may be repeated)."""

@@ -84,6 +84,11 @@ class Relocation:
         self._due: set[str] = set()
         self._not_before_ms = 0
 
+    @property
+    def waiting(self) -> bool:
+        """Whether the next snapshot would let something go."""
+        return bool(self._found or self._due) and (self._deleting is None or self._deleting.done())
+
     def consider(self, follower: Follower, topic: Topic) -> None:
         """Segments of this topic were sealed, or may have been by a former life."""
         queued = {(copy.topic_id, copy.info) for copy in self._queue}

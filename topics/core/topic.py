@@ -219,6 +219,9 @@ class Topic:
         self.live_bytes = floors.live_bytes
         if floors.earliest_seq > self.earliest_seq:
             self._settle(floors.earliest_seq)
+        else:
+            # Lower only for who reads the durable log alone: what it took for lost with the RAM log is in segments.
+            self.earliest_seq = floors.earliest_seq
 
     # -- deletion (api §5): permanent, at once, silent
 

@@ -43,6 +43,18 @@ _FRONTEND: Final[tuple[tuple[str, _Kind, str, str], ...]] = (
     ("long_polls", "gauge", "long_polls", "Long polls that wait in one frontend"),
     ("requests_total", "counter", "requests", "Requests to one frontend"),
 )
+_COMPACTOR: Final[tuple[tuple[str, _Kind, str, str], ...]] = (
+    ("snapshots_total", "counter", "snapshots", "Snapshots made"),
+    ("last_snapshot_ms", "gauge", "last_snapshot_ms", "When the newest snapshot was made, ms since 1970; 0: none yet"),
+    ("records_total", "counter", "checkpointed_records", "Records taken over from the logs into segments"),
+    ("bytes_total", "counter", "checkpointed_bytes", "Bytes of frames written to segments by checkpoints"),
+    ("segments_sealed_total", "counter", "segments_sealed", "Segments sealed"),
+    ("segments_dropped_total", "counter", "segments_dropped", "Segments whose files were removed"),
+    ("segments_rewritten_total", "counter", "segments_rewritten", "Segments rewritten without deleted records"),
+    ("segments_relocated_total", "counter", "segments_relocated", "Segments moved to the cold directory"),
+    ("segments_unexplained", "gauge", "orphans", "Segments on the disk that belong to nothing known, and stay"),
+    ("failures_total", "counter", "failures", "Checkpoints and other work that failed and was repeated later"),
+)
 _TRAFFIC: Final[tuple[tuple[str, str, str], ...]] = (
     ("requests", "requests", "Requests that reached a route"),
     ("records_written", "records_in", "Records committed for clients"),
@@ -65,6 +77,7 @@ class ServiceFigures:
         yield from self._content()
         yield from self._health()
         yield from self._wal()
+        yield from self._compactor()
         yield from self._parts("shard", self._shards, _SHARD)
         yield from self._parts("frontend", self._frontends, _FRONTEND)
         yield from self._requests()
@@ -111,6 +124,17 @@ class ServiceFigures:
         help = "Microseconds that a group waited for its sync"
         yield Family("topics_wal_fsync_latency_us", "histogram", help, (), [((), buckets)])
 
+    def _compactor(self) -> Iterator[Family]:
+        cell = self._control.cell(Role.COMPACTOR, 0)
+        lags: list[Sample] = [
+            ((str(shard),), max(0, of.get("wal_bytes_written") - cell.get(f"absorbed_bytes_{shard:02d}")))
+            for shard, of in enumerate(self._shards)
+        ]
+        help = "Bytes in the log of one shard that no snapshot has absorbed"
+        yield Family("topics_compactor_lag_bytes", "gauge", help, ("shard",), lags)
+        for name, kind, field, help in _COMPACTOR:
+            yield single(f"topics_compactor_{name}", kind, help, cell.get(field))
+
     def _parts(
         self, label: str, cells: list[ProcessCell], columns: tuple[tuple[str, _Kind, str, str], ...]
     ) -> Iterator[Family]:
@@ -134,8 +158,6 @@ class ServiceFigures:
         up: list[Sample] = []
         restarts: list[Sample] = []
         for (role, index), cell in self._control.cells().items():
-            if role is Role.COMPACTOR:
-                continue
             labels = (role.name.lower(), str(index))
             up.append((labels, int(cell.supervisor.get("pid") > 0)))
             restarts.append((labels, cell.supervisor.get("restarts")))
