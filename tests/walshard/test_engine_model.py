@@ -1,0 +1,226 @@
+"""The whole engine but HTTP against a model of dictionaries: a shard and the compactor, real files, kills and restarts.
+
+What must hold after every step, for each topic: seqs strictly increase; each record that was acknowledged is delivered
+as it was written, or was deleted on request (silently), or lies below evict_floor (a tombstone covers it);
+evict_floor <= earliest_seq; a pure delete moves no evict_floor; nothing is delivered that was not written.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from typing import Literal
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.walshard.compaction import Compaction
+from tests.walshard.rig import Rig
+from topics.core.config import TopicConfig
+from topics.shm.messages import DeleteRecords, DeleteTopic, Expire, PutTopic
+from topics.storage.verify import verify
+
+NAMES = ("a", "b")
+TAGS = (b"", b"x", b"x:1", b"y")
+CLASSES = ("disk", "disk", "fsync", "memory", "ephemeral")
+STEPS = int(os.environ.get("TOPICS_MODEL_STEPS", "40"))
+EXAMPLES = int(os.environ.get("TOPICS_MODEL_EXAMPLES", "40"))
+
+
+class Model:
+    """One topic as it must be."""
+
+    def __init__(self, config: TopicConfig) -> None:
+        self.config = config
+        self.head_seq = 0
+        self.live: dict[int, tuple[bytes, bytes, int, bool]] = {}
+        """seq → data, tag, ts, in RAM"""
+        self.evict_floor = 1
+        self.maybe_lost = False
+        """The service was stopped while records were in RAM: those may be there or not."""
+
+    def append(self, first_seq: int, data: list[bytes], tag: bytes, ts: int) -> None:
+        assert first_seq > self.head_seq, "no seq is given twice"
+        in_ram = self.config.durability == "ephemeral"
+        for seq, piece in enumerate(data, first_seq):
+            self.live[seq] = (piece, tag, ts, in_ram)
+        self.head_seq = first_seq + len(data) - 1
+        self.evict_over_cap()
+
+    def evict_over_cap(self) -> None:
+        cap = self.config.cap_records
+        while cap and len(self.live) > cap:
+            self._evict(min(self.live))
+
+    def expire(self, now_ms: int) -> None:
+        ttl_ms = self.config.ttl_ms
+        for seq, (_, _, ts, _) in sorted(self.live.items()):
+            if not ttl_ms or now_ms - ts <= ttl_ms:
+                break
+            self._evict(seq)
+
+    def delete(self, before_seq: int | None, op: str | None, tag: bytes) -> int:
+        gone = [
+            seq
+            for seq, (_, has, _, _) in self.live.items()
+            if (before_seq is None or seq < before_seq)
+            and (op is None or (has == tag if op == "eq" else has.startswith(tag)))
+            and (op is None or has)
+        ]
+        for seq in gone:
+            del self.live[seq]
+        return len(gone)
+
+    def _evict(self, seq: int) -> None:
+        del self.live[seq]
+        self.evict_floor = seq + 1
+
+
+class Engine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = tempfile.mkdtemp(prefix="topics-model-")
+        self.rig = Rig(self.directory, segment_max_events="6", segment_rewrite_dead_ratio="0.3")
+        self.compaction = Compaction(self.rig)
+        self.models: dict[str, Model] = {}
+        self.written = 0
+
+    def teardown(self) -> None:
+        self.rig.shard.close()
+        self.rig.close()
+        report = verify(self.directory, lambda _share: None)
+        shutil.rmtree(self.directory)
+        assert report.damage == []
+
+    @initialize(caps=st.lists(st.sampled_from([0, 0, 5, 12]), min_size=2, max_size=2), ttl=st.sampled_from([0, 50]))
+    def begin(self, caps: list[int], ttl: int) -> None:
+        for name, cap in zip(NAMES, caps, strict=True):
+            self.configure(name, cap, ttl, "disk")
+
+    # -- what clients do
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        cap=st.sampled_from([0, 3, 12]),
+        ttl=st.sampled_from([0, 50]),
+        durability=st.sampled_from(CLASSES),
+    )
+    def configure(
+        self, name: str, cap: int, ttl: int, durability: Literal["disk", "fsync", "memory", "ephemeral"]
+    ) -> None:
+        config = TopicConfig(cap_records=cap, ttl_ms=ttl, durability=durability)
+        self.rig.call(PutTopic(name, config, True))
+        model = self.models.setdefault(name, Model(config))
+        model.config = config
+        model.evict_over_cap()
+
+    @rule(name=st.sampled_from(NAMES), count=st.integers(1, 9), tag=st.sampled_from(TAGS))
+    def append(self, name: str, count: int, tag: bytes) -> None:
+        data = [b"%d" % (self.written + number) for number in range(count)]
+        self.written += count
+        config = self.models[name].config if name in self.models else TopicConfig()
+        reply = self.rig.append(name, *data, tag=tag)
+        model = self.models.setdefault(name, Model(config))
+        model.append(reply.first_seq, data, tag, self.rig.clock.ms)
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        before=st.none() | st.integers(0, 60),
+        match=st.none() | st.tuples(st.sampled_from(["eq", "glob"]), st.sampled_from(TAGS)),
+    )
+    def delete(self, name: str, before: int | None, match: tuple[Literal["eq", "glob"], bytes] | None) -> None:
+        if name not in self.models or (before is None and match is None):
+            return
+        model = self.models[name]
+        model.expire(self.rig.clock.ms)
+        op, tag = match or (None, b"")
+        reply = self.rig.call(DeleteRecords(name, before, op, tag))
+        assert reply.deleted == model.delete(before, op, tag)
+
+    @rule(name=st.sampled_from(NAMES))
+    def delete_topic(self, name: str) -> None:
+        self.rig.call(DeleteTopic(name, False))
+        self.models.pop(name, None)
+
+    @rule(ms=st.sampled_from([1, 20, 51, 2000]))
+    def time_passes(self, ms: int) -> None:
+        self.rig.clock.ms += ms
+
+    @rule(name=st.sampled_from(NAMES))
+    def expire(self, name: str) -> None:
+        self.rig.call(Expire(name))
+        if name in self.models:
+            self.models[name].expire(self.rig.clock.ms)
+
+    # -- what the engine does
+
+    @rule()
+    def cut(self) -> None:
+        self.compaction.cut()
+
+    @rule()
+    def upkeep(self) -> None:
+        before_ms = self.rig.clock.ms
+        self.compaction.upkeep()
+        self.rig.clock.ms = before_ms
+
+    @rule()
+    def sweep(self) -> None:
+        self.rig.shard.sweep()
+        self.rig.shard.sync_in_background()
+        for model in self.models.values():
+            model.expire(self.rig.clock.ms)
+
+    @rule()
+    def compactor_dies(self) -> None:
+        self.compaction.begin_again()
+
+    @rule()
+    def shard_dies(self) -> None:
+        self.rig.boot()
+
+    @rule(cleanly=st.booleans())
+    def service_restarts(self, cleanly: bool) -> None:
+        if cleanly:
+            self.rig.shard.close()
+        self.rig.restart_service()
+        self.compaction.begin_again()
+        for name, model in self.models.items():
+            self._lost_from_ram(name, model)
+
+    def _lost_from_ram(self, name: str, model: Model) -> None:
+        """What was in RAM and in no segment is gone, and a tombstone says so; the head is at least what it was."""
+        view = self.rig.view(name)
+        assert view is not None
+        assert view.head_seq >= model.head_seq
+        kept = {seq for seq, _ in self.compaction.read(name)}
+        for seq, (_, _, _, in_ram) in sorted(model.live.items()):
+            if in_ram and seq not in kept:
+                del model.live[seq]
+        model.head_seq = view.head_seq
+        assert view.evict_floor >= model.evict_floor or view.evict_floor == view.earliest_seq
+        model.evict_floor = max(model.evict_floor, view.evict_floor)
+
+    # -- what must hold
+
+    @precondition(lambda self: bool(self.models))
+    @invariant()
+    def everything_is_as_it_must_be(self) -> None:
+        for name, model in self.models.items():
+            view = self.rig.view(name)
+            assert view is not None
+            assert view.head_seq == model.head_seq
+            records = self.compaction.read(name)
+            assert [seq for seq, _ in records] == sorted({seq for seq, _ in records})
+            assert dict(records) == {seq: data for seq, (data, *_) in model.live.items()}
+            assert view.records == len(model.live)
+            assert view.evict_floor == model.evict_floor
+            assert view.evict_floor <= view.earliest_seq <= view.head_seq + 1
+
+
+@pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
+class TestEngine(Engine.TestCase):  # type: ignore[name-defined, misc]
+    settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None)
