@@ -47,19 +47,27 @@ def fill(client: httpx.Client, topic: str, count: int = RECORDS) -> None:
         write(client, topic, *[payload(seq) for seq in range(first, first + 100)])
 
 
-def cold_data(service: Service, topic_dir: str | None = None) -> list[Path]:
-    return sorted((service.root / "cold" / "topics").glob(f"{topic_dir or '*'}/*.data"))
+def new_topic_dir(service: Service, count: int, topic: str) -> Path:
+    """Fills a new topic; where its segments are in the data directory."""
+    topics = service.data_dir / "topics"
+    before = set(topics.glob("*"))
+    fill(service.client, topic, count)
+
+    def made() -> Path | None:
+        return next(iter(set(topics.glob("*")) - before), None)
+
+    return poll("its first segment", made)
 
 
 def old_topic(service: Service, topic: str) -> list[Path]:
     """A topic whose older segments are in the cold directory alone; their data there, in order."""
-    before = set(cold_data(service))
-    fill(service.client, topic)
+    hot = new_topic_dir(service, RECORDS, topic)
+    cold = service.root / "cold" / "topics" / hot.name
 
     def relocated() -> list[Path] | None:
-        found = [path for path in cold_data(service) if path not in before]
-        hot = [service.data_dir / "topics" / path.parent.name / path.name for path in found]
-        return found if len(found) == RECORDS // EVENTS - 2 and not any(path.exists() for path in hot) else None
+        found = sorted(cold.glob("*.data"))
+        is_done = len(found) == RECORDS // EVENTS - 2 and not any((hot / path.name).exists() for path in found)
+        return found if is_done else None
 
     return poll("the older segments to be cold", relocated, 20.0)
 
@@ -224,16 +232,8 @@ def test_a_cold_file_that_is_not_there_is_an_error_and_never_an_end(tiered: Serv
 def test_a_damaged_segment_is_named_and_nothing_is_left_out(tiered: Service, topic: str) -> None:
     client = tiered.client
     bad_seq = 2 * EVENTS + 8
-    name = f"seg-{2 * EVENTS + 1:020d}.data"
-    before = set((tiered.data_dir / "topics").iterdir())
-    fill(client, topic, 200)
-
-    def sealed() -> Path | None:
-        made = set((tiered.data_dir / "topics").iterdir()) - before
-        paths = [directory / name for directory in made if (directory / name).with_suffix(".tags").exists()]
-        return paths[0] if paths else None
-
-    path = poll("a sealed segment", sealed)
+    path = new_topic_dir(tiered, 200, topic) / f"seg-{2 * EVENTS + 1:020d}.data"
+    poll("a sealed segment", path.with_suffix(".tags").exists)
     found = re.search(rb'"n": ?%d\b' % bad_seq, path.read_bytes())
     assert found is not None
     with path.open("r+b") as file:
@@ -254,6 +254,6 @@ def test_a_damaged_segment_is_named_and_nothing_is_left_out(tiered: Service, top
     assert got == list(range(1, bad_seq))
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (503, "storage_unavailable")
-    assert error["detail"]["segment"] == f"{path.parent.name}/{name}"
+    assert error["detail"]["segment"] == f"{path.parent.name}/{path.name}"
     assert 0 < found.start() - error["detail"]["offset"] < 60
     assert diff(client, topic, from_seq=bad_seq)["records"][0]["$seq"] == bad_seq + 1
