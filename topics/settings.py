@@ -274,7 +274,7 @@ VARIABLES: Final[dict[str, Variable]] = {
     "checkpoint_interval_ms": _integer(10, 86_400_000, "longest time from a write to its checkpoint"),
     "segment_max_events": _integer(1, 10_000_000, "most records in one segment"),
     "segment_max_bytes": _byte_size(4 * KIB, 2 * GIB, "bytes at which a segment is sealed"),
-    "segment_max_age_ms": _integer(0, 366 * 86_400_000, "age of a segment's first record that seals it; 0 = any"),
+    "segment_max_age_ms": _integer(0, 366 * 86_400_000, "age of a segment's first record that seals it; 0 = none"),
     "segment_rewrite_dead_ratio": _ratio("deleted share of a sealed segment beyond which it is rewritten; 0 = never"),
     "cold_dir": _path("where older sealed segments go; without it all stay in the data directory"),
     "hot_retain_segments": _integer(0, COUNT_MAX, "sealed segments of a topic that stay out of the cold directory"),

@@ -107,6 +107,7 @@ class Compactor:
     def cut(self) -> None:
         """Raises TailLost, FoldError (this object is of no use then), Refused, OSError (the cut may be repeated)."""
         written_bytes: dict[int, int] = {}
+        begun_ms = self._clock.now_ms()
         parts: dict[int, ShardPart] = {}
         for follower in self._followers:
             written = follower.link.written_bytes
@@ -131,6 +132,7 @@ class Compactor:
         self._sync_marks(parts)
         former = self._kept
         self._save(parts)
+        self._cell.set("absorbed_ms", begun_ms)
         for shard, written in written_bytes.items():
             self._cell.set(f"absorbed_bytes_{shard:02d}", written)
         self._trim({shard: former[shard] for shard in parts if shard in former})

@@ -132,6 +132,10 @@ class ServiceFigures:
         ]
         help = "Bytes in the log of one shard that no snapshot has absorbed"
         yield Family("topics_compactor_lag_bytes", "gauge", help, ("shard",), lags)
+        since_ms = cell.get("absorbed_ms") or self._control.header.get("started_ms")
+        behind_ms = max(0, self._now_ms() - since_ms) if any(lag for _, lag in lags) else 0
+        help = "Seconds since the newest snapshot was begun, 0 if it has absorbed everything"
+        yield single("topics_compactor_lag_seconds", "gauge", help, behind_ms / 1000)
         for name, kind, field, help in _COMPACTOR:
             yield single(f"topics_compactor_{name}", kind, help, cell.get(field))
 

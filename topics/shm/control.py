@@ -110,6 +110,7 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
     ),
     Role.COMPACTOR: (
         *_COMMON,
+        "absorbed_ms",
         "last_snapshot_ms",
         "snapshots",
         "checkpoints",
@@ -128,7 +129,7 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
 recovered. One word, so that nobody sees the file of one and the offset of another.
 
 The compactor's `absorbed_bytes_NN`: a shard's `wal_bytes_written` at its last snapshot; what came since is the lag, and
-grows while the compactor is dead.
+grows while the compactor is dead. `absorbed_ms`: when that snapshot was begun.
 """
 HELD_FIELDS: Final = (
     "topics",
@@ -159,6 +160,7 @@ OVER_LIVES: Final[dict[Role, frozenset[str]]] = {
     ),
     Role.COMPACTOR: frozenset(
         (
+            "absorbed_ms",
             "last_snapshot_ms",
             "snapshots",
             "checkpoints",
