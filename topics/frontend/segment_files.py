@@ -23,12 +23,23 @@ _CHECKED: Final = b"\1"
 
 
 class OpenSegment:
-    """The committed part of one segment. `data` is None while only the cold tier has it."""
+    """The committed part of one segment."""
 
-    __slots__ = ("_checked", "_idx", "data", "data_bytes", "data_path", "first_seq", "idx_path", "last_seq", "name")
+    __slots__ = (
+        "_checked",
+        "_data",
+        "_idx",
+        "data_bytes",
+        "data_path",
+        "first_seq",
+        "idx_path",
+        "is_cold",
+        "last_seq",
+        "name",
+    )
 
     def __init__(self, directory: str, topic_id: int, info: SegmentInfo, checked: bytes = b"") -> None:
-        """Maps the files; FileNotFoundError when they are gone, CorruptSegment when they are shorter."""
+        """Maps the index; FileNotFoundError when it is gone, CorruptSegment when it is shorter."""
         self.first_seq = info.first_seq
         self.last_seq = info.last_seq
         self.data_bytes = info.data_bytes
@@ -36,9 +47,24 @@ class OpenSegment:
         self.data_path = layout.segment_data_path(directory, info.first_seq, info.version)
         self.name = object_name(topic_id, info)
         self._idx = map_file(self.idx_path, info.records * ENTRY_LEN)
-        self.data = None if info.flags & COLD else map_file(self.data_path, info.data_bytes)
+        self._data: mmap.mmap | bytes | None = None
+        self.is_cold = False
+        """Only the cold tier has its data."""
         self._checked = bytearray(checked.ljust(info.records, b"\0"))
         """1: the frame of this record was found to be whole since this was mapped."""
+
+    def data(self) -> mmap.mmap | bytes:
+        """What the index leads to, mapped when it is first asked for: times and floors are in the index alone. Raises
+        FileNotFoundError, CorruptSegment.
+        """
+        if self._data is None:
+            self._data = map_file(self.data_path, self.data_bytes)
+        return self._data
+
+    def let_go(self, unless_there: bool = False) -> None:
+        """A file that was removed takes space until the last map of it is gone."""
+        if self._data is not None and not (unless_there and os.path.exists(self.data_path)):
+            self._data = None
 
     def columns(self, first_seq: int, last_seq: int) -> Columns:
         """Index entries of these seqs."""
@@ -54,9 +80,9 @@ class OpenSegment:
         """
         start = first_seq - self.first_seq
         end = start + len(starts)
-        if self.data is None or self._checked.find(0, start, end) >= 0:
+        if self.is_cold or self._checked.find(0, start, end) >= 0:
             check_frames(self.data_path, buffer, base, first_seq, columns, starts)
-            if self.data is not None:
+            if not self.is_cold:
                 self._checked[start:end] = _CHECKED * (end - start)
 
     @property
@@ -85,20 +111,17 @@ class SegmentFiles:
     def get(self, topic_id: int, info: SegmentInfo) -> OpenSegment:
         """The segment, at least as long as `info` says. Raises FileNotFoundError, CorruptSegment, OSError."""
         key = (topic_id, info.first_seq, info.version)
-        known = self._open.get(key)
-        if known is not None and known.last_seq >= info.last_seq:
-            if info.flags & COLD:
-                # Its hot copy is removed, and takes space until the last map of it is gone.
-                known.data = None
-            if known.data is not None or info.flags & COLD:
-                self._open.move_to_end(key)
-                return known
-        directory = layout.topic_dir(self._data_dir, topic_id)
-        opened = OpenSegment(directory, topic_id, info, known.checked if known is not None else b"")
-        self._open[key] = opened
+        opened = self._open.get(key)
+        if opened is None or opened.last_seq < info.last_seq:
+            directory = layout.topic_dir(self._data_dir, topic_id)
+            opened = OpenSegment(directory, topic_id, info, opened.checked if opened is not None else b"")
+            self._open[key] = opened
+            if len(self._open) > self._maps_max:
+                self._open.popitem(last=False)
         self._open.move_to_end(key)
-        if len(self._open) > self._maps_max:
-            self._open.popitem(last=False)
+        opened.is_cold = bool(info.flags & COLD)
+        if opened.is_cold:
+            opened.let_go()
         return opened
 
     def sweep(self) -> None:
@@ -111,8 +134,8 @@ class SegmentFiles:
                 continue
             if not os.path.exists(known.idx_path):
                 del self._open[key]
-            elif known.data is not None and not os.path.exists(known.data_path):
-                known.data = None
+            else:
+                known.let_go(unless_there=True)
         del self._unswept[-_SWEEP_STEP:]
 
 

@@ -142,13 +142,13 @@ class Source:
         buffer: bytes | mmap = b""
         base = starts[0]
         if end:
-            if opened.data is None:
+            if opened.is_cold:
                 buffer, base = self._cold_tier(opened).extent(opened.name, base, end, info.data_bytes)
                 self.cold_segments.add(info.first_seq)
             elif end - base <= _COPY_MAX_BYTES:
-                buffer = opened.data[base:end]
+                buffer = opened.data()[base:end]
             else:
-                buffer, base = opened.data, 0
+                buffer, base = opened.data(), 0
             if base:
                 starts = [start - base for start in starts]
             opened.check(buffer, base, first_seq, columns, starts)
