@@ -572,9 +572,10 @@ def test_a_message_beyond_the_body_limit_closes_the_socket() -> None:
         assert write(service.client, "t", 1)["first_seq"] == 1
 
 
-def test_a_shard_that_dies_answers_when_it_is_back(service: Service, topic: str) -> None:
-    put(service.client, topic)
-    with Socket(service) as ws:
+def test_a_shard_that_dies_answers_when_it_is_back() -> None:
+    topic = "t"
+    with Service() as service, Socket(service) as ws:
+        put(service.client, topic)
         ws.ask("subscribe", topic=topic)
         ws.next("caught_up")
         killed = [service.kill("walshard", index) for index in range(service.shards)]

@@ -82,11 +82,11 @@ class Outbox:
                 await self._news.wait()
                 continue
             text = self._queue.popleft()
+            self._let_in()
             self._sending = True
             self._handed_bytes += len(text)
             await self._send({"type": "websocket.send", "text": text})
             self._sending = False
-            self._let_in()
 
     def close(self) -> None:
         """Nothing more is added."""
