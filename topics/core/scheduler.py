@@ -195,33 +195,34 @@ class Scheduler(Generic[Item]):
 
     def _file(self, entry: _Entry[Item], now_ms: int) -> None:
         """At the end of the band it belongs to now, and in the wheel for the next one."""
-        waited_ms = now_ms - entry.since_ms
-        effective = entry.base + priority.age(waited_ms)
-        entry.band = band = priority.band_of(effective, waited_ms)
-        self._bands[band][entry] = None
-        if band != TOP:
-            self._wheel_in(entry, now_ms, FLOORS[band - 1] - effective, self._tick)
-
-    def _wheel_in(self, entry: _Entry[Item], now_ms: int, missing: int, earliest_tick: int) -> None:
-        """To be looked at when it should have gained `missing` points of age, or has waited long enough anyhow."""
-        due_ms = min(now_ms + missing * AGE_MS_PER_POINT, entry.since_ms + AGE_FULL_MS)
-        # Never a whole turn of the wheel ahead, however late `age` is: too early is looked at once more.
-        tick = min(max(-(-due_ms // TICK_MS), earliest_tick), self._tick + _SLOTS - 1)
-        entry.slot = tick % _SLOTS
-        self._wheel[entry.slot][entry] = None
+        entry.band = self._band_now(entry, now_ms)
+        self._bands[entry.band][entry] = None
+        self._wheel_in(entry, self._tick)
 
     def _look_again(self, entry: _Entry[Item], now_ms: int) -> None:
         """It should have reached a higher band by now; recency may have taken away some of what age has brought."""
         entry.base = self._base_of(entry.item)
-        waited_ms = now_ms - entry.since_ms
-        effective = entry.base + priority.age(waited_ms)
-        band = priority.band_of(effective, waited_ms)
+        band = self._band_now(entry, now_ms)
         if band < entry.band:
             del self._bands[entry.band][entry]
             entry.band = band
             self._bands[band][entry] = None
-        if entry.band != TOP:
-            self._wheel_in(entry, now_ms, FLOORS[entry.band - 1] - effective, self._tick + 1)
+        self._wheel_in(entry, self._tick + 1)
+
+    def _band_now(self, entry: _Entry[Item], now_ms: int) -> int:
+        waited_ms = now_ms - entry.since_ms
+        return priority.band_of(entry.base + priority.age(waited_ms), waited_ms)
+
+    def _wheel_in(self, entry: _Entry[Item], earliest_tick: int) -> None:
+        """To be looked at when age has brought it to the next band's floor, or it has waited long enough anyhow."""
+        if entry.band == TOP:
+            return
+        missing = FLOORS[entry.band - 1] - entry.base
+        due_ms = entry.since_ms + min(missing * AGE_MS_PER_POINT, AGE_FULL_MS)
+        # Never a whole turn of the wheel ahead, however late `age` is: too early is looked at once more.
+        tick = min(max(-(-due_ms // TICK_MS), earliest_tick), self._tick + _SLOTS - 1)
+        entry.slot = tick % _SLOTS
+        self._wheel[entry.slot][entry] = None
 
     def _unwheel(self, entry: _Entry[Item]) -> None:
         if entry.slot >= 0:
