@@ -14,7 +14,8 @@ from topics.frontend import cursor, wire
 from topics.frontend.access import Access, caller_of
 from topics.frontend.answers import HeaderList, send_object
 from topics.frontend.bodies import Headers, read_body
-from topics.frontend.delivery import Connection, Hub
+from topics.frontend.channels import Connection
+from topics.frontend.delivery import Hub
 from topics.frontend.following import FollowBody, StartBody, check_starts, check_strong, place, resolve
 from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.media import weight

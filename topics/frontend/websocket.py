@@ -21,7 +21,8 @@ from topics.frontend import append, wire
 from topics.frontend.access import Access
 from topics.frontend.answers import send_error
 from topics.frontend.append import AppendRoute
-from topics.frontend.delivery import Connection, Hub
+from topics.frontend.channels import Connection
+from topics.frontend.delivery import Hub
 from topics.frontend.following import check_starts, check_strong, place, resolve
 from topics.frontend.http1_exchange import TRANSPORT, Message, Receive, Scope, Send
 from topics.frontend.outbox import Outbox, Subscription
