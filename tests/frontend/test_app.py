@@ -59,7 +59,7 @@ class Frontend:
             append,
             self.diff,
             TopicRoutes(reader, hosting.arenas, self.gateway, writer, recency, settings, hub.waiting_ms),
-            WatchRoutes(reader, Sessions(self.gateway, hosting.arenas, 1), hub, access, settings, streams),
+            WatchRoutes(reader, Sessions(self.gateway, hosting.arenas, hosting.clock), hub, access, settings, streams),
             ProbeRoutes(shared.control, hosting.clock),
             MetricsRoute(
                 ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms), hosting.arenas, 1, 100

@@ -14,6 +14,7 @@ import uvloop
 
 from topics.core.clock import SystemClock
 from topics.core.keys import KeyRing
+from topics.frontend import cursor
 from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
@@ -42,6 +43,7 @@ from topics.shm.instance import SharedMemory
 from topics.shm.recency import Recency, RecencyWriter
 
 HEARTBEAT_S: Final = 0.25
+HEADER_BYTES_MIN: Final = 64 * 1024
 
 
 def run(
@@ -97,7 +99,7 @@ async def _serve(
         TopicRoutes(reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms),
         WatchRoutes(
             reader,
-            Sessions(gateway, arenas, incarnation),
+            Sessions(gateway, arenas, clock),
             hub,
             access,
             settings,
@@ -138,7 +140,11 @@ async def _serve(
         await serve(
             app if settings.cors_origins is None else Cors(app, settings.cors_origins),
             listeners,
-            HttpLimits(max_body_bytes=settings.max_body_bytes),
+            HttpLimits(
+                max_body_bytes=settings.max_body_bytes,
+                # A client that comes back sends the positions of all its topics in one header.
+                max_header_bytes=HEADER_BYTES_MIN + cursor.size_max_bytes(settings.max_watch_topics),
+            ),
             settings.http_protocol,
             shutdown,
             grace_ms=settings.frontend_grace_ms,
