@@ -128,6 +128,7 @@ class TopicRoutes:
             "count": view.records,
             "bytes": view.live_bytes,
             "durable_seq": view.durable_seq,
+            "epoch": f"{view.topic_id:016x}",
             "config": config.echo(),
             "effective_priority": effective_priority(config, last_read_ms, now_ms),
             "last_write_ts": view.last_write_ts or None,
