@@ -34,6 +34,7 @@ from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.watch import WatchRoutes
+from topics.frontend.websocket import WebSocketRoute
 from topics.settings import Settings
 from topics.shm.cap import Cap
 from topics.shm.control import OVER_LIVES, ProcessCell, ProcessState, Role
@@ -87,8 +88,11 @@ async def _serve(
     recency = Recency(shared.identity, shared.frontends, shards)
     hub = Hub(gateway, TopicSight(reader, arenas, recency_writer, recency), cell, clock)
     access = Access(keys, settings.probe_auth)
+    append = AppendRoute(gateway, settings, cell)
+    places = _streams_cap(shared, cell, settings)
+    websocket = WebSocketRoute(reader, append, hub, access, settings, places, cell, clock)
     app = App(
-        AppendRoute(gateway, settings, cell),
+        append,
         diff,
         TopicRoutes(reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms),
         WatchRoutes(
@@ -97,12 +101,13 @@ async def _serve(
             hub,
             access,
             settings,
-            _streams_cap(shared, cell, settings),
+            places,
         ),
         ProbeRoutes(shared.control, clock),
         MetricsRoute(
             ServiceFigures(shared.control, shared.durations, clock.now_ms), arenas, shards, settings.max_metric_topics
         ),
+        websocket,
         access,
         cell,
         partial(shared.durations.observe, index),
@@ -112,6 +117,7 @@ async def _serve(
     def stop() -> None:
         cell.set("state", ProcessState.DRAINING)
         diff.drain()
+        websocket.drain()
         hub.drain()
         shutdown.set()
 
