@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Literal, cast
 
+from h2.connection import H2Connection
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.lifespan import Lifespan
 from hypercorn.asyncio.tcp_server import TCPServer
@@ -212,6 +213,8 @@ def _hypercorn_config(limits: HttpLimits) -> Config:
     config.keep_alive_max_requests = 2**62  # the default closes busy connections
     config.h11_max_incomplete_size = limits.max_header_bytes
     config.h2_max_header_list_size = limits.max_header_bytes
+    # Hypercorn announces it, but its decoder goes by h2's own constant.
+    H2Connection.DEFAULT_MAX_HEADER_LIST_SIZE = limits.max_header_bytes
     config.websocket_max_message_size = limits.max_body_bytes
     config.websocket_ping_interval = WS_PING_INTERVAL_S
     return config
