@@ -82,7 +82,8 @@ def delete(bench: Bench) -> list[Figure]:
             answer = service.client.post(f"/v0/topics/{topic}/delete", json={"match": asked}).raise_for_status().json()
             times[what] = (time.perf_counter() - start) * 1e6
             assert answer["deleted"] == (tagged if what == "first" else 0), answer
-        figures = [Figure("delete", f"{tagged} of {label} by tag", {f"{what}_us": took for what, took in times.items()})]
+        values = {f"{what}_us": took for what, took in times.items()}
+        figures = [Figure("delete", f"{tagged} of {label} by tag", values)]
         count = answer["count"]
         config = {"durability": "disk", "ttl_ms": 1}
         start = time.perf_counter()

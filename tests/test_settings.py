@@ -207,19 +207,6 @@ def test_probe_auth_without_keys_contradicts_itself() -> None:
     assert read({"TOPICS_PROBE_AUTH": "1", "TOPICS_API_KEYS_FILE": "k"}).probe_auth
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("TOPICS_MAX_ROUTERS", "does not enforce it yet"),
-        ("TOPICS_MAX_SSE_CONNECTIONS_PER_KEY", "does not enforce it yet"),
-    ],
-)
-def test_settings_of_later_versions_say_so(name: str, why: str) -> None:
-    (problem,) = problems({name: "1"})
-    assert problem.startswith(f"{name}=1: this version")
-    assert why in problem
-
-
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "topics.example:80"])
 def test_an_address_others_reach_needs_a_word(host: str) -> None:
     (problem,) = problems({"TOPICS_HOST": host})

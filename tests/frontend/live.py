@@ -15,8 +15,9 @@ from topics.compactor.segments import LogFileKey, SealAt, SegmentAppender
 from topics.core.config import TopicConfig
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.frontend.arenas import Arenas
+from topics.frontend.channels import Connection
 from topics.frontend.cold import ColdTier
-from topics.frontend.delivery import Connection, Hub
+from topics.frontend.delivery import Hub
 from topics.frontend.gateway import Gateway
 from topics.frontend.log_files import LogFiles
 from topics.frontend.reading import TopicReader, TopicRef
@@ -34,7 +35,7 @@ from topics.shm.messages import (
     PutTopicReply,
     TopicCheckpoint,
 )
-from topics.shm.recency import RecencyWriter
+from topics.shm.recency import Recency, RecencyWriter
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out
@@ -133,7 +134,7 @@ class Live:
         files = LogFiles(data_dir, rig.shared.ram_dir, 1)
         self.store = ColdStore(str(Path(data_dir, "cold")))
         self.reader = TopicReader(self.arenas, files, 1, self.clock, ColdTier(self.store, COLD_TIMEOUT_MS))
-        topics = TopicSight(self.reader, self.arenas, RecencyWriter(rig.identity, 0, 1))
+        topics = TopicSight(self.reader, self.arenas, RecencyWriter(rig.identity, 0, 1), Recency(rig.identity, 1, 1))
         self.hub = Hub(self.gateway, topics, self.cell, self.clock)
         self.shard_up = True
         self._pump = asyncio.create_task(self._run_shard())

@@ -58,6 +58,7 @@ HEADER_FIELDS: Final = (
     "reshard_ppm",
     "keys_serial",
     "reloads",
+    "write_path",
 )
 SUPERVISOR_FIELDS: Final = ("pid", "state", "restarts", "last_exit", "since_ms")
 LATENCY_BUCKETS: Final = 24
@@ -70,6 +71,8 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "connections",
         "sse_connections",
         "sse_admitted",
+        "connections_admitted",
+        "ws_connections",
         "requests",
         "responses_4xx",
         "responses_5xx",

@@ -9,6 +9,7 @@ from topics.shm import names
 from topics.shm.control import ControlPage
 from topics.shm.durations import Durations
 from topics.shm.journal import Journal
+from topics.shm.key_counts import KeyCounts
 from topics.shm.memory import SharedObject
 from topics.shm.ring import HEADER_BYTES, Ring
 from topics.shm.wake import Wake
@@ -55,7 +56,7 @@ def _page(size_bytes: int) -> int:
 
 
 class SharedMemory:
-    """Control page, durations, rings[peer][shard], journals[shard], and an eventfd for every process.
+    """Control page, durations, counts of keys, rings[peer][shard], journals[shard], and an eventfd for every process.
 
     Peers of a shard are the frontends and, at `compactor_row`, the compactor.
     """
@@ -69,6 +70,8 @@ class SharedMemory:
         self.control = ControlPage.create(names.shm_name(identity, "control"), shards, frontends)
         durations = SharedObject.create(names.shm_name(identity, "durations"), _page(Durations.size_bytes(frontends)))
         self.durations = Durations(durations.words[: Durations.size_bytes(frontends) // 8])
+        keys = SharedObject.create(names.shm_name(identity, "keys"), _page(KeyCounts.size_bytes(frontends)))
+        self.key_counts = keys.words
         self.rings = [
             [_ring_pair(names.shm_name(identity, "ring", peer, shard), size_bytes) for shard in range(shards)]
             for peer, size_bytes in enumerate([ring_bytes] * frontends + [_compactor_ring_bytes(ring_bytes)])
@@ -98,6 +101,7 @@ class SharedMemory:
         """What `create` and the shards' first arenas take of /dev/shm."""
         row = frontends * sum(_pair_sizes(ring_bytes)) + sum(_pair_sizes(_compactor_ring_bytes(ring_bytes)))
         control = _page(ControlPage.size_bytes(shards, frontends)) + _page(Durations.size_bytes(frontends))
+        control += _page(KeyCounts.size_bytes(frontends))
         # A restarted shard builds its new arena beside the old one.
         per_shard = journal_bytes(frontends) + 2 * ARENA_RESERVE_BYTES
         return control + (row + per_shard) * shards + 4096 * (1 + (shards + frontends + 1) // 64)
