@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
+from tests.storage.faults import Fault, FaultyFileSystem
 from tests.storage.logs import TOPIC_ID
 from tests.storage.segments import Record, make_segment
 from topics.compactor.leftovers import Leftovers, TopicFiles
@@ -138,3 +140,18 @@ def test_a_former_life_s_directories_are_all_looked_at(directory: Directory) -> 
     removed = directory.leftovers.sweep(lambda topic_id: directory.needed, lambda: None)
     assert {topic_id for topic_id, _ in removed} == {TOPIC_ID}
     assert not directory.leftovers.waiting
+
+
+def test_what_could_not_be_removed_is_tried_again(directory: Directory) -> None:
+    fs = FaultyFileSystem()
+    directory.leftovers = Leftovers(fs, directory.data_dir)
+    directory.needed = TopicFiles([info(6, 10), info(11, 15)], 6)
+    directory.sweep()
+    fs.arm(Fault(2, errno.EIO, calls=frozenset(("unlink",))))
+    with pytest.raises(OSError, match="Input/output error"):
+        directory.sweep()
+    assert directory.leftovers.waiting
+    fs.arm(None)
+    directory.sweep()
+    directory.sweep()
+    assert directory.names() == files(6, 11)

@@ -9,7 +9,6 @@ from tests.walshard.rig import Inline, Rig
 from topics.compactor.compactor import Compactor
 from topics.compactor.main import build
 from topics.core.segment_list import COLD, SegmentInfo
-from topics.shm.arena import ArenaReader
 from topics.shm.control import Role
 from topics.storage import layout
 from topics.storage.segment import SegmentReader
@@ -68,7 +67,7 @@ class Compaction:
     # -- a reader's side
 
     def segments(self, name: str) -> tuple[SegmentInfo, ...]:
-        reader = ArenaReader(self.rig.identity, 0, self.rig.cell.get("generation"))
+        reader = self.rig.reader
         found = reader.look_up(name)
         assert found is not None, name
         segments = reader.segments(*found)
@@ -77,7 +76,7 @@ class Compaction:
 
     def read(self, name: str) -> list[tuple[int, bytes]]:
         """(seq, data) of all live records, wherever they are."""
-        reader = ArenaReader(self.rig.identity, 0, self.rig.cell.get("generation"))
+        reader = self.rig.reader
         found = reader.look_up(name)
         assert found is not None, name
         slot, view = found

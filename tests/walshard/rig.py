@@ -64,6 +64,7 @@ class Rig:
         self._next_id = 0
         self.shared = SharedMemory.create(self.identity, 1, 1, 1 << 20)
         self.shard: Shard
+        self._reader: ArenaReader | None = None
         self.boot()
 
     def boot(self) -> None:
@@ -78,10 +79,16 @@ class Rig:
     def restart_service(self) -> None:
         """All processes gone, new shared memory, RAM logs lost; the files stay."""
         self.shared.destroy()
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
         self.shared = SharedMemory.create(self.identity, 1, 1, 1 << 20)
         self.boot()
 
     def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
         names.unlink_all(self.identity)
 
     # -- the frontend's side
@@ -165,25 +172,32 @@ class Rig:
 
     # -- a reader's side
 
+    @property
+    def reader(self) -> ArenaReader:
+        """Of the arena that is current."""
+        generation = self.cell.get("generation")
+        if self._reader is None or self._reader.generation != generation:
+            if self._reader is not None:
+                self._reader.close()
+            self._reader = ArenaReader(self.identity, 0, generation)
+        return self._reader
+
     def view(self, name: str) -> TopicView | None:
-        reader = ArenaReader(self.identity, 0, self.cell.get("generation"))
-        found = reader.look_up(name)
+        found = self.reader.look_up(name)
         return None if found is None else found[1]
 
     def read(self, name: str) -> list[tuple[int, bytes]]:
         """(seq, data) of all live records, through the arena and the files."""
-        reader = ArenaReader(self.identity, 0, self.cell.get("generation"))
-        found = reader.look_up(name)
+        found = self.reader.look_up(name)
         assert found is not None, f"{name} does not exist"
         return self.read_ring(name, found[1])
 
     def read_ring(self, name: str, view: TopicView) -> list[tuple[int, bytes]]:
         """The same of those that no segment has."""
-        reader = ArenaReader(self.identity, 0, self.cell.get("generation"))
         first_seq = max(view.earliest_seq, view.base_seq)
         if first_seq > view.head_seq:
             return []
-        locations = reader.locations(view, first_seq, view.head_seq)
+        locations = self.reader.locations(view, first_seq, view.head_seq)
         assert locations is not None, name
         records = []
         for at, (offset_len, file_flags) in enumerate(zip(locations.offset_len, locations.file_flags, strict=True)):

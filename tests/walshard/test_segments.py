@@ -255,3 +255,36 @@ def test_records_of_an_ephemeral_topic_that_became_durable(compaction: Compactio
         view = rig.view("t")
         assert view is not None
         assert (view.records, view.head_seq, view.earliest_seq) == (12, 12, 1)
+
+
+@pytest.mark.parametrize("damage", ["gone", "short"])
+def test_an_index_that_cannot_be_read_takes_down_nobody(compaction: Compaction, damage: str) -> None:
+    """Caps and expiry move past it; what is asked of it by tag is refused."""
+    rig = compaction.rig
+    rig.call(PutTopic("t", TopicConfig(cap_records=22, ttl_ms=10_000), True))
+    fill(compaction, 20, tag=b"x")
+    compaction.cut()
+    view = rig.view("t")
+    assert view is not None
+    path = layout.segment_idx_path(layout.topic_dir(rig.settings.data_dir, view.topic_id), 1)
+    rig.boot()
+    with open(path, "rb") as file:
+        content = file.read()
+    if damage == "gone":
+        os.unlink(path)
+    else:
+        with open(path, "wb") as file:
+            file.write(content[:50])
+    with pytest.raises(TopicsError, match="cannot be read to delete them"):
+        rig.call(DeleteRecords("t", None, "eq", b"x"))
+    fill(compaction, 5, start=21)
+    view = rig.view("t")
+    assert view is not None
+    assert (view.earliest_seq, view.records, view.evict_floor) == (4, 22, 4)
+    rig.boot()
+    fill(compaction, 5, start=26)
+    rig.clock.ms += 10_001
+    rig.call(Expire("t"))
+    view = rig.view("t")
+    assert view is not None
+    assert (view.earliest_seq, view.records, view.live_bytes) == (31, 0, 0)

@@ -31,7 +31,8 @@ SYNC_ONE_BY_ONE_MAX: Final = 64
 """Topics whose files are synced one after the other; for more, one sync of the file system is less."""
 TOPICS_PER_MESSAGE: Final = 256
 """A shard takes some ms for so many."""
-RECORDS_PER_STEP: Final = 1 << 17
+RECORDS_PER_STEP: Final = 1 << 16
+"""Of one topic at a time, and of one message: the shard looks at the flags of all of them."""
 _IN_RAM: Final = LOCATION_IN_RAM_LOG << 32
 _LOOK_AGAIN_S: Final = 0.001
 _LOOKS: Final = 5000
@@ -49,6 +50,15 @@ class Written(NamedTuple):
     records: int
     data_bytes: int
     sealed: int
+
+
+class _Step(NamedTuple):
+    """What of one topic is to be told at once. `has_more`: there may be more to do for it."""
+
+    topic: Topic
+    checkpoint: TopicCheckpoint
+    records: int
+    has_more: bool
 
 
 class Checkpoints:
@@ -70,20 +80,15 @@ class Checkpoints:
         due = self._due(follower, now_ms)
         written = Written(0, 0, 0)
         while chunk := list(islice(due, TOPICS_PER_SYNC)):
-            one_by_one = len(chunk) <= SYNC_ONE_BY_ONE_MAX
-            fs = self._fs if one_by_one else deferring_syncs(self._fs)
-            appender = SegmentAppender(fs, self._data_dir, self._seal_at)
-            checkpoints = []
-            for topic in chunk:
-                checkpoint = self._topic(follower, topic, appender, buffers.get, now_ms)
-                if checkpoint is not None:
-                    checkpoints.append(checkpoint)
-                    written = _plus(written, follower, topic, checkpoint)
-                self._alive()
-            if not one_by_one and checkpoints:
-                self._fs.sync_all(layout.topics_dir(self._data_dir))
-            reached("checkpoint.synced")
-            self._tell_all(follower, checkpoints)
+            while chunk:
+                steps = self._step(follower, chunk, buffers.get, now_ms)
+                reached("checkpoint.synced")
+                for step in steps:
+                    written = _plus(written, follower, step)
+                for message in _messages(steps):
+                    tell(follower, message)
+                    self._alive()
+                chunk = [step.topic for step in steps if step.has_more]
         # Also when there was nothing: the answer means that the log is synced.
         tell(follower, [])
         reached("checkpoint.marked")
@@ -102,17 +107,26 @@ class Checkpoints:
             if is_old and topic.id not in follower.touched:
                 yield topic
 
-    def _tell_all(self, follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
-        for first in range(0, len(checkpoints), TOPICS_PER_MESSAGE):
-            tell(follower, checkpoints[first : first + TOPICS_PER_MESSAGE])
+    def _step(self, follower: Follower, topics: list[Topic], buffer_of: BufferOf, now_ms: int) -> list[_Step]:
+        """Records of each of them are in segments, on the disk."""
+        one_by_one = len(topics) <= SYNC_ONE_BY_ONE_MAX
+        fs = self._fs if one_by_one else deferring_syncs(self._fs)
+        appender = SegmentAppender(fs, self._data_dir, self._seal_at)
+        steps = []
+        for topic in topics:
+            step = self._topic(follower, topic, appender, buffer_of, now_ms)
+            if step is not None:
+                steps.append(step)
             self._alive()
+        if not one_by_one and steps:
+            self._fs.sync_all(layout.topics_dir(self._data_dir))
+        return steps
 
     def _topic(
         self, follower: Follower, topic: Topic, appender: SegmentAppender, buffer_of: BufferOf, now_ms: int
-    ) -> TopicCheckpoint | None:
-        """Its new records are in segments; None when there are none, or no such topic any more."""
+    ) -> _Step | None:
+        """Some of its new records are in segments; None when there are none, or no such topic any more."""
         index = follower.index_of(topic)
-        changed: dict[int, SegmentInfo] = {}
         last = index.segments.last
         up_to_seq = index.segments.last_seq
         looks = 0
@@ -143,9 +157,12 @@ class Checkpoints:
                             f"records of topic {topic.name!r} are not where its shard says: {error}"
                         ) from error
                 else:
-                    changed.update((info.first_seq, info) for info in infos)
-                    last, up_to_seq = infos[-1], entries[-ENTRY_WORDS]
-                    continue
+                    return _Step(
+                        topic,
+                        TopicCheckpoint(topic.id, entries[-ENTRY_WORDS], infos),
+                        len(entries) // ENTRY_WORDS,
+                        has_more=entries[-ENTRY_WORDS] < view.head_seq,
+                    )
             looks += 1
             if looks > _LOOKS:
                 raise OSError(f"shard {follower.shard} does not show record {topic.head_seq} of topic {topic.name!r}")
@@ -155,13 +172,12 @@ class Checkpoints:
             # head is behind both segments and floors is one that lacks records.
             gone = array("Q", (topic.head_seq, topic.last_write_ts, 0, LOCATION_DELETED << 32))
             infos = appender.append(topic.id, last, gone, buffer_of, now_ms)
-            changed.update((info.first_seq, info) for info in infos)
-            up_to_seq = topic.head_seq
-        if not changed and last is not None and not last.flags & SEALED and self._seal_at.is_old(last, now_ms):
+            return _Step(topic, TopicCheckpoint(topic.id, topic.head_seq, infos), 1, has_more=False)
+        if last is not None and not last.flags & SEALED and self._seal_at.is_old(last, now_ms):
             sealed = appender.seal(topic.id, last)
             if sealed is not None:
-                changed[sealed.first_seq] = sealed
-        return TopicCheckpoint(topic.id, up_to_seq, list(changed.values())) if changed else None
+                return _Step(topic, TopicCheckpoint(topic.id, up_to_seq, [sealed]), 0, has_more=False)
+        return None
 
 
 def tell(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
@@ -207,13 +223,26 @@ def _followed(entries: array[int], topic: Topic) -> array[int]:
     return entries[: count * ENTRY_WORDS]
 
 
-def _plus(written: Written, follower: Follower, topic: Topic, checkpoint: TopicCheckpoint) -> Written:
-    segments = follower.index_of(topic).segments
-    before = segments.between(checkpoint.segments[0].first_seq, checkpoint.up_to_seq)
+def _messages(steps: list[_Step]) -> Iterator[list[TopicCheckpoint]]:
+    message: list[TopicCheckpoint] = []
+    records = 0
+    for step in steps:
+        if message and (len(message) >= TOPICS_PER_MESSAGE or records + step.records > RECORDS_PER_STEP):
+            yield message
+            message, records = [], 0
+        message.append(step.checkpoint)
+        records += step.records
+    if message:
+        yield message
+
+
+def _plus(written: Written, follower: Follower, step: _Step) -> Written:
+    segments = step.checkpoint.segments
+    before = follower.index_of(step.topic).segments.between(segments[0].first_seq, segments[-1].last_seq)
     return Written(
-        written.records + checkpoint.up_to_seq - max(segments.last_seq, checkpoint.segments[0].first_seq - 1),
-        written.data_bytes + _data_bytes(checkpoint.segments) - _data_bytes(before),
-        written.sealed + sum(1 for info in checkpoint.segments if info.flags & SEALED),
+        written.records + step.records,
+        written.data_bytes + _data_bytes(segments) - _data_bytes(before),
+        written.sealed + sum(1 for info in segments if info.flags & SEALED),
     )
 
 

@@ -80,12 +80,13 @@ class Compactor:
                 follower.catch_up(until)
                 self._alive()
 
-    def upkeep(self) -> None:
-        """A step of what can wait. Raises OSError, Refused."""
+    def upkeep(self) -> int | None:
+        """A step of what can wait; in how many ms the next one is due, None without one. Raises OSError, Refused."""
         if self._rewriting.step(self._followers):
             self._cell.add("segments_rewritten")
         if self._relocation is not None:
             self._cell.add("segments_relocated", self._relocation.step(self._followers))
+        return self._rewriting.due_in_ms()
 
     @property
     def new_bytes(self) -> int:
@@ -104,8 +105,11 @@ class Compactor:
                 return True
         return self._leftovers.waiting or (self._relocation is not None and self._relocation.waiting)
 
-    def cut(self) -> None:
-        """Raises TailLost, FoldError (this object is of no use then), Refused, OSError (the cut may be repeated)."""
+    def cut(self) -> bool:
+        """False when a shard could not take part or refused; the cut may be repeated then, and after an OSError.
+
+        Raises TailLost, FoldError: this object is of no use any more.
+        """
         written_bytes: dict[int, int] = {}
         begun_ms = self._clock.now_ms()
         parts: dict[int, ShardPart] = {}
@@ -128,7 +132,7 @@ class Compactor:
             written_bytes[follower.shard] = written
         reached("snapshot.due")
         if not parts or len(parts.keys() | self._kept.keys()) < len(self._followers):
-            return
+            return False
         self._sync_marks(parts)
         former = self._kept
         self._save(parts)
@@ -136,8 +140,10 @@ class Compactor:
         for shard, written in written_bytes.items():
             self._cell.set(f"absorbed_bytes_{shard:02d}", written)
         self._trim({shard: former[shard] for shard in parts if shard in former})
-        if len(parts) == len(self._followers):
-            self._sweep()
+        if len(parts) < len(self._followers):
+            return False
+        self._sweep()
+        return True
 
     def _checkpoint(self, follower: Follower) -> None:
         buffers = LogBuffers(*self._log_dirs[follower.shard])

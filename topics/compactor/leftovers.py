@@ -86,6 +86,20 @@ class Leftovers:
         Raises OSError; what is left is found again.
         """
         found, self._found = self._found, {}
+        look, self._look = self._look, set()
+        try:
+            return self._sweep(found, look, files_of, alive)
+        except OSError:
+            self._look |= look | found.keys()
+            raise
+
+    def _sweep(
+        self,
+        found: dict[int, dict[SegmentName, frozenset[str]]],
+        look: set[int],
+        files_of: FilesOf,
+        alive: Callable[[], None],
+    ) -> list[tuple[int, SegmentName]]:
         removed: list[tuple[int, SegmentName]] = []
         for topic_id, names in found.items():
             needed = files_of(topic_id)
@@ -99,7 +113,6 @@ class Leftovers:
             if needed is not None and needed.segments is None:
                 self._remove_directory(topic_id)
             alive()
-        look, self._look = self._look, set()
         for topic_id in sorted(look):
             self._look_at(topic_id, files_of(topic_id))
             alive()

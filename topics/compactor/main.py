@@ -137,24 +137,26 @@ def _follow(fs: FileSystem, shared: SharedMemory, link: ShardLink, directory: st
 def _serve(compactor: Compactor, settings: Settings, life: _Life, cell: ProcessCell, clock: Clock) -> None:
     last_cut_ms = clock.monotonic_ms()
     not_before_ms = 0
+    pause_ms = min(HEARTBEAT_MS, settings.checkpoint_interval_ms)
     while not life.stopping:
         life.alive()
+        upkeep_in_ms = None
         compactor.follow(FOLLOW_BYTES)
         now_ms = clock.monotonic_ms()
         try:
             due = now_ms - last_cut_ms >= settings.checkpoint_interval_ms
             due = due or compactor.new_bytes >= settings.checkpoint_wal_bytes
             if due and now_ms >= not_before_ms:
-                if compactor.has_news:
-                    compactor.cut()
+                if compactor.has_news and not compactor.cut():
+                    not_before_ms = clock.monotonic_ms() + RETRY_MS
                 last_cut_ms = clock.monotonic_ms()
-            compactor.upkeep()
+            upkeep_in_ms = compactor.upkeep()
         except (OSError, Refused) as error:
             cell.add("failures")
             not_before_ms = clock.monotonic_ms() + RETRY_MS
             log.error("a checkpoint failed and will be repeated", reason=str(error))
         if not life.stopping:
-            life.sleep(min(HEARTBEAT_MS, settings.checkpoint_interval_ms))
+            life.sleep(pause_ms if upkeep_in_ms is None else min(pause_ms, max(1, upkeep_in_ms)))
     cell.set("state", ProcessState.DRAINING)
     if compactor.has_news:
         compactor.cut()

@@ -57,6 +57,10 @@ class Rewriting:
                 if info.flags & SEALED and not info.flags & COLD:
                     self.consider(follower, topic.id, info.first_seq)
 
+    def due_in_ms(self) -> int | None:
+        """When there is something to look at again; None: nothing is."""
+        return max(0, self._next_ms - self._clock.monotonic_ms()) if self._queue else None
+
     def step(self, followers: list[Follower]) -> bool:
         """Looks at one segment, if it is time to; True when it was rewritten. Raises OSError, Refused."""
         if not self._queue or self._clock.monotonic_ms() < self._next_ms:

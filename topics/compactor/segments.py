@@ -179,5 +179,9 @@ def _key(word: int) -> LogFileKey | None:
 
 def _end(entries: array[int]) -> int:
     """Behind the last byte that any of them names."""
-    words = zip(entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS], strict=True)
-    return max((word & 0xFFFF_FFFF) + (word >> _FLAGS_SHIFT) for word, flags in words if not is_gone(flags))
+    offset_lens: Sequence[int] = entries[2::ENTRY_WORDS]
+    file_words = entries[3::ENTRY_WORDS]
+    gone = {word for word in set(file_words) if is_gone(word)}
+    if gone:
+        offset_lens = [at for at, word in zip(offset_lens, file_words, strict=True) if word not in gone]
+    return max([(at & 0xFFFF_FFFF) + (at >> _FLAGS_SHIFT) for at in offset_lens], default=0)

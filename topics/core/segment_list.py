@@ -61,6 +61,12 @@ class SegmentList:
         for row in rows:
             self.put(row)
 
+    def copy(self) -> SegmentList:
+        """The same rows, to be changed apart from these."""
+        other = SegmentList()
+        other._rows, other._first_seqs, other.version = self._rows[:], self._first_seqs[:], self.version
+        return other
+
     def __len__(self) -> int:
         return len(self._rows)
 

@@ -102,10 +102,11 @@ class SegmentWriter:
 
     def room(self, entries: array[int], max_records: int, max_bytes: int) -> int:
         """How many of the entries (see `append`) fit into a segment of these bounds; at least one into an empty one."""
-        lengths = [
-            0 if is_gone(file_flags) else (offset_len >> 32) - LOG_FRAME_EXTRA_LEN
-            for offset_len, file_flags in zip(entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS], strict=True)
-        ]
+        file_words = entries[3::ENTRY_WORDS]
+        lengths = [(offset_len >> 32) - LOG_FRAME_EXTRA_LEN for offset_len in entries[2::ENTRY_WORDS]]
+        gone = {word for word in set(file_words) if is_gone(word)}
+        if gone:
+            lengths = [0 if word in gone else length for length, word in zip(lengths, file_words, strict=True)]
         ends = list(accumulate(lengths, initial=self.data_bytes))
         fitting = min(bisect_right(ends, min(max_bytes, DATA_MAX_BYTES)) - 1, max_records - self.records)
         if fitting <= 0 and self.records == 0 and lengths:

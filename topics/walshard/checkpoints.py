@@ -68,7 +68,7 @@ class Marks:
         if topic.id in self.marked:
             raise ValueError("the topic is in this checkpoint twice")
         known = hosted.index.segments
-        segments = SegmentList(known)
+        segments = known.copy()
         version = segments.version
         for info in checkpoint.segments:
             old = segments.put(info)

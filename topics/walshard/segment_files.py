@@ -49,7 +49,12 @@ class SegmentKey(NamedTuple):
 
 
 class SegmentFiles:
-    """Of all topics of one shard. Reading raises OSError and CorruptSegment; marking raises nothing."""
+    """Of all topics of one shard.
+
+    `entries`, `ts_at` and `live_size` raise nothing: floors must move past a damaged segment, and one topic's damage
+    take down no shard. Where an index cannot be read, its records count as live, of the segment's mean length and its
+    latest time. Marking raises nothing either; everything else OSError and CorruptSegment.
+    """
 
     def __init__(self, fs: FileSystem, data_dir: str) -> None:
         self._fs = fs
@@ -59,12 +64,17 @@ class SegmentFiles:
         self._unmarked: dict[tuple[int, int], list[int]] = {}
         """(topic id, first seq) → ascending seqs that are deleted and not marked."""
         self._infos: dict[tuple[int, int], SegmentInfo] = {}
+        self._unreadable: set[SegmentKey] = set()
+        """Said once each."""
 
     # -- reading
 
     def entries(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> array[int]:
         """Entries of first_seq..last_seq, in that segment, as `RecordIndex.entries`: `len` is that of the log frame."""
-        entries = entries_of_idx(self._part(topic_id, info, first_seq, last_seq), first_seq)
+        part = self._readable_part(topic_id, info, first_seq, last_seq)
+        if part is None:
+            return _estimated(info, first_seq, last_seq)
+        entries = entries_of_idx(part, first_seq)
         extra = LOG_FRAME_EXTRA_LEN << 32
         entries[2::ENTRY_WORDS] = array("Q", [word + extra if word >> 32 else word for word in entries[2::ENTRY_WORDS]])
         for seq in self._unmarked_between(topic_id, info, first_seq, last_seq):
@@ -72,12 +82,18 @@ class SegmentFiles:
         return entries
 
     def ts_at(self, topic_id: int, info: SegmentInfo, seq: int) -> int:
-        ts: int = ENTRY.unpack_from(self._index(topic_id, info), (seq - info.first_seq) * ENTRY_LEN)[2]
+        part = self._readable_part(topic_id, info, seq, seq)
+        if part is None:
+            return info.last_ts
+        ts: int = ENTRY.unpack(part)[2]
         return ts
 
     def live_size(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> tuple[int, int]:
         """(records, bytes in the log) of what is neither deleted nor lost. By column: it may be asked of millions."""
-        part = self._part(topic_id, info, first_seq, last_seq)
+        part = self._readable_part(topic_id, info, first_seq, last_seq)
+        if part is None:
+            count = last_seq - first_seq + 1
+            return count, count * _mean_len(info)
         lengths = array("I")
         lengths.frombytes(part)
         lengths = lengths[1::5]
@@ -168,6 +184,7 @@ class SegmentFiles:
         key = SegmentKey(topic_id, info.first_seq, info.version)
         self._indexes.pop(key, None)
         self._postings.pop(key, None)
+        self._unreadable.discard(key)
         if with_marks:
             self._unmarked.pop((topic_id, info.first_seq), None)
             self._infos.pop((topic_id, info.first_seq), None)
@@ -183,6 +200,16 @@ class SegmentFiles:
         return not self._unmarked
 
     # -- files
+
+    def _readable_part(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> bytes | None:
+        try:
+            return self._part(topic_id, info, first_seq, last_seq)
+        except (OSError, CorruptSegment) as error:
+            key = SegmentKey(topic_id, info.first_seq, info.version)
+            if key not in self._unreadable:
+                log.error("the index of a segment cannot be read", topic_id=f"{topic_id:016x}", reason=str(error))
+                self._unreadable.add(key)
+            return None
 
     def _part(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> bytes:
         start = (first_seq - info.first_seq) * ENTRY_LEN
@@ -207,3 +234,16 @@ class SegmentFiles:
         if not unmarked:
             return []
         return unmarked[bisect_left(unmarked, first_seq) : bisect_right(unmarked, last_seq)]
+
+
+def _mean_len(info: SegmentInfo) -> int:
+    return info.data_bytes // info.records + LOG_FRAME_EXTRA_LEN
+
+
+def _estimated(info: SegmentInfo, first_seq: int, last_seq: int) -> array[int]:
+    count = last_seq - first_seq + 1
+    entries = array("Q", bytes(count * ENTRY_WORDS * 8))
+    entries[0::ENTRY_WORDS] = array("Q", range(first_seq, first_seq + count))
+    entries[1::ENTRY_WORDS] = array("Q", [info.last_ts]) * count
+    entries[2::ENTRY_WORDS] = array("Q", [_mean_len(info) << 32]) * count
+    return entries

@@ -134,7 +134,9 @@ class TopicIndex:
         last_seq = min(self.segments.last_seq, ring.next_seq - 1)
         if last_seq >= ring.base_seq:
             words = ring.entries(ring.base_seq, last_seq)[3::4]
-            self.flag_moved([ring.base_seq + at for at, word in enumerate(words) if _is_deleted(word)])
+            deleted = {word for word in set(words) if _is_deleted(word)}
+            if deleted:
+                self.flag_moved([ring.base_seq + at for at, word in enumerate(words) if word in deleted])
         ring.drop_before(self.segments.last_seq + 1)
         if ring.next_seq <= self.segments.last_seq:
             ring.skip_to(self.segments.last_seq + 1)
