@@ -187,7 +187,9 @@ def test_requests_are_counted_and_timed_by_route(client: httpx.Client, topic: st
         1,  # the scrape before; this one is not over
     ]
     waited = value(after, "topics_request_duration_seconds_sum", route="diff_wait")
-    assert waited - value(before, "topics_request_duration_seconds_sum", route="diff_wait") >= 0.03
+    assert (
+        waited - value(before, "topics_request_duration_seconds_sum", route="diff_wait") >= 0.029
+    )  # its timer counts whole milliseconds
     assert value(after, "topics_requests_total") - value(before, "topics_requests_total") == 8
     errors = "topics_error_responses_total"
     assert value(after, errors, status="4xx") - value(before, errors, status="4xx") == 1
