@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.walshard.rig import Rig
-from topics.core.governor import INTERVAL_MS, WINDOW_US
+from topics.core.governor import FULL_FROM, INTERVAL_MS, WINDOW_US
 from topics.shm.control import Role
+from topics.walshard import pressure as module
 from topics.walshard.pressure import GATHERED_BYTES, ShardPressure
 
 MS = 1_000_000
@@ -87,6 +88,17 @@ def test_nobody_waits_for_a_group_that_is_large_already(pressed: Pressed) -> Non
     pressed.rig.post_append("t", [b"1"])
     pressed.turn()
     pressed.rig.post_append("t", [b'"%b"' % (b"x" * GATHERED_BYTES)])
+    assert pressed.turn()
+    assert pressed.slept == []
+
+
+def test_nobody_waits_while_a_ring_is_half_full(pressed: Pressed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GATHERED_BYTES", 1 << 30)
+    pressed.press(1.0)
+    pressed.rig.post_append("t", [b"1"])
+    pressed.turn()
+    while pressed.rig.outbox.fullness < FULL_FROM:
+        pressed.rig.post_append("t", [b'"%b"' % (b"x" * 100_000)])
     assert pressed.turn()
     assert pressed.slept == []
 

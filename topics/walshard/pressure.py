@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from topics.core.governor import INTERVAL_MS, Governor, Ladder, Sample
+from topics.core.governor import FULL_FROM, INTERVAL_MS, Governor, Ladder, Sample
 from topics.shm.control import ControlPage, ProcessCell
 from topics.shm.wake import Wake
 from topics.walshard.outbox import Outbox
 
 GATHERED_BYTES: Final = 256 * 1024
-"""With so much waiting a group is large enough: more waiting would not make it better."""
+"""With so much waiting, or a ring that is half full, a group is large enough: who writes much is not held up."""
 INTERVALS_MAX: Final = 50
 
 
@@ -56,7 +56,7 @@ class ShardPressure:
             return
         now_ns = self._now_ns()
         left_ns = self._group_ns + window_ns - now_ns
-        if left_ns > 0 and self._outbox.pending_bytes < GATHERED_BYTES:
+        if left_ns > 0 and self._outbox.pending_bytes < GATHERED_BYTES and self._outbox.fullness < FULL_FROM:
             self._sleep(left_ns / 1e9)
             self._slept_ns += self._now_ns() - now_ns
 
