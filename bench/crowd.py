@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, cast
 from bench import wire
 from bench.load import LoadError
 
-_STAMP = re.compile(rb'"\$seq":(\d+),.{1,120}?"sent_ns":(\d{1,20})\}')
+_STAMP = re.compile(rb'"\$seq":(\d+),"\$ts":\d+,"data":\{"sent_ns":(\d+),')
 _LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
-STAMP_BYTES = 192
+STAMP_BYTES = 128
 """No record's stamp, seq included, is longer."""
 DEADLINE_S = 30.0
 
@@ -70,6 +70,7 @@ class Watcher(asyncio.Protocol):
         self.topic = topic
         self.seqs: array[int] = array("Q")
         self.latencies_us: array[int] = array("Q")
+        self.record_frames = 0
         self.heartbeats_s: list[float] = []
         self.opened_s = 0.0
         self.caught_up = False
@@ -93,6 +94,7 @@ class Watcher(asyncio.Protocol):
         if chunk.startswith(b": hb ", chunk.find(b"\r\n") + 2):
             self.heartbeats_s.append(now_ns / 1e9)
             return
+        self.record_frames += chunk.count(b"event: record\n")
         chunk = self.tail + chunk
         end = 0
         for stamp in _STAMP.finditer(chunk):
@@ -130,7 +132,7 @@ class Writer:
         self._read_back = read_back
 
     async def run(self, until_s: float) -> None:
-        """Until that moment of the loop's clock."""
+        """Until that moment of the loop's clock; may be called again."""
         loop = asyncio.get_running_loop()
         next_s = loop.time()
         while loop.time() < until_s:
@@ -147,10 +149,9 @@ class Writer:
             if self._every_s:
                 next_s += self._every_s
                 await asyncio.sleep(max(0.0, next_s - loop.time()))
-        self._client.close()
 
     async def _write(self) -> Answer:
-        body = b'{"records":[{"data":{"pad":"%b","sent_ns":%d}}]}' % (self._pad, time.perf_counter_ns())
+        body = b'{"records":[{"data":{"sent_ns":%d,"pad":"%b"}}]}' % (time.perf_counter_ns(), self._pad)
         return await self._client.send(wire.post(f"/v0/topics/{self.topic}?return_seqs=false", body))
 
     async def _refused(self, answer: Answer) -> None:
@@ -218,11 +219,14 @@ async def put(client: Client, topic: str, **config: Any) -> None:
     assert answer.status in (200, 201), answer
 
 
-async def watch(client: Client, port: int, topic: str, receive_bytes: int | None = None, **body: Any) -> Watcher:
-    """A session on one topic and its open stream. `receive_bytes`: of the socket's buffer, for clients that are to be
-    slow.
+async def watch(
+    client: Client, port: int, topic: str, *others: str, receive_bytes: int | None = None, **body: Any
+) -> Watcher:
+    """A session on one topic (and others, whose records have no stamp) and its open stream. `receive_bytes`: of the
+    socket's buffer, for clients that are to be slow.
     """
-    answer = await client.ask("POST", "/v0/watch", json.dumps({"topics": {topic: {}}, **body}).encode())
+    topics = {name: dict[str, int]() for name in (topic, *others)}
+    answer = await client.ask("POST", "/v0/watch", json.dumps({"topics": topics, **body}).encode())
     assert answer.status == 200, answer
     end = socket.socket()
     if receive_bytes is not None:

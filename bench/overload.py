@@ -14,15 +14,14 @@ from bench.load import percentiles
 
 
 class Overload(NamedTuple):
-    """For each priority (None: automatic) `topics` topics, each with `watchers` streams that all filter differently, so
-    that nothing is shared between them; one closed-loop writer a topic, and `floods` writers of `flood_bytes` each on
-    topics that nobody watches.
+    """`topics` are (priority, None for automatic; how many topics of it), each with `watchers` streams that all filter
+    differently, so that nothing is shared between them; one closed-loop writer a topic, and `floods` writers of
+    `flood_bytes` each on topics that nobody watches.
     """
 
     port: int
-    priorities: tuple[int | None, ...] = (1000, None, -1000)
-    topics: int = 4
-    watchers: int = 25
+    topics: tuple[tuple[int | None, int], ...] = ((1000, 2), (None, 8), (-1000, 14))
+    watchers: int = 40
     floods: int = 0
     flood_bytes: int = 15_000
     seconds: float = 5.0
@@ -52,9 +51,9 @@ async def _endure(plan: Overload) -> Endured:
     client, observer = Client(plan.port), Observer(plan.port)
     watchers: dict[int | None, list[Watcher]] = {}
     writers: list[Writer] = []
-    for priority in plan.priorities:
+    for priority, topics in plan.topics:
         watchers[priority] = []
-        for n in range(plan.topics):
+        for n in range(topics):
             topic = f"load.{priority}.{n}"
             await put(client, topic, priority=priority)
             watchers[priority] += [
