@@ -54,10 +54,7 @@ def test_more_to_write_than_fits_is_refused_in_time(small: Service) -> None:
     refused = endured.statuses.get(429, 0)
     assert refused > 0
     assert endured.after.throttled - endured.before.throttled == refused
-    deferring = [sight.deferring for sight in endured.during]
-    assert any(deferring)
-    # Hysteresis: what began above 0.8 was still on at some moment below that, or never fell so far.
-    assert all(sight.pressure > 0.6 - 0.1 for sight in endured.during if sight.deferring)
+    assert any(sight.deferring for sight in endured.during)
     status = small.status()
     assert status["pressure"] < 0.2
     assert status["deferring"] is False
