@@ -81,6 +81,7 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "connections",
         "sse_connections",
         "sse_admitted",
+        "connections_admitted",
         "ws_connections",
         "requests",
         "responses_4xx",
