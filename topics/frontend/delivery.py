@@ -28,7 +28,7 @@ from topics.frontend.push import Push
 from topics.frontend.records import PageOptions
 from topics.frontend.slice import Slice
 from topics.frontend.snapshot import Snapshot, TopicSight
-from topics.frontend.stream import RETRY_AFTER_MS, Outcome, Phase, Plan, Stream
+from topics.frontend.stream import RETRY_AFTER_MS, Outcome, Phase, Plan, Step, Stream
 from topics.frontend.wording import EVENT_STREAM, Wording
 from topics.shm.control import ProcessCell
 
