@@ -18,6 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.storage.faults import FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
@@ -30,7 +31,7 @@ CLASSES = ("disk", "disk", "fsync", "memory", "ephemeral")
 # Each life of the service leaves descriptors in this process that a real one takes with it.
 resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
 STEPS = int(os.environ.get("TOPICS_MODEL_STEPS", "40"))
-EXAMPLES = int(os.environ.get("TOPICS_MODEL_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("TOPICS_MODEL_EXAMPLES", "25"))
 
 
 class Model:
@@ -86,7 +87,7 @@ class Engine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = tempfile.mkdtemp(prefix="topics-model-")
-        self.rig = Rig(self.directory, segment_max_events="6", segment_rewrite_dead_ratio="0.3")
+        self.rig = Rig(self.directory, FaultyFileSystem(), segment_max_events="6", segment_rewrite_dead_ratio="0.3")
         self.compaction = Compaction(self.rig)
         self.models: dict[str, Model] = {}
         self.written = 0
@@ -224,6 +225,7 @@ class Engine(RuleBasedStateMachine):
             assert view.evict_floor <= view.earliest_seq <= view.head_seq + 1
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
 class TestEngine(Engine.TestCase):  # type: ignore[misc, valid-type]
     settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None)

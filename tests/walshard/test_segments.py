@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,8 @@ from topics.shm.messages import (
     PutTopic,
     TopicCheckpoint,
 )
-from topics.storage import layout
+from topics.storage import kill_points, layout
+from topics.storage.kill_points import KillPoint
 
 
 @pytest.fixture
@@ -145,6 +146,20 @@ def test_caps_and_expiry_take_from_segments(compaction: Compaction) -> None:
     assert [info.first_seq for info in compaction.segments("t")] == [26]
     rig.restart_service()
     assert numbers(compaction) == [26]
+
+
+def test_a_delete_right_after_an_eviction_is_read_back(compaction: Compaction) -> None:
+    """The eviction is not in the log yet when the delete is written; both are read back, and the delete counts."""
+    rig = compaction.rig
+    rig.call(PutTopic("t", TopicConfig(cap_records=4), True))
+    for number in range(1, 7):
+        rig.append("t", b"%d" % number, tag=b"x" if number == 4 else b"")
+    assert rig.call(DeleteRecords("t", None, "eq", b"x")).records == 3
+    rig.boot()
+    assert numbers(compaction) == [3, 5, 6]
+    view = rig.view("t")
+    assert view is not None
+    assert (view.records, view.evict_floor) == (3, 3)
 
 
 def test_rewritten_segments_keep_what_lives(compaction: Compaction) -> None:
@@ -288,3 +303,114 @@ def test_an_index_that_cannot_be_read_takes_down_nobody(compaction: Compaction, 
     view = rig.view("t")
     assert view is not None
     assert (view.earliest_seq, view.records, view.live_bytes) == (31, 0, 0)
+
+
+# -- what happens between the steps
+
+
+class Died(BaseException):
+    """The process ended there; not an Exception, so that no handler keeps it alive."""
+
+
+@pytest.fixture
+def kill_point() -> Iterator[None]:
+    yield
+    kill_points.arm(None, lambda: None)
+
+
+def once(point: KillPoint, action: Callable[[], None]) -> None:
+    def act() -> None:
+        kill_points.arm(None, lambda: None)
+        action()
+
+    kill_points.arm(point, act)
+
+
+def die() -> None:
+    raise Died
+
+
+def at(point: KillPoint, compaction: Compaction, delete: str, *, shard_dies: bool = False) -> None:
+    """Records with this tag are deleted at that point; then perhaps the shard dies before it has taken over."""
+
+    def act() -> None:
+        assert compaction.rig.call(DeleteRecords("t", None, "eq", delete.encode())).deleted
+        if shard_dies:
+            once("mark.logged", die)
+
+    once(point, act)
+
+
+@pytest.mark.usefixtures("kill_point")
+@pytest.mark.parametrize("shard_dies", [False, True])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_delete_while_records_are_on_their_way(compaction: Compaction, shard_dies: bool, restarts: bool) -> None:
+    for number in range(1, 21):
+        compaction.rig.append("t", b"%d" % number, tag=b"odd" if number % 2 else b"even")
+    at("checkpoint.synced", compaction, "odd", shard_dies=shard_dies)
+    if shard_dies:
+        with pytest.raises(Died):
+            compaction.cut()
+        compaction.rig.boot()
+        compaction.begin_again()
+    else:
+        compaction.cut()
+    assert numbers(compaction) == list(range(2, 21, 2))
+    view = compaction.rig.view("t")
+    assert view is not None
+    assert (view.records, view.base_seq) == (10, 21)
+    if restarts:
+        compaction.rig.restart_service()
+        compaction.begin_again()
+    compaction.cut()
+    compaction.cut()
+    compaction.rig.restart_service()
+    assert numbers(compaction) == list(range(2, 21, 2))
+    assert compaction.rig.call(DeleteRecords("t", None, "eq", b"odd")).deleted == 0
+
+
+@pytest.mark.usefixtures("kill_point")
+@pytest.mark.parametrize("shard_dies", [False, True])
+def test_a_delete_while_a_segment_is_rewritten(compaction: Compaction, shard_dies: bool) -> None:
+    for number in range(1, 17):
+        tag = {1: b"kept", 7: b"even", 0: b"even"}.get(number % 8, b"odd")
+        compaction.rig.append("t", b"%d" % number, tag=tag)
+    compaction.cut()
+    compaction.rig.call(DeleteRecords("t", None, "eq", b"odd"))
+    compaction.cut()
+    at("rewrite.synced", compaction, "even", shard_dies=shard_dies)
+    left = [1, 9]
+    if shard_dies:
+        with pytest.raises(Died):
+            compaction.upkeep()
+        compaction.rig.boot()
+        compaction.begin_again()
+    else:
+        compaction.upkeep()
+    assert compaction.segments("t")[0].version == 1
+    assert numbers(compaction) == left
+    compaction.upkeep()
+    compaction.cut()
+    compaction.rig.restart_service()
+    assert numbers(compaction) == left
+    view = compaction.rig.view("t")
+    assert view is not None
+    assert (view.evict_floor, view.records) == (1, 2)
+
+
+@pytest.mark.usefixtures("kill_point")
+@pytest.mark.parametrize("point", ["mark.logged", "mark.applied"])
+def test_the_shard_dies_between_mark_and_answer(compaction: Compaction, point: KillPoint) -> None:
+    fill(compaction, 20)
+    once(point, die)
+    with pytest.raises(Died):
+        compaction.cut()
+    compaction.rig.boot()
+    assert numbers(compaction) == list(range(1, 21))
+    assert [info.last_seq for info in compaction.segments("t")] == [8, 16, 20]
+    compaction.begin_again()
+    fill(compaction, 5, start=21)
+    compaction.cut()
+    assert [info.last_seq for info in compaction.segments("t")] == [8, 16, 24, 25]
+    compaction.rig.restart_service()
+    assert numbers(compaction) == list(range(1, 26))
