@@ -77,6 +77,7 @@ class AppendRoute:
             key,
             config,
             records,
+            patient=request.disable_backpressure,
         )
 
     def _read(self, body: bytes) -> tuple[AppendBody, LaidOut]:
@@ -175,7 +176,8 @@ def members(name: str, reply: AppendReply, with_seqs: bool, started_ns: int) -> 
         f'"topic":"{name}","first_seq":{first},"last_seq":{first + count - 1},{seqs}"head_seq":{reply.head_seq},'
         f'"count":{count},"created":{_BOOL[reply.created]},"deduped":{_BOOL[reply.deduped]},'
         f'"durability":"{reply.durability}","performance":{{"server_total_ms":{elapsed_ms(started_ns)},'
-        f'"wal_append_ms":{reply.wal_us / 1000},"fsync_ms":{reply.fsync_us / 1000}}}'
+        f'"wal_append_ms":{reply.wal_us / 1000},"fsync_ms":{reply.fsync_us / 1000},'
+        f'"throttle_wait_ms":{reply.throttled_us / 1000}}}'
     ).encode()
 
 

@@ -29,6 +29,7 @@ from topics.frontend.key_limits import KeyLimits
 from topics.frontend.key_reload import KeyReload
 from topics.frontend.log_files import LogFiles
 from topics.frontend.metrics import MetricsRoute
+from topics.frontend.pressure import FrontendPressure
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.reading import TopicReader
 from topics.frontend.serve import serve
@@ -125,6 +126,7 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, KeyReload(settings, access, shared.control.header, cell).request)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     gateway.start()
+    FrontendPressure(shared.control, cell, hub, gateway).start()
     beat()
     # What is set up lives as long as the process: the collector need not look at it again and again.
     gc.collect()
