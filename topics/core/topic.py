@@ -265,8 +265,9 @@ class Topic:
             return seq, freed_bytes
         surplus_records = self.records + more_records - config.cap_records if config.cap_records else 0
         surplus_bytes = self.live_bytes + more_bytes - config.cap_bytes if config.cap_bytes else 0
+        count = 4
         while (surplus_records > 0 or surplus_bytes > 0) and seq <= self.head_seq:
-            count = min(max(surplus_records, 64), 8192)
+            count = min(max(2 * count, surplus_records), 8192)
             entries = self.index.entries(seq, min(self.head_seq, seq + count - 1))
             for offset_len, file_flags in zip(entries[2::4], entries[3::4], strict=True):
                 if surplus_records <= 0 and surplus_bytes <= 0:
@@ -371,7 +372,7 @@ class Topic:
 
     def _first_live(self, seq: int, dying: frozenset[int]) -> int:
         """The first seq from `seq` on that is neither deleted nor about to be."""
-        count = 64
+        count = 8
         while seq <= self.head_seq:
             for file_flags in self.index.entries(seq, min(self.head_seq, seq + count - 1))[3::4]:
                 if not file_flags >> _FLAGS_SHIFT & LOCATION_DELETED and seq not in dying:

@@ -164,14 +164,25 @@ class SegmentReader:
     def tagged(self, first_seq: int = 0, last_seq: int = 2**64) -> Iterator[tuple[int, bytes]]:
         """(seq, tag) of every record of first_seq..last_seq that has both a tag and a frame, deleted or not.
 
-        Raises CorruptSegment.
+        Of a frame no more is checked than that it is the record's. Raises CorruptSegment when it is not.
         """
-        entries = self.entries(max(first_seq, self.first_seq), min(last_seq, self.last_seq))
-        for seq, file_flags in zip(entries[0::ENTRY_WORDS], entries[3::ENTRY_WORDS], strict=True):
-            if file_flags >> _FLAGS_SHIFT & LOCATION_HAS_TAG:
-                frame = self.frame(seq)
-                if frame is not None:
-                    yield seq, frame.tag
+        first_seq = max(first_seq, self.first_seq)
+        entries = self.entries(first_seq, min(last_seq, self.last_seq))
+        data, unpack = self.data, HEADER.unpack_from
+        for seq, offset_len, file_flags in zip(
+            entries[0::ENTRY_WORDS], entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS], strict=True
+        ):
+            offset, length = offset_len & 0xFFFF_FFFF, offset_len >> 32
+            if not length or not file_flags >> _FLAGS_SHIFT & LOCATION_HAS_TAG:
+                continue
+            if offset + length > len(data) or length < HEADER_LEN + TAIL_LEN:
+                self.frame(seq)  # says what is wrong
+            frame_len, _, frame_seq, _, node_len, tag_len, data_len = unpack(data, offset)
+            lengths_agree = frame_len == length - _LENGTH_FIELD_LEN
+            if frame_seq != seq or not lengths_agree or HEADER_LEN + node_len + tag_len + data_len + TAIL_LEN != length:
+                self.frame(seq)
+            start = offset + HEADER_LEN + node_len
+            yield seq, bytes(data[start : start + tag_len])
 
     def damage(self, deletions_under_way: bool) -> Iterator[CorruptSegment]:
         """Everything that is wrong with it: every entry, every frame, and nothing else in the files.
