@@ -71,7 +71,7 @@ def test_damage_in_the_middle_of_a_log_stops_the_service_until_somebody_decides(
     service.shards = 1
     service.start()
     write(service, "a", 20)
-    service.stop()
+    service.kill_group()  # a stop would leave nothing in the log that is not in segments as well
     log = service.data_dir / "wal" / "wal-00000000000000000001.log"
     content = bytearray(log.read_bytes())
     at = content.index(b'"data":10')
