@@ -56,6 +56,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_limit: int = 1000
     max_watch_topics: int = 256
     max_topics: int = 100_000
+    max_routers: int = 10_000
     max_watch_sessions: int = 10_000
     max_sse_connections: int = 10_000
     max_total_bytes: int = 0
@@ -224,6 +225,7 @@ VARIABLES: Final[dict[str, Variable]] = {
     "max_limit": _integer(1, 100_000, "most records in one answer"),
     "max_watch_topics": _integer(1, 100_000, "most topics in one watch"),
     "max_topics": _integer(0, COUNT_MAX, "most topics of the service; 0 = no limit"),
+    "max_routers": _integer(0, COUNT_MAX, "most routers of the service; 0 = no limit"),
     "max_watch_sessions": _integer(0, COUNT_MAX, "most watch sessions of the service; 0 = no limit"),
     "max_sse_connections": _integer(0, COUNT_MAX, "most open event streams of the service; 0 = no limit"),
     "max_total_bytes": _byte_size(0, 1024 * 1024 * GIB, "most live bytes of all topics together; 0 = no limit"),
@@ -268,7 +270,6 @@ _NOT_YET: Final[dict[str, str]] = {
     **dict.fromkeys(
         (
             "max_claim",
-            "max_routers",
             "max_sse_connections_per_key",
             "max_inflight_per_key",
         ),
