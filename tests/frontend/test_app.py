@@ -50,13 +50,13 @@ class Frontend:
         reader = hosting.reader
         self.diff = DiffRoute(reader, self.gateway, writer, settings, self.cell)
         recency = Recency(shared.identity, 1, 1)
-        hub = Hub(self.gateway, TopicSight(reader, hosting.arenas, writer), self.cell, hosting.clock)
+        hub = Hub(self.gateway, TopicSight(reader, hosting.arenas, writer, recency), self.cell, hosting.clock)
         streams = Cap("sse_connections", 0, "sse_admitted", self.cell, [self.cell])
         access = Access(KeyRing(()), False)
         self.app = App(
             AppendRoute(self.gateway, settings, self.cell),
             self.diff,
-            TopicRoutes(reader, hosting.arenas, self.gateway, writer, recency, settings),
+            TopicRoutes(reader, hosting.arenas, self.gateway, writer, recency, settings, hub.waiting_ms),
             WatchRoutes(reader, Sessions(self.gateway, hosting.arenas, 1), hub, access, settings, streams),
             ProbeRoutes(shared.control, hosting.clock),
             MetricsRoute(

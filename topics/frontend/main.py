@@ -84,14 +84,13 @@ async def _serve(
     reader = TopicReader(arenas, LogFiles(settings.data_dir, shared.ram_dir, shards), shards, clock)
     recency_writer = RecencyWriter(shared.identity, index, shards)
     diff = DiffRoute(reader, gateway, recency_writer, settings, cell)
-    hub = Hub(gateway, TopicSight(reader, arenas, recency_writer), cell, clock)
+    recency = Recency(shared.identity, shared.frontends, shards)
+    hub = Hub(gateway, TopicSight(reader, arenas, recency_writer, recency), cell, clock)
     access = Access(keys, settings.probe_auth)
     app = App(
         AppendRoute(gateway, settings, cell),
         diff,
-        TopicRoutes(
-            reader, arenas, gateway, recency_writer, Recency(shared.identity, shared.frontends, shards), settings
-        ),
+        TopicRoutes(reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms),
         WatchRoutes(
             reader,
             Sessions(gateway, arenas, incarnation),

@@ -6,12 +6,13 @@ However many connections a slice serves, what is made here depends only on where
 from __future__ import annotations
 
 from topics.core.errors import TopicsError
+from topics.core.priority import base_priority
 from topics.frontend.arenas import Arenas
 from topics.frontend.reading import TopicReader, TopicRef
 from topics.frontend.records import PageOptions
 from topics.frontend.stream import Batch, Step, Stream, batch
 from topics.log import get_logger
-from topics.shm.recency import RecencyWriter
+from topics.shm.recency import Recency, RecencyWriter
 
 _log = get_logger()
 
@@ -19,11 +20,12 @@ _log = get_logger()
 class TopicSight:
     """Finds topics and remembers them, so that one that is gone can still be said where it ended."""
 
-    def __init__(self, reader: TopicReader, arenas: Arenas, recency: RecencyWriter) -> None:
+    def __init__(self, reader: TopicReader, arenas: Arenas, recency_writer: RecencyWriter, recency: Recency) -> None:
         self._arenas = arenas
+        self._recency = recency
         self._seen: dict[str, TopicRef] = {}
         self.reader = reader
-        self.recency = recency
+        self.recency_writer = recency_writer
 
     def see(self, name: str) -> TopicRef | None:
         """The topic as it is now."""
@@ -31,6 +33,14 @@ class TopicSight:
         if ref is not None:
             self._seen[name] = ref
         return ref
+
+    def base_priority(self, name: str) -> int:
+        """Of a topic as it was seen last, without age; 0 for one that was never seen."""
+        ref = self._seen.get(name)
+        if ref is None:
+            return 0
+        last_read_ms = self._recency.last_read_ms(ref.shard, ref.slot, ref.view.topic_id)
+        return base_priority(ref.config, last_read_ms, self.reader.now_ms())
 
     def forget(self, name: str) -> None:
         """Nobody follows it any more."""
@@ -110,5 +120,5 @@ class Snapshot:
         except TopicsError as error:
             return error
         if page.count:
-            self._topics.recency.touch(ref.shard, ref.slot, ref.view.topic_id, self._now_ms)
+            self._topics.recency_writer.touch(ref.shard, ref.slot, ref.view.topic_id, self._now_ms)
         return batch(ref.name, from_seq, page, strong)

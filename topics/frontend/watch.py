@@ -16,7 +16,8 @@ from topics.frontend import cursor, wire
 from topics.frontend.access import Access, caller_of
 from topics.frontend.answers import HeaderList, send_object
 from topics.frontend.bodies import Headers, read_body
-from topics.frontend.delivery import Connection, Hub
+from topics.frontend.channels import Connection
+from topics.frontend.delivery import Hub
 from topics.frontend.diff import LIMIT_DEFAULT, node_set
 from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.media import weight

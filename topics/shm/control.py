@@ -57,6 +57,7 @@ HEADER_FIELDS: Final = (
     "reshard_ppm",
     "keys_serial",
     "reloads",
+    "write_path",
 )
 SUPERVISOR_FIELDS: Final = ("pid", "state", "restarts", "last_exit", "since_ms")
 LATENCY_BUCKETS: Final = 24
