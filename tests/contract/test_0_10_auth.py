@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.contract.asking import diff, ok, put, refused, state, write
-from tests.contract.auth_table import KEYS, PROBES, ROOT, ROUTES, SCOPES, STREAM, TOPIC, RouteRow, TableKey
+from tests.contract.auth_table import KEYS, PROBES, ROOT, ROUTER, ROUTES, SCOPES, STREAM, TOPIC, RouteRow, TableKey
 from tests.contract.stream import Stream, watch
 from tests.harness import Service, poll
 
@@ -48,9 +48,10 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 def root(guarded: Service) -> Iterator[httpx.Client]:
-    """A client that may do everything; TOPIC exists."""
+    """A client that may do everything; TOPIC and its router exist."""
     with httpx.Client(base_url=guarded.url, headers=header(ROOT), timeout=20) as client:
         put(client, TOPIC)
+        ok(client.put(f"/v0/routers/{TOPIC}", json=ROUTER))
         yield client
 
 
@@ -62,7 +63,9 @@ def nobody(guarded: Service, root: httpx.Client) -> httpx.Client:
 
 def ask(client: httpx.Client, row: RouteRow, topic: str = TOPIC, **headers: str) -> httpx.Response:
     as_json = {"Accept": "application/json"}
-    return client.request(row.method, row.path.format(topic=topic), json=row.json, headers=as_json | headers)
+    return client.request(
+        row.method, row.path.format(topic=topic, router=topic), json=row.json, headers=as_json | headers
+    )
 
 
 def challenged(response: httpx.Response) -> dict[str, Any]:

@@ -18,12 +18,14 @@ from topics.frontend import diff as diff_module
 from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
+from topics.frontend.catching_up import CatchingUp, RouterSight
 from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.gateway import Gateway
 from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
+from topics.frontend.routers import RouterRoutes
 from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
 from topics.frontend.topics import TopicRoutes
@@ -48,7 +50,10 @@ class Frontend:
         writer = RecencyWriter(shared.identity, 0, 1)
         settings = settings_module.load({}, {"data_dir": "unused", "wal_shards": 1, "frontends": 1})
         reader = hosting.reader
-        self.diff = DiffRoute(reader, self.gateway, writer, settings, self.cell)
+        sight = RouterSight(shared)
+        catching_up = CatchingUp(sight, reader, self.gateway)
+        routers = RouterRoutes(sight, catching_up, reader, self.gateway, settings)
+        self.diff = DiffRoute(reader, self.gateway, writer, settings, self.cell, catching_up)
         recency = Recency(shared.identity, 1, 1)
         hub = Hub(self.gateway, TopicSight(reader, hosting.arenas, writer, recency), self.cell, hosting.clock)
         streams = Cap("sse_connections", 0, "sse_admitted", self.cell, [self.cell])
@@ -56,8 +61,11 @@ class Frontend:
         self.app = App(
             AppendRoute(self.gateway, settings, self.cell),
             self.diff,
-            TopicRoutes(reader, hosting.arenas, self.gateway, writer, recency, settings, hub.waiting_ms),
-            WatchRoutes(reader, Sessions(self.gateway, hosting.arenas, 1), hub, access, settings, streams),
+            TopicRoutes(
+                reader, hosting.arenas, self.gateway, writer, recency, settings, hub.waiting_ms, catching_up, routers
+            ),
+            routers,
+            WatchRoutes(reader, Sessions(self.gateway, hosting.arenas, 1), hub, access, settings, streams, catching_up),
             ProbeRoutes(shared.control, hosting.clock),
             MetricsRoute(
                 ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms), hosting.arenas, 1, 100

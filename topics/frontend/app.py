@@ -22,6 +22,7 @@ from topics.frontend.diff import DiffRoute
 from topics.frontend.http1_exchange import ROUTE, Receive, Scope, Send
 from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
+from topics.frontend.routers import RouterRoutes
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.watch import WatchRoutes
 from topics.log import get_logger
@@ -47,6 +48,7 @@ class App:
         append: AppendRoute,
         diff: DiffRoute,
         topics: TopicRoutes,
+        routers: RouterRoutes,
         watch: WatchRoutes,
         probes: ProbeRoutes,
         metrics: MetricsRoute,
@@ -69,6 +71,11 @@ class App:
             DELETE=_timed(Route.DELETE_TOPIC, delete(topics.delete)),
             POST=_timed(Route.APPEND, write(_of_topic(append))),
         )
+        one_router = Resource(
+            GET=_timed(Route.GET_ROUTER, read(routers.get)),
+            PUT=_timed(Route.PUT_ROUTER, admin(routers.put)),
+            DELETE=_timed(Route.DELETE_ROUTER, delete(routers.delete)),
+        )
         delete_records = Resource(POST=_timed(Route.DELETE_RECORDS, delete(topics.delete_records)))
         self._router = Router(
             [
@@ -76,6 +83,8 @@ class App:
                 Path("/v0/topics/{topic}", one_topic),
                 Path("/v0/topics/{topic}/diff", Resource(POST=_timed(Route.DIFF, read(_of_topic(diff))))),
                 Path("/v0/topics/{topic}/delete", delete_records),
+                Path("/v0/routers", Resource(GET=_timed(Route.LIST_ROUTERS, read(routers.list_all)))),
+                Path("/v0/routers/{router}", one_router),
                 Path("/v0/watch", Resource(POST=_timed(Route.CREATE_WATCH, read(watch.create)))),
                 # An unknown wid is 404 whoever asks, so it looks for the key itself.
                 Path("/v0/watch/{wid}", Resource(GET=_timed(None, watch.stream))),

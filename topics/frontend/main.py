@@ -18,6 +18,7 @@ from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.arenas import Arenas
+from topics.frontend.catching_up import CatchingUp, RouterSight
 from topics.frontend.cors import Cors
 from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
@@ -29,6 +30,7 @@ from topics.frontend.log_files import LogFiles
 from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.reading import TopicReader
+from topics.frontend.routers import RouterRoutes
 from topics.frontend.serve import serve
 from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
@@ -83,14 +85,18 @@ async def _serve(
     gateway = Gateway(shared, index, incarnation, arenas, cell, settings.shard_wait_ms)
     reader = TopicReader(arenas, LogFiles(settings.data_dir, shared.ram_dir, shards), shards, clock)
     recency_writer = RecencyWriter(shared.identity, index, shards)
-    diff = DiffRoute(reader, gateway, recency_writer, settings, cell)
+    router_sight = RouterSight(shared)
+    catching_up = CatchingUp(router_sight, reader, gateway)
+    routers = RouterRoutes(router_sight, catching_up, reader, gateway, settings)
+    diff = DiffRoute(reader, gateway, recency_writer, settings, cell, catching_up)
     recency = Recency(shared.identity, shared.frontends, shards)
     hub = Hub(gateway, TopicSight(reader, arenas, recency_writer, recency), cell, clock)
     access = Access(keys, settings.probe_auth)
     app = App(
         AppendRoute(gateway, settings, cell),
         diff,
-        TopicRoutes(reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms),
+        TopicRoutes(reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms, catching_up, routers),
+        routers,
         WatchRoutes(
             reader,
             Sessions(gateway, arenas, incarnation),
@@ -98,6 +104,7 @@ async def _serve(
             access,
             settings,
             _streams_cap(shared, cell, settings),
+            catching_up,
         ),
         ProbeRoutes(shared.control, clock),
         MetricsRoute(

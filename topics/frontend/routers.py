@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
 from typing import Any, Final
 
 from starlette.datastructures import QueryParams
@@ -12,7 +11,7 @@ from starlette.datastructures import QueryParams
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_router_name
-from topics.core.routers import Router, RouterSpec, parse_router
+from topics.core.routers import Router, parse_router
 from topics.frontend import wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import send_object
@@ -20,9 +19,8 @@ from topics.frontend.bodies import read_body
 from topics.frontend.catching_up import CatchingUp, RouterSight
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1_exchange import Receive, Scope, Send
-from topics.frontend.query import count, name_after, name_cursor
+from topics.frontend.query import name_after, name_cursor, page_size
 from topics.frontend.reading import TopicReader
-from topics.frontend.topics import PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX
 from topics.settings import Settings
 from topics.shm.messages import (
     DeleteRouter,
@@ -99,14 +97,12 @@ class RouterRoutes:
             reply = await self._gateway.call(REGISTRY_SHARD, DeleteRouter(name), DeleteRouterReply)
             await self._sync(router.spec.dest)
             deleted = reply.deleted
-        await send_object(
-            send, dict(scope["headers"]), 200, {"router": name, "deleted": deleted}, started_ns
-        )
+        await send_object(send, dict(scope["headers"]), 200, {"router": name, "deleted": deleted}, started_ns)
 
     async def list_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         query = QueryParams(scope["query_string"])
-        page_size = min(count(query, "page_size", PAGE_SIZE_DEFAULT) or PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX)
+        most = page_size(query)
         after = name_after(query.get("cursor"), check_router_name)
         prefix, source, dest = query.get("prefix", ""), query.get("source"), query.get("dest")
         caller = caller_of(scope)
@@ -122,10 +118,10 @@ class RouterRoutes:
             ),
             key=lambda router: router.name,
         )
-        page = found[:page_size]
+        page = found[:most]
         await self._catching_up.all({router.spec.dest for router in page})
         answer: dict[str, Any] = {"routers": [self._shown(router) for router in page]}
-        if len(found) > page_size:
+        if len(found) > most:
             answer["next_cursor"] = name_cursor(page[-1].name)
         await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
 
@@ -182,8 +178,4 @@ def _router_name(scope: Scope) -> str:
 
 
 def _covers(caller: ApiKey, router: Router) -> bool:
-    return all(map(caller.covers, _names(router.spec)))
-
-
-def _names(spec: RouterSpec) -> Iterable[str]:
-    return spec.source, spec.dest
+    return all(map(caller.covers, (router.name, router.spec.source, router.spec.dest)))

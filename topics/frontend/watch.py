@@ -16,6 +16,7 @@ from topics.frontend import cursor, wire
 from topics.frontend.access import Access, caller_of
 from topics.frontend.answers import HeaderList, send_object
 from topics.frontend.bodies import Headers, read_body
+from topics.frontend.catching_up import CatchingUp
 from topics.frontend.channels import Connection
 from topics.frontend.delivery import Hub
 from topics.frontend.diff import LIMIT_DEFAULT, node_set
@@ -79,6 +80,7 @@ class WatchRoutes:
         access: Access,
         settings: Settings,
         places: Cap,
+        catching_up: CatchingUp,
     ) -> None:
         """`places`: how many streams the whole service may have open."""
         self._reader = reader
@@ -87,6 +89,7 @@ class WatchRoutes:
         self._access = access
         self._settings = settings
         self._places = places
+        self._catching_up = catching_up
         self._streams: dict[Connection, Session] = {}
         access.on_change(self._end_forbidden)
 
@@ -97,6 +100,7 @@ class WatchRoutes:
         request = self._check(wire.decode(_decoder, await read_body(receive, headers, self._settings.max_body_bytes)))
         caller = caller_of(scope)
         caller.require(KeyScope.READ, request.topics)
+        await self._catching_up.all(request.topics)
         found = {name: ref for name in request.topics if (ref := self._find(name, lenient)) is not None}
         follows = {name: self._follow(ref, request.topics[name]) for name, ref in found.items()}
         strong = request.consistency == "strong"
