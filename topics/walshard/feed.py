@@ -63,10 +63,8 @@ class Feed:
         self.revision = body.revision
         self.logged_source_seq = body.source_seq
         """Up to where the durable log holds what was copied."""
-        self.again_seq: int | None = 0
-        """Up to here copies may have been made in a former life: evicted or not, they are made again. None: up to the
-        head that the source has when it is first seen in this one.
-        """
+        self.full = False
+        """The dest has had no room for what comes next, and has not caught up since: what the source evicts is lost."""
         self.unlogged_bytes = 0
         self.marks: deque[tuple[int, int]] = deque()
         """(source_seq, head_seq behind its copies) of pages that are not in the log, oldest first."""
@@ -93,9 +91,13 @@ class Feed:
 
     @property
     def hold_seq(self) -> int:
-        """What the source is to keep: what is copied and not logged; of what is not copied yet, only what is there."""
+        """What the source is to keep: what is copied and not logged, and what is yet to be copied. What does not fit
+        into the dest it keeps no longer than it would anyway.
+        """
         if self.unlogged_seq != U64_MAX:
             return self.logged_source_seq + 1
+        if not self.full:
+            return self.source_seq + 1
         return max(self.source_seq + 1, min(self.source_evict_floor, self.source_head_seq + 1))
 
     def body(self, trimmed: int = 0) -> FeedBody:

@@ -93,9 +93,7 @@ class Feeds:
             if ephemeral and in_ram is not None and in_ram.revision > body.revision:
                 body = in_ram
             if body.routers:
-                feed = Feed(dest, body)
-                feed.again_seq = None
-                self._add(feed)
+                self._add(Feed(dest, body))
 
     def start(self, hosted: Hosted, source: str, sight: SourceSight | None, routers: list[Router]) -> bool:
         """A dest that nothing was copied into so far. Logged, so that it begins there and nowhere else."""
@@ -200,18 +198,19 @@ class Feeds:
             self.show_progress(feed)
             return False
         if feed.source_seq == sight.head_seq:
+            feed.backoff_ms, feed.full = 0, False
             self.note_durable(feed, sight)
             return False
         first_seq = feed.source_seq + 1
-        floor = sight.base_seq if first_seq <= (feed.again_seq or 0) else max(sight.base_seq, sight.evict_floor)
+        floor = max(sight.base_seq, sight.evict_floor) if feed.full else sight.base_seq
         if first_seq < floor:
-            return self._trim(feed, min(floor - 1, sight.head_seq))
+            return self._trim(feed, min(floor - 1, sight.head_seq), EvictReason(sight.evict_reason))
         try:
             last_seq = min(sight.head_seq, feed.source_seq + PAGE_RECORDS)
             locations = self._originals.locations(feed.source, sight.topic_id, first_seq, last_seq)
             lost = _leading_lost(locations)
             if lost:
-                return self._trim(feed, feed.source_seq + lost)
+                return self._trim(feed, feed.source_seq + lost, EvictReason(locations.offset_len[0] & 0xFFFF_FFFF))
             locations = _within_bytes(locations)
             originals = self._originals.read(feed.source, sight.topic_id, first_seq, locations)
             topic = feed.topic
@@ -222,6 +221,7 @@ class Feeds:
         except (OSError, ValueError) as error:
             log.error("a router cannot read its source", topic=feed.topic.name, source=feed.source, error=str(error))
             return self._wait(feed)
+        feed.full |= page.full
         if not len(page):
             if page.source_seq > feed.source_seq:
                 return self._passed_over(feed, page.source_seq, sight)
@@ -238,7 +238,7 @@ class Feeds:
         self.note_durable(feed, sight)
         if page.full:
             return self._wait(feed)
-        feed.backoff_ms = feed.retry_ms = 0
+        feed.backoff_ms = 0
         return feed.source_seq < sight.head_seq
 
     def note_durable(self, feed: Feed, sight: SourceSight) -> None:
@@ -325,10 +325,12 @@ class Feeds:
             one.forwarded_total += page.copies_by_router.get(one.router.id, 0)
         self.forwarded += len(page)
 
-    def _trim(self, feed: Feed, last_source_seq: int) -> bool:
-        """Records that the source has lost before they were copied: their seqs are a gap in the dest."""
+    def _trim(self, feed: Feed, last_source_seq: int, reason: EvictReason) -> bool:
+        """Records that the source has lost before they were copied: a gap in the dest, a seq for each; but one for all
+        when an `ephemeral` source was lost, since nobody knows how many there were.
+        """
         topic = feed.topic
-        count = last_source_seq - feed.source_seq
+        count = 1 if reason == EvictReason.RESTART else last_source_seq - feed.source_seq
         if min(room(topic)) <= 0:
             return self._wait(feed)  # until then more may follow it
         try:

@@ -40,6 +40,7 @@ class SourceSight(NamedTuple):
     base_seq: int
     """What is below is not in the index any more."""
     evict_floor: int
+    evict_reason: int
     durable_seq: int
     ephemeral: bool
 
@@ -79,8 +80,15 @@ class Originals:
                 return None
             topic = hosted.topic
             ephemeral = topic.config.durability == "ephemeral"
-            base_seq = hosted.ring.base_seq
-            return SourceSight(topic.id, topic.head_seq, base_seq, topic.evict_floor, topic.durable_seq, ephemeral)
+            return SourceSight(
+                topic.id,
+                topic.head_seq,
+                hosted.ring.base_seq,
+                topic.evict_floor,
+                topic.evict_reason,
+                topic.durable_seq,
+                ephemeral,
+            )
         arena = self._arena(self.owner(name))
         found = arena.look_up(name)
         if found is None:

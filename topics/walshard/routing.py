@@ -309,6 +309,7 @@ class Routing:
 
     def _advance(self, feed: Feed, demanded: bool) -> bool:
         """A page; True when there may be another. `demanded`: somebody waits for it."""
+        feed.retry_ms = 0
         sight = self._sight(feed)
         if sight is None:
             return False
@@ -344,8 +345,6 @@ class Routing:
             if not self.feeds.bind(feed, sight):
                 return None
             self._follow(feed)
-        if feed.again_seq is None:
-            feed.again_seq = sight.head_seq
         return sight
 
     def _needs_hold(self, feed: Feed, sight: SourceSight | None = None) -> bool:
