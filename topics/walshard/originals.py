@@ -95,7 +95,15 @@ class Originals:
             return None
         slot, view = found
         ephemeral = arena.config(slot, view).durability == CLASSES[0]
-        return SourceSight(view.topic_id, view.head_seq, view.base_seq, view.evict_floor, view.durable_seq, ephemeral)
+        return SourceSight(
+            view.topic_id,
+            view.head_seq,
+            view.base_seq,
+            view.evict_floor,
+            view.evict_reason,
+            view.durable_seq,
+            ephemeral,
+        )
 
     def locations(self, name: str, topic_id: int, first_seq: int, last_seq: int) -> Locations:
         """Where records are, deleted ones included; UnknownError when the index has moved on."""

@@ -43,6 +43,7 @@ PAGES_PER_STEP: Final = 4
 PAGES_PER_CALL: Final = 64
 HELD_WAIT_MS: Final = 1_000
 """So long a feed waits for its source to keep what the log does not have; then it logs every copy at once."""
+FAILED_WAIT_MS: Final = 1_000
 FOLLOW_AGAIN_SEQS: Final = 1024
 DEST_WAIT_MS: Final = 30_000
 """A router whose dest was never made is the remains of a PUT that nobody answered."""
@@ -191,7 +192,7 @@ class Routing:
             dest_id = next(iter(self._ready))
             del self._ready[dest_id]
             feed = self.feeds.by_dest.get(dest_id)
-            if feed is not None and self._advance(feed, demanded=False):
+            if feed is not None and self._advance_guarded(feed):
                 self._ready[dest_id] = None
         if worked:
             self.feeds.keep_within_bounds()
@@ -306,6 +307,16 @@ class Routing:
     def _copy_all(self, feed: Feed, pages_max: int) -> bool:
         """False when there is more than so many pages."""
         return not all(self._advance(feed, demanded=True) for _ in range(pages_max))
+
+    def _advance_guarded(self, feed: Feed) -> bool:
+        """One router must not take down its shard, nor come back after a restart to do it again."""
+        try:
+            return self._advance(feed, demanded=False)
+        except Exception:
+            log.exception("a router failed", source=feed.source, dest=feed.topic.name)
+            feed.retry_ms = self._monotonic_ms() + FAILED_WAIT_MS
+            self._waiting[feed.topic.id] = None
+            return False
 
     def _advance(self, feed: Feed, demanded: bool) -> bool:
         """A page; True when there may be another. `demanded`: somebody waits for it."""
