@@ -23,6 +23,7 @@ from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.gateway import Gateway
+from topics.frontend.key_limits import KeyLimits
 from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.routers import RouterRoutes
@@ -30,9 +31,11 @@ from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.watch import WatchRoutes
+from topics.frontend.websocket import WebSocketRoute
 from topics.shm import messages
 from topics.shm.cap import Cap
 from topics.shm.control import ProcessState, Role
+from topics.shm.key_counts import KeyCounts
 from topics.shm.messages import Kind, Watch
 from topics.shm.recency import Recency, RecencyWriter
 
@@ -57,19 +60,29 @@ class Frontend:
         recency = Recency(shared.identity, 1, 1)
         hub = Hub(self.gateway, TopicSight(reader, hosting.arenas, writer, recency), self.cell, hosting.clock)
         streams = Cap("sse_connections", 0, "sse_admitted", self.cell, [self.cell])
-        access = Access(KeyRing(()), False)
+        access = Access(KeyRing(()), False, KeyLimits(KeyCounts(shared.key_counts, 1, 0), settings))
+        append = AppendRoute(self.gateway, settings, self.cell)
         self.app = App(
-            AppendRoute(self.gateway, settings, self.cell),
+            append,
             self.diff,
             TopicRoutes(
                 reader, hosting.arenas, self.gateway, writer, recency, settings, hub.waiting_ms, catching_up, routers
             ),
             routers,
-            WatchRoutes(reader, Sessions(self.gateway, hosting.arenas, 1), hub, access, settings, streams, catching_up),
+            WatchRoutes(
+                reader,
+                Sessions(self.gateway, hosting.arenas, hosting.clock),
+                hub,
+                access,
+                settings,
+                streams,
+                catching_up,
+            ),
             ProbeRoutes(shared.control, hosting.clock),
             MetricsRoute(
                 ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms), hosting.arenas, 1, 100
             ),
+            WebSocketRoute(reader, append, hub, access, settings, streams, catching_up, self.cell, hosting.clock),
             access,
             self.cell,
             partial(shared.durations.observe, 0),

@@ -14,6 +14,7 @@ import uvloop
 
 from topics.core.clock import SystemClock
 from topics.core.keys import KeyRing
+from topics.frontend import cursor
 from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
@@ -25,6 +26,7 @@ from topics.frontend.diff import DiffRoute
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1 import Connections, HttpLimits
+from topics.frontend.key_limits import KeyLimits
 from topics.frontend.key_reload import KeyReload
 from topics.frontend.log_files import LogFiles
 from topics.frontend.metrics import MetricsRoute
@@ -36,13 +38,16 @@ from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.watch import WatchRoutes
+from topics.frontend.websocket import WebSocketRoute
 from topics.settings import Settings
 from topics.shm.cap import Cap
 from topics.shm.control import OVER_LIVES, ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
+from topics.shm.key_counts import KeyCounts
 from topics.shm.recency import Recency, RecencyWriter
 
 HEARTBEAT_S: Final = 0.25
+HEADER_BYTES_MIN: Final = 64 * 1024
 
 
 def run(
@@ -91,34 +96,40 @@ async def _serve(
     diff = DiffRoute(reader, gateway, recency_writer, settings, cell, catching_up)
     recency = Recency(shared.identity, shared.frontends, shards)
     hub = Hub(gateway, TopicSight(reader, arenas, recency_writer, recency), cell, clock)
-    access = Access(keys, settings.probe_auth)
+    limits = KeyLimits(KeyCounts(shared.key_counts, shared.frontends, index), settings)
+    access = Access(keys, settings.probe_auth, limits)
+    append = AppendRoute(gateway, settings, cell)
+    places = _cap("sse_connections", settings.max_sse_connections, "sse_admitted", shared, cell)
+    websocket = WebSocketRoute(reader, append, hub, access, settings, places, catching_up, cell, clock)
     app = App(
-        AppendRoute(gateway, settings, cell),
+        append,
         diff,
         TopicRoutes(reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms, catching_up, routers),
         routers,
         WatchRoutes(
             reader,
-            Sessions(gateway, arenas, incarnation),
+            Sessions(gateway, arenas, clock),
             hub,
             access,
             settings,
-            _streams_cap(shared, cell, settings),
+            places,
             catching_up,
         ),
         ProbeRoutes(shared.control, clock),
         MetricsRoute(
             ServiceFigures(shared.control, shared.durations, clock.now_ms), arenas, shards, settings.max_metric_topics
         ),
+        websocket,
         access,
         cell,
         partial(shared.durations.observe, index),
     )
-    connections = Connections()
+    connections = Connections(_cap("connections", settings.max_connections, "connections_admitted", shared, cell))
 
     def stop() -> None:
         cell.set("state", ProcessState.DRAINING)
         diff.drain()
+        websocket.drain()
         hub.drain()
         shutdown.set()
 
@@ -139,7 +150,11 @@ async def _serve(
         await serve(
             app if settings.cors_origins is None else Cors(app, settings.cors_origins),
             listeners,
-            HttpLimits(max_body_bytes=settings.max_body_bytes),
+            HttpLimits(
+                max_body_bytes=settings.max_body_bytes,
+                # A client that comes back sends the positions of all its topics in one header.
+                max_header_bytes=HEADER_BYTES_MIN + cursor.size_max_bytes(settings.max_watch_topics),
+            ),
             settings.http_protocol,
             shutdown,
             grace_ms=settings.frontend_grace_ms,
@@ -150,7 +165,7 @@ async def _serve(
         gateway.close()
 
 
-def _streams_cap(shared: SharedMemory, cell: ProcessCell, settings: Settings) -> Cap:
-    """Event streams of all frontends together. Those of one that died count until its next life begins."""
+def _cap(limit: str, most: int, field: str, shared: SharedMemory, cell: ProcessCell) -> Cap:
+    """Of all frontends together. What one that died had counts until its next life begins."""
     every = [shared.control.cell(Role.FRONTEND, frontend) for frontend in range(shared.frontends)]
-    return Cap("sse_connections", settings.max_sse_connections, "sse_admitted", cell, every)
+    return Cap(limit, most, field, cell, every)

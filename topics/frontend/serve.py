@@ -8,24 +8,35 @@ to Hypercorn when it turns out to be another protocol; with `stock` it is Hyperc
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import re
 import socket
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any, Final, Literal, cast
 
+from h2.connection import H2Connection
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.lifespan import Lifespan
 from hypercorn.asyncio.tcp_server import TCPServer
-from hypercorn.asyncio.worker_context import WorkerContext
+from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
 from hypercorn.config import Config
 
+from topics.frontend import patience
 from topics.frontend.http1 import Http1Factory
 from topics.frontend.http1_connections import Connections
-from topics.frontend.http1_exchange import AsgiApp
+from topics.frontend.http1_exchange import TRANSPORT, AsgiApp, Receive, Scope, Send, error_answer
 from topics.frontend.http1_parser import HttpLimits
 from topics.log import get_logger
+from topics.shm.cap import Cap
 
 HttpProtocol = Literal["httptools", "stock"]
+WS_PING_INTERVAL_S: Final = 30.0
+"""Proxies close what is silent; a client that is gone without a word is found."""
+CLOSED_NAP_S: Final = 0.05
+"""Between two looks of who would ping a connection that is closed already."""
+_WS_EXTENSIONS: Final = re.compile(rb"(?i)\r\nsec-websocket-extensions:[^\r\n]*")
 
 log = get_logger()
 
@@ -58,7 +69,7 @@ async def serve(
         lifespan_task.result()  # an app without life span has ended without an error
 
     connections = connections if connections is not None else Connections()
-    others = HypercornConnections(app, config, state, limits)
+    others = HypercornConnections(app, config, state, limits, connections.places)
     factory: Callable[[], asyncio.BaseProtocol] = (
         others.protocol if http_protocol == "stock" else Http1Factory(app, limits, connections, others.take, state)
     )
@@ -71,7 +82,7 @@ async def serve(
         for server in servers:
             server.close()
         connections.begin_drain()
-        await others.begin_drain()
+        others.begin_drain()
         try:
             async with asyncio.timeout(grace_ms / 1000):
                 await connections.wait_closed()
@@ -91,45 +102,123 @@ async def serve(
             await asyncio.gather(lifespan_task, return_exceptions=True)
 
 
+class _Flag(EventWrapper):
+    def set_now(self) -> None:
+        self._event.set()
+
+
+class _ConnectionContext(WorkerContext):
+    """Of one connection. Whoever waits for the end of an idle connection, or sleeps between two pings of a WebSocket,
+    wakes when the client has closed it, else Hypercorn would keep the socket until then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.terminated = self.end = _Flag()
+        self.closed = asyncio.Event()
+
+    async def sleep(self, wait: float) -> None:  # type: ignore[override]
+        if self.closed.is_set():
+            await asyncio.sleep(CLOSED_NAP_S)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait):
+                await self.closed.wait()
+
+
+class _Protocol(asyncio.StreamReaderProtocol):
+    """Tells the context when the connection is closed."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        connected: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None],
+        loop: asyncio.AbstractEventLoop,
+        context: _ConnectionContext,
+    ) -> None:
+        super().__init__(reader, connected, loop)
+        self._context = context
+
+    def eof_received(self) -> bool | None:
+        self._context.end.set_now()
+        return super().eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._context.end.set_now()
+        self._context.closed.set()
+
+
 class HypercornConnections:
     """Connections that Hypercorn's own protocols serve."""
 
-    def __init__(self, app: AsgiApp, config: Config, state: dict[str, Any], limits: HttpLimits) -> None:
-        self._app = ASGIWrapper(cast(Any, app))
+    def __init__(
+        self, app: AsgiApp, config: Config, state: dict[str, Any], limits: HttpLimits, places: Cap | None
+    ) -> None:
+        self._places = places
+        self._app = app
         self._config = config
         self._state = state
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._context = WorkerContext(None)
+        self._contexts: set[_ConnectionContext] = set()
         self.tasks: set[asyncio.Task[None]] = set()
 
-    def protocol(self) -> asyncio.StreamReaderProtocol:
-        """The protocol of a connection that is Hypercorn's."""
+    def protocol(self, *, has_place: bool = False) -> asyncio.StreamReaderProtocol:
+        """The protocol of a connection that is Hypercorn's; `has_place`: it counts among all connections already."""
         reader = asyncio.StreamReader(limit=self._limits.read_high_water_bytes, loop=self._loop)
-        return asyncio.StreamReaderProtocol(reader, self._connected, self._loop)
+        context = _ConnectionContext()
+        return _Protocol(reader, partial(self._connected, context, has_place), self._loop, context)
 
     def take(self, transport: asyncio.Transport, data: bytes) -> None:
         """Take over an open transport and the bytes that were read from it."""
-        protocol = self.protocol()
+        data = _without_compression(data)
+        protocol = self.protocol(has_place=True)
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
         protocol.data_received(data)
 
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _connected(
+        self, context: _ConnectionContext, has_place: bool, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if self._places is not None and not has_place and not self._places.claim():
+            writer.write(error_answer("throttled", "the service has as many connections as it may have"))
+            writer.close()
+            return
         writer.transport.set_write_buffer_limits(high=self._limits.write_high_water_bytes)
-        task = self._loop.create_task(self._serve(reader, writer))
+        task = self._loop.create_task(self._serve(context, reader, writer))
         self.tasks.add(task)
+        self._contexts.add(context)
         task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(lambda _: self._contexts.discard(context))
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, context: _ConnectionContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         try:
-            await TCPServer(self._app, self._loop, self._config, self._context, self._state, reader, writer)
+            state = {**self._state, TRANSPORT: writer.transport}
+            app = ASGIWrapper(cast(Any, partial(self._run, context)))
+            await TCPServer(app, self._loop, self._config, context, cast(Any, state), reader, writer)
         except Exception:
             log.exception("connection failed")
+        finally:
+            if self._places is not None:
+                self._places.release()
 
-    async def begin_drain(self) -> None:
+    async def _run(self, context: _ConnectionContext, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "websocket":
+            await patience.run(self._app, self._limits, scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            if scope["http_version"] == "1.1":
+                context.closed.set()
+
+    def begin_drain(self) -> None:
         """Close what is idle, and what is busy when it becomes so."""
-        await self._context.terminated.set()
+        for context in list(self._contexts):
+            context.end.set_now()
 
     async def wait_closed(self) -> None:
         """Until no connection is left."""
@@ -153,4 +242,15 @@ def _hypercorn_config(limits: HttpLimits) -> Config:
     config.keep_alive_max_requests = 2**62  # the default closes busy connections
     config.h11_max_incomplete_size = limits.max_header_bytes
     config.h2_max_header_list_size = limits.max_header_bytes
+    # Hypercorn announces it, but its decoder goes by h2's own constant.
+    H2Connection.DEFAULT_MAX_HEADER_LIST_SIZE = limits.max_header_bytes
+    config.websocket_max_message_size = limits.max_body_bytes
+    config.websocket_ping_interval = WS_PING_INTERVAL_S
     return config
+
+
+def _without_compression(data: bytes) -> bytes:
+    """An upgrade without the client's offer to compress: a message of 8 MiB would hold up every other client while it
+    is packed, and 64 KiB can unpack to 64 MiB."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return _WS_EXTENSIONS.sub(b"", head) + end + rest

@@ -70,6 +70,8 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "connections",
         "sse_connections",
         "sse_admitted",
+        "connections_admitted",
+        "ws_connections",
         "requests",
         "responses_4xx",
         "responses_5xx",
