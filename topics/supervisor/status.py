@@ -84,6 +84,7 @@ class Status(msgspec.Struct, frozen=True):
     uptime_ms: int | None = None
     listen: str | None = None
     topics: int = 0
+    routers: int = 0
     pressure: float = 0.0
     shared_memory_bytes: int = 0
     write_path: str | None = None
@@ -148,6 +149,7 @@ class StatusReader:
             uptime_ms=max(0, now_ms - header["started_ms"]) if header["started_ms"] else None,
             listen=_listen_address(pid, header["port"]),
             topics=sum(shard.topics for shard in shards),
+            routers=sum(cell.get("routers") for (role, _), cell in page.cells().items() if role is Role.WALSHARD),
             pressure=max(page.cell(role, index).get("pressure_ppm") for role, index in page.cells()) / 1e6,
             shared_memory_bytes=_shared_memory_bytes(names.identity(self._data_dir)),
             write_path=WritePath(header["write_path"]).name.lower() if header["write_path"] else None,
