@@ -61,7 +61,7 @@ class Router(msgspec.Struct, frozen=True, omit_defaults=True):
     counts_hops: bool = False
 
 
-class _Given(msgspec.Struct):
+class GivenRouter(msgspec.Struct):
     """A router's fields as a client sends them."""
 
     source: str
@@ -78,7 +78,7 @@ def parse_router(name: str, given: dict[str, Any]) -> RouterSpec:
     """From a decoded JSON object; `400 invalid_request` names what is wrong."""
     check_router_name(name)
     try:
-        fields = msgspec.convert(given, _Given)
+        fields = msgspec.convert(given, GivenRouter)
     except msgspec.ValidationError as error:
         raise invalid(f"router: {error}") from None
     check_topic_name(fields.source)

@@ -30,12 +30,15 @@ from topics.frontend.key_limits import KeyLimits
 from topics.frontend.key_reload import KeyReload
 from topics.frontend.log_files import LogFiles
 from topics.frontend.metrics import MetricsRoute
+from topics.frontend.pressure import FrontendPressure
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.reading import TopicReader
+from topics.frontend.router_operations import router_operations
 from topics.frontend.routers import RouterRoutes
 from topics.frontend.serve import serve
 from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
+from topics.frontend.table import service_operations, topic_operations, watch_operations
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute
@@ -101,29 +104,19 @@ async def _serve(
     append = AppendRoute(gateway, settings, cell)
     places = _cap("sse_connections", settings.max_sse_connections, "sse_admitted", shared, cell)
     websocket = WebSocketRoute(reader, append, hub, access, settings, places, catching_up, cell, clock)
-    app = App(
-        append,
-        diff,
-        TopicRoutes(reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms, catching_up, routers),
-        routers,
-        WatchRoutes(
-            reader,
-            Sessions(gateway, arenas, clock),
-            hub,
-            access,
-            settings,
-            places,
-            catching_up,
-        ),
-        ProbeRoutes(shared.control, clock),
-        MetricsRoute(
-            ServiceFigures(shared.control, shared.durations, clock.now_ms), arenas, shards, settings.max_metric_topics
-        ),
-        websocket,
-        access,
-        cell,
-        partial(shared.durations.observe, index),
+    topics = TopicRoutes(
+        reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms, catching_up, routers
     )
+    watch = WatchRoutes(reader, Sessions(gateway, arenas, clock), hub, access, settings, places, catching_up)
+    figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
+    metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
+    operations = [
+        *topic_operations(append, diff, topics),
+        *router_operations(routers),
+        *watch_operations(watch),
+        *service_operations(ProbeRoutes(shared.control, clock), metrics, settings.probe_auth),
+    ]
+    app = App(operations, append, diff, websocket, access, cell, partial(shared.durations.observe, index))
     connections = Connections(_cap("connections", settings.max_connections, "connections_admitted", shared, cell))
 
     def stop() -> None:
@@ -142,6 +135,7 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, KeyReload(settings, access, shared.control.header, cell).request)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     gateway.start()
+    FrontendPressure(shared.control, cell, hub, gateway).start()
     beat()
     # What is set up lives as long as the process: the collector need not look at it again and again.
     gc.collect()

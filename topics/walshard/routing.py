@@ -175,8 +175,8 @@ class Routing:
         """Something waits that no signal announces, and not for long."""
         return bool(self._waiting) or self._links.stuck
 
-    def pump(self) -> bool:
-        """Takes what others say and copies some; True if there was anything to do."""
+    def pump(self, pages_max: int = PAGES_PER_STEP) -> bool:
+        """Takes what others say and copies some pages; True if there was anything to do."""
         worked = self._turn()
         if self._table.stale or self._due:
             self._reconcile()
@@ -185,7 +185,7 @@ class Routing:
             for dest_id in [dest_id for dest_id in self._waiting if self._retry_ms(dest_id) <= now_ms]:
                 del self._waiting[dest_id]
                 self._ready[dest_id] = None
-        for _ in range(PAGES_PER_STEP):
+        for _ in range(pages_max):
             if not self._ready:
                 break
             worked = True

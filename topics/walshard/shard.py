@@ -139,7 +139,8 @@ class Shard:
         if requests:
             self._answer(answers)
             self._cell.set("queue_depth_peak", max(requests, self._cell.get("queue_depth_peak")))
-        forwarded = self.routing.pump()
+        # Under pressure what nobody waits for goes behind everything else.
+        forwarded = self.routing.pump(1) if requests and self._cell.get("deferring") else self.routing.pump()
         if forwarded:
             self._holdings.settle(len(self._sessions))
             self._outbox.flush()
