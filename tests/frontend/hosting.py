@@ -27,6 +27,7 @@ from topics.shm.arena import ArenaWriter, SlotState
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.shm.location_ring import LocationRing
+from topics.shm.router_table import RouterTableWriter
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out, stamp
@@ -86,6 +87,7 @@ class Hosting:
         for directory in self._directories:
             os.makedirs(directory, exist_ok=True)
         self.shared.control.cell(Role.WALSHARD, 0).set("generation", 1)
+        RouterTableWriter(self.shared.router_table).store_all([])
         self.arenas = Arenas(self.shared)
         log_files = LogFiles(data_dir, self.shared.ram_dir, 1, maps_max=2)
         self.reader = TopicReader(self.arenas, log_files, 1, self.clock, self.cold)

@@ -11,6 +11,7 @@ Bodies of control frames (msgpack maps; a writer in another language needs nothi
     HEAD_WATERMARK   topic_id, seq            {"exact": bool}               no seq above was assigned in RAM
     IDEMPOTENCY      topic_id, seq = first    count u32 | key bytes         first frame of the write it names
     RAM_STATE        topic_id                 {"earliest_seq": u64, "evict_floor": u64, …}, see RamStateBody
+    ROUTER_…         see core/router_state.py
     SESSION          0                        {"wid": str, "body": bytes | nil, "positions": {…}, "exact": bool}
 
 `floors` are what the topic is afterwards (`shard_state.Floors`), `segments` what is new or changed
@@ -31,9 +32,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from topics.core.config import TopicConfig
+from topics.core.config import U64_MAX, TopicConfig
 from topics.core.idempotency import Outcome
 from topics.core.record_index import RecordIndex
+from topics.core.router_state import RouterState, decode_feed
 from topics.core.runs import decode_runs
 from topics.core.segment_list import SegmentInfo
 from topics.core.shard_state import Floors, ShardState, TopicState
@@ -131,6 +133,7 @@ class Fold:
         """Deleted topics as well: ids are never used again."""
         self.deleted_names: set[str] = set()
         """Whoever takes one again is `recreated`."""
+        self.routers = RouterState()
         self._pending: dict[int, array[int]] = {}
         self._early_keys: dict[int, list[tuple[bytes, Outcome]]] = {}
         self._ram_states: dict[int, RamStateBody] = {}
@@ -162,7 +165,7 @@ class Fold:
                     self._ephemeral_heads.get(topic.id),
                 )
             )
-        state = ShardState(topics, [], sorted(self.deleted_names))
+        state = ShardState(topics, [], sorted(self.deleted_names), self.routers)
         state.set_deleted_ids(self.created_ids - self.topics.keys())
         return state
 
@@ -171,8 +174,11 @@ class Fold:
         assert not self.created_ids
         self.deleted_names = set(state.deleted_names)
         self.created_ids = state.all_deleted_ids()
+        self.routers = state.routers
         for kept in state.topics:
             self._restore_topic(kept)
+        for topic_id, hold_seq in self.routers.holds.items():
+            self.topics[topic_id].index.hold(hold_seq)
 
     def _restore_topic(self, kept: TopicState) -> None:
         index = self._make_index(kept.id)
@@ -222,6 +228,7 @@ class Fold:
         topic = self._topic(topic_id)
         if topic is not None:
             self.deleted_names.add(topic.name)
+            self.routers.topic_deleted(topic_id)
             self._pending.pop(topic_id, None)
             self._ephemeral_heads.pop(topic_id, None)
             topic.index.drop_before(topic.head_seq + 1)
@@ -286,6 +293,25 @@ class Fold:
             self._restore_ram_state(topic, state)
         elif topic_id not in self.created_ids:
             self._ram_states[topic_id] = state
+
+    def router_cursor(self, topic_id: int, seq: int, data: bytes, in_ram: bool) -> None:
+        """`in_ram`: from the RAM log, which is read before the topic is known."""
+        feed = decode_feed(data)
+        if not in_ram:
+            topic = self._topic(topic_id)
+            if topic is None:
+                return
+            if feed.trimmed and topic.config.durability != "ephemeral":
+                self._settle(topic)
+                topic.skipped(seq, EvictReason.SOURCE_TRIM)
+        self.routers.cursor(topic_id, feed, in_ram)
+
+    def router_source(self, topic_id: int, hold_seq: int) -> None:
+        topic = self._topic(topic_id)
+        if topic is not None:
+            self._settle(topic)
+            topic.index.hold(hold_seq or U64_MAX)
+            self.routers.source(topic_id, hold_seq)
 
     def session(self, data: bytes) -> None:
         session = decode_session(data)

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from topics.core.config import TopicConfig
+from topics.core.router_state import RouterState
 from topics.core.segment_list import SegmentInfo
 
 
@@ -53,6 +54,7 @@ class ShardState(msgspec.Struct, array_like=True):
     topics: list[TopicState] = []
     deleted_ids: list[int] = []
     deleted_names: list[str] = []
+    routers: RouterState = msgspec.field(default_factory=RouterState)
 
     def all_deleted_ids(self) -> set[int]:
         return set(accumulate(self.deleted_ids))

@@ -123,6 +123,10 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "commit_window_us",
         "write_errors",
         "sessions",
+        "routers",
+        "router_copies",
+        "router_lag_records",
+        "router_unlogged_bytes",
         "torn_bytes",
         "arena_bytes",
         "fsync_us_sum",
@@ -158,6 +162,7 @@ HELD_FIELDS: Final = (
     "records_live",
     "bytes_live",
     "sessions",
+    "routers",
 )
 """What a shard holds. It holds it while it is down, too: caps of the whole service count on that."""
 OVER_LIVES: Final[dict[Role, frozenset[str]]] = {
@@ -183,6 +188,7 @@ OVER_LIVES: Final[dict[Role, frozenset[str]]] = {
             "wal_bytes_written",
             "wal_rotations",
             "write_errors",
+            "router_copies",
             "fsync_us_sum",
             *(f"fsync_us_{bucket:02d}" for bucket in range(LATENCY_BUCKETS)),
         )

@@ -59,7 +59,7 @@ def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:
                 fold.ram_state(topic_id, data)
             case FrameType.SESSION:
                 fold.session(data)
-            case FrameType.FILE_START | FrameType.FILE_END | FrameType.SYNC_MARK:
+            case FrameType.FILE_START | FrameType.FILE_END | FrameType.SYNC_MARK | FrameType.ROUTER_COPY:
                 pass
             case _:
                 # Control frames see their topic with all records before them.
@@ -67,12 +67,12 @@ def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:
                     fold.records(run_topic_id, run)
                 runs = {}
                 extend = None
-                _fold_control(fold, type_, topic_id, seq, data)
+                _fold_control(fold, type_, topic_id, seq, data, in_ram)
     for run_topic_id, run in runs.items():
         fold.records(run_topic_id, run)
 
 
-def _fold_control(fold: Fold, type_: int, topic_id: int, seq: int, data: bytes) -> None:
+def _fold_control(fold: Fold, type_: int, topic_id: int, seq: int, data: bytes, in_ram: bool) -> None:
     match type_:
         case FrameType.TOPIC_CREATE:
             fold.topic_create(topic_id, data)
@@ -88,5 +88,13 @@ def _fold_control(fold: Fold, type_: int, topic_id: int, seq: int, data: bytes) 
             fold.checkpoint_mark(topic_id, seq, data)
         case FrameType.HEAD_WATERMARK:
             fold.head_watermark(topic_id, seq, data)
+        case FrameType.ROUTER_CREATE:
+            fold.routers.created(data)
+        case FrameType.ROUTER_DELETE:
+            fold.routers.deleted(seq)
+        case FrameType.ROUTER_CURSOR:
+            fold.router_cursor(topic_id, seq, data, in_ram)
+        case FrameType.ROUTER_SOURCE:
+            fold.router_source(topic_id, seq)
         case _:
             raise AssertionError(f"frame type {type_} has no meaning in this version")

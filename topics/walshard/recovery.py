@@ -32,8 +32,11 @@ from topics.walshard.catalog import Catalog
 from topics.walshard.commit import Logs
 from topics.walshard.frame_tags import FrameTags
 from topics.walshard.holdings import Holdings
+from topics.walshard.hosted import Hosted
+from topics.walshard.operation import Operation
 from topics.walshard.outbox import Outbox
 from topics.walshard.ram_log import RamTrim
+from topics.walshard.routing_setup import make_routing
 from topics.walshard.segment_files import SegmentFiles
 from topics.walshard.sessions import Sessions
 from topics.walshard.shard import Shard
@@ -109,9 +112,25 @@ def recover(
         clock,
     )
     syncs = BackgroundSync(logs, syncing, shared.shard_wakes[index], clock.monotonic_ms())
-    ram_trim = RamTrim(fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions)
+
+    def commit(durable: list[Operation], ram: list[Operation]) -> bool:
+        return shard.commit_group(durable, ram)
+
+    def show(hosted: Hosted) -> None:
+        shard.show(hosted)
+
+    def logged(hosted: Hosted) -> None:
+        shard.logged(hosted)
+
+    routing = make_routing(
+        settings, shared, index, fold.routers, catalog, holdings, cell, clock, fs, commit, show, logged
+    )
+    ram_trim = RamTrim(fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions, routing.feeds)
     log_trim = LogTrim(logs, catalog, tags)
-    shard = Shard(catalog, sessions, holdings, logs, ram_trim, files, tags, log_trim, syncs, outbox, cell, clock)
+    shard = Shard(
+        catalog, sessions, holdings, logs, ram_trim, files, tags, log_trim, syncs, outbox, routing, cell, clock
+    )
+    routing.rederive()
 
     logs.count()  # the compactor reads the log up to there
     holdings.settle(len(sessions))

@@ -26,22 +26,28 @@ from topics.shm import messages
 from topics.shm.arena import ArenaFullError
 from topics.shm.control import ProcessCell
 from topics.shm.messages import (
+    CatchUp,
     Checkpoint,
     CheckpointReply,
     DeleteRecords,
     DeleteRecordsReply,
+    DeleteRouter,
     DeleteTopic,
     DeleteTopicReply,
     Done,
+    EnsureTopic,
     Expire,
     Hello,
+    PutRouter,
     PutTopic,
     PutTopicReply,
+    RemoveRouters,
     SessionAbandon,
     SessionClose,
     SessionLook,
     SessionOpen,
     SessionPut,
+    SyncRouters,
     Trim,
     Unwatch,
     Watch,
@@ -61,6 +67,7 @@ from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer, Operation
 from topics.walshard.outbox import Outbox
 from topics.walshard.ram_log import RamTrim
+from topics.walshard.routing import Routing
 from topics.walshard.segment_files import SegmentFiles
 from topics.walshard.sessions import Sessions
 from topics.walshard.tag_search import TagSearch
@@ -84,6 +91,7 @@ class Shard:
         log_trim: LogTrim,
         syncs: BackgroundSync,
         outbox: Outbox,
+        routing: Routing,
         cell: ProcessCell,
         clock: Clock,
     ) -> None:
@@ -97,18 +105,19 @@ class Shard:
         self._log_trim = log_trim
         self._syncs = syncs
         self._outbox = outbox
+        self.routing = routing
         self._cell = cell
         self._clock = clock
         self._now_ms = clock.now_ms()
         self._requests = 0
         self._capped: dict[int, Hosted] = {}
         """Topics whose caps evicted something that the log does not say yet."""
-        self._appends = Appends(catalog.find, self._make_topic, self._abandon_topic, catalog.host, holdings.claim_bytes)
-        self._committed_before = {
-            (entry.frontend, entry.ring_position): entry.reply
-            for entry in outbox.committed_before()
-            if logs.holds(entry)
-        }
+        self._appends = Appends(
+            self._find_to_append, self._make_topic, self._abandon_topic, self._host, holdings.claim_bytes
+        )
+        committed = [entry for entry in outbox.committed_before() if logs.holds(entry)]
+        outbox.take_over(committed)
+        self._committed_before = {(entry.frontend, entry.ring_position): entry.reply for entry in committed}
         """Requests the former incarnation committed and did not answer: their answers."""
 
     def step(self) -> bool:
@@ -141,13 +150,17 @@ class Shard:
         if requests != self._requests:
             self._requests = requests
             self._cell.set("queue_depth", requests)
-        if not requests:
-            return False
-        self._answer(answers)
+        if requests:
+            self._answer(answers)
+            self._cell.set("queue_depth_peak", max(requests, self._cell.get("queue_depth_peak")))
+        # Under pressure what nobody waits for goes behind everything else.
+        forwarded = self.routing.pump(1) if requests and self._cell.get("deferring") else self.routing.pump()
+        if forwarded:
+            self._holdings.settle(len(self._sessions))
+            self._outbox.flush()
         if self._ram_trim.due:
             self._trim_ram_log()
-        self._cell.set("queue_depth_peak", max(requests, self._cell.get("queue_depth_peak")))
-        return True
+        return forwarded or requests > 0
 
     def _answer(self, answers: list[Answer]) -> None:
         """Commits what is gathered and answers everything so far."""
@@ -160,7 +173,7 @@ class Shard:
     def sync_in_background(self) -> None:
         """What became durable meanwhile goes out to those who wait for that."""
         for hosted in self._syncs.poll(self._clock.monotonic_ms()):
-            self._show(hosted)
+            self.show(hosted)
         self._log_trim.poll()
         self._outbox.flush()
 
@@ -178,18 +191,20 @@ class Shard:
         for wid in self._sessions.overdue(self._clock.monotonic_ms()):
             self._collect_session(wid)
         self._files.mark_again()
+        self.routing.sweep()
         self._holdings.settle(len(self._sessions))
         self._outbox.flush()
 
     def close(self) -> None:
         """A clean end: heads of `ephemeral` topics exactly as they are, everything on the disk."""
         self._now_ms = self._clock.now_ms()
+        self.routing.close()
         marks = [
             Operation([_head_mark(hosted, self._now_ms, 0)], lambda _file_no, _offset: None, sync=True)
             for hosted in self._catalog
             if hosted.topic.config.durability == "ephemeral" and hosted.topic.head_seq < hosted.topic.head_ceiling
         ]
-        self._commit_group(marks, [])
+        self.commit_group(marks, [])
         self._logs.close()
 
     # -- requests
@@ -206,6 +221,11 @@ class Shard:
         match call:
             case PutTopic():
                 self._put_topic(call, answer)
+            case EnsureTopic():
+                self._ensure_topic(call, answer)
+            case PutRouter() | DeleteRouter() | RemoveRouters() | SyncRouters() | CatchUp():
+                self._commit_appends()
+                self.routing.take(call, answer)
             case DeleteTopic():
                 self._delete_topic(call, answer)
             case DeleteRecords():
@@ -241,6 +261,14 @@ class Shard:
                 self._log_trim.request(call.file_no)
                 answer.reply = messages.encode_reply(answer.request_id, Done())
 
+    def _ensure_topic(self, call: EnsureTopic, answer: Answer) -> None:
+        self._commit_appends()
+        hosted = self._catalog.find(call.name)
+        if hosted is None:
+            self._put_topic(PutTopic(call.name, TopicConfig(), type_given=False), answer)
+        else:
+            answer.reply = messages.encode_reply(answer.request_id, PutTopicReply(False, hosted.topic.config))
+
     def _put_topic(self, call: PutTopic, answer: Answer) -> None:
         self._commit_appends()
         hosted = self._catalog.find(call.name)
@@ -251,7 +279,7 @@ class Shard:
             if not self._commit(
                 Operation(
                     [create_frame(hosted, self._now_ms, 0)],
-                    lambda _file_no, _offset: self._catalog.host(made),
+                    lambda _file_no, _offset: self._host(made),
                     sync=True,
                     answer=answer,
                 )
@@ -267,6 +295,7 @@ class Shard:
         answer.reply = messages.encode_reply(answer.request_id, PutTopicReply(False, config))
         if config == topic.config:
             return
+        self.routing.before_log(hosted)
         descriptor = hosted.prepare_config(config)
         body = encode_body(ConfigBody(config))
         update = frame.encode(FrameType.CONFIG_UPDATE, 0, topic.id, 0, self._now_ms, b"", b"", body)
@@ -280,7 +309,7 @@ class Shard:
             if len(buffers) > 1:  # the exact head took back what was reserved above it
                 updated.topic.head_ceiling = updated.topic.head_seq
             updated.configured(config, descriptor)
-            self._show(updated)
+            self.show(updated)
 
         self._commit(Operation(buffers, apply, sync=True, answer=answer))
 
@@ -304,6 +333,7 @@ class Shard:
         def apply(_file_no: int, _offset: int) -> None:
             self._syncs.forget(gone)
             self._capped.pop(gone.topic.id, None)
+            self.routing.gone(gone)
             self._catalog.retire(gone)
             self._notify(gone)
 
@@ -316,6 +346,7 @@ class Shard:
         if hosted is None:
             raise topic_not_found(call.name)
         self._expire(hosted)
+        self.routing.before_log(hosted)
         topic = hosted.topic
         match = None if call.op is None else Match(call.op, call.pattern)
         try:
@@ -346,7 +377,7 @@ class Shard:
         def apply(_file_no: int, _offset: int) -> None:
             topic.deleted(deletion, floors)
             hosted.logged_floor = topic.evict_floor
-            self._show(hosted)
+            self.show(hosted)
 
         sync = topic.config.durability == "fsync"
         self._commit(Operation([entry], apply, sync=sync, answer=answer), {topic.id})
@@ -354,6 +385,9 @@ class Shard:
     def _expire(self, hosted: Hosted) -> None:
         """Moves the floors over what has outlived its ttl; logged, so that they never move back."""
         topic = hosted.topic
+        if topic.expired_below(self._now_ms) <= topic.earliest_seq:
+            return
+        self.routing.before_log(hosted)
         floors = topic.plan_eviction(topic.expired_below(self._now_ms), EvictReason.TTL)
         if floors is not None:
             self._commit(
@@ -364,7 +398,7 @@ class Shard:
     def _evicted(self, hosted: Hosted, floors: Floors, _file_no: int, _offset: int) -> None:
         hosted.topic.logged(floors)
         hosted.logged_floor = floors.evict_floor
-        self._show(hosted)
+        self.show(hosted)
 
     def _checkpoint(self, call: Checkpoint, answer: Answer) -> None:
         self._commit_appends()
@@ -374,9 +408,12 @@ class Shard:
             raise TopicsError("storage_unavailable", "deletions cannot be marked in their segments now")
         marks = Marks(self._files, self._now_ms)
         for checkpoint in call.topics:
-            marks.add(checkpoint, self._catalog.find_id(checkpoint.topic_id))
+            hosted = self._catalog.find_id(checkpoint.topic_id)
+            if hosted is not None:
+                self.routing.before_log(hosted)
+            marks.add(checkpoint, hosted)
         if marks.operations:
-            if not self._commit_group(marks.operations, [], marks.marked.keys()):
+            if not self.commit_group(marks.operations, [], marks.marked.keys()):
                 marks.undo()
         elif not self._logs.sync():
             raise TopicsError("storage_unavailable", "the log cannot be synced now; see the service's log")
@@ -388,7 +425,8 @@ class Shard:
         """
         marks = []
         for topic_id, hosted in self._capped.items():
-            if topic_id not in but:
+            # Copies that are not in the log are counted in floors: such a topic's have to wait for them.
+            if topic_id not in but and hosted.logged_head_seq == hosted.topic.head_seq:
                 floors = hosted.topic.floors()
                 marks.append(
                     Operation([_floor_frame(hosted, floors, self._now_ms)], partial(_floor_logged, hosted, floors))
@@ -436,18 +474,18 @@ class Shard:
 
     def _commit_session(self, body: SessionBody, apply: Callable[[int, int], None], answer: Answer | None) -> None:
         entry = frame.encode(FrameType.SESSION, 0, 0, 0, self._now_ms, b"", b"", encode_body(body))
-        self._commit_group([], [Operation([entry], apply, answer=answer)])
+        self.commit_group([], [Operation([entry], apply, answer=answer)])
 
     # -- commits
 
     def _commit_appends(self) -> None:
         appends = self._appends
         if appends.durable or appends.ram:
-            self._commit_group(appends.durable, appends.ram)
+            self.commit_group(appends.durable, appends.ram)
             appends.abandon_unhosted()
             durable = {id: hosted for id, hosted in appends.touched.items() if not _in_ram(hosted)}
             for hosted in chain(appends.touched.values(), self._syncs.committed(durable)):
-                self._show(hosted)
+                self.show(hosted)
         appends.reset()
         self._holdings.settle(len(self._sessions))
 
@@ -457,13 +495,18 @@ class Shard:
         except OSError as error:
             log.error("the RAM log cannot be trimmed", error=str(error))
             return
-        if self._commit_group([], [operation]):
+        if self.commit_group([], [operation]):
             self._ram_trim.drop_files()
 
     def _commit(self, operation: Operation, floors_of: Collection[int] = ()) -> bool:
-        return self._commit_group([operation], [], floors_of)
+        return self.commit_group([operation], [], floors_of)
 
-    def _commit_group(self, durable: list[Operation], ram: list[Operation], floors_of: Collection[int] = ()) -> bool:
+    def logged(self, hosted: Hosted) -> None:
+        """Records of a topic came into the durable log on another way than by an append."""
+        for other in self._syncs.committed({hosted.topic.id: hosted}):
+            self.show(other)
+
+    def commit_group(self, durable: list[Operation], ram: list[Operation], floors_of: Collection[int] = ()) -> bool:
         """True when all of it was committed; what was not is answered with an error. `floors_of`: topics of which the
         group says what their floors are.
         """
@@ -482,15 +525,28 @@ class Shard:
             self._capped.clear()
         return not failed
 
-    def _show(self, hosted: Hosted) -> None:
+    def show(self, hosted: Hosted) -> None:
+        """What a topic is now is known to all."""
         if hosted.topic.evict_floor > hosted.logged_floor:
             self._capped[hosted.topic.id] = hosted
         hosted.publish()
         self._notify(hosted)
+        self.routing.changed(hosted)
 
     def _notify(self, hosted: Hosted) -> None:
         for frontend, token in hosted.watchers.items():
             self._outbox.notify(frontend, token)
+
+    def _find_to_append(self, name: str) -> Hosted | None:
+        """A topic that is going to be appended to: the log has to be as far as it is."""
+        hosted = self._catalog.find(name)
+        if hosted is not None and hosted.ring.unlogged_seq <= hosted.topic.head_seq:
+            self.routing.before_log(hosted)
+        return hosted
+
+    def _host(self, hosted: Hosted) -> None:
+        self._catalog.host(hosted)
+        self.routing.came(hosted)
 
     def _make_topic(self, name: str, config: TopicConfig) -> Hosted:
         """A topic nobody sees yet, or `throttled` when the service may not have one more."""

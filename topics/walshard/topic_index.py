@@ -151,6 +151,9 @@ class TopicIndex:
             self._files.forget(self.topic_id, info)
         self.ring.drop_before(seq)
 
+    def hold(self, seq: int) -> None:
+        self.ring.hold(seq)
+
     def forget(self) -> None:
         """The topic is gone."""
         for info in self.segments:
