@@ -67,7 +67,15 @@ class SharedObject:
         self.words.release()
         self.bytes.release()
         self._map.close()
-        os.close(self.fd)
+        self._close_fd()
+
+    def _close_fd(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    # Views keep the map for as long as there are any; the descriptor would stay for ever.
+    __del__ = _close_fd
 
     def unlink(self) -> None:
         """Removes the name; who has it mapped keeps it."""

@@ -56,4 +56,9 @@ class Wake:
             os.eventfd_read(self.fd)
 
     def close(self) -> None:
-        os.close(self.fd)
+        """Also when nobody has it any more."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = close
