@@ -34,6 +34,11 @@ ROUTES = [
     _row("POST", "/v0/topics/{topic}", "write", json={"records": [{"data": 1}]}),
     _row("POST", "/v0/topics/{topic}/diff", "read", json={}),
     _row("POST", "/v0/topics/{topic}/delete", "delete", json={"before_seq": 1}),
+    _row("POST", "/v0/stage/{topic}", "write", json={"txn": "t", "records": [{"data": 1}]}),
+    _row("DELETE", "/v0/stage/{topic}", "write", json={"txn": "t"}),
+    _row("POST", "/v0/txn/{sink}/commit", "write", json={"batch": 0, "stages": []}),
+    _row("GET", "/v0/txn/{sink}", "read"),
+    _row("DELETE", "/v0/txn/{sink}", "delete"),
     _row("POST", "/v0/watch", "read", json={"topics": {TOPIC: {}}}),
     _row("GET", "/v0/metrics", "read", named=False),
 ]

@@ -18,6 +18,7 @@ from topics.frontend import diff as diff_module
 from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
+from topics.frontend.commits import Commits
 from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
 from topics.frontend.figures import ServiceFigures
@@ -26,7 +27,9 @@ from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
+from topics.frontend.stages import Stages
 from topics.frontend.topics import TopicRoutes
+from topics.frontend.txn import TxnRoutes
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute
 from topics.shm import messages
@@ -65,6 +68,7 @@ class Frontend:
                 ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms), hosting.arenas, 1, 100
             ),
             WebSocketRoute(reader, append, hub, access, settings, streams, self.cell, hosting.clock),
+            TxnRoutes(append, Commits(self.gateway, Stages(settings.data_dir, 60_000)), reader, settings),
             access,
             self.cell,
             partial(shared.durations.observe, 0),

@@ -23,6 +23,7 @@ from topics.frontend.http1_exchange import ROUTE, Receive, Scope, Send
 from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.topics import TopicRoutes
+from topics.frontend.txn import TxnRoutes
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute, needs_upgrade, refuse
 from topics.log import get_logger
@@ -53,6 +54,7 @@ class App:
         probes: ProbeRoutes,
         metrics: MetricsRoute,
         websocket: WebSocketRoute,
+        txn: TxnRoutes,
         access: Access,
         cell: ProcessCell,
         observe: Callable[[Route, int], None],
@@ -74,12 +76,17 @@ class App:
             POST=_timed(Route.APPEND, write(_of_topic(append))),
         )
         delete_records = Resource(POST=_timed(Route.DELETE_RECORDS, delete(topics.delete_records)))
+        stage = Resource(POST=_timed(Route.OTHER, write(txn.stage)), DELETE=_timed(Route.OTHER, write(txn.drop)))
+        sink = Resource(GET=_timed(Route.OTHER, read(txn.get)), DELETE=_timed(Route.OTHER, delete(txn.forget)))
         self._router = Router(
             [
                 Path("/v0/topics", Resource(GET=_timed(Route.LIST_TOPICS, read(topics.list_all)))),
                 Path("/v0/topics/{topic}", one_topic),
                 Path("/v0/topics/{topic}/diff", Resource(POST=_timed(Route.DIFF, read(_of_topic(diff))))),
                 Path("/v0/topics/{topic}/delete", delete_records),
+                Path("/v0/stage/{topic}", stage),
+                Path("/v0/txn/{sink}", sink),
+                Path("/v0/txn/{sink}/commit", Resource(POST=_timed(Route.OTHER, write(txn.commit)))),
                 Path("/v0/watch", Resource(POST=_timed(Route.CREATE_WATCH, read(watch.create)))),
                 # An unknown wid is 404 whoever asks, so it looks for the key itself.
                 Path("/v0/watch/{wid}", Resource(GET=_timed(None, watch.stream))),

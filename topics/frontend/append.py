@@ -73,13 +73,12 @@ class AppendRoute:
             request.if_head_seq,
             key,
             config,
-            self._lay_out(request, body_bytes),
+            self.lay_out(request.records, request.node, body_bytes),
         )
 
-    def _lay_out(self, request: AppendBody, body_bytes: int) -> LaidOut:
-        """Frames of all records, each within its limits (api §2.3)."""
+    def lay_out(self, records: list[RecordBody], batch_node: str | None, body_bytes: int) -> LaidOut:
+        """Frames of all records, each within its limits (api §2.3); `body_bytes` is what they came in."""
         settings = self._settings
-        records = request.records
         if not records:
             raise invalid("records must hold at least one record", field="records")
         if len(records) > settings.max_batch_records:
@@ -88,7 +87,7 @@ class AppendRoute:
                 f"a write has at most {settings.max_batch_records} records, not {len(records)}",
                 {"max_batch_records": settings.max_batch_records},
             )
-        node = b"" if request.node is None else self._node(request.node, "node")
+        node = b"" if batch_node is None else self._node(batch_node, "node")
         # A body that is no longer than one record may be holds none that is too long.
         if body_bytes > settings.max_record_bytes:
             self._check_sizes(records)

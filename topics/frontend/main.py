@@ -19,6 +19,7 @@ from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.arenas import Arenas
+from topics.frontend.commits import Commits
 from topics.frontend.cors import Cors
 from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
@@ -33,7 +34,9 @@ from topics.frontend.reading import TopicReader
 from topics.frontend.serve import serve
 from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
+from topics.frontend.stages import Stages
 from topics.frontend.topics import TopicRoutes
+from topics.frontend.txn import TxnRoutes
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute
 from topics.settings import Settings
@@ -93,6 +96,7 @@ async def _serve(
     append = AppendRoute(gateway, settings, cell)
     places = _streams_cap(shared, cell, settings)
     websocket = WebSocketRoute(reader, append, hub, access, settings, places, cell, clock)
+    commits = Commits(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
     app = App(
         append,
         diff,
@@ -110,6 +114,7 @@ async def _serve(
             ServiceFigures(shared.control, shared.durations, clock.now_ms), arenas, shards, settings.max_metric_topics
         ),
         websocket,
+        TxnRoutes(append, commits, reader, settings),
         access,
         cell,
         partial(shared.durations.observe, index),
@@ -132,6 +137,7 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, KeyReload(settings, access, shared.control.header, cell).request)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     gateway.start()
+    commits.start(janitor=index == 0)
     beat()
     # What is set up lives as long as the process: the collector need not look at it again and again.
     gc.collect()
@@ -152,6 +158,7 @@ async def _serve(
             on_ready=lambda: cell.set("state", ProcessState.READY),
         )
     finally:
+        commits.close()
         gateway.close()
 
 

@@ -228,8 +228,13 @@ def _position(option: str, value: object) -> Position:
     raise OptionError(f"option {option}: {value!r} is no position: a seq, earliest (-2) or latest (-1)")
 
 
+def valid_name(name: str) -> bool:
+    """Whether a topic may be called so (api §0.3)."""
+    return _TOPIC.fullmatch(name) is not None
+
+
 def _check_topic(option: str, name: str) -> None:
-    if _TOPIC.fullmatch(name) is None:
+    if not valid_name(name):
         raise OptionError(
             f"option {option}: {name!r} is not a valid name: 1 to 255 of A-Z a-z 0-9 . _ : -, letter or digit first"
         )

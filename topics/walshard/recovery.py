@@ -44,6 +44,7 @@ from topics.walshard.outbox import Outbox
 from topics.walshard.ram_log import RamTrim
 from topics.walshard.sessions import Sessions
 from topics.walshard.shard import Shard
+from topics.walshard.sinks import Sinks
 
 log = get_logger()
 
@@ -119,7 +120,8 @@ def recover(
     )
     syncs = BackgroundSync(logs, syncing, shared.shard_wakes[index], clock.monotonic_ms())
     ram_trim = RamTrim(fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions)
-    shard = Shard(catalog, sessions, holdings, logs, ram_trim, tags, syncs, outbox, cell, clock)
+    sinks = Sinks(fs, settings.data_dir, index, settings.wal_shards)
+    shard = Shard(catalog, sessions, sinks, holdings, logs, ram_trim, tags, syncs, outbox, cell, clock)
 
     holdings.settle(len(sessions))
     cell.set("torn_bytes", recovery.torn_bytes)

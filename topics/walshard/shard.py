@@ -38,6 +38,13 @@ from topics.shm.messages import (
     SessionLook,
     SessionOpen,
     SessionPut,
+    StagePublish,
+    StagesOver,
+    TxnBegin,
+    TxnEnd,
+    TxnForget,
+    TxnLook,
+    TxnPending,
     Unwatch,
     Watch,
 )
@@ -55,6 +62,7 @@ from topics.walshard.operation import Answer, Operation
 from topics.walshard.outbox import Outbox
 from topics.walshard.ram_log import RamTrim
 from topics.walshard.sessions import Sessions
+from topics.walshard.sinks import Sinks
 
 log = get_logger()
 
@@ -66,6 +74,7 @@ class Shard:
         self,
         catalog: Catalog,
         sessions: Sessions,
+        sinks: Sinks,
         holdings: Holdings,
         logs: Logs,
         ram_trim: RamTrim,
@@ -77,6 +86,7 @@ class Shard:
     ) -> None:
         self._catalog = catalog
         self._sessions = sessions
+        self._sinks = sinks
         self._holdings = holdings
         self._logs = logs
         self._ram_trim = ram_trim
@@ -212,6 +222,14 @@ class Shard:
                 self._close_session(call, answer)
             case SessionAbandon():
                 self._sessions.abandoned(call.wid, answer.frontend, call.stream, self._clock.monotonic_ms())
+            case StagePublish():
+                self._appends.prepare(self._sinks.staged(call), answer, self._now_ms)
+            case StagesOver():
+                hosted = self._catalog.find(call.name)
+                if hosted is not None:
+                    hosted.topic.idempotency.unpin(call.sink, call.batch)
+            case TxnBegin() | TxnEnd() | TxnForget() | TxnLook() | TxnPending():
+                self._sinks.take(call, answer)
             case Hello():
                 self._hello(answer.frontend)
 
