@@ -16,7 +16,7 @@ from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, encode_json, send_json
-from topics.frontend.bodies import read_body
+from topics.frontend.bodies import INLINE_BYTES_MAX, read_body
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.query import flag
@@ -46,19 +46,22 @@ class AppendRoute:
         headers = dict(scope["headers"])
         check_topic_name(name)
         body = await read_body(receive, headers, self._settings.max_body_bytes)
-        request = wire.decode_append(body)
+        if len(body) <= INLINE_BYTES_MAX:
+            request, records = self._read(body)
+        else:
+            request, records = await asyncio.to_thread(self._read, body)
         query = scope["query_string"]
         with_seqs = flag(QueryParams(query), "return_seqs", True) if query else True
-        reply = await self.submit(name, request, len(body), headers.get(b"idempotency-key"), caller_of(scope))
+        reply = await self.submit(name, request, records, headers.get(b"idempotency-key"), caller_of(scope))
         self._cell.add("records_in", reply.count)
         await send_json(
             send, headers, 201 if reply.created else 200, b"{%b}" % members(name, reply, with_seqs, started_ns)
         )
 
     def submit(
-        self, name: str, request: AppendBody, body_bytes: int, key_header: bytes | None, caller: ApiKey
+        self, name: str, request: AppendBody, records: LaidOut, key_header: bytes | None, caller: ApiKey
     ) -> asyncio.Future[AppendReply]:
-        """A write on its way to its shard, in order with those submitted before; `body_bytes` is how long it was.
+        """A write on its way to its shard, in order with those submitted before; `records` are those of `lay_out`.
 
         Raises TopicsError for what is wrong with it; the future fails as `Gateway.submit_append` says.
         """
@@ -73,12 +76,18 @@ class AppendRoute:
             request.if_head_seq,
             key,
             config,
-            self.lay_out(request.records, request.node, body_bytes),
+            records,
+            patient=request.disable_backpressure,
         )
 
-    def lay_out(self, records: list[RecordBody], batch_node: str | None, body_bytes: int) -> LaidOut:
-        """Frames of all records, each within its limits (api §2.3); `body_bytes` is what they came in."""
+    def _read(self, body: bytes) -> tuple[AppendBody, LaidOut]:
+        request = wire.decode_append(body)
+        return request, self.lay_out(request, len(body))
+
+    def lay_out(self, request: AppendBody, body_bytes: int) -> LaidOut:
+        """Frames of all records of a body so long, each within its limits (api §2.3)."""
         settings = self._settings
+        records = request.records
         if not records:
             raise invalid("records must hold at least one record", field="records")
         if len(records) > settings.max_batch_records:
@@ -87,7 +96,7 @@ class AppendRoute:
                 f"a write has at most {settings.max_batch_records} records, not {len(records)}",
                 {"max_batch_records": settings.max_batch_records},
             )
-        node = b"" if batch_node is None else self._node(batch_node, "node")
+        node = b"" if request.node is None else self._node(request.node, "node")
         # A body that is no longer than one record may be holds none that is too long.
         if body_bytes > settings.max_record_bytes:
             self._check_sizes(records)
@@ -167,7 +176,8 @@ def members(name: str, reply: AppendReply, with_seqs: bool, started_ns: int) -> 
         f'"topic":"{name}","first_seq":{first},"last_seq":{first + count - 1},{seqs}"head_seq":{reply.head_seq},'
         f'"count":{count},"created":{_BOOL[reply.created]},"deduped":{_BOOL[reply.deduped]},'
         f'"durability":"{reply.durability}","performance":{{"server_total_ms":{elapsed_ms(started_ns)},'
-        f'"wal_append_ms":{reply.wal_us / 1000},"fsync_ms":{reply.fsync_us / 1000}}}'
+        f'"wal_append_ms":{reply.wal_us / 1000},"fsync_ms":{reply.fsync_us / 1000},'
+        f'"throttle_wait_ms":{reply.throttled_us / 1000}}}'
     ).encode()
 
 

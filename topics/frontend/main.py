@@ -26,9 +26,11 @@ from topics.frontend.diff import DiffRoute
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1 import Connections, HttpLimits
+from topics.frontend.key_limits import KeyLimits
 from topics.frontend.key_reload import KeyReload
 from topics.frontend.log_files import LogFiles
 from topics.frontend.metrics import MetricsRoute
+from topics.frontend.pressure import FrontendPressure
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.reading import TopicReader
 from topics.frontend.serve import serve
@@ -43,6 +45,7 @@ from topics.settings import Settings
 from topics.shm.cap import Cap
 from topics.shm.control import OVER_LIVES, ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
+from topics.shm.key_counts import KeyCounts
 from topics.shm.recency import Recency, RecencyWriter
 
 HEARTBEAT_S: Final = 0.25
@@ -92,9 +95,10 @@ async def _serve(
     diff = DiffRoute(reader, gateway, recency_writer, settings, cell)
     recency = Recency(shared.identity, shared.frontends, shards)
     hub = Hub(gateway, TopicSight(reader, arenas, recency_writer, recency), cell, clock)
-    access = Access(keys, settings.probe_auth)
+    limits = KeyLimits(KeyCounts(shared.key_counts, shared.frontends, index), settings)
+    access = Access(keys, settings.probe_auth, limits)
     append = AppendRoute(gateway, settings, cell)
-    places = _streams_cap(shared, cell, settings)
+    places = _cap("sse_connections", settings.max_sse_connections, "sse_admitted", shared, cell)
     websocket = WebSocketRoute(reader, append, hub, access, settings, places, cell, clock)
     commits = Commits(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
     app = App(
@@ -119,7 +123,7 @@ async def _serve(
         cell,
         partial(shared.durations.observe, index),
     )
-    connections = Connections()
+    connections = Connections(_cap("connections", settings.max_connections, "connections_admitted", shared, cell))
 
     def stop() -> None:
         cell.set("state", ProcessState.DRAINING)
@@ -138,6 +142,7 @@ async def _serve(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     gateway.start()
     commits.start(janitor=index == 0)
+    FrontendPressure(shared.control, cell, hub, gateway).start()
     beat()
     # What is set up lives as long as the process: the collector need not look at it again and again.
     gc.collect()
@@ -162,7 +167,7 @@ async def _serve(
         gateway.close()
 
 
-def _streams_cap(shared: SharedMemory, cell: ProcessCell, settings: Settings) -> Cap:
-    """Event streams of all frontends together. Those of one that died count until its next life begins."""
+def _cap(limit: str, most: int, field: str, shared: SharedMemory, cell: ProcessCell) -> Cap:
+    """Of all frontends together. What one that died had counts until its next life begins."""
     every = [shared.control.cell(Role.FRONTEND, frontend) for frontend in range(shared.frontends)]
-    return Cap("sse_connections", settings.max_sse_connections, "sse_admitted", cell, every)
+    return Cap(limit, most, field, cell, every)

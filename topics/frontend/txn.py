@@ -19,7 +19,9 @@ from topics.frontend.bodies import read_body
 from topics.frontend.commits import Commits
 from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.reading import TopicReader
+from topics.frontend.wire import AppendBody
 from topics.settings import Settings
+from topics.storage.frame import LaidOut
 
 STAGES_MAX: Final = 10_000
 """Of one commit."""
@@ -41,9 +43,7 @@ class TxnRoutes:
         started_ns = time.perf_counter_ns()
         topic, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
         body = await read_body(receive, headers, self._settings.max_body_bytes)
-        request = wire.decode_stage(body)
-        txn = _txn(request.txn)
-        records = self._append.lay_out(request.records, request.node, len(body))
+        txn, records = await asyncio.to_thread(self._read, body)
         self._check_topic(topic, records.count, len(records.buffer))
         stage = await asyncio.to_thread(self._stages.make, topic, txn, records)
         answer: dict[str, Any] = {
@@ -112,6 +112,10 @@ class TxnRoutes:
         sink = check_topic_name(scope["path_params"]["sink"])
         answer: dict[str, Any] = {"sink": sink, "deleted": await self._commits.forget(sink)}
         await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+
+    def _read(self, body: bytes) -> tuple[str, LaidOut]:
+        request = wire.decode_stage(body)
+        return _txn(request.txn), self._append.lay_out(AppendBody(request.records, request.node), len(body))
 
     def _check_topic(self, topic: str, records: int, size_bytes: int) -> None:
         """What would make publishing fail is refused before anything is decided."""

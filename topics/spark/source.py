@@ -57,9 +57,7 @@ class TopicsDataSource(DataSource):
         from topics.spark.sink import BatchWriter
 
         if overwrite:
-            raise TopicsSparkError(
-                "a topic is not overwritten: use mode('append'), or delete the topic first"
-            )
+            raise TopicsSparkError("a topic is not overwritten: use mode('append'), or delete the topic first")
         return BatchWriter(schema, write_options(self.options))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 — Spark's name
