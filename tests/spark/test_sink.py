@@ -109,17 +109,17 @@ def stream(spark: SparkSession, service: Service, source: str, sink: str, checkp
         .option("topic", sink).options(**options).option("checkpointLocation", str(checkpoint))
         .trigger(availableNow=True).start()
     )  # fmt: skip
-    assert query.awaitTermination(90)
+    assert query.awaitTermination(300)
 
 
 def test_a_stream_is_copied_exactly_once_over_restarts(
     spark: SparkSession, service: Service, topics: Client, topic: str, tmp_path: Path
 ) -> None:
-    for first in (0, 250):
-        topics.append(topic, [{"n": n} for n in range(first, first + 250)])
+    for first in (0, 150):
+        topics.append(topic, [{"n": n} for n in range(first, first + 150)])
         stream(spark, service, topic, f"{topic}-out", tmp_path)
     copied = Counter(record.data["n"] for record in records(topics, f"{topic}-out"))
-    assert copied == Counter(range(500))
+    assert copied == Counter(range(300))
     assert stages_left(service) == []
 
 
@@ -127,15 +127,15 @@ def test_a_batch_that_spark_repeats_appends_nothing(
     spark: SparkSession, service: Service, topics: Client, topic: str, tmp_path: Path
 ) -> None:
     """As after a crash between the sink's commit and Spark's note of it: the note is taken back."""
-    topics.append(topic, [{"n": n} for n in range(250)])
+    topics.append(topic, [{"n": n} for n in range(150)])
     stream(spark, service, topic, f"{topic}-out", tmp_path)
-    assert topics.get_topic(f"{topic}-out").head_seq == 250
+    assert topics.get_topic(f"{topic}-out").head_seq == 150
     notes = sorted((tmp_path / "commits").glob("[0-9]*"), key=lambda path: int(path.name))
     last = notes[-1].name
     for name in (last, f".{last}.crc"):
         (tmp_path / "commits" / name).unlink(missing_ok=True)
     stream(spark, service, topic, f"{topic}-out", tmp_path)
-    assert Counter(record.data["n"] for record in records(topics, f"{topic}-out")) == Counter(range(250))
+    assert Counter(record.data["n"] for record in records(topics, f"{topic}-out")) == Counter(range(150))
     assert stages_left(service) == []
 
 
@@ -151,7 +151,7 @@ def test_a_new_checkpoint_is_a_new_query_and_writes_all_again(
 def test_a_checkpoint_older_than_what_was_written_is_refused(
     spark: SparkSession, service: Service, topics: Client, topic: str, tmp_path: Path
 ) -> None:
-    topics.append(topic, [{"n": n} for n in range(250)])
+    topics.append(topic, [{"n": n} for n in range(150)])
     stream(spark, service, topic, f"{topic}-out", tmp_path)
     for directory in ("commits", "offsets"):
         for path in (tmp_path / directory).iterdir():
@@ -161,5 +161,5 @@ def test_a_checkpoint_older_than_what_was_written_is_refused(
     (tmp_path / "commits" / ".0.crc").unlink(missing_ok=True)
     line = refusal(lambda: stream(spark, service, topic, f"{topic}-out", tmp_path))
     assert "the query's checkpoint is older than what it has written" in line
-    assert json.loads(records(topics, f"{topic}-out")[-1].raw)["n"] <= 249
-    assert topics.get_topic(f"{topic}-out").head_seq == 250
+    assert json.loads(records(topics, f"{topic}-out")[-1].raw)["n"] <= 149
+    assert topics.get_topic(f"{topic}-out").head_seq == 150

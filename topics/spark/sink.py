@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -56,7 +57,11 @@ class Stager:
         rows = Rows(self._schema, self._options)
         with connect(self._options.service, TASK_RETRY) as client:
             try:
+                due_s = time.monotonic()
                 for topic, records in self._groups(rows, iterator):
+                    if self._options.records_per_second:
+                        time.sleep(max(0.0, due_s - time.monotonic()))
+                        due_s = max(due_s, time.monotonic()) + len(records) / self._options.records_per_second
                     check_json(records)
                     answer = client.call(calls.stage(topic, staged.txn, records))
                     staged.stages.append((topic, answer.stage))
