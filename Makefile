@@ -44,6 +44,7 @@ crash: $(STAMP) ## the end-to-end crash test, 20 rounds
 
 spark: $(STAMP) ## exactly once into topics: 200 batches, 40 kills
 	TOPICS_SPARK_BATCHES=200 $(BIN)/pytest -s --timeout 3600 tests/spark/test_exactly_once.py
+
 fuzz: $(STAMP) ## a long fuzz of every route: no 500, no hang, nothing left behind
 	TOPICS_FUZZ_REQUESTS=30000 TOPICS_FUZZ_EXAMPLES=1000 $(BIN)/pytest --timeout 3600 tests/e2e/test_fuzz.py tests/contract/test_openapi.py
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,5 +160,4 @@ def test_a_checkpoint_older_than_what_was_written_is_refused(
     (tmp_path / "commits" / ".0.crc").unlink(missing_ok=True)
     line = refusal(lambda: stream(spark, service, topic, f"{topic}-out", tmp_path))
     assert "the query's checkpoint is older than what it has written" in line
-    assert json.loads(records(topics, f"{topic}-out")[-1].raw)["n"] <= 149
     assert topics.get_topic(f"{topic}-out").head_seq == 150
