@@ -21,6 +21,7 @@ from topics.frontend.append import AppendRoute
 from topics.frontend.arenas import Arenas
 from topics.frontend.catching_up import CatchingUp, RouterSight
 from topics.frontend.cold import ColdTier
+from topics.frontend.commits import Commits
 from topics.frontend.cors import Cors
 from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
@@ -39,8 +40,11 @@ from topics.frontend.routers import RouterRoutes
 from topics.frontend.serve import serve
 from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
+from topics.frontend.stages import Stages
 from topics.frontend.table import service_operations, topic_operations, watch_operations
 from topics.frontend.topics import TopicRoutes
+from topics.frontend.txn import TxnRoutes
+from topics.frontend.txn_table import txn_operations
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute
 from topics.settings import Settings
@@ -115,10 +119,12 @@ async def _serve(
     watch = WatchRoutes(reader, Sessions(gateway, arenas, clock), hub, access, settings, places, catching_up)
     figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
     metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
+    commits = Commits(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
     operations = [
         *topic_operations(append, diff, topics),
         *router_operations(routers),
         *watch_operations(watch),
+        *txn_operations(TxnRoutes(append, commits, reader, settings)),
         *service_operations(ProbeRoutes(shared.control, clock), metrics, settings.probe_auth),
     ]
     app = App(operations, append, diff, websocket, access, cell, partial(shared.durations.observe, index))
@@ -141,6 +147,7 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, KeyReload(settings, access, shared.control.header, cell).request)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     gateway.start()
+    commits.start(janitor=index == 0)
     FrontendPressure(shared.control, cell, hub, gateway).start()
     beat()
     # What is set up lives as long as the process: the collector need not look at it again and again.
@@ -162,6 +169,7 @@ async def _serve(
             on_ready=lambda: cell.set("state", ProcessState.READY),
         )
     finally:
+        commits.close()
         gateway.close()
 
 

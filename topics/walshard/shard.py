@@ -47,8 +47,15 @@ from topics.shm.messages import (
     SessionLook,
     SessionOpen,
     SessionPut,
+    StagePublish,
+    StagesOver,
     SyncRouters,
     Trim,
+    TxnBegin,
+    TxnEnd,
+    TxnForget,
+    TxnLook,
+    TxnPending,
     Unwatch,
     Watch,
 )
@@ -70,6 +77,7 @@ from topics.walshard.ram_log import RamTrim
 from topics.walshard.routing import Routing
 from topics.walshard.segment_files import SegmentFiles
 from topics.walshard.sessions import Sessions
+from topics.walshard.sinks import Sinks
 from topics.walshard.tag_search import TagSearch
 from topics.walshard.trimming import LogTrim
 
@@ -83,6 +91,7 @@ class Shard:
         self,
         catalog: Catalog,
         sessions: Sessions,
+        sinks: Sinks,
         holdings: Holdings,
         logs: Logs,
         ram_trim: RamTrim,
@@ -97,6 +106,7 @@ class Shard:
     ) -> None:
         self._catalog = catalog
         self._sessions = sessions
+        self._sinks = sinks
         self._holdings = holdings
         self._logs = logs
         self._ram_trim = ram_trim
@@ -253,6 +263,14 @@ class Shard:
                 self._close_session(call, answer)
             case SessionAbandon():
                 self._sessions.abandoned(call.wid, answer.frontend, call.stream, self._clock.monotonic_ms())
+            case StagePublish():
+                self._appends.prepare(self._sinks.staged(call), answer, self._now_ms)
+            case StagesOver():
+                hosted = self._catalog.find(call.name)
+                if hosted is not None:
+                    hosted.topic.idempotency.unpin(call.sink, call.batch)
+            case TxnBegin() | TxnEnd() | TxnForget() | TxnLook() | TxnPending():
+                self._sinks.take(call, answer)
             case Hello():
                 self._hello(answer.frontend)
             case Checkpoint():
