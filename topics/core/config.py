@@ -48,7 +48,7 @@ class TopicConfig(msgspec.Struct, frozen=True, omit_defaults=True):
         return shown
 
 
-class _Given(msgspec.Struct):
+class GivenConfig(msgspec.Struct):
     """The fields a client may send; UNSET where it did not."""
 
     type: Literal["log", "queue"] | msgspec.UnsetType = msgspec.UNSET
@@ -89,7 +89,7 @@ def parse_config(given: Any, topic: str) -> tuple[TopicConfig, bool]:
     if not isinstance(given, dict):
         raise invalid("config must be a JSON object", field="config")
     try:
-        fields = msgspec.convert(given, _Given)
+        fields = msgspec.convert(given, GivenConfig)
     except msgspec.ValidationError as error:
         raise invalid(f"config: {error}") from None
     values = {name: getattr(fields, name) for name in fields.__struct_fields__}

@@ -130,7 +130,7 @@ class AppendRoute:
     def _check_sizes(self, records: list[RecordBody]) -> None:
         max_bytes = self._settings.max_record_bytes
         for at, record in enumerate(records):
-            size = len(record.data) + len(record.meta)
+            size = len(record.data) + (len(record.meta) if record.meta else 0)
             if size > max_bytes:
                 raise TopicsError(
                     "record_too_large",

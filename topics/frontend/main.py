@@ -35,6 +35,7 @@ from topics.frontend.reading import TopicReader
 from topics.frontend.serve import serve
 from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
+from topics.frontend.table import service_operations, topic_operations, watch_operations
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute
@@ -97,27 +98,16 @@ async def _serve(
     append = AppendRoute(gateway, settings, cell)
     places = _cap("sse_connections", settings.max_sse_connections, "sse_admitted", shared, cell)
     websocket = WebSocketRoute(reader, append, hub, access, settings, places, cell, clock)
-    app = App(
-        append,
-        diff,
-        TopicRoutes(reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms),
-        WatchRoutes(
-            reader,
-            Sessions(gateway, arenas, clock),
-            hub,
-            access,
-            settings,
-            places,
-        ),
-        ProbeRoutes(shared.control, clock),
-        MetricsRoute(
-            ServiceFigures(shared.control, shared.durations, clock.now_ms), arenas, shards, settings.max_metric_topics
-        ),
-        websocket,
-        access,
-        cell,
-        partial(shared.durations.observe, index),
-    )
+    topics = TopicRoutes(reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms)
+    watch = WatchRoutes(reader, Sessions(gateway, arenas, clock), hub, access, settings, places)
+    figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
+    metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
+    operations = [
+        *topic_operations(append, diff, topics),
+        *watch_operations(watch),
+        *service_operations(ProbeRoutes(shared.control, clock), metrics, settings.probe_auth),
+    ]
+    app = App(operations, append, diff, websocket, access, cell, partial(shared.durations.observe, index))
     connections = Connections(_cap("connections", settings.max_connections, "connections_admitted", shared, cell))
 
     def stop() -> None:
