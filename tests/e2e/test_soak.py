@@ -1,4 +1,4 @@
-"""A service that does the same work again and again does not grow by it: ten minutes with `make soak`, here a sample."""
+"""The same work again and again, and the service does not grow by it: ten minutes with `make soak`, here a sample."""
 
 from __future__ import annotations
 

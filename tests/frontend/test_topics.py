@@ -1,7 +1,8 @@
-"""List cursors, read recency."""
+"""List cursors, read recency, effective priority."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 
 import pytest
@@ -9,9 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.frontend.hosting import Hosting, Written
+from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.frontend.gateway import Gateway
 from topics.frontend.log_files import LogFiles
-from topics.frontend.topics import _after, _cursor
+from topics.frontend.topics import TopicRoutes, _after, _cursor
+from topics.settings import load
+from topics.shm.control import Role
 from topics.shm.memory import SharedObject
 from topics.shm.recency import Recency, RecencyWriter
 from topics.storage import layout
@@ -102,3 +107,21 @@ def test_log_files_are_mapped_anew_when_they_grow_and_let_go_when_many(hosting: 
     with pytest.raises(FileNotFoundError):
         files.get(0, True, 1, 1)
     assert layout.log_path(layout.group_dir(str(tmp_path), 0, 1), 1).startswith(str(tmp_path))
+
+
+def test_effective_priority_is_what_is_scheduled_by(hosting: Hosting) -> None:
+    """Priority of its configuration, and age for as long as something new in it has been waiting here."""
+    hosting.make("t", TopicConfig(priority=-700))
+    hosting.make("other", TopicConfig(priority=30))
+    settings = load({}, {"data_dir": "unused", "wal_shards": 1, "frontends": 1})
+    writer, recency = RecencyWriter(hosting.shared.identity, 0, 1), Recency(hosting.shared.identity, 1, 1)
+    waiting = {"t": 4_000, "other": 0}
+
+    async def shown() -> list[int]:
+        cell = hosting.shared.control.cell(Role.FRONTEND, 0)
+        gateway = Gateway(hosting.shared, 0, 1, hosting.arenas, cell, 1_000)
+        routes = TopicRoutes(hosting.reader, hosting.arenas, gateway, writer, recency, settings, waiting.__getitem__)
+        refs = [hosting.reader.get(name) for name in waiting]
+        return [routes._entry(ref, False, hosting.clock.ms)["effective_priority"] for ref in refs]
+
+    assert asyncio.run(shown()) == [-300, 30]
