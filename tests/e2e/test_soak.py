@@ -23,7 +23,7 @@ def thirds(states: list[State]) -> tuple[list[State], list[State]]:
 
 @pytest.mark.timeout(SECONDS + 120)
 def test_mixed_load_leaves_nothing_behind() -> None:
-    with Service() as service:
+    with Service(wal_file_bytes=None) as service:
         soaked = soak(Soak(service.port, service.family(), service.shared_memory(), SECONDS))
         status = service.status()
     assert soaked.odd == []
