@@ -35,8 +35,8 @@ class Soak(NamedTuple):
 
 
 class State(NamedTuple):
-    """What the service held at one moment; `descriptors` but for log files, which frontends keep mapped up to a bound of
-    their own and which there are the more of the more is written.
+    """What the service held at one moment; `descriptors` without those of log files: frontends keep these mapped, up to
+    a bound of their own, and there are the more of them the more is written.
     """
 
     at_s: float
