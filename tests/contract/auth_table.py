@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 SCOPES = ("read", "write", "delete", "admin")
 TOPIC = "in.side"
 """The topic that the table's requests are about."""
+ROUTER = {"source": f"{TOPIC}.s", "dest": f"{TOPIC}.d"}
+"""The router that they are about has the topic's name."""
 PREFIXES = {"any": "", "covering": "in.", "one-of-two": "zz|in.s", "another": "out.", "longer": "in.side."}
 COVERING = ("any", "covering", "one-of-two")
 
@@ -34,6 +36,15 @@ ROUTES = [
     _row("POST", "/v0/topics/{topic}", "write", json={"records": [{"data": 1}]}),
     _row("POST", "/v0/topics/{topic}/diff", "read", json={}),
     _row("POST", "/v0/topics/{topic}/delete", "delete", json={"before_seq": 1}),
+    _row("POST", "/v0/stage/{topic}", "write", json={"txn": "t", "records": [{"data": 1}]}),
+    _row("DELETE", "/v0/stage/{topic}", "write", json={"txn": "t"}),
+    _row("POST", "/v0/txn/{sink}/commit", "write", json={"batch": 0, "stages": []}),
+    _row("GET", "/v0/txn/{sink}", "read"),
+    _row("DELETE", "/v0/txn/{sink}", "delete"),
+    _row("GET", "/v0/routers", "read", named=False),
+    _row("GET", "/v0/routers/{router}", "read"),
+    _row("PUT", "/v0/routers/{router}", "admin", json=ROUTER),
+    _row("DELETE", "/v0/routers/{router}", "delete"),
     _row("POST", "/v0/watch", "read", json={"topics": {TOPIC: {}}}),
     _row("GET", "/v0/metrics", "read", named=False),
 ]

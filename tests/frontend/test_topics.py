@@ -1,8 +1,7 @@
-"""List cursors, read recency, effective priority."""
+"""List cursors, read recency."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 
 import pytest
@@ -10,13 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.frontend.hosting import Hosting, Written
-from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.frontend.gateway import Gateway
+from topics.core.names import check_topic_name
 from topics.frontend.log_files import LogFiles
-from topics.frontend.topics import TopicRoutes, _after, _cursor
-from topics.settings import load
-from topics.shm.control import Role
+from topics.frontend.query import name_after, name_cursor
 from topics.shm.memory import SharedObject
 from topics.shm.recency import Recency, RecencyWriter
 from topics.storage import layout
@@ -26,18 +22,18 @@ NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,254}", fullmatch=True)
 
 @given(NAMES)
 def test_a_cursor_leads_back_to_its_name(name: str) -> None:
-    assert _after(_cursor(name)) == name
+    assert name_after(name_cursor(name), check_topic_name) == name
 
 
 @given(st.text(max_size=40) | st.binary(max_size=40).map(lambda raw: base64.urlsafe_b64encode(raw).decode()))
 def test_any_other_cursor_is_refused(text: str) -> None:
     with pytest.raises(TopicsError) as refused:
-        _after(text)
+        name_after(text, check_topic_name)
     assert refused.value.code == "invalid_request"
 
 
 def test_no_cursor_is_the_beginning() -> None:
-    assert _after(None) == ""
+    assert name_after(None, check_topic_name) == ""
 
 
 def test_reads_of_all_frontends_count(identity: str) -> None:
@@ -107,21 +103,3 @@ def test_log_files_are_mapped_anew_when_they_grow_and_let_go_when_many(hosting: 
     with pytest.raises(FileNotFoundError):
         files.get(0, True, 1, 1)
     assert layout.log_path(layout.group_dir(str(tmp_path), 0, 1), 1).startswith(str(tmp_path))
-
-
-def test_effective_priority_is_what_is_scheduled_by(hosting: Hosting) -> None:
-    """Priority of its configuration, and age for as long as something new in it has been waiting here."""
-    hosting.make("t", TopicConfig(priority=-700))
-    hosting.make("other", TopicConfig(priority=30))
-    settings = load({}, {"data_dir": "unused", "wal_shards": 1, "frontends": 1})
-    writer, recency = RecencyWriter(hosting.shared.identity, 0, 1), Recency(hosting.shared.identity, 1, 1)
-    waiting = {"t": 4_000, "other": 0}
-
-    async def shown() -> list[int]:
-        cell = hosting.shared.control.cell(Role.FRONTEND, 0)
-        gateway = Gateway(hosting.shared, 0, 1, hosting.arenas, cell, 1_000)
-        routes = TopicRoutes(hosting.reader, hosting.arenas, gateway, writer, recency, settings, waiting.__getitem__)
-        refs = [hosting.reader.get(name) for name in waiting]
-        return [routes._entry(ref, False, hosting.clock.ms)["effective_priority"] for ref in refs]
-
-    assert asyncio.run(shown()) == [-300, 30]

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from topics.core.config import TopicConfig
+from topics.core.routers import RouterSpec
 
 Seq = Annotated[int, msgspec.Meta(ge=0)]
 Ms = Annotated[int, msgspec.Meta(ge=0)]
@@ -52,6 +53,7 @@ class TopicState(msgspec.Struct):
     count: int
     bytes: int
     durable_seq: Seq
+    epoch: str
     config: EchoedConfig
     effective_priority: int
     last_write_ts: Ms | None
@@ -85,6 +87,43 @@ class DeleteTopicAnswer(msgspec.Struct):
     topic: str
     deleted: bool
     routers_removed: list[str]
+    performance: Performance
+
+
+class PutRouterAnswer(RouterSpec, frozen=True, kw_only=True):
+    """A router was made or changed."""
+
+    router: str
+    created: bool
+    performance: Performance
+
+
+class RouterEntry(RouterSpec, frozen=True, kw_only=True):
+    """A router in a list; `forwarded_total` counts the copies it has made."""
+
+    router: str
+    forwarded_total: int
+
+
+class RouterState(RouterEntry, frozen=True, kw_only=True):
+    """A router as it is."""
+
+    performance: Performance
+
+
+class RouterList(msgspec.Struct):
+    """A page, ordered by name; `next_cursor` only when there are more."""
+
+    routers: list[RouterEntry]
+    performance: Performance
+    next_cursor: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class DeleteRouterAnswer(msgspec.Struct):
+    """`deleted` is false when there was none."""
+
+    router: str
+    deleted: bool
     performance: Performance
 
 
@@ -146,6 +185,7 @@ class DiffAnswer(msgspec.Struct):
     head_seq: Seq
     earliest_seq: Seq
     durable_seq: Seq
+    epoch: str
     caught_up: bool
     tombstone: TombstoneAnswer | None
     lag: int
@@ -203,3 +243,51 @@ class Error(msgspec.Struct):
     """Every answer that is no success (api §0.6)."""
 
     error: Problem
+
+
+class StageAnswer(msgspec.Struct):
+    """Records are kept back; `stage` names them in the commit."""
+
+    topic: str
+    txn: str
+    stage: str
+    count: int
+    bytes: int
+    expires_in_ms: Ms
+    performance: Performance
+
+
+class DropStagesAnswer(msgspec.Struct):
+    """Stages of a transaction were dropped."""
+
+    topic: str
+    txn: str
+    dropped: int
+    performance: Performance
+
+
+class CommitAnswer(msgspec.Struct):
+    """A batch of a sink; `duplicate`: it, or a later one (`last_batch`), had been committed before."""
+
+    sink: str
+    batch: int
+    last_batch: int
+    duplicate: bool
+    count: int
+    performance: Performance
+
+
+class SinkAnswer(msgspec.Struct):
+    """A sink; `last_batch` is null when it never committed."""
+
+    sink: str
+    last_batch: int | None
+    performance: Performance
+
+
+class ForgetSinkAnswer(msgspec.Struct):
+    """A sink was forgotten, if there was one."""
+
+    sink: str
+    deleted: bool
+    performance: Performance

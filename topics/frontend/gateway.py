@@ -83,7 +83,7 @@ class Gateway:
         self._retry_timer: asyncio.TimerHandle | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._spilling: set[asyncio.Task[None]] = set()
-        self._watches = Watches(self._loop, arenas, self._post)
+        self._watches = Watches(self._loop, arenas, self.post)
         self._closed = False
         self.refusing = False
         """Who finds a ring full is told at once to come back later, instead of after ROOM_WAIT_S."""
@@ -103,7 +103,7 @@ class Gateway:
         self._spills.remove_leftovers()
         for shard, link in enumerate(self._links):
             link.generation = link.cell.get("generation")
-            self._post(shard, messages.Hello(self._incarnation))
+            self.post(shard, messages.Hello(self._incarnation))
         self._loop.add_reader(self._wake.fd, self._on_wake)
         self._sweep_timer = self._loop.call_later(SWEEP_S, self._sweep)
 
@@ -165,8 +165,8 @@ class Gateway:
 
     # -- sending
 
-    def _post(self, shard: int, request: Call) -> None:
-        """A request whose answer does not matter; kept, in order, for as long as the ring is full."""
+    def post(self, shard: int, request: Call) -> None:
+        """Sends a request whose answer does not matter; kept, in order, for as long as the ring is full."""
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_call(request_id, request)
         self._push(shard, Waiter(parts, sum(map(len, parts)), request_id, self._loop.time(), None))

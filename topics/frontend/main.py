@@ -19,6 +19,8 @@ from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.arenas import Arenas
+from topics.frontend.catching_up import CatchingUp, RouterSight
+from topics.frontend.commits import Commits
 from topics.frontend.cors import Cors
 from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
@@ -32,11 +34,16 @@ from topics.frontend.metrics import MetricsRoute
 from topics.frontend.pressure import FrontendPressure
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.reading import TopicReader
+from topics.frontend.router_operations import router_operations
+from topics.frontend.routers import RouterRoutes
 from topics.frontend.serve import serve
 from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
+from topics.frontend.stages import Stages
 from topics.frontend.table import service_operations, topic_operations, watch_operations
 from topics.frontend.topics import TopicRoutes
+from topics.frontend.txn import TxnRoutes
+from topics.frontend.txn_table import txn_operations
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute
 from topics.settings import Settings
@@ -90,21 +97,29 @@ async def _serve(
     gateway = Gateway(shared, index, incarnation, arenas, cell, settings.shard_wait_ms)
     reader = TopicReader(arenas, LogFiles(settings.data_dir, shared.ram_dir, shards), shards, clock)
     recency_writer = RecencyWriter(shared.identity, index, shards)
-    diff = DiffRoute(reader, gateway, recency_writer, settings, cell)
+    router_sight = RouterSight(shared)
+    catching_up = CatchingUp(router_sight, reader, gateway)
+    routers = RouterRoutes(router_sight, catching_up, reader, gateway, settings)
+    diff = DiffRoute(reader, gateway, recency_writer, settings, cell, catching_up)
     recency = Recency(shared.identity, shared.frontends, shards)
     hub = Hub(gateway, TopicSight(reader, arenas, recency_writer, recency), cell, clock)
     limits = KeyLimits(KeyCounts(shared.key_counts, shared.frontends, index), settings)
     access = Access(keys, settings.probe_auth, limits)
     append = AppendRoute(gateway, settings, cell)
     places = _cap("sse_connections", settings.max_sse_connections, "sse_admitted", shared, cell)
-    websocket = WebSocketRoute(reader, append, hub, access, settings, places, cell, clock)
-    topics = TopicRoutes(reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms)
-    watch = WatchRoutes(reader, Sessions(gateway, arenas, clock), hub, access, settings, places)
+    websocket = WebSocketRoute(reader, append, hub, access, settings, places, catching_up, cell, clock)
+    topics = TopicRoutes(
+        reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms, catching_up, routers
+    )
+    watch = WatchRoutes(reader, Sessions(gateway, arenas, clock), hub, access, settings, places, catching_up)
     figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
     metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
+    commits = Commits(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
     operations = [
         *topic_operations(append, diff, topics),
+        *router_operations(routers),
         *watch_operations(watch),
+        *txn_operations(TxnRoutes(append, commits, reader, settings)),
         *service_operations(ProbeRoutes(shared.control, clock), metrics, settings.probe_auth),
     ]
     app = App(operations, append, diff, websocket, access, cell, partial(shared.durations.observe, index))
@@ -126,6 +141,7 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, KeyReload(settings, access, shared.control.header, cell).request)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     gateway.start()
+    commits.start(janitor=index == 0)
     FrontendPressure(shared.control, cell, hub, gateway).start()
     beat()
     # What is set up lives as long as the process: the collector need not look at it again and again.
@@ -147,6 +163,7 @@ async def _serve(
             on_ready=lambda: cell.set("state", ProcessState.READY),
         )
     finally:
+        commits.close()
         gateway.close()
 
 

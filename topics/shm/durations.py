@@ -35,6 +35,10 @@ class Route(IntEnum):
     READY = 10
     METRICS = 11
     OTHER = 12
+    LIST_ROUTERS = 13
+    GET_ROUTER = 14
+    PUT_ROUTER = 15
+    DELETE_ROUTER = 16
 
 
 _BLOCK_WORDS: Final = len(Route) * _ROUTE_WORDS

@@ -32,6 +32,7 @@ import msgspec
 
 from topics.core.config import CLASSES, TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.routers import Router, RouterSpec
 
 _HEAD: Final = struct.Struct("=BBHIQ")
 _APPEND: Final = struct.Struct("=QHHI")
@@ -137,14 +138,103 @@ class SessionAbandon(msgspec.Struct, tag=True, array_like=True, frozen=True):
     stream: int
 
 
+class TxnBegin(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Decide a batch of a sink: from here on its stages, (id, topic) each, will be published."""
+
+    sink: str
+    batch: int
+    stages: list[tuple[str, str]]
+
+
+class StagePublish(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Append a stage of a decided batch, once; answered as an append."""
+
+    name: str
+    stage: str
+    sink: str
+    batch: int
+
+
+class TxnEnd(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Every stage of the batch is published."""
+
+    sink: str
+    batch: int
+
+
+class StagesOver(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The batch is over: what the topic keeps to publish each stage once may go."""
+
+    name: str
+    sink: str
+    batch: int
+
+
+class TxnLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """What has this sink committed?"""
+
+    sink: str
+
+
+class TxnForget(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The sink will not be used any more."""
+
+    sink: str
+
+
+class TxnPending(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Which batches are decided and not over?"""
+
+
 class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A frontend's new incarnation: what the former one watched and streamed is over."""
 
     incarnation: int
 
 
+class EnsureTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Create a topic with the default configuration; one that is there stays as it is. Answered as PutTopic."""
+
+    name: str
+
+
+class PutRouter(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """To shard 0, as the next two: register a router, or change it."""
+
+    name: str
+    spec: RouterSpec
+
+
+class DeleteRouter(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    name: str
+
+
+class RemoveRouters(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Those that are still there of these."""
+
+    router_ids: list[int]
+
+
+class SyncRouters(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """To the shard of a dest: do what the table of routers says now. Has this router (0: any) begun?"""
+
+    dest: str
+    router_id: int
+    version: int
+
+
+class CatchUp(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """To the shard of a dest: copy what its source has now."""
+
+    dest: str
+
+
+RouterCall = PutRouter | DeleteRouter | RemoveRouters | SyncRouters | CatchUp
+
 Call = (
     PutTopic
+    | EnsureTopic
+    | RouterCall
     | DeleteTopic
     | DeleteRecords
     | Expire
@@ -155,6 +245,13 @@ Call = (
     | SessionOpen
     | SessionClose
     | SessionAbandon
+    | TxnBegin
+    | StagePublish
+    | TxnEnd
+    | StagesOver
+    | TxnLook
+    | TxnForget
+    | TxnPending
     | Hello
 )
 
@@ -186,6 +283,42 @@ class SessionOpenReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     exact: bool
 
 
+class TxnReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A sink after the call: `batch` is its latest, `pending` what of it is still to be published."""
+
+    outcome: Literal["begun", "pending", "committed", "none"]
+    batch: int
+    pending: list[tuple[str, str]]
+
+
+class TxnPendingReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """(sink, batch, stages) of each."""
+
+    batches: list[tuple[str, int, list[tuple[str, str]]]]
+
+
+class PutRouterReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    created: bool
+    router: Router
+
+
+class DeleteRouterReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    deleted: bool
+
+
+class SyncRoutersReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """`held`: copies need not be logged one by one any more, if ever."""
+
+    begun: bool
+    held: bool
+
+
+class CaughtUp(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """`done`: everything was copied that there is room for; else ask again."""
+
+    done: bool
+
+
 class Done(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Carried out; nothing to say."""
 
@@ -196,7 +329,19 @@ class ErrorReply(msgspec.Struct, array_like=True, frozen=True):
     detail: dict[str, Any] | None
 
 
-Reply = PutTopicReply | DeleteTopicReply | DeleteRecordsReply | SessionOpenReply | Done
+Reply = (
+    PutTopicReply
+    | DeleteTopicReply
+    | DeleteRecordsReply
+    | SessionOpenReply
+    | PutRouterReply
+    | DeleteRouterReply
+    | SyncRoutersReply
+    | CaughtUp
+    | TxnReply
+    | TxnPendingReply
+    | Done
+)
 
 
 class AppendReply(msgspec.Struct, frozen=True):
