@@ -78,7 +78,8 @@ async def _endure(plan: Overload) -> Endured:
     weighing = loop.create_task(_weigh(plan, held_bytes))
     end_s = loop.time() + plan.seconds
     await asyncio.gather(*[writer.run(end_s) for writer in writers + floods])
-    observing.cancel()
+    observer.stopped = True
+    await observing
     weighing.cancel()
     during = list(observer.sights)
     expected = {writer.topic: writer.acked for writer in writers}
