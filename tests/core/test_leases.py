@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.core.list_index import ListIndex
 from topics.core.config import TopicConfig
 from topics.core.jobs import Now
-from topics.core.leases import Leases
+from topics.core.leases import CARRY_MS, Leases
 from topics.core.queue_state import QueueState
 from topics.core.topic import EvictReason, Topic
 
@@ -47,8 +47,13 @@ class ModelJob:
     lease_no: int = 0
     until_ms: int = 0
     """Monotonic: end of the lease (with a node) or of the delay (without)."""
+    deadline_ms: int = 0
+    """The same on the wall clock as it was then: all that outlives a restart."""
     held: bool = False
     returned: bool = False
+
+    def until(self, now: Now, wait_ms: int) -> None:
+        self.until_ms, self.deadline_ms = now.mono_ms + wait_ms, now.wall_ms + wait_ms
 
 
 @dataclass
@@ -60,8 +65,8 @@ class Model:
 
     def settle(self, now: Now) -> None:
         for job in self.jobs.values():
-            if not job.held and job.until_ms and job.until_ms <= now.mono_ms:
-                job.node, job.until_ms, job.returned = "", 0, True
+            if job.until_ms and job.until_ms <= now.mono_ms:
+                job.node, job.until_ms, job.returned, job.held = "", 0, True, False
 
     def ready(self, now: Now) -> list[int]:
         """In the order in which they are handed out."""
@@ -137,23 +142,26 @@ class LeaseMachine(RuleBasedStateMachine):
                 break
             job = self.model.jobs[seq]
             (dead if self.deliveries_max and job.deliveries >= self.deliveries_max else expected).append(seq)
-        got = self.leases.claim(node, most, lease_ms, self.now, deliveries_max=self.deliveries_max)
+        taken, got_dead = self.leases.take(most, self.deliveries_max, 3, self.now)
+        got = self.leases.lease(taken, node, lease_ms, self.now, None)
         assert got.seqs == sorted(expected)
-        assert sorted(got.dead) == sorted(dead)
+        assert sorted(got_dead) == sorted(dead)
         assert got.deadline_ms == self.now.wall_ms + lease_ms
         for at, seq in enumerate(got.seqs):
             job = self.model.jobs[seq]
-            job.node, job.lease_no, job.until_ms = node, got.first_lease_no + at, self.now.mono_ms + lease_ms
+            job.node, job.lease_no = node, got.first_lease_no + at
+            job.until(self.now, lease_ms)
             job.deliveries += 1
             job.returned = False
             assert got.deliveries[at] == job.deliveries
-        for seq in got.dead:
+        for seq in got_dead:
             self.model.jobs[seq].held = True
             self.model.jobs[seq].returned = False
+            self.model.jobs[seq].until_ms = self.now.mono_ms + CARRY_MS
 
     def chosen(self, picks: list[int]) -> list[int]:
         """Some seqs, leased or not, some of them unknown."""
-        known = sorted(self.model.jobs) + [self.topic.head_seq + 7]
+        known = [*sorted(self.model.jobs), self.topic.head_seq + 7]
         return [known[pick % len(known)] for pick in picks]
 
     def owned(self, node: str, seqs: list[int], fence: bool) -> list[int]:
@@ -205,7 +213,9 @@ class LeaseMachine(RuleBasedStateMachine):
         for seq in seqs:
             job = self.model.jobs[seq]
             job.node, job.returned = "", True
-            job.until_ms = self.now.mono_ms + delay_ms if delay_ms else 0
+            job.until_ms = 0
+            if delay_ms:
+                job.until(self.now, delay_ms)
 
     @rule(
         node=st.sampled_from(["one", "two"]),
@@ -221,11 +231,13 @@ class LeaseMachine(RuleBasedStateMachine):
             self.leases.unextend(former)
             return
         for seq in seqs:
-            self.model.jobs[seq].until_ms = self.now.mono_ms + lease_ms
+            self.model.jobs[seq].until(self.now, lease_ms)
 
     @rule(back=st.booleans())
     def dead_letters_arrive_or_not(self, back: bool) -> None:
         seqs = sorted(seq for seq, job in self.model.jobs.items() if job.held)
+        assert self.leases.carried_by(3, self.model.jobs) == seqs
+        assert self.leases.carried_by(4, self.model.jobs) == []
         if back:
             self.leases.give_back(seqs, 0, self.now)
             for seq in seqs:
@@ -238,7 +250,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     # -- time and restarts
 
-    @rule(ms=st.sampled_from([1, 9, 60, 600]), wall_step_ms=st.sampled_from([0, 0, 0, 500]))
+    @rule(ms=st.sampled_from([1, 9, 60, 600, CARRY_MS]), wall_step_ms=st.sampled_from([0, 0, 0, 500]))
     def pass_time(self, ms: int, wall_step_ms: int) -> None:
         self.now = Now(self.now.wall_ms + ms + wall_step_ms, self.now.mono_ms + ms)
 
@@ -270,14 +282,16 @@ class LeaseMachine(RuleBasedStateMachine):
         self.leases.restore(state)
         assert leases_of(rebuilt).state() == state
         # Wall and monotonic clock of the next life have nothing to do with each other.
-        shift = self.now.mono_ms
+        former = self.now
         self.now = Now(self.now.wall_ms, 17)
         self.leases.start(self.now, 10_000, keep_leases)
         for job in self.model.jobs.values():
             if not keep_leases:
                 job.deliveries, job.node, job.until_ms, job.returned = 0, "", 0, False
             elif job.until_ms:
-                job.until_ms = job.until_ms - shift + 17
+                left_ms = job.until_ms - former.mono_ms
+                assert job.deadline_ms <= former.wall_ms + left_ms  # the wall clock only ever jumps forward here
+                job.until_ms = 17 + max(0, job.deadline_ms - self.now.wall_ms)
             if not job.deliveries:
                 job.returned = False
 
@@ -301,7 +315,7 @@ class LeaseMachine(RuleBasedStateMachine):
         if not hasattr(self, "model"):
             return
         due_ms = self.leases.next_due_ms(self.now)
-        ends = [job.until_ms - self.now.mono_ms for job in self.model.jobs.values() if job.until_ms and not job.held]
+        ends = [job.until_ms - self.now.mono_ms for job in self.model.jobs.values() if job.until_ms]
         if ends:
             assert due_ms is not None
             assert due_ms <= min(ends)
@@ -331,12 +345,12 @@ def test_a_claim_costs_the_jobs_it_hands_out_and_waiting_jobs_cost_nothing() -> 
     leases = Leases(records)
     leases.start(START, 1, keep_leases=False)
     for _ in range(100):
-        assert len(leases.claim("n", 1000, 60_000, START).seqs) == 1000
+        assert len(leases.lease(leases.take(1000, 0, 0, START)[0], "n", 60_000, START, None).seqs) == 1000
     assert records.looked_at == 100_000
     assert (leases.ready, leases.in_flight) == (900_000, 100_000)
     records.looked_at = 0
     leases.give_back([7, 99_999, 50_000], 0, START)
-    assert leases.claim("n", 16, 60_000, START).seqs == [
+    assert leases.lease(leases.take(16, 0, 0, START)[0], "n", 60_000, START, None).seqs == [
         7,
         50_000,
         99_999,

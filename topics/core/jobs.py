@@ -32,6 +32,9 @@ from topics.core.seq_set import SeqSet
 DEAD_PER_TAKE_MAX: Final = 100
 """Jobs that one claim sends to the dead letters; the next one goes on."""
 
+WALL_LOOK_MS: Final = 1_000
+"""A wall clock may be set: what waits for it looks that often."""
+
 Holder = tuple[int, int]
 """(frontend, stream) of a `/work` stream; stream 0: the frontend carries the job to the dead letters."""
 
@@ -171,7 +174,7 @@ class Jobs:
         if self._due:
             waits.append(self._due[0][0] - now.mono_ms)
         if self._scheduled:
-            waits.append(self._scheduled[0][0] - now.wall_ms)
+            waits.append(min(self._scheduled[0][0] - now.wall_ms, WALL_LOOK_MS))
         return max(0, min(waits)) if waits else None
 
     # -- time
@@ -183,7 +186,10 @@ class Jobs:
         while due and due[0][0] <= now.mono_ms:
             at, seq = heappop(due)
             job = jobs.get(seq)
-            if job is not None and job.due_ms == at and job.phase in (Phase.LEASED, Phase.DELAYED):
+            if job is None or job.due_ms != at:
+                continue
+            carried = job.phase == Phase.HELD and job.holder is not None and not job.holder[1]
+            if carried or job.phase in (Phase.LEASED, Phase.DELAYED):
                 self._return(seq, job)
         while self._scheduled and self._scheduled[0][0] <= now.wall_ms:
             _, seq = heappop(self._scheduled)

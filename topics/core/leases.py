@@ -12,23 +12,24 @@ from heapq import heappush
 from itertools import groupby
 from typing import Final, NamedTuple
 
+import msgspec
+
 from topics.core.jobs import Holder, Job, Jobs, Now, Phase
 from topics.core.queue_state import LeaseBody, QueueState
 from topics.core.seq_set import Run, seqs_of
 
+CARRY_MS: Final = 30_000
+"""A frontend that does not bring a job to the dead letters in this time has failed to."""
 LEASE_NO_END: Final = 1 << 64
 
 
-class Claimed(NamedTuple):
-    """What one claim got: ascending seqs, their leases `first_lease_no` and up, how often each was handed out with
-    this. `dead` have been handed out too often; they are HELD until `buried` or `give_back`.
-    """
+class Leased(NamedTuple):
+    """Ascending seqs, their leases `first_lease_no` and up, how often each was handed out with this."""
 
     seqs: list[int]
     first_lease_no: int
     deadline_ms: int
     deliveries: list[int]
-    dead: list[int]
 
 
 class Marked(NamedTuple):
@@ -55,12 +56,18 @@ class Leases(Jobs):
 
     def state(self) -> QueueState:
         """As `restore` takes it."""
+        leases = self.bodies([seq for seq, job in self._jobs.items() if job.deliveries])
+        return msgspec.structs.replace(
+            self.attributes(), dead_lettered=self.dead_lettered, done=self.done.runs(), leases=leases
+        )
+
+    def attributes(self) -> QueueState:
+        """The part of `state` that was written with the records."""
         jobs = sorted(self._jobs.items())
         return QueueState(
-            self.dead_lettered,
-            self.done.runs(),
-            [(seq, job.deliver_at_ms, job.order_key) for seq, job in jobs if job.deliver_at_ms or job.order_key],
-            self.bodies([seq for seq, job in jobs if job.deliveries]),
+            attributes=[
+                (seq, job.deliver_at_ms, job.order_key) for seq, job in jobs if job.deliver_at_ms or job.order_key
+            ]
         )
 
     def logged(self, body: LeaseBody) -> None:
@@ -102,21 +109,22 @@ class Leases(Jobs):
 
     # -- consumers
 
-    def claim(
-        self,
-        node: str,
-        most: int,
-        lease_ms: int,
-        now: Now,
-        *,
-        holder: Holder | None = None,
-        deliveries_max: int = 0,
-        carrier: int = 0,
-    ) -> Claimed:
-        """Leases at most `most` jobs to `node`. A job that was handed out `deliveries_max` times (0: no bound) is
-        `dead` instead, for the frontend `carrier` to take away. Call `advance` first.
+    def take(self, most: int, deliveries_max: int, carrier: int, now: Now) -> tuple[list[int], list[int]]:
+        """(jobs to `lease` at once, dead ones): at most `most` jobs that are ready, ascending. Those that were handed
+        out `deliveries_max` times (0: no bound) are dead instead: HELD, for the frontend `carrier` to take them away
+        within CARRY_MS. Call `advance` first.
         """
         seqs, dead = self._take(most, deliveries_max)
+        for seq in dead:
+            job = self._jobs[seq]
+            job.holder = (carrier, 0)
+            job.due_ms = now.mono_ms + CARRY_MS
+            self._set(seq, job, Phase.HELD)
+            heappush(self._due, (job.due_ms, seq))
+        return seqs, dead
+
+    def lease(self, seqs: list[int], node: str, lease_ms: int, now: Now, holder: Holder | None) -> Leased:
+        """Leases what was taken."""
         first_lease_no = self._next_lease_no
         self._next_lease_no += len(seqs)
         if self._next_lease_no >= LEASE_NO_END:
@@ -132,12 +140,8 @@ class Leases(Jobs):
             deliveries.append(job.deliveries)
             self._set(seq, job, Phase.LEASED)
             heappush(self._due, (due_ms, seq))
-        for seq in dead:
-            job = self._jobs[seq]
-            job.holder = (carrier, 0)
-            self._set(seq, job, Phase.HELD)
         self._tidy()
-        return Claimed(seqs, first_lease_no, deadline_ms, deliveries, dead)
+        return Leased(seqs, first_lease_no, deadline_ms, deliveries)
 
     def unclaim(self, seqs: Iterable[int]) -> None:
         """They never reached anybody: as before the claim, but that they come first now."""
@@ -166,6 +170,12 @@ class Leases(Jobs):
                 seen.add(seq)
                 found.append(seq)
         return Marked(found, skipped)
+
+    def freed(self, seqs: list[int], delay_ms: int, now: Now) -> LeaseBody:
+        """What to log of jobs that are to be given back."""
+        jobs = [self._jobs[seq] for seq in seqs]
+        lease_nos, deliveries = [job.lease_no for job in jobs], [job.deliveries for job in jobs]
+        return LeaseBody("", now.wall_ms + delay_ms, delay_ms, seqs, lease_nos, deliveries)
 
     def hold(self, seqs: Iterable[int]) -> None:
         """Their leases end once that is in the log: then `gone`, `finish` or `give_back`; if it fails, `unhold`."""
@@ -221,6 +231,14 @@ class Leases(Jobs):
             if job is not None and job.phase == Phase.LEASED:
                 job.deadline_ms, job.due_ms, job.lease_ms = deadline_ms, due_ms, lease_ms
                 heappush(self._due, (due_ms, seq))
+
+    def carried_by(self, frontend: int, seqs: Iterable[int]) -> list[int]:
+        """Those of them that are on their way to the dead letters by this frontend, ascending."""
+        return sorted(self._holders.get((frontend, 0), set()).intersection(seqs))
+
+    def deliveries_of(self, seqs: Iterable[int]) -> list[int]:
+        """How often each of these was handed out."""
+        return [self._jobs[seq].deliveries for seq in seqs]
 
     def leases_of(self, holder: Holder) -> list[int]:
         """What a stream has, ascending."""

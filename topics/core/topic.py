@@ -16,6 +16,7 @@ from enum import IntEnum
 from typing import Final, NamedTuple, Protocol
 
 from topics.core.config import TopicConfig
+from topics.core.cursors import Cursors
 from topics.core.errors import TopicsError
 from topics.core.idempotency import IdempotencyWindow
 from topics.core.leases import Leases
@@ -76,6 +77,7 @@ class Topic:
 
     __slots__ = (
         "config",
+        "cursors",
         "durable_seq",
         "earliest_seq",
         "evict_floor",
@@ -119,6 +121,7 @@ class Topic:
         """Made by the first delete by tag."""
         self.queue = Leases(self) if config.type == "queue" else None
         """A type never changes."""
+        self.cursors = Cursors()
 
     # -- before a write
 

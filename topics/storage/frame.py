@@ -88,6 +88,9 @@ class FrameType(IntEnum):
     IDEMPOTENCY = 35
     SESSION = 36
     RAM_STATE = 37
+    JOB_ATTRIBUTES = 48
+    ACK = 49
+    CURSOR = 50
 
 
 _KNOWN_TYPES = frozenset(int(member) for member in FrameType)

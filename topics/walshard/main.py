@@ -83,7 +83,9 @@ def _serve(shard: Shard, outbox: Outbox, wake: Wake, stop: _StopRequest, cell: P
             return
         wake.announce_sleep()
         if outbox.idle:
-            wake.sleep(1 if outbox.stuck or now_ms - busy_ms < BUSY_FOR_MS else HEARTBEAT_MS)
+            longest_ms = 1 if outbox.stuck or now_ms - busy_ms < BUSY_FOR_MS else HEARTBEAT_MS
+            tick_ms = shard.next_tick_ms
+            wake.sleep(longest_ms if tick_ms is None else max(0, min(longest_ms, tick_ms - now_ms)))
         wake.awake()
 
 
