@@ -45,8 +45,8 @@ crash: $(STAMP) ## the end-to-end crash test, 20 rounds
 lock: ## pin the dependencies again
 	$(PYTHON) -m venv $(VENV)-lock
 	$(VENV)-lock/bin/python -m pip install --quiet --disable-pip-version-check pip-tools
-	$(VENV)-lock/bin/pip-compile --quiet --strip-extras --extra dev --generate-hashes --allow-unsafe \
-	  --no-emit-index-url --no-emit-trusted-host --no-header --output-file requirements.lock pyproject.toml
+	$(VENV)-lock/bin/pip-compile --quiet --strip-extras --extra client --extra spark --extra dev --generate-hashes --allow-unsafe \
+	  --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --no-header --output-file requirements.lock pyproject.toml
 	rm -rf $(VENV)-lock
 
 clean:

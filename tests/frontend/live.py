@@ -11,7 +11,8 @@ from tests.contract.stream import Frame
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.frontend.arenas import Arenas
-from topics.frontend.delivery import Connection, Hub
+from topics.frontend.channels import Connection
+from topics.frontend.delivery import Hub
 from topics.frontend.gateway import Gateway
 from topics.frontend.log_files import LogFiles
 from topics.frontend.reading import TopicReader
@@ -19,7 +20,7 @@ from topics.frontend.records import PageOptions
 from topics.frontend.snapshot import TopicSight
 from topics.shm.control import Role
 from topics.shm.messages import AppendReply, DeleteTopic, DeleteTopicReply, PutTopic, PutTopicReply
-from topics.shm.recency import RecencyWriter
+from topics.shm.recency import Recency, RecencyWriter
 from topics.storage.frame import lay_out
 
 DEADLINE_S = 20.0
@@ -99,7 +100,7 @@ class Live:
         self.gateway.start()
         files = LogFiles(data_dir, rig.shared.ram_dir, 1)
         self.reader = TopicReader(self.arenas, files, 1, self.clock)
-        topics = TopicSight(self.reader, self.arenas, RecencyWriter(rig.identity, 0, 1))
+        topics = TopicSight(self.reader, self.arenas, RecencyWriter(rig.identity, 0, 1), Recency(rig.identity, 1, 1))
         self.hub = Hub(self.gateway, topics, self.cell, self.clock)
         self.shard_up = True
         self._pump = asyncio.create_task(self._run_shard())

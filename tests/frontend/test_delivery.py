@@ -190,6 +190,81 @@ def test_nothing_is_kept_of_who_is_gone(tmp_path: Path) -> None:
     on_loop(tmp_path, test)
 
 
+# --- who is next
+
+
+def follow_live(live: Live, name: str, count: int = 1) -> list[Wire]:
+    return [live.follow({name: live.reader.get(name).view.head_seq})[0] for _ in range(count)]
+
+
+def test_what_is_urgent_is_delivered_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "SLICE_S", 0.0)
+    priorities = {"low": -1000, "plain": 0, "high": 1000}
+
+    async def test(live: Live) -> None:
+        order: list[str] = []
+        wires = {}
+        for name, priority in priorities.items():
+            await live.put(name, priority=priority)
+            wires[name] = follow_live(live, name)[0]
+        await until(lambda: all(wire.kinds() == ["caught-up"] for wire in wires.values()))
+        for name, wire in wires.items():
+            wire.on_write = lambda name=name: order.append(name)
+        # All in one group of the shard, so in one wake-up of the frontend.
+        live.shard_up = False
+        written = [live.submit(name) for name in priorities]
+        live.shard_up = True
+        for future in written:
+            await future
+        await until(lambda: len(order) == 3)
+        assert order == ["high", "plain", "low"]
+
+    on_loop(tmp_path, test)
+
+
+def test_shares_of_saturated_delivery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Topics of two bands that are never caught up with: work done for them is as their weights."""
+    monkeypatch.setattr(delivery, "SLICE_S", 0.0)
+
+    async def test(live: Live) -> None:
+        await live.put("high", priority=1000)
+        await live.put("low", priority=0)
+        for name in ("high", "low"):
+            await live.write(name, 9_000)
+        one_by_one = OPTIONS._replace(limit=1)
+        high, low = (live.follow({name: 0}, one_by_one)[0] for name in ("high", "low"))
+        await until(lambda: len(high.writes) >= 8_000)
+        assert len(low.writes) == pytest.approx(len(high.writes) / 8, rel=0.08)
+        await until(lambda: len(low.writes) > 9_000)
+
+    on_loop(tmp_path, test)
+
+
+def test_a_topic_that_waits_shows_its_age(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.put("t", priority=-500)
+        wire = follow_live(live, "t")[0]
+        await until(lambda: wire.kinds() == ["caught-up"])
+        live.hub.pause(True)
+        await live.write("t")
+        await turns()
+        assert live.hub.waiting_ms("t") == 0
+        live.clock.ms += 4_000
+        assert live.hub.waiting_ms("t") == 4_000
+        await turns()
+        assert wire.seqs() == []
+        live.clock.ms += 1_000
+        await until(lambda: wire.seqs() == [1])
+        assert live.hub.waiting_ms("t") == 0
+        await live.write("t")
+        await turns()
+        assert wire.seqs() == [1]
+        live.hub.pause(False)
+        await until(lambda: wire.seqs() == [1, 2])
+
+    on_loop(tmp_path, test)
+
+
 # --- slow clients
 
 

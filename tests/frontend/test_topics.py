@@ -1,4 +1,4 @@
-"""List cursors, effective priority, read recency."""
+"""List cursors, read recency."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.frontend.hosting import Hosting, Written
-from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.frontend.log_files import LogFiles
-from topics.frontend.topics import _after, _cursor, effective_priority
+from topics.frontend.topics import _after, _cursor
 from topics.shm.memory import SharedObject
 from topics.shm.recency import Recency, RecencyWriter
 from topics.storage import layout
@@ -34,28 +33,6 @@ def test_any_other_cursor_is_refused(text: str) -> None:
 
 def test_no_cursor_is_the_beginning() -> None:
     assert _after(None) == ""
-
-
-@pytest.mark.parametrize(
-    ("config", "idle_ms", "priority"),
-    [
-        (TopicConfig(priority=7), 0, 7),
-        (TopicConfig(priority=-7, auto_priority=False), 0, -7),
-        (TopicConfig(auto_priority=False), 0, 0),
-        (TopicConfig(), 0, 500),
-        (TopicConfig(), 30_000, 250),
-        (TopicConfig(), 60_000, 125),
-        (TopicConfig(), 299_999, 0),
-        (TopicConfig(), 300_000, 0),
-        (TopicConfig(), -5, 500),
-    ],
-)
-def test_effective_priority(config: TopicConfig, idle_ms: int, priority: int) -> None:
-    assert effective_priority(config, 1_000_000_000 - idle_ms, 1_000_000_000) == priority
-
-
-def test_a_topic_never_read_has_no_recency() -> None:
-    assert effective_priority(TopicConfig(), 0, 1_000) == 0
 
 
 def test_reads_of_all_frontends_count(identity: str) -> None:

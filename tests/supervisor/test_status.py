@@ -68,6 +68,7 @@ def test_the_json_of_a_running_service(start: Start) -> None:
     assert status["listen"] == service.port_file.read_text()
     assert status["uptime_ms"] > 0
     assert status["shared_memory_bytes"] > 0
+    assert status["write_path"] == "pwritev"
     assert status["supervisor"]["rss_bytes"] > 0
     for process in status["processes"]:
         assert os.readlink(f"/proc/{process['pid']}/exe") == os.readlink(f"/proc/{service.process.pid}/exe")
@@ -86,6 +87,7 @@ def test_the_table_shows_the_same(start: Start) -> None:
     assert answer.returncode == 0
     lines = answer.stdout.splitlines()
     assert f"running  {status.listen}  pid {status.pid}  up " in lines[0]
+    assert lines[0].endswith("  writes by pwritev")
     assert lines[1] == str(service.data_dir)
     for process in status.processes:
         (line,) = [line for line in lines if line.startswith(f"{process.role} {process.index} ")]

@@ -2,78 +2,38 @@
 
 A connection is, for each of its topics, in one of two places. *Current*: it stands at the head and waits in the
 topic's channel; when the shard says that the topic changed, one pass over the channel writes to all of them. *Behind*:
-it reads on at its own pace, a page at a time and in turn with everything else, until it is current. A connection that
-does not take what it was sent is behind and is not read for: the log is its queue (api §7).
+it stands in the channel's backlog and reads on, a page at a time and in turn with the others there, until it is
+current. A connection that does not take what it was sent is behind and is not read for: the log is its queue (api §7).
 
-Work is done in slices of SLICE_S between which the event loop does everything else; within one slice a topic is looked
-at once (`Snapshot`). What changes meanwhile is announced afterwards, so nothing is missed.
+Which channel is next says the scheduler (`core/scheduler.py`), by the priority of its topic. Work is done in slices of
+SLICE_S between which the event loop does everything else; within one slice a topic is looked at once (`Snapshot`). What
+changes meanwhile is announced afterwards, so nothing is missed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from typing import Final
 from weakref import WeakValueDictionary
 
 from topics.core.clock import Clock
 from topics.core.names import owner_shard
+from topics.core.scheduler import TICK_MS, Scheduler
+from topics.frontend.channels import Channel, Connection
 from topics.frontend.gateway import Gateway
 from topics.frontend.pulse import STALL_MAX_MS, Heartbeats, Stall
 from topics.frontend.push import Push
 from topics.frontend.records import PageOptions
 from topics.frontend.snapshot import Snapshot, TopicSight
-from topics.frontend.stream import (
-    FINAL,
-    OPENING,
-    RETRY_AFTER_MS,
-    Outcome,
-    Phase,
-    Plan,
-    Step,
-    Stream,
-    error_frame,
-    heartbeat,
-)
-from topics.frontend.watches import WatchHandle
+from topics.frontend.stream import RETRY_AFTER_MS, Outcome, Phase, Plan, Step, Stream
+from topics.frontend.wording import EVENT_STREAM, Wording
 from topics.shm.control import ProcessCell
 
 SLICE_S: Final = 0.0005
 FAN_OUT_STEP: Final = 64
-"""Connections of one channel that are written to before a backlog has its turn."""
-
-
-class Connection:
-    """One open event stream. `behind` are the topics (index in the plan) it has to read on in."""
-
-    __slots__ = ("behind", "closed", "heartbeat_ms", "idle_since_ms", "push", "queued", "stall", "stream")
-
-    def __init__(self, push: Push, stream: Stream, heartbeat_ms: int, now_ms: int) -> None:
-        self.push = push
-        self.stream = stream
-        self.heartbeat_ms = heartbeat_ms
-        self.idle_since_ms = now_ms
-        self.behind: dict[int, None] = {}
-        self.queued = False
-        self.stall: Stall | None = None
-        self.closed = False
-
-
-class Channel:
-    """A topic as this frontend's streams follow it."""
-
-    __slots__ = ("changed", "current", "members", "name", "todo", "watch")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.watch: WatchHandle | None = None
-        self.members: dict[Connection, int] = {}
-        """All connections that follow it, and its index in their plans."""
-        self.current: dict[Connection, int] = {}
-        self.changed = False
-        """Since the pass that is under way began."""
-        self.todo: list[Connection] = []
-        """Whom of `current` this pass has yet to look at."""
+"""Connections of one channel that are written to before its backlog has its turn."""
+COST_BYTES: Final = 4096
+"""What a connection is looked at for costs one unit, and one more for each of so many bytes written to it."""
 
 
 class Hub:
@@ -88,9 +48,8 @@ class Hub:
         self._plans: WeakValueDictionary[tuple[object, ...], Plan] = WeakValueDictionary()
         self._connections: dict[Connection, None] = {}
         self._channels: dict[str, Channel] = {}
-        self._changed: deque[Channel] = deque()
-        """Those with `changed` or `todo`."""
-        self._behind: deque[Connection] = deque()
+        self._ready: Scheduler[Channel] = Scheduler(lambda channel: topics.base_priority(channel.name))
+        """Channels that have work."""
         self._failed: dict[tuple[Connection, int], None] = {}
         self._undurable: dict[Channel, None] = {}
         self._stalled: dict[Connection, None] = {}
@@ -98,34 +57,43 @@ class Hub:
         self._heartbeat_timer: asyncio.TimerHandle | None = None
         self._heartbeat_at_ms = 0
         self._tick_timer: asyncio.TimerHandle | None = None
+        self._age_timer: asyncio.TimerHandle | None = None
         self._scheduled = False
         self.draining = False
 
-    def plan(self, names: tuple[str, ...], topic_ids: tuple[int, ...], options: PageOptions, strong: bool) -> Plan:
+    def plan(
+        self,
+        names: tuple[str, ...],
+        topic_ids: tuple[int, ...],
+        options: PageOptions,
+        strong: bool,
+        wording: Wording = EVENT_STREAM,
+    ) -> Plan:
         """The one plan that says this: streams of equal plans share what is made for them."""
-        key = (names, topic_ids, options, strong)
+        key = (names, topic_ids, options, strong, wording)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = Plan(names, topic_ids, options, strong)
+            plan = self._plans[key] = Plan(names, topic_ids, options, strong, wording)
         return plan
 
     def open(self, push: Push, stream: Stream, heartbeat_ms: int) -> Connection:
         """A stream begins, with its backlog. It ends with `close`, or when the client goes away; then
-        `connection.closed` is true and `connection.stream` is how far it came.
+        `connection.closed` is true and `connection.stream` is how far it came. `heartbeat_ms` 0: it needs none.
         """
         connection = Connection(push, stream, heartbeat_ms, self._clock.monotonic_ms())
         push.on_writable = lambda: self._on_writable(connection)
         push.on_close = lambda: self._forget(connection)
         self._connections[connection] = None
-        self._cell.set("sse_connections", len(self._connections))
-        push.write(OPENING)
+        if stream.plan.wording is EVENT_STREAM:
+            self._cell.add("sse_connections", 1)
+            push.write(EVENT_STREAM.opening)
         for index, name in enumerate(stream.plan.names):
             if stream.phases[index] != Phase.ENDED:
                 self._join(name).members[connection] = index
-                connection.behind[index] = None
-        self._enqueue(connection)
-        self._heartbeats.add(connection)
-        self._arm_heartbeats()
+                self._line_up(connection, index)
+        if heartbeat_ms:
+            self._heartbeats.add(connection)
+            self._arm_heartbeats()
         if self._tick_timer is None:
             self._tick_timer = self._loop.call_later(RETRY_AFTER_MS / 1000, self._tick)
         return connection
@@ -141,6 +109,19 @@ class Hub:
         self.draining = True
         for connection in list(self._connections):
             self.close(connection)
+
+    def waiting_ms(self, name: str) -> int:
+        """How long what is new in a topic has been waiting to be delivered here."""
+        channel = self._channels.get(name)
+        return 0 if channel is None else self._ready.waiting_ms(channel, self._clock.monotonic_ms())
+
+    def pause(self, paused: bool) -> None:
+        """Topics of negative priority are not delivered, but for those that have waited long enough to be above zero;
+        or are again.
+        """
+        if self._ready.paused != paused:
+            self._ready.paused = paused
+            self._go_on()
 
     # -- who follows what
 
@@ -166,6 +147,7 @@ class Hub:
             assert channel.watch is not None
             channel.watch.cancel()
             self._undurable.pop(channel, None)
+            self._ready.discard(channel)
             self._topics.forget(name)
             del self._channels[name]
 
@@ -179,26 +161,32 @@ class Hub:
             self._leave(connection, index)
         self._stalled.pop(connection, None)
         del self._connections[connection]
-        self._cell.set("sse_connections", len(self._connections))
+        if connection.stream.plan.wording is EVENT_STREAM:
+            self._cell.add("sse_connections", -1)
 
     # -- when there is something to do
 
     def _on_change(self, channel: Channel) -> None:
-        if not channel.changed and not channel.todo:
-            self._changed.append(channel)
-            self._schedule()
-        channel.changed = True
+        if not channel.changed:
+            channel.changed = True
+            self._mark(channel)
 
     def _on_writable(self, connection: Connection) -> None:
         connection.stall = None
         self._stalled.pop(connection, None)
-        self._enqueue(connection)
+        for index, in_line in connection.behind.items():
+            if not in_line:
+                self._line_up(connection, index)
 
-    def _enqueue(self, connection: Connection) -> None:
-        if connection.behind and not connection.queued:
-            connection.queued = True
-            self._behind.append(connection)
-            self._schedule()
+    def _line_up(self, connection: Connection, index: int) -> None:
+        connection.behind[index] = True
+        channel = self._channels[connection.stream.plan.names[index]]
+        channel.backlog.append(connection)
+        self._mark(channel)
+
+    def _mark(self, channel: Channel) -> None:
+        self._ready.mark(channel, self._clock.monotonic_ms())
+        self._schedule()
 
     def _schedule(self) -> None:
         if not self._scheduled:
@@ -213,12 +201,11 @@ class Hub:
             assert connection.stall is not None
             if connection.stall.over(connection.push.buffered_bytes, now_ms):
                 message = f"the client has read nothing for {STALL_MAX_MS // 1000} s; resume from the last id"
-                connection.push.write(error_frame(FINAL, message))
+                connection.push.write(connection.stream.plan.wording.final("throttled", message))
                 self.close(connection)
         failed, self._failed = self._failed, {}
         for connection, index in failed:
-            connection.behind[index] = None
-            self._enqueue(connection)
+            self._line_up(connection, index)
         # A sync that ended while the shard learned of the watch is not announced.
         undurable, self._undurable = self._undurable, {}
         for channel in undurable:
@@ -229,31 +216,48 @@ class Hub:
     # -- doing it
 
     def _work(self) -> None:
-        """One slice: the channels that changed and, in turn with them, the connections that are behind."""
+        """One slice: channel after channel, as the scheduler says."""
         self._scheduled = False
-        work = _Slice(self._clock.monotonic_ms(), Snapshot(self._topics))
+        now_ms = self._clock.monotonic_ms()
+        work = _Slice(now_ms, Snapshot(self._topics))
         until_s = self._loop.time() + SLICE_S
-        while self._changed or self._behind:
-            if self._changed:
-                self._fan_out(self._changed[0], work)
-            if self._behind:
-                self._read_on(self._behind.popleft(), work)
+        while (channel := self._ready.take(now_ms)) is not None:
+            cost = 0
+            try:
+                if channel.changed or channel.todo:
+                    cost += self._fan_out(channel, work)
+                if channel.backlog:
+                    cost += self._read_on(channel, work)
+            finally:
+                self._ready.served(cost, now_ms, more=channel.has_work, fresh=not channel.todo)
             if self._loop.time() >= until_s:
                 break
         if work.frames:
             self._cell.add("sse_frames", work.frames)
             self._cell.add("records_out", work.records)
-        if self._changed or self._behind:
-            self._schedule()
+        self._go_on()
 
-    def _fan_out(self, channel: Channel, work: _Slice) -> None:
-        """Some of those who are current; the channel stays in front until all have had their turn."""
+    def _go_on(self) -> None:
+        if self._ready.eligible:
+            self._schedule()
+        elif len(self._ready) and self._age_timer is None:
+            self._age_timer = self._loop.call_later(TICK_MS / 1000, self._age)
+
+    def _age(self) -> None:
+        """Nothing is to be served but what has to become more urgent first."""
+        self._age_timer = None
+        self._ready.age(self._clock.monotonic_ms())
+        self._go_on()
+
+    def _fan_out(self, channel: Channel, work: _Slice) -> int:
+        """Some of those who are current; what it cost."""
         current = channel.current
         if not channel.todo:
             channel.changed = False
             channel.todo = list(current)
         todo = channel.todo
         steps = work.snapshot.steps(channel.name)
+        cost = 0
         for _ in range(min(len(todo), FAN_OUT_STEP)):
             connection = todo.pop()
             index = current.get(connection)
@@ -261,35 +265,32 @@ class Hub:
                 continue
             if not connection.push.writable:
                 del current[connection]
-                connection.behind[index] = None
-                self._stall(connection, work.now_ms)
+                self._stall(connection, index, work.now_ms)
+                cost += 1
                 continue
             step = steps.get(connection.stream)
             if step is None:
                 step = work.snapshot.step(connection.stream, index)
-            work.send(connection, step)
+            cost += work.send(connection, step)
             if step.outcome is not Outcome.CURRENT:
                 del current[connection]
                 self._settle(connection, index, step.outcome)
-        if not todo:
-            self._changed.popleft()
-            if channel.changed:
-                self._changed.append(channel)
+        return cost
 
-    def _read_on(self, connection: Connection, work: _Slice) -> None:
-        """One page of one of its topics, the one that has waited longest."""
-        connection.queued = False
-        if not connection.behind:  # closed meanwhile
-            return
+    def _read_on(self, channel: Channel, work: _Slice) -> int:
+        """One page for the one of the backlog that has waited longest; what it cost."""
+        connection = channel.backlog.popleft()
+        index = channel.members.get(connection)
+        if index is None:  # it has left meanwhile
+            return 1
         if not connection.push.writable:
-            self._stall(connection, work.now_ms)
-            return
-        index = next(iter(connection.behind))
+            self._stall(connection, index, work.now_ms)
+            return 1
         del connection.behind[index]
         step = work.snapshot.step(connection.stream, index)
-        work.send(connection, step)
+        cost = work.send(connection, step)
         self._settle(connection, index, step.outcome)
-        self._enqueue(connection)
+        return cost
 
     def _settle(self, connection: Connection, index: int, outcome: Outcome) -> None:
         """Where a topic of a connection goes after a step."""
@@ -299,15 +300,18 @@ class Hub:
             if outcome is Outcome.WAITING:
                 self._undurable[channel] = None
         elif outcome is Outcome.MORE:
-            connection.behind[index] = None
-            self._enqueue(connection)
+            self._line_up(connection, index)
         elif outcome is Outcome.ENDED:
             self._leave(connection, index)
         else:
             self._failed[connection, index] = None
 
-    def _stall(self, connection: Connection, now_ms: int) -> None:
-        """It has not taken what it was sent: `on_writable` will say when to go on, or `_tick` that it is over."""
+    def _stall(self, connection: Connection, index: int, now_ms: int) -> None:
+        """It has not taken what it was sent: `on_writable` will say when to go on there, or `_tick` that it is over."""
+        connection.behind[index] = False
+        self._note_stall(connection, now_ms)
+
+    def _note_stall(self, connection: Connection, now_ms: int) -> None:
         if connection.stall is None:
             connection.stall = Stall(connection.push.buffered_bytes, now_ms)
             self._stalled[connection] = None
@@ -329,12 +333,12 @@ class Hub:
     def _beat(self) -> None:
         self._heartbeat_timer = None
         now_ms = self._clock.monotonic_ms()
-        comment = heartbeat(self._clock.now_ms())
+        comment = EVENT_STREAM.heartbeat(self._clock.now_ms())
         for connection in self._heartbeats.take_due(now_ms):
             if connection.push.writable:
                 connection.push.write(comment)
             else:
-                self._stall(connection, now_ms)
+                self._note_stall(connection, now_ms)
         self._arm_heartbeats()
 
 
@@ -349,10 +353,14 @@ class _Slice:
         self.frames = 0
         self.records = 0
 
-    def send(self, connection: Connection, step: Step) -> None:
-        if step.data:
-            connection.push.write(step.data)
-            connection.idle_since_ms = self.now_ms
-            self.frames += step.frames
-            self.records += step.records
+    def send(self, connection: Connection, step: Step) -> int:
+        """Writes it; what that cost."""
         connection.stream = step.stream
+        data = step.data
+        if not data:
+            return 1
+        connection.push.write(data)
+        connection.idle_since_ms = self.now_ms
+        self.frames += step.frames
+        self.records += step.records
+        return 1 + len(data) // COST_BYTES

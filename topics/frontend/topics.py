@@ -7,11 +7,13 @@ import base64
 import binascii
 import itertools
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 from starlette.datastructures import QueryParams
 
-from topics.core.config import TopicConfig, parse_config
+from topics.core import priority
+from topics.core.config import parse_config
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
@@ -41,9 +43,6 @@ PAGE_SIZE_DEFAULT: Final = 100
 PAGE_SIZE_MAX: Final = 1000
 EXPIRE_WAIT_S: Final = 0.25
 """A dead shard must not hold up a state read: it is then answered as the topic was last published."""
-RECENT_PRIORITY: Final = 500
-RECENT_HALF_LIFE_MS: Final = 30_000
-RECENT_MS_MAX: Final = 300_000
 _CURSOR_MARK: Final = b"after:"
 
 
@@ -58,13 +57,16 @@ class TopicRoutes:
         recency_writer: RecencyWriter,
         recency: Recency,
         settings: Settings,
+        waiting_ms: Callable[[str], int],
     ) -> None:
+        """`waiting_ms(name)`: how long what is new in a topic waits to be delivered by this process."""
         self._reader = reader
         self._arenas = arenas
         self._gateway = gateway
         self._recency_writer = recency_writer
         self._recency = recency
         self._settings = settings
+        self._waiting_ms = waiting_ms
 
     async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -128,8 +130,9 @@ class TopicRoutes:
             "count": view.records,
             "bytes": view.live_bytes,
             "durable_seq": view.durable_seq,
+            "epoch": f"{view.topic_id:016x}",
             "config": config.echo(),
-            "effective_priority": effective_priority(config, last_read_ms, now_ms),
+            "effective_priority": self._effective_priority(ref, last_read_ms, now_ms),
             "last_write_ts": view.last_write_ts or None,
             "last_read_ts": last_read_ms or None,
         }
@@ -165,8 +168,12 @@ class TopicRoutes:
             "count": view.records,
             "bytes": view.live_bytes,
             "durable": ref.config.durability == "fsync",
-            "effective_priority": effective_priority(ref.config, last_read_ms, now_ms),
+            "effective_priority": self._effective_priority(ref, last_read_ms, now_ms),
         }
+
+    def _effective_priority(self, ref: TopicRef, last_read_ms: int, now_ms: int) -> int:
+        """What it is scheduled by in this process (`core/priority.py`)."""
+        return priority.base_priority(ref.config, last_read_ms, now_ms) + priority.age(self._waiting_ms(ref.name))
 
     async def _all_settled(self, refs: list[TopicRef]) -> list[TopicRef]:
         now_ms = self._reader.now_ms()
@@ -189,16 +196,6 @@ class TopicRoutes:
         except (TimeoutError, TopicsError):
             return self._reader.refresh(ref)
         return self._reader.get(ref.name)
-
-
-def effective_priority(config: TopicConfig, last_read_ms: int, now_ms: int) -> int:
-    """Manual, or by how recently it was read (api §1 `priority`, `auto_priority`)."""
-    if config.priority is not None:
-        return config.priority
-    idle_ms = max(0, now_ms - last_read_ms)
-    if not config.auto_priority or not last_read_ms or idle_ms >= RECENT_MS_MAX:
-        return 0
-    return round(RECENT_PRIORITY * 2 ** (-idle_ms / RECENT_HALF_LIFE_MS))
 
 
 def _topic_name(scope: Scope) -> str:

@@ -57,6 +57,7 @@ HEADER_FIELDS: Final = (
     "reshard_ppm",
     "keys_serial",
     "reloads",
+    "write_path",
 )
 SUPERVISOR_FIELDS: Final = ("pid", "state", "restarts", "last_exit", "since_ms")
 LATENCY_BUCKETS: Final = 24
@@ -69,6 +70,7 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "connections",
         "sse_connections",
         "sse_admitted",
+        "ws_connections",
         "requests",
         "responses_4xx",
         "responses_5xx",

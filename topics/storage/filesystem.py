@@ -67,7 +67,10 @@ class FileSystem(Protocol):
 
 
 class OsFileSystem:
-    """The real one. No state: any number of processes may have theirs."""
+    """The real one. Any number of processes may have theirs. `vectored`: see `write_path.py`."""
+
+    def __init__(self, vectored: bool = True) -> None:
+        self._vectored = vectored
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         return os.open(path, flags | os.O_CLOEXEC, mode)
@@ -82,7 +85,7 @@ class OsFileSystem:
         return os.pread(fd, length, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
-        return os.pwritev(fd, buffers, offset)
+        return os.pwritev(fd, buffers, offset) if self._vectored else os.pwrite(fd, b"".join(buffers), offset)
 
     def fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)

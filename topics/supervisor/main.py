@@ -17,6 +17,7 @@ from topics.shm import names
 from topics.shm.control import ProcessState
 from topics.shm.instance import SharedMemory
 from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable
+from topics.storage.write_path import WritePath, choose_write_path
 from topics.supervisor import limits
 from topics.supervisor.children import ChildMains
 from topics.supervisor.limits import StatVfs
@@ -70,6 +71,7 @@ def _serve(
     if lock is None:
         return EXIT_OK
     behind.callback(lock.release)
+    write_path = _choose_write_path(settings)
     shared = _share(settings, statvfs)
     behind.callback(shared.destroy)
 
@@ -82,11 +84,12 @@ def _serve(
     header.set("supervisor_pid", os.getpid())
     header.set("started_ms", clock.now_ms())
     header.set("port", port)
+    header.set("write_path", write_path)
     header.set("state", ProcessState.STARTING)
     if settings.port_file:
         write_port_file(settings.port_file, address)
         behind.callback(_remove, settings.port_file)
-    _logger.info("listening", address=address)
+    _logger.info("listening", address=address, write_path=write_path.name.lower())
 
     reshard = _needs_reshard(settings, mains)
     # What exists now is shared with the children page by page, as long as no collector touches it.
@@ -130,6 +133,13 @@ def _acquire(settings: Settings, signals: Signals, clock: Clock) -> DataDirLock 
                 _logger.warning("waiting for the processes of a killed service to end", supervisor_pid=refusal.pid)
         if signals.wait(LOCK_RETRY_MS) in STOP:
             return None
+
+
+def _choose_write_path(settings: Settings) -> WritePath:
+    try:
+        return choose_write_path(settings.data_dir)
+    except OSError as error:
+        raise StartError(f"data directory {settings.data_dir} takes no writes: {error}") from error
 
 
 def _share(settings: Settings, statvfs: StatVfs) -> SharedMemory:

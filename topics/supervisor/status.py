@@ -17,6 +17,7 @@ from topics.core.clock import Clock
 from topics.shm import names
 from topics.shm.control import ControlPage, ProcessState, Role, latency_quantile_us
 from topics.storage.lock import holder_pid
+from topics.storage.write_path import WritePath
 from topics.supervisor.listeners import show
 from topics.supervisor.processes import is_running
 
@@ -85,6 +86,7 @@ class Status(msgspec.Struct, frozen=True):
     topics: int = 0
     pressure: float = 0.0
     shared_memory_bytes: int = 0
+    write_path: str | None = None
     reshard_progress: float | None = None
     supervisor: SupervisorStatus | None = None
     processes: list[ProcessStatus] = []
@@ -148,6 +150,7 @@ class StatusReader:
             topics=sum(shard.topics for shard in shards),
             pressure=max(page.cell(role, index).get("pressure_ppm") for role, index in page.cells()) / 1e6,
             shared_memory_bytes=_shared_memory_bytes(names.identity(self._data_dir)),
+            write_path=WritePath(header["write_path"]).name.lower() if header["write_path"] else None,
             reshard_progress=header["reshard_ppm"] / 1e6 if header["state"] == ProcessState.RECOVERING else None,
             supervisor=_supervisor(pid),
             processes=processes,

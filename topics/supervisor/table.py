@@ -33,6 +33,8 @@ def _summary(status: Status) -> str:
         facts.append(f"up {_duration(status.uptime_ms)}")
     facts += [f"{status.topics} topics", f"pressure {status.pressure:.2f}"]
     facts.append(f"shared memory {status.shared_memory_bytes / MIB:.0f} MiB")
+    if status.write_path is not None:
+        facts.append(f"writes by {status.write_path}")
     if status.reshard_progress is not None:
         facts.append(f"resharding {status.reshard_progress:.0%}")
     return "  ".join(facts) + f"\n{status.data_dir}\n"

@@ -15,9 +15,9 @@ from topics.shm.arena import ArenaFullError
 from topics.shm.control import EXIT_REFUSED, OVER_LIVES, ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.wake import Wake
-from topics.storage.filesystem import OsFileSystem
 from topics.storage.logfile import RefusedLog
 from topics.storage.wal import WalSyncError, WalWriteError
+from topics.storage.write_path import WritePath
 from topics.walshard.outbox import Outbox
 from topics.walshard.recovery import recover
 from topics.walshard.shard import Shard
@@ -39,9 +39,10 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
     wake = shared.shard_wakes[index]
     stop = _StopRequest(wake)
     outbox = Outbox(shared, index)
+    fs = WritePath(shared.control.header.get("write_path")).file_system()
     with ThreadPoolExecutor(1, "preallocate") as preallocating, ThreadPoolExecutor(1, "sync") as syncing:
         try:
-            shard = recover(settings, shared, index, outbox, cell, clock, OsFileSystem(), preallocating, syncing)
+            shard = recover(settings, shared, index, outbox, cell, clock, fs, preallocating, syncing)
         except (RefusedLog, FoldError) as error:
             log.error("the log cannot be used as it is", reason=str(error))
             return EXIT_REFUSED

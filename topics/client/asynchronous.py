@@ -1,0 +1,213 @@
+"""The client for programs with an event loop (asyncio). What its methods raise: `errors.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+import httpx_sse
+
+from topics.client import calls
+from topics.client.attempts import Attempts, Retry, error_of
+from topics.client.calls import Call
+from topics.client.errors import GapError, NotFoundError, ServiceBusyError
+from topics.client.following import SILENCE_MAX_S, Following
+from topics.client.records import (
+    Appended,
+    Configured,
+    Item,
+    Page,
+    RecordsDeleted,
+    Tombstones,
+    TopicDeleted,
+    TopicEntry,
+    TopicGone,
+    TopicState,
+)
+from topics.client.sync import http_options
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """A service at `url`; `token` is its API key, if it wants one."""
+
+    def __init__(
+        self,
+        url: str = "http://127.0.0.1:4000",
+        *,
+        token: str | None = None,
+        retry: Retry = Retry(),  # noqa: B008 — it is frozen
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._http = httpx.AsyncClient(**http_options(url, token))
+        self._retry = retry
+        self._sleep = sleep
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def call(self, call: Call[T]) -> T:
+        """Carries out any call of `topics.client.calls`, with repeats."""
+        attempts = Attempts(self._retry, call.repeatable, f"{call.method} {call.path}", time.monotonic())
+        headers = {} if call.body is None else {"Content-Type": "application/json"}
+        while True:
+            try:
+                answer = await self._http.request(
+                    call.method, call.path, content=call.body, params=call.query, headers=headers
+                )
+            except httpx.TransportError as error:
+                sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                pause_s = attempts.no_answer(error, sent, time.monotonic(), random.random())
+            else:
+                if answer.is_success:
+                    return call.read(answer.content)
+                pause_s = attempts.refused(
+                    answer.status_code, answer.headers, answer.content, time.monotonic(), random.random()
+                )
+            await self._sleep(pause_s)
+
+    # -- topics
+
+    async def put_topic(self, topic: str, **config: Any) -> Configured:
+        """Create a topic or replace its configuration; what is not given goes to its default."""
+        return await self.call(calls.put_topic(topic, config))
+
+    async def get_topic(self, topic: str, *, touch: bool = True) -> TopicState:
+        return await self.call(calls.get_topic(topic, touch=touch))
+
+    async def list_topics(self, prefix: str = "") -> AsyncIterator[TopicEntry]:
+        """Every topic whose name begins with `prefix`, by name."""
+        cursor = None
+        while True:
+            page = await self.call(calls.list_topics(prefix, cursor=cursor))
+            for entry in page.topics:
+                yield entry
+            cursor = page.next_cursor
+            if cursor is None:
+                return
+
+    async def delete_topic(self, topic: str, *, if_empty: bool = False) -> TopicDeleted:
+        return await self.call(calls.delete_topic(topic, if_empty=if_empty))
+
+    # -- records
+
+    async def append(
+        self,
+        topic: str,
+        records: Iterable[Any],
+        *,
+        node: str | None = None,
+        idempotency_key: str | None = None,
+        create: bool = True,
+        config: Mapping[str, Any] | None = None,
+        if_head_seq: int | None = None,
+    ) -> Appended:
+        """Writes all records or none. A record is a NewRecord, or just its `data`.
+
+        It is repeated until it is answered, under one idempotency key, so it is committed once. A key of your own
+        makes repeats of yours safe as well, over restarts of your program.
+        """
+        return await self.call(
+            calls.append(
+                topic,
+                records,
+                node=node,
+                idempotency_key=idempotency_key,
+                create=create,
+                config=config,
+                if_head_seq=if_head_seq,
+            )
+        )
+
+    async def diff(self, topic: str, from_seq: int = 0, **options: Any) -> Page:
+        """One page of what follows `from_seq`; options as `calls.diff`."""
+        return await self.call(calls.diff(topic, from_seq, **options))
+
+    async def read(
+        self,
+        topic: str,
+        from_seq: int = 0,
+        *,
+        tombstones: Tombstones = "raise",
+        wait: bool = False,
+        **options: Any,
+    ) -> AsyncIterator[Item]:
+        """Every record behind `from_seq`, page by page, up to the head, or for ever with `wait` (long polls)."""
+        if wait:
+            options = {"wait_ms": 30_000} | options
+        while True:
+            page = await self.diff(topic, from_seq, **options)
+            options.pop("from_ts", None)
+            if page.tombstone is not None:
+                if tombstones == "raise":
+                    raise GapError(topic, page.tombstone)
+                yield page.tombstone
+            for record in page.records:
+                yield record
+            from_seq = page.next_from_seq
+            if page.caught_up and not wait:
+                return
+
+    async def delete_records(
+        self, topic: str, *, before_seq: int | None = None, match: str | list[str] | None = None
+    ) -> RecordsDeleted:
+        """Deletes below a seq, by tag (`"x"`, `"x*"`, `["tag", "Eq", "x*"]`), or what is both."""
+        return await self.call(calls.delete_records(topic, before_seq=before_seq, match=match))
+
+    # -- live
+
+    async def follow(
+        self, positions: Mapping[str, int] | str, *, tombstones: Tombstones = "raise", **options: Any
+    ) -> AsyncIterator[tuple[str, Item | TopicGone]]:
+        """(topic, record) of everything behind these seqs, live, over every disconnect, each once and in order.
+
+        It ends when all topics are deleted (each says so with a TopicGone). Options are those of the watch session.
+        """
+        start = {positions: 0} if isinstance(positions, str) else dict(positions)
+        following = Following(start, tombstones, options)
+        attempts: Attempts | None = None
+        while not following.ended():
+            if following.wid is None:
+                following.began(await self.call(following.session_call()))
+            try:
+                async for event in self._events(following):
+                    attempts = None
+                    for item in following.take(event.event, event.data, event.id):
+                        yield item
+                    if following.ended():
+                        return
+                trouble: Exception = httpx.RemoteProtocolError("the stream ended")
+            except NotFoundError:
+                following.session_gone()
+                continue
+            except httpx.TransportError as error:
+                trouble = error
+            if attempts is None:
+                attempts = Attempts(self._retry, True, f"GET /v0/watch/{following.wid}", time.monotonic())
+            await self._sleep(attempts.no_answer(trouble, True, time.monotonic(), random.random()))
+
+    async def _events(self, following: Following) -> AsyncIterator[httpx_sse.ServerSentEvent]:
+        timeout = httpx.Timeout(5.0, read=SILENCE_MAX_S)
+        path = f"/v0/watch/{following.wid}"
+        async with self._http.stream("GET", path, headers=following.headers(), timeout=timeout) as answer:
+            if not answer.is_success:
+                refusal = error_of(answer.status_code, await answer.aread())
+                if isinstance(refusal, ServiceBusyError):
+                    raise httpx.RemoteProtocolError(str(refusal))
+                raise refusal
+            async for event in httpx_sse.EventSource(answer).aiter_sse():
+                yield event

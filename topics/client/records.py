@@ -1,0 +1,142 @@
+"""What the service gives and takes, as types. `data` stays JSON text: what was sent comes back (api §0.2)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+
+class Record(msgspec.Struct, frozen=True, gc=False):
+    """One record as it was committed; `ts` in ms since the epoch."""
+
+    seq: int = msgspec.field(name="$seq")
+    ts: int = msgspec.field(name="$ts")
+    raw: msgspec.Raw = msgspec.field(name="data")
+    """The JSON text of `data`, byte for byte. `bytes(record.raw)` for keeping: it shares its page's memory."""
+    node: str | None = msgspec.field(name="$node", default=None)
+    tag: str | None = msgspec.field(name="$tag", default=None)
+    meta: dict[str, str] | None = None
+
+    @property
+    def data(self) -> Any:
+        """`raw`, decoded at each call."""
+        return msgspec.json.decode(self.raw)
+
+
+class Tombstone(msgspec.Struct, frozen=True):
+    """Records gap_from..gap_to are lost to a reader who did not ask for it (api §3.3)."""
+
+    gap_from: int
+    gap_to: int
+    reason: str
+    earliest_seq: int
+    head_seq: int
+    missed_estimate: int = 0
+
+
+class TopicGone(msgspec.Struct, frozen=True):
+    """A topic that was followed was deleted; nothing more comes of it."""
+
+    head_seq: int
+
+
+Item: TypeAlias = Record | Tombstone
+Tombstones = Literal["raise", "yield"]
+"""What a reader wants of gaps: GapError (they are never passed over by default), or a Tombstone among the records."""
+
+
+class Page(msgspec.Struct, frozen=True):
+    """The answer of one diff. `epoch` names the instance of the topic: another one after it was made anew."""
+
+    topic: str
+    records: list[Record]
+    next_from_seq: int
+    head_seq: int
+    earliest_seq: int
+    caught_up: bool
+    durable_seq: int = 0
+    tombstone: Tombstone | None = None
+    epoch: str = ""
+
+
+class NewRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One record to write; `data` is any JSON value, or JSON text as `msgspec.Raw`."""
+
+    data: Any
+    tag: str | None = None
+    node: str | None = None
+    meta: dict[str, str] | None = None
+
+
+class Appended(msgspec.Struct, frozen=True):
+    """A committed write: records first_seq..last_seq. `deduped`: an earlier attempt had committed them."""
+
+    topic: str
+    first_seq: int
+    last_seq: int
+    head_seq: int
+    count: int
+    created: bool
+    deduped: bool
+    durability: str = ""
+
+
+class TopicState(msgspec.Struct, frozen=True):
+    """A topic as it is now (api §1)."""
+
+    topic: str
+    type: str
+    head_seq: int
+    earliest_seq: int
+    count: int
+    bytes: int
+    config: dict[str, Any]
+    durable_seq: int = 0
+    epoch: str = ""
+    last_write_ts: int | None = None
+    last_read_ts: int | None = None
+
+
+class TopicEntry(msgspec.Struct, frozen=True):
+    """A topic in a list."""
+
+    topic: str
+    head_seq: int
+    earliest_seq: int
+    count: int
+    bytes: int
+    durable: bool
+
+
+class TopicPage(msgspec.Struct, frozen=True):
+    """One page of the list of topics."""
+
+    topics: list[TopicEntry]
+    next_cursor: str | None = None
+
+
+class Configured(msgspec.Struct, frozen=True):
+    """The whole configuration after a PUT."""
+
+    topic: str
+    created: bool
+    config: dict[str, Any]
+
+
+class TopicDeleted(msgspec.Struct, frozen=True):
+    """`deleted` is False when there was none."""
+
+    topic: str
+    deleted: bool
+
+
+class RecordsDeleted(msgspec.Struct, frozen=True):
+    """How many records a deletion took, and what is left (api §5)."""
+
+    topic: str
+    deleted: int
+    earliest_seq: int
+    head_seq: int
+    count: int
+    bytes: int

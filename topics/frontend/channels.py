@@ -1,0 +1,51 @@
+"""Open event streams, and the topics they follow: what delivery (`delivery.py`) works on."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from topics.frontend.pulse import Stall
+from topics.frontend.push import Push
+from topics.frontend.stream import Stream
+from topics.frontend.watches import WatchHandle
+
+
+class Connection:
+    """One open event stream."""
+
+    __slots__ = ("behind", "closed", "heartbeat_ms", "idle_since_ms", "push", "stall", "stream")
+
+    def __init__(self, push: Push, stream: Stream, heartbeat_ms: int, now_ms: int) -> None:
+        self.push = push
+        self.stream = stream
+        self.heartbeat_ms = heartbeat_ms
+        self.idle_since_ms = now_ms
+        self.behind: dict[int, bool] = {}
+        """Topics (index in the plan) it has to read on in, and whether it stands in that channel's backlog: it does
+        not while it is stalled.
+        """
+        self.stall: Stall | None = None
+        self.closed = False
+
+
+class Channel:
+    """A topic as this frontend's streams follow it."""
+
+    __slots__ = ("backlog", "changed", "current", "members", "name", "todo", "watch")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.watch: WatchHandle | None = None
+        self.members: dict[Connection, int] = {}
+        """All connections that follow it, and its index in their plans."""
+        self.current: dict[Connection, int] = {}
+        self.changed = False
+        """Since the pass that is under way began."""
+        self.todo: list[Connection] = []
+        """Whom of `current` this pass has yet to look at."""
+        self.backlog: deque[Connection] = deque()
+        """Who reads on; some may have left meanwhile."""
+
+    @property
+    def has_work(self) -> bool:
+        return self.changed or bool(self.todo) or bool(self.backlog)
