@@ -54,6 +54,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_tag_bytes: int = 256
     max_node_bytes: int = 128
     max_limit: int = 1000
+    max_claim: int = 1000
     max_watch_topics: int = 256
     max_topics: int = 100_000
     max_watch_sessions: int = 10_000
@@ -222,6 +223,7 @@ VARIABLES: Final[dict[str, Variable]] = {
     "max_tag_bytes": _integer(1, 65535, "longest tag"),
     "max_node_bytes": _integer(1, 65535, "longest node"),
     "max_limit": _integer(1, 100_000, "most records in one answer"),
+    "max_claim": _integer(1, 10_000, "most jobs in one claim, and of one worker's stream"),
     "max_watch_topics": _integer(1, 100_000, "most topics in one watch"),
     "max_topics": _integer(0, COUNT_MAX, "most topics of the service; 0 = no limit"),
     "max_watch_sessions": _integer(0, COUNT_MAX, "most watch sessions of the service; 0 = no limit"),
@@ -269,7 +271,6 @@ _NOT_YET: Final[dict[str, str]] = {
     ),
     **dict.fromkeys(
         (
-            "max_claim",
             "max_routers",
             "max_sse_connections_per_key",
             "max_inflight_per_key",

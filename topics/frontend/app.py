@@ -18,13 +18,16 @@ from topics.frontend.access import Access
 from topics.frontend.answers import send_error
 from topics.frontend.append import AppendRoute
 from topics.frontend.bodies import ClientGoneError
+from topics.frontend.cursor_routes import CursorRoutes
 from topics.frontend.diff import DiffRoute
 from topics.frontend.http1_exchange import ROUTE, Receive, Scope, Send
 from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
+from topics.frontend.queue import QueueRoutes
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute, needs_upgrade, refuse
+from topics.frontend.work import WorkRoutes
 from topics.log import get_logger
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
@@ -35,6 +38,8 @@ NamedEndpoint = Callable[[str, Scope, Receive, Send], Awaitable[None]]
 _TOPICS: Final = "/v0/topics/"
 _DIFF: Final = "/diff"
 _WS: Final = "/v0/ws"
+_SCOPED_NAMES: Final = frozenset(("topic", "router"))
+"""What in a path a key's prefixes are about; a cursor is its topic's."""
 _READ: Final = KeyScope.READ
 _WRITE: Final = KeyScope.WRITE
 
@@ -53,6 +58,9 @@ class App:
         probes: ProbeRoutes,
         metrics: MetricsRoute,
         websocket: WebSocketRoute,
+        queue: QueueRoutes,
+        work: WorkRoutes,
+        cursors: CursorRoutes,
         access: Access,
         cell: ProcessCell,
         observe: Callable[[Route, int], None],
@@ -80,6 +88,31 @@ class App:
                 Path("/v0/topics/{topic}", one_topic),
                 Path("/v0/topics/{topic}/diff", Resource(POST=_timed(Route.DIFF, read(_of_topic(diff))))),
                 Path("/v0/topics/{topic}/delete", delete_records),
+                *(
+                    Path(f"/v0/topics/{{topic}}/{name}", Resource(POST=_timed(timed_as, guard(endpoint))))
+                    for name, timed_as, guard, endpoint in (
+                        ("claim", Route.CLAIM, self._needing(_READ | _WRITE), queue.claim),
+                        ("ack", Route.ACK, write, queue.ack),
+                        ("nack", Route.NACK, write, queue.nack),
+                        ("extend", Route.EXTEND, write, queue.extend),
+                        ("redrive", Route.REDRIVE, admin, queue.redrive),
+                    )
+                ),
+                # It takes its key from the query as well, so it looks for it itself.
+                Path("/v0/topics/{topic}/work", Resource(GET=_timed(None, work.work))),
+                Path("/v0/topics/{topic}/cursors", Resource(GET=_timed(Route.OTHER_CURSOR, read(cursors.list_all)))),
+                Path(
+                    "/v0/topics/{topic}/cursors/{cursor}",
+                    Resource(
+                        GET=_timed(Route.OTHER_CURSOR, read(cursors.get)),
+                        PUT=_timed(Route.OTHER_CURSOR, write(cursors.put)),
+                        DELETE=_timed(Route.OTHER_CURSOR, delete(cursors.delete)),
+                    ),
+                ),
+                Path(
+                    "/v0/topics/{topic}/cursors/{cursor}/read",
+                    Resource(POST=_timed(Route.READ_CURSOR, read(cursors.read))),
+                ),
                 Path("/v0/watch", Resource(POST=_timed(Route.CREATE_WATCH, read(watch.create)))),
                 # An unknown wid is 404 whoever asks, so it looks for the key itself.
                 Path("/v0/watch/{wid}", Resource(GET=_timed(None, watch.stream))),
@@ -141,7 +174,8 @@ class App:
 
         def guard(endpoint: Endpoint) -> Endpoint:
             async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-                self._access.admit(scope, needed, scope["path_params"].values())
+                names = [value for name, value in scope["path_params"].items() if name in _SCOPED_NAMES]
+                self._access.admit(scope, needed, names)
                 await endpoint(scope, receive, send)
 
             return guarded

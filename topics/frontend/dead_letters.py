@@ -1,7 +1,7 @@
 """Bringing jobs that were handed out too often to their dead-letter topic, and back (api §9).
 
 A frontend does it, because what it takes is what a frontend has: reading records, writing to a topic on whatever shard.
-The queue's shard holds such a job back until it is told that the record is in the other topic, and only then deletes it:
+The queue's shard holds such a job back until it is told that the record is in the other topic, then deletes it:
 killed anywhere between the two, either process leaves the job in the queue, and the next attempt is recognised by its
 idempotency key. So no job is lost, and none is there twice as long as the other topic remembers the key.
 """
@@ -161,9 +161,7 @@ class DeadLetters:
             meta = _encode_json(copy.meta) if copy.meta else b""
             laid_out = lay_out([(record.node.encode(), record.tag.encode(), record.data, meta)])
             create = config is not None
-            futures.append(
-                self._gateway.submit_append(shard, name.encode(), create, None, copy.key, config, laid_out)
-            )
+            futures.append(self._gateway.submit_append(shard, name.encode(), create, None, copy.key, config, laid_out))
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
         done = []
         for copy, outcome in zip(copies, outcomes, strict=True):

@@ -16,12 +16,12 @@ _PREFIX: Final = "lease_"
 
 
 class RenderedJobs(NamedTuple):
-    """`body` is `count` JSON objects joined by commas. Jobs that are gone by now are left out and forgotten; `unsent`
+    """`body` is `jobs` JSON objects joined by commas. Jobs that are gone by now are left out and forgotten; `unsent`
     did not fit and are to be given back, with their leases.
     """
 
     body: bytes
-    count: int
+    jobs: int
     unsent: list[int]
     unsent_leases: list[int]
 
@@ -47,9 +47,7 @@ def render_jobs(reader: TopicReader, name: str, dealt: Dealt, max_bytes: int = A
     extras = {
         seq: b',"lease_id":"%b","deadline":%d,"deliveries":%d'
         % (lease_id(number).encode(), dealt.deadline_ms, deliveries)
-        for number, (seq, deliveries) in enumerate(
-            zip(dealt.seqs, dealt.deliveries, strict=True), dealt.first_lease_no
-        )
+        for number, (seq, deliveries) in enumerate(zip(dealt.seqs, dealt.deliveries, strict=True), dealt.first_lease_no)
     }
     ref = reader.get(name)
     now_ms = reader.now_ms()

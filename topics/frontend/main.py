@@ -20,15 +20,19 @@ from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.arenas import Arenas
 from topics.frontend.cors import Cors
+from topics.frontend.cursor_routes import CursorRoutes
+from topics.frontend.dead_letters import DeadLetters
 from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1 import Connections, HttpLimits
+from topics.frontend.job_channel import JobChannel
 from topics.frontend.key_reload import KeyReload
 from topics.frontend.log_files import LogFiles
 from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
+from topics.frontend.queue import QueueRoutes
 from topics.frontend.reading import TopicReader
 from topics.frontend.serve import serve
 from topics.frontend.sessions import Sessions
@@ -36,6 +40,7 @@ from topics.frontend.snapshot import TopicSight
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute
+from topics.frontend.work import WorkRoutes
 from topics.settings import Settings
 from topics.shm.cap import Cap
 from topics.shm.control import OVER_LIVES, ProcessCell, ProcessState, Role
@@ -93,6 +98,9 @@ async def _serve(
     append = AppendRoute(gateway, settings, cell)
     places = _streams_cap(shared, cell, settings)
     websocket = WebSocketRoute(reader, append, hub, access, settings, places, cell, clock)
+    channel = JobChannel(gateway, incarnation)
+    dead_letters = DeadLetters(gateway, reader)
+    work = WorkRoutes(gateway, reader, channel, dead_letters, access, settings, places, cell)
     app = App(
         append,
         diff,
@@ -110,6 +118,9 @@ async def _serve(
             ServiceFigures(shared.control, shared.durations, clock.now_ms), arenas, shards, settings.max_metric_topics
         ),
         websocket,
+        QueueRoutes(gateway, reader, channel, dead_letters, settings, cell),
+        work,
+        CursorRoutes(gateway, reader, settings, cell),
         access,
         cell,
         partial(shared.durations.observe, index),
@@ -120,6 +131,7 @@ async def _serve(
         cell.set("state", ProcessState.DRAINING)
         diff.drain()
         websocket.drain()
+        work.drain()
         hub.drain()
         shutdown.set()
 

@@ -99,7 +99,7 @@ class QueueRoutes:
         count, body, ready = 0, b"", dealt.ready
         if dealt.seqs:
             rendered = render_jobs(self._reader, name, dealt)
-            count, body = rendered.count, rendered.body
+            count, body = rendered.jobs, rendered.body
             if rendered.unsent:
                 unclaim = Unclaim(name, node, rendered.unsent, rendered.unsent_leases)
                 await self._gateway.call(self._owner(name), unclaim, Done)
@@ -213,9 +213,7 @@ def _lease_nos(request: JobsBody) -> list[int] | None:
     return None if request.lease_ids is None else [lease_no(one) for one in request.lease_ids]
 
 
-async def _send_ended(
-    send: Send, headers: Headers, name: str, word: str, reply: AckReply, started_ns: int
-) -> None:
+async def _send_ended(send: Send, headers: Headers, name: str, word: str, reply: AckReply, started_ns: int) -> None:
     answer: dict[str, Any] = {
         "topic": name,
         word: reply.count,

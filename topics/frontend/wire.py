@@ -35,6 +35,10 @@ class RecordBody(msgspec.Struct, gc=False):
     tag: str | None = None
     node: str | None = None
     meta: msgspec.Raw = _ABSENT
+    deliver_at: Count | None = None
+    delay_ms: Count | None = None
+    order_key: str | None = None
+    """These three are for queues (api §9)."""
 
 
 class AppendBody(msgspec.Struct, gc=False):

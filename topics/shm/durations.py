@@ -35,6 +35,14 @@ class Route(IntEnum):
     READY = 10
     METRICS = 11
     OTHER = 12
+    CLAIM = 13
+    ACK = 14
+    NACK = 15
+    EXTEND = 16
+    REDRIVE = 17
+    READ_CURSOR = 18
+    OTHER_CURSOR = 19
+    """Cursors made, looked at, deleted."""
 
 
 _BLOCK_WORDS: Final = len(Route) * _ROUTE_WORDS

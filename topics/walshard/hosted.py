@@ -55,7 +55,10 @@ class Hosted:
         """What the topic is now is what readers see."""
         topic, ring = self.topic, self.ring
         self._count(topic.records, topic.live_bytes)
-        self._shown_jobs = self._jobs()
+        jobs = self._jobs()
+        if jobs[1] != self._shown_jobs[1]:
+            self._holdings.leased(jobs[1] - self._shown_jobs[1])
+        self._shown_jobs = jobs
         self._arena.publish(
             self.slot,
             TopicView(
@@ -77,7 +80,8 @@ class Hosted:
                 self._version,
                 topic.evict_run_seq,
                 topic.recreated,
-                *self._shown_jobs,
+                *jobs,
+                topic.queue is not None,
             ),
         )
         ring.published()
@@ -114,6 +118,7 @@ class Hosted:
         self.publish(SlotState.DELETED)
         self._arena.announce(self.slot)
         self._count(0, 0)
+        self._holdings.leased(-self._shown_jobs[1])
         self._holdings.left(self.topic.config)
         self.abandon()
 
