@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 SCOPES = ("read", "write", "delete", "admin")
 TOPIC = "in.side"
 """The topic that the table's requests are about."""
+DEAD = "in.side.dead"
 PREFIXES = {"any": "", "covering": "in.", "one-of-two": "zz|in.s", "another": "out.", "longer": "in.side."}
 COVERING = ("any", "covering", "one-of-two")
 
@@ -34,6 +35,16 @@ ROUTES = [
     _row("POST", "/v0/topics/{topic}", "write", json={"records": [{"data": 1}]}),
     _row("POST", "/v0/topics/{topic}/diff", "read", json={}),
     _row("POST", "/v0/topics/{topic}/delete", "delete", json={"before_seq": 1}),
+    _row("POST", "/v0/topics/{topic}/claim", "read", "write", json={"node": "w"}),
+    _row("POST", "/v0/topics/{topic}/ack", "write", json={"node": "w", "seqs": [1]}),
+    _row("POST", "/v0/topics/{topic}/nack", "write", json={"node": "w", "seqs": [1]}),
+    _row("POST", "/v0/topics/{topic}/extend", "write", json={"node": "w", "seqs": [1], "lease_ms": 1000}),
+    _row("POST", "/v0/topics/{topic}/redrive", "admin", json={"from": DEAD}),
+    _row("GET", "/v0/topics/{topic}/cursors", "read"),
+    _row("PUT", "/v0/topics/{topic}/cursors/c", "write", json={}),
+    _row("GET", "/v0/topics/{topic}/cursors/c", "read"),
+    _row("POST", "/v0/topics/{topic}/cursors/c/read", "read", json={}),
+    _row("DELETE", "/v0/topics/{topic}/cursors/c", "delete"),
     _row("POST", "/v0/watch", "read", json={"topics": {TOPIC: {}}}),
     _row("GET", "/v0/metrics", "read", named=False),
 ]

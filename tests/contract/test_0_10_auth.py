@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.contract.asking import diff, ok, put, refused, state, write
-from tests.contract.auth_table import KEYS, PROBES, ROOT, ROUTES, SCOPES, STREAM, TOPIC, RouteRow, TableKey
+from tests.contract.auth_table import DEAD, KEYS, PROBES, ROOT, ROUTES, SCOPES, STREAM, TOPIC, RouteRow, TableKey
 from tests.contract.stream import Stream, watch
 from tests.harness import Service, poll
 
@@ -48,9 +48,11 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 def root(guarded: Service) -> Iterator[httpx.Client]:
-    """A client that may do everything; TOPIC exists."""
+    """A client that may do everything; TOPIC exists, a queue with a cursor and a topic for its dead letters."""
     with httpx.Client(base_url=guarded.url, headers=header(ROOT), timeout=20) as client:
-        put(client, TOPIC)
+        put(client, TOPIC, type="queue")
+        put(client, DEAD)
+        ok(client.put(f"/v0/topics/{TOPIC}/cursors/c", json={}))
         yield client
 
 

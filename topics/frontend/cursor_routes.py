@@ -187,7 +187,7 @@ def _shown(cursor: CursorReply) -> dict[str, Any]:
 def _answer(name: str, cursor: str, page: Page, cursor_seq: int, started_ns: int) -> bytes:
     return (
         b'{"topic":"%b","cursor":"%b","cursor_seq":%d,"records":[%b],"next_from_seq":%d,"head_seq":%d,"earliest_seq":%d,'
-        b'"durable_seq":%d,"caught_up":%b,"tombstone":%b,"lag":%d,'
+        b'"durable_seq":%d,"epoch":"%016x","caught_up":%b,"tombstone":%b,"lag":%d,'
         b'"performance":{"server_total_ms":%b,"records_scanned":%d}}'
     ) % (
         name.encode(),
@@ -198,6 +198,7 @@ def _answer(name: str, cursor: str, page: Page, cursor_seq: int, started_ns: int
         page.head_seq,
         page.earliest_seq,
         page.durable_seq,
+        page.topic_id,
         b"true" if page.caught_up else b"false",
         b"null" if page.tombstone is None else encode_json(page.tombstone),
         page.head_seq - page.next_from_seq,

@@ -176,10 +176,6 @@ def _render_any(
         frame_len, frame_topic_id, frame_seq, node_len, tag_len = unpack(file, offset)
         if frame_seq != seq or frame_topic_id != topic_id or frame_len != length - _LENGTH_FIELD_LEN:
             raise MismatchError(f"seq {seq}, file {file_flags & 0xFFFF_FFFF}, offset {offset}")
-        if options.verify and CHECKSUM.unpack_from(file, end - CHECKSUM_LEN)[0] != xxh3_64_intdigest(
-            file[offset + _LENGTH_FIELD_LEN : end - CHECKSUM_LEN]
-        ):
-            raise CorruptRecordError(seq, f"log file {file_flags & 0xFFFF_FFFF}", offset)
         at = offset + HEADER_LEN
         attributes = b"" if options.extras is None else options.extras.get(seq, b"")
         if flags & LOCATION_HAS_NODE:
@@ -194,6 +190,13 @@ def _render_any(
         if taken == room or (length > room_bytes and count + taken > 0):
             full = True
             break
+        if options.verify and CHECKSUM.unpack_from(file, end - CHECKSUM_LEN)[0] != xxh3_64_intdigest(
+            file[offset + _LENGTH_FIELD_LEN : end - CHECKSUM_LEN]
+        ):
+            if count + taken:  # what is before it is whole; it is the next page's first
+                full = True
+                break
+            raise CorruptRecordError(seq, f"log file {file_flags & 0xFFFF_FFFF}", offset)
         if flags & shown_tag:
             attributes += _tag_member(file[at : at + tag_len])
         payload = file[at + tag_len : end - CHECKSUM_LEN]
