@@ -95,6 +95,7 @@ class Leases(Jobs):
             if job.deliveries or job.deliver_at_ms or job.order_key:
                 self._track(seq, job)
                 self._start_job(seq, job, now)
+        self.advance(now)
 
     def _start_job(self, seq: int, job: Job, now: Now) -> None:
         if job.order_key:
