@@ -59,6 +59,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_topics: int = 100_000
     max_watch_sessions: int = 10_000
     max_sse_connections: int = 10_000
+    max_sse_connections_per_key: int = 1_000
+    max_inflight_per_key: int = 1_000
+    max_connections: int = 0
+    max_claim: int = 1_000
+    max_routers: int = 10_000
     max_total_bytes: int = 0
     max_metric_topics: int = 10_000
     cors_origins: tuple[str, ...] | None = None
@@ -230,6 +235,11 @@ VARIABLES: Final[dict[str, Variable]] = {
     "max_sse_connections": _integer(
         0, COUNT_MAX, "most open event streams and WebSockets of the service; 0 = no limit"
     ),
+    "max_sse_connections_per_key": _integer(0, COUNT_MAX, "most of these with one API key; 0 = no limit"),
+    "max_inflight_per_key": _integer(0, COUNT_MAX, "most requests at once with one API key; 0 = no limit"),
+    "max_connections": _integer(0, COUNT_MAX, "most open connections of the service; 0 = no limit"),
+    "max_claim": _integer(1, 100_000, "most jobs in one claim"),
+    "max_routers": _integer(0, COUNT_MAX, "most routers of the service; 0 = no limit"),
     "max_total_bytes": _byte_size(0, 1024 * 1024 * GIB, "most live bytes of all topics together; 0 = no limit"),
     "max_metric_topics": _integer(0, COUNT_MAX, "most topics with metrics of their own; 0 = none"),
     "cors_origins": Variable(
@@ -255,7 +265,6 @@ COMMAND_LINE_ONLY: Final = {
 """What must be said anew at each start, never left lying in an environment or a file."""
 
 _NO_SEGMENTS = "this version keeps all records in the WAL and has no segments yet; leave it unset"
-_NO_LIMIT = "this version does not enforce it yet; leave it unset"
 _NOT_YET: Final[dict[str, str]] = {
     **dict.fromkeys(
         (
@@ -268,14 +277,6 @@ _NOT_YET: Final[dict[str, str]] = {
             "segment_rewrite_dead_ratio",
         ),
         _NO_SEGMENTS,
-    ),
-    **dict.fromkeys(
-        (
-            "max_routers",
-            "max_sse_connections_per_key",
-            "max_inflight_per_key",
-        ),
-        _NO_LIMIT,
     ),
 }
 SECRET: Final = frozenset({"api_keys"})

@@ -22,6 +22,7 @@ from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.gateway import Gateway
+from topics.frontend.key_limits import KeyLimits
 from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.sessions import Sessions
@@ -32,6 +33,7 @@ from topics.frontend.websocket import WebSocketRoute
 from topics.shm import messages
 from topics.shm.cap import Cap
 from topics.shm.control import ProcessState, Role
+from topics.shm.key_counts import KeyCounts
 from topics.shm.messages import Kind, Watch
 from topics.shm.recency import Recency, RecencyWriter
 
@@ -53,7 +55,7 @@ class Frontend:
         recency = Recency(shared.identity, 1, 1)
         hub = Hub(self.gateway, TopicSight(reader, hosting.arenas, writer, recency), self.cell, hosting.clock)
         streams = Cap("sse_connections", 0, "sse_admitted", self.cell, [self.cell])
-        access = Access(KeyRing(()), False)
+        access = Access(KeyRing(()), False, KeyLimits(KeyCounts(shared.key_counts, 1, 0), settings))
         append = AppendRoute(self.gateway, settings, self.cell)
         self.app = App(
             append,

@@ -155,6 +155,7 @@ class App:
             _log.exception("request failed", method=scope["method"], path=scope["path"])
             await self._refuse(TopicsError("internal", "the request failed inside the server"), scope, send)
         finally:
+            self._access.leave(scope)
             timed_as = scope.get(ROUTE, route)
             if timed_as is not None:
                 self._observe(timed_as, (time.perf_counter_ns() - started_ns) // 1000)

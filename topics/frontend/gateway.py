@@ -18,6 +18,7 @@ import msgspec
 
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.names import owner_shard
 from topics.frontend.arenas import Arenas
 from topics.frontend.spills import Spills
 from topics.frontend.watches import Watches, WatchHandle
@@ -112,6 +113,12 @@ class Gateway:
     @property
     def shards(self) -> int:
         return len(self._links)
+
+    def is_log(self, name: str) -> bool:
+        """Whether it is known that this topic exists and is no queue."""
+        arena = self._arenas.of(owner_shard(name, self.shards))
+        found = None if arena is None else arena.look_up(name)
+        return found is not None and not found[1].is_queue
 
     def start(self) -> None:
         """Says hello to every shard and listens for answers."""

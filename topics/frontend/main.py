@@ -28,6 +28,7 @@ from topics.frontend.figures import ServiceFigures
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1 import Connections, HttpLimits
 from topics.frontend.job_channel import JobChannel
+from topics.frontend.key_limits import KeyLimits
 from topics.frontend.key_reload import KeyReload
 from topics.frontend.log_files import LogFiles
 from topics.frontend.metrics import MetricsRoute
@@ -45,6 +46,7 @@ from topics.settings import Settings
 from topics.shm.cap import Cap
 from topics.shm.control import OVER_LIVES, ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
+from topics.shm.key_counts import KeyCounts
 from topics.shm.recency import Recency, RecencyWriter
 
 HEARTBEAT_S: Final = 0.25
@@ -94,9 +96,10 @@ async def _serve(
     diff = DiffRoute(reader, gateway, recency_writer, settings, cell)
     recency = Recency(shared.identity, shared.frontends, shards)
     hub = Hub(gateway, TopicSight(reader, arenas, recency_writer, recency), cell, clock)
-    access = Access(keys, settings.probe_auth)
+    limits = KeyLimits(KeyCounts(shared.key_counts, shared.frontends, index), settings)
+    access = Access(keys, settings.probe_auth, limits)
     append = AppendRoute(gateway, settings, cell)
-    places = _streams_cap(shared, cell, settings)
+    places = _cap("sse_connections", settings.max_sse_connections, "sse_admitted", shared, cell)
     websocket = WebSocketRoute(reader, append, hub, access, settings, places, cell, clock)
     channel = JobChannel(gateway, incarnation)
     dead_letters = DeadLetters(gateway, reader)
@@ -125,7 +128,7 @@ async def _serve(
         cell,
         partial(shared.durations.observe, index),
     )
-    connections = Connections()
+    connections = Connections(_cap("connections", settings.max_connections, "connections_admitted", shared, cell))
 
     def stop() -> None:
         cell.set("state", ProcessState.DRAINING)
@@ -167,7 +170,7 @@ async def _serve(
         gateway.close()
 
 
-def _streams_cap(shared: SharedMemory, cell: ProcessCell, settings: Settings) -> Cap:
-    """Event streams of all frontends together. Those of one that died count until its next life begins."""
+def _cap(limit: str, most: int, field: str, shared: SharedMemory, cell: ProcessCell) -> Cap:
+    """Of all frontends together. What one that died had counts until its next life begins."""
     every = [shared.control.cell(Role.FRONTEND, frontend) for frontend in range(shared.frontends)]
-    return Cap("sse_connections", settings.max_sse_connections, "sse_admitted", cell, every)
+    return Cap(limit, most, field, cell, every)

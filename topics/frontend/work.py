@@ -36,6 +36,7 @@ from topics.frontend.wording import EVENT_STREAM, in_lines
 from topics.settings import Settings
 from topics.shm.cap import Cap
 from topics.shm.control import ProcessCell
+from topics.shm.key_counts import Counted
 from topics.shm.messages import Done
 from topics.shm.queue_messages import Dealt, Unclaim, WorkClose, WorkOpen
 
@@ -89,13 +90,20 @@ class WorkRoutes:
         gateway.on_restart.append(self._restarted)
 
     async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
-        wish = self._wish(scope)
-        if not self._places.claim():
-            raise self._places.reached()
+        name = check_topic_name(scope["path_params"]["topic"])
+        caller = self._access.caller(scope, token=True)
+        caller.require(_NEEDED, (name,))
+        wish = self._wish(name, caller.digest, scope)
+        self._access.limits.take(caller, Counted.STREAMS)
         try:
-            await self._work(wish, scope, receive, send)
+            if not self._places.claim():
+                raise self._places.reached()
+            try:
+                await self._work(wish, scope, receive, send)
+            finally:
+                self._places.release()
         finally:
-            self._places.release()
+            self._access.limits.give_back(caller, Counted.STREAMS)
 
     def drain(self) -> None:
         """The process is to stop: the jobs are free for workers elsewhere."""
@@ -103,10 +111,7 @@ class WorkRoutes:
         for stream in list(self._streams):
             stream.close()
 
-    def _wish(self, scope: Scope) -> WorkWish:
-        name = check_topic_name(scope["path_params"]["topic"])
-        caller = self._access.caller(scope, token=True)
-        caller.require(_NEEDED, (name,))
+    def _wish(self, name: str, key_digest: bytes, scope: Scope) -> WorkWish:
         if scope["method"] == "HEAD":
             raise TopicsError("method_not_allowed", "an event stream has no HEAD", {"allow": "GET, OPTIONS"})
         accept = dict(scope["headers"]).get(b"accept")
@@ -121,7 +126,7 @@ class WorkRoutes:
             max(1, min(count(query, "max", 1), self._settings.max_claim)),
             clamped_lease_ms(max(1, count(query, "lease_ms", 0))) if "lease_ms" in query else None,
             max(self._settings.test_min_heartbeat_ms, heartbeat_ms),
-            caller.digest,
+            key_digest,
         )
 
     async def _work(self, wish: WorkWish, scope: Scope, receive: Receive, send: Send) -> None:

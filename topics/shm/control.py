@@ -70,6 +70,7 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "connections",
         "sse_connections",
         "sse_admitted",
+        "connections_admitted",
         "ws_connections",
         "work_streams",
         "requests",

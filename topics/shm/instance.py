@@ -9,6 +9,7 @@ from topics.shm import names
 from topics.shm.control import ControlPage
 from topics.shm.durations import Durations
 from topics.shm.journal import Journal
+from topics.shm.key_counts import KeyCounts
 from topics.shm.memory import SharedObject
 from topics.shm.ring import HEADER_BYTES, Ring
 from topics.shm.wake import Wake
@@ -39,7 +40,7 @@ def _page(size_bytes: int) -> int:
 
 
 class SharedMemory:
-    """Control page, durations, rings[frontend][shard], journals[shard], and an eventfd for every process."""
+    """Control page, durations, counts of keys, rings[frontend][shard], journals[shard], an eventfd for each process."""
 
     def __init__(self, identity: str, shards: int, frontends: int, ring_bytes: int) -> None:
         self.identity = identity
@@ -49,6 +50,8 @@ class SharedMemory:
         self.control = ControlPage.create(names.shm_name(identity, "control"), shards, frontends)
         durations = SharedObject.create(names.shm_name(identity, "durations"), _page(Durations.size_bytes(frontends)))
         self.durations = Durations(durations.words[: Durations.size_bytes(frontends) // 8])
+        keys = SharedObject.create(names.shm_name(identity, "keys"), _page(KeyCounts.size_bytes(frontends)))
+        self.key_counts = keys.words
         requests_size = _page(ring_bytes + HEADER_BYTES)
         replies_size = _page(_reply_bytes(ring_bytes) + HEADER_BYTES)
         self.rings: list[list[RingPair]] = []
@@ -84,6 +87,7 @@ class SharedMemory:
         """What `create` and the shards' first arenas take of /dev/shm."""
         pair = _page(ring_bytes + HEADER_BYTES) + _page(_reply_bytes(ring_bytes) + HEADER_BYTES)
         control = _page(ControlPage.size_bytes(shards, frontends)) + _page(Durations.size_bytes(frontends))
+        control += _page(KeyCounts.size_bytes(frontends))
         # A restarted shard builds its new arena beside the old one.
         per_shard = journal_bytes(frontends) + 2 * ARENA_RESERVE_BYTES
         return control + pair * shards * frontends + per_shard * shards + 4096 * (1 + (shards + frontends) // 64)
