@@ -54,7 +54,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_tag_bytes: int = 256
     max_node_bytes: int = 128
     max_limit: int = 1000
-    max_claim: int = 1000
     max_watch_topics: int = 256
     max_topics: int = 100_000
     max_watch_sessions: int = 10_000
@@ -228,7 +227,6 @@ VARIABLES: Final[dict[str, Variable]] = {
     "max_tag_bytes": _integer(1, 65535, "longest tag"),
     "max_node_bytes": _integer(1, 65535, "longest node"),
     "max_limit": _integer(1, 100_000, "most records in one answer"),
-    "max_claim": _integer(1, 10_000, "most jobs in one claim, and of one worker's stream"),
     "max_watch_topics": _integer(1, 100_000, "most topics in one watch"),
     "max_topics": _integer(0, COUNT_MAX, "most topics of the service; 0 = no limit"),
     "max_watch_sessions": _integer(0, COUNT_MAX, "most watch sessions of the service; 0 = no limit"),
@@ -238,7 +236,7 @@ VARIABLES: Final[dict[str, Variable]] = {
     "max_sse_connections_per_key": _integer(0, COUNT_MAX, "most of these with one API key; 0 = no limit"),
     "max_inflight_per_key": _integer(0, COUNT_MAX, "most requests at once with one API key; 0 = no limit"),
     "max_connections": _integer(0, COUNT_MAX, "most open connections of the service; 0 = no limit"),
-    "max_claim": _integer(1, 100_000, "most jobs in one claim"),
+    "max_claim": _integer(1, 100_000, "most jobs in one claim, and of one worker's stream"),
     "max_routers": _integer(0, COUNT_MAX, "most routers of the service; 0 = no limit"),
     "max_total_bytes": _byte_size(0, 1024 * 1024 * GIB, "most live bytes of all topics together; 0 = no limit"),
     "max_metric_topics": _integer(0, COUNT_MAX, "most topics with metrics of their own; 0 = none"),
