@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.contract.asking import diff_records, put, state, write
-from tests.contract.working import Work, claim, until_counts
+from tests.contract.working import Work, claim, counts, seqs, until_counts
 from tests.harness import Service, poll
 
 JOBS = 400
@@ -193,3 +193,23 @@ def test_dead_letters_are_in_one_of_the_two_topics_whoever_is_killed() -> None:
         poll("all to be dead letters", all_dead, 90)
         records = diff_records(service.client, "dead", limit=1000)
         assert sorted(int(record.data) for record in records) == list(range(60))
+
+
+@pytest.mark.timeout(120)
+def test_queues_and_cursors_move_to_another_number_of_shards() -> None:
+    with Service(shards=1, frontends=1) as service:
+        names = [f"q{n}" for n in range(6)]
+        for name in names:
+            put(service.client, name, type="queue", leases_durable=True, lease_ms=3_600_000)
+            write(service.client, name, *range(5))
+            first = claim(service.client, name, max=3)[0]
+            body = {"node": "w", "seqs": [1], "lease_ids": [first["lease_id"]]}
+            assert service.client.post(f"/v0/topics/{name}/ack", json=body).json()["acked"] == 1
+            assert service.client.put(f"/v0/topics/{name}/cursors/c", json={"from_seq": 3}).status_code == 201
+        service.stop()
+        service.shards = 3
+        service.start()
+        for name in names:
+            assert counts(service.client, name) == (2, 2, 0)
+            assert service.client.get(f"/v0/topics/{name}/cursors/c").json()["cursor_seq"] == 3
+            assert seqs(claim(service.client, name, max=9)) == [4, 5]

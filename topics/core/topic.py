@@ -231,8 +231,10 @@ class Topic:
         earliest_seq = self._first_live(self.earliest_seq, frozenset(seqs))
         return Deletion(0, tuple(seqs), len(seqs), size_bytes, earliest_seq)
 
-    def plan_removal(self, seqs: Iterable[int], dying: Set[int]) -> Deletion:
-        """Of exactly these live ones, ascending, when all of `dying`, these among them, are on their way out."""
+    def plan_removal(self, seqs: Iterable[int], dying: Set[int], earliest_seq: int = 0) -> Deletion:
+        """Of exactly these live ones, ascending, when all of `dying`, these among them, are on their way out;
+        `earliest_seq` is what the plan before this one came to.
+        """
         live: list[int] = []
         size_bytes = 0
         for first_seq, last_seq in runs_of(seqs):
@@ -241,7 +243,7 @@ class Topic:
                 if not file_flags >> _FLAGS_SHIFT & _GONE:
                     live.append(seq)
                     size_bytes += offset_len >> 32
-        earliest_seq = self.earliest_seq
+        earliest_seq = max(earliest_seq, self.earliest_seq)
         if earliest_seq in dying:
             earliest_seq = self._first_live(earliest_seq, dying)
         return Deletion(0, tuple(live), len(live), size_bytes, earliest_seq)
@@ -250,8 +252,10 @@ class Topic:
         """The first live seqs from `seq` on, ascending, at most so many; fewer: there are no more."""
         seq = max(seq, self.earliest_seq)
         found: list[int] = []
+        step = most
         while len(found) < most and seq <= self.head_seq:
-            last_seq = min(self.head_seq, seq + max(most - len(found), 64) - 1)
+            last_seq = min(self.head_seq, seq + step - 1)
+            step = max(64, min(4 * step, 4096))  # dead ones are in the way
             entries = self.index.entries(seq, last_seq)
             found += [
                 at

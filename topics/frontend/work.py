@@ -41,6 +41,8 @@ from topics.shm.messages import Done
 from topics.shm.queue_messages import Dealt, Unclaim, WorkClose, WorkOpen
 
 HEARTBEAT_MS: Final = 15_000
+ASK_AGAIN_S: Final = 1.0
+"""A stream that a restarted shard could not be told of is asked for again."""
 OPENING: Final = b"retry: 2000\n\n"
 _NEEDED: Final = KeyScope.READ | KeyScope.WRITE
 _HEADERS: Final[HeaderList] = [
@@ -201,8 +203,22 @@ class WorkStream:
 
     def ask(self) -> None:
         """Of a shard that was started again."""
-        if not self._closed:
-            self._post_most(0 if self._paused else self.wish.most)
+        if self._closed:
+            return
+        try:
+            future = self._routes.gateway.submit(self.shard, self._asked(0 if self._paused else self.wish.most))
+        except TopicsError:
+            self._loop.call_later(ASK_AGAIN_S, self.ask)
+        else:
+            future.add_done_callback(self._asked_again)
+
+    def _asked_again(self, done: asyncio.Future[object]) -> None:
+        error = done.exception()
+        if isinstance(error, TopicsError) and not self._closed:
+            if error.code in ("topic_not_found", "not_a_queue"):
+                self._deleted()
+            else:
+                self._loop.call_later(ASK_AGAIN_S, self.ask)
 
     def end(self, last_words: bytes) -> None:
         """Ends the stream in order."""
@@ -236,13 +252,16 @@ class WorkStream:
         if dealt.dead:
             self._routes.dead_letters.carry(self.wish.name, dealt)
         if dealt.ended:
-            self.end(_DELETED % msgspec.json.encode({"topic": self.wish.name, "reason": "deleted"}))
+            self._deleted()
             return
         try:
             self._write(dealt, self._push)
         except TopicsError as error:
             # The jobs' leases end with the stream; the client comes back.
             self.end(EVENT_STREAM.final(error.code, error.message))
+
+    def _deleted(self) -> None:
+        self.end(_DELETED % msgspec.json.encode({"topic": self.wish.name, "reason": "deleted"}))
 
     def _write(self, dealt: Dealt, push: Push) -> None:
         pieces: list[bytes] = []

@@ -25,6 +25,8 @@ class QueueWrites:
         self._now = Now(0, 0)
         self._dying: dict[int, set[int]] = {}
         """By topic id: records whose end is prepared in this group."""
+        self._earliest: dict[int, int] = {}
+        """By topic id: where the live ones begin without those. So that none is looked at for every request."""
         self._dead_lettered: dict[int, int] = {}
         """By topic id: as it will be when this group is committed."""
 
@@ -35,6 +37,7 @@ class QueueWrites:
     def committed(self) -> None:
         """The group is over, whichever way."""
         self._dying.clear()
+        self._earliest.clear()
         self._dead_lettered.clear()
 
     def settle(self, hosted: Hosted, now: Now) -> None:
@@ -67,7 +70,8 @@ class QueueWrites:
         topic = hosted.topic
         dying = self._dying.setdefault(topic.id, set())
         dying.update(seqs)
-        deletion = topic.plan_removal(seqs, dying)
+        deletion = topic.plan_removal(seqs, dying, self._earliest.get(topic.id, 0))
+        self._earliest[topic.id] = deletion.earliest_seq
         total = 0
         if dead_letters:
             assert topic.queue is not None
