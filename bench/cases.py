@@ -13,8 +13,11 @@ import httpx
 from bench import machine, wire
 from bench.echo import HttpProtocol, echo_server
 from bench.figures import Figure
+from bench.idle_streams import IdleStreams, idle
 from bench.load import Outcome, Plan, closed_loop
 from bench.machine import Cores
+from bench.overload import Overload, endure
+from bench.slow_reader import SlowReader, undisturbed
 from bench.watchers import WatchPlan, deliver
 from bench.workers import WorkPlan, work
 from tests.harness import Service
@@ -188,6 +191,55 @@ def queue(bench: Bench) -> list[Figure]:
     return figures
 
 
+def overload(bench: Bench) -> list[Figure]:
+    """Delivery by priority while there is more to deliver than can be."""
+    figures = []
+    with bench.service() as service:
+        plan = Overload(service.port, seconds=2 * bench.seconds)
+        endured = bench.pool.submit(endure, plan).result()
+        assert not endured.odd, endured.odd
+        assert not endured.missing, endured.missing
+        for priority, (p50_us, p99_us) in endured.delivery_us.items():
+            what = "automatic" if priority is None else f"{priority:+d}"
+            figures.append(Figure("overload", f"priority {what}", {"p50_us": p50_us, "p99_us": p99_us}))
+        peak = max(sight.pressure for sight in endured.during)
+        figures.append(Figure("overload", "960 streams, 24 writers", {"peak pressure": peak}))
+    return figures
+
+
+def slow_reader(bench: Bench) -> list[Figure]:
+    """200 streams that read, without and with one beside them that does not."""
+    with bench.service() as service:
+        found = bench.pool.submit(undisturbed, SlowReader(service.port, seconds=bench.seconds)).result()
+    assert not found.odd, found.odd
+    assert not found.missing, found.missing
+    return [
+        Figure("slow reader", what, {"p50_us": p50_us, "p99_us": p99_us})
+        for what, (p50_us, p99_us) in (("all 200 read", found.before_us), ("one does not", found.meanwhile_us))
+    ]
+
+
+def idle_streams(bench: Bench) -> list[Figure]:
+    """2,000 streams on which nothing happens."""
+    with bench.service() as service:
+        plan = IdleStreams(
+            service.port,
+            service.family(),
+            service.shared_memory(),
+            streams=512 if bench.quick else 2048,
+            seconds=2 * bench.seconds,
+        )
+        found = bench.pool.submit(idle, plan).result()
+    assert not found.odd, found.odd
+    assert not found.closed, f"{found.closed} streams were closed"
+    p50_us, p99_us = found.delivery_us
+    return [
+        Figure("idle", f"{plan.streams} streams", {"each_bytes": found.bytes_each}),
+        Figure("idle", "longest between heartbeats", {"interval_us": found.interval_max_ms * 1000}),
+        Figure("idle", "delivery beside them", {"p50_us": p50_us, "p99_us": p99_us}),
+    ]
+
+
 def recovery(bench: Bench) -> list[Figure]:
     """SIGKILL, then the time until ready; and what memory the un-checkpointed tail takes, before and after."""
     records = MILLION // 10 if bench.quick else MILLION
@@ -235,5 +287,8 @@ CASES: dict[str, Callable[[Bench], list[Figure]]] = {
     "diff": diff,
     "sse": sse,
     "queue": queue,
+    "overload": overload,
+    "slow_reader": slow_reader,
+    "idle": idle_streams,
     "recovery": recovery,
 }

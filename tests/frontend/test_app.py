@@ -27,6 +27,7 @@ from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
+from topics.frontend.table import service_operations, topic_operations, watch_operations
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute
@@ -57,15 +58,20 @@ class Frontend:
         streams = Cap("sse_connections", 0, "sse_admitted", self.cell, [self.cell])
         access = Access(KeyRing(()), False, KeyLimits(KeyCounts(shared.key_counts, 1, 0), settings))
         append = AppendRoute(self.gateway, settings, self.cell)
+        topics = TopicRoutes(reader, hosting.arenas, self.gateway, writer, recency, settings, hub.waiting_ms)
+        sessions = Sessions(self.gateway, hosting.arenas, hosting.clock)
+        watch = WatchRoutes(reader, sessions, hub, access, settings, streams)
+        figures = ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms)
         self.app = App(
+            [
+                *topic_operations(append, self.diff, topics),
+                *watch_operations(watch),
+                *service_operations(
+                    ProbeRoutes(shared.control, hosting.clock), MetricsRoute(figures, hosting.arenas, 1, 100), False
+                ),
+            ],
             append,
             self.diff,
-            TopicRoutes(reader, hosting.arenas, self.gateway, writer, recency, settings, hub.waiting_ms),
-            WatchRoutes(reader, Sessions(self.gateway, hosting.arenas, hosting.clock), hub, access, settings, streams),
-            ProbeRoutes(shared.control, hosting.clock),
-            MetricsRoute(
-                ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms), hosting.arenas, 1, 100
-            ),
             WebSocketRoute(reader, append, hub, access, settings, streams, self.cell, hosting.clock),
             access,
             self.cell,

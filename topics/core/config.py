@@ -56,7 +56,7 @@ _EXTENSIONS: Final = frozenset({"on_ack"})
 _DEFAULTS: Final = {field.name: field.default for field in msgspec.structs.fields(TopicConfig)}
 
 
-class _Given(msgspec.Struct):
+class GivenConfig(msgspec.Struct):
     """The fields a client may send; UNSET where it did not."""
 
     type: Literal["log", "queue"] | msgspec.UnsetType = msgspec.UNSET
@@ -98,7 +98,7 @@ def parse_config(given: Any, topic: str) -> tuple[TopicConfig, bool]:
     if not isinstance(given, dict):
         raise invalid("config must be a JSON object", field="config")
     try:
-        fields = msgspec.convert(given, _Given)
+        fields = msgspec.convert(given, GivenConfig)
     except msgspec.ValidationError as error:
         raise invalid(f"config: {error}") from None
     values = {name: getattr(fields, name) for name in fields.__struct_fields__}

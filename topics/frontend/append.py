@@ -82,6 +82,7 @@ class AppendRoute:
             config,
             records,
             self._job_attributes(name, request.records),
+            patient=request.disable_backpressure,
         )
 
     def _read(self, body: bytes) -> tuple[AppendBody, LaidOut]:
@@ -160,7 +161,7 @@ class AppendRoute:
     def _check_sizes(self, records: list[RecordBody]) -> None:
         max_bytes = self._settings.max_record_bytes
         for at, record in enumerate(records):
-            size = len(record.data) + len(record.meta)
+            size = len(record.data) + (len(record.meta) if record.meta else 0)
             if size > max_bytes:
                 raise TopicsError(
                     "record_too_large",
@@ -206,7 +207,8 @@ def members(name: str, reply: AppendReply, with_seqs: bool, started_ns: int) -> 
         f'"topic":"{name}","first_seq":{first},"last_seq":{first + count - 1},{seqs}"head_seq":{reply.head_seq},'
         f'"count":{count},"created":{_BOOL[reply.created]},"deduped":{_BOOL[reply.deduped]},'
         f'"durability":"{reply.durability}","performance":{{"server_total_ms":{elapsed_ms(started_ns)},'
-        f'"wal_append_ms":{reply.wal_us / 1000},"fsync_ms":{reply.fsync_us / 1000}}}'
+        f'"wal_append_ms":{reply.wal_us / 1000},"fsync_ms":{reply.fsync_us / 1000},'
+        f'"throttle_wait_ms":{reply.throttled_us / 1000}}}'
     ).encode()
 
 

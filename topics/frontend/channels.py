@@ -31,7 +31,7 @@ class Connection:
 class Channel:
     """A topic as this frontend's streams follow it."""
 
-    __slots__ = ("backlog", "changed", "current", "members", "name", "todo", "watch")
+    __slots__ = ("backlog", "changed", "current", "held", "members", "name", "served_ms", "todo", "watch")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -41,6 +41,10 @@ class Channel:
         self.current: dict[Connection, int] = {}
         self.changed = False
         """Since the pass that is under way began."""
+        self.held = False
+        """What changed is to wait a little for what changes next (`Hub.coalesce_ms`)."""
+        self.served_ms = 0
+        """When the last pass ended."""
         self.todo: list[Connection] = []
         """Whom of `current` this pass has yet to look at."""
         self.backlog: deque[Connection] = deque()
@@ -48,4 +52,8 @@ class Channel:
 
     @property
     def has_work(self) -> bool:
-        return self.changed or bool(self.todo) or bool(self.backlog)
+        return self.wants_pass or bool(self.backlog)
+
+    @property
+    def wants_pass(self) -> bool:
+        return bool(self.todo) or (self.changed and not self.held)

@@ -21,19 +21,19 @@ from topics.core.names import owner_shard
 from topics.core.scheduler import TICK_MS, Scheduler
 from topics.frontend.channels import Channel, Connection
 from topics.frontend.gateway import Gateway
+from topics.frontend.held import Held
 from topics.frontend.pulse import STALL_MAX_MS, Heartbeats, Stall
 from topics.frontend.push import Push
 from topics.frontend.records import PageOptions
+from topics.frontend.slice import Slice
 from topics.frontend.snapshot import Snapshot, TopicSight
-from topics.frontend.stream import RETRY_AFTER_MS, Outcome, Phase, Plan, Step, Stream
+from topics.frontend.stream import RETRY_AFTER_MS, Outcome, Phase, Plan, Stream
 from topics.frontend.wording import EVENT_STREAM, Wording
 from topics.shm.control import ProcessCell
 
 SLICE_S: Final = 0.0005
 FAN_OUT_STEP: Final = 64
 """Connections of one channel that are written to before its backlog has its turn."""
-COST_BYTES: Final = 4096
-"""What a connection is looked at for costs one unit, and one more for each of so many bytes written to it."""
 
 
 class Hub:
@@ -58,7 +58,11 @@ class Hub:
         self._heartbeat_at_ms = 0
         self._tick_timer: asyncio.TimerHandle | None = None
         self._age_timer: asyncio.TimerHandle | None = None
+        self._held: Held[Channel] = Held()
+        self._held_timer: asyncio.TimerHandle | None = None
         self._scheduled = False
+        self.coalesce_ms = 0.0
+        """Passes over one topic are at least so far apart, so that what it says meanwhile goes out together."""
         self.draining = False
 
     def plan(
@@ -109,6 +113,11 @@ class Hub:
         self.draining = True
         for connection in list(self._connections):
             self.close(connection)
+
+    @property
+    def ready(self) -> Scheduler[Channel]:
+        """Topics that wait to be delivered, to be looked at."""
+        return self._ready
 
     def waiting_ms(self, name: str) -> int:
         """How long what is new in a topic has been waiting to be delivered here."""
@@ -169,7 +178,30 @@ class Hub:
     def _on_change(self, channel: Channel) -> None:
         if not channel.changed:
             channel.changed = True
-            self._mark(channel)
+            if not channel.todo and not self._hold(channel, self._clock.monotonic_ms()):
+                self._mark(channel)
+
+    def _hold(self, channel: Channel, now_ms: int) -> bool:
+        """Whether what changed is to wait because the topic was served only just now."""
+        due_ms = channel.served_ms + self.coalesce_ms
+        if now_ms >= due_ms:
+            return False
+        channel.held = True
+        self._held.add(channel, due_ms)
+        if self._held_timer is None:
+            self._held_timer = self._loop.call_later((due_ms - now_ms) / 1000, self._release)
+        return True
+
+    def _release(self) -> None:
+        self._held_timer = None
+        now_ms = self._clock.monotonic_ms()
+        for channel in self._held.take_due(now_ms):
+            channel.held = False
+            if channel.has_work and channel.members:
+                self._mark(channel)
+        if self._held.next_ms is not None:
+            delay_ms = max(1.0, self._held.next_ms - now_ms)
+            self._held_timer = self._loop.call_later(delay_ms / 1000, self._release)
 
     def _on_writable(self, connection: Connection) -> None:
         connection.stall = None
@@ -219,12 +251,12 @@ class Hub:
         """One slice: channel after channel, as the scheduler says."""
         self._scheduled = False
         now_ms = self._clock.monotonic_ms()
-        work = _Slice(now_ms, Snapshot(self._topics))
+        work = Slice(now_ms, Snapshot(self._topics))
         until_s = self._loop.time() + SLICE_S
         while (channel := self._ready.take(now_ms)) is not None:
             cost = 0
             try:
-                if channel.changed or channel.todo:
+                if channel.wants_pass:
                     cost += self._fan_out(channel, work)
                 if channel.backlog:
                     cost += self._read_on(channel, work)
@@ -249,7 +281,7 @@ class Hub:
         self._ready.age(self._clock.monotonic_ms())
         self._go_on()
 
-    def _fan_out(self, channel: Channel, work: _Slice) -> int:
+    def _fan_out(self, channel: Channel, work: Slice) -> int:
         """Some of those who are current; what it cost."""
         current = channel.current
         if not channel.todo:
@@ -275,9 +307,13 @@ class Hub:
             if step.outcome is not Outcome.CURRENT:
                 del current[connection]
                 self._settle(connection, index, step.outcome)
+        if not todo:
+            channel.served_ms = work.now_ms
+            if channel.changed:
+                self._hold(channel, work.now_ms)
         return cost
 
-    def _read_on(self, channel: Channel, work: _Slice) -> int:
+    def _read_on(self, channel: Channel, work: Slice) -> int:
         """One page for the one of the backlog that has waited longest; what it cost."""
         connection = channel.backlog.popleft()
         index = channel.members.get(connection)
@@ -340,27 +376,3 @@ class Hub:
             else:
                 self._note_stall(connection, now_ms)
         self._arm_heartbeats()
-
-
-class _Slice:
-    """One slice of work, and what it has sent."""
-
-    __slots__ = ("frames", "now_ms", "records", "snapshot")
-
-    def __init__(self, now_ms: int, snapshot: Snapshot) -> None:
-        self.now_ms = now_ms
-        self.snapshot = snapshot
-        self.frames = 0
-        self.records = 0
-
-    def send(self, connection: Connection, step: Step) -> int:
-        """Writes it; what that cost."""
-        connection.stream = step.stream
-        data = step.data
-        if not data:
-            return 1
-        connection.push.write(data)
-        connection.idle_since_ms = self.now_ms
-        self.frames += step.frames
-        self.records += step.records
-        return 1 + len(data) // COST_BYTES

@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 from topics import __version__
 from topics.core.config import CLASSES
+from topics.core.priority import BANDS
 from topics.frontend.exposition import Buckets, Family, Sample, single
 from topics.shm.control import LATENCY_BUCKETS, ControlPage, ProcessCell, Role, replay_progress
 from topics.shm.durations import Durations, Route
@@ -44,12 +45,27 @@ _FRONTEND: Final[tuple[tuple[str, _Kind, str, str], ...]] = (
     ("work_streams", "gauge", "work_streams", "Open streams of queue workers of one frontend"),
     ("long_polls", "gauge", "long_polls", "Long polls that wait in one frontend"),
     ("requests_total", "counter", "requests", "Requests to one frontend"),
+    ("ready_topics", "gauge", "ready_topics", "Topics that wait to be delivered by one frontend"),
+    ("throttled_total", "counter", "throttled", "Requests that one frontend refused because a ring was full"),
 )
 _TRAFFIC: Final[tuple[tuple[str, str, str], ...]] = (
     ("requests", "requests", "Requests that reached a route"),
     ("records_written", "records_in", "Records committed for clients"),
     ("records_delivered", "records_out", "Records sent to clients, by diff and watch"),
     ("sse_frames", "sse_frames", "Frames sent on event streams"),
+)
+_PRESSURE: Final[tuple[tuple[str, str, str], ...]] = (
+    ("pressure", "pressure_ppm", "Pressure of one process, 0 to 1"),
+    ("busy_ratio", "busy_ppm", "How much of the time one process computes or waits for the disk"),
+)
+_DELIVERY: Final[tuple[tuple[str, str, str], ...]] = (
+    (
+        "scheduler_wait",
+        "scheduling_us",
+        "How long topics waited for their turn to be delivered, mean of the last interval",
+    ),
+    ("event_loop_lag", "loop_lag_us", "How late a frontend's event loop was, last sample"),
+    ("coalesce", "coalesce_us", "How far apart a frontend's frames of one topic are at least"),
 )
 
 
@@ -70,6 +86,7 @@ class ServiceFigures:
         yield from self._parts("shard", self._shards, _SHARD)
         yield from self._parts("frontend", self._frontends, _FRONTEND)
         yield from self._requests()
+        yield from self._pressure()
         yield from self._processes()
 
     def _content(self) -> Iterator[Family]:
@@ -134,6 +151,36 @@ class ServiceFigures:
             samples.append(((route.name.lower(),), Buckets(_BOUNDS_AS_SECONDS, counts, sum_us / 1_000_000)))
         help = "Seconds from a request to the end of its answer, event streams left out"
         yield Family("topics_request_duration_seconds", "histogram", help, ("route",), samples)
+
+    def _pressure(self) -> Iterator[Family]:
+        cells = self._control.cells()
+        yield single("topics_pressure", "gauge", "Pressure of the service, 0 to 1", self._control.pressure())
+        deferring = int(any(cell.get("deferring") for cell in cells.values()))
+        help = "1 while topics of negative priority are not pushed and routers forward last"
+        yield single("topics_deferring", "gauge", help, deferring)
+        help = "Requests that were refused because a shard had more work than it could take"
+        yield single("topics_throttled_total", "counter", help, _sum(self._frontends, "throttled"))
+        at_work = [(role, index, cell) for (role, index), cell in cells.items() if role is not Role.COMPACTOR]
+        for name, field, help in _PRESSURE:
+            samples: list[Sample] = [
+                ((role.name.lower(), str(index)), cell.get(field) / 1e6) for role, index, cell in at_work
+            ]
+            yield Family(f"topics_process_{name}", "gauge", help, ("process", "index"), samples)
+        for name, field, help in _DELIVERY:
+            samples = [((str(index),), cell.get(field) / 1e6) for index, cell in enumerate(self._frontends)]
+            yield Family(f"topics_{name}_seconds", "gauge", help, ("frontend",), samples)
+        windows: list[Sample] = [
+            ((str(index),), cell.get("commit_window_us") / 1e6) for index, cell in enumerate(self._shards)
+        ]
+        help = "How far apart one shard's groups begin at least"
+        yield Family("topics_shard_commit_window_seconds", "gauge", help, ("shard",), windows)
+        depths: list[Sample] = [
+            ((str(index), str(band)), cell.get(f"ready_band_{band}"))
+            for index, cell in enumerate(self._frontends)
+            for band in range(BANDS)
+        ]
+        help = "Topics that wait to be delivered, by band of priority, 0 is the most urgent"
+        yield Family("topics_scheduler_band_depth", "gauge", help, ("frontend", "band"), depths)
 
     def _processes(self) -> Iterator[Family]:
         up: list[Sample] = []

@@ -32,12 +32,15 @@ from topics.frontend.key_limits import KeyLimits
 from topics.frontend.key_reload import KeyReload
 from topics.frontend.log_files import LogFiles
 from topics.frontend.metrics import MetricsRoute
+from topics.frontend.pressure import FrontendPressure
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.queue import QueueRoutes
+from topics.frontend.queue_table import cursor_operations, queue_operations
 from topics.frontend.reading import TopicReader
 from topics.frontend.serve import serve
 from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
+from topics.frontend.table import service_operations, topic_operations, watch_operations
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute
@@ -104,30 +107,18 @@ async def _serve(
     channel = JobChannel(gateway, incarnation)
     dead_letters = DeadLetters(gateway, reader)
     work = WorkRoutes(gateway, reader, channel, dead_letters, access, settings, places, cell)
-    app = App(
-        append,
-        diff,
-        TopicRoutes(reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms),
-        WatchRoutes(
-            reader,
-            Sessions(gateway, arenas, clock),
-            hub,
-            access,
-            settings,
-            places,
-        ),
-        ProbeRoutes(shared.control, clock),
-        MetricsRoute(
-            ServiceFigures(shared.control, shared.durations, clock.now_ms), arenas, shards, settings.max_metric_topics
-        ),
-        websocket,
-        QueueRoutes(gateway, reader, channel, dead_letters, settings, cell),
-        work,
-        CursorRoutes(gateway, reader, settings, cell),
-        access,
-        cell,
-        partial(shared.durations.observe, index),
-    )
+    topics = TopicRoutes(reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms)
+    watch = WatchRoutes(reader, Sessions(gateway, arenas, clock), hub, access, settings, places)
+    figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
+    metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
+    operations = [
+        *topic_operations(append, diff, topics),
+        *watch_operations(watch),
+        *queue_operations(QueueRoutes(gateway, reader, channel, dead_letters, settings, cell), work),
+        *cursor_operations(CursorRoutes(gateway, reader, settings, cell)),
+        *service_operations(ProbeRoutes(shared.control, clock), metrics, settings.probe_auth),
+    ]
+    app = App(operations, append, diff, websocket, access, cell, partial(shared.durations.observe, index))
     connections = Connections(_cap("connections", settings.max_connections, "connections_admitted", shared, cell))
 
     def stop() -> None:
@@ -147,6 +138,7 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, KeyReload(settings, access, shared.control.header, cell).request)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     gateway.start()
+    FrontendPressure(shared.control, cell, hub, gateway).start()
     beat()
     # What is set up lives as long as the process: the collector need not look at it again and again.
     gc.collect()

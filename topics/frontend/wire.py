@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeGuard, TypeVar
 
 import msgspec
 
@@ -15,7 +15,7 @@ from topics.core.config import U64_MAX
 from topics.core.errors import TopicsError, invalid
 from topics.core.tags import Match, parse_match
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, extra_json_schema={"maximum": U64_MAX})]
 """A u64; `check_counts` says the upper bound, which msgspec cannot."""
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -24,34 +24,45 @@ _UTF8_STEP_BYTES: Final = 1 << 20
 _FIELD: Final = re.compile(r"`\$\.?([^`]*)`$")
 _POSITION: Final = re.compile(r"^(?:JSON is malformed: )?(.*?)(?: \(byte (\d+)\))?$")
 
+Optional = msgspec.Raw | msgspec.UnsetType
+"""JSON that is kept as it is, where there is any."""
 
-_ABSENT: Final = msgspec.Raw()
+
+_KEY: Final = msgspec.Meta(extra_json_schema={"minLength": 1, "maxLength": 256})
+_META: Final = msgspec.Meta(
+    description="at most 64 strings by name",
+    extra_json_schema={"type": ["object", "null"], "additionalProperties": {"type": "string"}, "maxProperties": 64},
+)
+_CONFIG: Final = msgspec.Meta(
+    description="of the topic, if this write creates it",
+    extra_json_schema={"anyOf": [{"$ref": "#/components/schemas/GivenConfig"}, {"type": "null"}]},
+)
+_PRODUCER: Final = msgspec.Meta(description="not in this version", extra_json_schema={"type": "null"})
 
 
 class RecordBody(msgspec.Struct, gc=False):
-    """One record of a write. `meta` is empty or `null` when there is none."""
+    """One record of a write."""
 
-    data: msgspec.Raw
+    data: Annotated[msgspec.Raw, msgspec.Meta(description="any JSON value, kept byte for byte")]
     tag: str | None = None
     node: str | None = None
-    meta: msgspec.Raw = _ABSENT
-    deliver_at: Count | None = None
-    delay_ms: Count | None = None
-    order_key: str | None = None
-    """These three are for queues (api §9)."""
+    meta: Annotated[Optional, _META] = msgspec.UNSET
+    deliver_at: Annotated[Count | None, msgspec.Meta(description="of a job: not before this moment, ms")] = None
+    delay_ms: Annotated[Count | None, msgspec.Meta(description="of a job: not before so long after its commit")] = None
+    order_key: Annotated[str | None, msgspec.Meta(description="of jobs: one of a key at a time, in order")] = None
 
 
 class AppendBody(msgspec.Struct, gc=False):
-    """`POST /v0/topics/:t` (api §2). `config` and `producer` as `RecordBody.meta`."""
+    """A write (api §2)."""
 
-    records: list[RecordBody]
+    records: Annotated[list[RecordBody], msgspec.Meta(extra_json_schema={"minItems": 1})]
     node: str | None = None
-    idempotency_key: str | None = None
+    idempotency_key: Annotated[str, _KEY] | None = None
     create: bool = True
-    config: msgspec.Raw = _ABSENT
+    config: Annotated[Optional, _CONFIG] = msgspec.UNSET
     disable_backpressure: bool = False
     if_head_seq: Count | None = None
-    producer: msgspec.Raw = _ABSENT
+    producer: Annotated[Optional, _PRODUCER] = msgspec.UNSET
 
 
 class DiffBody(msgspec.Struct, gc=False):
@@ -121,9 +132,9 @@ def decode_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def given(raw: msgspec.Raw) -> bool:
+def given(raw: Optional) -> TypeGuard[msgspec.Raw]:
     """Whether an optional field is there, and more than `null`."""
-    return len(raw) > 0 and bytes(raw) != b"null"
+    return raw is not msgspec.UNSET and bytes(raw) != b"null"
 
 
 def decode_meta(meta: msgspec.Raw, at: str) -> dict[str, str]:

@@ -16,6 +16,7 @@ from enum import IntEnum
 from typing import Final
 
 from topics.core.config import CLASSES
+from topics.core.priority import BANDS
 from topics.shm.memory import SharedObject
 
 CELL_WORDS: Final = 128
@@ -63,7 +64,17 @@ SUPERVISOR_FIELDS: Final = ("pid", "state", "restarts", "last_exit", "since_ms")
 LATENCY_BUCKETS: Final = 24
 """Bucket i counts latencies of at most 2^(i+3) µs that fit no earlier one: 8 µs … 34 s; the last one all longer."""
 
-_COMMON = ("pid", "state", "incarnation", "started_ms", "heartbeat_ms", "progress_ppm", "pressure_ppm")
+_COMMON = (
+    "pid",
+    "state",
+    "incarnation",
+    "started_ms",
+    "heartbeat_ms",
+    "progress_ppm",
+    "pressure_ppm",
+    "busy_ppm",
+    "deferring",
+)
 CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
     Role.FRONTEND: (
         *_COMMON,
@@ -81,7 +92,13 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "sse_frames",
         "long_polls",
         "ring_full",
+        "throttled",
         "keys_serial",
+        "ready_topics",
+        *(f"ready_band_{band}" for band in range(BANDS)),
+        "scheduling_us",
+        "loop_lag_us",
+        "coalesce_us",
     ),
     Role.WALSHARD: (
         *_COMMON,
@@ -125,7 +142,16 @@ HELD_FIELDS: Final = (
 """What a shard holds. It holds it while it is down, too: caps of the whole service count on that."""
 OVER_LIVES: Final[dict[Role, frozenset[str]]] = {
     Role.FRONTEND: frozenset(
-        ("requests", "responses_4xx", "responses_5xx", "records_in", "records_out", "sse_frames", "ring_full")
+        (
+            "requests",
+            "responses_4xx",
+            "responses_5xx",
+            "records_in",
+            "records_out",
+            "sse_frames",
+            "ring_full",
+            "throttled",
+        )
     ),
     Role.WALSHARD: frozenset(
         (
@@ -253,6 +279,10 @@ class ControlPage:
     def cells(self) -> dict[tuple[Role, int], ProcessCell]:
         """All of them, in the order they are shown."""
         return self._cells
+
+    def pressure(self) -> float:
+        """Of the service, 0 to 1: the greatest of all processes that run."""
+        return max(cell.get("pressure_ppm") if cell.supervisor.get("pid") else 0 for cell in self._cells.values()) / 1e6
 
     def unlink(self) -> None:
         self._shared.unlink()

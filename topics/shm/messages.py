@@ -214,6 +214,8 @@ class AppendReply(msgspec.Struct, frozen=True):
     durability: str
     wal_us: int
     fsync_us: int
+    throttled_us: int = 0
+    """How long the request waited for room in the ring; only its frontend knows."""
 
 
 JobAttributes = list[tuple[int, int, int, str]]

@@ -19,6 +19,7 @@ from topics.storage.logfile import RefusedLog
 from topics.storage.wal import WalSyncError, WalWriteError
 from topics.storage.write_path import WritePath
 from topics.walshard.outbox import Outbox
+from topics.walshard.pressure import ShardPressure
 from topics.walshard.recovery import recover
 from topics.walshard.shard import Shard
 
@@ -52,7 +53,7 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
         cell.set("state", ProcessState.READY)
         outbox.announce_generation()
         outbox.flush()
-        _serve(shard, outbox, wake, stop, cell, clock)
+        _serve(shard, outbox, wake, stop, cell, clock, ShardPressure(shared.control, cell, outbox))
         cell.set("state", ProcessState.DRAINING)
         try:
             shard.close()
@@ -63,12 +64,22 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
     return 0
 
 
-def _serve(shard: Shard, outbox: Outbox, wake: Wake, stop: _StopRequest, cell: ProcessCell, clock: Clock) -> None:
+def _serve(
+    shard: Shard,
+    outbox: Outbox,
+    wake: Wake,
+    stop: _StopRequest,
+    cell: ProcessCell,
+    clock: Clock,
+    pressure: ShardPressure,
+) -> None:
     beat_ms = sweep_ms = busy_ms = clock.monotonic_ms()
     while True:
-        worked = shard.step()
+        pressure.gather()
+        worked = pressure.group(shard.step)
         now_ms = clock.monotonic_ms()
         shard.sync_in_background()
+        pressure.sample()
         if now_ms - beat_ms >= HEARTBEAT_MS:
             beat_ms = now_ms
             cell.set("heartbeat_ms", clock.now_ms())
@@ -86,7 +97,7 @@ def _serve(shard: Shard, outbox: Outbox, wake: Wake, stop: _StopRequest, cell: P
         if outbox.idle:
             longest_ms = 1 if outbox.stuck or now_ms - busy_ms < BUSY_FOR_MS else HEARTBEAT_MS
             tick_ms = shard.next_tick_ms
-            wake.sleep(longest_ms if tick_ms is None else max(0, min(longest_ms, tick_ms - now_ms)))
+            pressure.sleep(wake, longest_ms if tick_ms is None else max(0, min(longest_ms, tick_ms - now_ms)))
         wake.awake()
 
 

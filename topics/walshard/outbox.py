@@ -79,6 +79,11 @@ class Outbox:
         """Requests that wait in the rings."""
         return sum(pair.requests.pending_bytes for pair in self._rings)
 
+    @property
+    def fullness(self) -> float:
+        """Of the fullest ring of requests, 0 to 1."""
+        return max(pair.requests.pending_bytes / pair.requests.capacity_bytes for pair in self._rings)
+
     # -- the journal
 
     def journal(self, entries: list[JournalEntry]) -> None:
