@@ -41,10 +41,10 @@ ROUTES = [
     _row("POST", "/v0/topics/{topic}/extend", "write", json={"node": "w", "seqs": [1], "lease_ms": 1000}),
     _row("POST", "/v0/topics/{topic}/redrive", "admin", json={"from": DEAD}),
     _row("GET", "/v0/topics/{topic}/cursors", "read"),
-    _row("PUT", "/v0/topics/{topic}/cursors/c", "write", json={}),
-    _row("GET", "/v0/topics/{topic}/cursors/c", "read"),
-    _row("POST", "/v0/topics/{topic}/cursors/c/read", "read", json={}),
-    _row("DELETE", "/v0/topics/{topic}/cursors/c", "delete"),
+    _row("PUT", "/v0/topics/{topic}/cursors/{cursor}", "write", json={}),
+    _row("GET", "/v0/topics/{topic}/cursors/{cursor}", "read"),
+    _row("POST", "/v0/topics/{topic}/cursors/{cursor}/read", "read", json={}),
+    _row("DELETE", "/v0/topics/{topic}/cursors/{cursor}", "delete"),
     _row("POST", "/v0/watch", "read", json={"topics": {TOPIC: {}}}),
     _row("GET", "/v0/metrics", "read", named=False),
 ]
@@ -52,6 +52,9 @@ ROUTES = [
 
 STREAM = _row("GET", "/v0/watch/{wid}", "read")
 """Its own key only: any other gets 401, an unknown wid 404."""
+
+WORK = _row("GET", "/v0/topics/{topic}/work", "read", "write")
+"""Takes its key as `?token=`, too."""
 
 PROBES = [_row("GET", path, named=False) for path in ("/v0/health", "/healthz", "/v0/ready", "/readyz")]
 """Open, unless TOPICS_PROBE_AUTH."""

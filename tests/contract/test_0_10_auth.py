@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from tests.contract.asking import diff, ok, put, refused, state, write
-from tests.contract.auth_table import DEAD, KEYS, PROBES, ROOT, ROUTES, SCOPES, STREAM, TOPIC, RouteRow, TableKey
+from tests.contract.auth_table import DEAD, KEYS, PROBES, ROOT, ROUTES, SCOPES, STREAM, TOPIC, WORK, RouteRow, TableKey
 from tests.contract.stream import Stream, watch
+from tests.contract.working import Work
 from tests.harness import Service, poll
 
 MARKER = f"s3cr3t{os.urandom(6).hex()}"
@@ -64,7 +65,9 @@ def nobody(guarded: Service, root: httpx.Client) -> httpx.Client:
 
 def ask(client: httpx.Client, row: RouteRow, topic: str = TOPIC, **headers: str) -> httpx.Response:
     as_json = {"Accept": "application/json"}
-    return client.request(row.method, row.path.format(topic=topic), json=row.json, headers=as_json | headers)
+    return client.request(
+        row.method, row.path.format(topic=topic, cursor="c"), json=row.json, headers=as_json | headers
+    )
 
 
 def challenged(response: httpx.Response) -> dict[str, Any]:
@@ -499,3 +502,16 @@ def test_probe_auth_asks_for_any_key_and_needs_one_to_ask_for() -> None:
     code, said = checked(TOPICS_PROBE_AUTH="1")
     assert code == 2
     assert "TOPICS_PROBE_AUTH=1: there are no keys to ask for" in said
+
+
+# --- a worker's stream
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.prefix in ("any", "covering", "another")], ids=_id)
+def test_work_is_for_who_may_read_and_write(guarded: Service, root: httpx.Client, key: TableKey) -> None:
+    allowed = WORK.needs <= key.scopes and key.covers
+    for headers, token in ((header(key), {}), ({}, {"token": key.text(MARKER)})):
+        with Work(guarded.url, TOPIC, headers=headers, **token) as work:
+            assert work.response.status_code == (200 if allowed else 403)
+    with Work(guarded.url, TOPIC) as work:
+        assert work.response.status_code == 401

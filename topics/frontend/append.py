@@ -81,8 +81,8 @@ class AppendRoute:
             key,
             config,
             records,
-            self._job_attributes(name, request.records),
             patient=request.disable_backpressure,
+            jobs=self._job_attributes(name, request.records),
         )
 
     def _read(self, body: bytes) -> tuple[AppendBody, LaidOut]:

@@ -149,8 +149,8 @@ class Gateway:
         key: bytes,
         config: TopicConfig | None,
         records: LaidOut,
-        jobs: JobAttributes | None = None,
         patient: bool = False,
+        jobs: JobAttributes | None = None,
     ) -> asyncio.Future[AppendReply]:
         """Sends a write on its way. The future fails with a TopicsError: the shard's own, `shard_unavailable`
         (the outcome is unknown), or `throttled` (nothing was sent). Raises `not_ready` at once. A `patient` one is not
