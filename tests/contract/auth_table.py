@@ -9,6 +9,8 @@ SCOPES = ("read", "write", "delete", "admin")
 TOPIC = "in.side"
 """The topic that the table's requests are about."""
 DEAD = "in.side.dead"
+ROUTER = {"source": f"{TOPIC}.s", "dest": f"{TOPIC}.d"}
+"""The router that they are about has the topic's name."""
 PREFIXES = {"any": "", "covering": "in.", "one-of-two": "zz|in.s", "another": "out.", "longer": "in.side."}
 COVERING = ("any", "covering", "one-of-two")
 
@@ -45,6 +47,10 @@ ROUTES = [
     _row("GET", "/v0/topics/{topic}/cursors/{cursor}", "read"),
     _row("POST", "/v0/topics/{topic}/cursors/{cursor}/read", "read", json={}),
     _row("DELETE", "/v0/topics/{topic}/cursors/{cursor}", "delete"),
+    _row("GET", "/v0/routers", "read", named=False),
+    _row("GET", "/v0/routers/{router}", "read"),
+    _row("PUT", "/v0/routers/{router}", "admin", json=ROUTER),
+    _row("DELETE", "/v0/routers/{router}", "delete"),
     _row("POST", "/v0/watch", "read", json={"topics": {TOPIC: {}}}),
     _row("GET", "/v0/metrics", "read", named=False),
 ]

@@ -13,7 +13,20 @@ import psutil
 import pytest
 
 from tests.contract.asking import diff, ok, put, refused, state, write
-from tests.contract.auth_table import DEAD, KEYS, PROBES, ROOT, ROUTES, SCOPES, STREAM, TOPIC, WORK, RouteRow, TableKey
+from tests.contract.auth_table import (
+    DEAD,
+    KEYS,
+    PROBES,
+    ROOT,
+    ROUTER,
+    ROUTES,
+    SCOPES,
+    STREAM,
+    TOPIC,
+    WORK,
+    RouteRow,
+    TableKey,
+)
 from tests.contract.stream import Stream, watch
 from tests.contract.working import Work
 from tests.harness import Service, poll
@@ -49,11 +62,12 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 def root(guarded: Service) -> Iterator[httpx.Client]:
-    """A client that may do everything; TOPIC exists, a queue with a cursor and a topic for its dead letters."""
+    """A client that may do everything; TOPIC exists, a queue with a cursor, dead letters and a router."""
     with httpx.Client(base_url=guarded.url, headers=header(ROOT), timeout=20) as client:
         put(client, TOPIC, type="queue")
         put(client, DEAD)
         ok(client.put(f"/v0/topics/{TOPIC}/cursors/c", json={}))
+        ok(client.put(f"/v0/routers/{TOPIC}", json=ROUTER))
         yield client
 
 
@@ -66,7 +80,7 @@ def nobody(guarded: Service, root: httpx.Client) -> httpx.Client:
 def ask(client: httpx.Client, row: RouteRow, topic: str = TOPIC, **headers: str) -> httpx.Response:
     as_json = {"Accept": "application/json"}
     return client.request(
-        row.method, row.path.format(topic=topic, cursor="c"), json=row.json, headers=as_json | headers
+        row.method, row.path.format(topic=topic, router=topic, cursor="c"), json=row.json, headers=as_json | headers
     )
 
 
@@ -153,13 +167,20 @@ def test_the_scheme_is_any_case_and_may_be_followed_by_more_blanks(root: httpx.C
 def test_two_headers_are_none(nobody: httpx.Client, row: RouteRow) -> None:
     twice = [("Authorization", f"Bearer {ROOT.text(MARKER)}"), ("Authorization", f"Bearer {MARKER}")]
     for headers in (twice, twice[::-1]):
-        challenged(nobody.request(row.method, row.path.format(topic=TOPIC, cursor="c"), json=row.json, headers=headers))
+        challenged(
+            nobody.request(
+                row.method, row.path.format(topic=TOPIC, router=TOPIC, cursor="c"), json=row.json, headers=headers
+            )
+        )
 
 
 @route
 def test_a_token_in_the_query_is_no_key(nobody: httpx.Client, row: RouteRow) -> None:
     answer = nobody.request(
-        row.method, row.path.format(topic=TOPIC, cursor="c"), json=row.json, params={"token": ROOT.text(MARKER)}
+        row.method,
+        row.path.format(topic=TOPIC, router=TOPIC, cursor="c"),
+        json=row.json,
+        params={"token": ROOT.text(MARKER)},
     )
     challenged(answer)
 
@@ -182,7 +203,7 @@ def test_what_is_no_route_is_told_to_anyone(
 
 @route
 def test_head_needs_what_get_needs_and_options_nothing(root: httpx.Client, row: RouteRow) -> None:
-    path = row.path.format(topic=TOPIC, cursor="c")
+    path = row.path.format(topic=TOPIC, router=TOPIC, cursor="c")
     assert root.options(path, headers={"Authorization": ""}).status_code == 204
     if row.method == "GET":
         assert root.head(path).status_code == 200

@@ -18,6 +18,7 @@ from topics.frontend import diff as diff_module
 from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
+from topics.frontend.catching_up import CatchingUp, RouterSight
 from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
 from topics.frontend.figures import ServiceFigures
@@ -25,6 +26,8 @@ from topics.frontend.gateway import Gateway
 from topics.frontend.key_limits import KeyLimits
 from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
+from topics.frontend.router_operations import router_operations
+from topics.frontend.routers import RouterRoutes
 from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
 from topics.frontend.table import service_operations, topic_operations, watch_operations
@@ -52,19 +55,25 @@ class Frontend:
         writer = RecencyWriter(shared.identity, 0, 1)
         settings = settings_module.load({}, {"data_dir": "unused", "wal_shards": 1, "frontends": 1})
         reader = hosting.reader
-        self.diff = DiffRoute(reader, self.gateway, writer, settings, self.cell)
+        sight = RouterSight(shared)
+        catching_up = CatchingUp(sight, reader, self.gateway)
+        routers = RouterRoutes(sight, catching_up, reader, self.gateway, settings)
+        self.diff = DiffRoute(reader, self.gateway, writer, settings, self.cell, catching_up)
         recency = Recency(shared.identity, 1, 1)
         hub = Hub(self.gateway, TopicSight(reader, hosting.arenas, writer, recency), self.cell, hosting.clock)
         streams = Cap("sse_connections", 0, "sse_admitted", self.cell, [self.cell])
         access = Access(KeyRing(()), False, KeyLimits(KeyCounts(shared.key_counts, 1, 0), settings))
         append = AppendRoute(self.gateway, settings, self.cell)
-        topics = TopicRoutes(reader, hosting.arenas, self.gateway, writer, recency, settings, hub.waiting_ms)
+        topics = TopicRoutes(
+            reader, hosting.arenas, self.gateway, writer, recency, settings, hub.waiting_ms, catching_up, routers
+        )
         sessions = Sessions(self.gateway, hosting.arenas, hosting.clock)
-        watch = WatchRoutes(reader, sessions, hub, access, settings, streams)
+        watch = WatchRoutes(reader, sessions, hub, access, settings, streams, catching_up)
         figures = ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms)
         self.app = App(
             [
                 *topic_operations(append, self.diff, topics),
+                *router_operations(routers),
                 *watch_operations(watch),
                 *service_operations(
                     ProbeRoutes(shared.control, hosting.clock), MetricsRoute(figures, hosting.arenas, 1, 100), False
@@ -72,7 +81,7 @@ class Frontend:
             ],
             append,
             self.diff,
-            WebSocketRoute(reader, append, hub, access, settings, streams, self.cell, hosting.clock),
+            WebSocketRoute(reader, append, hub, access, settings, streams, catching_up, self.cell, hosting.clock),
             access,
             self.cell,
             partial(shared.durations.observe, 0),

@@ -11,6 +11,7 @@ Bodies of control frames (msgpack maps; a writer in another language needs nothi
     IDEMPOTENCY      topic_id, seq = first    count u32 | key bytes         first frame of the write it names
     LEASE, JOB_ATTRIBUTES, ACK, CURSOR        see `core/queue_log.py`
     RAM_STATE        topic_id                 {"earliest_seq": u64, "evict_floor": u64, …}, see RamStateBody
+    ROUTER_…         see core/router_state.py
     SESSION          0                        {"wid": str, "body": bytes | nil, "positions": {…}, "exact": bool}
 
 A run of frames may come twice (a file whose sync failed is copied into the next one): the second changes nothing.
@@ -25,7 +26,7 @@ from typing import Literal
 
 import msgspec
 
-from topics.core.config import TopicConfig
+from topics.core.config import U64_MAX, TopicConfig
 from topics.core.idempotency import Outcome
 from topics.core.queue_log import (
     ConsumerState,
@@ -35,6 +36,7 @@ from topics.core.queue_log import (
     fold_lease,
     restore_consumers,
 )
+from topics.core.router_state import RouterState, decode_feed
 from topics.core.tags import Match, TagsOf
 from topics.core.topic import ENTRY_WORDS, LOCATION_LOST, EvictReason, RecordIndex, Topic
 
@@ -125,6 +127,7 @@ class Fold:
         """Deleted topics as well: ids are never used again."""
         self.deleted_names: set[str] = set()
         """Whoever takes one again is `recreated`."""
+        self.routers = RouterState()
         self._pending: dict[int, array[int]] = {}
         self._early_keys: dict[int, list[tuple[bytes, Outcome]]] = {}
         self._early_attributes: dict[int, list[bytes]] = {}
@@ -158,6 +161,7 @@ class Fold:
         topic = self._topic(topic_id)
         if topic is not None:
             self.deleted_names.add(topic.name)
+            self.routers.topic_deleted(topic_id)
             self._pending.pop(topic_id, None)
             self._ephemeral_heads.pop(topic_id, None)
             del self.topics[topic_id]
@@ -228,6 +232,25 @@ class Fold:
             _restore_ram_state(topic, state)
         elif topic_id not in self.created_ids:
             self._ram_states[topic_id] = state
+
+    def router_cursor(self, topic_id: int, seq: int, data: bytes, in_ram: bool) -> None:
+        """`in_ram`: from the RAM log, which is read before the topic is known."""
+        feed = decode_feed(data)
+        if not in_ram:
+            topic = self._topic(topic_id)
+            if topic is None:
+                return
+            if feed.trimmed and topic.config.durability != "ephemeral":
+                self._settle(topic)
+                topic.skipped(seq, EvictReason.SOURCE_TRIM)
+        self.routers.cursor(topic_id, feed, in_ram)
+
+    def router_source(self, topic_id: int, hold_seq: int) -> None:
+        topic = self._topic(topic_id)
+        if topic is not None:
+            self._settle(topic)
+            topic.index.hold(hold_seq or U64_MAX)
+            self.routers.source(topic_id, hold_seq)
 
     def session(self, data: bytes) -> None:
         session = decode_session(data)

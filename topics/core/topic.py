@@ -42,6 +42,8 @@ class EvictReason(IntEnum):
     MIXED = 3
     RESTART = 4
     """Records of an `ephemeral` topic, after the service was restarted."""
+    SOURCE_TRIM = 5
+    """Records that a router's source lost before they were copied."""
 
 
 class Deletion(NamedTuple):
@@ -69,6 +71,7 @@ class RecordIndex(Protocol):
     def drop_before(self, seq: int) -> None: ...
     def skip_to(self, seq: int) -> None: ...
     def ts_at(self, seq: int) -> int: ...
+    def hold(self, seq: int) -> None: ...
     def replace(self, seq: int, word: int, value: int) -> None: ...
 
 
@@ -353,6 +356,24 @@ class Topic:
         self.records = self.live_bytes = 0
         if self.queue is not None:
             self.queue.gone_below(seq)
+
+    def skipped(self, last_seq: int, reason: EvictReason) -> None:
+        """The seqs up to `last_seq` are given to records that are lost; without live ones before, a gap in front."""
+        count = last_seq - self.head_seq
+        if count <= 0:
+            return
+        entries = array("Q", bytes(count * ENTRY_WORDS * 8))
+        entries[0::4] = array("Q", range(self.head_seq + 1, last_seq + 1))
+        entries[1::4] = array("Q", [self.last_write_ts]) * count
+        entries[2::4] = array("Q", [reason]) * count
+        entries[3::4] = array("Q", [LOCATION_LOST << _FLAGS_SHIFT]) * count
+        self.restored(entries)
+        if not self.records:
+            if self.evict_reason != reason:
+                self.evict_run_seq = self.evict_floor if self.evict_reason != EvictReason.NONE else 1
+                self.evict_reason = reason
+            self.evict_floor = last_seq + 1
+            self._settle(last_seq + 1)
 
     def _first_live(self, seq: int, dying: Set[int]) -> int:
         """The first seq from `seq` on that is neither deleted nor about to be."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from topics.core.config import TopicConfig
+from topics.core.routers import RouterSpec
 
 Seq = Annotated[int, msgspec.Meta(ge=0)]
 Ms = Annotated[int, msgspec.Meta(ge=0)]
@@ -94,6 +95,43 @@ class DeleteTopicAnswer(msgspec.Struct):
     topic: str
     deleted: bool
     routers_removed: list[str]
+    performance: Performance
+
+
+class PutRouterAnswer(RouterSpec, frozen=True, kw_only=True):
+    """A router was made or changed."""
+
+    router: str
+    created: bool
+    performance: Performance
+
+
+class RouterEntry(RouterSpec, frozen=True, kw_only=True):
+    """A router in a list; `forwarded_total` counts the copies it has made."""
+
+    router: str
+    forwarded_total: int
+
+
+class RouterState(RouterEntry, frozen=True, kw_only=True):
+    """A router as it is."""
+
+    performance: Performance
+
+
+class RouterList(msgspec.Struct):
+    """A page, ordered by name; `next_cursor` only when there are more."""
+
+    routers: list[RouterEntry]
+    performance: Performance
+    next_cursor: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class DeleteRouterAnswer(msgspec.Struct):
+    """`deleted` is false when there was none."""
+
+    router: str
+    deleted: bool
     performance: Performance
 
 

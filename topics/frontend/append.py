@@ -14,6 +14,7 @@ from topics.core.config import TopicConfig, parse_config
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name, owner_shard
+from topics.core.routers import META_KEY
 from topics.frontend import wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, encode_json, send_json
@@ -120,6 +121,10 @@ class AppendRoute:
         if not wire.given(record.meta):
             return node, tag, record.data, b""
         meta = wire.decode_meta(record.meta, f"records[{at}]")
+        if META_KEY in meta:
+            raise invalid(
+                f"records[{at}].meta.{META_KEY} is the server's: routers write it into copies", field=f"meta.{META_KEY}"
+            )
         if len(meta) > META_MAX_KEYS:
             raise invalid(f"records[{at}].meta has {len(meta)} keys, at most {META_MAX_KEYS} are allowed", field="meta")
         if len(record.meta) > self._settings.max_meta_bytes:

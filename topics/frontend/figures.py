@@ -97,10 +97,17 @@ class ServiceFigures:
         yield single("topics_queue_topics", "gauge", "Topics of type queue", _sum(shards, "queue_topics"))
         yield single("topics_records_live", "gauge", "Live records in all topics", _sum(shards, "records_live"))
         yield single("topics_bytes_live", "gauge", "Live bytes in all topics", _sum(shards, "bytes_live"))
-        # This version has no routers: there are none.
-        yield single("topics_routers", "gauge", "Routers", 0)
         leases = _sum(shards, "leases_in_flight")
         yield single("topics_queue_leases_in_flight", "gauge", "Leases held by consumers of queues", leases)
+        yield single("topics_routers", "gauge", "Routers", _sum(shards, "routers"))
+        forwarded = _sum(shards, "router_copies")
+        yield single("topics_router_copies_total", "counter", "Copies made by routers", forwarded)
+        lag = _sum(shards, "router_lag_records")
+        yield single(
+            "topics_router_lag_records", "gauge", "Source records that are yet to be copied, as of a second ago", lag
+        )
+        unlogged = _sum(shards, "router_unlogged_bytes")
+        yield single("topics_router_unlogged_bytes", "gauge", "Copies that are in no durable log yet", unlogged)
         yield single("topics_watch_sessions", "gauge", "Watch sessions that are kept", _sum(shards, "sessions"))
         streams = _sum(self._frontends, "sse_connections") + _sum(self._frontends, "work_streams")
         yield single("topics_sse_connections", "gauge", "Open event streams", streams)

@@ -19,6 +19,7 @@ from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.arenas import Arenas
+from topics.frontend.catching_up import CatchingUp, RouterSight
 from topics.frontend.cors import Cors
 from topics.frontend.cursor_routes import CursorRoutes
 from topics.frontend.dead_letters import DeadLetters
@@ -37,6 +38,8 @@ from topics.frontend.probes import ProbeRoutes
 from topics.frontend.queue import QueueRoutes
 from topics.frontend.queue_table import cursor_operations, queue_operations
 from topics.frontend.reading import TopicReader
+from topics.frontend.router_operations import router_operations
+from topics.frontend.routers import RouterRoutes
 from topics.frontend.serve import serve
 from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
@@ -96,23 +99,29 @@ async def _serve(
     gateway = Gateway(shared, index, incarnation, arenas, cell, settings.shard_wait_ms)
     reader = TopicReader(arenas, LogFiles(settings.data_dir, shared.ram_dir, shards), shards, clock)
     recency_writer = RecencyWriter(shared.identity, index, shards)
-    diff = DiffRoute(reader, gateway, recency_writer, settings, cell)
+    router_sight = RouterSight(shared)
+    catching_up = CatchingUp(router_sight, reader, gateway)
+    routers = RouterRoutes(router_sight, catching_up, reader, gateway, settings)
+    diff = DiffRoute(reader, gateway, recency_writer, settings, cell, catching_up)
     recency = Recency(shared.identity, shared.frontends, shards)
     hub = Hub(gateway, TopicSight(reader, arenas, recency_writer, recency), cell, clock)
     limits = KeyLimits(KeyCounts(shared.key_counts, shared.frontends, index), settings)
     access = Access(keys, settings.probe_auth, limits)
     append = AppendRoute(gateway, settings, cell)
     places = _cap("sse_connections", settings.max_sse_connections, "sse_admitted", shared, cell)
-    websocket = WebSocketRoute(reader, append, hub, access, settings, places, cell, clock)
+    websocket = WebSocketRoute(reader, append, hub, access, settings, places, catching_up, cell, clock)
+    topics = TopicRoutes(
+        reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms, catching_up, routers
+    )
+    watch = WatchRoutes(reader, Sessions(gateway, arenas, clock), hub, access, settings, places, catching_up)
     channel = JobChannel(gateway, incarnation)
     dead_letters = DeadLetters(gateway, reader)
     work = WorkRoutes(gateway, reader, channel, dead_letters, access, settings, places, cell)
-    topics = TopicRoutes(reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms)
-    watch = WatchRoutes(reader, Sessions(gateway, arenas, clock), hub, access, settings, places)
     figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
     metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
     operations = [
         *topic_operations(append, diff, topics),
+        *router_operations(routers),
         *watch_operations(watch),
         *queue_operations(QueueRoutes(gateway, reader, channel, dead_letters, settings, cell), work),
         *cursor_operations(CursorRoutes(gateway, reader, settings, cell)),

@@ -14,6 +14,7 @@ from topics.frontend import cursor, wire
 from topics.frontend.access import Access, caller_of
 from topics.frontend.answers import HeaderList, send_object
 from topics.frontend.bodies import Headers, read_body
+from topics.frontend.catching_up import CatchingUp
 from topics.frontend.channels import Connection
 from topics.frontend.delivery import Hub
 from topics.frontend.following import FollowBody, StartBody, check_starts, check_strong, place, resolve
@@ -60,6 +61,7 @@ class WatchRoutes:
         access: Access,
         settings: Settings,
         places: Cap,
+        catching_up: CatchingUp,
     ) -> None:
         """`places`: how many streams the whole service may have open."""
         self._reader = reader
@@ -68,6 +70,7 @@ class WatchRoutes:
         self._access = access
         self._settings = settings
         self._places = places
+        self._catching_up = catching_up
         self._streams: dict[Connection, Session] = {}
         access.on_change(self._end_forbidden)
 
@@ -78,6 +81,7 @@ class WatchRoutes:
         request = self._check(wire.decode(_decoder, await read_body(receive, headers, self._settings.max_body_bytes)))
         caller = caller_of(scope)
         caller.require(KeyScope.READ, request.topics)
+        await self._catching_up.all(request.topics)
         found = {name: ref for name in request.topics if (ref := self._find(name, lenient)) is not None}
         follows = {
             name: Follow(ref.view.topic_id, resolve(self._reader, ref, request.topics[name]))

@@ -22,6 +22,7 @@ from topics.frontend.access import Access
 from topics.frontend.answers import send_error
 from topics.frontend.append import AppendRoute
 from topics.frontend.bodies import INLINE_BYTES_MAX
+from topics.frontend.catching_up import CatchingUp
 from topics.frontend.channels import Connection
 from topics.frontend.delivery import Hub
 from topics.frontend.following import check_starts, check_strong, place, resolve
@@ -73,6 +74,7 @@ class WebSocketRoute:
         access: Access,
         settings: Settings,
         places: Cap,
+        catching_up: CatchingUp,
         cell: ProcessCell,
         clock: Clock,
     ) -> None:
@@ -84,6 +86,7 @@ class WebSocketRoute:
         self.settings = settings
         self.cell = cell
         self.clock = clock
+        self.catching_up = catching_up
         self._places = places
         self._sockets: dict[Socket, None] = {}
         self._draining = False
@@ -253,6 +256,7 @@ class Socket:
         topics_max = self._route.settings.max_watch_topics
         check_starts(starts, topics_max)
         key.require(KeyScope.READ, starts)
+        await self._route.catching_up.all(starts)
         self._drop_ended()
         followed = len(self._subscriptions.keys() | starts.keys())
         if followed > topics_max:

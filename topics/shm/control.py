@@ -22,7 +22,7 @@ from topics.shm.memory import SharedObject
 CELL_WORDS: Final = 128
 SUPERVISOR_WORDS: Final = 16
 MAGIC: Final = 0x31535049434F5454  # "TTOCIPS1"
-VERSION: Final = 2
+VERSION: Final = 3
 
 EXIT_REFUSED: Final = 78
 """Exit code of a child that must not be restarted: its data needs a human (the log says what and where)."""
@@ -123,6 +123,10 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "commit_window_us",
         "write_errors",
         "sessions",
+        "routers",
+        "router_copies",
+        "router_lag_records",
+        "router_unlogged_bytes",
         "torn_bytes",
         "arena_bytes",
         "fsync_us_sum",
@@ -138,6 +142,7 @@ HELD_FIELDS: Final = (
     "records_live",
     "bytes_live",
     "sessions",
+    "routers",
 )
 """What a shard holds. It holds it while it is down, too: caps of the whole service count on that."""
 OVER_LIVES: Final[dict[Role, frozenset[str]]] = {
@@ -163,6 +168,7 @@ OVER_LIVES: Final[dict[Role, frozenset[str]]] = {
             "wal_bytes_written",
             "wal_rotations",
             "write_errors",
+            "router_copies",
             "fsync_us_sum",
             *(f"fsync_us_{bucket:02d}" for bucket in range(LATENCY_BUCKETS)),
         )

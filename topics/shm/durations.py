@@ -43,6 +43,10 @@ class Route(IntEnum):
     READ_CURSOR = 18
     OTHER_CURSOR = 19
     """Cursors made, looked at, deleted."""
+    LIST_ROUTERS = 20
+    GET_ROUTER = 21
+    PUT_ROUTER = 22
+    DELETE_ROUTER = 23
 
 
 _BLOCK_WORDS: Final = len(Route) * _ROUTE_WORDS

@@ -33,6 +33,7 @@ import msgspec
 
 from topics.core.config import CLASSES, TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.routers import Router, RouterSpec
 from topics.shm.queue_messages import Dealt, QueueCall, QueueReply
 
 _HEAD: Final = struct.Struct("=BBHIQ")
@@ -148,8 +149,49 @@ class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
     incarnation: int
 
 
+class EnsureTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Create a topic with the default configuration; one that is there stays as it is. Answered as PutTopic."""
+
+    name: str
+
+
+class PutRouter(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """To shard 0, as the next two: register a router, or change it."""
+
+    name: str
+    spec: RouterSpec
+
+
+class DeleteRouter(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    name: str
+
+
+class RemoveRouters(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Those that are still there of these."""
+
+    router_ids: list[int]
+
+
+class SyncRouters(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """To the shard of a dest: do what the table of routers says now. Has this router (0: any) begun?"""
+
+    dest: str
+    router_id: int
+    version: int
+
+
+class CatchUp(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """To the shard of a dest: copy what its source has now."""
+
+    dest: str
+
+
+RouterCall = PutRouter | DeleteRouter | RemoveRouters | SyncRouters | CatchUp
+
 Call = (
     PutTopic
+    | EnsureTopic
+    | RouterCall
     | DeleteTopic
     | DeleteRecords
     | Expire
@@ -192,6 +234,28 @@ class SessionOpenReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     exact: bool
 
 
+class PutRouterReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    created: bool
+    router: Router
+
+
+class DeleteRouterReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    deleted: bool
+
+
+class SyncRoutersReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """`held`: copies need not be logged one by one any more, if ever."""
+
+    begun: bool
+    held: bool
+
+
+class CaughtUp(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """`done`: everything was copied that there is room for; else ask again."""
+
+    done: bool
+
+
 class Done(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Carried out; nothing to say."""
 
@@ -202,7 +266,18 @@ class ErrorReply(msgspec.Struct, array_like=True, frozen=True):
     detail: dict[str, Any] | None
 
 
-Reply = PutTopicReply | DeleteTopicReply | DeleteRecordsReply | SessionOpenReply | Done | QueueReply
+Reply = (
+    PutTopicReply
+    | DeleteTopicReply
+    | DeleteRecordsReply
+    | SessionOpenReply
+    | PutRouterReply
+    | DeleteRouterReply
+    | SyncRoutersReply
+    | CaughtUp
+    | Done
+    | QueueReply
+)
 
 
 class AppendReply(msgspec.Struct, frozen=True):

@@ -89,6 +89,7 @@ class Status(msgspec.Struct, frozen=True):
     uptime_ms: int | None = None
     listen: str | None = None
     topics: int = 0
+    routers: int = 0
     pressure: float = 0.0
     deferring: bool = False
     shared_memory_bytes: int = 0
@@ -154,6 +155,7 @@ class StatusReader:
             uptime_ms=max(0, now_ms - header["started_ms"]) if header["started_ms"] else None,
             listen=_listen_address(pid, header["port"]),
             topics=sum(shard.topics for shard in shards),
+            routers=sum(cell.get("routers") for (role, _), cell in page.cells().items() if role is Role.WALSHARD),
             pressure=page.pressure(),
             deferring=any(page.cell(role, index).get("deferring") for role, index in page.cells()),
             shared_memory_bytes=_shared_memory_bytes(names.identity(self._data_dir)),

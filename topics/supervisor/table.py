@@ -31,7 +31,10 @@ def _summary(status: Status) -> str:
     facts = [f"topics {status.version}", status.state, status.listen or "not listening", f"pid {status.pid}"]
     if status.uptime_ms is not None:
         facts.append(f"up {_duration(status.uptime_ms)}")
-    facts += [f"{status.topics} topics", f"pressure {status.pressure:.2f}{' deferring' if status.deferring else ''}"]
+    facts.append(f"{status.topics} topics")
+    if status.routers:
+        facts.append(f"{status.routers} routers")
+    facts.append(f"pressure {status.pressure:.2f}{' deferring' if status.deferring else ''}")
     facts.append(f"shared memory {status.shared_memory_bytes / MIB:.0f} MiB")
     if status.write_path is not None:
         facts.append(f"writes by {status.write_path}")

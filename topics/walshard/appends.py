@@ -174,7 +174,7 @@ class Appends:
             self.durable.append(Operation([create], lambda _file_no, _offset: self._host(hosted)))
         if draft.head_seq + request.count > draft.ceiling:
             draft.ceiling = draft.head_seq + max(request.count, CEILING_STEP)
-            self.durable.append(_ceiling(hosted, draft.ceiling, draft.ts))
+            self.durable.append(ceiling_operation(hosted, draft.ceiling, draft.ts))
         buffers: list[Bytes] = []
         apply = self._append(request, draft, buffers, 0, LOCATION_IN_RAM_LOG)
         answer.reply = self._reply(answer, draft.last, draft, created, deduped=False)
@@ -240,7 +240,7 @@ def create_frame(hosted: Hosted, ts: int, flags: int) -> bytes:
     return frame.encode(FrameType.TOPIC_CREATE, flags, topic.id, 0, ts, b"", b"", body)
 
 
-def _ceiling(hosted: Hosted, ceiling: int, ts: int) -> Operation:
+def ceiling_operation(hosted: Hosted, ceiling: int, ts: int) -> Operation:
     topic = hosted.topic
     body = encode_body(HeadBody(exact=False))
 

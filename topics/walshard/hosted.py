@@ -45,6 +45,11 @@ class Hosted:
         self.logged_floor = topic.evict_floor
         """Up to where the log knows that records were evicted."""
 
+    @property
+    def logged_head_seq(self) -> int:
+        """The head as the log has it: behind it there are only copies that can be made again."""
+        return min(self.topic.head_seq, self.ring.unlogged_seq - 1)
+
     def announce(self) -> None:
         """Makes the topic visible to readers."""
         self.publish()

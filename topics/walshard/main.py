@@ -28,6 +28,8 @@ BUSY_FOR_MS: Final = 50
 """So long after the last request the shard sleeps at most 1 ms at a time: a wake-up that is lost (`shm/wake.py`)
 costs no more than that.
 """
+STUCK_MS: Final = 10
+"""How often it looks whether a router that had to wait may go on."""
 
 log = get_logger()
 
@@ -94,10 +96,15 @@ def _serve(
         elif stop.requested:
             return
         wake.announce_sleep()
-        if outbox.idle:
-            longest_ms = 1 if outbox.stuck or now_ms - busy_ms < BUSY_FOR_MS else HEARTBEAT_MS
+        if outbox.idle and shard.routing.idle:
+            if outbox.stuck or now_ms - busy_ms < BUSY_FOR_MS:
+                timeout_ms = 1
+            else:
+                timeout_ms = STUCK_MS if shard.routing.stuck else HEARTBEAT_MS
             tick_ms = shard.next_tick_ms
-            pressure.sleep(wake, longest_ms if tick_ms is None else max(0, min(longest_ms, tick_ms - now_ms)))
+            if tick_ms is not None:
+                timeout_ms = max(0, min(timeout_ms, tick_ms - now_ms))
+            pressure.sleep(wake, timeout_ms)
         wake.awake()
 
 

@@ -111,6 +111,10 @@ class Outbox:
             if entry.ring_position > self._rings[entry.frontend].requests.consumed
         ]
 
+    def take_over(self, entries: list[JournalEntry]) -> None:
+        """Of those, the ones that are in the log: they stay in the journal until they are answered."""
+        self._unanswered = list(entries)
+
     # -- answers
 
     def answer(self, frontend: int, reply: bytearray | None, position: int) -> None:

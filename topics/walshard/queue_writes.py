@@ -16,12 +16,21 @@ from topics.walshard.operation import Answer, Operation
 
 
 class QueueWrites:
-    """`commit` ends the group so far; `expire` moves a topic's floors over its ttl, in a commit of its own."""
+    """`commit` ends the group so far; `expire` moves a topic's floors over its ttl, in a commit of its own;
+    `log_copies` has the log hold what routers copied into a topic: what is said of records comes behind them.
+    """
 
-    def __init__(self, group: Appends, commit: Callable[[], None], expire: Callable[[Hosted], None]) -> None:
+    def __init__(
+        self,
+        group: Appends,
+        commit: Callable[[], None],
+        expire: Callable[[Hosted], None],
+        log_copies: Callable[[Hosted], None],
+    ) -> None:
         self._group = group
         self._commit = commit
         self._expire = expire
+        self._log_copies = log_copies
         self._now = Now(0, 0)
         self._dying: dict[int, set[int]] = {}
         """By topic id: records whose end is prepared in this group."""
@@ -42,6 +51,7 @@ class QueueWrites:
 
     def settle(self, hosted: Hosted, now: Now) -> None:
         """What the group so far, or the ttl, may evict is evicted: what is planned now is of what stays."""
+        self._log_copies(hosted)
         topic = hosted.topic
         config = topic.config
         capped = (config.cap_records or config.cap_bytes) and config.discard == "old"
