@@ -685,3 +685,24 @@ def test_many_workers_over_http_and_work_do_every_job_once_and_share_them(
     for thread in threads:
         thread.join(20)
         assert not thread.is_alive()
+
+
+# -- a queue that a router copies into
+
+
+def test_jobs_that_a_router_brought_stay_done_over_a_restart() -> None:
+    with Service(shards=2, frontends=1) as service:
+        put(service.client, "jobs", type="queue")
+        ok(service.client.put("/v0/routers/r", json={"source": "events", "dest": "jobs"}))
+        write(service.client, "events", *range(6))
+        jobs = claim(service.client, "jobs", max=4)
+        assert [job["data"] for job in jobs] == [0, 1, 2, 3]
+        ask(service.client, "jobs", "ack", 1, 3)
+        assert ok(service.client.put("/v0/topics/jobs/cursors/c", json={"from_seq": 4}))["created"]
+        for stop in (service.stop, service.kill_group):
+            stop()
+            service.start()
+            assert [record.seq for record in diff_records(service.client, "jobs")] == [2, 4, 5, 6]
+        assert seqs(claim(service.client, "jobs", max=10)) == [2, 4, 5, 6]
+        answer = ok(service.client.post("/v0/topics/jobs/cursors/c/read", json={}))
+        assert [record["data"] for record in answer["records"]] == [4, 5]

@@ -16,6 +16,7 @@ from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
 from topics.frontend.answers import elapsed_ms, encode_json, send_json, send_object
 from topics.frontend.bodies import read_body
+from topics.frontend.catching_up import CatchingUp
 from topics.frontend.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES, node_set
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1_exchange import Receive, Scope, Send
@@ -67,7 +68,10 @@ _read_decoder = wire.decoder(ReadBody)
 class CursorRoutes:
     """One method for each route; which is for whom says the app."""
 
-    def __init__(self, gateway: Gateway, reader: TopicReader, settings: Settings, cell: ProcessCell) -> None:
+    def __init__(
+        self, gateway: Gateway, reader: TopicReader, catching_up: CatchingUp, settings: Settings, cell: ProcessCell
+    ) -> None:
+        self._catching_up = catching_up
         self._gateway = gateway
         self._reader = reader
         self._settings = settings
@@ -125,6 +129,7 @@ class CursorRoutes:
             payload_bytes=True,
             verify=True,
         )
+        await self._catching_up.one(name)
         page, seq = await self._read(name, cursor, options, request.checkpoint)
         self._cell.add("records_out", page.count)
         await send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))

@@ -123,8 +123,8 @@ async def _serve(
         *topic_operations(append, diff, topics),
         *router_operations(routers),
         *watch_operations(watch),
-        *queue_operations(QueueRoutes(gateway, reader, channel, dead_letters, settings, cell), work),
-        *cursor_operations(CursorRoutes(gateway, reader, settings, cell)),
+        *queue_operations(QueueRoutes(gateway, reader, channel, dead_letters, catching_up, settings, cell), work),
+        *cursor_operations(CursorRoutes(gateway, reader, catching_up, settings, cell)),
         *service_operations(ProbeRoutes(shared.control, clock), metrics, settings.probe_auth),
     ]
     app = App(operations, append, diff, websocket, access, cell, partial(shared.durations.observe, index))

@@ -15,6 +15,7 @@ from topics.frontend import wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, send_json, send_object
 from topics.frontend.bodies import Headers, read_body
+from topics.frontend.catching_up import CatchingUp
 from topics.frontend.dead_letters import DeadLetters
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1_exchange import Receive, Scope, Send
@@ -75,9 +76,11 @@ class QueueRoutes:
         reader: TopicReader,
         channel: JobChannel,
         dead_letters: DeadLetters,
+        catching_up: CatchingUp,
         settings: Settings,
         cell: ProcessCell,
     ) -> None:
+        self._catching_up = catching_up
         self._gateway = gateway
         self._reader = reader
         self._channel = channel
@@ -91,6 +94,7 @@ class QueueRoutes:
         request = await self._body(_claim_decoder, receive, headers)
         node = checked_node(request.node, self._settings)
         most = max(1, min(request.max, self._settings.max_claim))
+        await self._catching_up.one(name)
         dealt = await self._channel.claim(name, node, most, clamped_lease_ms(request.lease_ms))
         if dealt.ended:
             raise TopicsError("topic_not_found", f"topic {name!r} was deleted meanwhile", {"topic": name})
