@@ -68,6 +68,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     cors_origins: tuple[str, ...] | None = None
     wal_file_bytes: int = 64 * MIB
     shard_wait_ms: int = 5000
+    stage_ttl_ms: int = 3_600_000
     shutdown_grace_ms: int = 10_000
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     test_min_heartbeat_ms: int = 1000
@@ -251,6 +252,7 @@ VARIABLES: Final[dict[str, Variable]] = {
         64 * KIB, 1 * GIB, "each request ring between a frontend and a shard; the reply ring has a quarter"
     ),
     "shard_wait_ms": _integer(1, 600_000, "how long a request waits for a shard that is being restarted"),
+    "stage_ttl_ms": _integer(1000, 7 * 86_400_000, "how long staged records wait for the commit of their transaction"),
     "shutdown_grace_ms": _integer(100, 3_600_000, "how long a stop may take before SIGKILL"),
     "log_level": _choice("debug", "info", "warning", "error", help="least important log line to show"),
     "log_format": _choice("json", "console", help="log lines (default: console on a terminal, else json)"),

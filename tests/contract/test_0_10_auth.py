@@ -77,13 +77,14 @@ def nobody(guarded: Service, root: httpx.Client) -> httpx.Client:
     return guarded.client
 
 
-def url(row: RouteRow, topic: str = TOPIC) -> str:
-    return row.path.format(topic=topic, router=topic, cursor="c")
+def path_of(row: RouteRow, name: str) -> str:
+    """The path, about this name whatever kind of thing it names."""
+    return row.path.format(topic=name, router=name, sink=name, cursor="c")
 
 
 def ask(client: httpx.Client, row: RouteRow, topic: str = TOPIC, **headers: str) -> httpx.Response:
     as_json = {"Accept": "application/json"}
-    return client.request(row.method, url(row, topic), json=row.json, headers=as_json | headers)
+    return client.request(row.method, path_of(row, topic), json=row.json, headers=as_json | headers)
 
 
 def challenged(response: httpx.Response) -> dict[str, Any]:
@@ -169,14 +170,14 @@ def test_the_scheme_is_any_case_and_may_be_followed_by_more_blanks(root: httpx.C
 def test_two_headers_are_none(nobody: httpx.Client, row: RouteRow) -> None:
     twice = [("Authorization", f"Bearer {ROOT.text(MARKER)}"), ("Authorization", f"Bearer {MARKER}")]
     for headers in (twice, twice[::-1]):
-        challenged(nobody.request(row.method, url(row), json=row.json, headers=headers))
+        challenged(nobody.request(row.method, path_of(row, TOPIC), json=row.json, headers=headers))
 
 
 @route
 def test_a_token_in_the_query_is_no_key(nobody: httpx.Client, row: RouteRow) -> None:
     answer = nobody.request(
         row.method,
-        url(row),
+        path_of(row, TOPIC),
         json=row.json,
         params={"token": ROOT.text(MARKER)},
     )
@@ -201,7 +202,7 @@ def test_what_is_no_route_is_told_to_anyone(
 
 @route
 def test_head_needs_what_get_needs_and_options_nothing(root: httpx.Client, row: RouteRow) -> None:
-    path = url(row)
+    path = path_of(row, TOPIC)
     assert root.options(path, headers={"Authorization": ""}).status_code == 204
     if row.method == "GET":
         assert root.head(path).status_code == 200

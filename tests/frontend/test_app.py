@@ -19,6 +19,7 @@ from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.catching_up import CatchingUp, RouterSight
+from topics.frontend.commits import Commits
 from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
 from topics.frontend.figures import ServiceFigures
@@ -30,8 +31,11 @@ from topics.frontend.router_operations import router_operations
 from topics.frontend.routers import RouterRoutes
 from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
+from topics.frontend.stages import Stages
 from topics.frontend.table import service_operations, topic_operations, watch_operations
 from topics.frontend.topics import TopicRoutes
+from topics.frontend.txn import TxnRoutes
+from topics.frontend.txn_table import txn_operations
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute
 from topics.shm import messages
@@ -75,6 +79,9 @@ class Frontend:
                 *topic_operations(append, self.diff, topics),
                 *router_operations(routers),
                 *watch_operations(watch),
+                *txn_operations(
+                    TxnRoutes(append, Commits(self.gateway, Stages(settings.data_dir, 60_000)), reader, settings)
+                ),
                 *service_operations(
                     ProbeRoutes(shared.control, hosting.clock), MetricsRoute(figures, hosting.arenas, 1, 100), False
                 ),

@@ -53,6 +53,7 @@ class TopicState(msgspec.Struct):
     count: int
     bytes: int
     durable_seq: Seq
+    epoch: str
     config: EchoedConfig
     effective_priority: int
     last_write_ts: Ms | None
@@ -193,6 +194,7 @@ class DiffAnswer(msgspec.Struct):
     head_seq: Seq
     earliest_seq: Seq
     durable_seq: Seq
+    epoch: str
     caught_up: bool
     tombstone: TombstoneAnswer | None
     lag: int
@@ -249,3 +251,51 @@ class Error(msgspec.Struct):
     """Every answer that is no success (api §0.6)."""
 
     error: Problem
+
+
+class StageAnswer(msgspec.Struct):
+    """Records are kept back; `stage` names them in the commit."""
+
+    topic: str
+    txn: str
+    stage: str
+    count: int
+    bytes: int
+    expires_in_ms: Ms
+    performance: Performance
+
+
+class DropStagesAnswer(msgspec.Struct):
+    """Stages of a transaction were dropped."""
+
+    topic: str
+    txn: str
+    dropped: int
+    performance: Performance
+
+
+class CommitAnswer(msgspec.Struct):
+    """A batch of a sink; `duplicate`: it, or a later one (`last_batch`), had been committed before."""
+
+    sink: str
+    batch: int
+    last_batch: int
+    duplicate: bool
+    count: int
+    performance: Performance
+
+
+class SinkAnswer(msgspec.Struct):
+    """A sink; `last_batch` is null when it never committed."""
+
+    sink: str
+    last_batch: int | None
+    performance: Performance
+
+
+class ForgetSinkAnswer(msgspec.Struct):
+    """A sink was forgotten, if there was one."""
+
+    sink: str
+    deleted: bool
+    performance: Performance

@@ -140,7 +140,7 @@ class AppendRoute:
         if len(records) > SEARCHED_RECORDS_MAX and self._gateway.is_log(name):
             candidates = ((0, records[0]), (len(records) - 1, records[-1]))
         for at, record in candidates:
-            if record.deliver_at is None and record.delay_ms is None and record.order_key is None:
+            if not wire.has_job_attributes(record):
                 continue
             if record.deliver_at is not None and record.delay_ms is not None:
                 raise invalid(

@@ -33,8 +33,8 @@ FROM: Final = "$dead_letter_from"
 DELIVERIES: Final = "$dead_letter_deliveries"
 SRC_SEQ: Final = "$dead_letter_src_seq"
 _PAGE: Final = PageOptions(limit=256, max_batch_bytes=1 << 20, include_tags=True)
-_INTERNAL_KEY: Final = b"\xff"
-"""Begins no client's idempotency key: those are UTF-8."""
+_INTERNAL_KEY: Final = b"\xfe"
+"""Begins no client's idempotency key, those are UTF-8, and no pin (`core/idempotency.py`)."""
 
 _log = get_logger()
 

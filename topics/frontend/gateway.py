@@ -192,7 +192,7 @@ class Gateway:
     # -- sending
 
     def post(self, shard: int, request: Call) -> None:
-        """A request whose answer does not matter; kept, in order, for as long as the ring is full."""
+        """Sends a request whose answer does not matter; kept, in order, for as long as the ring is full."""
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_call(request_id, request)
         self._push(shard, Waiter(parts, sum(map(len, parts)), request_id, self._loop.time(), None))

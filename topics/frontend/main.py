@@ -20,6 +20,7 @@ from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.arenas import Arenas
 from topics.frontend.catching_up import CatchingUp, RouterSight
+from topics.frontend.commits import Commits
 from topics.frontend.cors import Cors
 from topics.frontend.cursor_routes import CursorRoutes
 from topics.frontend.dead_letters import DeadLetters
@@ -43,8 +44,11 @@ from topics.frontend.routers import RouterRoutes
 from topics.frontend.serve import serve
 from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
+from topics.frontend.stages import Stages
 from topics.frontend.table import service_operations, topic_operations, watch_operations
 from topics.frontend.topics import TopicRoutes
+from topics.frontend.txn import TxnRoutes
+from topics.frontend.txn_table import txn_operations
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute
 from topics.frontend.work import WorkRoutes
@@ -119,12 +123,14 @@ async def _serve(
     work = WorkRoutes(gateway, reader, channel, dead_letters, access, settings, places, cell)
     figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
     metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
+    commits = Commits(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
     operations = [
         *topic_operations(append, diff, topics),
         *router_operations(routers),
         *watch_operations(watch),
         *queue_operations(QueueRoutes(gateway, reader, channel, dead_letters, catching_up, settings, cell), work),
         *cursor_operations(CursorRoutes(gateway, reader, catching_up, settings, cell)),
+        *txn_operations(TxnRoutes(append, commits, reader, settings)),
         *service_operations(ProbeRoutes(shared.control, clock), metrics, settings.probe_auth),
     ]
     app = App(operations, append, diff, websocket, access, cell, partial(shared.durations.observe, index))
@@ -147,6 +153,7 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, KeyReload(settings, access, shared.control.header, cell).request)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     gateway.start()
+    commits.start(janitor=index == 0)
     FrontendPressure(shared.control, cell, hub, gateway).start()
     beat()
     # What is set up lives as long as the process: the collector need not look at it again and again.
@@ -168,6 +175,7 @@ async def _serve(
             on_ready=lambda: cell.set("state", ProcessState.READY),
         )
     finally:
+        commits.close()
         gateway.close()
 
 

@@ -143,6 +143,54 @@ class SessionAbandon(msgspec.Struct, tag=True, array_like=True, frozen=True):
     stream: int
 
 
+class TxnBegin(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Decide a batch of a sink: from here on its stages, (id, topic) each, will be published."""
+
+    sink: str
+    batch: int
+    stages: list[tuple[str, str]]
+
+
+class StagePublish(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Append a stage of a decided batch, once; answered as an append."""
+
+    name: str
+    stage: str
+    sink: str
+    batch: int
+
+
+class TxnEnd(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Every stage of the batch is published."""
+
+    sink: str
+    batch: int
+
+
+class StagesOver(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The batch is over: what the topic keeps to publish each stage once may go."""
+
+    name: str
+    sink: str
+    batch: int
+
+
+class TxnLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """What has this sink committed?"""
+
+    sink: str
+
+
+class TxnForget(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The sink will not be used any more."""
+
+    sink: str
+
+
+class TxnPending(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Which batches are decided and not over?"""
+
+
 class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A frontend's new incarnation: what the former one watched and streamed is over."""
 
@@ -202,6 +250,13 @@ Call = (
     | SessionOpen
     | SessionClose
     | SessionAbandon
+    | TxnBegin
+    | StagePublish
+    | TxnEnd
+    | StagesOver
+    | TxnLook
+    | TxnForget
+    | TxnPending
     | Hello
     | QueueCall
 )
@@ -232,6 +287,20 @@ class SessionOpenReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     body: bytes
     positions: dict[str, int]
     exact: bool
+
+
+class TxnReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A sink after the call: `batch` is its latest, `pending` what of it is still to be published."""
+
+    outcome: Literal["begun", "pending", "committed", "none"]
+    batch: int
+    pending: list[tuple[str, str]]
+
+
+class TxnPendingReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """(sink, batch, stages) of each."""
+
+    batches: list[tuple[str, int, list[tuple[str, str]]]]
 
 
 class PutRouterReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -275,6 +344,8 @@ Reply = (
     | DeleteRouterReply
     | SyncRoutersReply
     | CaughtUp
+    | TxnReply
+    | TxnPendingReply
     | Done
     | QueueReply
 )
@@ -305,11 +376,11 @@ class AppendRequest(msgspec.Struct, frozen=True):
     if_head_seq: int | None
     key: bytes
     config: TopicConfig | None
-    jobs: JobAttributes
     count: int
     offset_len: array[int]
     record_flags: bytes
     frames: bytearray
+    jobs: JobAttributes = []
 
 
 _call_encoder = msgspec.msgpack.Encoder()

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import pyspark
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+)
 from pyspark.sql.types import StructType
 
 from topics.spark.errors import TopicsSparkError
-from topics.spark.options import ReadOptions, read_options
+from topics.spark.options import ReadOptions, read_options, write_options
 
 _STREAMS_SINCE = (4, 2)
 
 
 class TopicsDataSource(DataSource):
-    """`spark.read.format("topics")`, `spark.readStream.format("topics")`."""
+    """`spark.read.format("topics")`, `spark.readStream`, `df.write`, `df.writeStream`."""
 
     @classmethod
     def name(cls) -> str:
@@ -46,6 +52,20 @@ class TopicsDataSource(DataSource):
         if options.ending is not None:
             raise TopicsSparkError("endingOffsets is for batches; a stream ends with Trigger.AvailableNow")
         return StreamReader(schema, options)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        from topics.spark.sink import BatchWriter
+
+        if overwrite:
+            raise TopicsSparkError("a topic is not overwritten: use mode('append'), or delete the topic first")
+        return BatchWriter(schema, write_options(self.options))
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 — Spark's name
+        from topics.spark.sink import StreamWriter
+
+        if overwrite:
+            raise TopicsSparkError("outputMode complete would replace the topic at every batch: use append or update")
+        return StreamWriter(schema, write_options(self.options))
 
     def _read_options(self) -> ReadOptions:
         return read_options(self.options)

@@ -11,9 +11,9 @@ from array import array
 from collections.abc import Callable
 
 from topics.core.config import TopicConfig
-from topics.core.errors import not_a_queue, topic_not_found
+from topics.core.errors import TopicsError, not_a_queue, topic_not_found
 from topics.core.fold import CreateBody, HeadBody, encode_body, encode_idempotency
-from topics.core.idempotency import Outcome
+from topics.core.idempotency import Outcome, is_pin
 from topics.core.topic import LOCATION_IN_RAM_LOG
 from topics.shm import messages
 from topics.shm.messages import AppendReply, AppendRequest
@@ -103,10 +103,14 @@ class Appends:
                 return
             if request.jobs and draft.hosted.topic.queue is None:
                 raise not_a_queue(request.name)
-            draft.hosted.topic.check_head(request.if_head_seq, draft.head_seq)
-            draft.hosted.topic.check_room(request.count, len(request.frames), draft.records, draft.live_bytes)
+            if not is_pin(request.key):
+                draft.hosted.topic.check_head(request.if_head_seq, draft.head_seq)
+                draft.hosted.topic.check_room(request.count, len(request.frames), draft.records, draft.live_bytes)
+                draft.claimed_bytes += self._claim_bytes(len(request.frames), lambda: _growth(draft, request))
+            elif not request.count:
+                raise TopicsError("not_found", f"a stage for topic {request.name!r} is gone before it was published")
+            # A batch that is decided is published: whether there was room was asked when it was staged.
             draft.hosted.ring.reserve(draft.records + request.count)
-            draft.claimed_bytes += self._claim_bytes(len(request.frames), lambda: _growth(draft, request))
         except Exception:
             if draft.new:
                 self._abandon_topic(self._drafts.pop(request.name).hosted)
@@ -152,7 +156,8 @@ class Appends:
         created, draft.new = draft.new, False
         draft.created |= created
         buffers: list[Bytes] = [create_frame(hosted, draft.ts, FLAG_MORE)] if created else []
-        sync = hosted.topic.config.durability == "fsync"
+        # The stage's file goes once all are published: what took its place is on the disk by then, whatever its class.
+        sync = hosted.topic.config.durability == "fsync" or is_pin(request.key)
         apply = self._append(request, draft, buffers, FLAG_DURABLE if sync else 0, 0)
 
         def apply_with_topic(file_no: int, offset: int) -> None:

@@ -47,6 +47,7 @@ from topics.walshard.ram_log import RamTrim
 from topics.walshard.routing_setup import make_routing
 from topics.walshard.sessions import Sessions
 from topics.walshard.shard import Shard
+from topics.walshard.sinks import Sinks
 
 log = get_logger()
 
@@ -135,7 +136,8 @@ def recover(
         settings, shared, index, fold.routers, catalog, holdings, cell, clock, fs, commit, show, logged
     )
     ram_trim = RamTrim(fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions, routing.feeds)
-    shard = Shard(catalog, sessions, holdings, logs, ram_trim, tags, syncs, outbox, routing, cell, clock)
+    sinks = Sinks(fs, settings.data_dir, index, settings.wal_shards)
+    shard = Shard(catalog, sessions, sinks, holdings, logs, ram_trim, tags, syncs, outbox, routing, cell, clock)
     routing.rederive()
 
     holdings.settle(len(sessions))

@@ -44,7 +44,14 @@ from topics.shm.messages import (
     SessionLook,
     SessionOpen,
     SessionPut,
+    StagePublish,
+    StagesOver,
     SyncRouters,
+    TxnBegin,
+    TxnEnd,
+    TxnForget,
+    TxnLook,
+    TxnPending,
     Unwatch,
     Watch,
 )
@@ -66,6 +73,7 @@ from topics.walshard.queues import QUEUE_CALLS, Queues
 from topics.walshard.ram_log import RamTrim
 from topics.walshard.routing import Routing
 from topics.walshard.sessions import Sessions
+from topics.walshard.sinks import Sinks
 
 REPLY_BYTES_PER_GROUP_MAX: Final = 64 * 1024
 """Answers of queue requests are as long as their clients want: a group ends before the journal is full of them."""
@@ -80,6 +88,7 @@ class Shard:
         self,
         catalog: Catalog,
         sessions: Sessions,
+        sinks: Sinks,
         holdings: Holdings,
         logs: Logs,
         ram_trim: RamTrim,
@@ -92,6 +101,7 @@ class Shard:
     ) -> None:
         self._catalog = catalog
         self._sessions = sessions
+        self._sinks = sinks
         self._holdings = holdings
         self._logs = logs
         self._ram_trim = ram_trim
@@ -270,6 +280,14 @@ class Shard:
                 self._close_session(call, answer)
             case SessionAbandon():
                 self._sessions.abandoned(call.wid, answer.frontend, call.stream, self._clock.monotonic_ms())
+            case StagePublish():
+                self._appends.prepare(self._sinks.staged(call), answer, self._now_ms)
+            case StagesOver():
+                hosted = self._catalog.find(call.name)
+                if hosted is not None:
+                    hosted.topic.idempotency.unpin(call.sink, call.batch)
+            case TxnBegin() | TxnEnd() | TxnForget() | TxnLook() | TxnPending():
+                self._sinks.take(call, answer)
             case Hello():
                 self._hello(answer.frontend)
         return False
