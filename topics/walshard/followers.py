@@ -101,13 +101,15 @@ class Followers:
                 self._adjust(hosted)
 
     def _adjust(self, hosted: Hosted) -> None:
-        """Holds what the followers need; nothing is released while one that the table knows has not come forward."""
+        """Holds what the followers need. Nothing is released while one that the table knows has not come forward, nor
+        while the table is not known: a shard may hear of followers before it hears of routers.
+        """
         topic, ring = hosted.topic, hosted.ring
         followers = self._by_name.get(topic.name, {})
         needed = [one.hold_seq for one in followers.values() if one.source_topic_id == topic.id]
         expected = {router.spec.dest for router in self._table.registry.from_source(topic.name)}
         logged_seq = self._logged.get(topic.id)
-        if len(needed) < len(expected):
+        if not self._table.known or self._table.stale or len(needed) < len(expected):
             hold_seq = min([ring.hold_seq, *needed])
         elif needed:
             hold_seq = min(needed)
