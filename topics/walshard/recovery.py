@@ -96,7 +96,7 @@ def recover(
         topic.durable_seq = 0 if topic.config.durability == "ephemeral" else topic.head_seq
 
     holdings = Holdings(shared.control, index, settings)
-    catalog = Catalog(index, settings.wal_shards, arena, holdings)
+    catalog = Catalog(index, settings.wal_shards, arena, holdings, clock)
     catalog.take_over(fold)
     sessions = Sessions()
     sessions.recovered(fold.sessions, clock.monotonic_ms())
@@ -190,6 +190,12 @@ def _fold_batch(fold: Fold, batch: RecoveredFile, ram_flag: int) -> None:
                 fold.idempotency(topic_id, seq, ts, data)
             case FrameType.RAM_STATE:
                 fold.ram_state(topic_id, data)
+            case FrameType.JOB_ATTRIBUTES:
+                fold.job_attributes(topic_id, data)
+            case FrameType.LEASE:
+                fold.lease(topic_id, data)
+            case FrameType.CURSOR:
+                fold.cursor(topic_id, data)
             case FrameType.SESSION:
                 fold.session(data)
             case FrameType.FILE_START | FrameType.FILE_END | FrameType.SYNC_MARK | FrameType.ROUTER_COPY:
@@ -217,6 +223,8 @@ def _fold_control(fold: Fold, type_: int, topic_id: int, seq: int, data: bytes, 
             fold.delete(topic_id, seq, data)
         case FrameType.EVICT_WATERMARK:
             fold.evict_watermark(topic_id, seq, data)
+        case FrameType.ACK:
+            fold.ack(topic_id, data)
         case FrameType.HEAD_WATERMARK:
             fold.head_watermark(topic_id, seq, data)
         case FrameType.ROUTER_CREATE:
