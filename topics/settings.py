@@ -272,7 +272,7 @@ VARIABLES: Final[dict[str, Variable]] = {
     "max_sse_connections_per_key": _integer(0, COUNT_MAX, "most of these with one API key; 0 = no limit"),
     "max_inflight_per_key": _integer(0, COUNT_MAX, "most requests at once with one API key; 0 = no limit"),
     "max_connections": _integer(0, COUNT_MAX, "most open connections of the service; 0 = no limit"),
-    "max_claim": _integer(1, 100_000, "most jobs in one claim"),
+    "max_claim": _integer(1, 10_000, "most jobs in one claim, and of one worker's stream"),
     "max_routers": _integer(0, COUNT_MAX, "most routers of the service; 0 = no limit"),
     "max_total_bytes": _byte_size(0, 1024 * 1024 * GIB, "most live bytes of all topics together; 0 = no limit"),
     "max_metric_topics": _integer(0, COUNT_MAX, "most topics with metrics of their own; 0 = none"),

@@ -13,8 +13,22 @@ import psutil
 import pytest
 
 from tests.contract.asking import diff, ok, put, refused, state, write
-from tests.contract.auth_table import KEYS, PROBES, ROOT, ROUTER, ROUTES, SCOPES, STREAM, TOPIC, RouteRow, TableKey
+from tests.contract.auth_table import (
+    DEAD,
+    KEYS,
+    PROBES,
+    ROOT,
+    ROUTER,
+    ROUTES,
+    SCOPES,
+    STREAM,
+    TOPIC,
+    WORK,
+    RouteRow,
+    TableKey,
+)
 from tests.contract.stream import Stream, watch
+from tests.contract.working import Work
 from tests.harness import Service, poll
 
 MARKER = f"s3cr3t{os.urandom(6).hex()}"
@@ -48,9 +62,11 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 def root(guarded: Service) -> Iterator[httpx.Client]:
-    """A client that may do everything; TOPIC and its router exist."""
+    """A client that may do everything; TOPIC exists, a queue with a cursor, dead letters and a router."""
     with httpx.Client(base_url=guarded.url, headers=header(ROOT), timeout=20) as client:
-        put(client, TOPIC)
+        put(client, TOPIC, type="queue")
+        put(client, DEAD)
+        ok(client.put(f"/v0/topics/{TOPIC}/cursors/c", json={}))
         ok(client.put(f"/v0/routers/{TOPIC}", json=ROUTER))
         yield client
 
@@ -63,7 +79,7 @@ def nobody(guarded: Service, root: httpx.Client) -> httpx.Client:
 
 def path_of(row: RouteRow, name: str) -> str:
     """The path, about this name whatever kind of thing it names."""
-    return row.path.format(topic=name, router=name, sink=name)
+    return row.path.format(topic=name, router=name, sink=name, cursor="c")
 
 
 def ask(client: httpx.Client, row: RouteRow, topic: str = TOPIC, **headers: str) -> httpx.Response:
@@ -506,3 +522,16 @@ def test_probe_auth_asks_for_any_key_and_needs_one_to_ask_for() -> None:
     code, said = checked(TOPICS_PROBE_AUTH="1")
     assert code == 2
     assert "TOPICS_PROBE_AUTH=1: there are no keys to ask for" in said
+
+
+# --- a worker's stream
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.prefix in ("any", "covering", "another")], ids=_id)
+def test_work_is_for_who_may_read_and_write(guarded: Service, root: httpx.Client, key: TableKey) -> None:
+    allowed = WORK.needs <= key.scopes and key.covers
+    for headers, token in ((header(key), {}), ({}, {"token": key.text(MARKER)})):
+        with Work(guarded.url, TOPIC, headers=headers, **token) as work:
+            assert work.response.status_code == (200 if allowed else 403)
+    with Work(guarded.url, TOPIC) as work:
+        assert work.response.status_code == 401

@@ -25,8 +25,8 @@ from topics.shm.messages import (
     SyncRouters,
 )
 from topics.shm.router_table import RouterTable
-from topics.storage.frame import FrameType, lay_out, scan
-from topics.storage.layout import group_dir, log_path
+from topics.storage.frame import FLAG_MORE, FrameType, lay_out, scan
+from topics.storage.layout import group_dir, log_path, ram_group_dir
 from topics.walshard.feeds import Feeds
 from topics.walshard.links import Follow
 
@@ -109,6 +109,10 @@ def test_after_a_crash_of_the_shard_no_reader_sees_the_head_go_back(rig: Rig) ->
     route(rig, "q", "b", "c")
     rig.append("a", *[b"%d" % at for at in range(3000)])
     assert len(rig.read("c")) == 3000
+    ram_log = Path(log_path(ram_group_dir(rig.shared.ram_dir, 0), 1)).read_bytes()
+    copies = [frame for frame in scan(ram_log, 0, len(ram_log)).frames if frame[2] == FrameType.ROUTER_COPY]
+    assert len(copies) == 6000
+    assert not any(frame[3] & FLAG_MORE for frame in copies), "each is a write: none is taken for a torn one"
     rig.boot()
     view = rig.view("c")
     assert view is not None

@@ -59,6 +59,15 @@ class TopicState(msgspec.Struct):
     last_write_ts: Ms | None
     last_read_ts: Ms | None
     performance: Performance
+    queue: QueueCounts | msgspec.UnsetType = msgspec.UNSET
+
+
+class QueueCounts(msgspec.Struct):
+    """Of a queue: what a claim would get now, what is leased, what went to the dead letters."""
+
+    ready: int
+    in_flight: int
+    dead_lettered: int
 
 
 class TopicEntry(msgspec.Struct):
@@ -225,6 +234,7 @@ class Ready(msgspec.Struct):
     status: Literal["ready"]
     wal_replay_complete: bool
     topics: int
+    pressure: float
     performance: Performance
     recovering_shards: list[int] | msgspec.UnsetType = msgspec.UNSET
     read_only_shards: list[int] | msgspec.UnsetType = msgspec.UNSET

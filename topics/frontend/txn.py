@@ -115,6 +115,8 @@ class TxnRoutes:
 
     def _read(self, body: bytes) -> tuple[str, LaidOut]:
         request = wire.decode_stage(body)
+        if any(wire.has_job_attributes(record) for record in request.records):
+            raise invalid("a stage keeps no deliver_at, delay_ms or order_key: append such jobs", field="records")
         return _txn(request.txn), self._append.lay_out(AppendBody(request.records, request.node), len(body))
 
     def _check_topic(self, topic: str, records: int, size_bytes: int) -> None:

@@ -47,6 +47,14 @@ class RecordBody(msgspec.Struct, gc=False):
     tag: str | None = None
     node: str | None = None
     meta: Annotated[Optional, _META] = msgspec.UNSET
+    deliver_at: Annotated[Count | None, msgspec.Meta(description="of a job: not before this moment, ms")] = None
+    delay_ms: Annotated[Count | None, msgspec.Meta(description="of a job: not before so long after its commit")] = None
+    order_key: Annotated[str | None, msgspec.Meta(description="of jobs: one of a key at a time, in order")] = None
+
+
+def has_job_attributes(record: RecordBody) -> bool:
+    """Whether it is to come later, or in order (api §9)."""
+    return record.deliver_at is not None or record.delay_ms is not None or record.order_key is not None
 
 
 class AppendBody(msgspec.Struct, gc=False):

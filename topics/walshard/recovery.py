@@ -87,7 +87,7 @@ def recover(
         topic.durable_seq = 0 if topic.config.durability == "ephemeral" else topic.head_seq
 
     holdings = Holdings(shared.control, index, settings)
-    catalog = Catalog(index, settings.wal_shards, arena, holdings, files)
+    catalog = Catalog(index, settings.wal_shards, arena, holdings, files, clock)
     catalog.take_over(fold)
     sessions = Sessions()
     sessions.recovered(fold.sessions, clock.monotonic_ms())
