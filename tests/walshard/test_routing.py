@@ -13,6 +13,7 @@ from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.routers import RouterSpec
 from topics.shm import messages
+from topics.shm.memory import SharedObject
 from topics.shm.messages import (
     CatchUp,
     DeleteRecords,
@@ -23,9 +24,11 @@ from topics.shm.messages import (
     PutTopic,
     SyncRouters,
 )
-from topics.storage.frame import FrameType, lay_out, scan
-from topics.storage.layout import group_dir, log_path
+from topics.shm.router_table import RouterTable
+from topics.storage.frame import FLAG_MORE, FrameType, lay_out, scan
+from topics.storage.layout import group_dir, log_path, ram_group_dir
 from topics.walshard.feeds import Feeds
+from topics.walshard.links import Follow
 
 
 def route(rig: Rig, name: str, source: str, dest: str, **fields: Any) -> None:
@@ -106,6 +109,10 @@ def test_after_a_crash_of_the_shard_no_reader_sees_the_head_go_back(rig: Rig) ->
     route(rig, "q", "b", "c")
     rig.append("a", *[b"%d" % at for at in range(3000)])
     assert len(rig.read("c")) == 3000
+    ram_log = Path(log_path(ram_group_dir(rig.shared.ram_dir, 0), 1)).read_bytes()
+    copies = [frame for frame in scan(ram_log, 0, len(ram_log)).frames if frame[2] == FrameType.ROUTER_COPY]
+    assert len(copies) == 6000
+    assert not any(frame[3] & FLAG_MORE for frame in copies), "each is a write: none is taken for a torn one"
     rig.boot()
     view = rig.view("c")
     assert view is not None
@@ -128,6 +135,25 @@ def test_the_hold_of_a_source_ends_with_its_routers(rig: Rig) -> None:
     assert view.base_seq == 50
     assert logged_types(rig)[-1] == FrameType.ROUTER_SOURCE
     assert len(rig.read("b")) == 50
+
+
+def test_nothing_is_released_before_the_routers_are_known(rig: Rig) -> None:
+    """A service that starts: the first follower comes forward before shard 0 has said which there are."""
+    put(rig, "a", cap_records=2)
+    route(rig, "r", "a", "b")
+    rig.append("a", *[b"%d" % at for at in range(20)])
+    hosted = rig.shard._catalog.find("a")
+    assert hosted is not None
+    assert hosted.ring.hold_seq == 1
+    followers = rig.shard.routing._followers
+    known, followers._table = followers._table, RouterTable(SharedObject.create(f"/topics-{rig.identity}-none", 8192))
+    assert not followers._table.known
+    followers.forget(0)
+    followers.follow(0, Follow("a", 4711, hosted.topic.id, 15))
+    assert hosted.ring.hold_seq == 1
+    followers._table = known
+    followers.follow(0, Follow("a", 4711, hosted.topic.id, 15))
+    assert hosted.ring.hold_seq == 15
 
 
 def test_the_hold_of_a_source_follows_the_log(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

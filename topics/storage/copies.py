@@ -81,8 +81,8 @@ def make_copy(
     has_meta: bool,
     hops: int,
 ) -> tuple[bytes, int]:
-    """(the copy's frame, its location flags). It is never the last of its write."""
-    flags = FLAG_MORE | hops << HOPS_SHIFT
+    """(the copy's frame, its location flags). As an Append it is never the last of its write: the cursor is."""
+    flags = (FLAG_MORE if type == FrameType.APPEND else 0) | hops << HOPS_SHIFT
     location_flags = 0
     if node:
         flags |= FLAG_NODE

@@ -193,6 +193,7 @@ class Feeds:
             if not self.log_copies(feed):
                 return self._wait(feed)
             feed.source_seq = sight.head_seq
+            feed.held, feed.told = False, None
             if not self._log_cursor(feed):
                 return self._wait(feed)
             self.show_progress(feed)
@@ -357,8 +358,10 @@ class Feeds:
 
     # -- the log
 
-    def log_copies(self, feed: Feed) -> bool:
-        """Gets the copies that are not in the log there, with their cursor. False when that failed."""
+    def log_copies(self, feed: Feed, *, sync: bool = False) -> bool:
+        """Gets the copies that are not in the log there, with their cursor. False when that failed. `sync`: and onto
+        the disk.
+        """
         first_seq, topic, ring = feed.unlogged_seq, feed.topic, feed.hosted.ring
         if first_seq == U64_MAX:
             return True
@@ -385,7 +388,8 @@ class Feeds:
             ring.drop_before(topic.earliest_seq)
 
         cursor = feed.cursor_frame(body, topic.head_seq, topic.last_write_ts)
-        if not self._commit([Operation([*buffers, cursor], apply, more_frames=len(lengths) - len(buffers))], []):
+        operation = Operation([*buffers, cursor], apply, sync=sync, more_frames=len(lengths) - len(buffers))
+        if not self._commit([operation], []):
             return False
         feed.hosted.publish()
         self._logged(feed.hosted)
@@ -396,6 +400,16 @@ class Feeds:
         if feed.topic.config.durability == "ephemeral":
             return feed.logged_source_seq == feed.source_seq or self._log_cursor(feed)
         return self.log_copies(feed)
+
+    def settle(self, feed: Feed) -> bool:
+        """The log says on the disk what was copied so far, so that the source need not keep it. False if it cannot."""
+        topic = feed.topic
+        if topic.config.durability == "ephemeral":
+            return self.prepare(feed)
+        if feed.unlogged_seq != U64_MAX:
+            return self.log_copies(feed, sync=True)
+        is_settled = feed.logged_source_seq == feed.source_seq and topic.durable_seq >= topic.head_seq
+        return is_settled or self._log_cursor(feed, sync=True)
 
     def keep_within_bounds(self) -> None:
         """Logs copies when all together take too much memory."""
