@@ -215,7 +215,10 @@ class Feeds:
             locations = _within_bytes(locations)
             originals = self._originals.read(feed.source, sight.topic_id, first_seq, locations)
             topic = feed.topic
-            derived = topic.config.durability != "ephemeral" and not sight.ephemeral and (feed.held or rederiving)
+            # What is in a segment, or was released, is held for nobody: it may not be there to be copied again.
+            is_held = feed.held and feed.told is not None and first_seq >= feed.told[1]
+            derived = topic.config.durability != "ephemeral" and not sight.ephemeral
+            derived = derived and locations.segment is None and (is_held or rederiving)
             page = feed.copy(originals, FrameType.ROUTER_COPY if derived else FrameType.APPEND)
         except UnknownError:
             return self._wait(feed)
@@ -501,8 +504,8 @@ def _leading_lost(locations: Locations) -> int:
 def _within_bytes(locations: Locations) -> Locations:
     """Up to the first lost record, and to PAGE_BYTES: at least one."""
     size_bytes = 0
-    for at, (offset_len, word) in enumerate(zip(*locations, strict=True)):
+    for at, (offset_len, word) in enumerate(zip(locations.offset_len, locations.file_flags, strict=True)):
         size_bytes += offset_len >> 32
         if word >> 32 & LOCATION_LOST or (at and size_bytes > PAGE_BYTES):
-            return Locations(locations.offset_len[:at], locations.file_flags[:at])
+            return Locations(locations.offset_len[:at], locations.file_flags[:at], locations.segment)
     return locations

@@ -49,8 +49,8 @@ class Held(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class LetGo(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Records up to `up_to_seq` of my topic `name`, which you follow, are to leave the log for segments: get your copies
-    of them into yours, and follow again.
+    """Records up to `up_to_seq` of my topic `name`, which you follow, are to leave the log for segments: get your
+    copies of them into yours, and follow again.
     """
 
     name: str
