@@ -193,6 +193,7 @@ class Feeds:
             if not self.log_copies(feed):
                 return self._wait(feed)
             feed.source_seq = sight.head_seq
+            feed.held, feed.told = False, None
             if not self._log_cursor(feed):
                 return self._wait(feed)
             self.show_progress(feed)
@@ -214,7 +215,10 @@ class Feeds:
             locations = _within_bytes(locations)
             originals = self._originals.read(feed.source, sight.topic_id, first_seq, locations)
             topic = feed.topic
-            derived = topic.config.durability != "ephemeral" and not sight.ephemeral and (feed.held or rederiving)
+            # What is in a segment, or was released, is held for nobody: it may not be there to be copied again.
+            is_held = feed.held and feed.told is not None and first_seq >= feed.told[1]
+            derived = topic.config.durability != "ephemeral" and not sight.ephemeral
+            derived = derived and locations.segment is None and (is_held or rederiving)
             page = feed.copy(originals, FrameType.ROUTER_COPY if derived else FrameType.APPEND)
         except UnknownError:
             return self._wait(feed)
@@ -357,8 +361,10 @@ class Feeds:
 
     # -- the log
 
-    def log_copies(self, feed: Feed) -> bool:
-        """Gets the copies that are not in the log there, with their cursor. False when that failed."""
+    def log_copies(self, feed: Feed, *, sync: bool = False) -> bool:
+        """Gets the copies that are not in the log there, with their cursor. False when that failed. `sync`: and onto
+        the disk.
+        """
         first_seq, topic, ring = feed.unlogged_seq, feed.topic, feed.hosted.ring
         if first_seq == U64_MAX:
             return True
@@ -385,7 +391,8 @@ class Feeds:
             ring.drop_before(topic.earliest_seq)
 
         cursor = feed.cursor_frame(body, topic.head_seq, topic.last_write_ts)
-        if not self._commit([Operation([*buffers, cursor], apply, more_frames=len(lengths) - len(buffers))], []):
+        operation = Operation([*buffers, cursor], apply, sync=sync, more_frames=len(lengths) - len(buffers))
+        if not self._commit([operation], []):
             return False
         feed.hosted.publish()
         self._logged(feed.hosted)
@@ -396,6 +403,16 @@ class Feeds:
         if feed.topic.config.durability == "ephemeral":
             return feed.logged_source_seq == feed.source_seq or self._log_cursor(feed)
         return self.log_copies(feed)
+
+    def settle(self, feed: Feed) -> bool:
+        """The log says on the disk what was copied so far, so that the source need not keep it. False if it cannot."""
+        topic = feed.topic
+        if topic.config.durability == "ephemeral":
+            return self.prepare(feed)
+        if feed.unlogged_seq != U64_MAX:
+            return self.log_copies(feed, sync=True)
+        is_settled = feed.logged_source_seq == feed.source_seq and topic.durable_seq >= topic.head_seq
+        return is_settled or self._log_cursor(feed, sync=True)
 
     def keep_within_bounds(self) -> None:
         """Logs copies when all together take too much memory."""
@@ -487,8 +504,8 @@ def _leading_lost(locations: Locations) -> int:
 def _within_bytes(locations: Locations) -> Locations:
     """Up to the first lost record, and to PAGE_BYTES: at least one."""
     size_bytes = 0
-    for at, (offset_len, word) in enumerate(zip(*locations, strict=True)):
+    for at, (offset_len, word) in enumerate(zip(locations.offset_len, locations.file_flags, strict=True)):
         size_bytes += offset_len >> 32
         if word >> 32 & LOCATION_LOST or (at and size_bytes > PAGE_BYTES):
-            return Locations(locations.offset_len[:at], locations.file_flags[:at])
+            return Locations(locations.offset_len[:at], locations.file_flags[:at], locations.segment)
     return locations

@@ -17,7 +17,7 @@ from topics.storage import frame
 from topics.storage.frame import FrameType
 from topics.walshard.catalog import Catalog
 from topics.walshard.hosted import Hosted
-from topics.walshard.links import Follow, Held, Links
+from topics.walshard.links import Follow, Held, LetGo, Links
 from topics.walshard.operation import Operation
 
 LOG_AGAIN_SEQS: Final = 16_384
@@ -56,6 +56,21 @@ class Followers:
         if followers:
             for shard in {follower.shard for follower in followers.values()}:
                 self._links.changed(shard, hosted.topic.name)
+
+    def lets_go(self, hosted: Hosted, up_to_seq: int) -> bool:
+        """Whether nobody needs records up to there in the log. If not, those who may are asked to see to it: soon the
+        answer is another one.
+        """
+        if hosted.ring.hold_seq > up_to_seq:
+            return True
+        self._adjust(hosted)
+        if hosted.ring.hold_seq > up_to_seq:
+            return True
+        topic = hosted.topic
+        for shard in {one.shard for one in self._by_name.get(topic.name, {}).values() if one.hold_seq <= up_to_seq}:
+            self._links.send(shard, LetGo(topic.name, topic.id, up_to_seq))
+        self._links.flush()
+        return False
 
     def gone(self, hosted: Hosted) -> None:
         self._logged.pop(hosted.topic.id, None)
@@ -115,6 +130,8 @@ class Followers:
             hold_seq = min(needed)
         else:
             hold_seq = U64_MAX
+        # What is in segments, is held by nobody: who follows had let go of it, or will copy it from there.
+        hold_seq = max(hold_seq, hosted.index.segments.last_seq + 1)
         if hold_seq == U64_MAX:
             if logged_seq is not None and not expected and self._log(hosted, 0):
                 del self._logged[topic.id]
@@ -123,7 +140,7 @@ class Followers:
         ):
             self._logged[topic.id] = hold_seq
         if hold_seq != ring.hold_seq:
-            ring.hold(hold_seq)
+            hosted.index.hold(hold_seq)
             ring.drop_before(topic.earliest_seq)
             hosted.publish()
 

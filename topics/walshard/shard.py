@@ -6,7 +6,7 @@ commit of its own: it is rare, and then sees nothing half done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from itertools import chain
 from typing import Final, Literal
@@ -51,6 +51,7 @@ from topics.shm.messages import (
     StagePublish,
     StagesOver,
     SyncRouters,
+    TopicCheckpoint,
     Trim,
     TxnBegin,
     TxnEnd,
@@ -62,6 +63,7 @@ from topics.shm.messages import (
 )
 from topics.storage import frame
 from topics.storage.frame import FLAG_MORE, FrameType
+from topics.storage.kill_points import reached
 from topics.storage.postings import CorruptPostings
 from topics.storage.segment import CorruptSegment
 from topics.storage.wal import WalWriteError
@@ -464,31 +466,36 @@ class Shard:
         if not self._files.is_marked:
             # A snapshot would take for done what only the log says.
             raise TopicsError("storage_unavailable", "deletions cannot be marked in their segments now")
-        marks = Marks(self._files, self._now_ms)
+        held: list[int] = []
+        due: list[tuple[TopicCheckpoint, Hosted | None]] = []
         for checkpoint in call.topics:
             hosted = self._catalog.find_id(checkpoint.topic_id)
             if hosted is not None:
                 self.routing.before_log(hosted)
+                if not self.routing.lets_go(hosted, checkpoint.up_to_seq):
+                    reached("mark.held")
+                    held.append(checkpoint.topic_id)
+                    continue
+            due.append((checkpoint, hosted))
+        # Only now: what is logged for one topic may say floors of another, and marks have floors as well.
+        marks = Marks(self._files, self._now_ms)
+        for checkpoint, hosted in due:
             marks.add(checkpoint, hosted)
         if marks.operations:
             if not self.commit_group(marks.operations, [], marks.marked.keys()):
                 marks.undo()
         elif not self._logs.sync():
             raise TopicsError("storage_unavailable", "the log cannot be synced now; see the service's log")
-        answer.reply = messages.encode_reply(answer.request_id, CheckpointReply(marks.gone, marks.refused))
+        answer.reply = messages.encode_reply(answer.request_id, CheckpointReply(marks.gone, marks.refused, held))
 
-    def _floor_marks(self, but: Collection[int]) -> list[Operation]:
-        """What caps evicted since the last commit: floors are in the log before anything else is done to the topic.
-        Not of topics of which the group itself says the floors.
-        """
+    def _floor_marks(self, capped: Iterable[Hosted]) -> list[Operation]:
+        """What caps evicted since the last commit: floors are in the log before anything else is done to the topic."""
         marks = []
-        for topic_id, hosted in self._capped.items():
-            # Copies that are not in the log are counted in floors: such a topic's have to wait for them.
-            if topic_id not in but and hosted.logged_head_seq == hosted.topic.head_seq:
-                floors = hosted.topic.floors()
-                marks.append(
-                    Operation([_floor_frame(hosted, floors, self._now_ms)], partial(_floor_logged, hosted, floors))
-                )
+        for hosted in capped:
+            floors = hosted.topic.floors()
+            marks.append(
+                Operation([_floor_frame(hosted, floors, self._now_ms)], partial(_floor_logged, hosted, floors))
+            )
         return marks
 
     # -- watchers and sessions
@@ -570,8 +577,12 @@ class Shard:
         """True when all of it was committed; what was not is answered with an error. `floors_of`: topics of which the
         group says what their floors are.
         """
+        told: dict[int, Hosted] = {}
         if durable:
-            durable = self._floor_marks(floors_of) + durable
+            told = {id: hosted for id, hosted in self._capped.items() if id in floors_of or _is_logged(hosted)}
+            for topic_id in told:
+                del self._capped[topic_id]
+            durable = self._floor_marks(hosted for id, hosted in told.items() if id not in floors_of) + durable
         try:
             self._outbox.journal(self._logs.plan(durable, ram))
         except WalWriteError as error:  # the RAM log cannot be made
@@ -583,8 +594,8 @@ class Shard:
                 operation.undo()
             if operation.answer is not None:
                 operation.answer.reply = messages.encode_error(operation.answer.request_id, refusal)
-        if durable and not failed:
-            self._capped.clear()
+        if failed:
+            self._capped = told | self._capped
         return not failed
 
     def show(self, hosted: Hosted) -> None:
@@ -637,6 +648,11 @@ def _floor_frame(hosted: Hosted, floors: Floors, ts: int) -> bytes:
 def _floor_logged(hosted: Hosted, floors: Floors, _file_no: int, _offset: int) -> None:
     hosted.topic.revision = floors.revision
     hosted.logged_floor = floors.evict_floor
+
+
+def _is_logged(hosted: Hosted) -> bool:
+    """Whether the log has all copies of a topic. Floors count them, so those of any other topic have to wait."""
+    return hosted.logged_head_seq == hosted.topic.head_seq
 
 
 def _in_ram(hosted: Hosted) -> bool:

@@ -137,6 +137,7 @@ class TopicIndex:
             deleted = {word for word in set(words) if _is_deleted(word)}
             if deleted:
                 self.flag_moved([ring.base_seq + at for at, word in enumerate(words) if word in deleted])
+        self.hold(ring.hold_seq)
         ring.drop_before(self.segments.last_seq + 1)
         if ring.next_seq <= self.segments.last_seq:
             ring.skip_to(self.segments.last_seq + 1)
@@ -152,7 +153,8 @@ class TopicIndex:
         self.ring.drop_before(seq)
 
     def hold(self, seq: int) -> None:
-        self.ring.hold(seq)
+        # No entry is in the ring and in a segment: before a mark was logged, whoever held records had let go of them.
+        self.ring.hold(max(seq, self.segments.last_seq + 1))
 
     def forget(self) -> None:
         """The topic is gone."""
