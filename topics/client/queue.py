@@ -16,12 +16,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from topics.client import queue_calls
-from topics.client.errors import ClientError, LeaseLostError
+from topics.client.errors import LeaseLostError
 from topics.client.queue_calls import Claimed, ClaimedJob, Redriven
 from topics.client.shift import Backoff, Shift
 
 if TYPE_CHECKING:
     from topics.client.asynchronous import AsyncClient
+    from topics.client.sync import Client
 
 log = logging.getLogger("topics.worker")
 T = TypeVar("T")
@@ -224,11 +225,28 @@ class AsyncQueue:
 class Queue:
     """A queue for programs with threads: a thread of its own keeps leases while the program works."""
 
-    def __init__(self, connect: Callable[[], AsyncClient], topic: str, node: str | None) -> None:
+    def __init__(self, client: Client, connect: Callable[[], AsyncClient], topic: str, node: str | None) -> None:
+        self._client = client
         self._connect = connect
         self._serving: set[tuple[_Loop, AsyncQueue]] = set()
         self.topic = topic
         self.node = node or _node()
+
+    def claim(self, max_jobs: int = 1, lease_ms: int | None = None) -> Claimed:
+        """Up to so many jobs, at once; leases are the caller's affair (`work` keeps them)."""
+        return self._client.call(queue_calls.claim(self.topic, self.node, max_jobs=max_jobs, lease_ms=lease_ms))
+
+    def ack(self, jobs: Sequence[ClaimedJob]) -> list[int]:
+        """Of claimed jobs; the seqs that were no longer leased."""
+        return self._client.call(queue_calls.ack(self.topic, self.node, jobs)).skipped
+
+    def nack(self, jobs: Sequence[ClaimedJob], delay_ms: int = 0) -> list[int]:
+        """Gives claimed jobs back; the seqs that were no longer leased."""
+        return self._client.call(queue_calls.nack(self.topic, self.node, jobs, delay_ms=delay_ms)).skipped
+
+    def redrive(self, dead_letter: str, max_jobs: int = 1000) -> Redriven:
+        """Makes dead letters jobs again."""
+        return self._client.call(queue_calls.redrive(self.topic, dead_letter, max_jobs=max_jobs))
 
     def work(
         self,
@@ -336,6 +354,3 @@ class _Loop:
 def _node() -> str:
     """Who this worker is: told apart from every other one, and found again by people."""
     return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"
-
-
-__all__ = ["AsyncJob", "AsyncQueue", "Backoff", "ClientError", "Job", "Queue"]

@@ -171,7 +171,7 @@ class Client:
 
     def queue(self, topic: str, *, node: str | None = None) -> Queue:
         """A queue as a worker sees it; `node` is the worker's name, made up unless given."""
-        return Queue(self._again, topic, node)
+        return Queue(self, self._again, topic, node)
 
     # -- live
 
