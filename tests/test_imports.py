@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "topics.supervisor": SHARED | PROCESSES,
     "topics.cli": SHARED,
     "topics.client": set[str](),
+    "topics.spark": {"topics.core", "topics.storage", "topics.client"},
 }
 
 

@@ -225,7 +225,9 @@ VARIABLES: Final[dict[str, Variable]] = {
     "max_watch_topics": _integer(1, 100_000, "most topics in one watch"),
     "max_topics": _integer(0, COUNT_MAX, "most topics of the service; 0 = no limit"),
     "max_watch_sessions": _integer(0, COUNT_MAX, "most watch sessions of the service; 0 = no limit"),
-    "max_sse_connections": _integer(0, COUNT_MAX, "most open event streams of the service; 0 = no limit"),
+    "max_sse_connections": _integer(
+        0, COUNT_MAX, "most open event streams and WebSockets of the service; 0 = no limit"
+    ),
     "max_total_bytes": _byte_size(0, 1024 * 1024 * GIB, "most live bytes of all topics together; 0 = no limit"),
     "max_metric_topics": _integer(0, COUNT_MAX, "most topics with metrics of their own; 0 = none"),
     "cors_origins": Variable(

@@ -28,6 +28,7 @@ from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.watch import WatchRoutes
+from topics.frontend.websocket import WebSocketRoute
 from topics.shm import messages
 from topics.shm.cap import Cap
 from topics.shm.control import ProcessState, Role
@@ -53,15 +54,17 @@ class Frontend:
         hub = Hub(self.gateway, TopicSight(reader, hosting.arenas, writer, recency), self.cell, hosting.clock)
         streams = Cap("sse_connections", 0, "sse_admitted", self.cell, [self.cell])
         access = Access(KeyRing(()), False)
+        append = AppendRoute(self.gateway, settings, self.cell)
         self.app = App(
-            AppendRoute(self.gateway, settings, self.cell),
+            append,
             self.diff,
             TopicRoutes(reader, hosting.arenas, self.gateway, writer, recency, settings, hub.waiting_ms),
-            WatchRoutes(reader, Sessions(self.gateway, hosting.arenas, 1), hub, access, settings, streams),
+            WatchRoutes(reader, Sessions(self.gateway, hosting.arenas, hosting.clock), hub, access, settings, streams),
             ProbeRoutes(shared.control, hosting.clock),
             MetricsRoute(
                 ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms), hosting.arenas, 1, 100
             ),
+            WebSocketRoute(reader, append, hub, access, settings, streams, self.cell, hosting.clock),
             access,
             self.cell,
             partial(shared.durations.observe, 0),

@@ -14,10 +14,10 @@ from tests.contract.stream import Frame
 from tests.frontend.hosting import Hosting, Written
 from topics.core.config import TopicConfig
 from topics.core.topic import EvictReason
-from topics.frontend import stream as module
 from topics.frontend.reading import Page, Tombstone
 from topics.frontend.records import PageOptions
 from topics.frontend.stream import Batch, Outcome, Phase, Plan, Step, Stream, batch
+from topics.frontend.wording import EVENT_STREAM
 from topics.shm import names
 
 OPTIONS = PageOptions(limit=256, max_batch_bytes=1 << 20)
@@ -60,12 +60,12 @@ def test_the_exact_bytes_of_a_backlog_that_is_caught_up() -> None:
 
 
 def test_the_opening_and_the_heartbeat() -> None:
-    assert module.OPENING == b"retry: 2000\n\n"
-    assert module.heartbeat(1748467205000) == b": hb 1748467205000\n\n"
+    assert EVENT_STREAM.opening == b"retry: 2000\n\n"
+    assert EVENT_STREAM.heartbeat(1748467205000) == b": hb 1748467205000\n\n"
 
 
 def test_an_error_has_no_id() -> None:
-    assert module.error_frame(410, "too slow") == b'event: error\ndata: {"code":410,"error":"too slow"}\n\n'
+    assert EVENT_STREAM.final("throttled", "too slow") == b'event: error\ndata: {"code":410,"error":"too slow"}\n\n'
 
 
 def test_line_breaks_between_tokens_become_lines_of_the_stream() -> None:
@@ -153,11 +153,11 @@ def test_a_topic_without_a_position_has_ended_before() -> None:
 
 def test_a_failure_is_said_once_and_caught_up_again_after_it() -> None:
     live = start().take(0, shown(next_seq=3, head_seq=3)).stream
-    first = live.fail(0, "unreadable")
+    first = live.fail(0, "storage_unavailable", "unreadable")
     assert first.data == (
         b'event: error\ndata: {"code":429,"error":"unreadable","retry_after_ms":1000,"topics":["t"]}\n\n'
     )
-    again = first.stream.fail(0, "unreadable")
+    again = first.stream.fail(0, "storage_unavailable", "unreadable")
     assert (again.data, again.stream, again.outcome) == (b"", first.stream, Outcome.FAILED)
     healed = again.stream.take(0, shown(b"{}", 1, 4, 4, from_seq=3))
     assert [event for event, _, _ in events(healed)] == ["record", "caught-up"]

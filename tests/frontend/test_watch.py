@@ -45,8 +45,8 @@ async def refusal(sessions: Sessions, wid: str) -> TopicsError:
     return raised.value
 
 
-def sessions_of(live: Live, incarnation: int = 1) -> Sessions:
-    return Sessions(live.gateway, live.arenas, incarnation)
+def sessions_of(live: Live) -> Sessions:
+    return Sessions(live.gateway, live.arenas, live.clock)
 
 
 def test_a_session_comes_back_as_it_was_made(tmp_path: Path) -> None:
@@ -68,12 +68,13 @@ def test_a_stream_that_never_ended_leaves_the_client_to_know(tmp_path: Path) -> 
         wid = await sessions.create(SESSION)
         first = await sessions.open(wid)
         sessions.close(first, {"t": 9})
-        await sessions.open(wid)  # and its frontend dies
+        second = await sessions.open(wid)  # and its frontend dies
         live.gateway._post(0, Hello(2))
-        successor = sessions_of(live, incarnation=2)
+        live.clock.ms += 1
+        successor = sessions_of(live)
         opened = await successor.open(wid)
         assert (opened.positions, opened.exact) == ({"t": 9}, False)
-        assert opened.stream_no >> 32 == 2
+        assert opened.stream_no > second.stream_no
 
     on_loop(tmp_path, test)
 
@@ -87,6 +88,43 @@ def test_an_older_stream_of_a_session_no_longer_counts(tmp_path: Path) -> None:
         sessions.close(new, {"t": 9})
         sessions.close(old, {"t": 7})
         assert (await sessions.open(wid)).positions == {"t": 9}
+
+    on_loop(tmp_path, test)
+
+
+@pytest.mark.parametrize("told_first", ["old", "new"])
+def test_a_restarted_shard_goes_by_the_newest_stream_whoever_tells_first(tmp_path: Path, told_first: str) -> None:
+    """Two frontends hold a stream of one session each; the shard hears of them in any order."""
+
+    async def test(live: Live) -> None:
+        left, right = sessions_of(live), sessions_of(live)
+        wid = await left.create(SESSION)
+        old = await left.open(wid)
+        live.clock.ms += 5
+        new = await right.open(wid)
+        live.restart_shard()
+        for sessions in (left, right) if told_first == "old" else (right, left):
+            sessions._announce()
+        right.close(new, {"t": 9})
+        left.close(old, {"t": 7})
+        again = await left.open(wid)
+        assert (again.positions, again.exact) == ({"t": 9}, True)
+
+    on_loop(tmp_path, test)
+
+
+def test_an_older_stream_told_of_after_the_end_of_the_newer_changes_nothing(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        left, right = sessions_of(live), sessions_of(live)
+        wid = await left.create(SESSION)
+        old = await left.open(wid)
+        live.clock.ms += 5
+        new = await right.open(wid)
+        live.restart_shard()
+        right.close(new, {"t": 9})
+        left._announce()
+        left.close(old, {"t": 7})
+        assert (await right.open(wid)).positions == {"t": 9}
 
     on_loop(tmp_path, test)
 

@@ -32,6 +32,7 @@ STATUS_BY_CODE: dict[str, int] = {
     "unsupported_media_type": 415,
     "expectation_failed": 417,
     "topic_full": 422,
+    "upgrade_required": 426,
     "throttled": 429,
     "headers_too_large": 431,
     "internal": 500,

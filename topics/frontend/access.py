@@ -67,11 +67,13 @@ class Access:
         key.require(needed, names)
         scope[_CALLER] = key
 
+    def key_of(self, digest: bytes) -> ApiKey | None:
+        """What counts now for who was admitted with the key of this digest; None when that is no longer valid."""
+        return self._ring.with_digest(digest) if self._ring.keys else ANYONE
+
     def still_allows(self, digest: bytes, needed: KeyScope, names: Iterable[str]) -> bool:
         """Whether the key of this digest is valid now, with these scopes and over these names."""
-        if not self._ring.keys:
-            return True
-        key = self._ring.with_digest(digest)
+        key = self.key_of(digest)
         return key is not None and key.has(needed) and all(map(key.covers, names))
 
 

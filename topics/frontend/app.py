@@ -24,6 +24,7 @@ from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.watch import WatchRoutes
+from topics.frontend.websocket import WebSocketRoute, needs_upgrade, refuse
 from topics.log import get_logger
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
@@ -33,6 +34,7 @@ NamedEndpoint = Callable[[str, Scope, Receive, Send], Awaitable[None]]
 
 _TOPICS: Final = "/v0/topics/"
 _DIFF: Final = "/diff"
+_WS: Final = "/v0/ws"
 _READ: Final = KeyScope.READ
 _WRITE: Final = KeyScope.WRITE
 
@@ -50,6 +52,7 @@ class App:
         watch: WatchRoutes,
         probes: ProbeRoutes,
         metrics: MetricsRoute,
+        websocket: WebSocketRoute,
         access: Access,
         cell: ProcessCell,
         observe: Callable[[Route, int], None],
@@ -57,6 +60,7 @@ class App:
         """`observe(route, took_us)` is told of every request that has been answered."""
         self._append = append
         self._diff = diff
+        self._websocket = websocket
         self._access = access
         self._cell = cell
         self._observe = observe
@@ -79,6 +83,7 @@ class App:
                 Path("/v0/watch", Resource(POST=_timed(Route.CREATE_WATCH, read(watch.create)))),
                 # An unknown wid is 404 whoever asks, so it looks for the key itself.
                 Path("/v0/watch/{wid}", Resource(GET=_timed(None, watch.stream))),
+                Path(_WS, Resource(GET=_timed(None, needs_upgrade))),
                 Path("/v0/metrics", Resource(GET=_timed(Route.METRICS, read(metrics.get)))),
                 *(Path(path, health) for path in ("/v0/health", "/healthz")),
                 *(Path(path, ready) for path in ("/v0/ready", "/readyz")),
@@ -89,7 +94,7 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._router(scope, receive, send)
+            await self._other(scope, receive, send)
             return
         self._cell.add("requests")
         started_ns = time.perf_counter_ns()
@@ -121,6 +126,16 @@ class App:
             if timed_as is not None:
                 self._observe(timed_as, (time.perf_counter_ns() - started_ns) // 1000)
 
+    async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A WebSocket, or the life span, which Starlette's router answers."""
+        if scope["type"] != "websocket":
+            await self._router(scope, receive, send)
+        elif scope["path"] == _WS:
+            self._cell.add("requests")
+            await self._websocket(scope, receive, send)
+        else:
+            await refuse(no_such_path(scope), scope, send)
+
     def _needing(self, needed: KeyScope) -> Callable[[Endpoint], Endpoint]:
         """An endpoint for holders of these scopes, over the topic in its path if there is one."""
 
@@ -140,6 +155,8 @@ class App:
         self._cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
         allow = error.detail.get("allow") if error.detail else None
         headers = [] if allow is None else [(b"allow", str(allow).encode())]
+        if error.code == "upgrade_required":
+            headers += [(b"upgrade", b"websocket")]
         if error.code == "unauthorized":
             headers.append((b"www-authenticate", b"Bearer"))
         await send_error(send, dict(scope["headers"]), error, headers)
@@ -186,7 +203,8 @@ def _of_topic(endpoint: NamedEndpoint) -> Endpoint:
 
 
 async def _no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] == "websocket":
-        await send({"type": "websocket.close"})
-        return
-    raise TopicsError("not_found", f"there is nothing at {scope['path'][:300]}")
+    raise no_such_path(scope)
+
+
+def no_such_path(scope: Scope) -> TopicsError:
+    return TopicsError("not_found", f"there is nothing at {scope['path'][:300]}")

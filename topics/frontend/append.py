@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Final
 
@@ -10,7 +11,7 @@ from starlette.datastructures import QueryParams
 
 from topics.core.config import TopicConfig, parse_config
 from topics.core.errors import TopicsError, invalid
-from topics.core.keys import KeyScope
+from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
 from topics.frontend.access import caller_of
@@ -48,22 +49,32 @@ class AppendRoute:
         request = wire.decode_append(body)
         query = scope["query_string"]
         with_seqs = flag(QueryParams(query), "return_seqs", True) if query else True
-        key = _key(request, headers.get(b"idempotency-key"))
+        reply = await self.submit(name, request, len(body), headers.get(b"idempotency-key"), caller_of(scope))
+        self._cell.add("records_in", reply.count)
+        await send_json(
+            send, headers, 201 if reply.created else 200, b"{%b}" % members(name, reply, with_seqs, started_ns)
+        )
+
+    def submit(
+        self, name: str, request: AppendBody, body_bytes: int, key_header: bytes | None, caller: ApiKey
+    ) -> asyncio.Future[AppendReply]:
+        """A write on its way to its shard, in order with those submitted before; `body_bytes` is how long it was.
+
+        Raises TopicsError for what is wrong with it; the future fails as `Gateway.submit_append` says.
+        """
+        key = _key(request, key_header)
         config = _config(request, name)
         if config is not None and config.dead_letter is not None:
-            caller_of(scope).require(KeyScope.WRITE, (config.dead_letter,))
-        records = self._lay_out(request, len(body))
-        reply = await self._gateway.submit_append(
+            caller.require(KeyScope.WRITE, (config.dead_letter,))
+        return self._gateway.submit_append(
             owner_shard(name, self._gateway.shards),
             name.encode(),
             request.create,
             request.if_head_seq,
             key,
             config,
-            records,
+            self._lay_out(request, body_bytes),
         )
-        self._cell.add("records_in", records.count)
-        await send_json(send, headers, 201 if reply.created else 200, _answer(name, reply, with_seqs, started_ns))
 
     def _lay_out(self, request: AppendBody, body_bytes: int) -> LaidOut:
         """Frames of all records, each within its limits (api §2.3)."""
@@ -149,14 +160,15 @@ def _too_long(field: str, length: int, max_bytes: int) -> TopicsError:
     return invalid(f"{field} has {length} bytes, at most {max_bytes} are allowed", field=field)
 
 
-def _answer(name: str, reply: AppendReply, with_seqs: bool, started_ns: int) -> bytes:
+def members(name: str, reply: AppendReply, with_seqs: bool, started_ns: int) -> bytes:
+    """The members of the answer to a write, without the braces around them."""
     first, count = reply.first_seq, reply.count
     seqs = f'"seqs":{encode_json(list(range(first, first + count))).decode()},' if with_seqs else ""
     return (
-        f'{{"topic":"{name}","first_seq":{first},"last_seq":{first + count - 1},{seqs}"head_seq":{reply.head_seq},'
+        f'"topic":"{name}","first_seq":{first},"last_seq":{first + count - 1},{seqs}"head_seq":{reply.head_seq},'
         f'"count":{count},"created":{_BOOL[reply.created]},"deduped":{_BOOL[reply.deduped]},'
         f'"durability":"{reply.durability}","performance":{{"server_total_ms":{elapsed_ms(started_ns)},'
-        f'"wal_append_ms":{reply.wal_us / 1000},"fsync_ms":{reply.fsync_us / 1000}}}}}'
+        f'"wal_append_ms":{reply.wal_us / 1000},"fsync_ms":{reply.fsync_us / 1000}}}'
     ).encode()
 
 

@@ -23,6 +23,11 @@ def encode(positions: Mapping[str, int]) -> bytes:
     return urlsafe_b64encode(_encode_json(positions)).rstrip(b"=")
 
 
+def size_max_bytes(topics: int) -> int:
+    """The longest cursor of so many topics: `"<name>":<seq>,` of 255 and 20 characters, four for three in base64."""
+    return 4 * (topics * (255 + 20 + 4) + 2) // 3 + 4
+
+
 def decode(cursor: bytes) -> dict[str, int] | None:
     """The positions of a cursor, None for what never was one: clients send back what they have kept, or worse."""
     try:

@@ -25,18 +25,8 @@ from topics.frontend.pulse import STALL_MAX_MS, Heartbeats, Stall
 from topics.frontend.push import Push
 from topics.frontend.records import PageOptions
 from topics.frontend.snapshot import Snapshot, TopicSight
-from topics.frontend.stream import (
-    FINAL,
-    OPENING,
-    RETRY_AFTER_MS,
-    Outcome,
-    Phase,
-    Plan,
-    Step,
-    Stream,
-    error_frame,
-    heartbeat,
-)
+from topics.frontend.stream import RETRY_AFTER_MS, Outcome, Phase, Plan, Step, Stream
+from topics.frontend.wording import EVENT_STREAM, Wording
 from topics.shm.control import ProcessCell
 
 SLICE_S: Final = 0.0005
@@ -71,30 +61,39 @@ class Hub:
         self._scheduled = False
         self.draining = False
 
-    def plan(self, names: tuple[str, ...], topic_ids: tuple[int, ...], options: PageOptions, strong: bool) -> Plan:
+    def plan(
+        self,
+        names: tuple[str, ...],
+        topic_ids: tuple[int, ...],
+        options: PageOptions,
+        strong: bool,
+        wording: Wording = EVENT_STREAM,
+    ) -> Plan:
         """The one plan that says this: streams of equal plans share what is made for them."""
-        key = (names, topic_ids, options, strong)
+        key = (names, topic_ids, options, strong, wording)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = Plan(names, topic_ids, options, strong)
+            plan = self._plans[key] = Plan(names, topic_ids, options, strong, wording)
         return plan
 
     def open(self, push: Push, stream: Stream, heartbeat_ms: int) -> Connection:
         """A stream begins, with its backlog. It ends with `close`, or when the client goes away; then
-        `connection.closed` is true and `connection.stream` is how far it came.
+        `connection.closed` is true and `connection.stream` is how far it came. `heartbeat_ms` 0: it needs none.
         """
         connection = Connection(push, stream, heartbeat_ms, self._clock.monotonic_ms())
         push.on_writable = lambda: self._on_writable(connection)
         push.on_close = lambda: self._forget(connection)
         self._connections[connection] = None
-        self._cell.set("sse_connections", len(self._connections))
-        push.write(OPENING)
+        if stream.plan.wording is EVENT_STREAM:
+            self._cell.add("sse_connections", 1)
+            push.write(EVENT_STREAM.opening)
         for index, name in enumerate(stream.plan.names):
             if stream.phases[index] != Phase.ENDED:
                 self._join(name).members[connection] = index
                 self._line_up(connection, index)
-        self._heartbeats.add(connection)
-        self._arm_heartbeats()
+        if heartbeat_ms:
+            self._heartbeats.add(connection)
+            self._arm_heartbeats()
         if self._tick_timer is None:
             self._tick_timer = self._loop.call_later(RETRY_AFTER_MS / 1000, self._tick)
         return connection
@@ -162,7 +161,8 @@ class Hub:
             self._leave(connection, index)
         self._stalled.pop(connection, None)
         del self._connections[connection]
-        self._cell.set("sse_connections", len(self._connections))
+        if connection.stream.plan.wording is EVENT_STREAM:
+            self._cell.add("sse_connections", -1)
 
     # -- when there is something to do
 
@@ -201,7 +201,7 @@ class Hub:
             assert connection.stall is not None
             if connection.stall.over(connection.push.buffered_bytes, now_ms):
                 message = f"the client has read nothing for {STALL_MAX_MS // 1000} s; resume from the last id"
-                connection.push.write(error_frame(FINAL, message))
+                connection.push.write(connection.stream.plan.wording.final("throttled", message))
                 self.close(connection)
         failed, self._failed = self._failed, {}
         for connection, index in failed:
@@ -333,7 +333,7 @@ class Hub:
     def _beat(self) -> None:
         self._heartbeat_timer = None
         now_ms = self._clock.monotonic_ms()
-        comment = heartbeat(self._clock.now_ms())
+        comment = EVENT_STREAM.heartbeat(self._clock.now_ms())
         for connection in self._heartbeats.take_due(now_ms):
             if connection.push.writable:
                 connection.push.write(comment)

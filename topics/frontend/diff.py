@@ -136,7 +136,7 @@ async def _disconnect(receive: Receive) -> None:
 def _answer(name: str, page: Page, scanned: int, started_ns: int) -> bytes:
     return (
         b'{"topic":"%b","records":[%b],"next_from_seq":%d,"head_seq":%d,"earliest_seq":%d,"durable_seq":%d,'
-        b'"caught_up":%b,"tombstone":%b,"lag":%d,"performance":{"server_total_ms":%b,"records_scanned":%d}}'
+        b'"epoch":"%016x","caught_up":%b,"tombstone":%b,"lag":%d,"performance":{"server_total_ms":%b,"records_scanned":%d}}'
     ) % (
         name.encode(),
         page.body,
@@ -144,6 +144,7 @@ def _answer(name: str, page: Page, scanned: int, started_ns: int) -> bytes:
         page.head_seq,
         page.earliest_seq,
         page.durable_seq,
+        page.topic_id,
         b"true" if page.caught_up else b"false",
         b"null" if page.tombstone is None else encode_json(page.tombstone),
         page.head_seq - page.next_from_seq,

@@ -40,6 +40,7 @@ _SHARD: Final[tuple[tuple[str, _Kind, str, str], ...]] = (
 _FRONTEND: Final[tuple[tuple[str, _Kind, str, str], ...]] = (
     ("connections", "gauge", "connections", "Open HTTP/1.1 connections of one frontend"),
     ("sse_connections", "gauge", "sse_connections", "Open event streams of one frontend"),
+    ("ws_connections", "gauge", "ws_connections", "Open WebSockets of one frontend"),
     ("long_polls", "gauge", "long_polls", "Long polls that wait in one frontend"),
     ("requests_total", "counter", "requests", "Requests to one frontend"),
 )
@@ -84,6 +85,8 @@ class ServiceFigures:
         yield single("topics_watch_sessions", "gauge", "Watch sessions that are kept", _sum(shards, "sessions"))
         streams = _sum(self._frontends, "sse_connections")
         yield single("topics_sse_connections", "gauge", "Open event streams", streams)
+        sockets = _sum(self._frontends, "ws_connections")
+        yield single("topics_ws_connections", "gauge", "Open WebSockets", sockets)
 
     def _health(self) -> Iterator[Family]:
         ready = all(cell.get("generation") for cell in self._shards)

@@ -30,6 +30,9 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 ROUTE = "topics.route"
 """Key of a scope: which `durations.Route` the request turned out to be, None for one whose time says nothing."""
 
+TRANSPORT = "topics.transport"
+"""Key of `scope["state"]`: the asyncio transport of a connection that Hypercorn serves."""
+
 _log = get_logger()
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"

@@ -14,6 +14,7 @@ import uvloop
 
 from topics.core.clock import SystemClock
 from topics.core.keys import KeyRing
+from topics.frontend import cursor
 from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
@@ -34,6 +35,7 @@ from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.watch import WatchRoutes
+from topics.frontend.websocket import WebSocketRoute
 from topics.settings import Settings
 from topics.shm.cap import Cap
 from topics.shm.control import OVER_LIVES, ProcessCell, ProcessState, Role
@@ -41,6 +43,7 @@ from topics.shm.instance import SharedMemory
 from topics.shm.recency import Recency, RecencyWriter
 
 HEARTBEAT_S: Final = 0.25
+HEADER_BYTES_MIN: Final = 64 * 1024
 
 
 def run(
@@ -87,22 +90,26 @@ async def _serve(
     recency = Recency(shared.identity, shared.frontends, shards)
     hub = Hub(gateway, TopicSight(reader, arenas, recency_writer, recency), cell, clock)
     access = Access(keys, settings.probe_auth)
+    append = AppendRoute(gateway, settings, cell)
+    places = _streams_cap(shared, cell, settings)
+    websocket = WebSocketRoute(reader, append, hub, access, settings, places, cell, clock)
     app = App(
-        AppendRoute(gateway, settings, cell),
+        append,
         diff,
         TopicRoutes(reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms),
         WatchRoutes(
             reader,
-            Sessions(gateway, arenas, incarnation),
+            Sessions(gateway, arenas, clock),
             hub,
             access,
             settings,
-            _streams_cap(shared, cell, settings),
+            places,
         ),
         ProbeRoutes(shared.control, clock),
         MetricsRoute(
             ServiceFigures(shared.control, shared.durations, clock.now_ms), arenas, shards, settings.max_metric_topics
         ),
+        websocket,
         access,
         cell,
         partial(shared.durations.observe, index),
@@ -112,6 +119,7 @@ async def _serve(
     def stop() -> None:
         cell.set("state", ProcessState.DRAINING)
         diff.drain()
+        websocket.drain()
         hub.drain()
         shutdown.set()
 
@@ -132,7 +140,11 @@ async def _serve(
         await serve(
             app if settings.cors_origins is None else Cors(app, settings.cors_origins),
             listeners,
-            HttpLimits(max_body_bytes=settings.max_body_bytes),
+            HttpLimits(
+                max_body_bytes=settings.max_body_bytes,
+                # A client that comes back sends the positions of all its topics in one header.
+                max_header_bytes=HEADER_BYTES_MIN + cursor.size_max_bytes(settings.max_watch_topics),
+            ),
             settings.http_protocol,
             shutdown,
             grace_ms=settings.frontend_grace_ms,

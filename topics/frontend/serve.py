@@ -8,11 +8,15 @@ to Hypercorn when it turns out to be another protocol; with `stock` it is Hyperc
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import re
 import socket
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any, Final, Literal, cast
 
+from h2.connection import H2Connection
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.lifespan import Lifespan
 from hypercorn.asyncio.tcp_server import TCPServer
@@ -21,11 +25,16 @@ from hypercorn.config import Config
 
 from topics.frontend.http1 import Http1Factory
 from topics.frontend.http1_connections import Connections
-from topics.frontend.http1_exchange import AsgiApp
+from topics.frontend.http1_exchange import TRANSPORT, AsgiApp, Receive, Scope, Send
 from topics.frontend.http1_parser import HttpLimits
 from topics.log import get_logger
 
 HttpProtocol = Literal["httptools", "stock"]
+WS_PING_INTERVAL_S: Final = 30.0
+"""Proxies close what is silent; a client that is gone without a word is found."""
+CLOSED_NAP_S: Final = 0.05
+"""Between two looks of who would ping a connection that is closed already."""
+_WS_EXTENSIONS: Final = re.compile(rb"(?i)\r\nsec-websocket-extensions:[^\r\n]*")
 
 log = get_logger()
 
@@ -91,11 +100,47 @@ async def serve(
             await asyncio.gather(lifespan_task, return_exceptions=True)
 
 
+class _ConnectionContext(WorkerContext):
+    """Of one connection: whoever sleeps between two pings of a WebSocket wakes when it is closed, else Hypercorn would
+    keep the socket until then."""
+
+    def __init__(self, of_all: WorkerContext) -> None:
+        super().__init__(None)
+        self.terminated = of_all.terminated
+        self.closed = asyncio.Event()
+
+    async def sleep(self, wait: float) -> None:  # type: ignore[override]
+        if self.closed.is_set():
+            await asyncio.sleep(CLOSED_NAP_S)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait):
+                await self.closed.wait()
+
+
+class _Protocol(asyncio.StreamReaderProtocol):
+    """Tells the context when the connection is closed."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        connected: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None],
+        loop: asyncio.AbstractEventLoop,
+        context: _ConnectionContext,
+    ) -> None:
+        super().__init__(reader, connected, loop)
+        self._context = context
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._context.closed.set()
+
+
 class HypercornConnections:
     """Connections that Hypercorn's own protocols serve."""
 
     def __init__(self, app: AsgiApp, config: Config, state: dict[str, Any], limits: HttpLimits) -> None:
-        self._app = ASGIWrapper(cast(Any, app))
+        self._app = app
         self._config = config
         self._state = state
         self._limits = limits
@@ -106,26 +151,41 @@ class HypercornConnections:
     def protocol(self) -> asyncio.StreamReaderProtocol:
         """The protocol of a connection that is Hypercorn's."""
         reader = asyncio.StreamReader(limit=self._limits.read_high_water_bytes, loop=self._loop)
-        return asyncio.StreamReaderProtocol(reader, self._connected, self._loop)
+        context = _ConnectionContext(self._context)
+        return _Protocol(reader, partial(self._connected, context), self._loop, context)
 
     def take(self, transport: asyncio.Transport, data: bytes) -> None:
         """Take over an open transport and the bytes that were read from it."""
+        data = _without_compression(data)
         protocol = self.protocol()
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
         protocol.data_received(data)
 
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _connected(
+        self, context: _ConnectionContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         writer.transport.set_write_buffer_limits(high=self._limits.write_high_water_bytes)
-        task = self._loop.create_task(self._serve(reader, writer))
+        task = self._loop.create_task(self._serve(context, reader, writer))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, context: _ConnectionContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         try:
-            await TCPServer(self._app, self._loop, self._config, self._context, self._state, reader, writer)
+            state = {**self._state, TRANSPORT: writer.transport}
+            app = ASGIWrapper(cast(Any, partial(self._run, context)))
+            await TCPServer(app, self._loop, self._config, context, cast(Any, state), reader, writer)
         except Exception:
             log.exception("connection failed")
+
+    async def _run(self, context: _ConnectionContext, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            if scope["type"] == "websocket" and scope["http_version"] == "1.1":
+                context.closed.set()
 
     async def begin_drain(self) -> None:
         """Close what is idle, and what is busy when it becomes so."""
@@ -153,4 +213,15 @@ def _hypercorn_config(limits: HttpLimits) -> Config:
     config.keep_alive_max_requests = 2**62  # the default closes busy connections
     config.h11_max_incomplete_size = limits.max_header_bytes
     config.h2_max_header_list_size = limits.max_header_bytes
+    # Hypercorn announces it, but its decoder goes by h2's own constant.
+    H2Connection.DEFAULT_MAX_HEADER_LIST_SIZE = limits.max_header_bytes
+    config.websocket_max_message_size = limits.max_body_bytes
+    config.websocket_ping_interval = WS_PING_INTERVAL_S
     return config
+
+
+def _without_compression(data: bytes) -> bytes:
+    """An upgrade without the client's offer to compress: a message of 8 MiB would hold up every other client while it
+    is packed, and 64 KiB can unpack to 64 MiB."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return _WS_EXTENSIONS.sub(b"", head) + end + rest

@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from topics.core.clock import Clock
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import owner_shard
 from topics.frontend.arenas import Arenas
@@ -34,6 +35,8 @@ RENEW_S: Final = 1.0
 """How soon a restarted shard hears of open streams; it collects sessions without one after SESSION_TTL_MS."""
 _WID: Final = re.compile(r"wid_[A-Za-z0-9_-]{22}")
 _WID_BYTES: Final = 16
+_STREAM_NO_SHIFT: Final = 20
+"""A stream's number is the ms it was opened in, and below that which one of that ms."""
 
 _log = get_logger()
 
@@ -80,11 +83,12 @@ _decode = msgspec.msgpack.Decoder(Session).decode
 class Sessions:
     """This frontend's use of all sessions."""
 
-    def __init__(self, gateway: Gateway, arenas: Arenas, incarnation: int) -> None:
+    def __init__(self, gateway: Gateway, arenas: Arenas, clock: Clock) -> None:
         self._loop = asyncio.get_running_loop()
         self._gateway = gateway
         self._arenas = arenas
-        self._last_stream_no = incarnation << 32
+        self._clock = clock
+        self._last_stream_no = 0
         self._open: dict[int, str] = {}
         """Wid by stream."""
         self._generations = self._current_generations()
@@ -107,7 +111,9 @@ class Sessions:
     async def open(self, wid: str) -> Opened:
         """A stream of the session begins here; to be followed by `close`. `404 not_found` for an unknown one."""
         _check(wid)
-        self._last_stream_no = stream_no = self._last_stream_no + 1
+        # Of all streams of a session, whatever frontends have them, the one opened last has the highest number.
+        now = self._clock.monotonic_ms() << _STREAM_NO_SHIFT
+        self._last_stream_no = stream_no = max(self._last_stream_no + 1, now)
         self._announce()
         try:
             reply = await self._gateway.call(self._owner(wid), SessionOpen(wid, stream_no), SessionOpenReply)

@@ -10,7 +10,8 @@ from topics.core.priority import base_priority
 from topics.frontend.arenas import Arenas
 from topics.frontend.reading import TopicReader, TopicRef
 from topics.frontend.records import PageOptions
-from topics.frontend.stream import Batch, Step, Stream, batch
+from topics.frontend.stream import Batch, Plan, Step, Stream, batch
+from topics.frontend.wording import Wording
 from topics.log import get_logger
 from topics.shm.recency import Recency, RecencyWriter
 
@@ -67,7 +68,7 @@ class Snapshot:
         self._now_ms = topics.reader.now_ms()
         self._refs: dict[str, TopicRef | None] = {}
         self._steps: dict[str, dict[Stream, Step]] = {}
-        self._batches: dict[tuple[str, int, PageOptions, bool], Batch | TopicsError] = {}
+        self._batches: dict[tuple[str, int, PageOptions, bool, Wording], Batch | TopicsError] = {}
 
     def steps(self, name: str) -> dict[Stream, Step]:
         """The steps made so far in a topic."""
@@ -90,13 +91,13 @@ class Snapshot:
         try:
             ref = self._ref(name)
             if ref is not None and ref.view.topic_id == plan.topic_ids[index]:
-                return stream.take(index, self._batch(ref, from_seq, plan.options, plan.strong))
+                return stream.take(index, self._batch(ref, from_seq, plan))
         except TopicsError as error:
             if error.code != "topic_not_found":
-                return stream.fail(index, error.message)
+                return stream.fail(index, error.code, error.message)
         except Exception:  # noqa: BLE001 — one topic's fault is not that of all that are delivered
             _log.exception("a topic could not be delivered", topic=name)
-            return stream.fail(index, f"topic {name!r} cannot be read")
+            return stream.fail(index, "internal", f"topic {name!r} cannot be read")
         return stream.end(index, self._topics.final_head_seq(name, plan.topic_ids[index], from_seq))
 
     def _ref(self, name: str) -> TopicRef | None:
@@ -104,21 +105,21 @@ class Snapshot:
             self._refs[name] = self._topics.see(name)
         return self._refs[name]
 
-    def _batch(self, ref: TopicRef, from_seq: int, options: PageOptions, strong: bool) -> Batch:
-        key = (ref.name, from_seq, options, strong)
+    def _batch(self, ref: TopicRef, from_seq: int, plan: Plan) -> Batch:
+        key = (ref.name, from_seq, plan.options, plan.strong, plan.wording)
         made = self._batches.get(key)
         if made is None:
-            made = self._batches[key] = self._read(ref, from_seq, options, strong)
+            made = self._batches[key] = self._read(ref, from_seq, plan)
         if isinstance(made, TopicsError):
             raise made
         return made
 
-    def _read(self, ref: TopicRef, from_seq: int, options: PageOptions, strong: bool) -> Batch | TopicsError:
-        up_to_seq = ref.view.durable_seq if strong else None
+    def _read(self, ref: TopicRef, from_seq: int, plan: Plan) -> Batch | TopicsError:
+        up_to_seq = ref.view.durable_seq if plan.strong else None
         try:
-            page = self._topics.reader.read_page(ref, from_seq, options, self._now_ms, up_to_seq)
+            page = self._topics.reader.read_page(ref, from_seq, plan.options, self._now_ms, up_to_seq)
         except TopicsError as error:
             return error
         if page.count:
             self._topics.recency_writer.touch(ref.shard, ref.slot, ref.view.topic_id, self._now_ms)
-        return batch(ref.name, from_seq, page, strong)
+        return batch(ref.name, from_seq, page, plan.strong, plan.wording)

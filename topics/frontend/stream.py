@@ -8,9 +8,7 @@ so the hub asks once for all of them, and a thousand watchers of one topic cost 
                             └────────── page that does not ──────────────────┘
     any ──deleted: topic-deleted──▶ ENDED            any ──cannot be read: error──▶ FAILING ──page──▶ BACKLOG
 
-A frame (rules.md Watch); the JSON of a record may have line breaks between tokens, each continues as another `data:`:
-
-    event: record LF data: {"topic":…,"records":[…],"from_seq":…,"to_seq":…,"head_seq":…} LF id: <cursor> LF LF
+How it is said, over an event stream or a WebSocket, is `wording.py`.
 """
 
 from __future__ import annotations
@@ -21,17 +19,12 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from topics.frontend import cursor
 from topics.frontend.reading import Page, Tombstone
 from topics.frontend.records import PageOptions
+from topics.frontend.wording import EVENT_STREAM, Wording
 
-OPENING: Final = b"retry: 2000\n\n"
 RETRY_AFTER_MS: Final = 1_000
 """When what could not be read is tried again."""
-ADVISORY: Final = 429
-FINAL: Final = 410
-
-_encode_json = msgspec.json.Encoder().encode
 
 
 class Phase(IntEnum):
@@ -71,12 +64,12 @@ class Step(NamedTuple):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """A page put into words, for every stream that stands where it begins: all but the ids."""
+    """A page put into words, for every stream that stands where it begins: all but the ends of frames."""
 
     topic: str
     tombstone: Tombstone | None
     record: bytes
-    """The `record` frame up to its id; empty when there is no record."""
+    """The `record` frame but for its end; empty when there is no record."""
     records: int
     after_tombstone_seq: int
     next_seq: int
@@ -85,7 +78,7 @@ class Batch(msgspec.Struct, frozen=True):
     """There is more, which a `strong` stream must not show yet."""
 
 
-def batch(topic: str, from_seq: int, page: Page, strong: bool) -> Batch:
+def batch(topic: str, from_seq: int, page: Page, strong: bool, wording: Wording = EVENT_STREAM) -> Batch:
     """`strong` streams live in a world whose head is what is durable (api §7)."""
     head_seq = max(from_seq, min(page.head_seq, page.durable_seq)) if strong else page.head_seq
     tombstone = page.tombstone
@@ -95,28 +88,29 @@ def batch(topic: str, from_seq: int, page: Page, strong: bool) -> Batch:
         start = tombstone.earliest_seq - 1 if tombstone.reason == "recreated" else tombstone.gap_to
     record = b""
     if page.count:
-        data = b'{"topic":"%b","records":[%b],"from_seq":%d,"to_seq":%d,"head_seq":%d}' % (
-            topic.encode(),
-            page.body,
-            start,
-            page.next_from_seq,
-            head_seq,
-        )
-        record = b"event: record\ndata: %b\n" % _in_lines(data)
+        record = wording.record(topic, page.body, start, page.next_from_seq, head_seq)
     return Batch(topic, tombstone, record, page.count, start, page.next_from_seq, head_seq, head_seq < page.head_seq)
 
 
 class Plan:
     """What a stream follows and how; equal ones are to be one object (the hub sees to that)."""
 
-    __slots__ = ("__weakref__", "_streams", "names", "options", "strong", "topic_ids")
+    __slots__ = ("__weakref__", "_streams", "names", "options", "strong", "topic_ids", "wording")
 
-    def __init__(self, names: tuple[str, ...], topic_ids: tuple[int, ...], options: PageOptions, strong: bool) -> None:
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        topic_ids: tuple[int, ...],
+        options: PageOptions,
+        strong: bool,
+        wording: Wording = EVENT_STREAM,
+    ) -> None:
         assert len(names) == len(topic_ids)
         self.names = names
         self.topic_ids = topic_ids
         self.options = options
         self.strong = strong
+        self.wording = wording
         self._streams: WeakValueDictionary[tuple[tuple[int, ...], bytes], Stream] = WeakValueDictionary()
 
     def start(self, positions: dict[str, int]) -> Stream:
@@ -135,13 +129,13 @@ class Plan:
 class Stream:
     """Where a connection stands: per topic of its plan a position and a `Phase`. Compared by identity."""
 
-    __slots__ = ("__weakref__", "_id_line", "phases", "plan", "positions")
+    __slots__ = ("__weakref__", "_frame_end", "phases", "plan", "positions")
 
     def __init__(self, plan: Plan, positions: tuple[int, ...], phases: bytes) -> None:
         self.plan = plan
         self.positions = positions
         self.phases = phases
-        self._id_line: bytes | None = None
+        self._frame_end: bytes | None = None
 
     def places(self) -> dict[str, int]:
         """Position by topic, without those that have ended."""
@@ -152,27 +146,29 @@ class Stream:
         }
 
     @property
-    def id_line(self) -> bytes:
-        """`id: …` of a frame after which a connection stands here, and the blank line that ends the frame."""
-        if self._id_line is None:
-            self._id_line = b"id: %b\n\n" % cursor.encode(self.places())
-        return self._id_line
+    def frame_end(self) -> bytes:
+        """The end of a frame after which a connection stands here."""
+        if self._frame_end is None:
+            self._frame_end = self.plan.wording.end(self.places())
+        return self._frame_end
 
     def take(self, index: int, batch: Batch) -> Step:
         """The page that follows the position in the topic at `index`."""
-        phase = self.phases[index]
+        phase, wording = self.phases[index], self.plan.wording
         assert phase != Phase.ENDED
         caught_up = batch.next_seq >= batch.head_seq
         moved = self._moved(index, batch.next_seq, Phase.LIVE if caught_up else Phase.BACKLOG)
         pieces = []
         if batch.tombstone is not None:
             after = self._moved(index, batch.after_tombstone_seq, Phase.BACKLOG)
-            pieces.append(_tombstone(batch.topic, batch.tombstone, phase == Phase.CONNECTING) + after.id_line)
+            reason = batch.tombstone.reason
+            if phase == Phase.CONNECTING and reason != "recreated":
+                reason = "from_seq_too_old"
+            pieces.append(wording.tombstone(batch.topic, batch.tombstone, reason) + after.frame_end)
         if batch.record:
-            pieces.append(batch.record + moved.id_line)
+            pieces.append(batch.record + moved.frame_end)
         if caught_up and phase != Phase.LIVE:
-            data = b'{"topic":"%b","head_seq":%d}' % (batch.topic.encode(), batch.head_seq)
-            pieces.append(b"event: caught-up\ndata: %b\n%b" % (data, moved.id_line))
+            pieces.append(wording.caught_up(batch.topic, batch.head_seq) + moved.frame_end)
         at_head = Outcome.WAITING if batch.hidden else Outcome.CURRENT
         outcome = at_head if caught_up else Outcome.MORE
         return Step(moved, b"".join(pieces), len(pieces), batch.records, outcome)
@@ -180,16 +176,15 @@ class Stream:
     def end(self, index: int, head_seq: int) -> Step:
         """The topic was deleted, whether or not its name is in use again."""
         moved = self._moved(index, self.positions[index], Phase.ENDED)
-        data = {"topic": self.plan.names[index], "head_seq": head_seq, "reason": "deleted"}
-        frame = b"event: topic-deleted\ndata: %b\n%b" % (_encode_json(data), moved.id_line)
+        frame = self.plan.wording.topic_deleted(self.plan.names[index], head_seq) + moved.frame_end
         return Step(moved, frame, 1, 0, Outcome.ENDED)
 
-    def fail(self, index: int, message: str) -> Step:
-        """The topic cannot be read now; said once, until it can be read again."""
+    def fail(self, index: int, code: str, message: str) -> Step:
+        """The topic cannot be read now (`code` as in api §0.6); said once, until it can be read again."""
         if self.phases[index] == Phase.FAILING:
             return Step(self, b"", 0, 0, Outcome.FAILED)
         moved = self._moved(index, self.positions[index], Phase.FAILING)
-        frame = error_frame(ADVISORY, message, retry_after_ms=RETRY_AFTER_MS, topics=[self.plan.names[index]])
+        frame = self.plan.wording.advisory(code, message, RETRY_AFTER_MS, [self.plan.names[index]])
         return Step(moved, frame, 1, 0, Outcome.FAILED)
 
     def _moved(self, index: int, position: int, phase: Phase) -> Stream:
@@ -200,47 +195,3 @@ class Stream:
             (*self.positions[:index], position, *self.positions[after:]),
             self.phases[:index] + bytes((phase,)) + self.phases[after:],
         )
-
-
-def heartbeat(now_ms: int) -> bytes:
-    """The comment of an idle stream; `now_ms` since the epoch."""
-    return b": hb %d\n\n" % now_ms
-
-
-def error_frame(
-    code: int, message: str, *, retry_after_ms: int | None = None, topics: list[str] | None = None
-) -> bytes:
-    """An `error` event: ADVISORY, the stream goes on, or FINAL, it is over. It has no id: nothing was delivered."""
-    data: dict[str, object] = {"code": code, "error": message}
-    if retry_after_ms is not None:
-        data["retry_after_ms"] = retry_after_ms
-    if topics is not None:
-        data["topics"] = topics
-    return b"event: error\ndata: %b\n\n" % _encode_json(data)
-
-
-def _tombstone(topic: str, tombstone: Tombstone, connecting: bool) -> bytes:
-    reason = tombstone.reason
-    if connecting and reason != "recreated":
-        reason = "from_seq_too_old"
-    data = {
-        "topic": topic,
-        "reason": reason,
-        "gap_from": tombstone.gap_from,
-        "gap_to": tombstone.gap_to,
-        "earliest_seq": tombstone.earliest_seq,
-        "head_seq": tombstone.head_seq,
-    }
-    return b"event: tombstone\ndata: %b\n" % _encode_json(data)
-
-
-def _in_lines(data: bytes) -> bytes:
-    """JSON whose line breaks (white space all of them: in a string they are escaped) are an event stream's.
-
-    A client joins the values of `data:` lines with LF, so LF survives; CR would end a line and becomes a blank.
-    """
-    if b"\r" in data:
-        data = data.replace(b"\r", b" ")
-    if b"\n" in data:
-        data = data.replace(b"\n", b"\ndata: ")
-    return data

@@ -130,6 +130,7 @@ class TopicRoutes:
             "count": view.records,
             "bytes": view.live_bytes,
             "durable_seq": view.durable_seq,
+            "epoch": f"{view.topic_id:016x}",
             "config": config.echo(),
             "effective_priority": self._effective_priority(ref, last_read_ms, now_ms),
             "last_write_ts": view.last_write_ts or None,

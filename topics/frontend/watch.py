@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import hmac
 import time
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-import msgspec
 from starlette.datastructures import QueryParams
 
-from topics.core.errors import TopicsError, invalid
+from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
-from topics.core.names import check_topic_name
 from topics.frontend import cursor, wire
 from topics.frontend.access import Access, caller_of
 from topics.frontend.answers import HeaderList, send_object
 from topics.frontend.bodies import Headers, read_body
 from topics.frontend.channels import Connection
 from topics.frontend.delivery import Hub
-from topics.frontend.diff import LIMIT_DEFAULT, node_set
+from topics.frontend.following import FollowBody, StartBody, check_starts, check_strong, place, resolve
 from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.media import weight
 from topics.frontend.push import AsgiPush, until_disconnect
@@ -26,43 +24,25 @@ from topics.frontend.query import flag
 from topics.frontend.reading import TopicReader, TopicRef
 from topics.frontend.records import PageOptions
 from topics.frontend.sessions import SESSION_TTL_MS, Follow, Opened, Session, Sessions
-from topics.frontend.stream import FINAL, Stream, error_frame
+from topics.frontend.stream import Stream
 from topics.frontend.wire import Count
+from topics.frontend.wording import EVENT_STREAM
 from topics.settings import Settings
 from topics.shm.cap import Cap
 
 HEARTBEAT_MAX_MS: Final = 60_000
-BATCH_BYTES_DEFAULT: Final = 256 * 1024
-BATCH_BYTES_FOR_ZERO: Final = 1 << 20
-BATCH_BYTES_MAX: Final = 8 << 20
 _HEADERS: Final[HeaderList] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
 ]
-_NO_RECORDS: Final = PageOptions(limit=1, max_batch_bytes=1)
 
 
-class StartBody(msgspec.Struct):
-    """Where to start in one topic: behind `from_seq`, at the head, or at the first record with `$ts >= from_ts`."""
-
-    from_seq: Count = 0
-    tail: bool = False
-    from_ts: Count | None = None
-
-
-class WatchBody(msgspec.Struct):
+class WatchBody(FollowBody, kw_only=True):
     """`POST /v0/watch`."""
 
     topics: dict[str, StartBody]
-    node: str | list[str] | None = None
-    limit: Count = 0
-    max_batch_bytes: Count = BATCH_BYTES_DEFAULT
     heartbeat_ms: Count = 15_000
-    include_meta: bool = True
-    include_tags: bool = False
-    include_data: bool = True
-    consistency: Literal["eventual", "strong"] = "eventual"
 
 
 _decoder = wire.decoder(WatchBody)
@@ -98,28 +78,25 @@ class WatchRoutes:
         caller = caller_of(scope)
         caller.require(KeyScope.READ, request.topics)
         found = {name: ref for name in request.topics if (ref := self._find(name, lenient)) is not None}
-        follows = {name: self._follow(ref, request.topics[name]) for name, ref in found.items()}
-        strong = request.consistency == "strong"
-        for name, ref in found.items():
-            if strong and ref.config.durability == "ephemeral":
-                raise invalid(
-                    f"topic {name!r} is ephemeral: nothing of it ever reaches the disk, which is what"
-                    ' consistency "strong" waits for; watch it with "eventual"',
-                    field="consistency",
-                )
-        states = {name: self._state(ref, follows[name].from_seq) for name, ref in found.items()}
-        nodes = node_set(request.node)
+        follows = {
+            name: Follow(ref.view.topic_id, resolve(self._reader, ref, request.topics[name]))
+            for name, ref in found.items()
+        }
+        if request.strong:
+            check_strong(found)
+        states = {name: place(self._reader, ref, follows[name].from_seq) for name, ref in found.items()}
+        options = request.page_options(self._settings)
         wid = await self._sessions.create(
             Session(
                 follows,
-                None if nodes is None else sorted(nodes),
-                min(request.limit or LIMIT_DEFAULT, self._settings.max_limit),
-                min(request.max_batch_bytes or BATCH_BYTES_FOR_ZERO, BATCH_BYTES_MAX),
+                None if options.nodes is None else sorted(options.nodes),
+                options.limit,
+                options.max_batch_bytes,
                 max(self._settings.test_min_heartbeat_ms, min(request.heartbeat_ms, HEARTBEAT_MAX_MS)),
-                request.include_tags,
-                request.include_meta,
-                request.include_data,
-                strong,
+                options.include_tags,
+                options.include_meta,
+                options.include_data,
+                request.strong,
                 caller.digest,
             )
         )
@@ -187,38 +164,16 @@ class WatchRoutes:
 
     def _end_if_forbidden(self, connection: Connection, session: Session) -> None:
         if not connection.closed and not self._access.still_allows(session.key_digest, KeyScope.READ, session.topics):
-            connection.push.write(error_frame(FINAL, "the key of this stream is no longer valid for it"))
+            connection.push.write(EVENT_STREAM.final("forbidden", "the key of this stream is no longer valid for it"))
             self._hub.close(connection)
 
     def _check(self, request: WatchBody) -> WatchBody:
         wire.check_counts(request)
-        names_max = self._settings.max_watch_topics
-        if not 1 <= len(request.topics) <= names_max:
-            raise invalid(f"topics must name 1 to {names_max} topics, not {len(request.topics)}", field="topics")
-        for name, start in request.topics.items():
-            check_topic_name(name)
-            wire.check_counts(start)
-            if (start.from_seq > 0) + start.tail + (start.from_ts is not None) > 1:
-                raise invalid(
-                    f"topics.{name}: from_seq, tail and from_ts stand instead of each other: give one of them",
-                    field=f"topics.{name}",
-                )
+        check_starts(request.topics, self._settings.max_watch_topics)
         return request
 
     def _find(self, name: str, lenient: bool) -> TopicRef | None:
         return self._reader.find(name) if lenient else self._reader.get(name)
-
-    def _follow(self, ref: TopicRef, start: StartBody) -> Follow:
-        if start.from_ts is not None:
-            from_seq = self._reader.seq_before(ref, start.from_ts)
-        else:
-            from_seq = ref.view.head_seq if start.tail else start.from_seq
-        return Follow(ref.view.topic_id, from_seq)
-
-    def _state(self, ref: TopicRef, from_seq: int) -> dict[str, int]:
-        # The page at the head: no record, but both ends of the topic as they are at this moment.
-        page = self._reader.read_page(ref, ref.view.head_seq, _NO_RECORDS, self._reader.now_ms())
-        return {"from_seq": from_seq, "head_seq": page.head_seq, "earliest_seq": page.earliest_seq}
 
     def _resume(self, opened: Opened, last_event_id: bytes | None) -> Stream:
         """Where the session's stream goes on, given what the client says it has seen."""

@@ -83,7 +83,7 @@ _meta_decoder = msgspec.json.Decoder(dict[str, str])
 
 def decode(json_decoder: msgspec.json.Decoder[BodyT], body: bytes) -> BodyT:
     """The body as its type; `400` that says where it is not JSON, or which field is wrong."""
-    value: BodyT = _decode(json_decoder, body)
+    value: BodyT = decode_any(json_decoder, body)
     return value
 
 
@@ -113,7 +113,7 @@ def decode_delete(body: bytes) -> tuple[int | None, Match | None]:
 
 def decode_object(body: bytes) -> dict[str, Any]:
     """Any JSON object, for what is checked field by field elsewhere."""
-    value: dict[str, Any] = _decode(_object_decoder, body)
+    value: dict[str, Any] = decode_any(_object_decoder, body)
     return value
 
 
@@ -138,7 +138,8 @@ def check_counts(request: msgspec.Struct) -> None:
             raise invalid(f"{field} must be an integer from 0 to 2^64-1", field=field)
 
 
-def _decode(json_decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+def decode_any(json_decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    """As `decode`, for what is not one type."""
     try:
         # msgspec checks the text of what it decodes, not of what it passes on.
         if not body.isascii():

@@ -70,6 +70,7 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "connections",
         "sse_connections",
         "sse_admitted",
+        "ws_connections",
         "requests",
         "responses_4xx",
         "responses_5xx",

@@ -15,15 +15,18 @@ SESSION_TTL_MS = 300_000
 
 
 class WatchSession:
-    """`stream` is (frontend, number) while one is open; `idle_since_ms` counts from the last close."""
+    """`stream` is (frontend, number) while one is open; `idle_since_ms` counts from the last close. Numbers grow with
+    time, also from frontend to frontend; `newest_stream` is the highest that was heard of.
+    """
 
-    __slots__ = ("body", "exact", "idle_since_ms", "positions", "stream")
+    __slots__ = ("body", "exact", "idle_since_ms", "newest_stream", "positions", "stream")
 
     def __init__(self, body: bytes, positions: dict[str, int], exact: bool, now_ms: int) -> None:
         self.body = body
         self.positions = positions
         self.exact = exact
         self.stream: tuple[int, int] | None = None
+        self.newest_stream = 0
         self.idle_since_ms = now_ms
 
 
@@ -53,11 +56,15 @@ class Sessions:
         return SessionOpenReply(session.body, session.positions, session.exact and session.stream is None)
 
     def open(self, wid: str, frontend: int, stream: int) -> SessionOpenReply:
-        """A stream begins; an older one of the same session no longer counts."""
+        """A stream begins, or a frontend tells a restarted shard that it has one. An older one of the same session no
+        longer counts: told of after a newer one, it changes nothing, or its end could take positions back.
+        """
         reply = self.look(wid)
         session = self._sessions[wid]
-        session.stream = (frontend, stream)
-        session.exact = False
+        if stream >= session.newest_stream:
+            session.stream = (frontend, stream)
+            session.newest_stream = stream
+            session.exact = False
         return reply
 
     def abandoned(self, wid: str, frontend: int, stream: int, now_ms: int) -> None:

@@ -1,0 +1,207 @@
+"""The outbox of a WebSocket: its bound, its turns, its ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from tests.frontend.hosting import TestClock
+from topics.frontend import websocket as module
+from topics.frontend.outbox import MESSAGES_MAX, Outbox, Subscription
+from topics.frontend.wording import MESSAGE_END
+
+
+class Client:
+    """Takes a message whenever `take` is called."""
+
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+        self._permits = asyncio.Semaphore(0)
+
+    async def send(self, message: Any) -> None:
+        await self._permits.acquire()
+        self.taken.append(message["text"])
+
+    async def take(self, count: int = 1) -> None:
+        for _ in range(count):
+            self._permits.release()
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
+def with_outbox(test: Callable[[Outbox, Client], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        client = Client()
+        outbox = Outbox(client.send, lambda: 0)
+        carrier = asyncio.create_task(outbox.carry())
+        try:
+            async with asyncio.timeout(10):
+                await test(outbox, client)
+        finally:
+            carrier.cancel()
+
+    asyncio.run(main())
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_no_more_than_its_bound_ever_waits() -> None:
+    async def test(outbox: Outbox, client: Client) -> None:
+        puts = [asyncio.create_task(outbox.put(b"%d" % n)) for n in range(20)]
+        await settle()
+        # One is on its way, MESSAGES_MAX wait.
+        assert sum(put.done() for put in puts) == MESSAGES_MAX + 1
+        for taken in range(1, 15):
+            await client.take()
+            assert sum(put.done() for put in puts) == MESSAGES_MAX + 1 + taken
+        await client.take(20)
+        assert client.taken == [str(n) for n in range(20)]
+
+    with_outbox(test)
+
+
+def test_who_gives_up_gives_its_room_back() -> None:
+    async def test(outbox: Outbox, client: Client) -> None:
+        puts = [asyncio.create_task(outbox.put(b"%d" % n)) for n in range(8)]
+        await settle()
+        puts[5].cancel()
+        puts[6].cancel()
+        await client.take()
+        late = asyncio.create_task(outbox.put(b"late"))
+        await client.take(20)
+        await late
+        assert client.taken == ["0", "1", "2", "3", "4", "7", "late"]
+
+    with_outbox(test)
+
+
+def test_cancelled_in_the_moment_room_was_given() -> None:
+    async def test(outbox: Outbox, client: Client) -> None:
+        puts = [asyncio.create_task(outbox.put(b"%d" % n)) for n in range(MESSAGES_MAX + 2)]
+        await settle()
+        waiting = puts[-1]
+        room = outbox._answers[0]
+        outbox._queue.popleft()
+        outbox._let_in()
+        assert room.done()
+        waiting.cancel()
+        await settle()
+        assert waiting.cancelled()
+        assert outbox._promised == 0
+
+    with_outbox(test)
+
+
+def ended() -> None:
+    raise AssertionError("the hub did not end it")
+
+
+async def with_room(outbox: Outbox, subscription: Subscription, said: list[bytes]) -> None:
+    """Writes whenever it may, as the hub does."""
+    more = asyncio.Event()
+    subscription.on_writable = more.set
+    while said:
+        if subscription.writable:
+            subscription.write(said.pop(0) + MESSAGE_END)
+            await asyncio.sleep(0)
+        else:
+            await more.wait()
+            more.clear()
+
+
+def test_a_step_is_written_only_when_all_of_it_has_room() -> None:
+    async def test(outbox: Outbox, client: Client) -> None:
+        subscription = Subscription(outbox, ended)
+        for n in range(2):
+            await outbox.put(b"%d" % n)
+        await settle()
+        assert subscription.writable  # one is on its way, one waits: three have room
+        await outbox.put(b"2")
+        assert not subscription.writable
+        told = asyncio.Event()
+        subscription.on_writable = told.set
+        await client.take()
+        assert told.is_set()
+        subscription.write(b"a" + MESSAGE_END + b"b" + MESSAGE_END + b"c" + MESSAGE_END)
+        await client.take(20)
+        assert client.taken == ["0", "1", "2", "a", "b", "c"]
+
+    with_outbox(test)
+
+
+def test_subscriptions_and_answers_take_turns() -> None:
+    async def test(outbox: Outbox, client: Client) -> None:
+        answers = [asyncio.create_task(outbox.put(b"answer")) for _ in range(60)]
+        await settle()
+        names = (b"left", b"right")
+        writers = [asyncio.create_task(with_room(outbox, Subscription(outbox, ended), [name] * 20)) for name in names]
+        for _ in range(100):
+            await client.take()
+        await asyncio.gather(*answers, *writers)
+        middle = client.taken[10:50]
+        for kind in ("answer", "left", "right"):
+            assert middle.count(kind) >= 5, middle
+
+    with_outbox(test)
+
+
+def test_a_subscription_that_has_ended_is_not_asked_again() -> None:
+    async def test(outbox: Outbox, client: Client) -> None:
+        first, second = Subscription(outbox, lambda: None), Subscription(outbox, ended)
+        for n in range(4):
+            await outbox.put(b"%d" % n)
+        assert not first.writable
+        assert not second.writable
+        told: list[str] = []
+        first.on_writable = lambda: told.append("first")
+        second.on_writable = lambda: told.append("second")
+        first.close()
+        await client.take(4)
+        assert told == ["second"]
+
+    with_outbox(test)
+
+
+@pytest.mark.parametrize("takes", [False, True])
+def test_a_client_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch, takes: bool) -> None:
+    """30 s by the service's clock; a byte taken now and then is enough to stay."""
+    monkeypatch.setattr(module, "TICK_S", 0.001)
+
+    class Transport:
+        unsent = 1_000_000
+        aborted = False
+
+        def get_write_buffer_size(self) -> int:
+            return self.unsent
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    class Route:
+        clock = TestClock()
+
+    async def never(*_: object) -> Any:
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        transport = Transport()
+        scope = {"state": {module.TRANSPORT: transport}, "http_version": "1.1"}
+        receive: Callable[[], Awaitable[Any]] = never
+        socket = module.Socket(Route(), b"", scope, receive, never)  # type: ignore[arg-type]
+        watching = asyncio.create_task(socket._watch_progress())
+        for _ in range(70):
+            await asyncio.sleep(0.003)
+            if watching.done():
+                break
+            Route.clock.ms += 1000
+            transport.unsent -= takes
+        assert transport.aborted is not takes
+        watching.cancel()
+
+    asyncio.run(main())

@@ -1,0 +1,71 @@
+"""Spark finds the source where the package is installed; its look-ups of other sources pay nothing for that."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.spark.conftest import ROOT
+from topics import spark as topics_spark
+from topics.spark.source import TopicsDataSource
+
+
+def run(code: str, **env: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | env
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_what_spark_imports_is_cheap() -> None:
+    loaded = run("import sys, pyspark_topics; print(*sorted(sys.modules))").split()
+    assert not {"pyspark", "pyarrow", "httpx", "topics"} & set(loaded)
+
+
+def test_the_class_that_spark_takes_imports_neither_arrow_nor_http() -> None:
+    loaded = run("import sys, pyspark_topics; pyspark_topics.DefaultSource; print(*sorted(sys.modules))").split()
+    assert "topics.spark.source" in loaded
+    assert not {"httpx", "topics.client", "topics.spark.columns"} & set(loaded)
+
+
+def test_without_the_libraries_there_is_no_source_and_no_error(tmp_path: Path) -> None:
+    (tmp_path / "msgspec.py").write_text("raise ImportError('not here')")
+    assert run("import pyspark_topics; print(hasattr(pyspark_topics, 'DefaultSource'))",
+               PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}") == "False"  # fmt: skip
+
+
+@pytest.mark.usefixtures("spark")
+def test_the_installed_package_has_what_spark_looks_for(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "pyspark_topics.py"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "topics", source / "topics", ignore=shutil.ignore_patterns("__pycache__"))
+    wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*wheel, str(source)], check=True, timeout=120, capture_output=True)
+    site = tmp_path / "site"
+    with zipfile.ZipFile(next(tmp_path.glob("topics-*.whl"))) as content:
+        content.extractall(site)
+    found = (
+        "from pyspark.sql.worker.lookup_data_sources import iter_modules; import importlib; "
+        "name, = [one.name for one in iter_modules() if one.name.startswith('pyspark_')]; "
+        "source = importlib.import_module(name).DefaultSource; print(source.name(), source.__module__, name)"
+    )
+    assert run(found, PYTHONPATH=str(site)) == "topics topics.spark.source pyspark_topics"
+
+
+def test_it_can_be_registered_by_hand(spark: object) -> None:
+    from pyspark.sql import SparkSession
+
+    assert isinstance(spark, SparkSession)
+    topics_spark.register(spark)
+    assert TopicsDataSource.name() == "topics"
+    schema = spark.read.format("topics").option("subscribe", "any").load().schema
+    assert schema.fieldNames()[:2] == ["topic", "seq"]

@@ -1,0 +1,31 @@
+"""Topics in Spark: `spark.read.format("topics")` and the rest of it (docs/spark.md). Install as `topics[spark]`.
+
+Nothing is imported here: Spark's workers import this package to find one class of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+SMALL: Final = {
+    "spark.driver.memory": "1g",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.default.parallelism": "2",
+    "spark.sql.python.filterPushdown.enabled": "true",
+    "spark.sql.execution.pyspark.udf.hideTraceback.enabled": "true",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:MaxMetaspaceSize=256m",
+}
+"""Settings of a session that stays below 4 GiB with its Python workers, pushes filters down, and says what is wrong
+with an option in one line.
+"""
+
+
+def register(spark: SparkSession) -> None:
+    """Makes the format `topics` known to a session. Not needed where the package is installed: Spark finds it."""
+    from topics.spark.source import TopicsDataSource
+
+    spark.dataSource.register(TopicsDataSource)

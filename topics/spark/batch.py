@@ -1,0 +1,162 @@
+"""`spark.read.format("topics")`: the range is fixed when the query is planned; tasks read their parts."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from pyspark.sql.datasource import (
+    DataSourceReader,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    InputPartition,
+    LessThan,
+    LessThanOrEqual,
+)
+from pyspark.sql.types import StructType
+
+from topics.client import Client
+from topics.spark import planning
+from topics.spark.columns import Columns
+from topics.spark.errors import TopicsSparkError
+from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, connect, read_range
+from topics.spark.offsets import Mark, Range, ranges, split
+from topics.spark.options import Positions, ReadOptions
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class RangePartition(InputPartition):
+    """What one task reads."""
+
+    def __init__(self, range: Range, tags: frozenset[str] | None) -> None:
+        super().__init__(tuple(range))
+        self.range = range
+        self.tags = tags
+
+
+class Wanted(NamedTuple):
+    """What filters leave of the rows; None where they say nothing. Times in µs since the epoch, bounds inclusive."""
+
+    topics: frozenset[str] | None = None
+    tags: frozenset[str] | None = None
+    seq_from: int = 1
+    seq_to: int | None = None
+    time_from_us: int | None = None
+    time_to_us: int | None = None
+
+
+class BatchReader(DataSourceReader):
+    """Planned in a process of the driver, read in those of the executors; it is pickled in between."""
+
+    def __init__(self, schema: StructType, options: ReadOptions) -> None:
+        self._schema = schema
+        self._options = options
+        self._wanted = Wanted()
+        Columns(schema, options)  # a schema that cannot be is an error now, not in a task
+
+    def partitions(self) -> Sequence[InputPartition]:
+        options, wanted = self._options, self._wanted
+        with connect(options.service, PLAN_RETRY) as client:
+            found = planning.states(client, options)
+            planning.require(found, options)
+            start = planning.starts(client, found, options, "earliest")
+            end = planning.resolve(found, options.ending or Positions("latest"))
+            for name, mark in end.items():
+                if mark.seq > found[name].head_seq:
+                    raise TopicsSparkError(
+                        f"endingOffsets: topic {name!r} ends at {found[name].head_seq}, not {mark.seq}"
+                    )
+            end = {name: Mark(max(mark.seq, start[name].seq), mark.epoch) for name, mark in end.items()}
+            whole = ranges(start, end)
+            whole = [one for one in whole if wanted.topics is None or one.topic in wanted.topics]
+            whole = [clipped for one in whole if (clipped := _clip(client, one, wanted)).to_seq > clipped.from_seq]
+        parts = split(whole, options.max_records_per_partition, options.min_partitions)
+        return [RangePartition(part, wanted.tags) for part in parts] or [RangePartition(_NOTHING, None)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        assert isinstance(partition, RangePartition)
+        columns = Columns(self._schema, self._options)
+        with connect(self._options.service, TASK_RETRY) as client:
+            yield from read_range(client, partition.range, self._options, columns, partition.tags)
+
+
+class PushdownBatchReader(BatchReader):
+    """Spark refuses a reader that takes filters unless `spark.sql.python.filterPushdown.enabled` is on."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 — Spark's name
+        """Every filter is left to Spark as well: here they only spare what need not be read."""
+        for one in filters:
+            self._wanted = _narrowed(self._wanted, one)
+        return filters
+
+
+_NOTHING = Range("", "", 0, 0)
+
+
+def _narrowed(wanted: Wanted, one: Filter) -> Wanted:
+    """With one more filter; unchanged if it says nothing about what can be spared."""
+    column = getattr(one, "attribute", ())
+    value = getattr(one, "value", None)
+    if column == ("topic",) or column == ("tag",):
+        names: frozenset[str] | None = None
+        if isinstance(one, EqualTo) and isinstance(value, str):
+            names = frozenset({value})
+        elif isinstance(one, In) and all(isinstance(name, str) for name in one.value):
+            names = frozenset(one.value)
+        if names is not None:
+            if column == ("tag",):
+                return wanted._replace(tags=names if wanted.tags is None else names & wanted.tags)
+            return wanted._replace(topics=names if wanted.topics is None else names & wanted.topics)
+    elif column == ("seq",) and isinstance(value, int):
+        least, most = _bounds(one, value)
+        if least is not None:
+            wanted = wanted._replace(seq_from=max(wanted.seq_from, least))
+        if most is not None:
+            wanted = wanted._replace(seq_to=most if wanted.seq_to is None else min(wanted.seq_to, most))
+    elif column == ("timestamp",) and isinstance(value, datetime.datetime):
+        least, most = _bounds(one, _micros(value))
+        if least is not None:
+            wanted = wanted._replace(time_from_us=max(least, wanted.time_from_us or least))
+        if most is not None:
+            wanted = wanted._replace(time_to_us=min(most, wanted.time_to_us or most))
+    return wanted
+
+
+def _bounds(one: Filter, value: int) -> tuple[int | None, int | None]:
+    """(least, most) that the filter lets pass, None for no bound."""
+    match one:
+        case EqualTo():
+            return value, value
+        case GreaterThan():
+            return value + 1, None
+        case GreaterThanOrEqual():
+            return value, None
+        case LessThan():
+            return None, value - 1
+        case LessThanOrEqual():
+            return None, value
+        case _:
+            return None, None
+
+
+def _micros(time: datetime.datetime) -> int:
+    since = time.astimezone(datetime.UTC) - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+    return since // datetime.timedelta(microseconds=1)
+
+
+def _clip(client: Client, one: Range, wanted: Wanted) -> Range:
+    """What the filters on seq and time leave of a range; `$ts` never decreases in a topic, so time is a seq."""
+    from_seq, to_seq = max(one.from_seq, wanted.seq_from - 1), one.to_seq
+    if wanted.seq_to is not None:
+        to_seq = min(to_seq, wanted.seq_to)
+    if wanted.time_from_us is not None:
+        from_seq = max(from_seq, planning.before_ts(client, one.topic, -(-wanted.time_from_us // 1000)))
+    if wanted.time_to_us is not None:
+        to_seq = min(to_seq, planning.before_ts(client, one.topic, wanted.time_to_us // 1000 + 1))
+    return one._replace(from_seq=from_seq, to_seq=to_seq)

@@ -1,0 +1,25 @@
+"""What goes wrong in the data source, each in one line that says what, where and the way out."""
+
+from __future__ import annotations
+
+
+class TopicsSparkError(Exception):
+    """Any error of the data source that a user can do something about."""
+
+
+class OptionError(TopicsSparkError):
+    """An option is missing, unknown, or has a value that it cannot have."""
+
+
+class DataLossError(TopicsSparkError):
+    """Records of the range that was asked for are gone (`failOnDataLoss`)."""
+
+
+def plainly(error: BaseException) -> str:
+    """The one line of an error that came through Spark: ours if there is one in it, else its first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    for line in lines:
+        name, _, message = line.partition(": ")
+        if name.startswith("topics.") and name.endswith("Error"):
+            return message
+    return lines[0] if lines else type(error).__name__

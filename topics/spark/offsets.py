@@ -1,0 +1,151 @@
+"""Where a query stands in each topic, and what the next batch reads. Pure: the state of topics comes in.
+
+An offset is JSON, as it lies in a query's checkpoint:
+
+    {"orders": {"seq": 1200, "epoch": "019a3f…"}, …}      by topic name, sorted
+
+`seq` is the last record that was read (0: none), `epoch` the instance of the topic it was read from. An empty epoch
+stands for a topic that did not exist when the query looked: whatever comes under that name is read from its start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from topics.spark.errors import DataLossError
+from topics.spark.options import TombstoneMode
+
+NO_EPOCH = ""
+
+
+class Mark(NamedTuple):
+    """A place in one instance of a topic."""
+
+    seq: int
+    epoch: str
+
+
+Offset = dict[str, Mark]
+"""By topic name."""
+
+
+class Gap(NamedTuple):
+    """Records that cannot be read any more; `last_seq` is None when nobody knows how many there were."""
+
+    first_seq: int
+    last_seq: int | None
+    reason: str
+
+
+class Range(NamedTuple):
+    """Records from_seq + 1 .. to_seq of one instance of a topic; `gap`, if any, comes before them."""
+
+    topic: str
+    epoch: str
+    from_seq: int
+    to_seq: int
+    gap: Gap | None = None
+
+
+def to_json(offset: Offset) -> dict[str, Any]:
+    """The same offset always gives the same text: Spark compares that."""
+    return {topic: {"seq": mark.seq, "epoch": mark.epoch} for topic, mark in sorted(offset.items())}
+
+
+def from_json(content: Mapping[str, Any]) -> Offset:
+    return {topic: Mark(int(mark["seq"]), str(mark["epoch"])) for topic, mark in content.items()}
+
+
+def advance(start: Offset, heads: Offset, max_records: int | None) -> Offset:
+    """The end of the batch that follows `start`: up to the heads, or `max_records` in all, dealt out by lag.
+
+    Topics that are gone keep their seq without an epoch; new ones, and new instances, are read from their start.
+    """
+    end = {topic: Mark(mark.seq, NO_EPOCH) for topic, mark in start.items() if topic not in heads}
+    lags = {}
+    for topic, head in heads.items():
+        from_seq = _from_seq(start.get(topic), head)
+        end[topic] = Mark(from_seq, head.epoch)
+        lags[topic] = max(0, head.seq - from_seq)
+    for topic, share in _deal(lags, max_records, sum(mark.seq for mark in start.values())).items():
+        end[topic] = Mark(end[topic].seq + share, end[topic].epoch)
+    return end
+
+
+def _from_seq(start: Mark | None, head: Mark) -> int:
+    """Where reading goes on in the instance that `head` is of."""
+    return start.seq if start is not None and start.epoch == head.epoch else 0
+
+
+def _deal(lags: Mapping[str, int], max_records: int | None, turn: int) -> dict[str, int]:
+    """How many records of each topic. Each that has any gets at least one, as far as `max_records` goes; where it
+    does not go round, those come first whose `turn` it is: it grows with what was read, so none waits for ever.
+    """
+    total = sum(lags.values())
+    if max_records is None or total <= max_records:
+        return dict(lags)
+    waiting = sorted(topic for topic, lag in lags.items() if lag)
+    if max_records <= len(waiting):
+        first = turn % len(waiting)
+        return dict.fromkeys((waiting[first:] + waiting[:first])[:max_records], 1)
+    spare, spare_lag = max_records - len(waiting), total - len(waiting)
+    shares = {topic: 1 + (lags[topic] - 1) * spare // spare_lag for topic in waiting}
+    left = max_records - sum(shares.values())
+    for topic in sorted(waiting, key=lambda topic: shares[topic] - lags[topic])[:left]:
+        shares[topic] += 1
+    return shares
+
+
+def ranges(start: Offset, end: Offset) -> list[Range]:
+    """What a batch from `start` to `end` has to read; a break in a topic's history is a gap before its records."""
+    found = []
+    for topic, mark in sorted(end.items()):
+        before = start.get(topic)
+        gap = None
+        if before is not None and before.epoch not in (mark.epoch, NO_EPOCH):
+            gap = Gap(before.seq + 1, None, "deleted" if mark.epoch == NO_EPOCH else "recreated")
+        from_seq = _from_seq(before, mark)
+        to_seq = from_seq if mark.epoch == NO_EPOCH else mark.seq
+        if gap is not None or to_seq > from_seq:
+            found.append(Range(topic, mark.epoch, from_seq, to_seq, gap))
+    return found
+
+
+def check_history(whole: Iterable[Range], tombstones: TombstoneMode) -> None:
+    """DataLossError for a gap that is known before anything is read, when gaps are to fail the query."""
+    if tombstones == "fail":
+        for one in whole:
+            if one.gap is not None:
+                raise data_loss(one.topic, one.gap)
+
+
+def data_loss(topic: str, gap: Gap) -> DataLossError:
+    """The error of a gap."""
+    way_out = "set tombstones=rows to get gaps as rows, or failOnDataLoss=false to go on without"
+    if gap.reason in ("deleted", "recreated"):
+        what = "was deleted" if gap.reason == "deleted" else "was deleted and made again"
+        return DataLossError(f"topic {topic!r} {what} while the query stood at record {gap.first_seq - 1}; {way_out}")
+    which = f"records {gap.first_seq} to {gap.last_seq} are gone (reason: {gap.reason})"
+    return DataLossError(f"topic {topic!r}: {which}; {way_out}")
+
+
+def split(whole: Iterable[Range], max_records: int, min_partitions: int) -> list[Range]:
+    """Ranges of about equal length, at most `max_records` each and at least `min_partitions` of them, if there are
+    that many records; in the order of the topic.
+    """
+    whole = list(whole)
+    total = sum(one.to_seq - one.from_seq for one in whole)
+    size = max(1, min(max_records, total // min_partitions))
+    parts = []
+    for one in whole:
+        length = one.to_seq - one.from_seq
+        count = -(-length // size)
+        if count <= 1:
+            parts.append(one)
+            continue
+        ends = [one.from_seq + length * number // count for number in range(count + 1)]
+        for number in range(count):
+            gap = one.gap if number == 0 else None
+            parts.append(Range(one.topic, one.epoch, ends[number], ends[number + 1], gap))
+    return parts

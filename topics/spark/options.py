@@ -1,0 +1,235 @@
+"""Options of the data source, checked once; named as in Spark's Kafka source where it has the same thing."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from typing import Final, Literal, TypeVar
+
+import msgspec
+
+from topics.spark.errors import OptionError
+
+Position = int | Literal["earliest", "latest"]
+"""Behind which seq: a cursor as everywhere in the API. 0 is the beginning, and an end is the last seq that is read."""
+TombstoneMode = Literal["fail", "rows", "ignore"]
+
+ChoiceT = TypeVar("ChoiceT", bound=str)
+DefaultT = TypeVar("DefaultT", int, None)
+
+READ_OPTIONS: Final = (
+    "url",
+    "token",
+    "subscribe",
+    "subscribePattern",
+    "startingOffsets",
+    "endingOffsets",
+    "startingTimestamp",
+    "maxOffsetsPerTrigger",
+    "minPartitions",
+    "maxRecordsPerPartition",
+    "failOnDataLoss",
+    "tombstones",
+    "node",
+    "includeTags",
+    "includeMeta",
+    "schema",
+    "mode",
+    "pushFilters",
+)
+WRITE_OPTIONS: Final = ("url", "token", "topic", "sink", "recordsPerStage")
+_SPARKS_OWN: Final = frozenset({"checkpointlocation", "path", "queryname"})
+RECORDS_PER_PARTITION: Final = 100_000
+_TOPIC: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,254}")
+
+
+class Service(msgspec.Struct, frozen=True):
+    """Where the service is, and the key that it wants."""
+
+    url: str
+    token: str | None
+
+    def __repr__(self) -> str:
+        return f"Service({self.url!r})"  # a key never gets into a log
+
+
+class Positions(msgspec.Struct, frozen=True):
+    """`by_topic` for those that are named, `other` for the rest."""
+
+    other: Position
+    by_topic: dict[str, Position] = {}
+
+    def of(self, topic: str) -> Position:
+        return self.by_topic.get(topic, self.other)
+
+
+class ReadOptions(msgspec.Struct, frozen=True):
+    service: Service
+    topics: tuple[str, ...]
+    pattern: str | None
+    starting: Positions | None
+    """None: the default of the kind of read."""
+    ending: Positions | None
+    starting_ts: int | None
+    max_offsets_per_trigger: int | None
+    min_partitions: int
+    max_records_per_partition: int
+    tombstones: TombstoneMode
+    node: str | None
+    include_tags: bool
+    include_meta: bool
+    parsed_schema: str | None
+    push_filters: bool
+
+
+class WriteOptions(msgspec.Struct, frozen=True):
+    service: Service
+    topic: str | None
+    sink: str | None
+    records_per_stage: int
+
+
+def read_options(given: Mapping[str, str]) -> ReadOptions:
+    """OptionError names the option, its value and what is allowed."""
+    options = _Given(given, READ_OPTIONS, "reading")
+    topics = tuple(name for part in options.text("subscribe", "").split(",") if (name := part.strip()))
+    pattern = options.text("subscribePattern", "") or None
+    if bool(topics) == bool(pattern):
+        raise OptionError("give one of the options subscribe (topic names, comma-separated) and subscribePattern")
+    for name in topics:
+        _check_topic("subscribe", name)
+    if pattern is not None:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise OptionError(f"option subscribePattern={pattern!r} is not a regular expression: {error}") from None
+    starting_ts = options.count("startingTimestamp", None)
+    starting = options.positions("startingOffsets")
+    if starting_ts is not None and starting is not None:
+        raise OptionError("startingTimestamp stands instead of startingOffsets: give one of the two")
+    mode = options.choice("mode", ("http",), "http")
+    assert mode == "http"
+    return ReadOptions(
+        service=options.service(),
+        topics=topics,
+        pattern=pattern,
+        starting=starting,
+        ending=options.positions("endingOffsets"),
+        starting_ts=starting_ts,
+        max_offsets_per_trigger=options.count("maxOffsetsPerTrigger", None, at_least=1),
+        min_partitions=options.count("minPartitions", 1, at_least=1),
+        max_records_per_partition=options.count("maxRecordsPerPartition", RECORDS_PER_PARTITION, at_least=1),
+        tombstones=_tombstones(options),
+        node=options.text("node", "") or None,
+        include_tags=options.flag("includeTags", True),
+        include_meta=options.flag("includeMeta", True),
+        parsed_schema=options.text("schema", "") or None,
+        push_filters=options.flag("pushFilters", False),
+    )
+
+
+def write_options(given: Mapping[str, str]) -> WriteOptions:
+    """As `read_options`."""
+    options = _Given(given, WRITE_OPTIONS, "writing")
+    topic = options.text("topic", "") or None
+    if topic is not None:
+        _check_topic("topic", topic)
+    sink = options.text("sink", "") or None
+    if sink is not None:
+        _check_topic("sink", sink)
+    return WriteOptions(options.service(), topic, sink, options.count("recordsPerStage", 5_000, at_least=1))
+
+
+def _tombstones(options: _Given) -> TombstoneMode:
+    fails = options.flag("failOnDataLoss", True)
+    if not options.has("tombstones"):
+        return "fail" if fails else "ignore"
+    allowed: tuple[TombstoneMode, ...] = ("fail", "rows", "ignore")
+    mode = options.choice("tombstones", allowed, "fail")
+    if options.has("failOnDataLoss") and fails != (mode == "fail"):
+        raise OptionError(
+            f"failOnDataLoss={str(fails).lower()} and tombstones={mode} contradict each other: give tombstones alone"
+        )
+    return mode
+
+
+class _Given:
+    """The options as they were given; Spark compares their names without case."""
+
+    def __init__(self, given: Mapping[str, str], known: tuple[str, ...], doing: str) -> None:
+        self._values = {name.lower(): value for name, value in given.items()}
+        by_lower = {name.lower(): name for name in known}
+        for name in self._values.keys() - by_lower.keys() - _SPARKS_OWN:
+            close = difflib.get_close_matches(name, by_lower, 1)
+            hint = f"did you mean {by_lower[close[0]]}?" if close else f"known are {', '.join(known)}"
+            raise OptionError(f"there is no option {name} for {doing}; {hint}")
+
+    def has(self, name: str) -> bool:
+        return name.lower() in self._values
+
+    def text(self, name: str, default: str) -> str:
+        return str(self._values.get(name.lower(), default)).strip()
+
+    def service(self) -> Service:
+        url = self.text("url", "http://127.0.0.1:4000")
+        if re.fullmatch(r"https?://[^/\s]+.*", url) is None:
+            raise OptionError(f"option url={url!r} is not that of a service: it is like http://127.0.0.1:4000")
+        return Service(url, self.text("token", "") or None)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.text(name, str(default)).lower()
+        if value not in ("true", "false"):
+            raise OptionError(f"option {name}={value!r} must be true or false")
+        return value == "true"
+
+    def choice(self, name: str, allowed: tuple[ChoiceT, ...], default: ChoiceT) -> ChoiceT:
+        value = self.text(name, default).lower()
+        for one in allowed:
+            if value == one:
+                return one
+        raise OptionError(f"option {name}={value!r} must be one of {', '.join(allowed)}")
+
+    def count(self, name: str, default: DefaultT, at_least: int = 0) -> int | DefaultT:
+        if not self.has(name):
+            return default
+        value = self.text(name, "")
+        if not value.isdecimal() or int(value) < at_least:
+            raise OptionError(f"option {name}={value!r} must be an integer of at least {at_least}")
+        return int(value)
+
+    def positions(self, name: str) -> Positions | None:
+        if not self.has(name):
+            return None
+        value = self.text(name, "")
+        if value in ("earliest", "latest"):
+            return Positions(_position(name, value))
+        try:
+            by_topic = json.loads(value)
+        except json.JSONDecodeError:
+            by_topic = None
+        if not isinstance(by_topic, dict):
+            raise OptionError(
+                f"option {name}={value!r} must be earliest, latest or JSON like "
+                '{"orders": 1200, "audit": "earliest"} (a seq is a cursor: 1200 is the last record before the range)'
+            )
+        other: Position = "latest" if name == "endingOffsets" else "earliest"
+        return Positions(other, {topic: _position(name, one) for topic, one in by_topic.items()})
+
+
+def _position(option: str, value: object) -> Position:
+    if value == "earliest" or value == -2:
+        return "earliest"
+    if value == "latest" or value == -1:
+        return "latest"
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise OptionError(f"option {option}: {value!r} is no position: a seq, earliest (-2) or latest (-1)")
+
+
+def _check_topic(option: str, name: str) -> None:
+    if _TOPIC.fullmatch(name) is None:
+        raise OptionError(
+            f"option {option}: {name!r} is not a valid name: 1 to 255 of A-Z a-z 0-9 . _ : -, letter or digit first"
+        )
