@@ -13,15 +13,21 @@ import httpx
 from bench import machine, wire
 from bench.echo import HttpProtocol, echo_server
 from bench.figures import Figure
+from bench.idle_streams import IdleStreams, idle
 from bench.load import Outcome, Plan, closed_loop
 from bench.machine import Cores
+from bench.overload import Overload, endure
+from bench.slow_reader import SlowReader, undisturbed
 from bench.watchers import WatchPlan, deliver
+from bench.workers import WorkPlan, work
 from tests.harness import Service
 
 MILLION = 1_000_000
 FILL_BATCH = 1000
 FILL_CONNECTIONS = 4
 DIFF_RECORDS = 200_000
+QUEUE_JOBS = 500_000
+"""More than can be done in one measurement."""
 DURABILITIES = ("disk", "fsync")
 
 
@@ -168,6 +174,72 @@ def sse(bench: Bench) -> list[Figure]:
     return figures
 
 
+def queue(bench: Bench) -> list[Figure]:
+    """Jobs claimed and acknowledged a second."""
+    figures = []
+    for durability in DURABILITIES:
+        for batch in (1, 16):
+            for workers in (1, 32):
+                with bench.service() as service:
+                    config = {"type": "queue", "durability": durability, "lease_ms": 3_600_000}
+                    service.client.put("/v0/topics/jobs", json=config).raise_for_status()
+                    bench.fill(service, ["jobs"], QUEUE_JOBS // 5 if bench.quick else QUEUE_JOBS)
+                    plan = WorkPlan(service.port, "jobs", workers, batch, bench.warm_up_s, bench.seconds)
+                    outcome = bench.pool.submit(work, plan).result()
+                values = {"jobs_per_s": outcome.per_s, "p50_us": outcome.p50_us, "p99_us": outcome.p99_us}
+                figures.append(Figure("queue", f"{durability}, batch {batch}, {plural(workers, 'worker')}", values))
+    return figures
+
+
+def overload(bench: Bench) -> list[Figure]:
+    """Delivery by priority while there is more to deliver than can be."""
+    figures = []
+    with bench.service() as service:
+        plan = Overload(service.port, seconds=2 * bench.seconds)
+        endured = bench.pool.submit(endure, plan).result()
+        assert not endured.odd, endured.odd
+        assert not endured.missing, endured.missing
+        for priority, (p50_us, p99_us) in endured.delivery_us.items():
+            what = "automatic" if priority is None else f"{priority:+d}"
+            figures.append(Figure("overload", f"priority {what}", {"p50_us": p50_us, "p99_us": p99_us}))
+        peak = max(sight.pressure for sight in endured.during)
+        figures.append(Figure("overload", "960 streams, 24 writers", {"peak pressure": peak}))
+    return figures
+
+
+def slow_reader(bench: Bench) -> list[Figure]:
+    """200 streams that read, without and with one beside them that does not."""
+    with bench.service() as service:
+        found = bench.pool.submit(undisturbed, SlowReader(service.port, seconds=bench.seconds)).result()
+    assert not found.odd, found.odd
+    assert not found.missing, found.missing
+    return [
+        Figure("slow reader", what, {"p50_us": p50_us, "p99_us": p99_us})
+        for what, (p50_us, p99_us) in (("all 200 read", found.before_us), ("one does not", found.meanwhile_us))
+    ]
+
+
+def idle_streams(bench: Bench) -> list[Figure]:
+    """2,000 streams on which nothing happens."""
+    with bench.service() as service:
+        plan = IdleStreams(
+            service.port,
+            service.family(),
+            service.shared_memory(),
+            streams=512 if bench.quick else 2048,
+            seconds=2 * bench.seconds,
+        )
+        found = bench.pool.submit(idle, plan).result()
+    assert not found.odd, found.odd
+    assert not found.closed, f"{found.closed} streams were closed"
+    p50_us, p99_us = found.delivery_us
+    return [
+        Figure("idle", f"{plan.streams} streams", {"each_bytes": found.bytes_each}),
+        Figure("idle", "longest between heartbeats", {"interval_us": found.interval_max_ms * 1000}),
+        Figure("idle", "delivery beside them", {"p50_us": p50_us, "p99_us": p99_us}),
+    ]
+
+
 def recovery(bench: Bench) -> list[Figure]:
     """SIGKILL, then the time until ready; and what memory the un-checkpointed tail takes, before and after."""
     records = MILLION // 10 if bench.quick else MILLION
@@ -214,5 +286,9 @@ CASES: dict[str, Callable[[Bench], list[Figure]]] = {
     "throughput": throughput,
     "diff": diff,
     "sse": sse,
+    "queue": queue,
+    "overload": overload,
+    "slow_reader": slow_reader,
+    "idle": idle_streams,
     "recovery": recovery,
 }

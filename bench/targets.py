@@ -60,6 +60,27 @@ BOUNDS = [
     Bound("SSE 1 watcher, p99 ms", 2.0, ("sse", "1 watcher", "p99_us"), scale=MS),
     Bound("SSE 100 watchers, p50 ms", 1.5, ("sse", "100 watchers", "p50_us"), scale=MS),
     Bound("SSE 100 watchers, p99 ms", 4.0, ("sse", "100 watchers", "p99_us"), scale=MS),
+    Bound(
+        "overload, p99 of priority -1000 / +1000",
+        5.0,
+        ("overload", "priority -1000", "p99_us"),
+        divided_by=("overload", "priority +1000", "p99_us"),
+        at_least=True,
+    ),
+    Bound(
+        "200 streams, p99 with / without a slow one",
+        1.2,
+        ("slow reader", "one does not", "p99_us"),
+        divided_by=("slow reader", "all 200 read", "p99_us"),
+    ),
+    Bound("idle event stream, bytes", 30_000.0, ("idle", "2048 streams", "each_bytes")),
+    Bound(
+        "heartbeats of 1 s, longest gap, ms",
+        1100.0,
+        ("idle", "longest between heartbeats", "interval_us"),
+        scale=MS,
+    ),
+    Bound("delivery beside 2048 idle streams, p50 ms", 5.0, ("idle", "delivery beside them", "p50_us"), scale=MS),
     Bound("recovery of 1 M records, s", 1.5, ("recovery", "1 M records, one shard", "seconds")),
     Bound("idle service, MiB", 200.0, ("memory", "idle", "held_bytes"), scale=MIB),
 ]

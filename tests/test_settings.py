@@ -199,8 +199,6 @@ def test_probe_auth_without_keys_contradicts_itself() -> None:
         ("TOPICS_COLD_DIR", "no segments yet"),
         ("TOPICS_SEGMENT_MAX_BYTES", "no segments yet"),
         ("TOPICS_HOT_RETAIN_SEGMENTS", "no segments yet"),
-        ("TOPICS_MAX_ROUTERS", "does not enforce it yet"),
-        ("TOPICS_MAX_SSE_CONNECTIONS_PER_KEY", "does not enforce it yet"),
     ],
 )
 def test_settings_of_later_versions_say_so(name: str, why: str) -> None:

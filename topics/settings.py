@@ -58,11 +58,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_topics: int = 100_000
     max_watch_sessions: int = 10_000
     max_sse_connections: int = 10_000
+    max_sse_connections_per_key: int = 1_000
+    max_inflight_per_key: int = 1_000
+    max_connections: int = 0
+    max_claim: int = 1_000
+    max_routers: int = 10_000
     max_total_bytes: int = 0
     max_metric_topics: int = 10_000
     cors_origins: tuple[str, ...] | None = None
     wal_file_bytes: int = 64 * MIB
     shard_wait_ms: int = 5000
+    stage_ttl_ms: int = 3_600_000
     shutdown_grace_ms: int = 10_000
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     test_min_heartbeat_ms: int = 1000
@@ -228,6 +234,11 @@ VARIABLES: Final[dict[str, Variable]] = {
     "max_sse_connections": _integer(
         0, COUNT_MAX, "most open event streams and WebSockets of the service; 0 = no limit"
     ),
+    "max_sse_connections_per_key": _integer(0, COUNT_MAX, "most of these with one API key; 0 = no limit"),
+    "max_inflight_per_key": _integer(0, COUNT_MAX, "most requests at once with one API key; 0 = no limit"),
+    "max_connections": _integer(0, COUNT_MAX, "most open connections of the service; 0 = no limit"),
+    "max_claim": _integer(1, 10_000, "most jobs in one claim, and of one worker's stream"),
+    "max_routers": _integer(0, COUNT_MAX, "most routers of the service; 0 = no limit"),
     "max_total_bytes": _byte_size(0, 1024 * 1024 * GIB, "most live bytes of all topics together; 0 = no limit"),
     "max_metric_topics": _integer(0, COUNT_MAX, "most topics with metrics of their own; 0 = none"),
     "cors_origins": Variable(
@@ -241,6 +252,7 @@ VARIABLES: Final[dict[str, Variable]] = {
         64 * KIB, 1 * GIB, "each request ring between a frontend and a shard; the reply ring has a quarter"
     ),
     "shard_wait_ms": _integer(1, 600_000, "how long a request waits for a shard that is being restarted"),
+    "stage_ttl_ms": _integer(1000, 7 * 86_400_000, "how long staged records wait for the commit of their transaction"),
     "shutdown_grace_ms": _integer(100, 3_600_000, "how long a stop may take before SIGKILL"),
     "log_level": _choice("debug", "info", "warning", "error", help="least important log line to show"),
     "log_format": _choice("json", "console", help="log lines (default: console on a terminal, else json)"),
@@ -253,7 +265,6 @@ COMMAND_LINE_ONLY: Final = {
 """What must be said anew at each start, never left lying in an environment or a file."""
 
 _NO_SEGMENTS = "this version keeps all records in the WAL and has no segments yet; leave it unset"
-_NO_LIMIT = "this version does not enforce it yet; leave it unset"
 _NOT_YET: Final[dict[str, str]] = {
     **dict.fromkeys(
         (
@@ -266,15 +277,6 @@ _NOT_YET: Final[dict[str, str]] = {
             "segment_rewrite_dead_ratio",
         ),
         _NO_SEGMENTS,
-    ),
-    **dict.fromkeys(
-        (
-            "max_claim",
-            "max_routers",
-            "max_sse_connections_per_key",
-            "max_inflight_per_key",
-        ),
-        _NO_LIMIT,
     ),
 }
 SECRET: Final = frozenset({"api_keys"})

@@ -294,6 +294,7 @@ def test_performance_says_what_the_write_did(client: httpx.Client, topic: str) -
     relaxed = write(client, topic, 1)["performance"]
     assert relaxed["fsync_ms"] == 0.0
     assert relaxed["wal_append_ms"] > 0
+    assert relaxed["throttle_wait_ms"] == 0.0
     put(client, f"{topic}.synced", durability="fsync")
     synced = write(client, f"{topic}.synced", 1)["performance"]
     assert synced["fsync_ms"] > 0

@@ -26,6 +26,7 @@ def test_ready(client: httpx.Client, topic: str, path: str) -> None:
     assert answer.status_code == 200
     body = answer.json()
     assert (body["status"], body["wal_replay_complete"]) == ("ready", True)
+    assert 0 <= body["pressure"] <= 1
     put(client, topic)
     assert client.get(path).json()["topics"] >= 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+from topics.core.config import U64_MAX
 from topics.core.topic import ENTRY_WORDS
 
 
@@ -11,6 +12,7 @@ class ListIndex:
     def __init__(self, first_seq: int) -> None:
         self.base_seq = self.next_seq = first_seq
         self.rows: dict[int, tuple[int, ...]] = {}
+        self.hold_seq = U64_MAX
 
     def reserve(self, count: int) -> None:
         pass
@@ -39,7 +41,10 @@ class ListIndex:
         self.rows[seq] = tuple(row)
 
     def drop_before(self, seq: int) -> None:
-        self.base_seq = max(self.base_seq, min(seq, self.next_seq))
+        self.base_seq = max(self.base_seq, min(seq, self.next_seq, self.hold_seq))
+
+    def hold(self, seq: int) -> None:
+        self.hold_seq = seq
 
     def skip_to(self, seq: int) -> None:
         self.base_seq = self.next_seq = seq

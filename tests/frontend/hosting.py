@@ -21,6 +21,7 @@ from topics.shm.arena import ArenaWriter, SlotState
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.shm.location_ring import LocationRing
+from topics.shm.router_table import RouterTableWriter
 from topics.storage import layout
 from topics.storage.frame import lay_out, stamp
 from topics.walshard.holdings import Holdings
@@ -70,6 +71,7 @@ class Hosting:
         for directory in self._directories:
             os.makedirs(directory, exist_ok=True)
         self.shared.control.cell(Role.WALSHARD, 0).set("generation", 1)
+        RouterTableWriter(self.shared.router_table).store_all([])
         self.arenas = Arenas(self.shared)
         self.reader = TopicReader(self.arenas, LogFiles(data_dir, self.shared.ram_dir, 1, maps_max=2), 1, self.clock)
 

@@ -13,25 +13,36 @@ import pytest
 
 from tests.frontend.hosting import Hosting, Written
 from topics import settings as settings_module
+from topics.core.config import TopicConfig
 from topics.core.keys import KeyRing
 from topics.frontend import diff as diff_module
 from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
+from topics.frontend.catching_up import CatchingUp, RouterSight
+from topics.frontend.commits import Commits
 from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.gateway import Gateway
+from topics.frontend.key_limits import KeyLimits
 from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
+from topics.frontend.router_operations import router_operations
+from topics.frontend.routers import RouterRoutes
 from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
+from topics.frontend.stages import Stages
+from topics.frontend.table import service_operations, topic_operations, watch_operations
 from topics.frontend.topics import TopicRoutes
+from topics.frontend.txn import TxnRoutes
+from topics.frontend.txn_table import txn_operations
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute
 from topics.shm import messages
 from topics.shm.cap import Cap
 from topics.shm.control import ProcessState, Role
+from topics.shm.key_counts import KeyCounts
 from topics.shm.messages import Kind, Watch
 from topics.shm.recency import Recency, RecencyWriter
 
@@ -49,22 +60,36 @@ class Frontend:
         writer = RecencyWriter(shared.identity, 0, 1)
         settings = settings_module.load({}, {"data_dir": "unused", "wal_shards": 1, "frontends": 1})
         reader = hosting.reader
-        self.diff = DiffRoute(reader, self.gateway, writer, settings, self.cell)
+        sight = RouterSight(shared)
+        catching_up = CatchingUp(sight, reader, self.gateway)
+        routers = RouterRoutes(sight, catching_up, reader, self.gateway, settings)
+        self.diff = DiffRoute(reader, self.gateway, writer, settings, self.cell, catching_up)
         recency = Recency(shared.identity, 1, 1)
         hub = Hub(self.gateway, TopicSight(reader, hosting.arenas, writer, recency), self.cell, hosting.clock)
         streams = Cap("sse_connections", 0, "sse_admitted", self.cell, [self.cell])
-        access = Access(KeyRing(()), False)
+        access = Access(KeyRing(()), False, KeyLimits(KeyCounts(shared.key_counts, 1, 0), settings))
         append = AppendRoute(self.gateway, settings, self.cell)
+        topics = TopicRoutes(
+            reader, hosting.arenas, self.gateway, writer, recency, settings, hub.waiting_ms, catching_up, routers
+        )
+        sessions = Sessions(self.gateway, hosting.arenas, hosting.clock)
+        watch = WatchRoutes(reader, sessions, hub, access, settings, streams, catching_up)
+        figures = ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms)
         self.app = App(
+            [
+                *topic_operations(append, self.diff, topics),
+                *router_operations(routers),
+                *watch_operations(watch),
+                *txn_operations(
+                    TxnRoutes(append, Commits(self.gateway, Stages(settings.data_dir, 60_000)), reader, settings)
+                ),
+                *service_operations(
+                    ProbeRoutes(shared.control, hosting.clock), MetricsRoute(figures, hosting.arenas, 1, 100), False
+                ),
+            ],
             append,
             self.diff,
-            TopicRoutes(reader, hosting.arenas, self.gateway, writer, recency, settings, hub.waiting_ms),
-            WatchRoutes(reader, Sessions(self.gateway, hosting.arenas, hosting.clock), hub, access, settings, streams),
-            ProbeRoutes(shared.control, hosting.clock),
-            MetricsRoute(
-                ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms), hosting.arenas, 1, 100
-            ),
-            WebSocketRoute(reader, append, hub, access, settings, streams, self.cell, hosting.clock),
+            WebSocketRoute(reader, append, hub, access, settings, streams, catching_up, self.cell, hosting.clock),
             access,
             self.cell,
             partial(shared.durations.observe, 0),
@@ -293,5 +318,20 @@ def test_probes_tell_recovering_from_ready(hosting: Hosting) -> None:
         cell.set("wal_read_only", 1)
         body = (await frontend.ask("GET", "/readyz"))[2]
         assert (body["wal_replay_complete"], body["read_only_shards"]) == (True, [0])
+
+    on_loop(hosting, test)
+
+
+def test_effective_priority_is_what_is_scheduled_by(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Priority of its configuration, and age for as long as something new in it has been waiting here."""
+    hosting.make("t", TopicConfig(priority=-700))
+    hosting.make("other", TopicConfig(priority=30))
+    monkeypatch.setattr(Hub, "waiting_ms", lambda _hub, name: 4_000 if name == "t" else 0)
+
+    async def test(frontend: Frontend) -> None:
+        _, _, state = await frontend.ask("GET", "/v0/topics/t")
+        assert state["effective_priority"] == -300
+        _, _, listed = await frontend.ask("GET", "/v0/topics")
+        assert {entry["topic"]: entry["effective_priority"] for entry in listed["topics"]} == {"t": -300, "other": 30}
 
     on_loop(hosting, test)

@@ -265,6 +265,46 @@ def test_a_topic_that_waits_shows_its_age(tmp_path: Path) -> None:
     on_loop(tmp_path, test)
 
 
+def test_frames_of_one_topic_are_coalesced(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.put("t")
+        await live.put("other")
+        wire, other = follow_live(live, "t")[0], follow_live(live, "other")[0]
+        await until(lambda: wire.kinds() == other.kinds() == ["caught-up"])
+        live.clock.ms += 1_000
+        live.hub.coalesce_ms = 20.0
+        await live.write("t")
+        await delivered(wire, [1])
+        for _ in range(9):
+            await live.write("t")
+        await live.write("other")
+        await delivered(other, [1], "other")
+        assert wire.seqs() == [1], "it was served only just now"
+        assert live.hub.waiting_ms("t") == 0
+        live.clock.ms += 20
+        await until(lambda: wire.seqs() == numbers(10))
+        assert wire.kinds() == ["caught-up", "record", "record"]
+
+    on_loop(tmp_path, test)
+
+
+def test_who_leaves_while_a_frame_is_held_back(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.put("t")
+        wire = follow_live(live, "t")[0]
+        await until(lambda: wire.kinds() == ["caught-up"])
+        live.hub.coalesce_ms = 20.0
+        await live.write("t")
+        await live.write("t")
+        wire.vanish()
+        live.clock.ms += 20
+        await turns()
+        again = live.follow({"t": 0})[0]
+        await delivered(again, [1, 2])
+
+    on_loop(tmp_path, test)
+
+
 # --- slow clients
 
 
@@ -308,6 +348,33 @@ def test_a_client_that_stands_still_is_told_and_let_go(tmp_path: Path) -> None:
         assert not crawling.ended
         crawling.read_on()
         await until(lambda: crawling.seqs() == [1])
+
+    on_loop(tmp_path, test)
+
+
+def test_what_waits_for_clients_that_do_not_read_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "STALLED_BYTES_MAX", 250_000)
+
+    async def test(live: Live) -> None:
+        await live.put("t")
+        followers = [live.follow({"t": 0}) for _ in range(4)]
+        await until(lambda: all(wire.kinds() == ["caught-up"] for wire, _ in followers))
+        for wire, _ in followers[:3]:
+            live.clock.ms += 1
+            # It is full with the next frame, and nothing is written to it any more.
+            wire.on_write = lambda wire=wire: wire.stop_reading(100_000)
+        await live.write("t")
+        await delivered(followers[3][0], [1])
+        await until(lambda: any(wire.aborted for wire, _ in followers))
+        assert [wire.aborted for wire, _ in followers].count(True) == 1, "one is enough"
+        assert not followers[3][0].aborted
+        assert live.cell.get("sse_connections") == 3
+        kept = [wire for wire, _ in followers if not wire.aborted]
+        await live.write("t")
+        for wire in kept:
+            wire.on_write = lambda: None
+            wire.read_on()
+        await until(lambda: all(wire.seqs() == [1, 2] for wire in kept))
 
     on_loop(tmp_path, test)
 
@@ -499,6 +566,8 @@ def test_a_drain_ends_every_stream_in_order(tmp_path: Path) -> None:
             st.tuples(st.just("join"), st.integers(0, 3), st.just(0)),
             st.tuples(st.sampled_from(["stop", "go", "leave"]), st.integers(0, 9), st.just(0)),
             st.tuples(st.just("restart"), st.just(0), st.just(0)),
+            st.tuples(st.just("coalesce"), st.integers(0, 1), st.just(0)),
+            st.tuples(st.just("pause"), st.integers(0, 1), st.just(0)),
             st.tuples(st.just("turn"), st.integers(1, 9), st.just(0)),
         ),
         max_size=25,
@@ -508,6 +577,7 @@ def test_everybody_gets_everything_once_and_in_order(
     tmp_path_factory: pytest.TempPathFactory, slice_s: float, fan_out_step: int, history: list[tuple[str, int, int]]
 ) -> None:
     async def test(live: Live) -> None:
+        await live.put("b", priority=-1)
         heads = {"a": await live.write("a"), "b": await live.write("b")}
         joined: list[tuple[Wire, dict[str, int]]] = []
         left: list[Wire] = []
@@ -521,7 +591,12 @@ def test_everybody_gets_everything_once_and_in_order(
                 joined.append((live.follow(starts, OPTIONS._replace(limit=7))[0], starts))
             elif action == "restart":
                 live.restart_shard()
+            elif action == "coalesce":
+                live.hub.coalesce_ms = 20.0 * which
+            elif action == "pause":
+                live.hub.pause(bool(which))
             elif action == "turn":
+                live.clock.ms += which
                 await turns(which)
             elif wire is not None and wire not in left:
                 if action == "stop":
@@ -531,6 +606,8 @@ def test_everybody_gets_everything_once_and_in_order(
                 else:
                     wire.vanish()
                     left.append(wire)
+        live.hub.pause(False)
+        live.clock.ms += 20
         for wire, starts in joined:
             if wire not in left:
                 wire.read_on()

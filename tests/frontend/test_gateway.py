@@ -11,8 +11,7 @@ import pytest
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.topic import Topic
-from topics.frontend import gateway as module
-from topics.frontend import spills, watches
+from topics.frontend import lane, spills, watches
 from topics.frontend.arenas import Arenas
 from topics.frontend.gateway import Gateway
 from topics.settings import load
@@ -114,8 +113,16 @@ def one_record(size_bytes: int = 10) -> LaidOut:
     return lay_out([(b"", b"", b'"' + b"x" * size_bytes + b'"', b"")])
 
 
-def append(gateway: Gateway, size_bytes: int = 10) -> asyncio.Future[AppendReply]:
-    return gateway.submit_append(0, b"t", True, None, b"", None, one_record(size_bytes))
+def append(gateway: Gateway, size_bytes: int = 10, patient: bool = False) -> asyncio.Future[AppendReply]:
+    return gateway.submit_append(0, b"t", True, None, b"", None, one_record(size_bytes), patient)
+
+
+def fill(shard: Shard, gateway: Gateway) -> list[asyncio.Future[AppendReply]]:
+    """Until the ring is full; those who are in it, and one who waits."""
+    futures = []
+    while not shard.shared.control.cell(Role.FRONTEND, 0).get("ring_full"):
+        futures.append(append(gateway, 4000))
+    return futures
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -277,7 +284,7 @@ def test_a_ring_that_stays_full_throttles(shard: Shard) -> None:
 
 
 def test_who_waits_for_room_is_bounded(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WAITERS_MAX", 3)
+    monkeypatch.setattr(lane, "WAITERS_MAX", 3)
 
     async def test(gateway: Gateway) -> None:
         futures = []
@@ -290,6 +297,54 @@ def test_who_waits_for_room_is_bounded(shard: Shard, monkeypatch: pytest.MonkeyP
         assert not any(future.done() for future in waiting)
 
     on_loop(shard, test)
+
+
+def test_at_the_top_of_the_ladder_a_full_ring_refuses_at_once_who_is_not_patient(shard: Shard) -> None:
+    async def test(gateway: Gateway) -> None:
+        fill(shard, gateway)
+        gateway.refusing, gateway.retry_after_ms = True, 990
+        hasty, patient = append(gateway), append(gateway, patient=True)
+        assert hasty.done()
+        error = refusal(hasty)
+        assert (error.code, error.detail) == ("throttled", {"retry_after_ms": 990})
+        assert shard.shared.control.cell(Role.FRONTEND, 0).get("throttled") == 1
+        assert not patient.done()
+        assert gateway.fullness == 1.0
+        shard.take()
+        shard.free()
+        shard.take()  # what was freed is asked for again
+        await until(lambda: gateway.fullness < 1.0)
+        room = append(gateway)
+        assert not room.done(), "with room in the ring nobody is refused"
+
+    on_loop(shard, test)
+
+
+def test_how_long_a_write_was_held_up_is_told(shard: Shard) -> None:
+    async def test(gateway: Gateway) -> None:
+        held_up = fill(shard, gateway)[-1]
+        await asyncio.sleep(0.01)
+        taken = shard.take()
+        shard.free()
+        await until(lambda: gateway.fullness < 1.0)
+        taken += shard.take()
+        for kind, request_id, _ in taken:
+            if kind == Kind.APPEND:
+                shard.answer(messages.encode_append_reply(request_id, REPLY))
+        shard.wake()
+        assert (await held_up).throttled_us >= 10_000
+
+    on_loop(shard, test)
+
+
+def test_patience_ends_when_a_dead_shard_would_be_given_up(shard: Shard) -> None:
+    async def test(gateway: Gateway) -> None:
+        fill(shard, gateway)
+        patient = append(gateway, patient=True)
+        await asyncio.wait([patient])
+        assert refusal(patient).code == "shard_unavailable"
+
+    on_loop(shard, test, wait_ms=300)
 
 
 @pytest.mark.parametrize("size_bytes", [20_000, 3_000_000], ids=["by the loop", "by a thread"])

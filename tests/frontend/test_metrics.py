@@ -15,9 +15,12 @@ from topics.core.keys import KeyRing, KeyScope
 from topics.frontend import metrics as module
 from topics.frontend.access import Access
 from topics.frontend.figures import ServiceFigures
+from topics.frontend.key_limits import KeyLimits
 from topics.frontend.metrics import MetricsRoute
+from topics.settings import load
 from topics.shm.control import Role
 from topics.shm.durations import Route
+from topics.shm.key_counts import KeyCounts
 
 
 def route(hosting: Hosting, topics_max: int = 100) -> MetricsRoute:
@@ -35,7 +38,8 @@ async def scrape(metrics: MetricsRoute, accept: bytes = b"") -> bytes:
         sent.append(message)
 
     scope: dict[str, Any] = {"headers": [(b"accept", accept)]}
-    Access(KeyRing(()), False).admit(scope, KeyScope.READ)
+    unlimited = KeyLimits(KeyCounts(memoryview(bytearray(KeyCounts.size_bytes(1))).cast("Q"), 1, 0), load({}, {}))
+    Access(KeyRing(()), False, unlimited).admit(scope, KeyScope.READ)
     await metrics.get(scope, receive, send)
     assert sent[0]["status"] == 200
     body: bytes = sent[1]["body"]

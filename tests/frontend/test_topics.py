@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tests.frontend.hosting import Hosting, Written
 from topics.core.errors import TopicsError
+from topics.core.names import check_topic_name
 from topics.frontend.log_files import LogFiles
-from topics.frontend.topics import _after, _cursor
+from topics.frontend.query import name_after, name_cursor
 from topics.shm.memory import SharedObject
 from topics.shm.recency import Recency, RecencyWriter
 from topics.storage import layout
@@ -21,18 +22,18 @@ NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,254}", fullmatch=True)
 
 @given(NAMES)
 def test_a_cursor_leads_back_to_its_name(name: str) -> None:
-    assert _after(_cursor(name)) == name
+    assert name_after(name_cursor(name), check_topic_name) == name
 
 
 @given(st.text(max_size=40) | st.binary(max_size=40).map(lambda raw: base64.urlsafe_b64encode(raw).decode()))
 def test_any_other_cursor_is_refused(text: str) -> None:
     with pytest.raises(TopicsError) as refused:
-        _after(text)
+        name_after(text, check_topic_name)
     assert refused.value.code == "invalid_request"
 
 
 def test_no_cursor_is_the_beginning() -> None:
-    assert _after(None) == ""
+    assert name_after(None, check_topic_name) == ""
 
 
 def test_reads_of_all_frontends_count(identity: str) -> None:

@@ -76,6 +76,8 @@ def test_the_json_of_a_running_service(start: Start) -> None:
         assert process["rss_bytes"] > 0
         assert process["cpu_seconds"] >= 0
         assert process["heartbeat_age_ms"] >= 0
+        assert 0 <= process["pressure"] <= status["pressure"] <= 1
+    assert status["deferring"] is False
     assert [(shard["index"], shard["progress"]) for shard in status["shards"]] == [(0, None), (1, None)]
     assert [frontend["requests_per_s"] for frontend in status["frontends"]] == [0, 0]
 

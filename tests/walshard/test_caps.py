@@ -69,6 +69,7 @@ def holds(rig: Rig, sessions: int) -> dict[str, int]:
         "records_live": sum(view.records for view, _ in views),
         "bytes_live": sum(view.live_bytes for view, _ in views),
         "sessions": sessions,
+        "routers": 0,
     }
 
 

@@ -37,6 +37,7 @@ class TopicConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     max_deliveries: int = 0
     dead_letter: str | None = None
     leases_durable: bool = False
+    on_ack: Literal["delete", "keep"] = "delete"
 
     def echo(self) -> dict[str, Any]:
         """The configuration as every answer shows it: all fields, `durable` as an alias of the class."""
@@ -44,11 +45,18 @@ class TopicConfig(msgspec.Struct, frozen=True, omit_defaults=True):
         for field in self.__struct_fields__:
             if field == "durability":
                 shown["durable"] = self.durability == "fsync"
-            shown[field] = getattr(self, field)
+            value = getattr(self, field)
+            if field not in _EXTENSIONS or value != _DEFAULTS[field]:
+                shown[field] = value
         return shown
 
 
-class _Given(msgspec.Struct):
+_EXTENSIONS: Final = frozenset({"on_ack"})
+"""Ours, beyond the fields of api §1: shown only where they are not at their default."""
+_DEFAULTS: Final = {field.name: field.default for field in msgspec.structs.fields(TopicConfig)}
+
+
+class GivenConfig(msgspec.Struct):
     """The fields a client may send; UNSET where it did not."""
 
     type: Literal["log", "queue"] | msgspec.UnsetType = msgspec.UNSET
@@ -68,6 +76,7 @@ class _Given(msgspec.Struct):
     max_deliveries: int | msgspec.UnsetType = msgspec.UNSET
     dead_letter: str | msgspec.UnsetType | None = msgspec.UNSET
     leases_durable: bool | msgspec.UnsetType = msgspec.UNSET
+    on_ack: Literal["delete", "keep"] | msgspec.UnsetType = msgspec.UNSET
 
 
 _UNSIGNED = (
@@ -89,7 +98,7 @@ def parse_config(given: Any, topic: str) -> tuple[TopicConfig, bool]:
     if not isinstance(given, dict):
         raise invalid("config must be a JSON object", field="config")
     try:
-        fields = msgspec.convert(given, _Given)
+        fields = msgspec.convert(given, GivenConfig)
     except msgspec.ValidationError as error:
         raise invalid(f"config: {error}") from None
     values = {name: getattr(fields, name) for name in fields.__struct_fields__}

@@ -9,7 +9,9 @@ Bodies of control frames (msgpack maps; a writer in another language needs nothi
     EVICT_WATERMARK  topic_id, seq = floor    {"reason": 1 cap, 2 ttl, 3 mixed, 4 restart}
     HEAD_WATERMARK   topic_id, seq            {"exact": bool}               no seq above was assigned in RAM
     IDEMPOTENCY      topic_id, seq = first    count u32 | key bytes         first frame of the write it names
+    LEASE, JOB_ATTRIBUTES, ACK, CURSOR        see `core/queue_log.py`
     RAM_STATE        topic_id                 {"earliest_seq": u64, "evict_floor": u64, …}, see RamStateBody
+    ROUTER_…         see core/router_state.py
     SESSION          0                        {"wid": str, "body": bytes | nil, "positions": {…}, "exact": bool}
 
 A run of frames may come twice (a file whose sync failed is copied into the next one): the second changes nothing.
@@ -24,8 +26,17 @@ from typing import Literal
 
 import msgspec
 
-from topics.core.config import TopicConfig
+from topics.core.config import U64_MAX, TopicConfig
 from topics.core.idempotency import Outcome
+from topics.core.queue_log import (
+    ConsumerState,
+    fold_ack,
+    fold_cursor,
+    fold_job_attributes,
+    fold_lease,
+    restore_consumers,
+)
+from topics.core.router_state import RouterState, decode_feed
 from topics.core.tags import Match, TagsOf
 from topics.core.topic import ENTRY_WORDS, LOCATION_LOST, EvictReason, RecordIndex, Topic
 
@@ -69,7 +80,7 @@ class SessionBody(msgspec.Struct):
 
 class RamStateBody(msgspec.Struct):
     """Of a topic with records in the RAM log: what only files said that are gone now. Keys are (key, first_seq,
-    records, ts), oldest first.
+    records, ts), oldest first. `consumers`: attributes of jobs whose records are there.
     """
 
     earliest_seq: int
@@ -78,6 +89,7 @@ class RamStateBody(msgspec.Struct):
     evict_run_seq: int
     last_write_ts: int
     keys: list[tuple[bytes, int, int, int]]
+    consumers: ConsumerState = ConsumerState()
 
 
 encode_body = msgspec.msgpack.Encoder().encode
@@ -115,8 +127,10 @@ class Fold:
         """Deleted topics as well: ids are never used again."""
         self.deleted_names: set[str] = set()
         """Whoever takes one again is `recreated`."""
+        self.routers = RouterState()
         self._pending: dict[int, array[int]] = {}
         self._early_keys: dict[int, list[tuple[bytes, Outcome]]] = {}
+        self._early_attributes: dict[int, list[bytes]] = {}
         self._ram_states: dict[int, RamStateBody] = {}
         self._ephemeral_heads: dict[int, int] = {}
 
@@ -140,11 +154,14 @@ class Fold:
             _restore_ram_state(topic, state)
         for key, outcome in self._early_keys.pop(topic_id, ()):
             topic.idempotency.remember(key, outcome)
+        for attributes in self._early_attributes.pop(topic_id, ()):
+            fold_job_attributes(topic, attributes)
 
     def topic_delete(self, topic_id: int) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
             self.deleted_names.add(topic.name)
+            self.routers.topic_deleted(topic_id)
             self._pending.pop(topic_id, None)
             self._ephemeral_heads.pop(topic_id, None)
             del self.topics[topic_id]
@@ -184,6 +201,29 @@ class Fold:
         elif topic_id not in self.created_ids:
             self._early_keys.setdefault(topic_id, []).append((key, outcome))
 
+    def job_attributes(self, topic_id: int, data: bytes) -> None:
+        topic = self.topics.get(topic_id)
+        if topic is not None:
+            fold_job_attributes(topic, data)
+        elif topic_id not in self.created_ids:
+            self._early_attributes.setdefault(topic_id, []).append(data)
+
+    def lease(self, topic_id: int, data: bytes) -> None:
+        topic = self._topic(topic_id)
+        if topic is not None:
+            fold_lease(topic, data)
+
+    def ack(self, topic_id: int, data: bytes) -> None:
+        topic = self._topic(topic_id)
+        if topic is not None:
+            self._settle(topic)
+            fold_ack(topic, data)
+
+    def cursor(self, topic_id: int, data: bytes) -> None:
+        topic = self._topic(topic_id)
+        if topic is not None:
+            fold_cursor(topic, data)
+
     def ram_state(self, topic_id: int, data: bytes) -> None:
         """The latest one counts, and everything about the topic that the RAM log says after it."""
         state = _decode_ram_state(data)
@@ -192,6 +232,25 @@ class Fold:
             _restore_ram_state(topic, state)
         elif topic_id not in self.created_ids:
             self._ram_states[topic_id] = state
+
+    def router_cursor(self, topic_id: int, seq: int, data: bytes, in_ram: bool) -> None:
+        """`in_ram`: from the RAM log, which is read before the topic is known."""
+        feed = decode_feed(data)
+        if not in_ram:
+            topic = self._topic(topic_id)
+            if topic is None:
+                return
+            if feed.trimmed and topic.config.durability != "ephemeral":
+                self._settle(topic)
+                topic.skipped(seq, EvictReason.SOURCE_TRIM)
+        self.routers.cursor(topic_id, feed, in_ram)
+
+    def router_source(self, topic_id: int, hold_seq: int) -> None:
+        topic = self._topic(topic_id)
+        if topic is not None:
+            self._settle(topic)
+            topic.index.hold(hold_seq or U64_MAX)
+            self.routers.source(topic_id, hold_seq)
 
     def session(self, data: bytes) -> None:
         session = decode_session(data)
@@ -281,6 +340,7 @@ def _restore_ram_state(topic: Topic, state: RamStateBody) -> None:
     topic.last_write_ts = max(topic.last_write_ts, state.last_write_ts)
     for key, *outcome in state.keys:
         topic.idempotency.remember(key, Outcome(*outcome))
+    restore_consumers(topic, state.consumers)
 
 
 def _dense_run(entries: array[int]) -> int:

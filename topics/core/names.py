@@ -9,6 +9,7 @@ import xxhash
 from topics.core.errors import invalid
 
 _TOPIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,254}")
+_ROUTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:>-]{0,254}")
 
 
 def check_topic_name(name: str) -> str:
@@ -17,6 +18,17 @@ def check_topic_name(name: str) -> str:
         raise invalid(
             f"topic name {name[:300]!r} is not valid: 1 to 255 of A-Z a-z 0-9 . _ : -, starting with a letter or digit",
             field="topic",
+        )
+    return name
+
+
+def check_router_name(name: str) -> str:
+    """The name itself, or `400 invalid_request`."""
+    if _ROUTER.fullmatch(name) is None:
+        raise invalid(
+            f"router name {name[:300]!r} is not valid: 1 to 255 of A-Z a-z 0-9 . _ : - >, starting with a letter or"
+            " digit",
+            field="router",
         )
     return name
 

@@ -11,12 +11,16 @@ in shared memory (`shm/arena.py`), in tests a list.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Set
 from enum import IntEnum
 from typing import Final, NamedTuple, Protocol
 
 from topics.core.config import TopicConfig
+from topics.core.cursors import Cursors
 from topics.core.errors import TopicsError
 from topics.core.idempotency import IdempotencyWindow
+from topics.core.leases import Leases
+from topics.core.seq_set import runs_of
 from topics.core.tags import Match, TagIndex, TagsOf
 
 ENTRY_WORDS: Final = 4
@@ -26,6 +30,7 @@ LOCATION_IN_RAM_LOG: Final = 1
 LOCATION_DELETED: Final = 2
 LOCATION_LOST: Final = 32
 """A seq whose record is gone for good though its neighbours live; `offset` is then an EvictReason."""
+_GONE: Final = LOCATION_DELETED | LOCATION_LOST
 
 
 class EvictReason(IntEnum):
@@ -37,6 +42,8 @@ class EvictReason(IntEnum):
     MIXED = 3
     RESTART = 4
     """Records of an `ephemeral` topic, after the service was restarted."""
+    SOURCE_TRIM = 5
+    """Records that a router's source lost before they were copied."""
 
 
 class Deletion(NamedTuple):
@@ -64,6 +71,7 @@ class RecordIndex(Protocol):
     def drop_before(self, seq: int) -> None: ...
     def skip_to(self, seq: int) -> None: ...
     def ts_at(self, seq: int) -> int: ...
+    def hold(self, seq: int) -> None: ...
     def replace(self, seq: int, word: int, value: int) -> None: ...
 
 
@@ -72,6 +80,7 @@ class Topic:
 
     __slots__ = (
         "config",
+        "cursors",
         "durable_seq",
         "earliest_seq",
         "evict_floor",
@@ -85,6 +94,7 @@ class Topic:
         "last_write_ts",
         "live_bytes",
         "name",
+        "queue",
         "records",
         "recreated",
         "tags",
@@ -112,6 +122,9 @@ class Topic:
         self.idempotency = IdempotencyWindow()
         self.tags: TagIndex | None = None
         """Made by the first delete by tag."""
+        self.queue = Leases(self) if config.type == "queue" else None
+        """A type never changes."""
+        self.cursors = Cursors()
 
     # -- before a write
 
@@ -221,6 +234,40 @@ class Topic:
         earliest_seq = self._first_live(self.earliest_seq, frozenset(seqs))
         return Deletion(0, tuple(seqs), len(seqs), size_bytes, earliest_seq)
 
+    def plan_removal(self, seqs: Iterable[int], dying: Set[int], earliest_seq: int = 0) -> Deletion:
+        """Of exactly these live ones, ascending, when all of `dying`, these among them, are on their way out;
+        `earliest_seq` is what the plan before this one came to.
+        """
+        live: list[int] = []
+        size_bytes = 0
+        for first_seq, last_seq in runs_of(seqs):
+            entries = self.index.entries(first_seq, last_seq)
+            for seq, offset_len, file_flags in zip(entries[0::4], entries[2::4], entries[3::4], strict=True):
+                if not file_flags >> _FLAGS_SHIFT & _GONE:
+                    live.append(seq)
+                    size_bytes += offset_len >> 32
+        earliest_seq = max(earliest_seq, self.earliest_seq)
+        if earliest_seq in dying:
+            earliest_seq = self._first_live(earliest_seq, dying)
+        return Deletion(0, tuple(live), len(live), size_bytes, earliest_seq)
+
+    def live_from(self, seq: int, most: int) -> list[int]:
+        """The first live seqs from `seq` on, ascending, at most so many; fewer: there are no more."""
+        seq = max(seq, self.earliest_seq)
+        found: list[int] = []
+        step = most
+        while len(found) < most and seq <= self.head_seq:
+            last_seq = min(self.head_seq, seq + step - 1)
+            step = max(64, min(4 * step, 4096))  # dead ones are in the way
+            entries = self.index.entries(seq, last_seq)
+            found += [
+                at
+                for at, file_flags in zip(entries[0::4], entries[3::4], strict=True)
+                if not file_flags >> _FLAGS_SHIFT & _GONE
+            ]
+            seq = last_seq + 1
+        return found[:most]
+
     def deleted(self, deletion: Deletion) -> None:
         """It is logged. evict_floor does not move: nobody lost what was not given up."""
         for seq in deletion.seqs:
@@ -228,6 +275,8 @@ class Topic:
             self.index.replace(seq, 3, file_flags | LOCATION_DELETED << _FLAGS_SHIFT)
         self.records -= deletion.records
         self.live_bytes -= deletion.size_bytes
+        if self.queue is not None:
+            self.queue.gone(deletion.seqs)
         if deletion.earliest_seq > self.earliest_seq:
             self._settle(deletion.earliest_seq)
 
@@ -251,7 +300,7 @@ class Topic:
                 if surplus_records <= 0 and surplus_bytes <= 0:
                     break
                 seq += 1
-                if file_flags >> _FLAGS_SHIFT & (LOCATION_DELETED | LOCATION_LOST):
+                if file_flags >> _FLAGS_SHIFT & _GONE:
                     continue
                 surplus_records -= 1
                 surplus_bytes -= offset_len >> 32
@@ -290,11 +339,10 @@ class Topic:
 
     def _live_lengths(self, first_seq: int, last_seq: int) -> list[int]:
         entries = self.index.entries(first_seq, last_seq)
-        gone = LOCATION_DELETED | LOCATION_LOST
         return [
             offset_len >> 32
             for offset_len, file_flags in zip(entries[2::4], entries[3::4], strict=True)
-            if not file_flags >> _FLAGS_SHIFT & gone
+            if not file_flags >> _FLAGS_SHIFT & _GONE
         ]
 
     def lost_below(self, seq: int, reason: EvictReason) -> None:
@@ -306,8 +354,28 @@ class Topic:
         self.evict_reason = reason
         self.evict_run_seq = 1
         self.records = self.live_bytes = 0
+        if self.queue is not None:
+            self.queue.gone_below(seq)
 
-    def _first_live(self, seq: int, dying: frozenset[int]) -> int:
+    def skipped(self, last_seq: int, reason: EvictReason) -> None:
+        """The seqs up to `last_seq` are given to records that are lost; without live ones before, a gap in front."""
+        count = last_seq - self.head_seq
+        if count <= 0:
+            return
+        entries = array("Q", bytes(count * ENTRY_WORDS * 8))
+        entries[0::4] = array("Q", range(self.head_seq + 1, last_seq + 1))
+        entries[1::4] = array("Q", [self.last_write_ts]) * count
+        entries[2::4] = array("Q", [reason]) * count
+        entries[3::4] = array("Q", [LOCATION_LOST << _FLAGS_SHIFT]) * count
+        self.restored(entries)
+        if not self.records:
+            if self.evict_reason != reason:
+                self.evict_run_seq = self.evict_floor if self.evict_reason != EvictReason.NONE else 1
+                self.evict_reason = reason
+            self.evict_floor = last_seq + 1
+            self._settle(last_seq + 1)
+
+    def _first_live(self, seq: int, dying: Set[int]) -> int:
         """The first seq from `seq` on that is neither deleted nor about to be."""
         while seq <= self.head_seq:
             for file_flags in self.index.entries(seq, min(self.head_seq, seq + 63))[3::4]:
@@ -319,4 +387,6 @@ class Topic:
     def _settle(self, seq: int) -> None:
         self.earliest_seq = seq
         self.index.drop_before(seq)
+        if self.queue is not None:
+            self.queue.gone_below(seq)
         assert self.evict_floor <= self.earliest_seq <= self.head_seq + 1

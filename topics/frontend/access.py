@@ -13,6 +13,8 @@ from starlette.datastructures import QueryParams
 from topics.core.errors import TopicsError
 from topics.core.keys import ANYONE, ApiKey, KeyRing, KeyScope
 from topics.frontend.http1_exchange import Scope
+from topics.frontend.key_limits import KeyLimits
+from topics.shm.key_counts import Counted
 
 _CALLER: Final = "topics.caller"
 """Where the ASGI scope has the key of an admitted request."""
@@ -21,8 +23,9 @@ _CALLER: Final = "topics.caller"
 class Access:
     """The keys of this frontend. An empty ring means that nobody has to authenticate."""
 
-    def __init__(self, ring: KeyRing, probe_auth: bool) -> None:
+    def __init__(self, ring: KeyRing, probe_auth: bool, limits: KeyLimits) -> None:
         self._ring = ring
+        self.limits = limits
         self._on_change: list[Callable[[], None]] = []
         self.probe_auth = probe_auth
 
@@ -65,7 +68,15 @@ class Access:
         """Lets a request pass whose key has these scopes and covers these names; `caller_of` tells of it after."""
         key = self.caller(scope)
         key.require(needed, names)
+        if _CALLER not in scope:
+            self.limits.take(key, Counted.REQUESTS)
         scope[_CALLER] = key
+
+    def leave(self, scope: Scope) -> None:
+        """The request is over, whether or not it was admitted."""
+        key = scope.get(_CALLER)
+        if key is not None:
+            self.limits.give_back(key, Counted.REQUESTS)
 
     def key_of(self, digest: bytes) -> ApiKey | None:
         """What counts now for who was admitted with the key of this digest; None when that is no longer valid."""

@@ -1,12 +1,13 @@
 """Which handler answers a request, what a key needs for it, and what becomes of one that fails.
 
-The two routes that carry the load are found by their path alone; everything else goes through Starlette's router.
+The two routes that carry the load are found by their path alone; everything else goes through Starlette's router, which
+is made from the table of operations (`operations.py`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from starlette.routing import Route as Path
@@ -20,21 +21,18 @@ from topics.frontend.append import AppendRoute
 from topics.frontend.bodies import ClientGoneError
 from topics.frontend.diff import DiffRoute
 from topics.frontend.http1_exchange import ROUTE, Receive, Scope, Send
-from topics.frontend.metrics import MetricsRoute
-from topics.frontend.probes import ProbeRoutes
-from topics.frontend.topics import TopicRoutes
-from topics.frontend.watch import WatchRoutes
-from topics.frontend.websocket import WebSocketRoute, needs_upgrade, refuse
+from topics.frontend.openapi import OpenApiRoutes
+from topics.frontend.operations import Endpoint, Operation
+from topics.frontend.websocket import WebSocketRoute, refuse
 from topics.log import get_logger
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
 
-Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
-NamedEndpoint = Callable[[str, Scope, Receive, Send], Awaitable[None]]
-
 _TOPICS: Final = "/v0/topics/"
 _DIFF: Final = "/diff"
 _WS: Final = "/v0/ws"
+_UNSCOPED_NAMES: Final = frozenset(("cursor",))
+"""What in a path a key's prefixes are not about: a cursor is its topic's."""
 _READ: Final = KeyScope.READ
 _WRITE: Final = KeyScope.WRITE
 
@@ -46,48 +44,28 @@ class App:
 
     def __init__(
         self,
+        operations: Sequence[Operation],
         append: AppendRoute,
         diff: DiffRoute,
-        topics: TopicRoutes,
-        watch: WatchRoutes,
-        probes: ProbeRoutes,
-        metrics: MetricsRoute,
         websocket: WebSocketRoute,
         access: Access,
         cell: ProcessCell,
         observe: Callable[[Route, int], None],
     ) -> None:
-        """`observe(route, took_us)` is told of every request that has been answered."""
+        """Every route is one of `operations`. `observe(route, took_us)` is told of every request that was answered."""
         self._append = append
         self._diff = diff
         self._websocket = websocket
         self._access = access
         self._cell = cell
         self._observe = observe
-        health = Resource(GET=_timed(Route.HEALTH, self._probe(probes.health)))
-        ready = Resource(GET=_timed(Route.READY, self._probe(probes.ready)))
-        read, write, delete, admin = map(self._needing, (_READ, _WRITE, KeyScope.DELETE, KeyScope.ADMIN))
-        one_topic = Resource(
-            GET=_timed(Route.GET_TOPIC, read(topics.get)),
-            PUT=_timed(Route.PUT_TOPIC, admin(topics.put)),
-            DELETE=_timed(Route.DELETE_TOPIC, delete(topics.delete)),
-            POST=_timed(Route.APPEND, write(_of_topic(append))),
-        )
-        delete_records = Resource(POST=_timed(Route.DELETE_RECORDS, delete(topics.delete_records)))
+        documented = OpenApiRoutes(operations)
+        methods: dict[str, dict[str, Endpoint]] = {}
+        for one in (*operations, *documented.operations):
+            endpoint = one.endpoint if one.needs is None else self._needing(one.needs, one.endpoint)
+            methods.setdefault(one.path, {})[one.method] = _timed(one.timed, endpoint)
         self._router = Router(
-            [
-                Path("/v0/topics", Resource(GET=_timed(Route.LIST_TOPICS, read(topics.list_all)))),
-                Path("/v0/topics/{topic}", one_topic),
-                Path("/v0/topics/{topic}/diff", Resource(POST=_timed(Route.DIFF, read(_of_topic(diff))))),
-                Path("/v0/topics/{topic}/delete", delete_records),
-                Path("/v0/watch", Resource(POST=_timed(Route.CREATE_WATCH, read(watch.create)))),
-                # An unknown wid is 404 whoever asks, so it looks for the key itself.
-                Path("/v0/watch/{wid}", Resource(GET=_timed(None, watch.stream))),
-                Path(_WS, Resource(GET=_timed(None, needs_upgrade))),
-                Path("/v0/metrics", Resource(GET=_timed(Route.METRICS, read(metrics.get)))),
-                *(Path(path, health) for path in ("/v0/health", "/healthz")),
-                *(Path(path, ready) for path in ("/v0/ready", "/readyz")),
-            ],
+            [Path(path, Resource(**of_path)) for path, of_path in methods.items()],
             redirect_slashes=False,
             default=_no_such_path,
         )
@@ -122,6 +100,7 @@ class App:
             _log.exception("request failed", method=scope["method"], path=scope["path"])
             await self._refuse(TopicsError("internal", "the request failed inside the server"), scope, send)
         finally:
+            self._access.leave(scope)
             timed_as = scope.get(ROUTE, route)
             if timed_as is not None:
                 self._observe(timed_as, (time.perf_counter_ns() - started_ns) // 1000)
@@ -136,20 +115,15 @@ class App:
         else:
             await refuse(no_such_path(scope), scope, send)
 
-    def _needing(self, needed: KeyScope) -> Callable[[Endpoint], Endpoint]:
-        """An endpoint for holders of these scopes, over the topic in its path if there is one."""
+    def _needing(self, needed: KeyScope, endpoint: Endpoint) -> Endpoint:
+        """An endpoint for holders of these scopes, over the names in its path."""
 
-        def guard(endpoint: Endpoint) -> Endpoint:
-            async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-                self._access.admit(scope, needed, scope["path_params"].values())
-                await endpoint(scope, receive, send)
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            names = [value for name, value in scope["path_params"].items() if name not in _UNSCOPED_NAMES]
+            self._access.admit(scope, needed, names)
+            await endpoint(scope, receive, send)
 
-            return guarded
-
-        return guard
-
-    def _probe(self, endpoint: Endpoint) -> Endpoint:
-        return self._needing(KeyScope.NONE)(endpoint) if self._access.probe_auth else endpoint
+        return guarded
 
     async def _refuse(self, error: TopicsError, scope: Scope, send: Send) -> None:
         self._cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
@@ -193,13 +167,6 @@ def _timed(route: Route | None, endpoint: Endpoint) -> Endpoint:
         return endpoint(scope, receive, send)
 
     return named
-
-
-def _of_topic(endpoint: NamedEndpoint) -> Endpoint:
-    async def with_name(scope: Scope, receive: Receive, send: Send) -> None:
-        await endpoint(scope["path_params"]["topic"], scope, receive, send)
-
-    return with_name
 
 
 async def _no_such_path(scope: Scope, receive: Receive, send: Send) -> None:

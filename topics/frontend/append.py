@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
@@ -13,21 +14,25 @@ from topics.core.config import TopicConfig, parse_config
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name, owner_shard
+from topics.core.routers import META_KEY
 from topics.frontend import wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, encode_json, send_json
-from topics.frontend.bodies import read_body
+from topics.frontend.bodies import INLINE_BYTES_MAX, read_body
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.query import flag
 from topics.frontend.wire import AppendBody, RecordBody
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
-from topics.shm.messages import AppendReply
+from topics.shm.messages import AppendReply, JobAttributes
 from topics.storage.frame import LaidOut, lay_out, lay_out_plain
 
 KEY_MAX_CHARS: Final = 256
 META_MAX_KEYS: Final = 64
+ORDER_KEY_MAX_BYTES: Final = 256
+TIME_MS_MAX: Final = 1 << 53
+SEARCHED_RECORDS_MAX: Final = 64
 
 FrameParts = tuple[bytes, bytes, msgspec.Raw, msgspec.Raw | bytes]
 """node, tag, data, meta as `lay_out` takes them."""
@@ -46,19 +51,22 @@ class AppendRoute:
         headers = dict(scope["headers"])
         check_topic_name(name)
         body = await read_body(receive, headers, self._settings.max_body_bytes)
-        request = wire.decode_append(body)
+        if len(body) <= INLINE_BYTES_MAX:
+            request, records = self._read(body)
+        else:
+            request, records = await asyncio.to_thread(self._read, body)
         query = scope["query_string"]
         with_seqs = flag(QueryParams(query), "return_seqs", True) if query else True
-        reply = await self.submit(name, request, len(body), headers.get(b"idempotency-key"), caller_of(scope))
+        reply = await self.submit(name, request, records, headers.get(b"idempotency-key"), caller_of(scope))
         self._cell.add("records_in", reply.count)
         await send_json(
             send, headers, 201 if reply.created else 200, b"{%b}" % members(name, reply, with_seqs, started_ns)
         )
 
     def submit(
-        self, name: str, request: AppendBody, body_bytes: int, key_header: bytes | None, caller: ApiKey
+        self, name: str, request: AppendBody, records: LaidOut, key_header: bytes | None, caller: ApiKey
     ) -> asyncio.Future[AppendReply]:
-        """A write on its way to its shard, in order with those submitted before; `body_bytes` is how long it was.
+        """A write on its way to its shard, in order with those submitted before; `records` are those of `lay_out`.
 
         Raises TopicsError for what is wrong with it; the future fails as `Gateway.submit_append` says.
         """
@@ -73,11 +81,17 @@ class AppendRoute:
             request.if_head_seq,
             key,
             config,
-            self._lay_out(request, body_bytes),
+            records,
+            patient=request.disable_backpressure,
+            jobs=self._job_attributes(name, request.records),
         )
 
-    def _lay_out(self, request: AppendBody, body_bytes: int) -> LaidOut:
-        """Frames of all records, each within its limits (api §2.3)."""
+    def _read(self, body: bytes) -> tuple[AppendBody, LaidOut]:
+        request = wire.decode_append(body)
+        return request, self.lay_out(request, len(body))
+
+    def lay_out(self, request: AppendBody, body_bytes: int) -> LaidOut:
+        """Frames of all records of a body so long, each within its limits (api §2.3)."""
         settings = self._settings
         records = request.records
         if not records:
@@ -107,11 +121,41 @@ class AppendRoute:
         if not wire.given(record.meta):
             return node, tag, record.data, b""
         meta = wire.decode_meta(record.meta, f"records[{at}]")
+        if META_KEY in meta:
+            raise invalid(
+                f"records[{at}].meta.{META_KEY} is the server's: routers write it into copies", field=f"meta.{META_KEY}"
+            )
         if len(meta) > META_MAX_KEYS:
             raise invalid(f"records[{at}].meta has {len(meta)} keys, at most {META_MAX_KEYS} are allowed", field="meta")
         if len(record.meta) > self._settings.max_meta_bytes:
             raise _too_long(f"records[{at}].meta", len(record.meta), self._settings.max_meta_bytes)
         return node, tag, record.data, record.meta
+
+    def _job_attributes(self, name: str, records: list[RecordBody]) -> JobAttributes:
+        """Of those that are to come later, or in order (api §9). A long write to a log is not searched for them: it
+        takes a tenth of what the whole write costs. A log refuses them in its first and last record, which will do.
+        """
+        jobs: JobAttributes = []
+        candidates: Iterable[tuple[int, RecordBody]] = enumerate(records)
+        if len(records) > SEARCHED_RECORDS_MAX and self._gateway.is_log(name):
+            candidates = ((0, records[0]), (len(records) - 1, records[-1]))
+        for at, record in candidates:
+            if not wire.has_job_attributes(record):
+                continue
+            if record.deliver_at is not None and record.delay_ms is not None:
+                raise invalid(
+                    f"records[{at}]: deliver_at and delay_ms stand instead of each other: give one of them",
+                    field="delay_ms",
+                )
+            deliver_at, delay_ms = record.deliver_at or 0, record.delay_ms or 0
+            if max(deliver_at, delay_ms) > TIME_MS_MAX:
+                raise invalid(f"records[{at}]: deliver_at and delay_ms are at most {TIME_MS_MAX}", field="deliver_at")
+            order_key = record.order_key or ""
+            if len(order_key.encode()) > ORDER_KEY_MAX_BYTES:
+                raise _too_long(f"records[{at}].order_key", len(order_key.encode()), ORDER_KEY_MAX_BYTES)
+            if deliver_at or delay_ms or order_key:
+                jobs.append((at, deliver_at, delay_ms, order_key))
+        return jobs
 
     def _node(self, node: str, field: str) -> bytes:
         encoded = node.encode()
@@ -122,7 +166,7 @@ class AppendRoute:
     def _check_sizes(self, records: list[RecordBody]) -> None:
         max_bytes = self._settings.max_record_bytes
         for at, record in enumerate(records):
-            size = len(record.data) + len(record.meta)
+            size = len(record.data) + (len(record.meta) if record.meta else 0)
             if size > max_bytes:
                 raise TopicsError(
                     "record_too_large",
@@ -168,7 +212,8 @@ def members(name: str, reply: AppendReply, with_seqs: bool, started_ns: int) -> 
         f'"topic":"{name}","first_seq":{first},"last_seq":{first + count - 1},{seqs}"head_seq":{reply.head_seq},'
         f'"count":{count},"created":{_BOOL[reply.created]},"deduped":{_BOOL[reply.deduped]},'
         f'"durability":"{reply.durability}","performance":{{"server_total_ms":{elapsed_ms(started_ns)},'
-        f'"wal_append_ms":{reply.wal_us / 1000},"fsync_ms":{reply.fsync_us / 1000}}}'
+        f'"wal_append_ms":{reply.wal_us / 1000},"fsync_ms":{reply.fsync_us / 1000},'
+        f'"throttle_wait_ms":{reply.throttled_us / 1000}}}'
     ).encode()
 
 

@@ -16,6 +16,10 @@ _UNZIP_INLINE_BYTES_MAX: Final = 1024
 """What is longer may unpack to more than a MiB: a thread does it, for the loop's sake."""
 
 
+INLINE_BYTES_MAX: Final = 1 << 20
+"""A longer body is decoded and laid out by a thread: others get their turn between two calls into C."""
+
+
 class ClientGoneError(Exception):
     """The client closed the connection before its answer; there is nobody to tell."""
 

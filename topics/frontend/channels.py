@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 
-from topics.frontend.pulse import Stall
 from topics.frontend.push import Push
 from topics.frontend.stream import Stream
 from topics.frontend.watches import WatchHandle
@@ -13,7 +12,7 @@ from topics.frontend.watches import WatchHandle
 class Connection:
     """One open event stream."""
 
-    __slots__ = ("behind", "closed", "heartbeat_ms", "idle_since_ms", "push", "stall", "stream")
+    __slots__ = ("behind", "closed", "heartbeat_ms", "idle_since_ms", "push", "stream")
 
     def __init__(self, push: Push, stream: Stream, heartbeat_ms: int, now_ms: int) -> None:
         self.push = push
@@ -24,14 +23,13 @@ class Connection:
         """Topics (index in the plan) it has to read on in, and whether it stands in that channel's backlog: it does
         not while it is stalled.
         """
-        self.stall: Stall | None = None
         self.closed = False
 
 
 class Channel:
     """A topic as this frontend's streams follow it."""
 
-    __slots__ = ("backlog", "changed", "current", "members", "name", "todo", "watch")
+    __slots__ = ("backlog", "changed", "current", "held", "members", "name", "served_ms", "todo", "watch")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -41,6 +39,10 @@ class Channel:
         self.current: dict[Connection, int] = {}
         self.changed = False
         """Since the pass that is under way began."""
+        self.held = False
+        """What changed is to wait a little for what changes next (`Hub.coalesce_ms`)."""
+        self.served_ms = 0
+        """When the last pass ended."""
         self.todo: list[Connection] = []
         """Whom of `current` this pass has yet to look at."""
         self.backlog: deque[Connection] = deque()
@@ -48,4 +50,8 @@ class Channel:
 
     @property
     def has_work(self) -> bool:
-        return self.changed or bool(self.todo) or bool(self.backlog)
+        return self.wants_pass or bool(self.backlog)
+
+    @property
+    def wants_pass(self) -> bool:
+        return bool(self.todo) or (self.changed and not self.held)

@@ -21,19 +21,21 @@ from topics.core.names import owner_shard
 from topics.core.scheduler import TICK_MS, Scheduler
 from topics.frontend.channels import Channel, Connection
 from topics.frontend.gateway import Gateway
-from topics.frontend.pulse import STALL_MAX_MS, Heartbeats, Stall
+from topics.frontend.held import Held
+from topics.frontend.pulse import STALL_MAX_MS, Heartbeats, Stalls
 from topics.frontend.push import Push
 from topics.frontend.records import PageOptions
+from topics.frontend.slice import Slice
 from topics.frontend.snapshot import Snapshot, TopicSight
-from topics.frontend.stream import RETRY_AFTER_MS, Outcome, Phase, Plan, Step, Stream
+from topics.frontend.stream import RETRY_AFTER_MS, Outcome, Phase, Plan, Stream
 from topics.frontend.wording import EVENT_STREAM, Wording
 from topics.shm.control import ProcessCell
 
 SLICE_S: Final = 0.0005
+STALLED_BYTES_MAX: Final = 256 * 2**20
+"""What may wait in this process for clients that do not read; beyond it those who have not for longest are cut off."""
 FAN_OUT_STEP: Final = 64
 """Connections of one channel that are written to before its backlog has its turn."""
-COST_BYTES: Final = 4096
-"""What a connection is looked at for costs one unit, and one more for each of so many bytes written to it."""
 
 
 class Hub:
@@ -52,13 +54,17 @@ class Hub:
         """Channels that have work."""
         self._failed: dict[tuple[Connection, int], None] = {}
         self._undurable: dict[Channel, None] = {}
-        self._stalled: dict[Connection, None] = {}
+        self._stalls: Stalls[Connection] = Stalls(lambda connection: connection.push.buffered_bytes)
         self._heartbeats: Heartbeats[Connection] = Heartbeats()
         self._heartbeat_timer: asyncio.TimerHandle | None = None
         self._heartbeat_at_ms = 0
         self._tick_timer: asyncio.TimerHandle | None = None
         self._age_timer: asyncio.TimerHandle | None = None
+        self._held: Held[Channel] = Held()
+        self._held_timer: asyncio.TimerHandle | None = None
         self._scheduled = False
+        self.coalesce_ms = 0.0
+        """Passes over one topic are at least so far apart, so that what it says meanwhile goes out together."""
         self.draining = False
 
     def plan(
@@ -110,6 +116,11 @@ class Hub:
         for connection in list(self._connections):
             self.close(connection)
 
+    @property
+    def ready(self) -> Scheduler[Channel]:
+        """Topics that wait to be delivered, to be looked at."""
+        return self._ready
+
     def waiting_ms(self, name: str) -> int:
         """How long what is new in a topic has been waiting to be delivered here."""
         channel = self._channels.get(name)
@@ -159,7 +170,7 @@ class Hub:
         connection.behind.clear()
         for index in range(len(connection.stream.plan.names)):
             self._leave(connection, index)
-        self._stalled.pop(connection, None)
+        self._stalls.end(connection)
         del self._connections[connection]
         if connection.stream.plan.wording is EVENT_STREAM:
             self._cell.add("sse_connections", -1)
@@ -169,11 +180,33 @@ class Hub:
     def _on_change(self, channel: Channel) -> None:
         if not channel.changed:
             channel.changed = True
-            self._mark(channel)
+            if not channel.todo and not self._hold(channel, self._clock.monotonic_ms()):
+                self._mark(channel)
+
+    def _hold(self, channel: Channel, now_ms: int) -> bool:
+        """Whether what changed is to wait because the topic was served only just now."""
+        due_ms = channel.served_ms + self.coalesce_ms
+        if now_ms >= due_ms:
+            return False
+        channel.held = True
+        self._held.add(channel, due_ms)
+        if self._held_timer is None:
+            self._held_timer = self._loop.call_later((due_ms - now_ms) / 1000, self._release)
+        return True
+
+    def _release(self) -> None:
+        self._held_timer = None
+        now_ms = self._clock.monotonic_ms()
+        for channel in self._held.take_due(now_ms):
+            channel.held = False
+            if channel.has_work and channel.members:
+                self._mark(channel)
+        if self._held.next_ms is not None:
+            delay_ms = max(1.0, self._held.next_ms - now_ms)
+            self._held_timer = self._loop.call_later(delay_ms / 1000, self._release)
 
     def _on_writable(self, connection: Connection) -> None:
-        connection.stall = None
-        self._stalled.pop(connection, None)
+        self._stalls.end(connection)
         for index, in_line in connection.behind.items():
             if not in_line:
                 self._line_up(connection, index)
@@ -197,12 +230,10 @@ class Hub:
         """Once in RETRY_AFTER_MS: whoever waits for something that may not be announced."""
         self._tick_timer = None
         now_ms = self._clock.monotonic_ms()
-        for connection in list(self._stalled):
-            assert connection.stall is not None
-            if connection.stall.over(connection.push.buffered_bytes, now_ms):
-                message = f"the client has read nothing for {STALL_MAX_MS // 1000} s; resume from the last id"
-                connection.push.write(connection.stream.plan.wording.final("throttled", message))
-                self.close(connection)
+        for connection in self._stalls.over(now_ms):
+            message = f"the client has read nothing for {STALL_MAX_MS // 1000} s; resume from the last id"
+            connection.push.write(connection.stream.plan.wording.final("throttled", message))
+            self.close(connection)
         failed, self._failed = self._failed, {}
         for connection, index in failed:
             self._line_up(connection, index)
@@ -219,12 +250,12 @@ class Hub:
         """One slice: channel after channel, as the scheduler says."""
         self._scheduled = False
         now_ms = self._clock.monotonic_ms()
-        work = _Slice(now_ms, Snapshot(self._topics))
+        work = Slice(now_ms, Snapshot(self._topics))
         until_s = self._loop.time() + SLICE_S
         while (channel := self._ready.take(now_ms)) is not None:
             cost = 0
             try:
-                if channel.changed or channel.todo:
+                if channel.wants_pass:
                     cost += self._fan_out(channel, work)
                 if channel.backlog:
                     cost += self._read_on(channel, work)
@@ -232,6 +263,10 @@ class Hub:
                 self._ready.served(cost, now_ms, more=channel.has_work, fresh=not channel.todo)
             if self._loop.time() >= until_s:
                 break
+        for connection in work.full:
+            if not connection.closed:
+                self._stalls.note(connection, now_ms)
+        self._make_room()
         if work.frames:
             self._cell.add("sse_frames", work.frames)
             self._cell.add("records_out", work.records)
@@ -249,7 +284,7 @@ class Hub:
         self._ready.age(self._clock.monotonic_ms())
         self._go_on()
 
-    def _fan_out(self, channel: Channel, work: _Slice) -> int:
+    def _fan_out(self, channel: Channel, work: Slice) -> int:
         """Some of those who are current; what it cost."""
         current = channel.current
         if not channel.todo:
@@ -275,9 +310,13 @@ class Hub:
             if step.outcome is not Outcome.CURRENT:
                 del current[connection]
                 self._settle(connection, index, step.outcome)
+        if not todo:
+            channel.served_ms = work.now_ms
+            if channel.changed:
+                self._hold(channel, work.now_ms)
         return cost
 
-    def _read_on(self, channel: Channel, work: _Slice) -> int:
+    def _read_on(self, channel: Channel, work: Slice) -> int:
         """One page for the one of the backlog that has waited longest; what it cost."""
         connection = channel.backlog.popleft()
         index = channel.members.get(connection)
@@ -309,12 +348,14 @@ class Hub:
     def _stall(self, connection: Connection, index: int, now_ms: int) -> None:
         """It has not taken what it was sent: `on_writable` will say when to go on there, or `_tick` that it is over."""
         connection.behind[index] = False
-        self._note_stall(connection, now_ms)
+        self._stalls.note(connection, now_ms)
 
-    def _note_stall(self, connection: Connection, now_ms: int) -> None:
-        if connection.stall is None:
-            connection.stall = Stall(connection.push.buffered_bytes, now_ms)
-            self._stalled[connection] = None
+    def _make_room(self) -> None:
+        """What is kept for clients that do not read is bounded for all of them together."""
+        while self._stalls.held_bytes > STALLED_BYTES_MAX:
+            connection = self._stalls.take_longest()
+            self._forget(connection)
+            connection.push.abort()
 
     # -- heartbeats
 
@@ -338,29 +379,5 @@ class Hub:
             if connection.push.writable:
                 connection.push.write(comment)
             else:
-                self._note_stall(connection, now_ms)
+                self._stalls.note(connection, now_ms)
         self._arm_heartbeats()
-
-
-class _Slice:
-    """One slice of work, and what it has sent."""
-
-    __slots__ = ("frames", "now_ms", "records", "snapshot")
-
-    def __init__(self, now_ms: int, snapshot: Snapshot) -> None:
-        self.now_ms = now_ms
-        self.snapshot = snapshot
-        self.frames = 0
-        self.records = 0
-
-    def send(self, connection: Connection, step: Step) -> int:
-        """Writes it; what that cost."""
-        connection.stream = step.stream
-        data = step.data
-        if not data:
-            return 1
-        connection.push.write(data)
-        connection.idle_since_ms = self.now_ms
-        self.frames += step.frames
-        self.records += step.records
-        return 1 + len(data) // COST_BYTES

@@ -11,6 +11,7 @@ from topics.core.names import check_topic_name
 from topics.frontend import wire
 from topics.frontend.answers import elapsed_ms, encode_json, send_json
 from topics.frontend.bodies import ClientGoneError, read_body
+from topics.frontend.catching_up import CatchingUp
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1_exchange import ROUTE, Receive, Scope, Send
 from topics.frontend.reading import Page, TopicReader, TopicRef
@@ -33,13 +34,20 @@ class DiffRoute:
     """Answers from the arena and the log files alone; only a long poll asks the shard to tell of changes."""
 
     def __init__(
-        self, reader: TopicReader, gateway: Gateway, recency: RecencyWriter, settings: Settings, cell: ProcessCell
+        self,
+        reader: TopicReader,
+        gateway: Gateway,
+        recency: RecencyWriter,
+        settings: Settings,
+        cell: ProcessCell,
+        catching_up: CatchingUp,
     ) -> None:
         self._reader = reader
         self._gateway = gateway
         self._recency = recency
         self._settings = settings
         self._cell = cell
+        self._catching_up = catching_up
         self._waiting: set[asyncio.Event] = set()
         self._draining = False
 
@@ -49,6 +57,7 @@ class DiffRoute:
         check_topic_name(name)
         request = wire.decode_diff(await read_body(receive, headers, self._settings.max_body_bytes))
         reader = self._reader
+        await self._catching_up.one(name)
         ref = reader.get(name)
         options = self._options(request)
         now_ms = reader.now_ms()

@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 from topics import __version__
 from topics.core.config import CLASSES
+from topics.core.priority import BANDS
 from topics.frontend.exposition import Buckets, Family, Sample, single
 from topics.shm.control import LATENCY_BUCKETS, ControlPage, ProcessCell, Role, replay_progress
 from topics.shm.durations import Durations, Route
@@ -41,14 +42,30 @@ _FRONTEND: Final[tuple[tuple[str, _Kind, str, str], ...]] = (
     ("connections", "gauge", "connections", "Open HTTP/1.1 connections of one frontend"),
     ("sse_connections", "gauge", "sse_connections", "Open event streams of one frontend"),
     ("ws_connections", "gauge", "ws_connections", "Open WebSockets of one frontend"),
+    ("work_streams", "gauge", "work_streams", "Open streams of queue workers of one frontend"),
     ("long_polls", "gauge", "long_polls", "Long polls that wait in one frontend"),
     ("requests_total", "counter", "requests", "Requests to one frontend"),
+    ("ready_topics", "gauge", "ready_topics", "Topics that wait to be delivered by one frontend"),
+    ("throttled_total", "counter", "throttled", "Requests that one frontend refused because a ring was full"),
 )
 _TRAFFIC: Final[tuple[tuple[str, str, str], ...]] = (
     ("requests", "requests", "Requests that reached a route"),
     ("records_written", "records_in", "Records committed for clients"),
     ("records_delivered", "records_out", "Records sent to clients, by diff and watch"),
     ("sse_frames", "sse_frames", "Frames sent on event streams"),
+)
+_PRESSURE: Final[tuple[tuple[str, str, str], ...]] = (
+    ("pressure", "pressure_ppm", "Pressure of one process, 0 to 1"),
+    ("busy_ratio", "busy_ppm", "How much of the time one process computes or waits for the disk"),
+)
+_DELIVERY: Final[tuple[tuple[str, str, str], ...]] = (
+    (
+        "scheduler_wait",
+        "scheduling_us",
+        "How long topics waited for their turn to be delivered, mean of the last interval",
+    ),
+    ("event_loop_lag", "loop_lag_us", "How late a frontend's event loop was, last sample"),
+    ("coalesce", "coalesce_us", "How far apart a frontend's frames of one topic are at least"),
 )
 
 
@@ -69,6 +86,7 @@ class ServiceFigures:
         yield from self._parts("shard", self._shards, _SHARD)
         yield from self._parts("frontend", self._frontends, _FRONTEND)
         yield from self._requests()
+        yield from self._pressure()
         yield from self._processes()
 
     def _content(self) -> Iterator[Family]:
@@ -79,11 +97,19 @@ class ServiceFigures:
         yield single("topics_queue_topics", "gauge", "Topics of type queue", _sum(shards, "queue_topics"))
         yield single("topics_records_live", "gauge", "Live records in all topics", _sum(shards, "records_live"))
         yield single("topics_bytes_live", "gauge", "Live bytes in all topics", _sum(shards, "bytes_live"))
-        # This version has neither routers nor leases: there are none.
-        yield single("topics_routers", "gauge", "Routers", 0)
-        yield single("topics_queue_leases_in_flight", "gauge", "Leases held by consumers of queues", 0)
+        leases = _sum(shards, "leases_in_flight")
+        yield single("topics_queue_leases_in_flight", "gauge", "Leases held by consumers of queues", leases)
+        yield single("topics_routers", "gauge", "Routers", _sum(shards, "routers"))
+        forwarded = _sum(shards, "router_copies")
+        yield single("topics_router_copies_total", "counter", "Copies made by routers", forwarded)
+        lag = _sum(shards, "router_lag_records")
+        yield single(
+            "topics_router_lag_records", "gauge", "Source records that are yet to be copied, as of a second ago", lag
+        )
+        unlogged = _sum(shards, "router_unlogged_bytes")
+        yield single("topics_router_unlogged_bytes", "gauge", "Copies that are in no durable log yet", unlogged)
         yield single("topics_watch_sessions", "gauge", "Watch sessions that are kept", _sum(shards, "sessions"))
-        streams = _sum(self._frontends, "sse_connections")
+        streams = _sum(self._frontends, "sse_connections") + _sum(self._frontends, "work_streams")
         yield single("topics_sse_connections", "gauge", "Open event streams", streams)
         sockets = _sum(self._frontends, "ws_connections")
         yield single("topics_ws_connections", "gauge", "Open WebSockets", sockets)
@@ -132,6 +158,36 @@ class ServiceFigures:
             samples.append(((route.name.lower(),), Buckets(_BOUNDS_AS_SECONDS, counts, sum_us / 1_000_000)))
         help = "Seconds from a request to the end of its answer, event streams left out"
         yield Family("topics_request_duration_seconds", "histogram", help, ("route",), samples)
+
+    def _pressure(self) -> Iterator[Family]:
+        cells = self._control.cells()
+        yield single("topics_pressure", "gauge", "Pressure of the service, 0 to 1", self._control.pressure())
+        deferring = int(any(cell.get("deferring") for cell in cells.values()))
+        help = "1 while topics of negative priority are not pushed and routers forward last"
+        yield single("topics_deferring", "gauge", help, deferring)
+        help = "Requests that were refused because a shard had more work than it could take"
+        yield single("topics_throttled_total", "counter", help, _sum(self._frontends, "throttled"))
+        at_work = [(role, index, cell) for (role, index), cell in cells.items() if role is not Role.COMPACTOR]
+        for name, field, help in _PRESSURE:
+            samples: list[Sample] = [
+                ((role.name.lower(), str(index)), cell.get(field) / 1e6) for role, index, cell in at_work
+            ]
+            yield Family(f"topics_process_{name}", "gauge", help, ("process", "index"), samples)
+        for name, field, help in _DELIVERY:
+            samples = [((str(index),), cell.get(field) / 1e6) for index, cell in enumerate(self._frontends)]
+            yield Family(f"topics_{name}_seconds", "gauge", help, ("frontend",), samples)
+        windows: list[Sample] = [
+            ((str(index),), cell.get("commit_window_us") / 1e6) for index, cell in enumerate(self._shards)
+        ]
+        help = "How far apart one shard's groups begin at least"
+        yield Family("topics_shard_commit_window_seconds", "gauge", help, ("shard",), windows)
+        depths: list[Sample] = [
+            ((str(index), str(band)), cell.get(f"ready_band_{band}"))
+            for index, cell in enumerate(self._frontends)
+            for band in range(BANDS)
+        ]
+        help = "Topics that wait to be delivered, by band of priority, 0 is the most urgent"
+        yield Family("topics_scheduler_band_depth", "gauge", help, ("frontend", "band"), depths)
 
     def _processes(self) -> Iterator[Family]:
         up: list[Sample] = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -18,7 +17,9 @@ import msgspec
 
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.names import owner_shard
 from topics.frontend.arenas import Arenas
+from topics.frontend.lane import ROOM_WAIT_S, Fate, Lane, Waiter
 from topics.frontend.spills import Spills
 from topics.frontend.watches import Watches, WatchHandle
 from topics.log import get_logger
@@ -26,17 +27,13 @@ from topics.shm import messages
 from topics.shm.arena import TopicView
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
-from topics.shm.messages import AppendReply, Call, Kind, Part
+from topics.shm.messages import AppendReply, Call, JobAttributes, Kind, Part
+from topics.shm.queue_messages import Dealt
 from topics.storage.frame import LaidOut
 
 SWEEP_S: Final = 0.25
 """How often time-outs and lost wake-ups are looked for."""
-ROOM_WAIT_S: Final = 0.25
-"""How long a request waits for room in a full ring before it is told to come back later."""
 ROOM_RETRY_S: Final = 0.002
-WAITERS_MAX: Final = 1024
-WAITING_BYTES_MAX: Final = 64 * 2**20
-"""What all requests that wait for room in one ring may hold in memory."""
 SPILL_INLINE_BYTES_MAX: Final = 1 * 2**20
 """A longer message is written to shared memory by a thread, for the loop's sake."""
 
@@ -48,32 +45,24 @@ class _Pending(msgspec.Struct):
     future: asyncio.Future[Any]
     shard: int
     expires_s: float
-
-
-class _Waiter(msgspec.Struct):
-    """A message that found the ring full."""
-
-    parts: list[Part]
-    length_bytes: int
-    request_id: int
-    expires_s: float | None
+    patient: bool
+    throttled_s: float = 0.0
+    """How long it waited for room in the ring."""
 
 
 class _Link:
     """What one shard and we share."""
 
-    __slots__ = ("cell", "generation", "replies", "requests", "signal_due", "waiters", "waiting_bytes", "wake")
+    __slots__ = ("cell", "generation", "lane", "replies", "signal_due", "wake")
 
     def __init__(self, shared: SharedMemory, index: int, shard: int) -> None:
         pair = shared.rings[index][shard]
-        self.requests = pair.requests
+        self.lane = Lane(pair.requests)
         self.replies = pair.replies
         self.wake = shared.shard_wakes[shard]
         self.cell = shared.control.cell(Role.WALSHARD, shard)
         self.generation = 0
         self.signal_due = False
-        self.waiters: deque[_Waiter] = deque()
-        self.waiting_bytes = 0
 
 
 class Gateway:
@@ -96,19 +85,42 @@ class Gateway:
         self._retry_timer: asyncio.TimerHandle | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._spilling: set[asyncio.Task[None]] = set()
-        self._watches = Watches(self._loop, arenas, self._post)
+        self._watches = Watches(self._loop, arenas, self.post)
         self._closed = False
+        self.on_dealt: Callable[[Dealt], None] | None = None
+        """Who gets jobs that a shard deals out."""
+        self.on_restart: list[Callable[[int], None]] = []
+        """Who is told of a shard that was started again: it has forgotten who waits at it."""
+        self.refusing = False
+        """Who finds a ring full is told at once to come back later, instead of after ROOM_WAIT_S."""
+        self.retry_after_ms = 100
+
+    @property
+    def shard_wait_s(self) -> float:
+        """How long an answer may take."""
+        return self._wait_s
 
     @property
     def shards(self) -> int:
         return len(self._links)
+
+    def is_log(self, name: str) -> bool:
+        """Whether it is known that this topic exists and is no queue."""
+        arena = self._arenas.of(owner_shard(name, self.shards))
+        found = None if arena is None else arena.look_up(name)
+        return found is not None and not found[1].is_queue
+
+    @property
+    def fullness(self) -> float:
+        """Of the fullest request ring, 0 to 1; 1 when somebody waits for room."""
+        return max(link.lane.fullness for link in self._links)
 
     def start(self) -> None:
         """Says hello to every shard and listens for answers."""
         self._spills.remove_leftovers()
         for shard, link in enumerate(self._links):
             link.generation = link.cell.get("generation")
-            self._post(shard, messages.Hello(self._incarnation))
+            self.post(shard, messages.Hello(self._incarnation))
         self._loop.add_reader(self._wake.fd, self._on_wake)
         self._sweep_timer = self._loop.call_later(SWEEP_S, self._sweep)
 
@@ -137,16 +149,19 @@ class Gateway:
         key: bytes,
         config: TopicConfig | None,
         records: LaidOut,
+        patient: bool = False,
+        jobs: JobAttributes | None = None,
     ) -> asyncio.Future[AppendReply]:
         """Sends a write on its way. The future fails with a TopicsError: the shard's own, `shard_unavailable`
-        (the outcome is unknown), or `throttled` (nothing was sent). Raises `not_ready` at once.
+        (the outcome is unknown), or `throttled` (nothing was sent). Raises `not_ready` at once. A `patient` one is not
+        throttled: it waits for room in the ring as long as for a shard that is restarted.
         """
         self._arenas.require(shard)
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_append(
-            request_id, name, create, if_head_seq, key, config, records.offset_len, records.flags, records.buffer
+            request_id, name, create, if_head_seq, key, config, records.offset_len, records.flags, records.buffer, jobs
         )
-        return self._submit(shard, request_id, parts, Kind.APPEND)
+        return self._submit(shard, request_id, parts, Kind.APPEND, patient)
 
     def submit(self, shard: int, request: Call) -> asyncio.Future[Any]:
         """Sends any other request on its way; its answer, and how it fails, as with `submit_append`."""
@@ -160,6 +175,14 @@ class Gateway:
         assert isinstance(reply, reply_type), reply
         return reply
 
+    def no_answer(self, shard: int) -> TopicsError:
+        """What a request fails with that was sent and not answered."""
+        return TopicsError(
+            "shard_unavailable",
+            f"shard {shard} did not answer within {self._wait_s:g} s; whether a write took effect is not known, a"
+            " repeat with the same idempotency key is safe",
+        )
+
     def watch(self, shard: int, name: str, seen: TopicView | None, callback: Callable[[], None]) -> WatchHandle:
         """Calls `callback` (soon, never within this call) whenever the topic may differ from `seen`, or from what it
         was at the last callback: records, floors, `durable_seq`, deletion, creation. It may also be called for nothing.
@@ -168,68 +191,73 @@ class Gateway:
 
     # -- sending
 
-    def _post(self, shard: int, request: Call) -> None:
-        """A request whose answer does not matter; kept, in order, for as long as the ring is full."""
+    def post(self, shard: int, request: Call) -> None:
+        """Sends a request whose answer does not matter; kept, in order, for as long as the ring is full."""
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_call(request_id, request)
-        self._push(shard, _Waiter(parts, sum(map(len, parts)), request_id, None))
+        self._push(shard, Waiter(parts, sum(map(len, parts)), request_id, self._loop.time(), None))
 
-    def _submit(self, shard: int, request_id: int, parts: list[Part], kind: Kind) -> asyncio.Future[Any]:
+    def _submit(
+        self, shard: int, request_id: int, parts: list[Part], kind: Kind, patient: bool = False
+    ) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = self._loop.create_future()
         if self._closed:
             _fail(future, TopicsError("shutting_down", "the service is stopping; ask again when it is back"))
             return future
         now_s = self._loop.time()
-        self._pending[request_id] = _Pending(future, shard, now_s + self._wait_s)
+        self._pending[request_id] = _Pending(future, shard, now_s + self._wait_s, patient)
         length = sum(map(len, parts))
-        if length <= self._links[shard].requests.message_max_bytes:
-            self._push(shard, _Waiter(parts, length, request_id, now_s + ROOM_WAIT_S))
+        if length <= self._links[shard].lane.message_max_bytes:
+            self._push(shard, self._waiter(request_id, parts))
         else:
             self._submit_by_reference(shard, request_id, parts, length, kind)
         return future
 
+    def _waiter(self, request_id: int, parts: list[Part]) -> Waiter:
+        now_s, patient = self._loop.time(), self._pending[request_id].patient
+        expires_s = now_s + (self._wait_s if patient else ROOM_WAIT_S)
+        return Waiter(parts, sum(map(len, parts)), request_id, now_s, expires_s, patient)
+
     def _submit_by_reference(self, shard: int, request_id: int, parts: list[Part], length: int, kind: Kind) -> None:
         reference = messages.encode_reference(kind, request_id, self._spills.path(request_id))
-        waiter = _Waiter(reference, sum(map(len, reference)), request_id, self._loop.time() + ROOM_WAIT_S)
         try:
             self._spills.reserve(request_id, length)
             if length <= SPILL_INLINE_BYTES_MAX:
                 self._spills.write(request_id, parts)
-                self._push(shard, waiter)
+                self._push(shard, self._waiter(request_id, reference))
                 return
         except OSError as error:
             self._spill_failed(request_id, error)
             return
-        task = self._loop.create_task(self._spill(shard, waiter, parts))
+        task = self._loop.create_task(self._spill(shard, request_id, reference, parts))
         self._spilling.add(task)
         task.add_done_callback(self._spilling.discard)
 
-    async def _spill(self, shard: int, waiter: _Waiter, parts: list[Part]) -> None:
+    async def _spill(self, shard: int, request_id: int, reference: list[Part], parts: list[Part]) -> None:
         try:
-            await asyncio.to_thread(self._spills.write, waiter.request_id, parts)
+            await asyncio.to_thread(self._spills.write, request_id, parts)
         except OSError as error:
-            self._spill_failed(waiter.request_id, error)
+            self._spill_failed(request_id, error)
             return
-        waiter.expires_s = self._loop.time() + ROOM_WAIT_S
-        self._push(shard, waiter)
+        if request_id in self._pending:
+            self._push(shard, self._waiter(request_id, reference))
+        else:  # it took too long: its client has been told
+            self._spills.drop(request_id)
 
     def _spill_failed(self, request_id: int, error: OSError) -> None:
         _log.warning("no room in shared memory for a long request", error=error.strerror)
         self._reject(request_id)
 
-    def _push(self, shard: int, waiter: _Waiter) -> None:
+    def _push(self, shard: int, waiter: Waiter) -> None:
         link = self._links[shard]
-        if not link.waiters and link.requests.push(*waiter.parts):
+        fate = link.lane.offer(waiter, self.refusing)
+        if fate is Fate.SENT:
             self._signal(link)
             return
         self._cell.add("ring_full")
-        too_many = len(link.waiters) >= WAITERS_MAX or link.waiting_bytes + waiter.length_bytes > WAITING_BYTES_MAX
-        if too_many and waiter.expires_s is not None:
+        if fate is Fate.REFUSED:
             self._reject(waiter.request_id)
-            return
-        link.waiters.append(waiter)
-        link.waiting_bytes += waiter.length_bytes
-        if self._retry_timer is None:
+        elif self._retry_timer is None:
             self._retry_timer = self._loop.call_later(ROOM_RETRY_S, self._retry)
 
     def _retry(self) -> None:
@@ -237,29 +265,33 @@ class Gateway:
         self._retry_timer = None
         now_s = self._loop.time()
         for link in self._links:
-            waiters = link.waiters
-            while waiters:
-                waiter = waiters[0]
-                if waiter.expires_s is not None and waiter.expires_s < now_s:
-                    self._reject(waiter.request_id)
-                elif link.requests.push(*waiter.parts):
-                    self._signal(link)
-                else:
-                    break
-                waiters.popleft()
-                link.waiting_bytes -= waiter.length_bytes
-            if waiters and self._retry_timer is None:
+            if not link.lane.waiting:
+                continue
+            sent, given_up = link.lane.retry(now_s)
+            for waiter in given_up:
+                self._reject(waiter.request_id)
+            for waiter in sent:
+                pending = self._pending.get(waiter.request_id)
+                if pending is not None:
+                    pending.throttled_s = now_s - waiter.since_s
+            if sent:
+                self._signal(link)
+            if link.lane.waiting and self._retry_timer is None:
                 self._retry_timer = self._loop.call_later(ROOM_RETRY_S, self._retry)
 
     def _reject(self, request_id: int) -> None:
         """Nothing of this request has reached a shard."""
         self._spills.drop(request_id)
         pending = self._pending.pop(request_id, None)
-        if pending is not None:
-            _fail(
-                pending.future,
-                TopicsError("throttled", "the shard has more work than it can take", {"retry_after_ms": 100}),
-            )
+        if pending is None:
+            return
+        self._cell.add("throttled")
+        if pending.patient:
+            what = "the shard has had more work than it can take for too long; nothing of this request was done"
+            _fail(pending.future, TopicsError("shard_unavailable", what))
+        else:
+            detail = {"retry_after_ms": self.retry_after_ms}
+            _fail(pending.future, TopicsError("throttled", "the shard has more work than it can take", detail))
 
     def _signal(self, link: _Link) -> None:
         if not link.signal_due:
@@ -307,6 +339,9 @@ class Gateway:
             self._answer(request_id, message, messages.decode_error)
         elif kind == Kind.NOTIFY:
             self._watches.notify(messages.decode_notify(message))
+        elif kind == Kind.DEALT:
+            if self.on_dealt is not None:
+                self.on_dealt(messages.decode_dealt(message))
         elif kind == Kind.GENERATION:
             self._check_generation(shard)
 
@@ -317,6 +352,8 @@ class Gateway:
         if pending is None or pending.future.done():
             return
         reply = decode(message)
+        if pending.throttled_s and isinstance(reply, AppendReply):
+            reply = msgspec.structs.replace(reply, throttled_us=int(pending.throttled_s * 1e6))
         if isinstance(reply, TopicsError):
             pending.future.set_exception(reply)
         else:
@@ -329,6 +366,8 @@ class Gateway:
         if generation != link.generation:
             link.generation = generation
             self._watches.renew(shard)
+            for listener in self.on_restart:
+                listener(shard)
 
     def _sweep(self) -> None:
         self._sweep_timer = self._loop.call_later(SWEEP_S, self._sweep)
@@ -339,14 +378,7 @@ class Gateway:
         # All wait equally long, so those that have waited longest come first.
         expired = itertools.takewhile(lambda item: item[1].expires_s <= now_s, self._pending.items())
         for request_id, pending in list(expired):
-            _fail(
-                pending.future,
-                TopicsError(
-                    "shard_unavailable",
-                    f"shard {pending.shard} did not answer within {self._wait_s:g} s; whether a write took effect "
-                    "is not known, a repeat with the same idempotency key is safe",
-                ),
-            )
+            _fail(pending.future, self.no_answer(pending.shard))
             del self._pending[request_id]
         self._watches.sweep(now_s)
 

@@ -82,6 +82,7 @@ class Http1Protocol(asyncio.Protocol):
         self.writable = True
         self._can_write = asyncio.Event()
         self._discard_left = 0
+        self._body_since_s = 0.0
         self._awaited = Awaited.NOTHING
         self._deadline = math.inf
         self._timer: asyncio.TimerHandle | None = None
@@ -99,7 +100,12 @@ class Http1Protocol(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=self._limits.write_high_water_bytes)
         self._client = _address(transport.get_extra_info("peername"))
         self._server = _address(transport.get_extra_info("sockname"))
-        self._factory.connections.open.add(self)
+        if not self._factory.connections.add(self):
+            # Many are to be turned away cheaply: no time to read a request, let alone to answer it.
+            self._ending = True
+            self._transport.write(error_answer("throttled", "the service has as many connections as it may have"))
+            self._transport.close()
+            return
         self._settle(first_timeout_ms=self._limits.header_timeout_ms)
         if self.draining:
             self._transport.close()
@@ -201,6 +207,8 @@ class Http1Protocol(asyncio.Protocol):
 
     def _begin(self, head: Head) -> None:
         complete = self._parser.complete
+        if not complete:
+            self._body_since_s = self._loop.time()
         self._exchange = exchange = Exchange(
             self,
             http11=head.http11,
@@ -365,7 +373,7 @@ class Http1Protocol(asyncio.Protocol):
     def _hand_over(self, data: bytes) -> None:
         self._ending = True
         self._disarm()
-        self._factory.connections.forget(self)
+        self._factory.connections.forget(self, handed_over=True)
         self._parser.close()
         if not self.reading:
             self._transport.resume_reading()
@@ -404,7 +412,10 @@ class Http1Protocol(asyncio.Protocol):
         if awaited is self._awaited and awaited in _FOR_THE_WHOLE:
             return
         self._awaited = awaited
-        self._deadline = deadline = self._loop.time() + timeout_ms / 1000
+        deadline = self._loop.time() + timeout_ms / 1000
+        if awaited is Awaited.REST_OF_BODY:
+            deadline = min(deadline, self._body_since_s + limits.body_time_ms(self._parser.body_came_bytes) / 1000)
+        self._deadline = deadline
         if self._timer_at > deadline:
             if self._timer is not None:
                 self._timer.cancel()
@@ -427,7 +438,7 @@ class Http1Protocol(asyncio.Protocol):
         elif awaited is Awaited.REST_OF_HEAD:
             self._refuse("request_timeout", f"the head took longer than {self._limits.header_timeout_ms} ms")
         elif awaited is Awaited.REST_OF_BODY:
-            self._refuse("request_timeout", f"no body for {self._limits.body_idle_timeout_ms} ms")
+            self._refuse("request_timeout", "the body came too slowly, or not at all")
         elif not self.buffered_bytes:
             self._transport.close()
         else:  # READER, END: a client may be slow, but it must not stand still

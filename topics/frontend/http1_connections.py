@@ -5,20 +5,33 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, cast
 
+from topics.shm.cap import Cap
+
 if TYPE_CHECKING:
     from topics.frontend.http1 import Http1Protocol
 
 
 class Connections:
-    """Every HTTP/1.1 connection of this process: counts them, drains them, says when all are gone."""
+    """Every HTTP/1.1 connection of this process: counts them, drains them, says when all are gone.
 
-    def __init__(self) -> None:
+    `places` is how many connections the whole service may have, those of other protocols included.
+    """
+
+    def __init__(self, places: Cap | None = None) -> None:
+        self.places = places
         self.draining = False
         self.requests = 0
         self.open: set[Http1Protocol] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         """Running app calls; the loop itself keeps only weak references."""
         self._changed = asyncio.Event()
+
+    def add(self, connection: Http1Protocol) -> bool:
+        """A connection was accepted; False: it is one too many, and not kept."""
+        if self.places is not None and not self.places.claim():
+            return False
+        self.open.add(connection)
+        return True
 
     def begin_drain(self) -> None:
         """Close what is idle; what is busy finishes its request with `connection: close`. Can be repeated."""
@@ -41,9 +54,12 @@ class Connections:
         for connection in list(self.open):
             connection.close_now()
 
-    def forget(self, connection: Http1Protocol) -> None:
-        """The connection is closed, or is no longer ours."""
-        self.open.discard(connection)
+    def forget(self, connection: Http1Protocol, handed_over: bool = False) -> None:
+        """The connection is closed, or `handed_over`: no longer ours, and keeps its place. Can be repeated."""
+        if connection in self.open:
+            self.open.remove(connection)
+            if self.places is not None and not handed_over:
+                self.places.release()
         self._changed.set()
 
     def task_done(self) -> None:

@@ -55,7 +55,7 @@ def error_answer(code: str, message: str, *, with_body: bool = True) -> bytes:
     status = STATUS_BY_CODE[code]
     body = msgspec.json.encode({"error": {"code": code, "message": message}})
     allow = b"allow: DELETE, GET, HEAD, OPTIONS, POST, PUT\r\n" if code == "method_not_allowed" else b""
-    retry = b"retry-after: 1\r\n" if status == 503 else b""
+    retry = b"retry-after: 1\r\n" if status in (429, 503) else b""
     return b"%bcontent-type: application/json\r\n%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
         _STATUS_LINES[status],
         allow,
@@ -404,6 +404,11 @@ class PushStream:
         if not self.closed:
             self.closed = True
             self._exchange._send_body(b"", more=False)
+
+    def abort(self) -> None:
+        """Cut the connection, whatever waits for the client is gone."""
+        self.closed = True
+        self._wire.abort()
 
     def client_gone(self) -> None:
         """The connection's call, once, when no more can be delivered."""

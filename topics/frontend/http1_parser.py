@@ -39,6 +39,9 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     header_timeout_ms: int = 10_000
     """From a head's first byte to its last; also how long a new connection may be silent."""
     body_idle_timeout_ms: int = 30_000
+    body_timeout_ms: int = 60_000
+    """From a head to the end of its body, for a body that comes at less than `body_min_bytes_per_s`."""
+    body_min_bytes_per_s: int = 1024
     keep_alive_timeout_ms: int = 75_000
     write_stall_timeout_ms: int = 60_000
     """How long a client may take nothing of what is waiting for it."""
@@ -50,6 +53,10 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Answer that may wait in memory before the app's `send` does."""
     discard_max_bytes: int = 256 * 1024
     """Rest of a body that is read and dropped after an early answer to save the connection; with more it is closed."""
+
+    def body_time_ms(self, came_bytes: int) -> int:
+        """How long a body may take of which so much has come."""
+        return self.body_timeout_ms + came_bytes * 1000 // self.body_min_bytes_per_s
 
 
 class Refusal(Exception):  # noqa: N818 - to the client it is an answer
@@ -107,6 +114,11 @@ class RequestParser:
     def body_left_bytes(self) -> int:
         """What is still to come of a body with a Content-Length; 0 for a chunked one."""
         return self._body_left or 0
+
+    @property
+    def body_came_bytes(self) -> int:
+        """What has come of the current body."""
+        return self._body_bytes
 
     def close(self) -> None:
         """Let go of the parser, which refers back to this object."""

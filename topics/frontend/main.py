@@ -19,27 +19,44 @@ from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.arenas import Arenas
+from topics.frontend.catching_up import CatchingUp, RouterSight
+from topics.frontend.commits import Commits
 from topics.frontend.cors import Cors
+from topics.frontend.cursor_routes import CursorRoutes
+from topics.frontend.dead_letters import DeadLetters
 from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1 import Connections, HttpLimits
+from topics.frontend.job_channel import JobChannel
+from topics.frontend.key_limits import KeyLimits
 from topics.frontend.key_reload import KeyReload
 from topics.frontend.log_files import LogFiles
 from topics.frontend.metrics import MetricsRoute
+from topics.frontend.pressure import FrontendPressure
 from topics.frontend.probes import ProbeRoutes
+from topics.frontend.queue import QueueRoutes
+from topics.frontend.queue_table import cursor_operations, queue_operations
 from topics.frontend.reading import TopicReader
+from topics.frontend.router_operations import router_operations
+from topics.frontend.routers import RouterRoutes
 from topics.frontend.serve import serve
 from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
+from topics.frontend.stages import Stages
+from topics.frontend.table import service_operations, topic_operations, watch_operations
 from topics.frontend.topics import TopicRoutes
+from topics.frontend.txn import TxnRoutes
+from topics.frontend.txn_table import txn_operations
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute
+from topics.frontend.work import WorkRoutes
 from topics.settings import Settings
 from topics.shm.cap import Cap
 from topics.shm.control import OVER_LIVES, ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
+from topics.shm.key_counts import KeyCounts
 from topics.shm.recency import Recency, RecencyWriter
 
 HEARTBEAT_S: Final = 0.25
@@ -86,40 +103,44 @@ async def _serve(
     gateway = Gateway(shared, index, incarnation, arenas, cell, settings.shard_wait_ms)
     reader = TopicReader(arenas, LogFiles(settings.data_dir, shared.ram_dir, shards), shards, clock)
     recency_writer = RecencyWriter(shared.identity, index, shards)
-    diff = DiffRoute(reader, gateway, recency_writer, settings, cell)
+    router_sight = RouterSight(shared)
+    catching_up = CatchingUp(router_sight, reader, gateway)
+    routers = RouterRoutes(router_sight, catching_up, reader, gateway, settings)
+    diff = DiffRoute(reader, gateway, recency_writer, settings, cell, catching_up)
     recency = Recency(shared.identity, shared.frontends, shards)
     hub = Hub(gateway, TopicSight(reader, arenas, recency_writer, recency), cell, clock)
-    access = Access(keys, settings.probe_auth)
+    limits = KeyLimits(KeyCounts(shared.key_counts, shared.frontends, index), settings)
+    access = Access(keys, settings.probe_auth, limits)
     append = AppendRoute(gateway, settings, cell)
-    places = _streams_cap(shared, cell, settings)
-    websocket = WebSocketRoute(reader, append, hub, access, settings, places, cell, clock)
-    app = App(
-        append,
-        diff,
-        TopicRoutes(reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms),
-        WatchRoutes(
-            reader,
-            Sessions(gateway, arenas, clock),
-            hub,
-            access,
-            settings,
-            places,
-        ),
-        ProbeRoutes(shared.control, clock),
-        MetricsRoute(
-            ServiceFigures(shared.control, shared.durations, clock.now_ms), arenas, shards, settings.max_metric_topics
-        ),
-        websocket,
-        access,
-        cell,
-        partial(shared.durations.observe, index),
+    places = _cap("sse_connections", settings.max_sse_connections, "sse_admitted", shared, cell)
+    websocket = WebSocketRoute(reader, append, hub, access, settings, places, catching_up, cell, clock)
+    topics = TopicRoutes(
+        reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms, catching_up, routers
     )
-    connections = Connections()
+    watch = WatchRoutes(reader, Sessions(gateway, arenas, clock), hub, access, settings, places, catching_up)
+    channel = JobChannel(gateway, incarnation)
+    dead_letters = DeadLetters(gateway, reader)
+    work = WorkRoutes(gateway, reader, channel, dead_letters, access, settings, places, cell)
+    figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
+    metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
+    commits = Commits(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
+    operations = [
+        *topic_operations(append, diff, topics),
+        *router_operations(routers),
+        *watch_operations(watch),
+        *queue_operations(QueueRoutes(gateway, reader, channel, dead_letters, catching_up, settings, cell), work),
+        *cursor_operations(CursorRoutes(gateway, reader, catching_up, settings, cell)),
+        *txn_operations(TxnRoutes(append, commits, reader, settings)),
+        *service_operations(ProbeRoutes(shared.control, clock), metrics, settings.probe_auth),
+    ]
+    app = App(operations, append, diff, websocket, access, cell, partial(shared.durations.observe, index))
+    connections = Connections(_cap("connections", settings.max_connections, "connections_admitted", shared, cell))
 
     def stop() -> None:
         cell.set("state", ProcessState.DRAINING)
         diff.drain()
         websocket.drain()
+        work.drain()
         hub.drain()
         shutdown.set()
 
@@ -132,6 +153,8 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, KeyReload(settings, access, shared.control.header, cell).request)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     gateway.start()
+    commits.start(janitor=index == 0)
+    FrontendPressure(shared.control, cell, hub, gateway).start()
     beat()
     # What is set up lives as long as the process: the collector need not look at it again and again.
     gc.collect()
@@ -152,10 +175,11 @@ async def _serve(
             on_ready=lambda: cell.set("state", ProcessState.READY),
         )
     finally:
+        commits.close()
         gateway.close()
 
 
-def _streams_cap(shared: SharedMemory, cell: ProcessCell, settings: Settings) -> Cap:
-    """Event streams of all frontends together. Those of one that died count until its next life begins."""
+def _cap(limit: str, most: int, field: str, shared: SharedMemory, cell: ProcessCell) -> Cap:
+    """Of all frontends together. What one that died had counts until its next life begins."""
     every = [shared.control.cell(Role.FRONTEND, frontend) for frontend in range(shared.frontends)]
-    return Cap("sse_connections", settings.max_sse_connections, "sse_admitted", cell, every)
+    return Cap(limit, most, field, cell, every)

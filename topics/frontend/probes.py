@@ -42,6 +42,7 @@ class ProbeRoutes:
             "status": "ready",
             "wal_replay_complete": not recovering,
             "topics": sum(cell.get("topics") for cell in self._shards),
+            "pressure": round(self._control.pressure(), 3),
         }
         if recovering:
             answer["recovering_shards"] = recovering

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
+from collections.abc import Callable
+from typing import Final
+
 from starlette.datastructures import QueryParams
 
 from topics.core.config import U64_MAX
-from topics.core.errors import invalid
+from topics.core.errors import TopicsError, invalid
 
+PAGE_SIZE_DEFAULT: Final = 100
+PAGE_SIZE_MAX: Final = 1000
+_CURSOR_MARK: Final = b"after:"
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -30,3 +38,30 @@ def count(query: QueryParams, name: str, default: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) <= U64_MAX):
         raise invalid(f"?{name} must be an integer from 0 to 2^64-1, not {text[:100]!r}", field=name)
     return int(text)
+
+
+def page_size(query: QueryParams) -> int:
+    """`?page_size` of a list (api §0.8)."""
+    return min(count(query, "page_size", PAGE_SIZE_DEFAULT) or PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX)
+
+
+def name_cursor(name: str) -> str:
+    """The cursor of a list that goes on behind this name."""
+    return base64.urlsafe_b64encode(_CURSOR_MARK + name.encode()).decode().rstrip("=")
+
+
+def name_after(cursor: str | None, check_name: Callable[[str], str]) -> str:
+    """The name that a list cursor stands behind, "" without one; `400` for what `name_cursor` never gave."""
+    if cursor is None:
+        return ""
+    try:
+        content = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True).decode()
+    except (ValueError, binascii.Error):
+        content = ""
+    mark = _CURSOR_MARK.decode()
+    if not content.startswith(mark):
+        raise invalid("?cursor is not one that a list gave: take next_cursor as it is", field="cursor")
+    try:
+        return check_name(content.removeprefix(mark))
+    except TopicsError:
+        raise invalid("?cursor is not one that a list gave: take next_cursor as it is", field="cursor") from None

@@ -89,6 +89,10 @@ class TopicReader:
         self._now_ms = max(self._now_ms, self._clock.now_ms())
         return self._now_ms
 
+    def owner(self, name: str) -> int:
+        """The shard of a topic, whether it exists or not."""
+        return owner_shard(name, self._shards)
+
     def find(self, name: str) -> TopicRef | None:
         """The topic as it is now; raises `not_ready` until its shard has recovered."""
         shard = owner_shard(name, self._shards)

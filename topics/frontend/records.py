@@ -8,6 +8,7 @@ slice and a comparison for each record and one formatting for all of them (`benc
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import accumulate
 from mmap import mmap
@@ -15,16 +16,19 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from topics.core.topic import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.frontend.log_files import LogFiles
 from topics.shm.arena import Locations
 from topics.storage.frame import (
+    CHECKSUM,
     CHECKSUM_LEN,
     HEADER_LEN,
     LOCATION_HAS_META,
     LOCATION_HAS_NODE,
     LOCATION_HAS_TAG,
+    OVERHEAD_LEN,
 )
 
 _IDENTITY: Final = Struct("<I2xQQ")
@@ -33,6 +37,8 @@ _HEADER: Final = Struct("<I2xQQ8xHH4x")
 """frame_len, topic_id, seq, node_len, tag_len."""
 _LENGTH_FIELD_LEN: Final = 4
 _META: Final = b',"meta":{'
+_DATA_KEY_LEN: Final = len('"data":')
+_META_KEYS_LEN: Final = len('"data":,"meta":')
 _FLAGS_SHIFT: Final = 32
 _FILE_KEY: Final = 0xFFFF_FFFF | LOCATION_IN_RAM_LOG << _FLAGS_SHIFT
 """What of an entry's file_flags says which file it is."""
@@ -42,8 +48,21 @@ class MismatchError(Exception):
     """A frame is not the one its location promises: the location is out of date, or the file is damaged."""
 
 
+class CorruptRecordError(Exception):
+    """A frame is the one that was looked for, and its bytes are not those that were written."""
+
+    def __init__(self, seq: int, file: str, offset: int) -> None:
+        super().__init__(f"record {seq}: {file}, offset {offset}")
+        self.seq = seq
+        self.file = file
+        self.offset = offset
+
+
 class PageOptions(NamedTuple):
-    """What a reader wants: `nodes` are the writers whose records it does not want back (api §4), None for all."""
+    """What a reader wants: `nodes` are the writers whose records it does not want back (api §4), None for all.
+    `extras` are members to add to the records of these seqs, each with a comma before it. `payload_bytes`: of the byte
+    budget only data and meta count; `verify`: checksums are looked at (CorruptRecordError).
+    """
 
     limit: int
     max_batch_bytes: int
@@ -51,6 +70,9 @@ class PageOptions(NamedTuple):
     include_tags: bool = False
     include_meta: bool = True
     include_data: bool = True
+    extras: Mapping[int, bytes] | None = None
+    payload_bytes: bool = False
+    verify: bool = False
 
 
 class Rendered(msgspec.Struct, frozen=True, gc=False):
@@ -81,7 +103,8 @@ def render(
     `size_bytes` of which are used up already. Raises MismatchError, FileNotFoundError, EOFError.
     """
     plain = max(locations.file_flags) >> _FLAGS_SHIFT <= LOCATION_IN_RAM_LOG
-    if plain and options.include_data:
+    special = options.extras is not None or options.payload_bytes or options.verify
+    if plain and options.include_data and not special:
         return _render_plain(source, first_seq, locations, options, count, size_bytes)
     return _render_any(source, first_seq, locations, options, count, size_bytes)
 
@@ -154,16 +177,26 @@ def _render_any(
         if frame_seq != seq or frame_topic_id != topic_id or frame_len != length - _LENGTH_FIELD_LEN:
             raise MismatchError(f"seq {seq}, file {file_flags & 0xFFFF_FFFF}, offset {offset}")
         at = offset + HEADER_LEN
-        attributes = b""
+        attributes = b"" if options.extras is None else options.extras.get(seq, b"")
         if flags & LOCATION_HAS_NODE:
             node = file[at : at + node_len]
             if nodes is not None and node in nodes:
                 continue
-            attributes = _node_member(node)
+            attributes += _node_member(node)
             at += node_len
+        if options.payload_bytes:
+            keys_len = _META_KEYS_LEN if flags & LOCATION_HAS_META else _DATA_KEY_LEN
+            length -= OVERHEAD_LEN + node_len + tag_len + keys_len
         if taken == room or (length > room_bytes and count + taken > 0):
             full = True
             break
+        if options.verify and CHECKSUM.unpack_from(file, end - CHECKSUM_LEN)[0] != xxh3_64_intdigest(
+            file[offset + _LENGTH_FIELD_LEN : end - CHECKSUM_LEN]
+        ):
+            if count + taken:  # what is before it is whole; it is the next page's first
+                full = True
+                break
+            raise CorruptRecordError(seq, f"log file {file_flags & 0xFFFF_FFFF}", offset)
         if flags & shown_tag:
             attributes += _tag_member(file[at : at + tag_len])
         payload = file[at + tag_len : end - CHECKSUM_LEN]

@@ -20,18 +20,22 @@ from h2.connection import H2Connection
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.lifespan import Lifespan
 from hypercorn.asyncio.tcp_server import TCPServer
-from hypercorn.asyncio.worker_context import WorkerContext
+from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
 from hypercorn.config import Config
 
+from topics.frontend import patience
 from topics.frontend.http1 import Http1Factory
 from topics.frontend.http1_connections import Connections
-from topics.frontend.http1_exchange import TRANSPORT, AsgiApp, Receive, Scope, Send
+from topics.frontend.http1_exchange import TRANSPORT, AsgiApp, Receive, Scope, Send, error_answer
 from topics.frontend.http1_parser import HttpLimits
 from topics.log import get_logger
+from topics.shm.cap import Cap
 
 HttpProtocol = Literal["httptools", "stock"]
 WS_PING_INTERVAL_S: Final = 30.0
 """Proxies close what is silent; a client that is gone without a word is found."""
+GONE_S: Final = 2.0
+"""How long app calls may go on whose client has closed its end of the connection."""
 CLOSED_NAP_S: Final = 0.05
 """Between two looks of who would ping a connection that is closed already."""
 _WS_EXTENSIONS: Final = re.compile(rb"(?i)\r\nsec-websocket-extensions:[^\r\n]*")
@@ -67,7 +71,7 @@ async def serve(
         lifespan_task.result()  # an app without life span has ended without an error
 
     connections = connections if connections is not None else Connections()
-    others = HypercornConnections(app, config, state, limits)
+    others = HypercornConnections(app, config, state, limits, connections.places)
     factory: Callable[[], asyncio.BaseProtocol] = (
         others.protocol if http_protocol == "stock" else Http1Factory(app, limits, connections, others.take, state)
     )
@@ -80,7 +84,7 @@ async def serve(
         for server in servers:
             server.close()
         connections.begin_drain()
-        await others.begin_drain()
+        others.begin_drain()
         try:
             async with asyncio.timeout(grace_ms / 1000):
                 await connections.wait_closed()
@@ -100,14 +104,38 @@ async def serve(
             await asyncio.gather(lifespan_task, return_exceptions=True)
 
 
-class _ConnectionContext(WorkerContext):
-    """Of one connection: whoever sleeps between two pings of a WebSocket wakes when it is closed, else Hypercorn would
-    keep the socket until then."""
+class _Flag(EventWrapper):
+    def set_now(self) -> None:
+        self._event.set()
 
-    def __init__(self, of_all: WorkerContext) -> None:
+
+class _ConnectionContext(WorkerContext):
+    """Of one connection. Whoever waits for the end of an idle connection, or sleeps between two pings of a WebSocket,
+    wakes when the client has closed it, else Hypercorn would keep the socket until then.
+    """
+
+    def __init__(self) -> None:
         super().__init__(None)
-        self.terminated = of_all.terminated
+        self.terminated = self.end = _Flag()
         self.closed = asyncio.Event()
+        self._apps: set[asyncio.Task[Any]] = set()
+        self._client_gone = False
+
+    def enter(self, app: asyncio.Task[Any]) -> None:
+        """An app call begins on this connection."""
+        self._apps.add(app)
+        app.add_done_callback(self._apps.discard)
+        if self._client_gone:
+            app.get_loop().call_later(GONE_S, app.cancel)
+
+    def client_gone(self) -> None:
+        """The client has closed its end. App calls learn of it from Hypercorn, but not in all of its states: those that
+        go on all the same are cancelled, or they and their socket would stay for ever.
+        """
+        self._client_gone = True
+        self.end.set_now()
+        for app in self._apps:
+            app.get_loop().call_later(GONE_S, app.cancel)
 
     async def sleep(self, wait: float) -> None:  # type: ignore[override]
         if self.closed.is_set():
@@ -131,44 +159,58 @@ class _Protocol(asyncio.StreamReaderProtocol):
         super().__init__(reader, connected, loop)
         self._context = context
 
+    def eof_received(self) -> bool | None:
+        self._context.client_gone()
+        return super().eof_received()
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._context.client_gone()
         self._context.closed.set()
 
 
 class HypercornConnections:
     """Connections that Hypercorn's own protocols serve."""
 
-    def __init__(self, app: AsgiApp, config: Config, state: dict[str, Any], limits: HttpLimits) -> None:
+    def __init__(
+        self, app: AsgiApp, config: Config, state: dict[str, Any], limits: HttpLimits, places: Cap | None
+    ) -> None:
+        self._places = places
         self._app = app
         self._config = config
         self._state = state
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._context = WorkerContext(None)
+        self._contexts: set[_ConnectionContext] = set()
         self.tasks: set[asyncio.Task[None]] = set()
 
-    def protocol(self) -> asyncio.StreamReaderProtocol:
-        """The protocol of a connection that is Hypercorn's."""
+    def protocol(self, *, has_place: bool = False) -> asyncio.StreamReaderProtocol:
+        """The protocol of a connection that is Hypercorn's; `has_place`: it counts among all connections already."""
         reader = asyncio.StreamReader(limit=self._limits.read_high_water_bytes, loop=self._loop)
-        context = _ConnectionContext(self._context)
-        return _Protocol(reader, partial(self._connected, context), self._loop, context)
+        context = _ConnectionContext()
+        return _Protocol(reader, partial(self._connected, context, has_place), self._loop, context)
 
     def take(self, transport: asyncio.Transport, data: bytes) -> None:
         """Take over an open transport and the bytes that were read from it."""
         data = _without_compression(data)
-        protocol = self.protocol()
+        protocol = self.protocol(has_place=True)
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
         protocol.data_received(data)
 
     def _connected(
-        self, context: _ConnectionContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, context: _ConnectionContext, has_place: bool, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        if self._places is not None and not has_place and not self._places.claim():
+            writer.write(error_answer("throttled", "the service has as many connections as it may have"))
+            writer.close()
+            return
         writer.transport.set_write_buffer_limits(high=self._limits.write_high_water_bytes)
         task = self._loop.create_task(self._serve(context, reader, writer))
         self.tasks.add(task)
+        self._contexts.add(context)
         task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(lambda _: self._contexts.discard(context))
 
     async def _serve(
         self, context: _ConnectionContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -179,17 +221,27 @@ class HypercornConnections:
             await TCPServer(app, self._loop, self._config, context, cast(Any, state), reader, writer)
         except Exception:
             log.exception("connection failed")
+        finally:
+            if self._places is not None:
+                self._places.release()
 
     async def _run(self, context: _ConnectionContext, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        context.enter(task)
+        if scope["type"] != "websocket":
+            await patience.run(self._app, self._limits, scope, receive, send)
+            return
         try:
             await self._app(scope, receive, send)
         finally:
-            if scope["type"] == "websocket" and scope["http_version"] == "1.1":
+            if scope["http_version"] == "1.1":
                 context.closed.set()
 
-    async def begin_drain(self) -> None:
+    def begin_drain(self) -> None:
         """Close what is idle, and what is busy when it becomes so."""
-        await self._context.terminated.set()
+        for context in list(self._contexts):
+            context.end.set_now()
 
     async def wait_closed(self) -> None:
         """Until no connection is left."""

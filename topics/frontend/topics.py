@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import itertools
 import time
 from collections.abc import Callable
@@ -14,7 +12,7 @@ from starlette.datastructures import QueryParams
 
 from topics.core import priority
 from topics.core.config import parse_config
-from topics.core.errors import TopicsError, invalid
+from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
@@ -22,10 +20,12 @@ from topics.frontend.access import caller_of
 from topics.frontend.answers import send_object
 from topics.frontend.arenas import Arenas, live_names
 from topics.frontend.bodies import read_body
+from topics.frontend.catching_up import CatchingUp
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1_exchange import Receive, Scope, Send
-from topics.frontend.query import count, flag
+from topics.frontend.query import flag, name_after, name_cursor, page_size
 from topics.frontend.reading import TopicReader, TopicRef, has_expired
+from topics.frontend.routers import RouterRoutes
 from topics.settings import Settings
 from topics.shm.messages import (
     DeleteRecords,
@@ -39,11 +39,8 @@ from topics.shm.messages import (
 )
 from topics.shm.recency import Recency, RecencyWriter
 
-PAGE_SIZE_DEFAULT: Final = 100
-PAGE_SIZE_MAX: Final = 1000
 EXPIRE_WAIT_S: Final = 0.25
 """A dead shard must not hold up a state read: it is then answered as the topic was last published."""
-_CURSOR_MARK: Final = b"after:"
 
 
 class TopicRoutes:
@@ -58,6 +55,8 @@ class TopicRoutes:
         recency: Recency,
         settings: Settings,
         waiting_ms: Callable[[str], int],
+        catching_up: CatchingUp,
+        routers: RouterRoutes,
     ) -> None:
         """`waiting_ms(name)`: how long what is new in a topic waits to be delivered by this process."""
         self._reader = reader
@@ -67,6 +66,8 @@ class TopicRoutes:
         self._recency = recency
         self._settings = settings
         self._waiting_ms = waiting_ms
+        self._catching_up = catching_up
+        self._routers = routers
 
     async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -85,10 +86,16 @@ class TopicRoutes:
         started_ns = time.perf_counter_ns()
         name = _topic_name(scope)
         if_empty = flag(QueryParams(scope["query_string"]), "if_empty", False)
+        routers = await self._routers.before_delete(name)
         reply = await self._gateway.call(
             owner_shard(name, self._gateway.shards), DeleteTopic(name, if_empty), DeleteTopicReply
         )
-        answer: dict[str, Any] = {"topic": name, "deleted": reply.deleted, "routers_removed": []}
+        if not reply.deleted:
+            routers = []
+        if routers:
+            await self._routers.after_delete(name, routers)
+        removed = [router.name for router in routers]
+        answer: dict[str, Any] = {"topic": name, "deleted": reply.deleted, "routers_removed": removed}
         await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
 
     async def delete_records(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,6 +105,7 @@ class TopicRoutes:
         body = await read_body(receive, headers, self._settings.max_body_bytes)
         before_seq, match = wire.decode_delete(body)
         op, tag = (None, b"") if match is None else match
+        await self._catching_up.one(name)
         reply = await self._gateway.call(
             owner_shard(name, self._gateway.shards), DeleteRecords(name, before_seq, op, tag), DeleteRecordsReply
         )
@@ -115,6 +123,7 @@ class TopicRoutes:
         started_ns = time.perf_counter_ns()
         name = _topic_name(scope)
         touch = flag(QueryParams(scope["query_string"]), "touch", True)
+        await self._catching_up.one(name)
         ref = await self._settled(self._reader.get(name))
         now_ms = self._reader.now_ms()
         view, config = ref.view, ref.config
@@ -136,24 +145,32 @@ class TopicRoutes:
             "last_write_ts": view.last_write_ts or None,
             "last_read_ts": last_read_ms or None,
         }
+        if config.type == "queue":
+            answer["queue"] = {
+                "ready": view.jobs_ready,
+                "in_flight": view.jobs_in_flight,
+                "dead_lettered": view.jobs_dead_lettered,
+            }
         await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
 
     async def list_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         query = QueryParams(scope["query_string"])
-        page_size = min(count(query, "page_size", PAGE_SIZE_DEFAULT) or PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX)
+        most = page_size(query)
         touch = flag(query, "touch", False)
         prefix = query.get("prefix", "")
         prefixes = caller_of(scope).narrowed(prefix)
         arenas = [self._arenas.require(shard) for shard in range(self._gateway.shards)]
-        names = list(itertools.islice(live_names(arenas, prefixes, _after(query.get("cursor"))), page_size + 1))
-        more = len(names) > page_size
-        refs = [ref for name in names[:page_size] if (ref := self._reader.find(name)) is not None]
+        after = name_after(query.get("cursor"), check_topic_name)
+        names = list(itertools.islice(live_names(arenas, prefixes, after), most + 1))
+        more = len(names) > most
+        await self._catching_up.all(names[:most])
+        refs = [ref for name in names[:most] if (ref := self._reader.find(name)) is not None]
         refs = await self._all_settled(refs)
         now_ms = self._reader.now_ms()
         answer: dict[str, Any] = {"topics": [self._entry(ref, touch, now_ms) for ref in refs]}
         if more:
-            answer["next_cursor"] = _cursor(names[page_size - 1])
+            answer["next_cursor"] = name_cursor(names[most - 1])
         await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
 
     def _entry(self, ref: TopicRef, touch: bool, now_ms: int) -> dict[str, Any]:
@@ -200,24 +217,3 @@ class TopicRoutes:
 
 def _topic_name(scope: Scope) -> str:
     return check_topic_name(scope["path_params"]["topic"])
-
-
-def _cursor(name: str) -> str:
-    return base64.urlsafe_b64encode(_CURSOR_MARK + name.encode()).decode().rstrip("=")
-
-
-def _after(cursor: str | None) -> str:
-    """The name that a list cursor stands behind, "" without one."""
-    if cursor is None:
-        return ""
-    try:
-        content = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True).decode()
-    except (ValueError, binascii.Error):
-        content = ""
-    mark = _CURSOR_MARK.decode()
-    if not content.startswith(mark):
-        raise invalid("?cursor is not one that a list gave: take next_cursor as it is", field="cursor")
-    try:
-        return check_topic_name(content.removeprefix(mark))
-    except TopicsError:
-        raise invalid("?cursor is not one that a list gave: take next_cursor as it is", field="cursor") from None

@@ -9,11 +9,12 @@ from typing import Any, Final
 from starlette.datastructures import QueryParams
 
 from topics.core.errors import TopicsError
-from topics.core.keys import KeyScope
+from topics.core.keys import ANYONE, ApiKey, KeyScope
 from topics.frontend import cursor, wire
 from topics.frontend.access import Access, caller_of
 from topics.frontend.answers import HeaderList, send_object
 from topics.frontend.bodies import Headers, read_body
+from topics.frontend.catching_up import CatchingUp
 from topics.frontend.channels import Connection
 from topics.frontend.delivery import Hub
 from topics.frontend.following import FollowBody, StartBody, check_starts, check_strong, place, resolve
@@ -29,6 +30,7 @@ from topics.frontend.wire import Count
 from topics.frontend.wording import EVENT_STREAM
 from topics.settings import Settings
 from topics.shm.cap import Cap
+from topics.shm.key_counts import Counted
 
 HEARTBEAT_MAX_MS: Final = 60_000
 _HEADERS: Final[HeaderList] = [
@@ -59,6 +61,7 @@ class WatchRoutes:
         access: Access,
         settings: Settings,
         places: Cap,
+        catching_up: CatchingUp,
     ) -> None:
         """`places`: how many streams the whole service may have open."""
         self._reader = reader
@@ -67,6 +70,7 @@ class WatchRoutes:
         self._access = access
         self._settings = settings
         self._places = places
+        self._catching_up = catching_up
         self._streams: dict[Connection, Session] = {}
         access.on_change(self._end_forbidden)
 
@@ -77,6 +81,7 @@ class WatchRoutes:
         request = self._check(wire.decode(_decoder, await read_body(receive, headers, self._settings.max_body_bytes)))
         caller = caller_of(scope)
         caller.require(KeyScope.READ, request.topics)
+        await self._catching_up.all(request.topics)
         found = {name: ref for name in request.topics if (ref := self._find(name, lenient)) is not None}
         follows = {
             name: Follow(ref.view.topic_id, resolve(self._reader, ref, request.topics[name]))
@@ -118,15 +123,20 @@ class WatchRoutes:
             shown = accept[:100].decode("latin-1")
             raise TopicsError("not_acceptable", f"this is a text/event-stream, which Accept: {shown} rules out")
         wid = scope["path_params"]["wid"]
+        caller = ANYONE
         if self._access.on:
-            self._admit(await self._sessions.look(wid), scope)
+            caller = self._admit(await self._sessions.look(wid), scope)
         # Before the session is taken over: who is refused must not end the stream that has it.
-        if not self._places.claim():
-            raise self._places.reached()
+        self._access.limits.take(caller, Counted.STREAMS)
         try:
-            await self._stream(wid, headers, scope, receive, send)
+            if not self._places.claim():
+                raise self._places.reached()
+            try:
+                await self._stream(wid, headers, scope, receive, send)
+            finally:
+                self._places.release()
         finally:
-            self._places.release()
+            self._access.limits.give_back(caller, Counted.STREAMS)
 
     async def _stream(self, wid: str, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
         opened = await self._sessions.open(wid)
@@ -150,12 +160,13 @@ class WatchRoutes:
                 stream = connection.stream
             self._sessions.close(opened, stream.places())
 
-    def _admit(self, session: Session, scope: Scope) -> None:
+    def _admit(self, session: Session, scope: Scope) -> ApiKey:
         """Before anything of the session is touched: whoever learned of a wid without its key must not disturb it."""
         caller = self._access.caller(scope, token=True)
         if not hmac.compare_digest(caller.digest, session.key_digest):
             raise TopicsError("unauthorized", "this watch session belongs to another key, which alone may stream it")
         caller.require(KeyScope.READ, session.topics)
+        return caller
 
     def _end_forbidden(self) -> None:
         """Other keys count now: a stream may not outlive the right to it."""

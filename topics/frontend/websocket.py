@@ -21,6 +21,8 @@ from topics.frontend import append, wire
 from topics.frontend.access import Access
 from topics.frontend.answers import send_error
 from topics.frontend.append import AppendRoute
+from topics.frontend.bodies import INLINE_BYTES_MAX
+from topics.frontend.catching_up import CatchingUp
 from topics.frontend.channels import Connection
 from topics.frontend.delivery import Hub
 from topics.frontend.following import check_starts, check_strong, place, resolve
@@ -44,6 +46,7 @@ from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.cap import Cap
 from topics.shm.control import ProcessCell
+from topics.shm.key_counts import Counted
 from topics.shm.messages import AppendReply
 
 PUBLISHES_MAX: Final = 64
@@ -71,6 +74,7 @@ class WebSocketRoute:
         access: Access,
         settings: Settings,
         places: Cap,
+        catching_up: CatchingUp,
         cell: ProcessCell,
         clock: Clock,
     ) -> None:
@@ -82,6 +86,7 @@ class WebSocketRoute:
         self.settings = settings
         self.cell = cell
         self.clock = clock
+        self.catching_up = catching_up
         self._places = places
         self._sockets: dict[Socket, None] = {}
         self._draining = False
@@ -109,6 +114,7 @@ class WebSocketRoute:
             del self._sockets[socket]
             self.cell.set("ws_connections", len(self._sockets))
             self._places.release()
+            self.access.limits.give_back(caller, Counted.STREAMS)
 
     def drain(self) -> None:
         """The process is to stop: clients come back elsewhere, or later."""
@@ -128,7 +134,9 @@ class WebSocketRoute:
         caller = self.access.caller(scope)
         if self._draining:
             raise TopicsError("shutting_down", "the service is stopping; ask again when it is back")
+        self.access.limits.take(caller, Counted.STREAMS)
         if not self._places.claim():
+            self.access.limits.give_back(caller, Counted.STREAMS)
             raise self._places.reached()
         return caller
 
@@ -217,7 +225,7 @@ class Socket:
             if text is None:
                 raise invalid("a message is JSON text, not binary")
             try:
-                command = decode(body)
+                command = decode(body) if len(body) <= INLINE_BYTES_MAX else await asyncio.to_thread(decode, body)
             except TopicsError:
                 request_id = request_id_of(body)
                 raise
@@ -248,6 +256,7 @@ class Socket:
         topics_max = self._route.settings.max_watch_topics
         check_starts(starts, topics_max)
         key.require(KeyScope.READ, starts)
+        await self._route.catching_up.all(starts)
         self._drop_ended()
         followed = len(self._subscriptions.keys() | starts.keys())
         if followed > topics_max:
@@ -281,16 +290,29 @@ class Socket:
         wire.check_counts(command)
         key.require(needed, (command.topic,))
         await self._may_publish.acquire()
+        limits = self._route.access.limits
         try:
-            reply = self._route.appends.submit(command.topic, command, body_bytes, None, key)
+            limits.take(key, Counted.REQUESTS)
+            try:
+                lay_out = self._route.appends.lay_out
+                if body_bytes <= INLINE_BYTES_MAX:
+                    records = lay_out(command, body_bytes)
+                else:
+                    records = await asyncio.to_thread(lay_out, command, body_bytes)
+                reply = self._route.appends.submit(command.topic, command, records, None, key)
+            except BaseException:
+                limits.give_back(key, Counted.REQUESTS)
+                raise
         except BaseException:
             self._may_publish.release()
             raise
-        task = asyncio.create_task(self._acknowledge(command, reply, started_ns))
+        task = asyncio.create_task(self._acknowledge(command, key, reply, started_ns))
         self._publishes.add(task)
         task.add_done_callback(self._publishes.discard)
 
-    async def _acknowledge(self, command: Publish, reply: asyncio.Future[AppendReply], started_ns: int) -> None:
+    async def _acknowledge(
+        self, command: Publish, key: ApiKey, reply: asyncio.Future[AppendReply], started_ns: int
+    ) -> None:
         try:
             try:
                 done = await reply
@@ -302,6 +324,7 @@ class Socket:
             await self._outbox.put(b'{"op":"ack","request_id":%b,%b}' % (_encode(command.request_id), members))
         finally:
             self._may_publish.release()
+            self._route.access.limits.give_back(key, Counted.REQUESTS)
 
     # -- subscriptions
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeGuard, TypeVar
 
 import msgspec
 
@@ -15,7 +15,7 @@ from topics.core.config import U64_MAX
 from topics.core.errors import TopicsError, invalid
 from topics.core.tags import Match, parse_match
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, extra_json_schema={"maximum": U64_MAX})]
 """A u64; `check_counts` says the upper bound, which msgspec cannot."""
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -24,30 +24,50 @@ _UTF8_STEP_BYTES: Final = 1 << 20
 _FIELD: Final = re.compile(r"`\$\.?([^`]*)`$")
 _POSITION: Final = re.compile(r"^(?:JSON is malformed: )?(.*?)(?: \(byte (\d+)\))?$")
 
+Optional = msgspec.Raw | msgspec.UnsetType
+"""JSON that is kept as it is, where there is any."""
 
-_ABSENT: Final = msgspec.Raw()
+
+_KEY: Final = msgspec.Meta(extra_json_schema={"minLength": 1, "maxLength": 256})
+_META: Final = msgspec.Meta(
+    description="at most 64 strings by name",
+    extra_json_schema={"type": ["object", "null"], "additionalProperties": {"type": "string"}, "maxProperties": 64},
+)
+_CONFIG: Final = msgspec.Meta(
+    description="of the topic, if this write creates it",
+    extra_json_schema={"anyOf": [{"$ref": "#/components/schemas/GivenConfig"}, {"type": "null"}]},
+)
+_PRODUCER: Final = msgspec.Meta(description="not in this version", extra_json_schema={"type": "null"})
 
 
 class RecordBody(msgspec.Struct, gc=False):
-    """One record of a write. `meta` is empty or `null` when there is none."""
+    """One record of a write."""
 
-    data: msgspec.Raw
+    data: Annotated[msgspec.Raw, msgspec.Meta(description="any JSON value, kept byte for byte")]
     tag: str | None = None
     node: str | None = None
-    meta: msgspec.Raw = _ABSENT
+    meta: Annotated[Optional, _META] = msgspec.UNSET
+    deliver_at: Annotated[Count | None, msgspec.Meta(description="of a job: not before this moment, ms")] = None
+    delay_ms: Annotated[Count | None, msgspec.Meta(description="of a job: not before so long after its commit")] = None
+    order_key: Annotated[str | None, msgspec.Meta(description="of jobs: one of a key at a time, in order")] = None
+
+
+def has_job_attributes(record: RecordBody) -> bool:
+    """Whether it is to come later, or in order (api §9)."""
+    return record.deliver_at is not None or record.delay_ms is not None or record.order_key is not None
 
 
 class AppendBody(msgspec.Struct, gc=False):
-    """`POST /v0/topics/:t` (api §2). `config` and `producer` as `RecordBody.meta`."""
+    """A write (api §2)."""
 
-    records: list[RecordBody]
+    records: Annotated[list[RecordBody], msgspec.Meta(extra_json_schema={"minItems": 1})]
     node: str | None = None
-    idempotency_key: str | None = None
+    idempotency_key: Annotated[str, _KEY] | None = None
     create: bool = True
-    config: msgspec.Raw = _ABSENT
+    config: Annotated[Optional, _CONFIG] = msgspec.UNSET
     disable_backpressure: bool = False
     if_head_seq: Count | None = None
-    producer: msgspec.Raw = _ABSENT
+    producer: Annotated[Optional, _PRODUCER] = msgspec.UNSET
 
 
 class DiffBody(msgspec.Struct, gc=False):
@@ -63,6 +83,27 @@ class DiffBody(msgspec.Struct, gc=False):
     from_ts: Count | None = None
 
 
+class StageBody(msgspec.Struct, gc=False):
+    """`POST /v0/stage/:topic` (api §6)."""
+
+    txn: str
+    records: list[RecordBody]
+    node: str | None = None
+
+
+class DropBody(msgspec.Struct, gc=False):
+    """`DELETE /v0/stage/:topic` (api §6)."""
+
+    txn: str
+
+
+class CommitBody(msgspec.Struct, gc=False):
+    """`POST /v0/txn/:sink/commit` (api §6)."""
+
+    batch: Count
+    stages: list[str]
+
+
 class DeleteBody(msgspec.Struct, gc=False):
     """`POST /v0/topics/:t/delete` (api §5). What `match` may be says `core/tags.py`."""
 
@@ -76,6 +117,9 @@ def decoder(body_type: type[BodyT]) -> msgspec.json.Decoder[BodyT]:
 
 _append_decoder = decoder(AppendBody)
 _diff_decoder = decoder(DiffBody)
+_stage_decoder = decoder(StageBody)
+_drop_decoder = decoder(DropBody)
+_commit_decoder = decoder(CommitBody)
 _delete_decoder = decoder(DeleteBody)
 _object_decoder = msgspec.json.Decoder(dict[str, Any])
 _meta_decoder = msgspec.json.Decoder(dict[str, str])
@@ -102,6 +146,20 @@ def decode_diff(body: bytes) -> DiffBody:
     return request
 
 
+def decode_stage(body: bytes) -> StageBody:
+    return decode(_stage_decoder, body)
+
+
+def decode_drop(body: bytes) -> DropBody:
+    return decode(_drop_decoder, body)
+
+
+def decode_commit(body: bytes) -> CommitBody:
+    request = decode(_commit_decoder, body)
+    check_counts(request)
+    return request
+
+
 def decode_delete(body: bytes) -> tuple[int | None, Match | None]:
     """(before_seq, match), at least one of them."""
     request = decode(_delete_decoder, body)
@@ -117,9 +175,9 @@ def decode_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def given(raw: msgspec.Raw) -> bool:
+def given(raw: Optional) -> TypeGuard[msgspec.Raw]:
     """Whether an optional field is there, and more than `null`."""
-    return len(raw) > 0 and bytes(raw) != b"null"
+    return raw is not msgspec.UNSET and bytes(raw) != b"null"
 
 
 def decode_meta(meta: msgspec.Raw, at: str) -> dict[str, str]:

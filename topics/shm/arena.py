@@ -11,7 +11,7 @@ A slot holds its publication count and two copies of the topic's state. The shar
 current and then stores count + 1; a reader takes copy `count & 1` and accepts it if the count is still the same
 afterwards. So readers never wait, and a shard killed in the middle of a write has damaged nothing.
 
-    slot   | published u64 | 7 spare | copy 0: 18 words | copy 1: 18 words |
+    slot   | published u64 | 7 spare | copy 0: 22 words | copy 1: 22 words |
 
 A location ring holds the records base_seq..head_seq; seq s lies at index s & (capacity - 1):
 
@@ -47,11 +47,11 @@ ARENA_BYTES: Final = 8 * 2**30
 CHANGES: Final = 4096
 _CHANGES_WORD: Final = 512
 _SLOTS_WORD: Final = _CHANGES_WORD + CHANGES
-SLOT_WORDS: Final = 48
+SLOT_WORDS: Final = 56
 SLOTS_MAX: Final = 2**20
 _HEAP_BYTE: Final = (_SLOTS_WORD + SLOTS_MAX * SLOT_WORDS) * 8
 _COPY_WORD: Final = 8
-_COPY_WORDS: Final = 18
+_COPY_WORDS: Final = 22
 _BLOCK_MIN_BYTES: Final = 64
 
 
@@ -101,6 +101,11 @@ class TopicView(NamedTuple):
     descriptor_version: int
     evict_run_seq: int
     recreated: int
+    jobs_ready: int
+    jobs_in_flight: int
+    jobs_dead_lettered: int
+    """These three are a queue's, 0 of a log."""
+    is_queue: int
 
 
 class Locations(NamedTuple):
@@ -243,7 +248,8 @@ class ArenaReader:
         self._listed_changes = 0
         self._names: SortedDict[str, int] = SortedDict()
         self._name_of: dict[int, str] = {}
-        self._configs: dict[int, tuple[int, TopicConfig]] = {}
+        self._configs: dict[int, tuple[int, int, TopicConfig]] = {}
+        """By slot, not by topic: topics come and go for ever, slots are used again."""
 
     def find(self, name: str) -> int | None:
         """The slot of a live topic."""
@@ -282,11 +288,11 @@ class ArenaReader:
 
     def config(self, slot: int, view: TopicView) -> TopicConfig:
         """The topic's configuration as of `view` or later."""
-        known = self._configs.get(view.topic_id)
-        if known is not None and known[0] == view.descriptor_version:
-            return known[1]
+        known = self._configs.get(slot)
+        if known is not None and known[0] == view.topic_id and known[1] == view.descriptor_version:
+            return known[2]
         descriptor, view = self._descriptor(slot)
-        self._configs[view.topic_id] = (view.descriptor_version, descriptor.config)
+        self._configs[slot] = (view.topic_id, view.descriptor_version, descriptor.config)
         return descriptor.config
 
     def locations(self, view: TopicView, first_seq: int, last_seq: int) -> Locations | None:
@@ -360,7 +366,7 @@ class ArenaReader:
         if name is not None and self._names.get(name) == slot:
             del self._names[name]
         view = self.view(slot)
-        self._configs.pop(view.topic_id, None)
+        self._configs.pop(slot, None)
         if view.state == SlotState.LIVE:
             descriptor, view = self._descriptor(slot)
             self._name_of[slot] = descriptor.name

@@ -16,12 +16,13 @@ from enum import IntEnum
 from typing import Final
 
 from topics.core.config import CLASSES
+from topics.core.priority import BANDS
 from topics.shm.memory import SharedObject
 
 CELL_WORDS: Final = 128
 SUPERVISOR_WORDS: Final = 16
 MAGIC: Final = 0x31535049434F5454  # "TTOCIPS1"
-VERSION: Final = 2
+VERSION: Final = 3
 
 EXIT_REFUSED: Final = 78
 """Exit code of a child that must not be restarted: its data needs a human (the log says what and where)."""
@@ -63,14 +64,26 @@ SUPERVISOR_FIELDS: Final = ("pid", "state", "restarts", "last_exit", "since_ms")
 LATENCY_BUCKETS: Final = 24
 """Bucket i counts latencies of at most 2^(i+3) µs that fit no earlier one: 8 µs … 34 s; the last one all longer."""
 
-_COMMON = ("pid", "state", "incarnation", "started_ms", "heartbeat_ms", "progress_ppm", "pressure_ppm")
+_COMMON = (
+    "pid",
+    "state",
+    "incarnation",
+    "started_ms",
+    "heartbeat_ms",
+    "progress_ppm",
+    "pressure_ppm",
+    "busy_ppm",
+    "deferring",
+)
 CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
     Role.FRONTEND: (
         *_COMMON,
         "connections",
         "sse_connections",
         "sse_admitted",
+        "connections_admitted",
         "ws_connections",
+        "work_streams",
         "requests",
         "responses_4xx",
         "responses_5xx",
@@ -79,7 +92,13 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "sse_frames",
         "long_polls",
         "ring_full",
+        "throttled",
         "keys_serial",
+        "ready_topics",
+        *(f"ready_band_{band}" for band in range(BANDS)),
+        "scheduling_us",
+        "loop_lag_us",
+        "coalesce_us",
     ),
     Role.WALSHARD: (
         *_COMMON,
@@ -87,6 +106,7 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "topics",
         *(f"topics_{durability}" for durability in CLASSES),
         "queue_topics",
+        "leases_in_flight",
         "records_live",
         "bytes_live",
         "wal_file",
@@ -103,6 +123,10 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "commit_window_us",
         "write_errors",
         "sessions",
+        "routers",
+        "router_copies",
+        "router_lag_records",
+        "router_unlogged_bytes",
         "torn_bytes",
         "arena_bytes",
         "fsync_us_sum",
@@ -114,14 +138,25 @@ HELD_FIELDS: Final = (
     "topics",
     *(f"topics_{durability}" for durability in CLASSES),
     "queue_topics",
+    "leases_in_flight",
     "records_live",
     "bytes_live",
     "sessions",
+    "routers",
 )
 """What a shard holds. It holds it while it is down, too: caps of the whole service count on that."""
 OVER_LIVES: Final[dict[Role, frozenset[str]]] = {
     Role.FRONTEND: frozenset(
-        ("requests", "responses_4xx", "responses_5xx", "records_in", "records_out", "sse_frames", "ring_full")
+        (
+            "requests",
+            "responses_4xx",
+            "responses_5xx",
+            "records_in",
+            "records_out",
+            "sse_frames",
+            "ring_full",
+            "throttled",
+        )
     ),
     Role.WALSHARD: frozenset(
         (
@@ -133,6 +168,7 @@ OVER_LIVES: Final[dict[Role, frozenset[str]]] = {
             "wal_bytes_written",
             "wal_rotations",
             "write_errors",
+            "router_copies",
             "fsync_us_sum",
             *(f"fsync_us_{bucket:02d}" for bucket in range(LATENCY_BUCKETS)),
         )
@@ -249,6 +285,10 @@ class ControlPage:
     def cells(self) -> dict[tuple[Role, int], ProcessCell]:
         """All of them, in the order they are shown."""
         return self._cells
+
+    def pressure(self) -> float:
+        """Of the service, 0 to 1: the greatest of all processes that run."""
+        return max(cell.get("pressure_ppm") if cell.supervisor.get("pid") else 0 for cell in self._cells.values()) / 1e6
 
     def unlink(self) -> None:
         self._shared.unlink()

@@ -9,14 +9,20 @@ from topics.shm import names
 from topics.shm.control import ControlPage
 from topics.shm.durations import Durations
 from topics.shm.journal import Journal
+from topics.shm.key_counts import KeyCounts
 from topics.shm.memory import SharedObject
 from topics.shm.ring import HEADER_BYTES, Ring
+from topics.shm.router_board import BOARD_BYTES, BOARD_RESERVE_BYTES
+from topics.shm.router_table import TABLE_BYTES, TABLE_RESERVE_BYTES
 from topics.shm.wake import Wake
 
 JOURNAL_BYTES_PER_FRONTEND = 512 * 1024
 """A group is at most 1024 requests of some 100 bytes each here, and every frontend may leave one unanswered."""
 ARENA_RESERVE_BYTES = 1024 * 1024
 """What each shard's index arena takes at first; it grows with the un-sealed tail."""
+LINK_BUDGET_BYTES = 4 * 1024 * 1024
+"""What the rings between shards take together, as long as each stays within LINK_BYTES."""
+LINK_BYTES = (16 * 1024, 256 * 1024)
 
 
 class RingPair(NamedTuple):
@@ -34,12 +40,20 @@ def journal_bytes(frontends: int) -> int:
     return JOURNAL_BYTES_PER_FRONTEND * (1 + frontends)
 
 
+def _link_bytes(shards: int) -> int:
+    """Of one ring between two shards."""
+    share = LINK_BUDGET_BYTES // max(1, shards * (shards - 1))
+    return _page(max(LINK_BYTES[0], min(LINK_BYTES[1], share)) + HEADER_BYTES)
+
+
 def _page(size_bytes: int) -> int:
     return (size_bytes + 4095) & ~4095
 
 
 class SharedMemory:
-    """Control page, durations, rings[frontend][shard], journals[shard], and an eventfd for every process."""
+    """Control page, durations, counts of keys, rings[frontend][shard], links[from shard][to shard], journals[shard],
+    the table of routers and a board for those of each shard, an eventfd for each process.
+    """
 
     def __init__(self, identity: str, shards: int, frontends: int, ring_bytes: int) -> None:
         self.identity = identity
@@ -49,6 +63,8 @@ class SharedMemory:
         self.control = ControlPage.create(names.shm_name(identity, "control"), shards, frontends)
         durations = SharedObject.create(names.shm_name(identity, "durations"), _page(Durations.size_bytes(frontends)))
         self.durations = Durations(durations.words[: Durations.size_bytes(frontends) // 8])
+        keys = SharedObject.create(names.shm_name(identity, "keys"), _page(KeyCounts.size_bytes(frontends)))
+        self.key_counts = keys.words
         requests_size = _page(ring_bytes + HEADER_BYTES)
         replies_size = _page(_reply_bytes(ring_bytes) + HEADER_BYTES)
         self.rings: list[list[RingPair]] = []
@@ -62,6 +78,22 @@ class SharedMemory:
             self.rings.append(row)
         self.journals = [
             Journal(SharedObject.create(names.shm_name(identity, "journal", shard), journal_bytes(frontends)).bytes)
+            for shard in range(shards)
+        ]
+        self.links: list[list[Ring | None]] = [
+            [
+                None
+                if sender == receiver
+                else Ring(
+                    SharedObject.create(names.shm_name(identity, "link", sender, receiver), _link_bytes(shards)).bytes
+                )
+                for receiver in range(shards)
+            ]
+            for sender in range(shards)
+        ]
+        self.router_table = SharedObject.create(names.shm_name(identity, "routers"), TABLE_BYTES, TABLE_RESERVE_BYTES)
+        self.router_boards = [
+            SharedObject.create(names.shm_name(identity, "routed", shard), BOARD_BYTES, BOARD_RESERVE_BYTES)
             for shard in range(shards)
         ]
         # One page of sleep flags, a cache line each.
@@ -84,8 +116,10 @@ class SharedMemory:
         """What `create` and the shards' first arenas take of /dev/shm."""
         pair = _page(ring_bytes + HEADER_BYTES) + _page(_reply_bytes(ring_bytes) + HEADER_BYTES)
         control = _page(ControlPage.size_bytes(shards, frontends)) + _page(Durations.size_bytes(frontends))
+        control += _page(KeyCounts.size_bytes(frontends))
         # A restarted shard builds its new arena beside the old one.
-        per_shard = journal_bytes(frontends) + 2 * ARENA_RESERVE_BYTES
+        per_shard = journal_bytes(frontends) + 2 * ARENA_RESERVE_BYTES + BOARD_RESERVE_BYTES
+        control += TABLE_RESERVE_BYTES + shards * (shards - 1) * _link_bytes(shards)
         return control + pair * shards * frontends + per_shard * shards + 4096 * (1 + (shards + frontends) // 64)
 
     def destroy(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Final, Protocol
 
+from topics.core.config import U64_MAX
 from topics.core.topic import ENTRY_WORDS
 
 RING_MIN_ENTRIES: Final = 16
@@ -22,7 +23,17 @@ class Blocks(Protocol):
 class LocationRing:
     """The shard's handle on one topic's ring. Grow first (`reserve`), then `append` cannot fail."""
 
-    __slots__ = ("_arena", "_outgrown", "_words", "base_seq", "capacity", "next_seq", "word")
+    __slots__ = (
+        "_arena",
+        "_outgrown",
+        "_words",
+        "base_seq",
+        "capacity",
+        "hold_seq",
+        "next_seq",
+        "unlogged_seq",
+        "word",
+    )
 
     def __init__(self, arena: Blocks, first_seq: int) -> None:
         self._arena = arena
@@ -32,6 +43,10 @@ class LocationRing:
         self.capacity = RING_MIN_ENTRIES
         self.word = arena.allocate(RING_MIN_ENTRIES * ENTRY_WORDS * 8) >> 3
         self._outgrown: list[tuple[int, int]] = []
+        self.hold_seq = U64_MAX
+        """Entries from here on stay, also of records that are gone: routers may copy them (again)."""
+        self.unlogged_seq = U64_MAX
+        """Entries from here on stay: the log does not hold these copies yet, and must without a hole."""
 
     def reserve(self, count: int) -> None:
         """Room for `count` more entries, or ArenaFullError."""
@@ -82,8 +97,12 @@ class LocationRing:
         self.next_seq += len(entries) // ENTRY_WORDS
 
     def drop_before(self, seq: int) -> None:
-        """Forgets entries below `seq`."""
-        self.base_seq = max(self.base_seq, min(seq, self.next_seq))
+        """Forgets entries below `seq`, but for those that are held."""
+        self.base_seq = max(self.base_seq, min(seq, self.next_seq, self.hold_seq, self.unlogged_seq))
+
+    def hold(self, seq: int) -> None:
+        """From now on holds entries from `seq` on; U64_MAX for none."""
+        self.hold_seq = seq
 
     def skip_to(self, seq: int) -> None:
         """An empty ring that goes on at `seq`."""

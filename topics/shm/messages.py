@@ -6,9 +6,10 @@ A request begins with
 
 Append (the hot path) goes on with
 
-    | if_head_seq u64 | key_len u16 | reserved u16 | config_len u32 | name | key | config | pad to 8 |
+    | if_head_seq u64 | key_len u16 | reserved u16 | config_len u32 | name | key | config | jobs | pad to 8 |
     | offset_len u64 × count | record flags u8 × count | frames … |
 
+`jobs` is there with HAS_JOBS: its length as u32, then msgpack of `JobAttributes`.
 `frames` are unstamped Append frames (`storage/frame.py`); `offset_len` says where each begins in them and how
 long it is. Every other request is one msgpack body, a member of `Call`. With BY_REFERENCE set, the body is the
 path of a file in shared memory that holds the whole message: for what is too long for a ring.
@@ -32,11 +33,14 @@ import msgspec
 
 from topics.core.config import CLASSES, TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.routers import Router, RouterSpec
+from topics.shm.queue_messages import Dealt, QueueCall, QueueReply
 
 _HEAD: Final = struct.Struct("=BBHIQ")
 _APPEND: Final = struct.Struct("=QHHI")
 _APPEND_REPLY: Final = struct.Struct("=QQII")
 _TIMES: Final = struct.Struct("=II")
+_LENGTH: Final = struct.Struct("=I")
 HEAD_BYTES: Final = _HEAD.size
 BY_REFERENCE: Final = 0x80
 
@@ -47,6 +51,7 @@ class Kind(IntEnum):
     ERROR = 3
     NOTIFY = 4
     GENERATION = 5
+    DEALT = 6
 
 
 # Append request flags
@@ -54,6 +59,7 @@ CREATE: Final = 1
 HAS_IF_HEAD: Final = 2
 HAS_KEY: Final = 4
 HAS_CONFIG: Final = 8
+HAS_JOBS: Final = 16
 # Append reply flags
 CREATED: Final = 1
 DEDUPED: Final = 2
@@ -137,14 +143,103 @@ class SessionAbandon(msgspec.Struct, tag=True, array_like=True, frozen=True):
     stream: int
 
 
+class TxnBegin(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Decide a batch of a sink: from here on its stages, (id, topic) each, will be published."""
+
+    sink: str
+    batch: int
+    stages: list[tuple[str, str]]
+
+
+class StagePublish(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Append a stage of a decided batch, once; answered as an append."""
+
+    name: str
+    stage: str
+    sink: str
+    batch: int
+
+
+class TxnEnd(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Every stage of the batch is published."""
+
+    sink: str
+    batch: int
+
+
+class StagesOver(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The batch is over: what the topic keeps to publish each stage once may go."""
+
+    name: str
+    sink: str
+    batch: int
+
+
+class TxnLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """What has this sink committed?"""
+
+    sink: str
+
+
+class TxnForget(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The sink will not be used any more."""
+
+    sink: str
+
+
+class TxnPending(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Which batches are decided and not over?"""
+
+
 class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """A frontend's new incarnation: what the former one watched and streamed is over."""
 
     incarnation: int
 
 
+class EnsureTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Create a topic with the default configuration; one that is there stays as it is. Answered as PutTopic."""
+
+    name: str
+
+
+class PutRouter(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """To shard 0, as the next two: register a router, or change it."""
+
+    name: str
+    spec: RouterSpec
+
+
+class DeleteRouter(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    name: str
+
+
+class RemoveRouters(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Those that are still there of these."""
+
+    router_ids: list[int]
+
+
+class SyncRouters(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """To the shard of a dest: do what the table of routers says now. Has this router (0: any) begun?"""
+
+    dest: str
+    router_id: int
+    version: int
+
+
+class CatchUp(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """To the shard of a dest: copy what its source has now."""
+
+    dest: str
+
+
+RouterCall = PutRouter | DeleteRouter | RemoveRouters | SyncRouters | CatchUp
+
 Call = (
     PutTopic
+    | EnsureTopic
+    | RouterCall
     | DeleteTopic
     | DeleteRecords
     | Expire
@@ -155,7 +250,15 @@ Call = (
     | SessionOpen
     | SessionClose
     | SessionAbandon
+    | TxnBegin
+    | StagePublish
+    | TxnEnd
+    | StagesOver
+    | TxnLook
+    | TxnForget
+    | TxnPending
     | Hello
+    | QueueCall
 )
 
 
@@ -186,6 +289,42 @@ class SessionOpenReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     exact: bool
 
 
+class TxnReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A sink after the call: `batch` is its latest, `pending` what of it is still to be published."""
+
+    outcome: Literal["begun", "pending", "committed", "none"]
+    batch: int
+    pending: list[tuple[str, str]]
+
+
+class TxnPendingReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """(sink, batch, stages) of each."""
+
+    batches: list[tuple[str, int, list[tuple[str, str]]]]
+
+
+class PutRouterReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    created: bool
+    router: Router
+
+
+class DeleteRouterReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    deleted: bool
+
+
+class SyncRoutersReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """`held`: copies need not be logged one by one any more, if ever."""
+
+    begun: bool
+    held: bool
+
+
+class CaughtUp(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """`done`: everything was copied that there is room for; else ask again."""
+
+    done: bool
+
+
 class Done(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Carried out; nothing to say."""
 
@@ -196,7 +335,20 @@ class ErrorReply(msgspec.Struct, array_like=True, frozen=True):
     detail: dict[str, Any] | None
 
 
-Reply = PutTopicReply | DeleteTopicReply | DeleteRecordsReply | SessionOpenReply | Done
+Reply = (
+    PutTopicReply
+    | DeleteTopicReply
+    | DeleteRecordsReply
+    | SessionOpenReply
+    | PutRouterReply
+    | DeleteRouterReply
+    | SyncRoutersReply
+    | CaughtUp
+    | TxnReply
+    | TxnPendingReply
+    | Done
+    | QueueReply
+)
 
 
 class AppendReply(msgspec.Struct, frozen=True):
@@ -208,6 +360,12 @@ class AppendReply(msgspec.Struct, frozen=True):
     durability: str
     wal_us: int
     fsync_us: int
+    throttled_us: int = 0
+    """How long the request waited for room in the ring; only its frontend knows."""
+
+
+JobAttributes = list[tuple[int, int, int, str]]
+"""(position in the write, deliver_at_ms, delay_ms, order_key) of records that have any of them; 0 and "" are none."""
 
 
 class AppendRequest(msgspec.Struct, frozen=True):
@@ -222,12 +380,15 @@ class AppendRequest(msgspec.Struct, frozen=True):
     offset_len: array[int]
     record_flags: bytes
     frames: bytearray
+    jobs: JobAttributes = []
 
 
 _call_encoder = msgspec.msgpack.Encoder()
 _call_decoder: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _error_decoder = msgspec.msgpack.Decoder(ErrorReply)
+_jobs_decoder = msgspec.msgpack.Decoder(JobAttributes)
+_dealt_decoder = msgspec.msgpack.Decoder(Dealt)
 _config_decoder = msgspec.msgpack.Decoder(TopicConfig)
 
 Part = bytes | bytearray | memoryview
@@ -249,6 +410,7 @@ def encode_append(
     offset_len: array[int],
     record_flags: bytes,
     frames: bytes | bytearray,
+    jobs: JobAttributes | None = None,
 ) -> list[Part]:
     """The parts of an Append request, for `Ring.push`."""
     count = len(offset_len)
@@ -258,14 +420,20 @@ def encode_append(
         | (0 if if_head_seq is None else HAS_IF_HEAD)
         | (HAS_KEY if key else 0)
         | (0 if config is None else HAS_CONFIG)
+        | (HAS_JOBS if jobs else 0)
     )
-    texts = len(name) + len(key) + len(config_body)
+    jobs_body = b""
+    if jobs:
+        encoded = _call_encoder.encode(jobs)
+        jobs_body = _LENGTH.pack(len(encoded)) + encoded
+    texts = len(name) + len(key) + len(config_body) + len(jobs_body)
     start = (
         _HEAD.pack(Kind.APPEND, flags, len(name), count, request_id)
         + _APPEND.pack(if_head_seq or 0, len(key), 0, len(config_body))
         + name
         + key
         + config_body
+        + jobs_body
         + bytes(-texts % 8)
     )
     return [start, memoryview(offset_len).cast("B"), record_flags, frames]
@@ -282,7 +450,13 @@ def decode_append(message: memoryview) -> AppendRequest:
     at += key_len
     config = _config_decoder.decode(message[at : at + config_len]) if flags & HAS_CONFIG else None
     at += config_len
-    at += -(name_len + key_len + config_len) % 8
+    jobs: JobAttributes = []
+    if flags & HAS_JOBS:
+        (jobs_len,) = _LENGTH.unpack_from(message, at)
+        at += _LENGTH.size
+        jobs = _jobs_decoder.decode(message[at : at + jobs_len])
+        at += jobs_len
+    at += -(at - HEAD_BYTES - _APPEND.size) % 8
     offset_len = array("Q")
     offset_len.frombytes(message[at : at + 8 * count])
     at += 8 * count
@@ -292,6 +466,7 @@ def decode_append(message: memoryview) -> AppendRequest:
         if_head_seq=if_head_seq if flags & HAS_IF_HEAD else None,
         key=key,
         config=config,
+        jobs=jobs,
         count=count,
         offset_len=offset_len,
         record_flags=bytes(message[at : at + count]),
@@ -381,3 +556,12 @@ def decode_notify(message: memoryview) -> list[int]:
 def encode_generation() -> bytearray:
     """The shard has recovered: a new arena is current, watches must be made again."""
     return bytearray(_HEAD.pack(Kind.GENERATION, 0, 0, 0, 0))
+
+
+def encode_dealt(push_id: int, dealt: Dealt) -> bytearray:
+    """Jobs for a stream."""
+    return bytearray(_HEAD.pack(Kind.DEALT, 0, 0, 0, push_id) + _call_encoder.encode(dealt))
+
+
+def decode_dealt(message: memoryview) -> Dealt:
+    return _dealt_decoder.decode(message[HEAD_BYTES:])

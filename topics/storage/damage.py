@@ -7,8 +7,9 @@ from typing import Final, NamedTuple
 
 from topics.storage.frame import CHECKSUM_LEN, FrameType, scan
 
-# Type and flags of a frame, four bytes in. Rare in JSON and absent in zeros, so few places need a closer look.
-_TYPE_AND_FLAGS: Final = re.compile(rb"(?=[\x01-\x0b\x20-\x25][\x00-\x1f])")
+# Type and flags of a frame, four bytes in; only an Append may have been around a cycle. Rare in JSON and absent in
+# zeros, so few places need a closer look.
+_TYPE_AND_FLAGS: Final = re.compile(rb"(?=[\x01-\x0b\x20-\x28][\x00-\x1f]|\x01[\x20-\xff])", re.DOTALL)
 _TYPE_AT: Final = 4
 
 

@@ -43,6 +43,8 @@ FLAG_NODE = 2
 FLAG_DURABLE = 4
 FLAG_MORE = 8  # more frames of the same atomic write follow
 FLAG_META = 16
+HOPS_SHIFT = 5
+"""The upper three bits: how often a copy has been around a cycle of routers."""
 
 # What a location entry repeats of a frame, so that a reader need not look into the file (bits 0 and 1 are not ours).
 LOCATION_HAS_TAG = 4
@@ -88,6 +90,12 @@ class FrameType(IntEnum):
     IDEMPOTENCY = 35
     SESSION = 36
     RAM_STATE = 37
+    ROUTER_CURSOR = 38
+    ROUTER_SOURCE = 39
+    ROUTER_COPY = 40
+    JOB_ATTRIBUTES = 48
+    ACK = 49
+    CURSOR = 50
 
 
 _KNOWN_TYPES = frozenset(int(member) for member in FrameType)

@@ -160,7 +160,8 @@ class _Copy:
         self._boot_id = boot_id
         self._owner = owner
         self._file_bytes = file_bytes
-        self._owners: dict[int, int] = {}
+        self._owners: dict[int, int] = {0: 0}
+        """Frames of no topic are of routers, which shard 0 keeps."""
         self._writers: dict[int, WalWriter] = {}
         for shard in range(shards):
             make_dirs(fs, layout.group_dir_in(root, shard, shards))

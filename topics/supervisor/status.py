@@ -44,6 +44,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     cpu_seconds: float | None
     rss_bytes: int | None
     heartbeat_age_ms: int | None
+    pressure: float | None
 
 
 class ShardStatus(msgspec.Struct, frozen=True):
@@ -72,6 +73,10 @@ class FrontendStatus(msgspec.Struct, frozen=True):
     sse_connections: int
     requests: int
     requests_per_s: float | None
+    ready_topics: int
+    scheduling_ms: float
+    coalesce_ms: float
+    throttled: int
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -84,7 +89,9 @@ class Status(msgspec.Struct, frozen=True):
     uptime_ms: int | None = None
     listen: str | None = None
     topics: int = 0
+    routers: int = 0
     pressure: float = 0.0
+    deferring: bool = False
     shared_memory_bytes: int = 0
     write_path: str | None = None
     reshard_progress: float | None = None
@@ -148,7 +155,9 @@ class StatusReader:
             uptime_ms=max(0, now_ms - header["started_ms"]) if header["started_ms"] else None,
             listen=_listen_address(pid, header["port"]),
             topics=sum(shard.topics for shard in shards),
-            pressure=max(page.cell(role, index).get("pressure_ppm") for role, index in page.cells()) / 1e6,
+            routers=sum(cell.get("routers") for (role, _), cell in page.cells().items() if role is Role.WALSHARD),
+            pressure=page.pressure(),
+            deferring=any(page.cell(role, index).get("deferring") for role, index in page.cells()),
             shared_memory_bytes=_shared_memory_bytes(names.identity(self._data_dir)),
             write_path=WritePath(header["write_path"]).name.lower() if header["write_path"] else None,
             reshard_progress=header["reshard_ppm"] / 1e6 if header["state"] == ProcessState.RECOVERING else None,
@@ -166,7 +175,17 @@ class StatusReader:
             # A restarted frontend counts from zero.
             rate = max(0, requests - before[1]) * 1000 / (now_ms - before[0])
         self._requests[index] = (now_ms, requests)
-        return FrontendStatus(index, cell["connections"], cell["sse_connections"], requests, rate)
+        return FrontendStatus(
+            index=index,
+            connections=cell["connections"],
+            sse_connections=cell["sse_connections"],
+            requests=requests,
+            requests_per_s=rate,
+            ready_topics=cell["ready_topics"],
+            scheduling_ms=max(cell["scheduling_us"], cell["loop_lag_us"]) / 1000,
+            coalesce_ms=cell["coalesce_us"] / 1000,
+            throttled=cell["throttled"],
+        )
 
 
 def _name(role: Role) -> str:
@@ -205,6 +224,7 @@ def _process(page: ControlPage, role: Role, index: int, now_ms: int) -> ProcessS
         cpu_seconds=cpu_seconds,
         rss_bytes=rss_bytes,
         heartbeat_age_ms=heartbeat_age_ms,
+        pressure=own["pressure_ppm"] / 1e6 if pid is not None else None,
     )
 
 

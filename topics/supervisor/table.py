@@ -15,15 +15,15 @@ def render(status: Status) -> str:
         return f"topics  {status.state}  {status.data_dir}\n"
     blocks = [_summary(status)]
     if status.processes:
-        blocks.append(
-            _table("process pid state uptime restarts last_exit cpu_s rss_mib", map(_process, status.processes))
-        )
+        heads = "process pid state uptime restarts last_exit cpu_s rss_mib pressure"
+        blocks.append(_table(heads, map(_process, status.processes)))
     if status.shards:
         blocks.append(
             _table("shard topics wal_file wal_offset queue fsync_p50 fsync_p99 window_ms", map(_shard, status.shards))
         )
     if status.frontends:
-        blocks.append(_table("frontend connections sse requests req/s", map(_frontend, status.frontends)))
+        heads = "frontend connections sse requests req/s ready wait_ms coalesce_ms throttled"
+        blocks.append(_table(heads, map(_frontend, status.frontends)))
     return "\n".join(blocks)
 
 
@@ -31,7 +31,10 @@ def _summary(status: Status) -> str:
     facts = [f"topics {status.version}", status.state, status.listen or "not listening", f"pid {status.pid}"]
     if status.uptime_ms is not None:
         facts.append(f"up {_duration(status.uptime_ms)}")
-    facts += [f"{status.topics} topics", f"pressure {status.pressure:.2f}"]
+    facts.append(f"{status.topics} topics")
+    if status.routers:
+        facts.append(f"{status.routers} routers")
+    facts.append(f"pressure {status.pressure:.2f}{' deferring' if status.deferring else ''}")
     facts.append(f"shared memory {status.shared_memory_bytes / MIB:.0f} MiB")
     if status.write_path is not None:
         facts.append(f"writes by {status.write_path}")
@@ -50,6 +53,7 @@ def _process(process: ProcessStatus) -> list[str]:
         "-" if process.last_exit is None else show_exit(process.last_exit),
         "-" if process.cpu_seconds is None else f"{process.cpu_seconds:.1f}",
         "-" if process.rss_bytes is None else f"{process.rss_bytes / MIB:.0f}",
+        "-" if process.pressure is None else f"{process.pressure:.2f}",
     ]
 
 
@@ -76,6 +80,10 @@ def _frontend(frontend: FrontendStatus) -> list[str]:
         str(frontend.sse_connections),
         str(frontend.requests),
         "-" if frontend.requests_per_s is None else f"{frontend.requests_per_s:.0f}",
+        str(frontend.ready_topics),
+        f"{frontend.scheduling_ms:.1f}",
+        f"{frontend.coalesce_ms:.1f}",
+        str(frontend.throttled),
     ]
 
 

@@ -17,6 +17,7 @@ class Hosted:
         "_descriptor",
         "_holdings",
         "_shown_bytes",
+        "_shown_jobs",
         "_shown_records",
         "_version",
         "logged_floor",
@@ -30,6 +31,7 @@ class Hosted:
         self._arena = arena
         self._holdings = holdings
         self._shown_records = self._shown_bytes = 0
+        self._shown_jobs = (0, 0, 0)
         self.topic = topic
         self.ring = ring
         self.slot = arena.new_slot()
@@ -43,6 +45,11 @@ class Hosted:
         self.logged_floor = topic.evict_floor
         """Up to where the log knows that records were evicted."""
 
+    @property
+    def logged_head_seq(self) -> int:
+        """The head as the log has it: behind it there are only copies that can be made again."""
+        return min(self.topic.head_seq, self.ring.unlogged_seq - 1)
+
     def announce(self) -> None:
         """Makes the topic visible to readers."""
         self.publish()
@@ -53,6 +60,10 @@ class Hosted:
         """What the topic is now is what readers see."""
         topic, ring = self.topic, self.ring
         self._count(topic.records, topic.live_bytes)
+        jobs = self._jobs()
+        if jobs[1] != self._shown_jobs[1]:
+            self._holdings.leased(jobs[1] - self._shown_jobs[1])
+        self._shown_jobs = jobs
         self._arena.publish(
             self.slot,
             TopicView(
@@ -74,9 +85,20 @@ class Hosted:
                 self._version,
                 topic.evict_run_seq,
                 topic.recreated,
+                *jobs,
+                topic.queue is not None,
             ),
         )
         ring.published()
+
+    def publish_counts(self) -> None:
+        """Of a queue: claims and leases change what is ready and in flight, and nothing else."""
+        if self._jobs() != self._shown_jobs:
+            self.publish()
+
+    def _jobs(self) -> tuple[int, int, int]:
+        queue = self.topic.queue
+        return (0, 0, 0) if queue is None else (queue.ready, queue.in_flight, queue.dead_lettered)
 
     def prepare_config(self, config: TopicConfig) -> tuple[int, int]:
         """Room for a new descriptor (ArenaFullError), to be taken up by `configured` once it is logged."""
@@ -101,6 +123,7 @@ class Hosted:
         self.publish(SlotState.DELETED)
         self._arena.announce(self.slot)
         self._count(0, 0)
+        self._holdings.leased(-self._shown_jobs[1])
         self._holdings.left(self.topic.config)
         self.abandon()
 

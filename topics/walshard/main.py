@@ -19,6 +19,7 @@ from topics.storage.logfile import RefusedLog
 from topics.storage.wal import WalSyncError, WalWriteError
 from topics.storage.write_path import WritePath
 from topics.walshard.outbox import Outbox
+from topics.walshard.pressure import ShardPressure
 from topics.walshard.recovery import recover
 from topics.walshard.shard import Shard
 
@@ -27,6 +28,8 @@ BUSY_FOR_MS: Final = 50
 """So long after the last request the shard sleeps at most 1 ms at a time: a wake-up that is lost (`shm/wake.py`)
 costs no more than that.
 """
+STUCK_MS: Final = 10
+"""How often it looks whether a router that had to wait may go on."""
 
 log = get_logger()
 
@@ -52,7 +55,7 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
         cell.set("state", ProcessState.READY)
         outbox.announce_generation()
         outbox.flush()
-        _serve(shard, outbox, wake, stop, cell, clock)
+        _serve(shard, outbox, wake, stop, cell, clock, ShardPressure(shared.control, cell, outbox))
         cell.set("state", ProcessState.DRAINING)
         try:
             shard.close()
@@ -63,12 +66,22 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
     return 0
 
 
-def _serve(shard: Shard, outbox: Outbox, wake: Wake, stop: _StopRequest, cell: ProcessCell, clock: Clock) -> None:
+def _serve(
+    shard: Shard,
+    outbox: Outbox,
+    wake: Wake,
+    stop: _StopRequest,
+    cell: ProcessCell,
+    clock: Clock,
+    pressure: ShardPressure,
+) -> None:
     beat_ms = sweep_ms = busy_ms = clock.monotonic_ms()
     while True:
-        worked = shard.step()
+        pressure.gather()
+        worked = pressure.group(shard.step)
         now_ms = clock.monotonic_ms()
         shard.sync_in_background()
+        pressure.sample()
         if now_ms - beat_ms >= HEARTBEAT_MS:
             beat_ms = now_ms
             cell.set("heartbeat_ms", clock.now_ms())
@@ -83,8 +96,15 @@ def _serve(shard: Shard, outbox: Outbox, wake: Wake, stop: _StopRequest, cell: P
         elif stop.requested:
             return
         wake.announce_sleep()
-        if outbox.idle:
-            wake.sleep(1 if outbox.stuck or now_ms - busy_ms < BUSY_FOR_MS else HEARTBEAT_MS)
+        if outbox.idle and shard.routing.idle:
+            if outbox.stuck or now_ms - busy_ms < BUSY_FOR_MS:
+                timeout_ms = 1
+            else:
+                timeout_ms = STUCK_MS if shard.routing.stuck else HEARTBEAT_MS
+            tick_ms = shard.next_tick_ms
+            if tick_ms is not None:
+                timeout_ms = max(0, min(timeout_ms, tick_ms - now_ms))
+            pressure.sleep(wake, timeout_ms)
         wake.awake()
 
 

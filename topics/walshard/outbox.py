@@ -16,8 +16,11 @@ from topics.shm import messages
 from topics.shm.instance import SharedMemory
 from topics.shm.journal import JournalEntry
 from topics.shm.names import SHM_ROOT
+from topics.shm.queue_messages import Dealt
 
 REQUESTS_PER_GROUP_MAX = 1024
+PUSH_IDS_FROM = 1 << 63
+"""Jobs that are pushed have numbers of their own, which no request has."""
 BYTES_PER_GROUP_MAX = 16 * 1024 * 1024
 
 
@@ -35,6 +38,7 @@ class Outbox:
         self._group: list[JournalEntry] = []
         self._notices: list[set[int]] = [set() for _ in self._rings]
         self._touched: set[int] = set()
+        self._pushes = PUSH_IDS_FROM
 
     # -- requests
 
@@ -75,6 +79,11 @@ class Outbox:
         """Requests that wait in the rings."""
         return sum(pair.requests.pending_bytes for pair in self._rings)
 
+    @property
+    def fullness(self) -> float:
+        """Of the fullest ring of requests, 0 to 1."""
+        return max(pair.requests.pending_bytes / pair.requests.capacity_bytes for pair in self._rings)
+
     # -- the journal
 
     def journal(self, entries: list[JournalEntry]) -> None:
@@ -102,6 +111,10 @@ class Outbox:
             if entry.ring_position > self._rings[entry.frontend].requests.consumed
         ]
 
+    def take_over(self, entries: list[JournalEntry]) -> None:
+        """Of those, the ones that are in the log: they stay in the journal until they are answered."""
+        self._unanswered = list(entries)
+
     # -- answers
 
     def answer(self, frontend: int, reply: bytearray | None, position: int) -> None:
@@ -122,6 +135,11 @@ class Outbox:
             reason = f"/dev/shm has no room for an answer of {len(reply)} bytes: {error.strerror}"
             return messages.encode_error(request_id, TopicsError("storage_unavailable", reason))
         return bytearray().join(messages.encode_reference(kind, request_id, path))
+
+    def push(self, frontend: int, dealt: Dealt) -> None:
+        """Queues jobs for a stream, in order with the answers."""
+        self._pushes += 1
+        self.answer(frontend, messages.encode_dealt(self._pushes, dealt), 0)
 
     def notify(self, frontend: int, token: int) -> None:
         """Queues a notice; many of one topic become one."""

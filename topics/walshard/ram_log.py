@@ -6,6 +6,7 @@ only they say is written again at its end, in one group:
     APPEND       records that keep a mostly dead file alive, verbatim; their locations follow
     RAM_STATE    for every topic that ever had records there: its floors, its clock, its unexpired keys
     SESSION      every watch session
+    ROUTER_CURSOR  of every `ephemeral` dest of routers
 
 Killed before that group is whole, the next incarnation finds all files and perhaps some repeats, which change nothing;
 killed later, files that nobody needs, which go with the next trimming.
@@ -18,9 +19,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from topics.core.fold import RamStateBody, encode_body
+from topics.core.queue_log import ConsumerState
 from topics.core.topic import ENTRY_WORDS, LOCATION_IN_RAM_LOG
 from topics.log import get_logger
 from topics.storage import layout
@@ -43,6 +45,15 @@ _MOVE_ENTRIES: Final = 1 << 10
 _LOW_WORD: Final = 0xFFFF_FFFF
 
 
+class Copies(Protocol):
+    """What routers have put here: see `feeds.py`."""
+
+    unlogged_bytes: int
+
+    def unlogged_runs(self) -> list[tuple[Hosted, int, int]]: ...
+    def ram_frames(self, now_ms: int) -> list[Bytes]: ...
+
+
 class _Moved(NamedTuple):
     """Neighbours in a ring of which some are written again: their entries, complete but for where the group lies."""
 
@@ -56,7 +67,14 @@ class RamTrim:
     """Trims one shard's RAM log. Used between groups: nothing is prepared, everything committed is applied."""
 
     def __init__(
-        self, fs: FileSystem, directory: str, file_bytes: int, logs: Logs, catalog: Catalog, sessions: Sessions
+        self,
+        fs: FileSystem,
+        directory: str,
+        file_bytes: int,
+        logs: Logs,
+        catalog: Catalog,
+        sessions: Sessions,
+        copies: Copies,
     ) -> None:
         self._fs = fs
         self._directory = directory
@@ -64,6 +82,7 @@ class RamTrim:
         self._logs = logs
         self._catalog = catalog
         self._sessions = sessions
+        self._copies = copies
         self._written_before = 0
         self._next_after_bytes = file_bytes
         self._repeated_in_file = 0
@@ -87,10 +106,12 @@ class RamTrim:
                 topic.evict_run_seq,
                 topic.last_write_ts,
                 topic.idempotency.unexpired(now_ms, topic.config.idempotency_window_ms),
+                ConsumerState(None if topic.queue is None else topic.queue.attributes()),
             )
             buffers.append(encode(FrameType.RAM_STATE, 0, topic.id, 0, now_ms, b"", b"", encode_body(state)))
         for body in self._sessions.bodies():
             buffers.append(encode(FrameType.SESSION, 0, 0, 0, now_ms, b"", b"", encode_body(body)))
+        buffers += self._copies.ram_frames(now_ms)
         self._repeated_bytes = sum(map(len, buffers))
 
         def apply(file_no: int, offset: int) -> None:
@@ -126,7 +147,8 @@ class RamTrim:
     def _live_bytes(self) -> int:
         """Of topics that are `ephemeral` now: what others have left in RAM only passes away."""
         topics = [hosted.topic for hosted in self._topics()]
-        return sum(topic.live_bytes for topic in topics if topic.config.durability == "ephemeral")
+        live_bytes = sum(topic.live_bytes for topic in topics if topic.config.durability == "ephemeral")
+        return live_bytes + self._copies.unlogged_bytes
 
     def _files_in_use(self) -> set[int]:
         """The files that locations name."""
@@ -176,8 +198,11 @@ class RamTrim:
 
     def _entries(self, count_max: int) -> Iterator[tuple[Hosted, int, array[int]]]:
         """All locations that may be in RAM, in runs of neighbours: topic, first seq, entries."""
+        ranges = self._copies.unlogged_runs()
         for hosted in self._topics():
             ring = hosted.ring
-            last_seq = min(ring.next_seq - 1, hosted.topic.head_ceiling)
-            for first_seq in range(ring.base_seq, last_seq + 1, count_max):
-                yield hosted, first_seq, ring.entries(first_seq, min(last_seq, first_seq + count_max - 1))
+            last_seq = min(ring.next_seq - 1, hosted.topic.head_ceiling, hosted.logged_head_seq)
+            ranges.append((hosted, ring.base_seq, last_seq))
+        for hosted, base_seq, last_seq in ranges:
+            for first_seq in range(base_seq, last_seq + 1, count_max):
+                yield hosted, first_seq, hosted.ring.entries(first_seq, min(last_seq, first_seq + count_max - 1))

@@ -40,10 +40,14 @@ from topics.walshard.catalog import Catalog
 from topics.walshard.commit import Logs
 from topics.walshard.frame_tags import FrameTags
 from topics.walshard.holdings import Holdings
+from topics.walshard.hosted import Hosted
+from topics.walshard.operation import Operation
 from topics.walshard.outbox import Outbox
 from topics.walshard.ram_log import RamTrim
+from topics.walshard.routing_setup import make_routing
 from topics.walshard.sessions import Sessions
 from topics.walshard.shard import Shard
+from topics.walshard.sinks import Sinks
 
 log = get_logger()
 
@@ -92,7 +96,7 @@ def recover(
         topic.durable_seq = 0 if topic.config.durability == "ephemeral" else topic.head_seq
 
     holdings = Holdings(shared.control, index, settings)
-    catalog = Catalog(index, settings.wal_shards, arena, holdings)
+    catalog = Catalog(index, settings.wal_shards, arena, holdings, clock)
     catalog.take_over(fold)
     sessions = Sessions()
     sessions.recovered(fold.sessions, clock.monotonic_ms())
@@ -118,8 +122,23 @@ def recover(
         clock,
     )
     syncs = BackgroundSync(logs, syncing, shared.shard_wakes[index], clock.monotonic_ms())
-    ram_trim = RamTrim(fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions)
-    shard = Shard(catalog, sessions, holdings, logs, ram_trim, tags, syncs, outbox, cell, clock)
+
+    def commit(durable: list[Operation], ram: list[Operation]) -> bool:
+        return shard.commit_group(durable, ram)
+
+    def show(hosted: Hosted) -> None:
+        shard.show(hosted)
+
+    def logged(hosted: Hosted) -> None:
+        shard.logged(hosted)
+
+    routing = make_routing(
+        settings, shared, index, fold.routers, catalog, holdings, cell, clock, fs, commit, show, logged
+    )
+    ram_trim = RamTrim(fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions, routing.feeds)
+    sinks = Sinks(fs, settings.data_dir, index, settings.wal_shards)
+    shard = Shard(catalog, sessions, sinks, holdings, logs, ram_trim, tags, syncs, outbox, routing, cell, clock)
+    routing.rederive()
 
     holdings.settle(len(sessions))
     cell.set("torn_bytes", recovery.torn_bytes)
@@ -171,9 +190,15 @@ def _fold_batch(fold: Fold, batch: RecoveredFile, ram_flag: int) -> None:
                 fold.idempotency(topic_id, seq, ts, data)
             case FrameType.RAM_STATE:
                 fold.ram_state(topic_id, data)
+            case FrameType.JOB_ATTRIBUTES:
+                fold.job_attributes(topic_id, data)
+            case FrameType.LEASE:
+                fold.lease(topic_id, data)
+            case FrameType.CURSOR:
+                fold.cursor(topic_id, data)
             case FrameType.SESSION:
                 fold.session(data)
-            case FrameType.FILE_START | FrameType.FILE_END | FrameType.SYNC_MARK:
+            case FrameType.FILE_START | FrameType.FILE_END | FrameType.SYNC_MARK | FrameType.ROUTER_COPY:
                 pass
             case _:
                 # Control frames see their topic with all records before them.
@@ -181,12 +206,12 @@ def _fold_batch(fold: Fold, batch: RecoveredFile, ram_flag: int) -> None:
                     fold.records(run_topic_id, run)
                 runs = {}
                 extend = None
-                _fold_control(fold, type_, topic_id, seq, data)
+                _fold_control(fold, type_, topic_id, seq, data, bool(ram_flag))
     for run_topic_id, run in runs.items():
         fold.records(run_topic_id, run)
 
 
-def _fold_control(fold: Fold, type_: int, topic_id: int, seq: int, data: bytes) -> None:
+def _fold_control(fold: Fold, type_: int, topic_id: int, seq: int, data: bytes, in_ram: bool) -> None:
     match type_:
         case FrameType.TOPIC_CREATE:
             fold.topic_create(topic_id, data)
@@ -198,7 +223,17 @@ def _fold_control(fold: Fold, type_: int, topic_id: int, seq: int, data: bytes) 
             fold.delete(topic_id, seq, data)
         case FrameType.EVICT_WATERMARK:
             fold.evict_watermark(topic_id, seq, data)
+        case FrameType.ACK:
+            fold.ack(topic_id, data)
         case FrameType.HEAD_WATERMARK:
             fold.head_watermark(topic_id, seq, data)
+        case FrameType.ROUTER_CREATE:
+            fold.routers.created(data)
+        case FrameType.ROUTER_DELETE:
+            fold.routers.deleted(seq)
+        case FrameType.ROUTER_CURSOR:
+            fold.router_cursor(topic_id, seq, data, in_ram)
+        case FrameType.ROUTER_SOURCE:
+            fold.router_source(topic_id, seq)
         case _:
             raise AssertionError(f"frame type {type_} has no meaning in this version")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -17,6 +17,7 @@ from topics.core.clock import Clock
 from topics.core.config import TopicConfig, incompatible_type
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.fold import ConfigBody, DeleteBody, EvictBody, HeadBody, SessionBody, encode_body
+from topics.core.jobs import Now
 from topics.core.tags import Match
 from topics.core.topic import EvictReason
 from topics.log import get_logger
@@ -24,20 +25,33 @@ from topics.shm import messages
 from topics.shm.arena import ArenaFullError
 from topics.shm.control import ProcessCell
 from topics.shm.messages import (
+    CatchUp,
     DeleteRecords,
     DeleteRecordsReply,
+    DeleteRouter,
     DeleteTopic,
     DeleteTopicReply,
     Done,
+    EnsureTopic,
     Expire,
     Hello,
+    PutRouter,
     PutTopic,
     PutTopicReply,
+    RemoveRouters,
     SessionAbandon,
     SessionClose,
     SessionLook,
     SessionOpen,
     SessionPut,
+    StagePublish,
+    StagesOver,
+    SyncRouters,
+    TxnBegin,
+    TxnEnd,
+    TxnForget,
+    TxnLook,
+    TxnPending,
     Unwatch,
     Watch,
 )
@@ -48,13 +62,21 @@ from topics.walshard.appends import Appends, create_frame
 from topics.walshard.background_sync import BackgroundSync
 from topics.walshard.catalog import Catalog
 from topics.walshard.commit import Logs
+from topics.walshard.cursors import CURSOR_CALLS, NamedCursors
 from topics.walshard.frame_tags import FrameTags
 from topics.walshard.holdings import Holdings
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer, Operation
 from topics.walshard.outbox import Outbox
+from topics.walshard.queue_writes import QueueWrites
+from topics.walshard.queues import QUEUE_CALLS, Queues
 from topics.walshard.ram_log import RamTrim
+from topics.walshard.routing import Routing
 from topics.walshard.sessions import Sessions
+from topics.walshard.sinks import Sinks
+
+REPLY_BYTES_PER_GROUP_MAX: Final = 64 * 1024
+"""Answers of queue requests are as long as their clients want: a group ends before the journal is full of them."""
 
 log = get_logger()
 
@@ -66,42 +88,53 @@ class Shard:
         self,
         catalog: Catalog,
         sessions: Sessions,
+        sinks: Sinks,
         holdings: Holdings,
         logs: Logs,
         ram_trim: RamTrim,
         tags: FrameTags,
         syncs: BackgroundSync,
         outbox: Outbox,
+        routing: Routing,
         cell: ProcessCell,
         clock: Clock,
     ) -> None:
         self._catalog = catalog
         self._sessions = sessions
+        self._sinks = sinks
         self._holdings = holdings
         self._logs = logs
         self._ram_trim = ram_trim
         self._tags = tags
         self._syncs = syncs
         self._outbox = outbox
+        self.routing = routing
         self._cell = cell
         self._clock = clock
         self._now_ms = clock.now_ms()
         self._requests = 0
         self._capped: dict[int, Hosted] = {}
         """Topics whose caps evicted something that the log does not say yet."""
-        self._appends = Appends(catalog.find, self._make_topic, self._abandon_topic, catalog.host, holdings.claim_bytes)
-        self._committed_before = {
-            (entry.frontend, entry.ring_position): entry.reply
-            for entry in outbox.committed_before()
-            if logs.holds(entry)
-        }
+        self._appends = Appends(
+            self._find_to_append, self._make_topic, self._abandon_topic, self._host, holdings.claim_bytes
+        )
+        writes = QueueWrites(self._appends, self._commit_appends, self._expire, self._log_copies)
+        self._queues = Queues(catalog.find, writes, outbox.push)
+        self._cursors = NamedCursors(catalog.find, writes, self._commit_appends)
+        self._queue_writes = writes
+        for hosted in catalog:
+            self._queues.changed(hosted)
+        committed = [entry for entry in outbox.committed_before() if logs.holds(entry)]
+        outbox.take_over(committed)
+        self._committed_before = {(entry.frontend, entry.ring_position): entry.reply for entry in committed}
         """Requests the former incarnation committed and did not answer: their answers."""
 
     def step(self) -> bool:
         """One group: everything that waits, up to a bound. False when there was nothing to do."""
-        self._now_ms = self._clock.now_ms()
+        self._look_at_clock()
+        self._queues.tick()
         answers: list[Answer] = []
-        requests = 0
+        requests = reply_bytes = 0
         for frontend, message, position in self._outbox.requests():
             requests += 1
             kind, request_id, _count = messages.head(message)
@@ -111,8 +144,9 @@ class Shard:
             if known is not None:
                 answer.reply = bytearray(known)
                 continue
+            joins = False
             try:
-                self._take(kind, message, answer)
+                joins = self._take(kind, message, answer)
             except TopicsError as error:
                 answer.reply = messages.encode_error(request_id, error)
             except ArenaFullError as error:
@@ -121,23 +155,32 @@ class Shard:
                 # One request must not take down its neighbours, nor come back after a restart to do it again.
                 log.exception("request failed", kind=kind)
                 answer.reply = messages.encode_error(request_id, TopicsError("internal", "the request failed"))
-            if kind & ~messages.BY_REFERENCE != messages.Kind.APPEND:
-                # It was a commit of its own, or none: what is answered need not stay in the journal.
+            reply_bytes += len(answer.reply or b"")
+            if not joins or reply_bytes > REPLY_BYTES_PER_GROUP_MAX:
+                # What is answered need not stay in the journal.
                 self._answer(answers)
+                reply_bytes = 0
         if requests != self._requests:
             self._requests = requests
             self._cell.set("queue_depth", requests)
-        if not requests:
-            return False
-        self._answer(answers)
+        if requests or self._queues.stirred:
+            self._answer(answers)
+        if requests:
+            self._cell.set("queue_depth_peak", max(requests, self._cell.get("queue_depth_peak")))
+        # Under pressure what nobody waits for goes behind everything else.
+        forwarded = self.routing.pump(1) if requests and self._cell.get("deferring") else self.routing.pump()
+        if forwarded:
+            self._holdings.settle(len(self._sessions))
+            self._outbox.flush()
         if self._ram_trim.due:
             self._trim_ram_log()
-        self._cell.set("queue_depth_peak", max(requests, self._cell.get("queue_depth_peak")))
-        return True
+        return forwarded or requests > 0
 
     def _answer(self, answers: list[Answer]) -> None:
-        """Commits what is gathered and answers everything so far."""
+        """Commits what is gathered, deals out jobs that are ready by it, and answers everything so far."""
         self._commit_appends()
+        if self._queues.deal():
+            self._commit_appends()
         for answer in answers:
             self._outbox.answer(answer.frontend, answer.reply, answer.position)
         answers.clear()
@@ -146,45 +189,70 @@ class Shard:
     def sync_in_background(self) -> None:
         """What became durable meanwhile goes out to those who wait for that."""
         for hosted in self._syncs.poll(self._clock.monotonic_ms()):
-            self._show(hosted)
+            self.show(hosted)
         self._outbox.flush()
+
+    @property
+    def next_tick_ms(self) -> int | None:
+        """Monotonic: when `step` will have something to do though nobody asks; None: never."""
+        return self._queues.next_tick_ms()
+
+    def _look_at_clock(self) -> None:
+        self._now_ms = self._clock.now_ms()
+        now = Now(self._now_ms, self._clock.monotonic_ms())
+        self._queues.at(now)
+        self._queue_writes.at(now)
 
     def sweep(self) -> None:
         """Once a second: expiry of topics nobody touches, collection of idle sessions."""
-        self._now_ms = self._clock.now_ms()
+        self._look_at_clock()
         for hosted in list(self._catalog):
             if hosted.topic.config.ttl_ms:
                 self._expire(hosted)
         for wid in self._sessions.overdue(self._clock.monotonic_ms()):
             self._collect_session(wid)
+        self.routing.sweep()
         self._holdings.settle(len(self._sessions))
         self._outbox.flush()
 
     def close(self) -> None:
         """A clean end: heads of `ephemeral` topics exactly as they are, everything on the disk."""
         self._now_ms = self._clock.now_ms()
+        self.routing.close()
         marks = [
             Operation([_head_mark(hosted, self._now_ms, 0)], lambda _file_no, _offset: None, sync=True)
             for hosted in self._catalog
             if hosted.topic.config.durability == "ephemeral" and hosted.topic.head_seq < hosted.topic.head_ceiling
         ]
-        self._commit_group(marks, [])
+        self.commit_group(marks, [])
         self._logs.close()
 
     # -- requests
 
-    def _take(self, kind: int, message: memoryview, answer: Answer) -> None:
+    def _take(self, kind: int, message: memoryview, answer: Answer) -> bool:
+        """Prepares the answer. True: it joined the group; False: it was a commit of its own, or none."""
         if kind & messages.BY_REFERENCE:
             message = _read_spill(messages.decode_reference(message))
             kind &= ~messages.BY_REFERENCE
         if kind == messages.Kind.APPEND:
             self._appends.prepare(messages.decode_append(message), answer, self._now_ms)
-            return
+            return True
         assert kind == messages.Kind.CALL
         call = messages.decode_call(message)
+        if isinstance(call, QUEUE_CALLS):
+            self._queues.take(call, answer)
+            return True
+        if isinstance(call, CURSOR_CALLS):
+            self._cursors.take(call, answer)
+            return True
         match call:
             case PutTopic():
                 self._put_topic(call, answer)
+            case EnsureTopic():
+                self._ensure_topic(call, answer)
+            case PutRouter() | DeleteRouter() | RemoveRouters() | SyncRouters() | CatchUp():
+                self._commit_appends()
+                self.routing.take(call, answer)
             case DeleteTopic():
                 self._delete_topic(call, answer)
             case DeleteRecords():
@@ -212,8 +280,25 @@ class Shard:
                 self._close_session(call, answer)
             case SessionAbandon():
                 self._sessions.abandoned(call.wid, answer.frontend, call.stream, self._clock.monotonic_ms())
+            case StagePublish():
+                self._appends.prepare(self._sinks.staged(call), answer, self._now_ms)
+            case StagesOver():
+                hosted = self._catalog.find(call.name)
+                if hosted is not None:
+                    hosted.topic.idempotency.unpin(call.sink, call.batch)
+            case TxnBegin() | TxnEnd() | TxnForget() | TxnLook() | TxnPending():
+                self._sinks.take(call, answer)
             case Hello():
                 self._hello(answer.frontend)
+        return False
+
+    def _ensure_topic(self, call: EnsureTopic, answer: Answer) -> None:
+        self._commit_appends()
+        hosted = self._catalog.find(call.name)
+        if hosted is None:
+            self._put_topic(PutTopic(call.name, TopicConfig(), type_given=False), answer)
+        else:
+            answer.reply = messages.encode_reply(answer.request_id, PutTopicReply(False, hosted.topic.config))
 
     def _put_topic(self, call: PutTopic, answer: Answer) -> None:
         self._commit_appends()
@@ -225,7 +310,7 @@ class Shard:
             if not self._commit(
                 Operation(
                     [create_frame(hosted, self._now_ms, 0)],
-                    lambda _file_no, _offset: self._catalog.host(made),
+                    lambda _file_no, _offset: self._host(made),
                     sync=True,
                     answer=answer,
                 )
@@ -241,6 +326,7 @@ class Shard:
         answer.reply = messages.encode_reply(answer.request_id, PutTopicReply(False, config))
         if config == topic.config:
             return
+        self.routing.before_log(hosted)
         descriptor = hosted.prepare_config(config)
         body = encode_body(ConfigBody(config))
         update = frame.encode(FrameType.CONFIG_UPDATE, 0, topic.id, 0, self._now_ms, b"", b"", body)
@@ -254,7 +340,7 @@ class Shard:
             if len(buffers) > 1:  # the exact head took back what was reserved above it
                 updated.topic.head_ceiling = updated.topic.head_seq
             updated.configured(config, descriptor)
-            self._show(updated)
+            self.show(updated)
 
         self._commit(Operation(buffers, apply, sync=True, answer=answer))
 
@@ -278,7 +364,9 @@ class Shard:
         def apply(_file_no: int, _offset: int) -> None:
             self._syncs.forget(gone)
             self._capped.pop(gone.topic.id, None)
+            self.routing.gone(gone)
             self._catalog.retire(gone)
+            self._queues.topic_gone(gone)
             self._notify(gone)
 
         end = frame.encode(FrameType.TOPIC_DELETE, 0, topic.id, 0, self._now_ms, b"", b"", b"")
@@ -290,6 +378,7 @@ class Shard:
         if hosted is None:
             raise topic_not_found(call.name)
         self._expire(hosted)
+        self.routing.before_log(hosted)
         topic = hosted.topic
         match = None if call.op is None else Match(call.op, call.pattern)
         deletion = topic.plan_delete(topic.head_seq, call.before_seq, match, self._tags.of(topic))
@@ -310,7 +399,7 @@ class Shard:
 
         def apply(_file_no: int, _offset: int) -> None:
             topic.deleted(deletion)
-            self._show(hosted)
+            self.show(hosted)
 
         self._commit(Operation([entry], apply, sync=topic.config.durability == "fsync", answer=answer))
 
@@ -324,7 +413,7 @@ class Shard:
         def apply(_file_no: int, _offset: int) -> None:
             topic.evict_below(floor, EvictReason.TTL)
             hosted.logged_floor = topic.evict_floor
-            self._show(hosted)
+            self.show(hosted)
 
         self._commit(Operation([_floor_frame(hosted, floor, EvictReason.TTL, self._now_ms)], apply))
 
@@ -354,6 +443,7 @@ class Shard:
             hosted.watchers.pop(frontend, None)
         self._outbox.forget_notices(frontend)
         self._sessions.frontend_died(frontend, self._clock.monotonic_ms())
+        self._queues.frontend_died(frontend, list(self._catalog))
 
     def _put_session(self, call: SessionPut, answer: Answer) -> None:
         self._commit_appends()
@@ -378,19 +468,20 @@ class Shard:
 
     def _commit_session(self, body: SessionBody, apply: Callable[[int, int], None], answer: Answer | None) -> None:
         entry = frame.encode(FrameType.SESSION, 0, 0, 0, self._now_ms, b"", b"", encode_body(body))
-        self._commit_group([], [Operation([entry], apply, answer=answer)])
+        self.commit_group([], [Operation([entry], apply, answer=answer)])
 
     # -- commits
 
     def _commit_appends(self) -> None:
         appends = self._appends
         if appends.durable or appends.ram:
-            self._commit_group(appends.durable, appends.ram)
+            self.commit_group(appends.durable, appends.ram)
             appends.abandon_unhosted()
             durable = {id: hosted for id, hosted in appends.touched.items() if not _in_ram(hosted)}
             for hosted in chain(appends.touched.values(), self._syncs.committed(durable)):
-                self._show(hosted)
+                self.show(hosted)
         appends.reset()
+        self._queue_writes.committed()
         self._holdings.settle(len(self._sessions))
 
     def _trim_ram_log(self) -> None:
@@ -399,13 +490,18 @@ class Shard:
         except OSError as error:
             log.error("the RAM log cannot be trimmed", error=str(error))
             return
-        if self._commit_group([], [operation]):
+        if self.commit_group([], [operation]):
             self._ram_trim.drop_files()
 
     def _commit(self, operation: Operation) -> bool:
-        return self._commit_group([operation], [])
+        return self.commit_group([operation], [])
 
-    def _commit_group(self, durable: list[Operation], ram: list[Operation]) -> bool:
+    def logged(self, hosted: Hosted) -> None:
+        """Records of a topic came into the durable log on another way than by an append."""
+        for other in self._syncs.committed({hosted.topic.id: hosted}):
+            self.show(other)
+
+    def commit_group(self, durable: list[Operation], ram: list[Operation]) -> bool:
         """True when all of it was committed; what was not is answered with an error."""
         if durable:
             durable = self._floor_marks() + durable
@@ -416,21 +512,41 @@ class Shard:
         else:
             failed = self._logs.commit(durable, ram)
         for operation, refusal in failed:
+            if operation.undo is not None:
+                operation.undo()
             if operation.answer is not None:
                 operation.answer.reply = messages.encode_error(operation.answer.request_id, refusal)
         if durable and not failed:
             self._capped.clear()
         return not failed
 
-    def _show(self, hosted: Hosted) -> None:
+    def show(self, hosted: Hosted) -> None:
+        """What a topic is now is known to all."""
         if hosted.topic.evict_floor > hosted.logged_floor:
             self._capped[hosted.topic.id] = hosted
         hosted.publish()
+        self._queues.changed(hosted)
         self._notify(hosted)
+        self.routing.changed(hosted)
 
     def _notify(self, hosted: Hosted) -> None:
         for frontend, token in hosted.watchers.items():
             self._outbox.notify(frontend, token)
+
+    def _find_to_append(self, name: str) -> Hosted | None:
+        """A topic that is going to be appended to: the log has to be as far as it is."""
+        hosted = self._catalog.find(name)
+        if hosted is not None:
+            self._log_copies(hosted)
+        return hosted
+
+    def _log_copies(self, hosted: Hosted) -> None:
+        if hosted.ring.unlogged_seq <= hosted.topic.head_seq:
+            self.routing.before_log(hosted)
+
+    def _host(self, hosted: Hosted) -> None:
+        self._catalog.host(hosted)
+        self.routing.came(hosted)
 
     def _make_topic(self, name: str, config: TopicConfig) -> Hosted:
         """A topic nobody sees yet, or `throttled` when the service may not have one more."""

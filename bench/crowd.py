@@ -1,0 +1,248 @@
+"""Many clients in one process: event streams that time what reaches them, writers that take no for an answer.
+
+Bare transports on one event loop, one clock for both ends. Records are stamped with when they were sent; a stream keeps
+how long each took to reach it and which seqs it has seen, so that what is missing is seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import time
+from array import array
+from collections import Counter
+from typing import Any, NamedTuple, cast
+
+from bench import wire
+from bench.load import LoadError
+
+_STAMP = re.compile(rb'"\$seq":(\d+),"\$ts":\d+,"data":\{"sent_ns":(\d+),')
+_LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
+STAMP_BYTES = 128
+"""No record's stamp, seq included, is longer."""
+DEADLINE_S = 30.0
+
+
+class Answer(NamedTuple):
+    status: int
+    head: bytes
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Client:
+    """One keep-alive connection, one request at a time."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, method: str, path: str, body: bytes | None = None) -> Answer:
+        head = f"{method} {path} HTTP/1.1\r\nHost: crowd\r\n"
+        if body is not None:
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        return await self.send(head.encode() + b"Accept: application/json\r\n\r\n" + (body or b""))
+
+    async def send(self, request: bytes) -> Answer:
+        if self._streams is None:
+            self._streams = await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = self._streams
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = _LENGTH.search(head)
+        assert length is not None, head
+        return Answer(int(head[9:12]), head, await reader.readexactly(int(length[1])))
+
+    def close(self) -> None:
+        if self._streams is not None:
+            self._streams[1].close()
+
+
+class Watcher(asyncio.Protocol):
+    """One event stream of one topic."""
+
+    def __init__(self, topic: str) -> None:
+        self.topic = topic
+        self.seqs: array[int] = array("Q")
+        self.latencies_us: array[int] = array("Q")
+        self.record_frames = 0
+        self.heartbeats_s: list[float] = []
+        self.opened_s = 0.0
+        self.caught_up = False
+        self.closed = False
+        self.tail = b""
+        """The end of what came, for a look at last words."""
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.closed = True
+
+    def open(self, path: str, from_id: str | None = None) -> None:
+        resume = f"Last-Event-ID: {from_id}\r\n" if from_id else ""
+        self._transport.write(f"GET {path} HTTP/1.1\r\nHost: crowd\r\n{resume}\r\n".encode())
+
+    def data_received(self, chunk: bytes) -> None:
+        now_ns = time.perf_counter_ns()
+        if chunk.startswith(b": hb ", chunk.find(b"\r\n") + 2):
+            self.heartbeats_s.append(now_ns / 1e9)
+            return
+        self.record_frames += chunk.count(b"event: record\n")
+        chunk = self.tail + chunk
+        end = 0
+        for stamp in _STAMP.finditer(chunk):
+            self.seqs.append(int(stamp[1]))
+            self.latencies_us.append(max(0, now_ns - int(stamp[2])) // 1000)
+            end = stamp.end()
+        if not self.caught_up and b"event: caught-up" in chunk:
+            self.caught_up = True
+            self.opened_s = now_ns / 1e9
+        self.tail = chunk[max(end, len(chunk) - STAMP_BYTES) :]
+
+    def stop_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def read_on(self) -> None:
+        self._transport.resume_reading()
+
+    def close(self) -> None:
+        self._transport.abort()
+
+
+class Writer:
+    """Writes stamped records of one topic as fast as it is let, or `every_s`; counts what it is told."""
+
+    def __init__(self, port: int, topic: str, pad: int = 20, every_s: float = 0.0, read_back: int = 0) -> None:
+        """`read_back`: each so many acknowledged writes, one is asked for by diff at once."""
+        self.topic = topic
+        self.statuses: Counter[int] = Counter()
+        self.odd: list[str] = []
+        """What the contract does not allow: other errors, a 429 without its fields, an acked record not there."""
+        self.acked = 0
+        self._client = Client(port)
+        self._pad = b"x" * pad
+        self._every_s = every_s
+        self._read_back = read_back
+
+    async def run(self, until_s: float) -> None:
+        """Until that moment of the loop's clock; may be called again."""
+        loop = asyncio.get_running_loop()
+        next_s = loop.time()
+        while loop.time() < until_s:
+            answer = await self._write()
+            self.statuses[answer.status] += 1
+            if answer.status == 429:
+                await self._refused(answer)
+            elif answer.status // 100 != 2:
+                self.odd.append(f"{answer.status} {answer.body[:300]!r}")
+            else:
+                self.acked += 1
+                if self._read_back and self.acked % self._read_back == 1:
+                    await self._check(answer.json["first_seq"])
+            if self._every_s:
+                next_s += self._every_s
+                await asyncio.sleep(max(0.0, next_s - loop.time()))
+
+    async def _write(self) -> Answer:
+        body = b'{"records":[{"data":{"sent_ns":%d,"pad":"%b"}}]}' % (time.perf_counter_ns(), self._pad)
+        return await self._client.send(wire.post(f"/v0/topics/{self.topic}?return_seqs=false", body))
+
+    async def _refused(self, answer: Answer) -> None:
+        error = answer.json["error"]
+        after_ms = error.get("detail", {}).get("retry_after_ms")
+        if error["code"] != "throttled" or not after_ms or b"retry-after: " not in answer.head.lower():
+            self.odd.append(f"a 429 without its fields: {answer.head!r} {answer.body!r}")
+            return
+        await asyncio.sleep(after_ms / 1000)
+
+    async def _check(self, seq: int) -> None:
+        found = await self._client.send(wire.diff(self.topic, seq - 1, 1))
+        if found.status != 200 or b'"$seq":%d,' % seq not in found.body:
+            self.odd.append(f"seq {seq} was acknowledged and is not there: {found.status} {found.body[:300]!r}")
+
+
+class Sight(NamedTuple):
+    """The pressure at one moment, as the metrics show it."""
+
+    at_s: float
+    pressure: float
+    deferring: bool
+    coalesce_ms: float
+    window_ms: float
+    throttled: int
+
+
+class Observer:
+    """Looks at the metrics again and again."""
+
+    def __init__(self, port: int) -> None:
+        self._client = Client(port)
+        self.sights: list[Sight] = []
+        self.stopped = False
+
+    async def look(self) -> Sight:
+        metrics = (await self._client.ask("GET", "/v0/metrics")).json
+        sight = Sight(
+            time.perf_counter(),
+            metrics["topics_pressure"],
+            bool(metrics["topics_deferring"]),
+            max(metrics["topics_coalesce_seconds"].values()) * 1000,
+            max(metrics["topics_shard_commit_window_seconds"].values()) * 1000,
+            metrics["topics_throttled_total"],
+        )
+        self.sights.append(sight)
+        return sight
+
+    async def run(self) -> None:
+        """Until it is told to stop."""
+        while not self.stopped:
+            await self.look()
+            await asyncio.sleep(0.1)
+
+    async def until(self, true: Any, what: str) -> Sight:
+        deadline = time.monotonic() + DEADLINE_S
+        while not true(sight := await self.look()):
+            if time.monotonic() > deadline:
+                raise LoadError(f"not within {DEADLINE_S} s: {what}; seen last: {sight}")
+            await asyncio.sleep(0.1)
+        return sight
+
+
+async def put(client: Client, topic: str, **config: Any) -> None:
+    answer = await client.ask("PUT", f"/v0/topics/{topic}", json.dumps(config).encode())
+    assert answer.status in (200, 201), answer
+
+
+async def watch(
+    client: Client, port: int, topic: str, *others: str, receive_bytes: int | None = None, **body: Any
+) -> Watcher:
+    """A session on one topic (and others, whose records have no stamp) and its open stream. `receive_bytes`: of the
+    socket's buffer, for clients that are to be slow.
+    """
+    topics = {name: dict[str, int]() for name in (topic, *others)}
+    answer = await client.ask("POST", "/v0/watch", json.dumps({"topics": topics, **body}).encode())
+    assert answer.status == 200, answer
+    end = socket.socket()
+    if receive_bytes is not None:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    end.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(end, ("127.0.0.1", port))
+    _, watcher = await loop.create_connection(lambda: Watcher(topic), sock=end)
+    watcher.open(answer.json["stream_url"])
+    return watcher
+
+
+async def until(true: Any, what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not true():
+        if time.monotonic() > deadline:
+            raise LoadError(f"not within {DEADLINE_S} s: {what}")
+        await asyncio.sleep(0.01)

@@ -1,0 +1,96 @@
+"""Thousands of event streams on which nothing happens, and one on which something does."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import NamedTuple
+
+import uvloop
+
+from bench import machine
+from bench.crowd import Client, Watcher, Writer, put, until, watch
+from bench.load import percentiles
+
+OPENING_AT_ONCE = 32
+
+
+class IdleStreams(NamedTuple):
+    """So many streams of one topic that nobody writes to, with a heartbeat each second; after `seconds` of that, as
+    many of writes to another topic that one stream follows. `pids` and `shared_objects` are what the service consists
+    of.
+    """
+
+    port: int
+    pids: list[int]
+    shared_objects: list[Path]
+    streams: int = 2000
+    heartbeat_ms: int = 1000
+    seconds: float = 5.0
+    every_s: float = 0.02
+
+
+class Idled(NamedTuple):
+    """Bytes that the service took for each stream, heartbeats: how many each stream got at least, the mean and longest
+    time between two in ms; and delivery (p50, p99) in µs beside all those.
+    """
+
+    bytes_each: float
+    heartbeats_min: int
+    interval_mean_ms: float
+    interval_max_ms: float
+    delivery_us: tuple[float, float]
+    odd: list[str]
+    closed: int
+
+
+def idle(plan: IdleStreams) -> Idled:
+    """Runs the plan in this process."""
+    return uvloop.run(_idle(plan))
+
+
+async def _idle(plan: IdleStreams) -> Idled:
+    loop = asyncio.get_running_loop()
+
+    def held_bytes() -> int:
+        return machine.memory_of(plan.pids, plan.shared_objects).held
+
+    client = Client(plan.port)
+    await put(client, "quiet")
+    await put(client, "busy")
+    probe = await watch(client, plan.port, "busy")
+    await until(lambda: probe.caught_up, "the stream of the busy topic")
+    held_before = held_bytes()
+    streams: list[Watcher] = []
+
+    async def open_some() -> None:
+        own = Client(plan.port)
+        for _ in range(plan.streams // OPENING_AT_ONCE):
+            streams.append(await watch(own, plan.port, "quiet", heartbeat_ms=plan.heartbeat_ms))
+        own.close()
+
+    await asyncio.gather(*[open_some() for _ in range(OPENING_AT_ONCE)])
+    await until(lambda: all(stream.caught_up for stream in streams), "every stream to be caught up")
+    for stream in streams:
+        stream.heartbeats_s.clear()
+    await asyncio.sleep(plan.seconds)
+    held_after = held_bytes()
+    intervals_s = [later - earlier for stream in streams for earlier, later in itertools.pairwise(stream.heartbeats_s)]
+    heartbeats_min = min(len(stream.heartbeats_s) for stream in streams)
+    writer = Writer(plan.port, "busy", every_s=plan.every_s)
+    await writer.run(loop.time() + plan.seconds)
+    await until(lambda: len(probe.seqs) >= writer.acked, "every record at the stream")
+    histogram = percentiles(probe.latencies_us)
+    closed = sum(stream.closed for stream in streams)
+    for stream in [*streams, probe]:
+        stream.close()
+    return Idled(
+        (held_after - held_before) / len(streams),
+        heartbeats_min,
+        sum(intervals_s) / len(intervals_s) * 1000,
+        max(intervals_s) * 1000,
+        (histogram.get_value_at_percentile(50), histogram.get_value_at_percentile(99)),
+        writer.odd,
+        closed,
+    )

@@ -1,0 +1,126 @@
+"""More than a server can do, and what becomes of it: the load behind `tests/e2e/test_overload.py` and two cases."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import uvloop
+
+from bench import machine
+from bench.crowd import Client, Observer, Sight, Watcher, Writer, put, until, watch
+from bench.load import percentiles
+
+
+class Overload(NamedTuple):
+    """`topics` are (priority, None for automatic; how many topics of it), each with `watchers` streams that all filter
+    differently, so that nothing is shared between them; one closed-loop writer a topic, and `floods` writers of
+    `flood_bytes` each on topics that nobody watches.
+    """
+
+    port: int
+    topics: tuple[tuple[int | None, int], ...] = ((1000, 2), (None, 8), (-1000, 14))
+    watchers: int = 40
+    floods: int = 0
+    flood_bytes: int = 15_000
+    seconds: float = 5.0
+    pids: tuple[int, ...] = ()
+    shared_objects: tuple[Path, ...] = ()
+    """What the service consists of, to see what it holds meanwhile; the floods have a cap, so nothing is retained."""
+
+
+class Endured(NamedTuple):
+    """What came of it. `delivery_us` are (p50, p99) by priority, of all streams of it; `missing` are records that a
+    stream has not got after all, `odd` what the contract does not allow.
+    """
+
+    statuses: dict[int, int]
+    odd: list[str]
+    missing: list[str]
+    delivery_us: dict[int | None, tuple[float, float]]
+    before: Sight
+    during: list[Sight]
+    after: Sight
+    held_bytes: list[int]
+
+
+def endure(plan: Overload) -> Endured:
+    """Runs the plan in this process."""
+    return uvloop.run(_endure(plan))
+
+
+async def _endure(plan: Overload) -> Endured:
+    loop = asyncio.get_running_loop()
+    client, observer = Client(plan.port), Observer(plan.port)
+    watchers: dict[int | None, list[Watcher]] = {}
+    writers: list[Writer] = []
+    for priority, topics in plan.topics:
+        watchers[priority] = []
+        for n in range(topics):
+            topic = f"load.{priority}.{n}"
+            await put(client, topic, priority=priority)
+            watchers[priority] += [
+                await watch(client, plan.port, topic, node=f"reader-{k}") for k in range(plan.watchers)
+            ]
+            writers.append(Writer(plan.port, topic, read_back=20))
+    for n in range(plan.floods):
+        await put(client, f"flood.{n}", cap_records=20)
+    floods = [Writer(plan.port, f"flood.{n}", pad=plan.flood_bytes) for n in range(plan.floods)]
+    everybody = [watcher for those in watchers.values() for watcher in those]
+    await until(lambda: all(watcher.caught_up for watcher in everybody), "every stream to be caught up")
+    before = await observer.until(lambda sight: sight.pressure < 0.2, "a quiet server")
+    observer.sights.clear()
+    observing = loop.create_task(observer.run())
+    held_bytes: list[int] = []
+    weighing = loop.create_task(_weigh(plan, held_bytes))
+    end_s = loop.time() + plan.seconds
+    await asyncio.gather(*[writer.run(end_s) for writer in writers + floods])
+    observer.stopped = True
+    await observing
+    weighing.cancel()
+    during = list(observer.sights)
+    expected = {writer.topic: writer.acked for writer in writers}
+    missing = []
+    try:
+        await until(
+            lambda: all(len(watcher.seqs) >= expected[watcher.topic] for watcher in everybody),
+            "every record everywhere",
+        )
+    finally:
+        for watcher in everybody:
+            if list(watcher.seqs) != list(range(1, expected[watcher.topic] + 1)):
+                missing.append(f"{watcher.topic}: {len(watcher.seqs)} of {expected[watcher.topic]}, {watcher.tail!r}")
+    after = await observer.until(lambda sight: sight.pressure < 0.05 and not sight.deferring, "no pressure any more")
+    statuses: Counter[int] = Counter()
+    for writer in writers + floods:
+        statuses += writer.statuses
+    for watcher in everybody:
+        watcher.close()
+    return Endured(
+        dict(statuses),
+        [problem for writer in writers + floods for problem in writer.odd],
+        missing,
+        {priority: latencies(those) for priority, those in watchers.items()},
+        before,
+        during,
+        after,
+        held_bytes,
+    )
+
+
+async def _weigh(plan: Overload, held_bytes: list[int]) -> None:
+    while True:
+        await asyncio.sleep(0.25)
+        held_bytes.append(machine.memory_of(list(plan.pids), list(plan.shared_objects)).held)
+
+
+def latencies(watchers: list[Watcher]) -> tuple[float, float]:
+    """(p50, p99) in µs of everything that reached them."""
+    every: array[int] = array("Q")
+    for watcher in watchers:
+        every.extend(watcher.latencies_us)
+    histogram = percentiles(every)
+    return histogram.get_value_at_percentile(50), histogram.get_value_at_percentile(99)

@@ -1,0 +1,96 @@
+"""One stream whose client stops reading, among many that read."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from typing import NamedTuple
+
+import uvloop
+
+from bench.crowd import Client, Watcher, Writer, put, until, watch
+from bench.load import percentiles
+
+RECEIVE_BYTES = 4096
+BALLAST = (16, 900_000)
+"""Records, and bytes each, in a second topic of the slow stream: more than the kernel keeps for a socket."""
+
+
+class SlowReader(NamedTuple):
+    """`watchers` streams of one topic and a write of `pad` bytes every `every_s`: for `seconds` with all of them
+    reading, then as long with one of them that does not, which then reads on.
+    """
+
+    port: int
+    watchers: int = 200
+    pad: int = 2000
+    every_s: float = 0.02
+    seconds: float = 3.0
+
+
+class Undisturbed(NamedTuple):
+    """Delivery (p50, p99) in µs to those who read, before and meanwhile. What the one who did not had got by then, what
+    it has got at the end, and how many frames that took, of how many records; `odd` and `missing` are empty.
+    """
+
+    before_us: tuple[float, float]
+    meanwhile_us: tuple[float, float]
+    held_back: int
+    caught_up: int
+    records: int
+    record_frames: int
+    odd: list[str]
+    missing: list[str]
+
+
+def undisturbed(plan: SlowReader) -> Undisturbed:
+    """Runs the plan in this process."""
+    return uvloop.run(_undisturbed(plan))
+
+
+async def _undisturbed(plan: SlowReader) -> Undisturbed:
+    loop = asyncio.get_running_loop()
+    client, topic = Client(plan.port), "read.by.many"
+    await put(client, topic)
+    await put(client, "ballast")
+    watchers = [await watch(client, plan.port, topic) for _ in range(plan.watchers)]
+    slow = await watch(client, plan.port, topic, "ballast", receive_bytes=RECEIVE_BYTES)
+    everybody = [*watchers, slow]
+    await until(lambda: all(watcher.caught_up for watcher in everybody), "every stream to be caught up")
+    writer = Writer(plan.port, topic, plan.pad, plan.every_s)
+    await writer.run(loop.time() + plan.seconds)
+    first = writer.acked
+    await until(lambda: all(len(watcher.seqs) >= first for watcher in everybody), "every record at every stream")
+    slow.stop_reading()
+    count, size = BALLAST
+    ballast = b'{"records":[{"data":"%b"}]}' % (b"x" * size)
+    for _ in range(count):
+        assert (await client.ask("POST", "/v0/topics/ballast", ballast)).status // 100 == 2
+    frames = slow.record_frames
+    await writer.run(loop.time() + plan.seconds)
+    records = writer.acked
+    await until(lambda: all(len(watcher.seqs) >= records for watcher in watchers), "every record at those who read")
+    held_back = len(slow.seqs)
+    slow.read_on()
+    await until(lambda: len(slow.seqs) >= records, "every record at the one that reads again")
+    missing = [f"{len(w.seqs)} of {records}" for w in everybody if list(w.seqs) != list(range(1, records + 1))]
+    for watcher in everybody:
+        watcher.close()
+    return Undisturbed(
+        _latencies(watchers, 0, first),
+        _latencies(watchers, first, records),
+        held_back,
+        len(slow.seqs),
+        records,
+        slow.record_frames - frames,
+        writer.odd,
+        missing,
+    )
+
+
+def _latencies(watchers: list[Watcher], start: int, end: int) -> tuple[float, float]:
+    every: array[int] = array("Q")
+    for watcher in watchers:
+        every.extend(watcher.latencies_us[start:end])
+    histogram = percentiles(every)
+    return histogram.get_value_at_percentile(50), histogram.get_value_at_percentile(99)

@@ -1,0 +1,200 @@
+"""api §11 by key, and what one connection may cost: streams, requests, connections, slow and large bodies."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+from websockets.exceptions import InvalidStatus
+
+from tests.contract.asking import diff, envelope, ok, put, refused, write
+from tests.contract.socket_client import Socket
+from tests.contract.stream import Stream, watch
+from tests.harness import Service, poll
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    with ExitStack() as stack:
+        yield lambda **env: stack.enter_context(
+            Service(env={f"TOPICS_{name.upper()}": str(value) for name, value in env.items()})
+        )
+
+
+def by(service: Service, key: str) -> httpx.Client:
+    return httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {key}"}, timeout=35)
+
+
+def throttled(answer: httpx.Response, limit: str, most: int) -> None:
+    error = refused(answer, 429, "throttled")
+    assert error["detail"] == {"limit": limit, "max": most}
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_event_streams_by_key_over_all_frontends(start: Any) -> None:
+    service = start(api_keys="one,other", max_sse_connections_per_key=4)
+    with by(service, "one") as one, by(service, "other") as other, ExitStack() as stack:
+        put(one, "t")
+
+        def open_by(client: httpx.Client, key: str) -> Stream:
+            wid = watch(client, {"t": {}})["wid"]
+            return stack.enter_context(Stream(service.url, wid, {"Authorization": f"Bearer {key}"}))
+
+        streams = [open_by(one, "one") for _ in range(12)]
+        admitted = [stream for stream in streams if stream.response.status_code == 200]
+        assert len(admitted) == 4
+        for stream in streams:
+            if stream not in admitted:
+                throttled(stream.response, "sse_connections_per_key", 4)
+        with pytest.raises(InvalidStatus) as failed:
+            Socket(service, key="one")
+        assert failed.value.response.status_code == 429
+        assert open_by(other, "other").response.status_code == 200
+        admitted[0].close()
+        poll("the place to be free", lambda: open_by(one, "one").response.status_code == 200)
+
+
+def test_requests_in_flight_by_key_over_all_frontends(start: Any) -> None:
+    service = start(api_keys="one,other", max_inflight_per_key=3)
+    with by(service, "one") as one, by(service, "other") as other, ThreadPoolExecutor(3) as pool:
+        put(one, "t")
+
+        def poll_long() -> int:
+            headers = {"Authorization": "Bearer one"}
+            body = {"wait_ms": 30_000}
+            return httpx.post(f"{service.url}/v0/topics/t/diff", json=body, headers=headers, timeout=35).status_code
+
+        polls = [pool.submit(poll_long) for _ in range(3)]
+
+        def waiting() -> int:
+            # Not by the key in question, whose requests are what is counted.
+            metrics = other.get("/v0/metrics", headers={"Accept": "application/json"}).json()
+            return sum(metrics["topics_frontend_long_polls"].values())
+
+        poll("the long polls to wait", lambda: waiting() == 3)
+        throttled(one.get("/v0/topics/t"), "inflight_per_key", 3)
+        throttled(one.post("/v0/topics/t", json={"records": [{"data": 1}]}), "inflight_per_key", 3)
+        assert one.get("/v0/health").status_code == 200
+        with Socket(service, key="one") as ws:
+            assert ws.ask("publish", topic="t", records=[{"data": 1}])["code"] == "throttled"
+        assert write(other, "t", "wakes them")["first_seq"] == 1
+        assert [answer.result() for answer in polls] == [200] * 3
+        # Refused and failed requests have given back what they took.
+        for _ in range(5):
+            ok(one.get("/v0/topics/t"))
+            refused(one.get("/v0/topics/absent"), 404, "topic_not_found")
+            refused(one.post("/v0/topics/t", content=b"{"), 415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize("protocol", ["httptools", "stock"])
+def test_connections_over_all_frontends(start: Any, protocol: str) -> None:
+    service = start(max_connections=12, http_protocol=protocol)
+    with ExitStack() as stack:
+        refusals = 0
+        opened: list[http.client.HTTPConnection] = []
+        for _ in range(30):
+            connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=10)
+            stack.callback(connection.close)
+            try:
+                connection.request("GET", "/v0/health")
+                answer = connection.getresponse()
+                body = answer.read()
+            except (ConnectionError, http.client.HTTPException):
+                refusals += 1  # cut before it could send its request
+                continue
+            if answer.status == 429:
+                envelope(body, answer.getheader("content-type", ""), "throttled")
+                refusals += 1
+            else:
+                assert answer.status == 200
+                opened.append(connection)
+        # The service's own client, which waited for readiness, has been closed.
+        assert 10 <= len(opened) <= 12
+        assert refusals == 30 - len(opened)
+        opened[0].close()
+
+        def room() -> bool:
+            try:
+                return httpx.get(f"{service.url}/v0/health", timeout=5).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        poll("the place of a closed connection to be free", room)
+        opened[1].request("GET", "/v0/health")
+        assert opened[1].getresponse().status == 200
+
+
+@pytest.mark.parametrize("protocol", ["httptools", "stock", "h2c"])
+def test_a_body_beyond_the_limit_is_413_on_every_protocol(start: Any, protocol: str) -> None:
+    h2 = protocol == "h2c"
+    service = start(max_body_bytes=100_000, http_protocol="stock" if protocol == "stock" else "httptools")
+    headers = {"Content-Type": "application/json"}
+    with httpx.Client(base_url=service.url, http1=not h2, http2=h2, timeout=20) as client:
+
+        def pieces(count: int) -> Iterator[bytes]:
+            yield b'{"records":[{"data":"'
+            for _ in range(count):
+                yield b"x" * 10_000
+            yield b'"}]}'
+
+        def send(content: Any) -> None:
+            try:
+                answer = client.post("/v0/topics/t", content=content, headers=headers)
+            except httpx.TransportError:
+                return  # an answer before the end of the request may be lost with the connection
+            refused(answer, 413, "payload_too_large")
+
+        send(b"x" * 100_001)
+        send(pieces(50))
+        refused(client.get("/v0/topics/t"), 404, "topic_not_found")
+        assert write(client, "t", "x" * 99_000)["first_seq"] == 1
+
+
+@pytest.mark.parametrize("http2", [False, True])
+def test_a_body_that_no_route_reads_holds_nothing_up(start: Any, http2: bool) -> None:
+    """The stock server would wait for ever with what nobody takes, and with it every other stream of HTTP/2."""
+    service = start(http_protocol="stock")
+    with httpx.Client(base_url=service.url, http1=not http2, http2=http2, timeout=20) as client:
+        for _ in range(3):
+            try:
+                answer = client.request("GET", "/v0/health", content=b"x" * 3_000_000)
+                assert answer.status_code == 200
+            except httpx.TransportError:
+                assert not http2
+        assert write(client, "t", 1)["count"] == 1
+
+
+def test_a_large_body_leaves_the_others_their_turn(service: Service, topic: str) -> None:
+    """A body of 60 MB is decoded beside the event loop; what no thread can share is a call into C."""
+    put(service.client, topic)
+    body = json.dumps({"records": [{"data": "x" * 6_000} for _ in range(10_000)]}).encode()
+    with ThreadPoolExecutor(1) as pool:
+        upload = pool.submit(
+            lambda: httpx.post(
+                f"{service.url}/v0/topics/{topic}",
+                content=body,
+                headers={"Content-Type": "application/json"},
+                timeout=30,
+            )
+        )
+        while not upload.done():
+            assert write(service.client, f"{topic}.small", 1)["count"] == 1
+            time.sleep(0.005)
+        assert ok(upload.result())["count"] == 10_000
+    assert len(diff(service.client, topic, limit=2)["records"]) == 2
+
+
+def test_a_head_that_never_ends_is_cut(service: Service) -> None:
+    with socket.create_connection(("127.0.0.1", service.port), timeout=20) as raw:
+        raw.sendall(b"GET /v0/health HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+        answer = raw.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 408")
+    envelope(answer.partition(b"\r\n\r\n")[2], "application/json", "request_timeout")

@@ -1,0 +1,155 @@
+"""Which routers may exist beside each other, and what a copy says of its origin."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topics.core.errors import TopicsError
+from topics.core.router_state import RouterState, encode_router
+from topics.core.routers import Router, RouterRegistry, RouterSpec, parse_router, with_origin
+
+TOPICS = "abcdef"
+topic = st.sampled_from(TOPICS)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> tuple[str, RouterSpec]:
+    source = draw(topic)
+    dest = draw(topic.filter(lambda name: name != source))
+    return draw(st.sampled_from("0123456789")), RouterSpec(source, dest, allow_cycle=draw(st.booleans()))
+
+
+def edges(registry: RouterRegistry) -> set[tuple[str, str]]:
+    return {(router.spec.source, router.spec.dest) for router in registry.by_name.values()}
+
+
+def round_of(registry: RouterRegistry, start: str) -> list[Router] | None:
+    """The routers of the cycle that `start` is on, one for each step."""
+    steps: list[Router] = []
+    at = start
+    while (found := registry.into(at)) and len(steps) <= len(TOPICS):
+        steps.append(found[0])
+        at = found[0].spec.source
+        if at == start:
+            return steps
+    return None
+
+
+@given(st.lists(st.one_of(specs(), st.sampled_from("0123456789")), max_size=40))
+def test_every_dest_has_one_source_and_every_cycle_an_end(changes: list[tuple[str, RouterSpec] | str]) -> None:
+    registry = RouterRegistry()
+    ids: set[int] = set()
+    for change in changes:
+        before = dict(registry.by_name)
+        if isinstance(change, str):
+            registry.remove(change)
+            continue
+        name, spec = change
+        try:
+            router, created = registry.plan(name, spec)
+        except TopicsError as refusal:
+            assert registry.by_name == before
+            detail = refusal.detail or {}
+            if refusal.code == "router_cycle":
+                assert not spec.allow_cycle
+                cycle = detail["cycle"]
+                assert (cycle[0], cycle[1], cycle[-1]) == (spec.source, spec.dest, spec.source)
+                others = {(r.spec.source, r.spec.dest) for r in before.values() if r.name != name}
+                assert set(itertools.pairwise(cycle[1:])) <= others
+            elif refusal.code != "topic_exists_incompatible" or detail["reason"] != "router_dest_fan_in":
+                raise
+            else:
+                assert any(r.spec.dest == spec.dest and r.spec.source != spec.source for r in before.values())
+            continue
+        assert created == (name not in before)
+        if router != before.get(name):
+            same = name in before and router.id == before[name].id
+            assert same or router.id not in ids
+            assert not same or router.version == before[name].version + 1
+        ids.add(router.id)
+        registry.put(router)
+        sources: dict[str, str] = {}
+        for source, dest in edges(registry):
+            assert sources.setdefault(dest, source) == source
+        for start in TOPICS:
+            steps = round_of(registry, start)
+            assert steps is None or any(
+                all(one.counts_hops for one in registry.into(step.spec.dest)) for step in steps
+            ), "a cycle that nothing ends"
+            assert next(iter(registry.upstream(start))) == start
+
+
+def test_the_same_edge_again_is_never_a_cycle_and_changes_nothing() -> None:
+    registry = RouterRegistry()
+    for name, spec in (("1", RouterSpec("a", "b")), ("2", RouterSpec("b", "a", allow_cycle=True))):
+        registry.put(registry.plan(name, spec)[0])
+    again, created = registry.plan("2", RouterSpec("b", "a", allow_cycle=True))
+    assert (again, created) == (registry.by_name["2"], False)
+    narrowed, _ = registry.plan("2", RouterSpec("b", "a"))
+    assert (narrowed.id, narrowed.version, narrowed.counts_hops) == (again.id, 2, True)
+
+
+def test_two_routers_of_one_edge_in_a_cycle_both_count() -> None:
+    registry = RouterRegistry()
+    registry.put(registry.plan("1", RouterSpec("a", "b"))[0])
+    registry.put(registry.plan("2", RouterSpec("b", "a", allow_cycle=True))[0])
+    registry.put(registry.plan("3", RouterSpec("b", "a", allow_cycle=True))[0])
+    assert [router.counts_hops for router in registry.into("a")] == [True, True]
+
+
+@given(
+    st.one_of(st.none(), st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=4)),
+    st.sampled_from(["", " ", "\n\t"]),
+    st.integers(1, 3),
+)
+def test_a_copy_names_its_last_origin_alone(meta: dict[str, str] | None, space: str, times: int) -> None:
+    payload = b'"data":{"meta":{"k":1}}'
+    if meta is not None:
+        payload += b',"meta":{' + space.encode() + json.dumps(meta)[1:-1].encode() + space.encode() + b"}"
+    has_meta = meta is not None
+    for at in range(times):
+        payload = with_origin(payload, has_meta, f"r>{at}", f"s{at}", 7, 100 + at)
+        has_meta = True
+    found = json.loads(b"{" + payload + b"}")
+    origin = found["meta"].pop("_topics_router")
+    last = times - 1
+    assert origin == {
+        "router": f"r>{last}",
+        "source_topic": f"s{last}",
+        "source_seq": 100 + last,
+        "idempotency_key": f"router:r>{last}:7:1:{100 + last}",
+    }
+    assert found["meta"] == (meta or {})
+    assert found["data"] == {"meta": {"k": 1}}
+    assert payload.count(b"_topics_router") == 1 or b"_topics_router" in str(meta).encode()
+
+
+def test_a_value_that_looks_like_an_origin_stays() -> None:
+    meta = json.dumps({"k": '"_topics_router":{"x":1}'})
+    payload = with_origin(f'"data":1,"meta":{meta}'.encode(), True, "r", "s", 1, 1)
+    assert json.loads(b"{" + payload + b"}")["meta"]["k"] == '"_topics_router":{"x":1}'
+
+
+def test_the_state_of_the_log_is_the_last_word() -> None:
+    state = RouterState()
+    for router_id, version, source in ((1, 1, "a"), (1, 2, "a"), (2, 1, "b")):
+        state.created(encode_router(Router(router_id, version, "r", RouterSpec(source, "d"))))
+    assert state.routers["r"] == Router(2, 1, "r", RouterSpec("b", "d"))
+    state.deleted(1)
+    assert "r" in state.routers
+    state.deleted(2)
+    assert (state.routers, state.last_id) == ({}, 2)
+
+
+@pytest.mark.parametrize(
+    "given_fields", [{}, {"source": "a"}, {"source": "a", "dest": "a"}, {"source": 1, "dest": "b"}]
+)
+def test_what_is_no_router(given_fields: dict[str, object]) -> None:
+    with pytest.raises(TopicsError) as refusal:
+        parse_router("r", given_fields)
+    assert refusal.value.code == "invalid_request"

@@ -1,0 +1,82 @@
+"""A real service that is asked for more than it can do: nothing is lost, nothing odd is answered, and it gives way in
+steps. Figures of the same loads are the cases `overload`, `slow_reader` and `idle` of `make bench`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from bench.idle_streams import IdleStreams, idle
+from bench.overload import Endured, Overload, endure
+from bench.slow_reader import SlowReader, undisturbed
+from tests.harness import Service
+
+IDLE_BYTES_MAX = 30_000
+HELD_SLACK_BYTES = 4 << 20
+
+
+@pytest.fixture
+def small() -> Iterator[Service]:
+    """One process of each kind, rings of 64 KiB."""
+    with Service(shards=1, frontends=1, wal_file_bytes=None, env={"TOPICS_RING_BYTES": "65536"}) as service:
+        yield service
+
+
+def nothing_but_what_is_documented(endured: Endured) -> None:
+    assert endured.odd == []
+    assert endured.missing == []
+    assert set(endured.statuses) <= {200, 201, 429}
+
+
+def gave_way_and_recovered(endured: Endured) -> None:
+    """Up the ladder while it lasted, down again afterwards, all of it to be seen in the metrics."""
+    assert endured.before.pressure < 0.2
+    assert max(sight.pressure for sight in endured.during) > 0.4
+    assert max(sight.coalesce_ms for sight in endured.during) > 5
+    assert max(sight.window_ms for sight in endured.during) >= 0.5
+    after = endured.after
+    assert (after.pressure < 0.05, after.deferring, after.coalesce_ms, after.window_ms) == (True, False, 0, 0)
+
+
+def test_more_to_deliver_than_can_be(small: Service) -> None:
+    endured = endure(Overload(small.port, seconds=5.0))
+    nothing_but_what_is_documented(endured)
+    gave_way_and_recovered(endured)
+    p99_us = {priority: p99 for priority, (_, p99) in endured.delivery_us.items()}
+    assert p99_us[-1000] >= 5 * p99_us[1000], p99_us
+
+
+def test_more_to_write_than_fits_is_refused_in_time(small: Service) -> None:
+    plan = Overload(small.port, ((1000, 2), (-1000, 2)), watchers=4, floods=48, seconds=4.0)
+    endured = endure(plan._replace(pids=tuple(small.family()), shared_objects=tuple(small.shared_memory())))
+    nothing_but_what_is_documented(endured)
+    gave_way_and_recovered(endured)
+    refused = endured.statuses.get(429, 0)
+    assert refused > 0
+    assert endured.after.throttled - endured.before.throttled == refused
+    assert any(sight.deferring for sight in endured.during)
+    half = len(endured.held_bytes) // 2
+    assert max(endured.held_bytes[half:]) <= max(endured.held_bytes[:half]) * 1.05 + HELD_SLACK_BYTES
+    status = small.status()
+    assert status["pressure"] < 0.2
+    assert status["deferring"] is False
+    assert status["frontends"][0]["throttled"] == refused
+
+
+def test_one_that_stops_reading_among_200_that_do(small: Service) -> None:
+    found = undisturbed(SlowReader(small.port, seconds=2.0))
+    assert found.odd == []
+    assert found.missing == []
+    assert found.held_back < found.records == found.caught_up, "it was never behind"
+    assert found.record_frames < (found.records - found.held_back) / 2, "what it missed came in few frames"
+
+
+def test_2000_idle_streams(small: Service) -> None:
+    found = idle(IdleStreams(small.port, small.family(), small.shared_memory(), streams=2016, seconds=3.0))
+    assert found.odd == []
+    assert found.closed == 0
+    assert found.bytes_each <= IDLE_BYTES_MAX
+    assert found.heartbeats_min >= 2
+    assert found.interval_mean_ms == pytest.approx(1000, rel=0.05)

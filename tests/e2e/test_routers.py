@@ -1,0 +1,167 @@
+"""Routers over restarts, kills of each role, and another number of shards: the same copies with the same seqs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.contract.asking import diff, diff_records, ok, put, state, write
+from tests.contract.stream import follow
+from tests.harness import Service, poll
+
+DESTS = ("all", "tagged", "once", "chain", "capped", "last")
+
+
+def lay_out_routers(client: httpx.Client) -> None:
+    """src → all → chain → last; src → tagged, once, capped. The names lie on different shards whatever their number."""
+    put(client, "src", cap_records=50)
+    put(client, "capped", cap_records=7)
+    put(client, "once", durability="fsync")
+    for name, source, fields in (
+        ("all", "src", {}),
+        ("tagged", "src", {"filter": "t*", "preserve_tag": False}),
+        ("once", "src", {"guarantee": "exactly_once"}),
+        ("capped", "src", {"preserve_node": False}),
+        ("chain", "all", {"filter": ["tag", "Eq", "t1"]}),
+        ("last", "chain", {}),
+    ):
+        ok(client.put(f"/v0/routers/{name}", json={"source": source, "dest": name, **fields}))
+
+
+def traffic(client: httpx.Client, start: int) -> None:
+    for at in range(start, start + 30):
+        records = [{"data": [at, n], "tag": f"t{n}", "node": "n", "meta": {"at": str(at)}} for n in range(3)]
+        ok(client.post("/v0/topics/src", json={"records": records}))
+        if at % 7 == 0:
+            write(client, "all", f"direct {at}")
+            ok(client.post("/v0/topics/tagged/delete", json={"before_seq": at}))
+        if at % 10 == 0:
+            ok(client.post("/v0/topics/src/delete", json={"before_seq": 3 * at}))
+
+
+def copies(client: httpx.Client) -> dict[str, Any]:
+    """All that a client can see of the dests."""
+    seen: dict[str, Any] = {}
+    for dest in DESTS:
+        page = diff(client, dest)
+        records = diff_records(client, dest, limit=1000, include_tags=True)
+        seen[dest] = (records, page["head_seq"], page["earliest_seq"], page["tombstone"])
+        seen[f"router {dest}"] = ok(client.get(f"/v0/routers/{dest}"))["forwarded_total"]
+    return seen
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("end", ["stop", "kill_group", "kill_supervisor"])
+def test_the_same_bytes_and_seqs_after_a_restart(shards: int, end: str) -> None:
+    with Service(shards=shards, frontends=1) as service:
+        lay_out_routers(service.client)
+        for life in range(3):
+            traffic(service.client, 100 * life + 1)
+            before = copies(service.client)
+            assert before["router all"] == 90 * (life + 1)
+            getattr(service, end)()
+            service.start()
+            assert copies(service.client) == before
+
+
+def test_over_a_changed_number_of_shards() -> None:
+    with Service(shards=1, frontends=1) as service:
+        lay_out_routers(service.client)
+        for life, shards in enumerate((4, 2, 1, 3)):
+            traffic(service.client, 100 * life + 1)
+            before = copies(service.client)
+            service.stop()
+            service.shards = shards
+            service.start()
+            assert copies(service.client) == before
+
+
+@contextmanager
+def writers(service: Service, acked: list[list[int]]) -> Iterator[None]:
+    """Two clients that write to `src` with idempotency keys, each repeating until it is answered."""
+    over = threading.Event()
+
+    def run(who: int) -> None:
+        number = 0
+        with httpx.Client(base_url=service.url, timeout=20) as client:
+            while not over.is_set():
+                body = {"records": [{"data": [who, number]}], "idempotency_key": f"{who}-{number}"}
+                try:
+                    answer = client.post("/v0/topics/src", json=body)
+                except httpx.TransportError:
+                    continue
+                if answer.status_code in (200, 201):
+                    acked[who].append(number)
+                    number += 1
+
+    threads = [threading.Thread(target=run, args=(who,)) for who in range(len(acked))]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("role", ["walshard", "frontend"])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_kill_under_load_loses_and_repeats_nothing(role: str, index: int) -> None:
+    with Service(shards=2, frontends=2) as service:
+        client = service.client
+        put(client, "src")
+        dests = [f"d{at}" for at in range(4)]
+        for dest in dests:
+            ok(client.put(f"/v0/routers/{dest}", json={"source": "src", "dest": dest}))
+        ok(client.put("/v0/routers/e", json={"source": "d0", "dest": "e"}))
+        acked: list[list[int]] = [[], []]
+        with writers(service, acked):
+            for _ in range(3):
+                count = sum(map(len, acked))
+                poll("writes to go on", lambda count=count: sum(map(len, acked)) > count + 50, 30)
+                service.wait_healed(service.kill(role, index))
+        expected = everything(client, "src")
+        for who, numbers in enumerate(acked):
+            assert [n for w, n in expected if w == who][: len(numbers)] == numbers
+        for dest in (*dests, "e"):
+            assert everything(client, dest) == expected, dest
+            total = ok(client.get(f"/v0/routers/{dest}"))["forwarded_total"]
+            assert total == len(expected)
+
+
+def everything(client: httpx.Client, topic: str) -> list[Any]:
+    found: list[Any] = []
+    from_seq = 0
+    while True:
+        page = diff(client, topic, from_seq=from_seq, limit=1000)
+        assert page["tombstone"] is None
+        found += [record["data"] for record in page["records"]]
+        from_seq = page["next_from_seq"]
+        if page["caught_up"]:
+            return found
+
+
+def test_a_stream_on_a_dest_goes_on_over_the_crash_of_its_shard() -> None:
+    with Service(shards=2, frontends=1) as service:
+        client = service.client
+        for at in range(4):
+            ok(client.put(f"/v0/routers/r{at}", json={"source": "src", "dest": f"d{at}"}))
+        streams = [follow(service, {f"d{at}": {}}) for at in range(4)]
+        try:
+            seen: list[list[Any]] = [[] for _ in streams]
+            for life in range(3):
+                write(client, "src", *range(100 * life, 100 * life + 100))
+                for at, stream in enumerate(streams):
+                    seen[at] += [record["data"] for record in stream.records(100)]
+                service.wait_healed(service.kill("walshard", life % 2))
+                assert all(state(client, f"d{at}")["head_seq"] == 100 * (life + 1) for at in range(4))
+            assert all(got == list(range(300)) for got in seen)
+        finally:
+            for stream in streams:
+                stream.close()

@@ -1,0 +1,107 @@
+"""Who waits for room in a ring: in order, bounded, and not longer than said."""
+
+from __future__ import annotations
+
+import pytest
+
+from topics.frontend import lane as module
+from topics.frontend.lane import Fate, Lane, Waiter
+from topics.shm.ring import HEADER_BYTES, Ring
+
+
+class Road:
+    """A lane whose ring holds four messages, and its other end."""
+
+    def __init__(self) -> None:
+        self.ring = Ring(memoryview(bytearray(HEADER_BYTES + 1024)))
+        self.lane = Lane(self.ring)
+        self.last_id = 0
+
+    def offer(self, expires_s: float | None = 10.0, patient: bool = False, refusing: bool = False) -> tuple[int, Fate]:
+        self.last_id += 1
+        parts: list[bytes | bytearray | memoryview] = [bytes([self.last_id]) * 240]
+        return self.last_id, self.lane.offer(Waiter(parts, 240, self.last_id, 0.0, expires_s, patient), refusing)
+
+    def fill(self) -> None:
+        while self.ring.pending_bytes + 248 <= self.ring.capacity_bytes:
+            assert self.offer()[1] is Fate.SENT
+
+    def empty(self) -> list[int]:
+        arrived, position = [], 0
+        for message, position in self.ring.peek():  # noqa: B007
+            arrived.append(message[0])
+        self.ring.consume(position)
+        return arrived
+
+
+def ids(waiters: list[Waiter]) -> list[int]:
+    return [waiter.request_id for waiter in waiters]
+
+
+def test_first_come_first_sent_whoever_is_patient() -> None:
+    road = Road()
+    road.fill()
+    assert road.empty() == [1, 2, 3, 4]
+    road.fill()
+    for patient in (False, True, False, True):
+        assert road.offer(patient=patient)[1] is Fate.WAITS
+    assert road.empty() == [5, 6, 7, 8]
+    sent, given_up = road.lane.retry(1.0)
+    assert (ids(sent), given_up) == ([9, 10, 11, 12], [])
+    assert road.empty() == [9, 10, 11, 12]
+
+
+def test_who_comes_later_does_not_overtake() -> None:
+    road = Road()
+    road.fill()
+    road.offer()
+    road.empty()
+    assert road.offer()[1] is Fate.WAITS
+    assert ids(road.lane.retry(1.0)[0]) == [5, 6]
+
+
+def test_time_ends_also_behind_somebody_who_has_more_of_it() -> None:
+    road = Road()
+    road.fill()
+    kept, _ = road.offer(expires_s=None)
+    patient, _ = road.offer(expires_s=5.0, patient=True)
+    hasty, _ = road.offer(expires_s=0.25)
+    assert [ids(waiters) for waiters in road.lane.retry(0.25)] == [[], [hasty]]
+    road.empty()
+    assert [ids(waiters) for waiters in road.lane.retry(99.0)] == [[kept, patient], []]
+
+
+def test_refusing_is_for_a_full_ring_and_for_who_is_not_patient() -> None:
+    road = Road()
+    assert road.offer(refusing=True)[1] is Fate.SENT
+    road.fill()
+    assert road.offer(refusing=True)[1] is Fate.REFUSED
+    assert road.offer(refusing=True, patient=True)[1] is Fate.WAITS
+    assert road.offer(refusing=True, expires_s=None)[1] is Fate.WAITS
+
+
+def test_how_many_wait_and_what_they_hold_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAITERS_MAX", 3)
+    road = Road()
+    road.fill()
+    fates = [road.offer(patient=patient)[1] for patient in (False, True, True, True, False)]
+    assert fates == [Fate.WAITS] * 3 + [Fate.REFUSED] * 2
+    assert road.offer(expires_s=None)[1] is Fate.WAITS, "what nobody awaits must not be lost"
+    monkeypatch.setattr(module, "WAITERS_MAX", 1000)
+    monkeypatch.setattr(module, "WAITING_BYTES_MAX", 240 * 5)
+    assert [road.offer()[1] for _ in range(2)] == [Fate.WAITS, Fate.REFUSED]
+    road.empty()
+    road.lane.retry(0.0)
+    road.empty()
+    road.lane.retry(0.0)
+    assert (road.lane.waiting, road.offer()[1]) == (0, Fate.SENT)
+
+
+def test_fullness() -> None:
+    road = Road()
+    assert road.lane.fullness == 0
+    road.offer()
+    assert road.lane.fullness == pytest.approx(248 / road.ring.capacity_bytes)
+    road.fill()
+    road.offer()
+    assert road.lane.fullness == 1

@@ -1,0 +1,125 @@
+"""A body has a time for the whole of it, not only between two pieces: on our HTTP/1.1, the stock one, and HTTP/2."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h2.config
+import h2.connection
+import h2.events
+import pytest
+
+from tests.frontend.http1_server import Server
+from topics.core.errors import TopicsError
+from topics.frontend import patience
+from topics.frontend.http1_parser import HttpLimits
+
+HEAD = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+SLOW = HttpLimits(body_timeout_ms=200, body_idle_timeout_ms=5_000, body_min_bytes_per_s=100_000)
+
+
+def test_a_body_that_trickles_is_given_up() -> None:
+    """A byte in 10 ms would keep the time between two pieces for ever."""
+    with Server(limits=SLOW) as server, server.client() as client:
+        client.send(HEAD)
+        answer = b""
+        for _ in range(500):
+            client.send(b"x")
+            client.socket.settimeout(0.01)
+            try:
+                answer += client.socket.recv(65_536)
+                break
+            except TimeoutError:
+                continue
+        assert answer.startswith(b"HTTP/1.1 408")
+
+
+def test_a_large_body_has_time_for_what_has_come() -> None:
+    limits = HttpLimits(body_timeout_ms=100, body_min_bytes_per_s=1000)
+    assert limits.body_time_ms(0) == 100
+    assert limits.body_time_ms(2_000) == 2_100
+    with Server(limits=limits) as server, server.client() as client:
+        client.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 20000\r\n\r\n" + b"x" * 19_999)
+        client.socket.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            client.socket.recv(1)
+        client.socket.settimeout(10)
+        client.send(b"x")
+        assert client.answer().body == b"x" * 20_000
+
+
+class Stalling:
+    """A client of the stock server that sends so many pieces and then nothing."""
+
+    def __init__(self, pieces: int, ends: bool = False) -> None:
+        self.left = pieces
+        self.ends = ends
+        self.received = 0
+
+    async def receive(self) -> Any:
+        if self.left:
+            self.left -= 1
+            self.received += 1
+            return {"type": "http.request", "body": b"x", "more_body": not (self.ends and not self.left)}
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+async def sink(message: Any) -> None:
+    assert message
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 5])
+def test_the_stock_server_waits_no_longer(pieces: int) -> None:
+    client = Stalling(pieces)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while True:
+            assert (await receive())["more_body"]
+
+    async def main() -> None:
+        limits = HttpLimits(body_idle_timeout_ms=20)
+        with pytest.raises(TopicsError) as raised:
+            await patience.run(app, limits, {}, client.receive, sink)
+        assert raised.value.code == "request_timeout"
+
+    patience_drop, patience.DROP_S = patience.DROP_S, 0.02  # type: ignore[misc]
+    try:
+        asyncio.run(main())
+    finally:
+        patience.DROP_S = patience_drop  # type: ignore[misc]
+
+
+def test_what_the_app_does_not_read_is_dropped() -> None:
+    client = Stalling(50, ends=True)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        return
+
+    asyncio.run(patience.run(app, HttpLimits(), {}, client.receive, sink))
+    assert client.received == 50
+
+
+def test_h2c_streams_that_stall_do_not_hold_up_others() -> None:
+    with Server(limits=HttpLimits(body_idle_timeout_ms=100)) as server, server.client() as client:
+        h2c = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding=None))
+        h2c.initiate_connection()
+        headers = [(":method", "POST"), (":path", "/echo"), (":scheme", "http"), (":authority", "test")]
+        h2c.send_headers(1, headers)
+        h2c.send_data(1, b"never ends")
+        h2c.send_headers(3, headers)
+        h2c.send_data(3, b"whole", end_stream=True)
+        client.send(h2c.data_to_send())
+        ended: dict[int, bytes] = {}
+        while len(ended) < 2:
+            data = client.socket.recv(65_536)
+            assert data, "the connection was closed"
+            for event in h2c.receive_data(data):
+                if isinstance(event, h2.events.DataReceived):
+                    ended[event.stream_id] = ended.get(event.stream_id, b"") + event.data
+                elif isinstance(event, h2.events.StreamEnded | h2.events.StreamReset):
+                    ended.setdefault(event.stream_id, b"")
+            client.send(h2c.data_to_send())
+        assert ended[3] == b"whole"
+        server.app.errors.clear()

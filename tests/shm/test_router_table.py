@@ -1,0 +1,88 @@
+"""The table of routers and the board of their progress, as writers and readers see them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from topics.core.errors import TopicsError
+from topics.core.routers import Router, RouterSpec
+from topics.shm import router_table
+from topics.shm.memory import SharedObject
+from topics.shm.router_board import BOARD_BYTES, RouterBoard, RouterBoardWriter, RouterProgress
+from topics.shm.router_table import TABLE_BYTES, TABLE_RESERVE_BYTES, Change, RouterTable, RouterTableWriter
+
+
+@pytest.fixture
+def table_object(identity: str) -> Iterator[SharedObject]:
+    shared = SharedObject.create(f"/topics-{identity}-routers", TABLE_BYTES, TABLE_RESERVE_BYTES)
+    yield shared
+    shared.unlink()
+
+
+def make(router_id: int, name: str, version: int = 1) -> Router:
+    return Router(router_id, version, name, RouterSpec(f"s{router_id % 7}", f"d{router_id}"))
+
+
+def test_a_reader_follows_whatever_the_writer_does(table_object: SharedObject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regions of 2 KiB: the table is written anew again and again; two lives of the writer, readers that lag."""
+    monkeypatch.setattr(router_table, "REGION_BYTES", 2048)
+    monkeypatch.setattr(router_table, "_RESERVE_BYTES", 512)
+    chance = random.Random(7)
+    readers = [RouterTable(table_object) for _ in range(3)]
+    assert not readers[0].known
+    routers: dict[str, Router] = {}
+    writer = RouterTableWriter(table_object)
+    writer.store_all([])
+    assert readers[0].known
+    for step in range(1, 600):
+        name = f"r{chance.randrange(12)}"
+        if step % 150 == 0:
+            writer = RouterTableWriter(table_object)
+            writer.store_all(routers.values())
+        elif name in routers and chance.randrange(2):
+            del routers[name]
+            writer.store([Change(name, None)], routers.values())
+        else:
+            routers[name] = make(step, name)
+            writer.store([Change(name, routers[name])], routers.values())
+        for at, reader in enumerate(readers):
+            if step % (1 + 40 * at) == 0:
+                assert reader.stale or at == 0
+                reader.refresh()
+                assert not reader.stale
+                assert reader.registry.by_name == routers
+    fresh = RouterTable(table_object)
+    assert fresh.refresh() >= {topic for r in routers.values() for topic in (r.spec.source, r.spec.dest)}
+    assert fresh.registry.by_name == routers
+
+
+def test_a_full_table_refuses_before_anything_is_logged(
+    table_object: SharedObject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_table, "REGION_BYTES", 256)
+    writer = RouterTableWriter(table_object)
+    with pytest.raises(TopicsError, match="no room"):
+        writer.store_all([make(at, f"r{at}") for at in range(50)])
+
+
+def test_a_board_shows_what_was_shown_last(identity: str) -> None:
+    shared = SharedObject.create(f"/topics-{identity}-routed", BOARD_BYTES, 4096)
+    try:
+        writer, reader = RouterBoardWriter(shared), RouterBoard(shared)
+        for router_id in range(1, 201):
+            writer.show(RouterProgress(router_id, 1, 5, router_id, 0))
+        assert reader.find(77) == RouterProgress(77, 1, 5, 77, 0)
+        writer.show(RouterProgress(77, 2, 5, 80, 3))
+        assert reader.find(77) == RouterProgress(77, 2, 5, 80, 3)
+        writer.remove(77)
+        assert reader.find(77) is None
+        writer.show(RouterProgress(300, 1, 6, 9, 9))
+        assert reader.find(77) is None
+        assert reader.find(300) == RouterProgress(300, 1, 6, 9, 9)
+        RouterBoardWriter(shared)
+        assert reader.find(300) is None
+    finally:
+        shared.unlink()

@@ -1,0 +1,132 @@
+"""The commit window and a shard's samples, over real rings and a clock of the test's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.walshard.rig import Rig
+from topics.core.governor import FULL_FROM, INTERVAL_MS, WINDOW_US
+from topics.shm.control import Role
+from topics.walshard import pressure as module
+from topics.walshard.pressure import GATHERED_BYTES, ShardPressure
+
+MS = 1_000_000
+
+
+class Pressed:
+    """A shard, and the pressure of the service as another process says it is."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.now = 0
+        self.slept: list[float] = []
+        frontend = rig.shared.control.cell(Role.FRONTEND, 0)
+        frontend.supervisor.set("pid", 1)
+        rig.cell.supervisor.set("pid", 1)
+        self.others = frontend
+        self.pressure = ShardPressure(rig.shared.control, rig.cell, rig.outbox, lambda: self.now, self._sleep)
+
+    def _sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += round(seconds * 1e9)
+
+    def turn(self, took_ms: int = 0) -> bool:
+        """One turn of the shard's loop."""
+        self.pressure.gather()
+
+        def step() -> bool:
+            worked = self.rig.shard.step()
+            self.now += took_ms * MS * worked
+            return worked
+
+        worked = self.pressure.group(step)
+        self.pressure.sample()
+        return worked
+
+    def press(self, pressure: float) -> None:
+        self.others.set("pressure_ppm", round(pressure * 1e6))
+        self.now += INTERVAL_MS * MS
+        self.turn()
+
+
+@pytest.fixture
+def pressed(tmp_path: Path) -> Iterator[Pressed]:
+    rig = Rig(str(tmp_path))
+    yield Pressed(rig)
+    rig.close()
+
+
+def test_without_pressure_a_group_begins_at_once(pressed: Pressed) -> None:
+    for _ in range(3):
+        pressed.rig.post_append("t", [b"1"])
+        assert pressed.turn()
+    assert pressed.slept == []
+    assert pressed.rig.cell.get("commit_window_us") == 0
+
+
+def test_under_pressure_groups_are_a_window_apart(pressed: Pressed) -> None:
+    pressed.press(1.0)
+    assert pressed.rig.cell.get("commit_window_us") == WINDOW_US[1]
+    pressed.rig.post_append("t", [b"1"])
+    assert pressed.turn()
+    assert pressed.slept == [], "what comes after a quiet time begins at once"
+    pressed.now += 4 * MS
+    for _ in range(5):
+        pressed.rig.post_append("t", [b"1"])
+    assert pressed.turn()
+    assert pressed.slept == [pytest.approx(0.006)]
+    assert pressed.rig.cell.get("queue_depth") == 5, "one group"
+    pressed.press(0.4)
+    assert pressed.rig.cell.get("commit_window_us") == 0
+
+
+def test_nobody_waits_for_a_group_that_is_large_already(pressed: Pressed) -> None:
+    pressed.press(1.0)
+    pressed.rig.post_append("t", [b"1"])
+    pressed.turn()
+    pressed.rig.post_append("t", [b'"%b"' % (b"x" * GATHERED_BYTES)])
+    assert pressed.turn()
+    assert pressed.slept == []
+
+
+def test_nobody_waits_while_a_ring_is_half_full(pressed: Pressed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GATHERED_BYTES", 1 << 30)
+    pressed.press(1.0)
+    pressed.rig.post_append("t", [b"1"])
+    pressed.turn()
+    while pressed.rig.outbox.fullness < FULL_FROM:
+        pressed.rig.post_append("t", [b'"%b"' % (b"x" * 100_000)])
+    assert pressed.turn()
+    assert pressed.slept == []
+
+
+def test_an_idle_shard_does_not_wait_for_a_window(pressed: Pressed) -> None:
+    pressed.press(1.0)
+    pressed.rig.post_append("t", [b"1"])
+    pressed.turn()
+    assert not pressed.turn()
+    assert pressed.slept == []
+
+
+def test_slow_groups_are_pressure_and_it_passes(pressed: Pressed) -> None:
+    for _ in range(5):
+        pressed.rig.post_append("t", [b"1"])
+        pressed.turn(took_ms=500)
+    assert pressed.rig.cell.get("pressure_ppm") > 900_000
+    assert pressed.rig.cell.get("deferring") == 1
+    assert pressed.rig.shared.control.pressure() > 0.9
+    # It slept meanwhile: one turn makes up for all the samples.
+    pressed.now += 5_000 * MS
+    pressed.turn()
+    assert pressed.rig.cell.get("pressure_ppm") < 250_000
+    assert pressed.rig.cell.get("deferring") == 0
+
+
+def test_a_process_that_is_gone_presses_nobody(pressed: Pressed) -> None:
+    pressed.press(1.0)
+    assert pressed.rig.shared.control.pressure() == 1.0
+    pressed.others.supervisor.set("pid", 0)
+    assert pressed.rig.shared.control.pressure() < 0.3

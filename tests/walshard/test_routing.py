@@ -1,0 +1,360 @@
+"""Routers on one shard, step by step: what is logged when, and that copies are the same after every kind of end."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.walshard.rig import Rig
+from topics.core.config import TopicConfig
+from topics.core.errors import TopicsError
+from topics.core.routers import RouterSpec
+from topics.shm import messages
+from topics.shm.memory import SharedObject
+from topics.shm.messages import (
+    CatchUp,
+    DeleteRecords,
+    DeleteRouter,
+    DeleteTopic,
+    EnsureTopic,
+    PutRouter,
+    PutTopic,
+    SyncRouters,
+)
+from topics.shm.router_table import RouterTable
+from topics.storage.frame import FLAG_MORE, FrameType, lay_out, scan
+from topics.storage.layout import group_dir, log_path, ram_group_dir
+from topics.walshard.feeds import Feeds
+from topics.walshard.links import Follow
+
+
+def route(rig: Rig, name: str, source: str, dest: str, **fields: Any) -> None:
+    """As a frontend does it."""
+    router = rig.call(PutRouter(name, RouterSpec(source, dest, **fields))).router
+    rig.call(EnsureTopic(dest))
+    for _ in range(10):
+        reply = rig.call(SyncRouters(dest, router.id, router.version))
+        if reply.begun and reply.held:
+            return
+    raise AssertionError(f"{name} does not begin: {reply}")
+
+
+def put(rig: Rig, name: str, **config: Any) -> None:
+    rig.call(PutTopic(name, TopicConfig(**config), type_given=False))
+
+
+def append_tagged(rig: Rig, name: str, *records: tuple[bytes, bytes]) -> None:
+    """(tag, data) each."""
+    laid_out = lay_out([(b"", tag, data, b"") for tag, data in records])
+    rig._next_id += 1
+    message = messages.encode_append(
+        rig._next_id, name.encode(), True, None, b"", None, laid_out.offset_len, laid_out.flags, laid_out.buffer
+    )
+    assert rig.shared.rings[0][0].requests.push(*message)
+    rig.answer(rig._next_id)
+
+
+def feeds(rig: Rig) -> Feeds:
+    return rig.shard.routing.feeds
+
+
+def logged_types(rig: Rig) -> list[FrameType]:
+    """Of all frames in the durable log that say something about topics."""
+    found = []
+    for number in range(1, rig.cell.get("wal_file") + 1):
+        content = Path(log_path(group_dir(rig.settings.data_dir, 0, 1), number)).read_bytes()
+        found += [FrameType(frame[2]) for frame in scan(content, 0, len(content)).frames]
+    return [type_ for type_ in found if type_ not in (32, 33, 34)]
+
+
+def test_a_copy_is_not_logged_until_something_else_is(rig: Rig) -> None:
+    route(rig, "r", "a", "b")
+    rig.append("a", b"1")
+    rig.append("a", b"2", b"3")
+    assert rig.read("b") == [(1, b"1"), (2, b"2"), (3, b"3")]
+    assert logged_types(rig).count(FrameType.APPEND) == 3
+    rig.append("b", b"own")
+    types = logged_types(rig)
+    assert types[-5:] == [FrameType.APPEND] * 3 + [FrameType.ROUTER_CURSOR, FrameType.APPEND]
+    assert rig.read("b") == [(1, b"1"), (2, b"2"), (3, b"3"), (4, b"own")]
+    rig.append("a", b"4")
+    rig.restart_service()
+    rig.run()
+    assert rig.read("b") == [(1, b"1"), (2, b"2"), (3, b"3"), (4, b"own"), (5, b"4")]
+
+
+def test_what_the_source_lost_since_is_copied_again(rig: Rig) -> None:
+    put(rig, "a", cap_records=2)
+    route(rig, "r", "a", "b")
+    for at in range(20):
+        rig.append("a", b"%d" % at)
+    rig.call(DeleteRecords("a", 100, None, b""))
+    expected = rig.read("b")
+    assert len(expected) == 20
+    assert logged_types(rig).count(FrameType.APPEND) == 20
+    for end in (rig.boot, rig.restart_service):
+        end()
+        rig.run()
+        assert rig.read("b") == expected
+        rig.append("a", b"more")
+        expected = rig.read("b")
+        assert expected[-1] == (len(expected), b"more")
+
+
+def test_after_a_crash_of_the_shard_no_reader_sees_the_head_go_back(rig: Rig) -> None:
+    route(rig, "r", "a", "b")
+    route(rig, "q", "b", "c")
+    rig.append("a", *[b"%d" % at for at in range(3000)])
+    assert len(rig.read("c")) == 3000
+    ram_log = Path(log_path(ram_group_dir(rig.shared.ram_dir, 0), 1)).read_bytes()
+    copies = [frame for frame in scan(ram_log, 0, len(ram_log)).frames if frame[2] == FrameType.ROUTER_COPY]
+    assert len(copies) == 6000
+    assert not any(frame[3] & FLAG_MORE for frame in copies), "each is a write: none is taken for a torn one"
+    rig.boot()
+    view = rig.view("c")
+    assert view is not None
+    assert view.head_seq == 3000
+
+
+def test_the_hold_of_a_source_ends_with_its_routers(rig: Rig) -> None:
+    put(rig, "a", cap_records=1)
+    route(rig, "r", "a", "b")
+    for at in range(50):
+        rig.append("a", b"%d" % at)
+    view = rig.view("a")
+    assert view is not None
+    assert (view.base_seq, view.earliest_seq) == (1, 50)
+    rig.call(DeleteRouter("r"))
+    rig.call(SyncRouters("b", 0, 0))
+    rig.shard.sweep()
+    view = rig.view("a")
+    assert view is not None
+    assert view.base_seq == 50
+    assert logged_types(rig)[-1] == FrameType.ROUTER_SOURCE
+    assert len(rig.read("b")) == 50
+
+
+def test_nothing_is_released_before_the_routers_are_known(rig: Rig) -> None:
+    """A service that starts: the first follower comes forward before shard 0 has said which there are."""
+    put(rig, "a", cap_records=2)
+    route(rig, "r", "a", "b")
+    rig.append("a", *[b"%d" % at for at in range(20)])
+    hosted = rig.shard._catalog.find("a")
+    assert hosted is not None
+    assert hosted.ring.hold_seq == 1
+    followers = rig.shard.routing._followers
+    known, followers._table = followers._table, RouterTable(SharedObject.create(f"/topics-{rig.identity}-none", 8192))
+    assert not followers._table.known
+    followers.forget(0)
+    followers.follow(0, Follow("a", 4711, hosted.topic.id, 15))
+    assert hosted.ring.hold_seq == 1
+    followers._table = known
+    followers.follow(0, Follow("a", 4711, hosted.topic.id, 15))
+    assert hosted.ring.hold_seq == 15
+
+
+def test_the_hold_of_a_source_follows_the_log(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("topics.walshard.feeds.LOG_CURSOR_SEQS", 100)
+    put(rig, "a", cap_records=1)
+    route(rig, "r", "a", "b")
+    for _ in range(50):
+        rig.append("a", *[b"x"] * 100)
+        rig.shard.sweep()
+        rig.run()
+    view = rig.view("a")
+    assert view is not None
+    assert view.base_seq > 5000 - 100 - 1024 - 100
+    assert len(rig.read("b")) == 5000
+
+
+def test_copies_take_a_bounded_part_of_memory(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("topics.walshard.feeds.UNLOGGED_BYTES_MAX", 100_000)
+    for at in range(3):
+        route(rig, f"r{at}", "a", f"b{at}")
+    for _ in range(100):
+        rig.append("a", b'"' + b"x" * 1000 + b'"')
+        assert feeds(rig).unlogged_bytes <= 100_000
+    assert all(len(rig.read(f"b{at}")) == 100 for at in range(3))
+    rig.restart_service()
+    rig.run()
+    assert all(len(rig.read(f"b{at}")) == 100 for at in range(3))
+
+
+def test_the_ram_log_is_trimmed_and_keeps_what_only_it_has(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("topics.walshard.feeds.UNLOGGED_BYTES_MAX", 200_000)
+    rig.shard._ram_trim._file_bytes = rig.shard._ram_trim._next_after_bytes = 100_000
+    put(rig, "e", durability="ephemeral")
+    route(rig, "r", "a", "b")
+    route(rig, "s", "a", "quiet", filter="rare")
+    route(rig, "t", "a", "e", filter="rare")
+    append_tagged(rig, "a", (b"rare", b"1"))
+    for at in range(300):
+        rig.append("a", b'"%04d' % at + b"x" * 3000 + b'"')
+    expected = {name: rig.read(name) for name in ("b", "quiet", "e")}
+    assert len(expected["b"]) == 301
+    assert expected["quiet"] == expected["e"] == [(1, b"1")]
+    rig.boot()
+    rig.run()
+    assert {name: rig.read(name) for name in ("b", "quiet", "e")} == expected
+    append_tagged(rig, "a", (b"rare", b"2"))
+    assert rig.read("e") == [(1, b"1"), (2, b"2")]
+
+
+def test_from_an_ephemeral_source_every_copy_is_logged(rig: Rig) -> None:
+    put(rig, "a", durability="ephemeral")
+    route(rig, "r", "a", "b")
+    rig.append("a", b"1")
+    rig.append("a", b"2")
+    assert logged_types(rig).count(FrameType.APPEND) == 2
+    rig.restart_service()
+    rig.run()
+    assert rig.read("b") == [(1, b"1"), (2, b"2")]
+    rig.append("a", b"3")
+    assert rig.read("b") == [(1, b"1"), (2, b"2"), (4, b"3")], "how many were lost with the source nobody knows"
+    rig.shard.close()
+    rig.restart_service()
+    rig.append("a", b"4")
+    assert rig.read("b")[-1] == (5, b"4"), "after an orderly end it is known"
+
+
+def test_an_ephemeral_dest_goes_on_where_it_was(rig: Rig) -> None:
+    put(rig, "b", durability="ephemeral")
+    route(rig, "r", "a", "b")
+    rig.append("a", b"1", b"2")
+    rig.boot()
+    rig.run()
+    assert rig.read("b") == [(1, b"1"), (2, b"2")]
+    rig.append("a", b"3")
+    assert rig.read("b") == [(1, b"1"), (2, b"2"), (3, b"3")]
+    rig.shard.close()
+    rig.restart_service()
+    rig.run()
+    rig.append("a", b"4")
+    assert rig.read("b") == [(4, b"4")]
+
+
+def test_a_changed_router_leaves_older_copies_as_they_were(rig: Rig) -> None:
+    route(rig, "r", "a", "b", filter="x")
+    append_tagged(rig, "a", (b"x", b"1"), (b"y", b"2"))
+    route(rig, "r", "a", "b", filter="y")
+    append_tagged(rig, "a", (b"x", b"3"), (b"y", b"4"))
+    expected = [(1, b"1"), (2, b"4")]
+    assert rig.read("b") == expected
+    rig.restart_service()
+    rig.run()
+    assert rig.read("b") == expected
+
+
+def test_routers_of_a_deleted_topic_are_gone_for_good(rig: Rig) -> None:
+    route(rig, "r", "a", "b")
+    route(rig, "q", "b", "c")
+    rig.append("a", b"1")
+    rig.call(DeleteTopic("b", if_empty=False))
+    rig.run()
+    for end in (rig.run, rig.boot, rig.restart_service):
+        end()
+        rig.run()
+        rig.append("b", b"new")
+        rig.append("a", b"2")
+        rig.run()
+        assert rig.read("c") == [(1, b"1")]
+        assert rig.cell.get("routers") == 0
+        rig.call(DeleteTopic("b", if_empty=False))
+
+
+def test_a_router_id_is_never_used_again(rig: Rig) -> None:
+    first = rig.call(PutRouter("r", RouterSpec("a", "b"))).router
+    rig.call(DeleteRouter("r"))
+    rig.restart_service()
+    assert rig.call(PutRouter("r", RouterSpec("a", "b"))).router.id > first.id
+
+
+class Model:
+    """What must be in each topic: (seq, data) of all that was ever there, and what is gone."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, list[tuple[bytes, bytes]]] = {name: [] for name in "abcd"}
+        self.gone: dict[str, set[int]] = {name: set() for name in "abcd"}
+
+    def append(self, name: str, tag: bytes, data: bytes) -> None:
+        self.records[name].append((tag, data))
+        if name == "a":
+            self.append("b", tag, data)
+            if tag == b"x":
+                self.append("c", b"", data)
+        if name == "b":
+            self.append("d", tag, data)
+        if name == "a" and len(self.records["a"]) > 5:
+            self.gone["a"].update(range(1, len(self.records["a"]) - 4))
+
+    def delete(self, name: str, before_seq: int) -> None:
+        self.gone[name].update(range(1, min(before_seq, len(self.records[name]) + 1)))
+
+    def live(self, name: str) -> list[tuple[int, bytes]]:
+        records = enumerate(self.records[name], 1)
+        return [(seq, data) for seq, (_, data) in records if seq not in self.gone[name]]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_happens_the_copies_are_those_of_the_model(tmp_path: Path, seed: int) -> None:
+    """a → b → d and a → c by tag; a evicts, all are deleted from, b and c are written to as well."""
+    rig = Rig(str(tmp_path))
+    try:
+        chance = random.Random(seed)
+        model = Model()
+        put(rig, "a", cap_records=5)
+        put(rig, "c", durability=chance.choice(["disk", "fsync", "memory"]))
+        route(rig, "r", "a", "b")
+        route(rig, "q", "a", "c", filter="x", preserve_tag=False)
+        route(rig, "p", "b", "d")
+        ends = 0
+        for step in range(120):
+            match chance.randrange(12):
+                case 0 | 1 | 2 | 3:
+                    records = [
+                        (chance.choice([b"", b"x", b"y"]), b"%d" % (1000 * step + at))
+                        for at in range(chance.randrange(1, 9))
+                    ]
+                    append_tagged(rig, "a", *records)
+                    for tag, data in records:
+                        model.append("a", tag, data)
+                case 4 | 5:
+                    name = chance.choice("bc")
+                    append_tagged(rig, name, (b"x", b"%d" % step))
+                    model.append(name, b"x", b"%d" % step)
+                case 6:
+                    name = chance.choice("abcd")
+                    if model.records[name]:
+                        before_seq = chance.randrange(1, len(model.records[name]) + 2)
+                        rig.call(DeleteRecords(name, before_seq, None, b""))
+                        model.delete(name, before_seq)
+                case 7:
+                    put(rig, "b", ttl_ms=chance.choice([0, 10**12]))
+                case 8:
+                    rig.clock.ms += 1500
+                    rig.shard.sweep()
+                case 9:
+                    rig.shard.sync_in_background()
+                case 10:
+                    rig.boot()
+                    ends += 1
+                case 11:
+                    rig.restart_service()
+                    ends += 1
+            for dest in "bcd":
+                rig.call(CatchUp(dest))
+            for name in "abcd":
+                if model.records[name]:
+                    assert rig.read(name) == model.live(name), f"step {step}, topic {name}"
+        assert ends > 5
+    finally:
+        rig.close()
+
+
+def test_a_cycle_is_refused_by_the_registry(rig: Rig) -> None:
+    route(rig, "r", "a", "b")
+    with pytest.raises(TopicsError, match="cycle"):
+        rig.call(PutRouter("q", RouterSpec("b", "a")))

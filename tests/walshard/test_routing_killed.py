@@ -1,0 +1,90 @@
+"""A shard killed at every line of its own code while routers copy: each record is copied once, in order, and what a
+client has read of a dest stays as it was. Then the shard starts again, or the whole service does.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.walshard.rig import Rig
+from tests.walshard.test_killed_anywhere import NOT_REACHED, in_a_process, kill_at_line, serve
+from tests.walshard.test_routing import put, route
+from topics.core.routers import RouterSpec
+from topics.shm.messages import CatchUp, DeleteRecords, PutRouter
+
+DESTS = ("b", "c", "wide")
+
+
+def check_kill_at(n: int, data_dir: str, whole_service: bool) -> None:
+    """Exits with NOT_REACHED when the work has fewer lines than n."""
+    rig = Rig(data_dir)
+    try:
+        put(rig, "a", cap_records=4)
+        put(rig, "wide", durability="fsync")
+        route(rig, "r", "a", "b")
+        route(rig, "q", "b", "c")
+        route(rig, "p", "a", "wide", guarantee="exactly_once")
+        rig.append("a", b"0", b"1", b"2")
+        rig.append("b", b'"own 0"')
+        rig.append("a", b"3")
+        before = {dest: rig.read(dest) for dest in DESTS}
+        assert [data for _, data in before["c"]] == [b"0", b"1", b"2", b'"own 0"', b"3"]
+
+        rig.post_append("a", [b"4", b"5"])
+        rig.post_append("b", [b'"own 1"'])
+        rig.post_call(PutRouter("s", RouterSpec("a", "new")))
+        rig.post_append("a", [b"6"])
+        rig.post_call(DeleteRecords("a", 100, None, b""))
+        rig.post_call(PutRouter("r", RouterSpec("a", "b", preserve_node=False)))
+        rig.post_append("a", [b"7"])
+        ending = in_a_process(lambda: kill_at_line(n, lambda: serve_and_sweep(rig)))
+        assert ending in (0, -signal.SIGKILL)
+        if not whole_service or ending == 0:
+            rig.take_replies()
+            rig.boot()
+            rig.run()
+        if whole_service:
+            rig.restart_service()
+            rig.run()
+        for dest in DESTS:
+            rig.call(CatchUp(dest))
+        for dest in DESTS:
+            assert rig.read(dest)[: len(before[dest])] == before[dest]
+        source = [b"%d" % at for at in range(rig.shard._catalog.find("a").topic.head_seq)]  # type: ignore[union-attr]
+        assert len(source) == 8 if not whole_service else len(source) >= 4
+        for dest in ("b", "c"):
+            copied = [data for _, data in rig.read(dest) if b"own" not in data]
+            assert copied == source, f"{dest} after {ending}"
+        assert rig.read("b") == rig.read("c")
+        payloads = [data.partition(b',"meta"')[0] for _, data in rig.read("wide")]
+        assert payloads == source
+    finally:
+        rig.close()
+    if ending == 0:
+        os._exit(NOT_REACHED)
+
+
+def serve_and_sweep(rig: Rig) -> None:
+    serve(rig)
+    rig.shard.sweep()
+    serve(rig)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("whole_service", [False, True])
+def test_every_line(tmp_path: Path, whole_service: bool) -> None:
+    stride = int(os.environ.get("TOPICS_KILL_STRIDE", "197"))
+    n, ending = 1 + random.Random(stride).randrange(stride), 0
+    while ending == 0:
+        data_dir = str(tmp_path / str(n))
+        ending = in_a_process(lambda n=n, data_dir=data_dir: check_kill_at(n, data_dir, whole_service))  # type: ignore[misc]
+        assert ending in (0, NOT_REACHED), f"killed at line event {n}"
+        shutil.rmtree(data_dir)
+        n += stride
+    assert n > 3000, f"only {n} line events: has the work shrunk?"

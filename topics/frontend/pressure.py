@@ -1,0 +1,72 @@
+"""A frontend's pressure: sampled, published in its cell, and what the ladder says done to delivery and to writes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+from topics.core.governor import INTERVAL_MS, Governor, Ladder, Sample
+from topics.frontend.delivery import Hub
+from topics.frontend.gateway import Gateway
+from topics.shm.control import ControlPage, ProcessCell
+
+READY_FULL: Final = 10_000
+"""So many topics that wait to be delivered are a full queue."""
+
+
+class FrontendPressure:
+    """Everything on the event loop whose delays it measures: a turn that comes late is a turn that others waited."""
+
+    def __init__(self, control: ControlPage, cell: ProcessCell, hub: Hub, gateway: Gateway) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._control = control
+        self._cell = cell
+        self._hub = hub
+        self._gateway = gateway
+        self._governor = Governor()
+        self._ladder = Ladder()
+        self._due_s = self._sampled_s = self._loop.time()
+        self._cpu_s = time.process_time()
+
+    def start(self) -> None:
+        """Samples until the loop ends."""
+        self._due_s = self._loop.time() + INTERVAL_MS / 1000
+        self._loop.call_at(self._due_s, self._sample)
+
+    def _sample(self) -> None:
+        now_s, cpu_s = self._loop.time(), time.process_time()
+        lag_ms = max(0.0, now_s - self._due_s) * 1000
+        waited_ms = self._waited_ms()
+        ready = self._hub.ready
+        busy = min(1.0, (cpu_s - self._cpu_s) / max(0.001, now_s - self._sampled_s))
+        fullness = max(min(1.0, len(ready) / READY_FULL), self._gateway.fullness)
+        pressure = self._governor.sample(Sample(max(lag_ms, waited_ms), fullness, busy))
+        cell = self._cell
+        cell.set("pressure_ppm", round(pressure * 1e6))  # first: the service's pressure is that of all cells
+        self._ladder.climb(max(pressure, self._control.pressure()))
+        self._apply()
+        cell.set("busy_ppm", round(busy * 1e6))
+        cell.set("loop_lag_us", round(lag_ms * 1000))
+        cell.set("scheduling_us", round(waited_ms * 1000))
+        cell.set("ready_topics", len(ready))
+        for band, depth in enumerate(ready.depths()):
+            cell.set(f"ready_band_{band}", depth)
+        self._sampled_s, self._cpu_s = now_s, cpu_s
+        self.start()
+
+    def _waited_ms(self) -> float:
+        """How long on average what was delivered since the last sample had waited for its turn."""
+        ready = self._hub.ready
+        waits, waited_ms = ready.waits, ready.waited_ms
+        ready.waits = ready.waited_ms = 0
+        return waited_ms / waits if waits else 0.0
+
+    def _apply(self) -> None:
+        ladder = self._ladder
+        self._hub.coalesce_ms = ladder.coalesce_ms
+        self._hub.pause(ladder.deferring)
+        self._gateway.refusing = ladder.refusing
+        self._gateway.retry_after_ms = ladder.retry_after_ms
+        self._cell.set("coalesce_us", round(ladder.coalesce_ms * 1000))
+        self._cell.set("deferring", int(ladder.deferring))

@@ -1,0 +1,181 @@
+"""`/v0/routers` (api §6). Who made the request is asked for what it says over the topics that a router names."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Final
+
+from starlette.datastructures import QueryParams
+
+from topics.core.errors import TopicsError, topic_not_found
+from topics.core.keys import ApiKey, KeyScope
+from topics.core.names import check_router_name
+from topics.core.routers import Router, parse_router
+from topics.frontend import wire
+from topics.frontend.access import caller_of
+from topics.frontend.answers import send_object
+from topics.frontend.bodies import read_body
+from topics.frontend.catching_up import CatchingUp, RouterSight
+from topics.frontend.gateway import Gateway
+from topics.frontend.http1_exchange import Receive, Scope, Send
+from topics.frontend.query import name_after, name_cursor, page_size
+from topics.frontend.reading import TopicReader
+from topics.settings import Settings
+from topics.shm.messages import (
+    DeleteRouter,
+    DeleteRouterReply,
+    Done,
+    EnsureTopic,
+    PutRouter,
+    PutRouterReply,
+    PutTopicReply,
+    RemoveRouters,
+    SyncRouters,
+    SyncRoutersReply,
+)
+
+REGISTRY_SHARD: Final = 0
+BEGIN_WAIT_S: Final = 2.0
+BEGIN_RETRY_S: Final = 0.001
+
+
+class RouterRoutes:
+    """One method for each method of HTTP; routing is the app's."""
+
+    def __init__(
+        self, sight: RouterSight, catching_up: CatchingUp, reader: TopicReader, gateway: Gateway, settings: Settings
+    ) -> None:
+        self._sight = sight
+        self._catching_up = catching_up
+        self._reader = reader
+        self._gateway = gateway
+        self._settings = settings
+
+    async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name, headers = _router_name(scope), dict(scope["headers"])
+        body = await read_body(receive, headers, self._settings.max_body_bytes)
+        spec = parse_router(name, wire.decode_object(body) if body else {})
+        caller_of(scope).require(KeyScope.ADMIN, (spec.source, spec.dest))
+        known = self._sight.registry().by_name.get(name)
+        if known is not None:
+            caller_of(scope).require(KeyScope.ADMIN, (known.spec.source, known.spec.dest))
+            # What was acknowledged before is forwarded by the router as it was.
+            await self._catching_up.one(known.spec.dest)
+        if not spec.create_dest and self._reader.find(spec.dest) is None:
+            raise topic_not_found(spec.dest)
+        reply = await self._gateway.call(REGISTRY_SHARD, PutRouter(name, spec), PutRouterReply)
+        try:
+            await self._gateway.call(self._reader.owner(spec.dest), EnsureTopic(spec.dest), PutTopicReply)
+        except TopicsError:
+            if reply.created:
+                await self._gateway.call(REGISTRY_SHARD, RemoveRouters([reply.router.id]), Done)
+            raise
+        await self._begun(reply.router)
+        if known is not None and known.spec.dest != spec.dest:
+            await self._sync(known.spec.dest)
+        answer = {"router": name, "created": reply.created, **spec.echo()}
+        await send_object(send, headers, 201 if reply.created else 200, answer, started_ns)
+
+    async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name = _router_name(scope)
+        router = self._visible(name, caller_of(scope))
+        await self._catching_up.one(router.spec.dest)
+        answer = self._shown(self._visible(name, caller_of(scope)))
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+
+    async def delete(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name = _router_name(scope)
+        router = self._sight.registry().by_name.get(name)
+        deleted = False
+        if router is not None:
+            caller_of(scope).require(KeyScope.DELETE, (router.spec.source, router.spec.dest))
+            await self._catching_up.one(router.spec.dest)
+            reply = await self._gateway.call(REGISTRY_SHARD, DeleteRouter(name), DeleteRouterReply)
+            await self._sync(router.spec.dest)
+            deleted = reply.deleted
+        await send_object(send, dict(scope["headers"]), 200, {"router": name, "deleted": deleted}, started_ns)
+
+    async def list_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        query = QueryParams(scope["query_string"])
+        most = page_size(query)
+        after = name_after(query.get("cursor"), check_router_name)
+        prefix, source, dest = query.get("prefix", ""), query.get("source"), query.get("dest")
+        caller = caller_of(scope)
+        found = sorted(
+            (
+                router
+                for router in self._sight.registry().by_name.values()
+                if router.name > after
+                and router.name.startswith(prefix)
+                and source in (None, router.spec.source)
+                and dest in (None, router.spec.dest)
+                and _covers(caller, router)
+            ),
+            key=lambda router: router.name,
+        )
+        page = found[:most]
+        await self._catching_up.all({router.spec.dest for router in page})
+        answer: dict[str, Any] = {"routers": [self._shown(router) for router in page]}
+        if len(found) > most:
+            answer["next_cursor"] = name_cursor(page[-1].name)
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+
+    # -- for topics that are deleted
+
+    async def before_delete(self, topic: str) -> list[Router]:
+        """The routers that go with a topic; what was acknowledged in it is copied first."""
+        routers = self._sight.registry().touching(topic)
+        await self._catching_up.all({router.spec.dest for router in routers})
+        return routers
+
+    async def after_delete(self, topic: str, routers: list[Router]) -> None:
+        """The topic is gone, and with the return of this they are."""
+        await self._gateway.call(REGISTRY_SHARD, RemoveRouters([router.id for router in routers]), Done)
+        await asyncio.gather(*[self._sync(router.spec.dest) for router in routers if router.spec.dest != topic])
+
+    # -- parts
+
+    def _visible(self, name: str, caller: ApiKey) -> Router:
+        router = self._sight.registry().by_name.get(name)
+        if router is None:
+            raise TopicsError("router_not_found", f"router {name!r} does not exist", {"router": name})
+        caller.require(KeyScope.READ, (router.spec.source, router.spec.dest))
+        return router
+
+    def _shown(self, router: Router) -> dict[str, Any]:
+        progress = self._sight.progress(self._reader.owner(router.spec.dest), router.id)
+        forwarded_total = 0 if progress is None else progress.forwarded_total
+        return {"router": router.name, **router.spec.echo(), "forwarded_total": forwarded_total}
+
+    async def _begun(self, router: Router) -> None:
+        """The shard of the dest forwards what comes from now on; `shard_unavailable` if it cannot be reached."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + BEGIN_WAIT_S
+        call = SyncRouters(router.spec.dest, router.id, router.version)
+        while True:
+            reply = await self._gateway.call(self._reader.owner(router.spec.dest), call, SyncRoutersReply)
+            if (reply.begun and reply.held) or loop.time() > until_s:
+                break
+            await asyncio.sleep(BEGIN_RETRY_S)
+        if not reply.begun and self._sight.registry().by_name.get(router.name) == router:
+            raise TopicsError("shard_unavailable", f"router {router.name!r} has not begun yet; ask again")
+
+    async def _sync(self, dest: str) -> None:
+        """What the table says now is done at the shard of this dest; if that is down, when it starts."""
+        try:
+            await self._gateway.call(self._reader.owner(dest), SyncRouters(dest, 0, 0), SyncRoutersReply)
+        except TopicsError:
+            return
+
+
+def _router_name(scope: Scope) -> str:
+    return check_router_name(scope["path_params"]["router"])
+
+
+def _covers(caller: ApiKey, router: Router) -> bool:
+    return all(map(caller.covers, (router.name, router.spec.source, router.spec.dest)))

@@ -1,0 +1,171 @@
+"""All routers of the service, in shared memory: written by shard 0, read by every process.
+
+     word 0     word 8       word 16
+    +---------+------------+------------+ … 4 KiB +--------------+--------------+
+    | epoch   | length 0   | length 1   |         | region 0     | region 1     |
+    +---------+------------+------------+         +--------------+--------------+
+
+    region   | len u32 | msgpack Change | len u32 | msgpack Change | …
+
+Region `epoch & 1` is the current one; what is appended to it counts when its length has grown. A reader goes on where
+it stopped. A region that is full, or a new life of shard 0, means the whole table in the other region and then epoch
++ 1; a reader that finds another epoch after reading than before begins again.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from topics.core.errors import TopicsError
+from topics.core.routers import Router, RouterRegistry
+from topics.shm.memory import SharedObject
+
+REGION_BYTES: Final = 64 * 1024 * 1024
+"""Address space, not memory: only what is used is backed."""
+_HEADER_BYTES: Final = 4096
+_RESERVE_BYTES: Final = 64 * 1024
+TABLE_BYTES: Final = _HEADER_BYTES + 2 * REGION_BYTES
+TABLE_RESERVE_BYTES: Final = _HEADER_BYTES
+_EPOCH: Final = 0
+_LENGTHS: Final = (8, 16)
+_LEN: Final = struct.Struct("<I")
+
+
+class Change(msgspec.Struct, array_like=True, frozen=True):
+    """The router of this name as it is now, None when it is gone."""
+
+    name: str
+    router: Router | None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Change).decode
+
+
+class RouterTableWriter:
+    """Shard 0's side."""
+
+    def __init__(self, shared: SharedObject) -> None:
+        self._shared = shared
+        self._words = shared.words
+        self._backed = [0, 0]
+
+    def store_all(self, routers: Iterable[Router]) -> None:
+        """Replaces the table. TopicsError when shared memory has no room."""
+        epoch = self._words[_EPOCH] + 1
+        self._words[_LENGTHS[epoch & 1]] = 0
+        self._append(epoch & 1, b"".join(_entry(Change(router.name, router)) for router in routers))
+        self._words[_EPOCH] = epoch
+
+    def store(self, changes: Iterable[Change], routers: Iterable[Router]) -> None:
+        """Appends `changes`; `routers` is the whole table with them, for when there is no room behind it."""
+        region = self._words[_EPOCH] & 1
+        entries = b"".join(map(_entry, changes))
+        if self._words[_LENGTHS[region]] + len(entries) > REGION_BYTES:
+            self.store_all(routers)
+        else:
+            self._append(region, entries)
+
+    def reserve(self) -> None:
+        """Room for the next change, or TopicsError: so that what was logged can always be shown."""
+        region = self._words[_EPOCH] & 1
+        self._back(region, min(REGION_BYTES, self._words[_LENGTHS[region]] + _RESERVE_BYTES))
+
+    def _append(self, region: int, entries: bytes) -> None:
+        length = self._words[_LENGTHS[region]]
+        self._back(region, length + len(entries))
+        start = _HEADER_BYTES + region * REGION_BYTES + length
+        self._shared.bytes[start : start + len(entries)] = entries
+        self._words[_LENGTHS[region]] = length + len(entries)
+
+    def _back(self, region: int, length: int) -> None:
+        if length > REGION_BYTES:
+            raise TopicsError("storage_unavailable", f"the table of routers has no room beyond {REGION_BYTES} bytes")
+        if length <= self._backed[region]:
+            return
+        start, grow = self._backed[region], -(-(length - self._backed[region]) // _RESERVE_BYTES) * _RESERVE_BYTES
+        grow = min(grow, REGION_BYTES - start)
+        try:
+            self._shared.reserve(_HEADER_BYTES + region * REGION_BYTES + start, grow)
+        except OSError as error:
+            reason = f"/dev/shm has no room for {grow} more bytes of the table of routers: {error.strerror}"
+            raise TopicsError("storage_unavailable", reason) from error
+        self._backed[region] += grow
+
+
+class RouterTable:
+    """A reader's side: `registry` is the table as of the last `refresh`."""
+
+    def __init__(self, shared: SharedObject) -> None:
+        self._shared = shared
+        self._words = shared.words
+        self._epoch = 0
+        self._length = 0
+        self.registry = RouterRegistry()
+
+    @property
+    def known(self) -> bool:
+        """False until shard 0 has recovered for the first time in the life of this service."""
+        return bool(self._words[_EPOCH])
+
+    @property
+    def stale(self) -> bool:
+        words, epoch = self._words, self._epoch
+        return words[_EPOCH] != epoch or (epoch > 0 and words[_LENGTHS[epoch & 1]] != self._length)
+
+    def refresh(self) -> set[str]:
+        """Takes over what has changed; the names of the topics that it concerns."""
+        touched: set[str] = set()
+        while self.stale:
+            self._read_on(touched)
+        return touched
+
+    def _read_on(self, touched: set[str]) -> None:
+        epoch = self._words[_EPOCH]
+        length = self._words[_LENGTHS[epoch & 1]]
+        again = epoch != self._epoch
+        start = 0 if again else self._length
+        at = _HEADER_BYTES + (epoch & 1) * REGION_BYTES
+        content = bytes(self._shared.bytes[at + start : at + length])
+        if self._words[_EPOCH] != epoch:
+            return
+        changes = _changes(content)
+        if again:
+            kept = {change.name for change in changes}
+            changes = [Change(name, None) for name in self.registry.by_name if name not in kept] + changes
+        for change in changes:
+            self._apply(change, touched)
+        self._epoch, self._length = epoch, length
+
+    def _apply(self, change: Change, touched: set[str]) -> None:
+        registry = self.registry
+        old = registry.by_name.get(change.name)
+        if old == change.router:
+            return
+        if change.router is None:
+            registry.remove(change.name)
+        else:
+            registry.put(change.router)
+        for router in (old, change.router):
+            if router is not None:
+                touched.update((router.spec.source, router.spec.dest))
+
+
+def _entry(change: Change) -> bytes:
+    body = _encode(change)
+    return _LEN.pack(len(body)) + body
+
+
+def _changes(content: bytes) -> list[Change]:
+    changes = []
+    at = 0
+    while at < len(content):
+        (length,) = _LEN.unpack_from(content, at)
+        at += _LEN.size
+        changes.append(_decode(content[at : at + length]))
+        at += length
+    return changes

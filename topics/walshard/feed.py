@@ -1,0 +1,202 @@
+"""One dest of routers: what it copies from, how far it is, and how a page of its source becomes frames of its own.
+
+All routers into a dest are one feed, because the order of its copies must be the same whenever they are made: each
+record of the source in turn, for each router in the order of ids.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from typing import Final
+
+from topics.core.config import U64_MAX
+from topics.core.router_state import FeedBody, FeedRouter, encode_router
+from topics.core.routers import HOPS_MAX, Router, with_origin
+from topics.core.tags import Match
+from topics.core.topic import ENTRY_WORDS, Topic
+from topics.storage import frame
+from topics.storage.copies import Original, make_copy
+from topics.storage.frame import FrameType
+from topics.walshard.hosted import Hosted
+
+PAGE_RECORDS: Final = 1024
+PAGE_BYTES: Final = 1 << 20
+
+
+class Page:
+    """Copies of consecutive source records up to `source_seq`, as frames and as index entries relative to the first
+    frame. `full`: the dest has no room for the next one.
+    """
+
+    __slots__ = ("copies_by_router", "entries", "frames", "full", "size_bytes", "source_seq")
+
+    def __init__(self, source_seq: int) -> None:
+        self.source_seq = source_seq
+        self.frames: list[frame.Bytes] = []
+        self.entries = array("Q")
+        self.size_bytes = 0
+        self.copies_by_router: dict[int, int] = {}
+        self.full = False
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+    def placed(self, file_no: int, offset: int, location_flags: int) -> array[int]:
+        """The entries of frames that lie at `offset` of file `file_no`."""
+        entries = array("Q", self.entries)
+        entries[2::4] = array("Q", [word + offset for word in entries[2::4]])
+        entries[3::4] = array("Q", [word | file_no | location_flags << 32 for word in entries[3::4]])
+        return entries
+
+
+class Feed:
+    """State of one dest; what changes it is in `feeds.py`."""
+
+    def __init__(self, hosted: Hosted, body: FeedBody) -> None:
+        self.hosted = hosted
+        self.source = body.source
+        self.source_topic_id = body.source_topic_id
+        self.source_seq = body.source_seq
+        self.routers = body.routers
+        self.revision = body.revision
+        self.logged_source_seq = body.source_seq
+        """Up to where the durable log holds what was copied."""
+        self.full = False
+        """The dest has had no room for what comes next, and has not caught up since: what the source evicts is lost."""
+        self.unlogged_bytes = 0
+        self.marks: deque[tuple[int, int]] = deque()
+        """(source_seq, head_seq behind its copies) of pages that are not in the log, oldest first."""
+        self.held = False
+        """The source keeps what the log of this dest does not hold yet."""
+        self.asked_ms: int | None = None
+        """When that was first missing."""
+        self.told: tuple[int, int] | None = None
+        """(source_topic_id, hold_seq) that the source was told last."""
+        self.source_head_seq = 0
+        self.source_evict_floor = 0
+        self.retry_ms = 0
+        self.backoff_ms = 0
+        self._matches: dict[int, Match | None] = {}
+
+    @property
+    def topic(self) -> Topic:
+        return self.hosted.topic
+
+    @property
+    def unlogged_seq(self) -> int:
+        """The first copy that is not in the log, U64_MAX when all are."""
+        return self.hosted.ring.unlogged_seq
+
+    @property
+    def hold_seq(self) -> int:
+        """What the source is to keep: what is copied and not logged, and what is yet to be copied. What does not fit
+        into the dest it keeps no longer than it would anyway.
+        """
+        if self.unlogged_seq != U64_MAX:
+            return self.logged_source_seq + 1
+        if not self.full:
+            return self.source_seq + 1
+        return max(self.source_seq + 1, min(self.source_evict_floor, self.source_head_seq + 1))
+
+    def body(self, trimmed: int = 0) -> FeedBody:
+        """The feed as it is now, the cursor that belongs to the dest's head."""
+        routers = [FeedRouter(one.router, one.from_seq, one.forwarded_total) for one in self.routers]
+        return FeedBody(self.source, self.source_topic_id, self.source_seq, routers, self.revision, trimmed)
+
+    def cursor_frame(self, body: FeedBody, head_seq: int, ts: int) -> bytes:
+        """ROUTER_CURSOR: the end of a write, or a write of its own."""
+        data = encode_router(body)
+        return frame.encode(FrameType.ROUTER_CURSOR, 0, self.topic.id, head_seq, ts, b"", b"", data)
+
+    def registered(self) -> list[Router]:
+        return [one.router for one in self.routers]
+
+    def copy(self, originals: Iterator[Original], type_: FrameType) -> Page:
+        """The copies that the records behind `source_seq` get, as far as there is room for them."""
+        topic = self.topic
+        page = Page(self.source_seq)
+        room_records, room_bytes = room(topic)
+        topic_id, head_seq, last_ts = topic.id, topic.head_seq, topic.last_write_ts
+        offset = 0
+        for original in originals:
+            ts = max(last_ts, original.ts)
+            seq = page.source_seq + 1
+            copies = list(self._copies_of(original, seq, type_, topic_id, head_seq + 1, ts))
+            size_bytes = sum([len(made) for made, _, _ in copies])
+            if len(copies) > room_records or size_bytes > room_bytes:
+                page.full = True
+                break
+            room_records -= len(copies)
+            room_bytes -= size_bytes
+            for made, location_flags, router_id in copies:
+                head_seq += 1
+                page.frames.append(made)
+                page.entries.extend((head_seq, ts, offset | len(made) << 32, location_flags << 32))
+                page.copies_by_router[router_id] = page.copies_by_router.get(router_id, 0) + 1
+                offset += len(made)
+            if copies:
+                last_ts = ts
+            page.source_seq = seq
+        page.size_bytes = offset
+        assert len(page.entries) == ENTRY_WORDS * len(page.frames)
+        return page
+
+    def _copies_of(
+        self, original: Original, source_seq: int, type_: FrameType, topic_id: int, first_seq: int, ts: int
+    ) -> Iterator[tuple[bytes, int, int]]:
+        """(frame, location flags, router id) for each router that lets the record pass."""
+        seq = first_seq
+        for one in self.routers:
+            router = one.router
+            spec = router.spec
+            hops = original.hops + router.counts_hops
+            if source_seq <= one.from_seq or hops >= HOPS_MAX or not self._passes(router, original):
+                continue
+            payload: frame.Bytes = original.payload
+            has_meta = original.has_meta
+            if spec.guarantee == "exactly_once":
+                payload = with_origin(
+                    bytes(payload), has_meta, router.name, self.source, self.source_topic_id, source_seq
+                )
+                has_meta = True
+            made, location_flags = make_copy(
+                type_,
+                topic_id,
+                seq,
+                ts,
+                original.node if spec.preserve_node else b"",
+                original.tag if spec.preserve_tag else b"",
+                payload,
+                has_meta,
+                hops,
+            )
+            yield made, location_flags, router.id
+            seq += 1
+
+    def _passes(self, router: Router, original: Original) -> bool:
+        if router.spec.filter is None:
+            return True
+        match = self._matches.get(router.id)
+        if match is None:
+            match = self._matches[router.id] = router.spec.match
+            assert match is not None
+        if not original.tag:
+            return False
+        return original.tag == match.tag if match.op == "eq" else original.tag.startswith(match.tag)
+
+    def forget_matches(self) -> None:
+        """The routers have changed."""
+        self._matches.clear()
+
+
+def room(topic: Topic) -> tuple[int, int]:
+    """What a `reject` topic can take; any other makes room."""
+    config = topic.config
+    if config.discard != "reject":
+        return U64_MAX, U64_MAX
+    return (
+        config.cap_records - topic.records if config.cap_records else U64_MAX,
+        config.cap_bytes - topic.live_bytes if config.cap_bytes else U64_MAX,
+    )

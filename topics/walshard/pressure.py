@@ -1,0 +1,96 @@
+"""A shard's pressure: sampled, published in its cell, and what the ladder says done to its groups.
+
+`deferring` in the cell tells what nobody waits for, such as forwarding by routers, to go behind everything else.
+
+Groups begin as soon as there is something to do. Under pressure they begin at least a commit window apart, so that each
+takes more requests with it: one write, one sync, one wake-up of a frontend for all. What comes after a quiet time, a
+lone durable write above all, still begins at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from topics.core.governor import FULL_FROM, INTERVAL_MS, Governor, Ladder, Sample
+from topics.shm.control import ControlPage, ProcessCell
+from topics.shm.wake import Wake
+from topics.walshard.outbox import Outbox
+
+GATHERED_BYTES: Final = 256 * 1024
+"""With so much waiting, or a ring that is half full, a group is large enough: who writes much is not held up."""
+INTERVALS_MAX: Final = 50
+
+
+class ShardPressure:
+    """Times come from `now_ns` (monotonic); `sleep` takes seconds."""
+
+    def __init__(
+        self,
+        control: ControlPage,
+        cell: ProcessCell,
+        outbox: Outbox,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._control = control
+        self._cell = cell
+        self._outbox = outbox
+        self._now_ns = now_ns
+        self._sleep = sleep
+        self._governor = Governor()
+        self._ladder = Ladder()
+        self._sampled_ns = self._group_ns = now_ns()
+        self._slept_ns = 0
+        self._longest_ns = 0
+        self._fullest = 0.0
+
+    def gather(self) -> None:
+        """Waits for the rest of the commit window, if there is one and it is worth it."""
+        window_ns = self._ladder.window_us * 1000
+        if not window_ns or self._outbox.idle:
+            return
+        now_ns = self._now_ns()
+        left_ns = self._group_ns + window_ns - now_ns
+        if left_ns > 0 and self._outbox.pending_bytes < GATHERED_BYTES and self._outbox.fullness < FULL_FROM:
+            self._sleep(left_ns / 1e9)
+            self._slept_ns += self._now_ns() - now_ns
+
+    def group(self, step: Callable[[], bool]) -> bool:
+        """One step of the shard, timed; whether it did something."""
+        fullness = self._outbox.fullness
+        began_ns = self._now_ns()
+        worked = step()
+        if worked:
+            self._fullest = max(self._fullest, fullness)
+            self._group_ns = began_ns
+            self._longest_ns = max(self._longest_ns, self._now_ns() - began_ns)
+        return worked
+
+    def sleep(self, wake: Wake, timeout_ms: int) -> None:
+        """As `Wake.sleep`: time in which there was nothing to do."""
+        began_ns = self._now_ns()
+        wake.sleep(timeout_ms)
+        self._slept_ns += self._now_ns() - began_ns
+
+    def sample(self) -> None:
+        """To be called often; does something once in INTERVAL_MS."""
+        now_ns = self._now_ns()
+        elapsed_ns = now_ns - self._sampled_ns
+        if elapsed_ns < INTERVAL_MS * 1_000_000:
+            return
+        busy = min(1.0, max(0.0, 1 - self._slept_ns / elapsed_ns))
+        sample = Sample(self._longest_ns / 1e6, self._fullest, busy)
+        # A shard that has slept has samples to make up for.
+        for _ in range(min(INTERVALS_MAX, elapsed_ns // (INTERVAL_MS * 1_000_000))):
+            pressure = self._governor.sample(sample)
+        self._sampled_ns = now_ns
+        self._slept_ns = self._longest_ns = 0
+        self._fullest = 0.0
+        cell = self._cell
+        cell.set("pressure_ppm", round(pressure * 1e6))  # first: the service's pressure is that of all cells
+        self._ladder.climb(max(pressure, self._control.pressure()))
+        cell.set("busy_ppm", round(busy * 1e6))
+        cell.set("commit_window_us", self._ladder.window_us)
+        cell.set("deferring", int(self._ladder.deferring))

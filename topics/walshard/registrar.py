@@ -1,0 +1,115 @@
+"""The registry of all routers, kept by shard 0: one place says which may exist beside each other, and logs it.
+
+What it says everybody reads in the router table; the shard of a router's dest then does the work (`routing.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from topics.core.errors import TopicsError
+from topics.core.router_state import RouterState, encode_router
+from topics.core.routers import Router, RouterRegistry
+from topics.shm import messages
+from topics.shm.control import ProcessCell
+from topics.shm.messages import DeleteRouter, DeleteRouterReply, Done, PutRouter, PutRouterReply, RemoveRouters
+from topics.shm.router_table import Change, RouterTableWriter
+from topics.storage import frame
+from topics.storage.frame import FLAG_MORE, FrameType
+from topics.walshard.operation import Answer, Operation
+
+SHARD = 0
+"""Whose log has the routers, whatever the number of shards."""
+
+
+class Registrar:
+    """`commit` gets an operation into the durable log, or answers its request with an error and returns False."""
+
+    def __init__(
+        self,
+        table: RouterTableWriter,
+        state: RouterState,
+        cell: ProcessCell,
+        routers_max: int,
+        commit: Callable[[Operation], bool],
+        now_ms: Callable[[], int],
+    ) -> None:
+        self._table = table
+        self._cell = cell
+        self._routers_max = routers_max
+        self._commit = commit
+        self._now_ms = now_ms
+        self._registry = RouterRegistry()
+        for router in sorted(state.routers.values(), key=lambda router: router.id):
+            self._registry.put(router)
+        self._registry.last_id = max(self._registry.last_id, state.last_id)
+        self._show_all()
+
+    def put(self, call: PutRouter, answer: Answer) -> None:
+        """Registers or changes a router; TopicsError when it may not be."""
+        registry = self._registry
+        router, created = registry.plan(call.name, call.spec)
+        answer.reply = messages.encode_reply(answer.request_id, PutRouterReply(created, router))
+        if registry.by_name.get(call.name) == router:
+            return
+        if created and self._routers_max and len(registry) >= self._routers_max:
+            raise TopicsError(
+                "throttled",
+                f"{self._routers_max} routers are all that the whole service may have; remove some, or raise"
+                " TOPICS_MAX_ROUTERS",
+                {"limit": "routers", "max": self._routers_max},
+            )
+        self._table.reserve()
+
+        def apply(_file_no: int, _offset: int) -> None:
+            registry.put(router)
+            self._show([Change(router.name, router)])
+
+        body = encode_router(router)
+        entry = frame.encode(FrameType.ROUTER_CREATE, 0, 0, router.id, self._now_ms(), b"", b"", body)
+        self._commit(Operation([entry], apply, sync=True, answer=answer))
+
+    def delete(self, call: DeleteRouter, answer: Answer) -> None:
+        router = self._registry.by_name.get(call.name)
+        answer.reply = messages.encode_reply(answer.request_id, DeleteRouterReply(router is not None))
+        if router is not None:
+            self._remove([router], answer)
+
+    def remove(self, call: RemoveRouters, answer: Answer) -> None:
+        answer.reply = messages.encode_reply(answer.request_id, Done())
+        self._remove(self._with_ids(call.router_ids), answer)
+
+    def gone(self, router_ids: list[int]) -> None:
+        """As `remove`, said by a shard that has seen a topic of theirs go."""
+        self._remove(self._with_ids(router_ids), None)
+
+    def _with_ids(self, router_ids: list[int]) -> list[Router]:
+        wanted = set(router_ids)
+        return [router for router in self._registry.by_name.values() if router.id in wanted]
+
+    def _remove(self, routers: list[Router], answer: Answer | None) -> None:
+        if not routers:
+            return
+        self._table.reserve()
+
+        def apply(_file_no: int, _offset: int) -> None:
+            for router in routers:
+                self._registry.remove(router.name)
+            self._show([Change(router.name, None) for router in routers])
+
+        last = len(routers) - 1
+        entries: list[frame.Bytes] = [
+            frame.encode(
+                FrameType.ROUTER_DELETE, FLAG_MORE if at < last else 0, 0, router.id, self._now_ms(), b"", b"", b""
+            )
+            for at, router in enumerate(routers)
+        ]
+        self._commit(Operation(entries, apply, sync=True, answer=answer))
+
+    def _show(self, changes: list[Change]) -> None:
+        self._table.store(changes, self._registry.by_name.values())
+        self._cell.set("routers", len(self._registry))
+
+    def _show_all(self) -> None:
+        self._table.store_all(self._registry.by_name.values())
+        self._cell.set("routers", len(self._registry))

@@ -1,0 +1,69 @@
+"""Puts together what a shard needs for routers, from what its logs say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from topics.core.clock import Clock
+from topics.core.router_state import RouterState
+from topics.settings import Settings
+from topics.shm.control import ProcessCell
+from topics.shm.instance import SharedMemory
+from topics.shm.router_board import RouterBoardWriter
+from topics.shm.router_table import RouterTable, RouterTableWriter
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem
+from topics.walshard import registrar
+from topics.walshard.catalog import Catalog
+from topics.walshard.feeds import Commit, Feeds
+from topics.walshard.followers import Followers
+from topics.walshard.holdings import Holdings
+from topics.walshard.hosted import Hosted
+from topics.walshard.links import Links
+from topics.walshard.operation import Operation
+from topics.walshard.originals import Originals
+from topics.walshard.registrar import Registrar
+from topics.walshard.routing import Routing
+
+
+def make_routing(
+    settings: Settings,
+    shared: SharedMemory,
+    index: int,
+    state: RouterState,
+    catalog: Catalog,
+    holdings: Holdings,
+    cell: ProcessCell,
+    clock: Clock,
+    fs: FileSystem,
+    commit: Commit,
+    show: Callable[[Hosted], None],
+    logged: Callable[[Hosted], None],
+) -> Routing:
+    """`commit`, `show` and `logged` are the shard's, which need not be there yet: nothing is called here."""
+
+    def commit_one(operation: Operation) -> bool:
+        return commit([operation], [])
+
+    originals = Originals(fs, settings, shared, index, catalog)
+    links = Links(shared, index)
+    table = RouterTable(shared.router_table)
+    feeds = Feeds(
+        originals,
+        RouterBoardWriter(shared.router_boards[index]),
+        fs,
+        layout.ram_group_dir(shared.ram_dir, index),
+        commit,
+        show,
+        logged,
+        holdings.claim_bytes,
+        clock.now_ms,
+        clock.monotonic_ms,
+    )
+    feeds.recovered(state, {hosted.topic.id: hosted for hosted in catalog})
+    followers = Followers(catalog, links, table, state, commit_one, clock.now_ms)
+    registry: Registrar | None = None
+    if index == registrar.SHARD:
+        writer = RouterTableWriter(shared.router_table)
+        registry = Registrar(writer, state, cell, settings.max_routers, commit_one, clock.now_ms)
+    return Routing(catalog, links, table, originals, feeds, followers, registry, cell, clock.monotonic_ms)
