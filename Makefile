@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types unit bench crash lock clean spark fuzz browser
+.PHONY: help setup run test check lint types unit bench crash soak lock clean spark fuzz browser
 
 help: ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -41,6 +41,9 @@ bench: $(STAMP) ## start a server, measure it, print the table (JSON: bench/out/
 
 crash: $(STAMP) ## the end-to-end crash test, 20 rounds
 	TOPICS_CRASH_ROUNDS=20 $(BIN)/pytest tests/e2e/test_crash.py
+
+soak: $(STAMP) ## ten minutes of mixed load; memory, shared memory and descriptors have to stay flat
+	TOPICS_SOAK_S=600 $(BIN)/pytest -s tests/e2e/test_soak.py
 
 spark: $(STAMP) ## exactly once into topics: 200 batches, 40 kills
 	TOPICS_SPARK_BATCHES=200 $(BIN)/pytest -s --timeout 3600 tests/spark/test_exactly_once.py

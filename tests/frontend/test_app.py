@@ -13,6 +13,7 @@ import pytest
 
 from tests.frontend.hosting import Hosting, Written
 from topics import settings as settings_module
+from topics.core.config import TopicConfig
 from topics.core.keys import KeyRing
 from topics.frontend import diff as diff_module
 from topics.frontend.access import Access
@@ -20,13 +21,18 @@ from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.catching_up import CatchingUp, RouterSight
 from topics.frontend.commits import Commits
+from topics.frontend.cursor_routes import CursorRoutes
+from topics.frontend.dead_letters import DeadLetters
 from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.gateway import Gateway
+from topics.frontend.job_channel import JobChannel
 from topics.frontend.key_limits import KeyLimits
 from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
+from topics.frontend.queue import QueueRoutes
+from topics.frontend.queue_table import cursor_operations, queue_operations
 from topics.frontend.router_operations import router_operations
 from topics.frontend.routers import RouterRoutes
 from topics.frontend.sessions import Sessions
@@ -38,6 +44,7 @@ from topics.frontend.txn import TxnRoutes
 from topics.frontend.txn_table import txn_operations
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute
+from topics.frontend.work import WorkRoutes
 from topics.shm import messages
 from topics.shm.cap import Cap
 from topics.shm.control import ProcessState, Role
@@ -73,12 +80,18 @@ class Frontend:
         )
         sessions = Sessions(self.gateway, hosting.arenas, hosting.clock)
         watch = WatchRoutes(reader, sessions, hub, access, settings, streams, catching_up)
+        channel, dead_letters = JobChannel(self.gateway, 1), DeadLetters(self.gateway, reader)
+        queues = QueueRoutes(self.gateway, reader, channel, dead_letters, catching_up, settings, self.cell)
+        work = WorkRoutes(self.gateway, reader, channel, dead_letters, access, settings, streams, self.cell)
+        cursors = CursorRoutes(self.gateway, reader, catching_up, settings, self.cell)
         figures = ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms)
         self.app = App(
             [
                 *topic_operations(append, self.diff, topics),
                 *router_operations(routers),
                 *watch_operations(watch),
+                *queue_operations(queues, work),
+                *cursor_operations(cursors),
                 *txn_operations(
                     TxnRoutes(append, Commits(self.gateway, Stages(settings.data_dir, 60_000)), reader, settings)
                 ),
@@ -317,5 +330,20 @@ def test_probes_tell_recovering_from_ready(hosting: Hosting) -> None:
         cell.set("wal_read_only", 1)
         body = (await frontend.ask("GET", "/readyz"))[2]
         assert (body["wal_replay_complete"], body["read_only_shards"]) == (True, [0])
+
+    on_loop(hosting, test)
+
+
+def test_effective_priority_is_what_is_scheduled_by(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Priority of its configuration, and age for as long as something new in it has been waiting here."""
+    hosting.make("t", TopicConfig(priority=-700))
+    hosting.make("other", TopicConfig(priority=30))
+    monkeypatch.setattr(Hub, "waiting_ms", lambda _hub, name: 4_000 if name == "t" else 0)
+
+    async def test(frontend: Frontend) -> None:
+        _, _, state = await frontend.ask("GET", "/v0/topics/t")
+        assert state["effective_priority"] == -300
+        _, _, listed = await frontend.ask("GET", "/v0/topics")
+        assert {entry["topic"]: entry["effective_priority"] for entry in listed["topics"]} == {"t": -300, "other": 30}
 
     on_loop(hosting, test)

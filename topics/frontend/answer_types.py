@@ -234,6 +234,7 @@ class Ready(msgspec.Struct):
     status: Literal["ready"]
     wal_replay_complete: bool
     topics: int
+    pressure: float
     performance: Performance
     recovering_shards: list[int] | msgspec.UnsetType = msgspec.UNSET
     read_only_shards: list[int] | msgspec.UnsetType = msgspec.UNSET

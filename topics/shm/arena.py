@@ -248,7 +248,8 @@ class ArenaReader:
         self._listed_changes = 0
         self._names: SortedDict[str, int] = SortedDict()
         self._name_of: dict[int, str] = {}
-        self._configs: dict[int, tuple[int, TopicConfig]] = {}
+        self._configs: dict[int, tuple[int, int, TopicConfig]] = {}
+        """By slot, not by topic: topics come and go for ever, slots are used again."""
 
     def find(self, name: str) -> int | None:
         """The slot of a live topic."""
@@ -287,11 +288,11 @@ class ArenaReader:
 
     def config(self, slot: int, view: TopicView) -> TopicConfig:
         """The topic's configuration as of `view` or later."""
-        known = self._configs.get(view.topic_id)
-        if known is not None and known[0] == view.descriptor_version:
-            return known[1]
+        known = self._configs.get(slot)
+        if known is not None and known[0] == view.topic_id and known[1] == view.descriptor_version:
+            return known[2]
         descriptor, view = self._descriptor(slot)
-        self._configs[view.topic_id] = (view.descriptor_version, descriptor.config)
+        self._configs[slot] = (view.topic_id, view.descriptor_version, descriptor.config)
         return descriptor.config
 
     def locations(self, view: TopicView, first_seq: int, last_seq: int) -> Locations | None:
@@ -365,7 +366,7 @@ class ArenaReader:
         if name is not None and self._names.get(name) == slot:
             del self._names[name]
         view = self.view(slot)
-        self._configs.pop(view.topic_id, None)
+        self._configs.pop(slot, None)
         if view.state == SlotState.LIVE:
             descriptor, view = self._descriptor(slot)
             self._name_of[slot] = descriptor.name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+
 import pyspark
 from pyspark.sql.datasource import (
     DataSource,
@@ -15,11 +17,19 @@ from pyspark.sql.types import StructType
 from topics.spark.errors import TopicsSparkError
 from topics.spark.options import ReadOptions, read_options, write_options
 
-_STREAMS_SINCE = (4, 2)
+_SINCE = (4, 2)
 
 
 class TopicsDataSource(DataSource):
     """`spark.read.format("topics")`, `spark.readStream`, `df.write`, `df.writeStream`."""
+
+    def __init__(self, options: MutableMapping[str, str]) -> None:
+        if tuple(int(part) for part in pyspark.__version__.split(".")[:2]) < _SINCE:
+            raise TopicsSparkError(
+                f"topics need PySpark 4.2 or newer, this is {pyspark.__version__}: sources in Python have no admission "
+                "control, no AvailableNow and no Arrow writers for streams before"
+            )
+        super().__init__(options)
 
     @classmethod
     def name(cls) -> str:
@@ -41,11 +51,6 @@ class TopicsDataSource(DataSource):
         return (PushdownBatchReader if options.push_filters else BatchReader)(schema, options)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 — Spark's name
-        if tuple(int(part) for part in pyspark.__version__.split(".")[:2]) < _STREAMS_SINCE:
-            raise TopicsSparkError(
-                f"streams need PySpark 4.2 or newer, this is {pyspark.__version__}: Python sources have no admission "
-                "control and no AvailableNow before; spark.read works"
-            )
         from topics.spark.stream import StreamReader
 
         options = self._read_options()
