@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.routing import Route
 
-from tests.contract.auth_table import PROBES, ROUTES, STREAM
+from tests.contract.auth_table import PROBES, ROUTES, STREAM, WORK
 from tests.frontend.hosting import Hosting
 from tests.frontend.test_app import Frontend, on_loop
 from topics.frontend.app import Resource
@@ -22,6 +22,6 @@ def test_the_table_has_every_route(hosting: Hosting) -> None:
             served |= {(method, route.path) for method in route.endpoint._methods if method != "HEAD"}
         served.discard(("GET", "/v0/ws"))  # its commands ask for scopes each (`contract/test_7_7_websocket.py`)
         served -= {("GET", path) for path in PAGES}
-        assert served == {(row.method, row.path) for row in (*ROUTES, STREAM, *PROBES)}
+        assert served == {(row.method, row.path) for row in (*ROUTES, STREAM, WORK, *PROBES)}
 
     on_loop(hosting, test)
