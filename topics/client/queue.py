@@ -9,14 +9,14 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from topics.client import queue_calls
-from topics.client.errors import LeaseLostError
+from topics.client.errors import ClientError, LeaseLostError
 from topics.client.queue_calls import Claimed, ClaimedJob, Redriven
 from topics.client.shift import Backoff, Shift
 
@@ -169,10 +169,10 @@ class AsyncQueue:
         max_jobs: int = 1,
         lease_ms: int = LEASE_MS,
         backoff: Backoff = Backoff(),  # noqa: B008 — frozen
-    ) -> AsyncIterator[AsyncJob]:
+    ) -> AsyncGenerator[AsyncJob, None]:
         """Jobs, for ever or until `stop`. Each is acked when the next one is asked for, unless it was settled before;
         the one at hand when the loop is left by an exception or `break` is repeated. With `max_jobs` > 1 jobs are
-        fetched ahead.
+        fetched ahead. An exception that is kept keeps the loop open: where that matters, use `contextlib.aclosing`.
         """
         async with self._shift(max_jobs, lease_ms, backoff) as shift:
             while (claimed := await shift.next()) is not None:
@@ -181,7 +181,8 @@ class AsyncQueue:
                     yield job
                 except GeneratorExit:
                     if not job._settled:
-                        await job.nack()
+                        with suppress(ClientError):  # it is given back with the stream
+                            await job.nack()
                     raise
                 await job._end(None)
 
@@ -255,7 +256,7 @@ class Queue:
         lease_ms: int = LEASE_MS,
         backoff: Backoff = Backoff(),  # noqa: B008 — frozen
         stop_on: Sequence[signal.Signals] = (),
-    ) -> Iterator[Job]:
+    ) -> Generator[Job, None, None]:
         """As `AsyncQueue.work`. `stop_on`: signals that `stop` it, to be had in the main thread only."""
         with self._open(stop_on) as (loop, queue):
             shift = loop.run(loop.enter(queue._shift(max_jobs, lease_ms, backoff)))
@@ -265,7 +266,8 @@ class Queue:
                     yield job
                 except GeneratorExit:
                     if not job._settled:
-                        job.nack()
+                        with suppress(ClientError):  # it is given back with the stream
+                            job.nack()
                     raise
                 if not job._settled:
                     with job:

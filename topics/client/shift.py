@@ -58,7 +58,7 @@ class Shift:
         self._client = client
         self._topic = topic
         self._node = node
-        self._query = {"node": node, "max": str(max_jobs), "lease_ms": str(lease_ms)}
+        self._query = {"node": node, "max": str(max_jobs), "lease_ms": str(lease_ms), "heartbeat_ms": "15000"}
         self._lease_ms = lease_ms
         self._backoff = backoff
         self._waiting: deque[ClaimedJob] = deque()
