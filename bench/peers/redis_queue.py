@@ -2,8 +2,8 @@
 
     make peers        (needs redis-server on the machine)
 
-Redis keeps an append-only file: `everysec` is held against our class `disk`, `always` against `fsync`. Each job is taken,
-does nothing, and is acknowledged before the next one is taken by the same worker; payloads are of 100 bytes, as in
+Redis keeps an append-only file: `everysec` is held against our class `disk`, `always` against `fsync`. Each job is
+taken, does nothing, and is acknowledged before the same worker takes the next one; payloads are of 100 bytes, as in
 `python -m bench --only queue`. One JSON object a line goes to standard output.
 """
 
