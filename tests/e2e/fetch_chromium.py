@@ -97,7 +97,7 @@ def _extract(content: bytes, directory: Path) -> None:
 def main() -> int:
     if len(sys.argv) != 2:
         sys.exit("usage: python -m tests.e2e.fetch_chromium DIRECTORY")
-    directory = Path(sys.argv[1])
+    directory = Path(sys.argv[1]).resolve()
     try:
         fetch(directory)
     except CannotFetchError as error:
