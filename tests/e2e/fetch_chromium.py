@@ -2,7 +2,7 @@
 
 It comes from npm's package @sparticuz/chromium, which carries the browser and the libraries that a small system lacks;
 npm itself comes with the development requirements. What was fetched is compared with a checksum that is written here.
-Without a way to fetch it this says so and succeeds: the tests that need a browser are then skipped, which they say, too.
+Without a way to fetch it this says so and succeeds: the tests that need a browser are then skipped, and say so, too.
 """
 
 from __future__ import annotations
