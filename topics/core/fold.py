@@ -48,7 +48,7 @@ from topics.core.record_index import RecordIndex
 from topics.core.router_state import RouterState, decode_feed
 from topics.core.runs import decode_runs
 from topics.core.segment_list import SegmentInfo
-from topics.core.seq_set import clipped
+from topics.core.seq_set import Run, SeqSet, clipped, runs_of, seqs_of
 from topics.core.shard_state import Floors, ShardState, TopicState
 from topics.core.topic import ENTRY_WORDS, LOCATION_IN_RAM_LOG, LOCATION_LOST, EvictReason, Topic
 
@@ -151,6 +151,8 @@ class Fold:
         self._early_attributes: dict[int, list[bytes]] = {}
         self._ram_states: dict[int, RamStateBody] = {}
         self._ephemeral_heads: dict[int, int] = {}
+        self._deleted_in_ram: dict[int, SeqSet] = {}
+        """By topic id: a snapshot is behind the frames that say so, a RAM log is read from its beginning."""
         self._uncounted: set[int] = set()
         """Topics whose counts the durable log does not know: records came from RAM, or were lost with it."""
 
@@ -177,6 +179,7 @@ class Fold:
                     topic.idempotency.unexpired(topic.last_write_ts, topic.config.idempotency_window_ms),
                     self._ephemeral_heads.get(topic.id),
                     consumer_state(topic),
+                    self._deleted_in_ram_of(topic),
                 )
             )
         state = ShardState(topics, [], sorted(self.deleted_names), self.routers)
@@ -207,6 +210,8 @@ class Fold:
         for key, *outcome in kept.keys:
             topic.idempotency.remember(key, Outcome(*outcome))
         restore_consumers(topic, kept.consumers)
+        if kept.deleted_in_ram:
+            self._deleted_in_ram[kept.id] = SeqSet(kept.deleted_in_ram)
         if kept.ephemeral_head_seq is not None:
             self._ephemeral_heads[kept.id] = kept.ephemeral_head_seq
         held_seq = max(index.segments.last_seq, topic.earliest_seq - 1)
@@ -248,6 +253,7 @@ class Fold:
             self.routers.topic_deleted(topic_id)
             self._pending.pop(topic_id, None)
             self._ephemeral_heads.pop(topic_id, None)
+            self._deleted_in_ram.pop(topic_id, None)
             topic.index.drop_before(topic.head_seq + 1)
             del self.topics[topic_id]
 
@@ -320,15 +326,8 @@ class Fold:
                 if body.keep:
                     topic.queue.finish(clipped(body.runs, topic.earliest_seq))
             if not body.keep and self._begins(topic, body.revision):
-                deletion = body.deletion()
-                self._flag_deleted(topic, deletion.seqs)
-                floors = topic.floors_without(deletion)
-                # Of an `ephemeral` topic fewer may be known here than are gone now.
-                records, live_bytes = max(0, floors.records), max(0, floors.live_bytes)
-                self._take(
-                    topic,
-                    msgspec.structs.replace(floors, revision=body.revision, records=records, live_bytes=live_bytes),
-                )
+                self._flag_deleted(topic, body.seqs())
+                self._take(topic, body.floors_of(topic))
 
     def cursor(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
@@ -384,6 +383,10 @@ class Fold:
                 self._uncounted.add(topic.id)
             if not ram_log_survived and head_ceiling > topic.head_seq:
                 self._lose(topic, head_ceiling)
+            if ram_log_survived and topic.id in self._deleted_in_ram:
+                self._uncounted.add(topic.id)
+                deleted = list(seqs_of(self._deleted_in_ram_of(topic)))
+                topic.index.flag_deleted(deleted[: bisect_right(deleted, topic.head_seq)])
             if topic.id in self._uncounted:
                 topic.recount()
             # What the last writes evicted may not have been logged any more.
@@ -455,7 +458,19 @@ class Fold:
     def _flag_deleted(self, topic: Topic, seqs: Sequence[int]) -> None:
         if topic.queue is not None:
             topic.queue.gone(seqs)
+        if topic.id in self._ephemeral_heads:
+            known = self._deleted_in_ram.setdefault(topic.id, SeqSet())
+            for first, last in runs_of(seqs):
+                known.add(first, last)
         topic.index.flag_deleted(seqs[bisect_left(seqs, topic.earliest_seq) : bisect_right(seqs, topic.head_seq)])
+
+    def _deleted_in_ram_of(self, topic: Topic) -> list[Run]:
+        """What segments and floors do not say by now."""
+        known = self._deleted_in_ram.get(topic.id)
+        if known is None:
+            return []
+        known.discard_below(max(topic.earliest_seq, topic.index.segments.last_seq + 1))
+        return known.runs()
 
     def _take(self, topic: Topic, floors: Floors) -> None:
         """Records of an `ephemeral` topic below the floor need not be in any log that is left."""
