@@ -138,6 +138,8 @@ class Shard:
         self._queue_writes = writes
         for hosted in catalog:
             self._queues.changed(hosted)
+            if hosted.has_unlogged_floor:
+                self._capped[hosted.topic.id] = hosted
         committed = [entry for entry in outbox.committed_before() if logs.holds(entry)]
         outbox.take_over(committed)
         self._committed_before = {(entry.frontend, entry.ring_position): entry.reply for entry in committed}
@@ -584,12 +586,12 @@ class Shard:
             if operation.answer is not None:
                 operation.answer.reply = messages.encode_error(operation.answer.request_id, refusal)
         if durable and not failed:
-            self._capped.clear()
+            self._capped = {id: hosted for id, hosted in self._capped.items() if hosted.has_unlogged_floor}
         return not failed
 
     def show(self, hosted: Hosted) -> None:
         """What a topic is now is known to all."""
-        if hosted.topic.evict_floor > hosted.logged_floor:
+        if hosted.has_unlogged_floor:
             self._capped[hosted.topic.id] = hosted
         hosted.publish()
         self._queues.changed(hosted)
