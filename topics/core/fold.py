@@ -153,6 +153,8 @@ class Fold:
         self._ephemeral_heads: dict[int, int] = {}
         self._deleted_in_ram: dict[int, SeqSet] = {}
         """By topic id: a snapshot is behind the frames that say so, a RAM log is read from its beginning."""
+        self.logged_floors: dict[int, int] = {}
+        """By topic id: the evict_floor that the log knows of, where `finish` moved it."""
         self._uncounted: set[int] = set()
         """Topics whose counts the durable log does not know: records came from RAM, or were lost with it."""
 
@@ -390,7 +392,9 @@ class Fold:
             if topic.id in self._uncounted:
                 topic.recount()
             # What the last writes evicted may not have been logged any more.
-            topic.evict_over_cap()
+            logged_floor = topic.evict_floor
+            if topic.evict_over_cap():
+                self.logged_floors[topic.id] = logged_floor
 
     def settle(self) -> None:
         """Every topic has the records that were fed so far, as far as they follow each other."""

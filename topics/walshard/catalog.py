@@ -95,7 +95,9 @@ class Catalog:
             if topic.name in self._by_name:
                 raise FoldError(f"two topics in the log of shard {self._shard} are called {topic.name!r}")
             assert isinstance(topic.index, TopicIndex)
-            self.host(Hosted(self._arena, topic, topic.index, self._holdings))
+            hosted = Hosted(self._arena, topic, topic.index, self._holdings)
+            hosted.logged_floor = fold.logged_floors.get(topic.id, topic.evict_floor)
+            self.host(hosted)
 
     def relocate(self, moved: Moved) -> None:
         """Frames of the durable log lie elsewhere now: every location that names them follows."""

@@ -62,6 +62,11 @@ class Hosted:
         return self.index.ring
 
     @property
+    def has_unlogged_floor(self) -> bool:
+        """Whether records were evicted of which the log does not say so."""
+        return self.topic.evict_floor > self.logged_floor
+
+    @property
     def logged_head_seq(self) -> int:
         """The head as the log has it: behind it there are only copies that can be made again."""
         return min(self.topic.head_seq, self.ring.unlogged_seq - 1)

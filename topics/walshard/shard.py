@@ -140,6 +140,8 @@ class Shard:
         self._queue_writes = writes
         for hosted in catalog:
             self._queues.changed(hosted)
+            if hosted.has_unlogged_floor:
+                self._capped[hosted.topic.id] = hosted
         committed = [entry for entry in outbox.committed_before() if logs.holds(entry)]
         outbox.take_over(committed)
         self._committed_before = {(entry.frontend, entry.ring_position): entry.reply for entry in committed}
@@ -600,7 +602,7 @@ class Shard:
 
     def show(self, hosted: Hosted) -> None:
         """What a topic is now is known to all."""
-        if hosted.topic.evict_floor > hosted.logged_floor:
+        if hosted.has_unlogged_floor:
             self._capped[hosted.topic.id] = hosted
         hosted.publish()
         self._queues.changed(hosted)
