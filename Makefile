@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types unit bench crash lock clean fuzz browser
+.PHONY: help setup run test check lint types unit bench crash soak lock clean spark fuzz browser
 
 help: ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -41,6 +41,12 @@ bench: $(STAMP) ## start a server, measure it, print the table (JSON: bench/out/
 
 crash: $(STAMP) ## the end-to-end crash test, 20 rounds
 	TOPICS_CRASH_ROUNDS=20 $(BIN)/pytest tests/e2e/test_crash.py
+
+soak: $(STAMP) ## ten minutes of mixed load; memory, shared memory and descriptors have to stay flat
+	TOPICS_SOAK_S=600 $(BIN)/pytest -s tests/e2e/test_soak.py
+
+spark: $(STAMP) ## exactly once into topics: 200 batches, 40 kills
+	TOPICS_SPARK_BATCHES=200 $(BIN)/pytest -s --timeout 3600 tests/spark/test_exactly_once.py
 
 fuzz: $(STAMP) ## a long fuzz of every route: no 500, no hang, nothing left behind
 	TOPICS_FUZZ_REQUESTS=30000 TOPICS_FUZZ_EXAMPLES=1000 $(BIN)/pytest --timeout 3600 tests/e2e/test_fuzz.py tests/contract/test_openapi.py

@@ -19,12 +19,15 @@ from bench.machine import Cores
 from bench.overload import Overload, endure
 from bench.slow_reader import SlowReader, undisturbed
 from bench.watchers import WatchPlan, deliver
+from bench.workers import WorkPlan, work
 from tests.harness import Service
 
 MILLION = 1_000_000
 FILL_BATCH = 1000
 FILL_CONNECTIONS = 4
 DIFF_RECORDS = 200_000
+QUEUE_JOBS = 500_000
+"""More than can be done in one measurement."""
 DURABILITIES = ("disk", "fsync")
 
 
@@ -178,6 +181,23 @@ def sse(bench: Bench) -> list[Figure]:
     return figures
 
 
+def queue(bench: Bench) -> list[Figure]:
+    """Jobs claimed and acknowledged a second."""
+    figures = []
+    for durability in DURABILITIES:
+        for batch in (1, 16):
+            for workers in (1, 32):
+                with bench.service() as service:
+                    config = {"type": "queue", "durability": durability, "lease_ms": 3_600_000}
+                    service.client.put("/v0/topics/jobs", json=config).raise_for_status()
+                    bench.fill(service, ["jobs"], QUEUE_JOBS // 5 if bench.quick else QUEUE_JOBS)
+                    plan = WorkPlan(service.port, "jobs", workers, batch, bench.warm_up_s, bench.seconds)
+                    outcome = bench.pool.submit(work, plan).result()
+                values = {"jobs_per_s": outcome.per_s, "p50_us": outcome.p50_us, "p99_us": outcome.p99_us}
+                figures.append(Figure("queue", f"{durability}, batch {batch}, {plural(workers, 'worker')}", values))
+    return figures
+
+
 def overload(bench: Bench) -> list[Figure]:
     """Delivery by priority while there is more to deliver than can be."""
     figures = []
@@ -273,6 +293,7 @@ CASES: dict[str, Callable[[Bench], list[Figure]]] = {
     "throughput": throughput,
     "diff": diff,
     "sse": sse,
+    "queue": queue,
     "overload": overload,
     "slow_reader": slow_reader,
     "idle": idle_streams,

@@ -185,6 +185,7 @@ class Observer:
     def __init__(self, port: int) -> None:
         self._client = Client(port)
         self.sights: list[Sight] = []
+        self.stopped = False
 
     async def look(self) -> Sight:
         metrics = (await self._client.ask("GET", "/v0/metrics")).json
@@ -200,8 +201,8 @@ class Observer:
         return sight
 
     async def run(self) -> None:
-        """Until it is cancelled."""
-        while True:
+        """Until it is told to stop."""
+        while not self.stopped:
             await self.look()
             await asyncio.sleep(0.1)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import Counter
+from pathlib import Path
 from typing import NamedTuple
 
 import uvloop
 
+from bench import machine
 from bench.crowd import Client, Observer, Sight, Watcher, Writer, put, until, watch
 from bench.load import percentiles
 
@@ -25,6 +27,9 @@ class Overload(NamedTuple):
     floods: int = 0
     flood_bytes: int = 15_000
     seconds: float = 5.0
+    pids: tuple[int, ...] = ()
+    shared_objects: tuple[Path, ...] = ()
+    """What the service consists of, to see what it holds meanwhile; the floods have a cap, so nothing is retained."""
 
 
 class Endured(NamedTuple):
@@ -39,6 +44,7 @@ class Endured(NamedTuple):
     before: Sight
     during: list[Sight]
     after: Sight
+    held_bytes: list[int]
 
 
 def endure(plan: Overload) -> Endured:
@@ -60,15 +66,21 @@ async def _endure(plan: Overload) -> Endured:
                 await watch(client, plan.port, topic, node=f"reader-{k}") for k in range(plan.watchers)
             ]
             writers.append(Writer(plan.port, topic, read_back=20))
-    floods = [Writer(plan.port, f"flood.{n}", pad=plan.flood_bytes, read_back=20) for n in range(plan.floods)]
+    for n in range(plan.floods):
+        await put(client, f"flood.{n}", cap_records=20)
+    floods = [Writer(plan.port, f"flood.{n}", pad=plan.flood_bytes) for n in range(plan.floods)]
     everybody = [watcher for those in watchers.values() for watcher in those]
     await until(lambda: all(watcher.caught_up for watcher in everybody), "every stream to be caught up")
     before = await observer.until(lambda sight: sight.pressure < 0.2, "a quiet server")
     observer.sights.clear()
     observing = loop.create_task(observer.run())
+    held_bytes: list[int] = []
+    weighing = loop.create_task(_weigh(plan, held_bytes))
     end_s = loop.time() + plan.seconds
     await asyncio.gather(*[writer.run(end_s) for writer in writers + floods])
-    observing.cancel()
+    observer.stopped = True
+    await observing
+    weighing.cancel()
     during = list(observer.sights)
     expected = {writer.topic: writer.acked for writer in writers}
     missing = []
@@ -95,7 +107,14 @@ async def _endure(plan: Overload) -> Endured:
         before,
         during,
         after,
+        held_bytes,
     )
+
+
+async def _weigh(plan: Overload, held_bytes: list[int]) -> None:
+    while True:
+        await asyncio.sleep(0.25)
+        held_bytes.append(machine.memory_of(list(plan.pids), list(plan.shared_objects)).held)
 
 
 def latencies(watchers: list[Watcher]) -> tuple[float, float]:

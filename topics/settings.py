@@ -78,6 +78,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     hot_retain_bytes: int = 0
     cold_read_timeout_ms: int = 5000
     shard_wait_ms: int = 5000
+    stage_ttl_ms: int = 3_600_000
     shutdown_grace_ms: int = 10_000
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     test_min_heartbeat_ms: int = 1000
@@ -271,7 +272,7 @@ VARIABLES: Final[dict[str, Variable]] = {
     "max_sse_connections_per_key": _integer(0, COUNT_MAX, "most of these with one API key; 0 = no limit"),
     "max_inflight_per_key": _integer(0, COUNT_MAX, "most requests at once with one API key; 0 = no limit"),
     "max_connections": _integer(0, COUNT_MAX, "most open connections of the service; 0 = no limit"),
-    "max_claim": _integer(1, 100_000, "most jobs in one claim"),
+    "max_claim": _integer(1, 10_000, "most jobs in one claim, and of one worker's stream"),
     "max_routers": _integer(0, COUNT_MAX, "most routers of the service; 0 = no limit"),
     "max_total_bytes": _byte_size(0, 1024 * 1024 * GIB, "most live bytes of all topics together; 0 = no limit"),
     "max_metric_topics": _integer(0, COUNT_MAX, "most topics with metrics of their own; 0 = none"),
@@ -296,6 +297,7 @@ VARIABLES: Final[dict[str, Variable]] = {
         64 * KIB, 1 * GIB, "each request ring between a frontend and a shard; the reply ring has a quarter"
     ),
     "shard_wait_ms": _integer(1, 600_000, "how long a request waits for a shard that is being restarted"),
+    "stage_ttl_ms": _integer(1000, 7 * 86_400_000, "how long staged records wait for the commit of their transaction"),
     "shutdown_grace_ms": _integer(100, 3_600_000, "how long a stop may take before SIGKILL"),
     "log_level": _choice("debug", "info", "warning", "error", help="least important log line to show"),
     "log_format": _choice("json", "console", help="log lines (default: console on a terminal, else json)"),

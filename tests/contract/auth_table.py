@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 SCOPES = ("read", "write", "delete", "admin")
 TOPIC = "in.side"
 """The topic that the table's requests are about."""
+DEAD = "in.side.dead"
 ROUTER = {"source": f"{TOPIC}.s", "dest": f"{TOPIC}.d"}
 """The router that they are about has the topic's name."""
 PREFIXES = {"any": "", "covering": "in.", "one-of-two": "zz|in.s", "another": "out.", "longer": "in.side."}
@@ -36,6 +37,21 @@ ROUTES = [
     _row("POST", "/v0/topics/{topic}", "write", json={"records": [{"data": 1}]}),
     _row("POST", "/v0/topics/{topic}/diff", "read", json={}),
     _row("POST", "/v0/topics/{topic}/delete", "delete", json={"before_seq": 1}),
+    _row("POST", "/v0/topics/{topic}/claim", "read", "write", json={"node": "w"}),
+    _row("POST", "/v0/topics/{topic}/ack", "write", json={"node": "w", "seqs": [1]}),
+    _row("POST", "/v0/topics/{topic}/nack", "write", json={"node": "w", "seqs": [1]}),
+    _row("POST", "/v0/topics/{topic}/extend", "write", json={"node": "w", "seqs": [1], "lease_ms": 1000}),
+    _row("POST", "/v0/topics/{topic}/redrive", "admin", json={"from": DEAD}),
+    _row("GET", "/v0/topics/{topic}/cursors", "read"),
+    _row("PUT", "/v0/topics/{topic}/cursors/{cursor}", "write", json={}),
+    _row("GET", "/v0/topics/{topic}/cursors/{cursor}", "read"),
+    _row("POST", "/v0/topics/{topic}/cursors/{cursor}/read", "read", json={}),
+    _row("DELETE", "/v0/topics/{topic}/cursors/{cursor}", "delete"),
+    _row("POST", "/v0/stage/{topic}", "write", json={"txn": "t", "records": [{"data": 1}]}),
+    _row("DELETE", "/v0/stage/{topic}", "write", json={"txn": "t"}),
+    _row("POST", "/v0/txn/{sink}/commit", "write", json={"batch": 0, "stages": []}),
+    _row("GET", "/v0/txn/{sink}", "read"),
+    _row("DELETE", "/v0/txn/{sink}", "delete"),
     _row("GET", "/v0/routers", "read", named=False),
     _row("GET", "/v0/routers/{router}", "read"),
     _row("PUT", "/v0/routers/{router}", "admin", json=ROUTER),
@@ -47,6 +63,9 @@ ROUTES = [
 
 STREAM = _row("GET", "/v0/watch/{wid}", "read")
 """Its own key only: any other gets 401, an unknown wid 404."""
+
+WORK = _row("GET", "/v0/topics/{topic}/work", "read", "write")
+"""Takes its key as `?token=`, too."""
 
 PROBES = [_row("GET", path, named=False) for path in ("/v0/health", "/healthz", "/v0/ready", "/readyz")]
 """Open, unless TOPICS_PROBE_AUTH."""

@@ -13,8 +13,22 @@ import psutil
 import pytest
 
 from tests.contract.asking import diff, ok, put, refused, state, write
-from tests.contract.auth_table import KEYS, PROBES, ROOT, ROUTER, ROUTES, SCOPES, STREAM, TOPIC, RouteRow, TableKey
+from tests.contract.auth_table import (
+    DEAD,
+    KEYS,
+    PROBES,
+    ROOT,
+    ROUTER,
+    ROUTES,
+    SCOPES,
+    STREAM,
+    TOPIC,
+    WORK,
+    RouteRow,
+    TableKey,
+)
 from tests.contract.stream import Stream, watch
+from tests.contract.working import Work
 from tests.harness import Service, poll
 
 MARKER = f"s3cr3t{os.urandom(6).hex()}"
@@ -48,9 +62,11 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 def root(guarded: Service) -> Iterator[httpx.Client]:
-    """A client that may do everything; TOPIC and its router exist."""
+    """A client that may do everything; TOPIC exists, a queue with a cursor, dead letters and a router."""
     with httpx.Client(base_url=guarded.url, headers=header(ROOT), timeout=20) as client:
-        put(client, TOPIC)
+        put(client, TOPIC, type="queue")
+        put(client, DEAD)
+        ok(client.put(f"/v0/topics/{TOPIC}/cursors/c", json={}))
         ok(client.put(f"/v0/routers/{TOPIC}", json=ROUTER))
         yield client
 
@@ -61,11 +77,14 @@ def nobody(guarded: Service, root: httpx.Client) -> httpx.Client:
     return guarded.client
 
 
+def path_of(row: RouteRow, name: str) -> str:
+    """The path, about this name whatever kind of thing it names."""
+    return row.path.format(topic=name, router=name, sink=name, cursor="c")
+
+
 def ask(client: httpx.Client, row: RouteRow, topic: str = TOPIC, **headers: str) -> httpx.Response:
     as_json = {"Accept": "application/json"}
-    return client.request(
-        row.method, row.path.format(topic=topic, router=topic), json=row.json, headers=as_json | headers
-    )
+    return client.request(row.method, path_of(row, topic), json=row.json, headers=as_json | headers)
 
 
 def challenged(response: httpx.Response) -> dict[str, Any]:
@@ -151,15 +170,16 @@ def test_the_scheme_is_any_case_and_may_be_followed_by_more_blanks(root: httpx.C
 def test_two_headers_are_none(nobody: httpx.Client, row: RouteRow) -> None:
     twice = [("Authorization", f"Bearer {ROOT.text(MARKER)}"), ("Authorization", f"Bearer {MARKER}")]
     for headers in (twice, twice[::-1]):
-        challenged(
-            nobody.request(row.method, row.path.format(topic=TOPIC, router=TOPIC), json=row.json, headers=headers)
-        )
+        challenged(nobody.request(row.method, path_of(row, TOPIC), json=row.json, headers=headers))
 
 
 @route
 def test_a_token_in_the_query_is_no_key(nobody: httpx.Client, row: RouteRow) -> None:
     answer = nobody.request(
-        row.method, row.path.format(topic=TOPIC, router=TOPIC), json=row.json, params={"token": ROOT.text(MARKER)}
+        row.method,
+        path_of(row, TOPIC),
+        json=row.json,
+        params={"token": ROOT.text(MARKER)},
     )
     challenged(answer)
 
@@ -182,7 +202,7 @@ def test_what_is_no_route_is_told_to_anyone(
 
 @route
 def test_head_needs_what_get_needs_and_options_nothing(root: httpx.Client, row: RouteRow) -> None:
-    path = row.path.format(topic=TOPIC, router=TOPIC)
+    path = path_of(row, TOPIC)
     assert root.options(path, headers={"Authorization": ""}).status_code == 204
     if row.method == "GET":
         assert root.head(path).status_code == 200
@@ -502,3 +522,16 @@ def test_probe_auth_asks_for_any_key_and_needs_one_to_ask_for() -> None:
     code, said = checked(TOPICS_PROBE_AUTH="1")
     assert code == 2
     assert "TOPICS_PROBE_AUTH=1: there are no keys to ask for" in said
+
+
+# --- a worker's stream
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.prefix in ("any", "covering", "another")], ids=_id)
+def test_work_is_for_who_may_read_and_write(guarded: Service, root: httpx.Client, key: TableKey) -> None:
+    allowed = WORK.needs <= key.scopes and key.covers
+    for headers, token in ((header(key), {}), ({}, {"token": key.text(MARKER)})):
+        with Work(guarded.url, TOPIC, headers=headers, **token) as work:
+            assert work.response.status_code == (200 if allowed else 403)
+    with Work(guarded.url, TOPIC) as work:
+        assert work.response.status_code == 401

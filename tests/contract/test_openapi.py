@@ -17,7 +17,7 @@ from schemathesis import checks
 from schemathesis.specs.openapi import checks as openapi_checks
 
 from tests.contract.asking import ok, refused, write
-from tests.contract.auth_table import PROBES, ROUTES, STREAM
+from tests.contract.auth_table import PROBES, ROUTES, STREAM, WORK
 from tests.harness import Service
 from topics.core.errors import STATUS_BY_CODE
 
@@ -48,7 +48,7 @@ def test_it_is_openapi_3_1(document: dict[str, Any]) -> None:
 
 
 def test_every_route_of_the_auth_table_is_in_it_and_no_other(document: dict[str, Any]) -> None:
-    rows = {(row.method.lower(), row.path) for row in (*ROUTES, STREAM, *PROBES)}
+    rows = {(row.method.lower(), row.path) for row in (*ROUTES, STREAM, WORK, *PROBES)}
     assert set(operations(document)) == rows | DOCUMENTATION | {("get", "/v0/ws")}
 
 
@@ -67,7 +67,7 @@ def test_what_is_allowed_is_what_is_documented(client: httpx.Client, topic: str,
         if "get" in of:
             head, get = client.head(url), client.get(url)
             assert head.content == b""
-            if path != "/v0/watch/{wid}":  # an event stream has no HEAD
+            if path not in (STREAM.path, WORK.path):  # an event stream has no HEAD
                 assert head.status_code == get.status_code
                 assert head.headers["content-type"] == get.headers["content-type"]
 
@@ -138,8 +138,8 @@ def test_answers_are_what_the_document_says(api: Any) -> None:
     asked = 0
     for found in api.get_all_operations():
         operation = found.ok()
-        if operation.path == "/v0/ws":
-            continue  # the WebSocket has its own tests
+        if operation.path in ("/v0/ws", WORK.path):
+            continue  # they do not end by themselves, and have their own tests
 
         @settings(
             max_examples=EXAMPLES,

@@ -180,7 +180,7 @@ def ask(client: httpx.Client, rng: random.Random, paths: list[str]) -> int:
     return answer.status_code
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600)
 def test_any_request_is_answered_and_leaves_nothing_behind(fuzzed: Service, paths: list[str]) -> None:
     print(f"TOPICS_FUZZ_SEED={SEED} TOPICS_FUZZ_REQUESTS={REQUESTS} pytest tests/e2e/test_fuzz.py")
     rng = random.Random(SEED)

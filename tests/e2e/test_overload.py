@@ -14,6 +14,7 @@ from bench.slow_reader import SlowReader, undisturbed
 from tests.harness import Service
 
 IDLE_BYTES_MAX = 30_000
+HELD_SLACK_BYTES = 4 << 20
 
 
 @pytest.fixture
@@ -48,13 +49,16 @@ def test_more_to_deliver_than_can_be(small: Service) -> None:
 
 
 def test_more_to_write_than_fits_is_refused_in_time(small: Service) -> None:
-    endured = endure(Overload(small.port, ((1000, 2), (-1000, 2)), watchers=4, floods=48, seconds=4.0))
+    plan = Overload(small.port, ((1000, 2), (-1000, 2)), watchers=4, floods=48, seconds=4.0)
+    endured = endure(plan._replace(pids=tuple(small.family()), shared_objects=tuple(small.shared_memory())))
     nothing_but_what_is_documented(endured)
     gave_way_and_recovered(endured)
     refused = endured.statuses.get(429, 0)
     assert refused > 0
     assert endured.after.throttled - endured.before.throttled == refused
     assert any(sight.deferring for sight in endured.during)
+    half = len(endured.held_bytes) // 2
+    assert max(endured.held_bytes[half:]) <= max(endured.held_bytes[:half]) * 1.05 + HELD_SLACK_BYTES
     status = small.status()
     assert status["pressure"] < 0.2
     assert status["deferring"] is False

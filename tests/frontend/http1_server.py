@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import uvloop
 
 from topics.frontend.http1 import Connections, HttpLimits
-from topics.frontend.http1_exchange import PushStream, Receive, Scope, Send
+from topics.frontend.http1_exchange import TRANSPORT, PushStream, Receive, Scope, Send
 from topics.frontend.serve import HttpProtocol, serve
 
 DEADLINE_S = 10.0
@@ -84,8 +84,9 @@ class App:
         await self.answer(send, await self.body(receive))
 
     async def target(self, scope: Scope, receive: Receive, send: Send) -> None:
-        keys = ("method", "path", "raw_path", "query_string", "http_version", "scheme", "headers", "state", "root_path")
+        keys = ("method", "path", "raw_path", "query_string", "http_version", "scheme", "headers", "root_path")
         show = {key: scope[key] for key in keys} | {"client": scope["client"][0], "server": scope["server"][1]}
+        show["state"] = {key: value for key, value in scope["state"].items() if key != TRANSPORT}
         await self.answer(send, json.dumps(show, default=lambda b: b.decode("latin-1")).encode())
 
     async def status(self, scope: Scope, receive: Receive, send: Send) -> None:

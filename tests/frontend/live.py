@@ -53,6 +53,7 @@ class Wire:
         self.writes: list[bytes] = []
         self.buffered_bytes = 0
         self.ended = False
+        self.aborted = False
         self.on_writable: Callable[[], None] | None = None
         self.on_close: Callable[[], None] | None = None
         self.on_write: Callable[[], None] = lambda: None
@@ -71,6 +72,9 @@ class Wire:
 
     def close(self) -> None:
         self.ended = True
+
+    def abort(self) -> None:
+        self.ended = self.aborted = True
 
     def stop_reading(self, buffered_bytes: int = 0) -> None:
         self._open = False

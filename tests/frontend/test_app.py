@@ -13,12 +13,14 @@ import pytest
 
 from tests.frontend.hosting import Hosting, Written
 from topics import settings as settings_module
+from topics.core.config import TopicConfig
 from topics.core.keys import KeyRing
 from topics.frontend import diff as diff_module
 from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.catching_up import CatchingUp, RouterSight
+from topics.frontend.commits import Commits
 from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
 from topics.frontend.figures import ServiceFigures
@@ -30,8 +32,11 @@ from topics.frontend.router_operations import router_operations
 from topics.frontend.routers import RouterRoutes
 from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
+from topics.frontend.stages import Stages
 from topics.frontend.table import service_operations, topic_operations, watch_operations
 from topics.frontend.topics import TopicRoutes
+from topics.frontend.txn import TxnRoutes
+from topics.frontend.txn_table import txn_operations
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute
 from topics.shm import messages
@@ -75,6 +80,9 @@ class Frontend:
                 *topic_operations(append, self.diff, topics),
                 *router_operations(routers),
                 *watch_operations(watch),
+                *txn_operations(
+                    TxnRoutes(append, Commits(self.gateway, Stages(settings.data_dir, 60_000)), reader, settings)
+                ),
                 *service_operations(
                     ProbeRoutes(shared.control, hosting.clock), MetricsRoute(figures, hosting.arenas, 1, 100), False
                 ),
@@ -310,5 +318,20 @@ def test_probes_tell_recovering_from_ready(hosting: Hosting) -> None:
         cell.set("wal_read_only", 1)
         body = (await frontend.ask("GET", "/readyz"))[2]
         assert (body["wal_replay_complete"], body["read_only_shards"]) == (True, [0])
+
+    on_loop(hosting, test)
+
+
+def test_effective_priority_is_what_is_scheduled_by(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Priority of its configuration, and age for as long as something new in it has been waiting here."""
+    hosting.make("t", TopicConfig(priority=-700))
+    hosting.make("other", TopicConfig(priority=30))
+    monkeypatch.setattr(Hub, "waiting_ms", lambda _hub, name: 4_000 if name == "t" else 0)
+
+    async def test(frontend: Frontend) -> None:
+        _, _, state = await frontend.ask("GET", "/v0/topics/t")
+        assert state["effective_priority"] == -300
+        _, _, listed = await frontend.ask("GET", "/v0/topics")
+        assert {entry["topic"]: entry["effective_priority"] for entry in listed["topics"]} == {"t": -300, "other": 30}
 
     on_loop(hosting, test)

@@ -352,6 +352,33 @@ def test_a_client_that_stands_still_is_told_and_let_go(tmp_path: Path) -> None:
     on_loop(tmp_path, test)
 
 
+def test_what_waits_for_clients_that_do_not_read_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "STALLED_BYTES_MAX", 250_000)
+
+    async def test(live: Live) -> None:
+        await live.put("t")
+        followers = [live.follow({"t": 0}) for _ in range(4)]
+        await until(lambda: all(wire.kinds() == ["caught-up"] for wire, _ in followers))
+        for wire, _ in followers[:3]:
+            live.clock.ms += 1
+            # It is full with the next frame, and nothing is written to it any more.
+            wire.on_write = lambda wire=wire: wire.stop_reading(100_000)
+        await live.write("t")
+        await delivered(followers[3][0], [1])
+        await until(lambda: any(wire.aborted for wire, _ in followers))
+        assert [wire.aborted for wire, _ in followers].count(True) == 1, "one is enough"
+        assert not followers[3][0].aborted
+        assert live.cell.get("sse_connections") == 3
+        kept = [wire for wire, _ in followers if not wire.aborted]
+        await live.write("t")
+        for wire in kept:
+            wire.on_write = lambda: None
+            wire.read_on()
+        await until(lambda: all(wire.seqs() == [1, 2] for wire in kept))
+
+    on_loop(tmp_path, test)
+
+
 # --- heartbeats
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.frontend.pulse import STALL_MAX_MS, Heartbeats, Stall
+from topics.frontend.pulse import STALL_MAX_MS, Heartbeats, Stall, Stalls
 
 
 class Beater:
@@ -69,3 +69,21 @@ def test_a_stall_ends_only_without_progress() -> None:
     assert not stall.over(99, 2 * STALL_MAX_MS - 1)
     assert not stall.over(120, 2 * STALL_MAX_MS - 1)
     assert stall.over(120, 2 * STALL_MAX_MS)
+
+
+def test_what_is_kept_for_all_that_stand_still() -> None:
+    buffered = {"a": 100, "b": 200, "socket": -5_000}
+    stalls: Stalls[str] = Stalls(buffered.__getitem__)
+    for now_ms, one in enumerate(buffered):
+        stalls.note(one, now_ms)
+    stalls.note("a", 10)
+    assert stalls.held_bytes == 300
+    buffered["b"] = 50
+    assert stalls.over(STALL_MAX_MS) == ["a"]
+    assert stalls.held_bytes == 150
+    stalls.end("b")
+    stalls.end("b")
+    assert stalls.held_bytes == 100
+    assert stalls.take_longest() == "a"
+    assert stalls.held_bytes == 0
+    assert stalls.over(STALL_MAX_MS + 2) == ["socket"]

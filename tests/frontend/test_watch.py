@@ -69,7 +69,7 @@ def test_a_stream_that_never_ended_leaves_the_client_to_know(tmp_path: Path) -> 
         first = await sessions.open(wid)
         sessions.close(first, {"t": 9})
         second = await sessions.open(wid)  # and its frontend dies
-        live.gateway._post(0, Hello(2))
+        live.gateway.post(0, Hello(2))
         live.clock.ms += 1
         successor = sessions_of(live)
         opened = await successor.open(wid)

@@ -181,7 +181,12 @@ def _write_for_ever(identity: str, ready: multiprocessing.synchronize.Event) -> 
     number = 0
     while True:
         number += 1
-        writer.publish(slot, TopicView(*([number] * 11), ring.word, ring.capacity, *descriptor, 1, number, 0, 0, 0))
+        writer.publish(
+            slot,
+            TopicView(
+                *([number] * 11), ring.word, ring.capacity, *descriptor, 1, number, 0, 0, 0, number, number, number, 1
+            ),
+        )
         if number == 1:
             writer.announce(slot)
             ready.set()

@@ -51,6 +51,13 @@ def spark_environment(java_home: Path) -> dict[str, str]:
     }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A JVM that starts on a busy machine takes its time: what hangs is found all the same."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(400))
+
+
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     """Two cores, little memory; nothing of it is left behind in the working directory."""

@@ -13,6 +13,7 @@ import pytest
 
 from tests.spark.conftest import ROOT
 from topics import spark as topics_spark
+from topics.spark.errors import TopicsSparkError
 from topics.spark.source import TopicsDataSource
 
 
@@ -69,3 +70,11 @@ def test_it_can_be_registered_by_hand(spark: object) -> None:
     assert TopicsDataSource.name() == "topics"
     schema = spark.read.format("topics").option("subscribe", "any").load().schema
     assert schema.fieldNames()[:2] == ["topic", "seq"]
+
+
+def test_an_older_spark_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyspark
+
+    monkeypatch.setattr(pyspark, "__version__", "4.1.2")
+    with pytest.raises(TopicsSparkError, match=r"need PySpark 4\.2 or newer, this is 4\.1\.2"):
+        TopicsDataSource({"subscribe": "any"})

@@ -14,7 +14,8 @@ from topics.shm import messages, names
 from topics.shm.arena import ArenaReader, TopicView
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
-from topics.shm.messages import AppendReply, Call, Kind
+from topics.shm.messages import AppendReply, Call, JobAttributes, Kind
+from topics.shm.queue_messages import Dealt
 from topics.storage.filesystem import FileSystem, OsFileSystem
 from topics.storage.frame import HEADER, HEADER_LEN, lay_out
 from topics.storage.layout import group_dir, log_path, ram_group_dir
@@ -61,6 +62,7 @@ class Rig:
         self.fs = fs or OsFileSystem()
         self.replies: dict[int, Any] = {}
         self.notices: list[int] = []
+        self.dealt: list[Dealt] = []
         self._next_id = 0
         self.shared = SharedMemory.create(self.identity, 1, 1, 1 << 20)
         self.shard: Shard
@@ -103,6 +105,7 @@ class Rig:
         config: TopicConfig | None = None,
         if_head_seq: int | None = None,
         tag: bytes = b"",
+        jobs: JobAttributes | None = None,
     ) -> int:
         self._next_id += 1
         laid_out = lay_out([(b"", tag, piece, b"") for piece in data])
@@ -117,6 +120,7 @@ class Rig:
                 laid_out.offset_len,
                 laid_out.flags,
                 laid_out.buffer,
+                jobs,
             )
         )
         return self._next_id
@@ -147,6 +151,8 @@ class Rig:
                     self.replies[request_id] = messages.decode_error(message)
                 case Kind.NOTIFY:
                     self.notices += messages.decode_notify(message)
+                case Kind.DEALT:
+                    self.dealt.append(messages.decode_dealt(message))
             ring.consume(position)
 
     def run(self) -> None:

@@ -27,13 +27,13 @@ NOT_REACHED = 3
 MODULES = ("/topics/walshard/", "/topics/shm/", "/topics/storage/wal.py", "/topics/core/topic.py")
 
 
-def kill_at_line(n: int, work: Callable[[], None]) -> None:
-    """Runs `work`, which ends this process with SIGKILL at the n-th line of MODULES, if it gets that far."""
+def kill_at_line(n: int, work: Callable[[], None], modules: tuple[str, ...] = MODULES) -> None:
+    """Runs `work`, which ends this process with SIGKILL at the n-th line of these modules, if it gets that far."""
     left = n
 
     def trace(frame: FrameType, event: str, _arg: Any) -> Any:
         nonlocal left
-        if event == "call" and not any(module in frame.f_code.co_filename for module in MODULES):
+        if event == "call" and not any(module in frame.f_code.co_filename for module in modules):
             return None
         if event == "line":
             left -= 1

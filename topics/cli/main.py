@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from topics import __version__
-from topics.cli import verify
+from topics.cli import spark, verify
 
-COMMANDS: Final = (verify,)
+COMMANDS: Final = (verify, spark)
 EXIT_INTERRUPTED: Final = 130
 EXIT_BROKEN_PIPE: Final = 141
 

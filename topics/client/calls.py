@@ -12,10 +12,15 @@ import msgspec
 from topics.client.errors import ServiceFaultError
 from topics.client.records import (
     Appended,
+    Committed,
     Configured,
     NewRecord,
     Page,
     RecordsDeleted,
+    SinkForgotten,
+    SinkState,
+    Staged,
+    StagesDropped,
     TopicDeleted,
     TopicPage,
     TopicState,
@@ -59,6 +64,11 @@ _topics = msgspec.json.Decoder(TopicPage).decode
 _configured = msgspec.json.Decoder(Configured).decode
 _topic_deleted = msgspec.json.Decoder(TopicDeleted).decode
 _records_deleted = msgspec.json.Decoder(RecordsDeleted).decode
+_staged = msgspec.json.Decoder(Staged).decode
+_committed = msgspec.json.Decoder(Committed).decode
+_dropped = msgspec.json.Decoder(StagesDropped).decode
+_sink = msgspec.json.Decoder(SinkState).decode
+_sink_forgotten = msgspec.json.Decoder(SinkForgotten).decode
 _watch = msgspec.json.Decoder(WatchMade).decode
 
 
@@ -149,3 +159,32 @@ def watch(positions: Mapping[str, int], options: Mapping[str, Any]) -> Call[Watc
     """A watch session over these topics, each from behind its seq (api §7)."""
     body = {"topics": {name: {"from_seq": seq} for name, seq in positions.items()}} | dict(options)
     return Call("POST", "/v0/watch", _watch, _encode(body))
+
+
+def stage(topic: str, txn: str, records: Iterable[Any]) -> Call[Staged]:
+    """Keep records back under a transaction (api §6). A repeat makes a second stage, which nobody commits."""
+    body = {"txn": txn, "records": [one if isinstance(one, NewRecord) else NewRecord(one) for one in records]}
+    return Call("POST", f"/v0/stage/{quote(topic, safe='')}", _staged, _encode(body))
+
+
+def commit(sink: str, batch: int, stages: list[str]) -> Call[Committed]:
+    """Publish all stages, once for each batch of the sink (api §6)."""
+    return Call("POST", f"{_sink_path(sink)}/commit", _committed, _encode({"batch": batch, "stages": stages}))
+
+
+def drop_stages(topic: str, txn: str) -> Call[StagesDropped]:
+    """Drop what a transaction keeps back in a topic."""
+    return Call("DELETE", f"/v0/stage/{quote(topic, safe='')}", _dropped, query={"txn": txn})
+
+
+def get_sink(sink: str) -> Call[SinkState]:
+    return Call("GET", _sink_path(sink), _sink)
+
+
+def forget_sink(sink: str) -> Call[SinkForgotten]:
+    """Its next batch may have any number."""
+    return Call("DELETE", _sink_path(sink), _sink_forgotten)
+
+
+def _sink_path(sink: str) -> str:
+    return f"/v0/txn/{quote(sink, safe='')}"

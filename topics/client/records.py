@@ -140,3 +140,46 @@ class RecordsDeleted(msgspec.Struct, frozen=True):
     head_seq: int
     count: int
     bytes: int
+
+
+class Staged(msgspec.Struct, frozen=True):
+    """Records that are kept back; `stage` names them in the commit."""
+
+    topic: str
+    txn: str
+    stage: str
+    count: int
+    bytes: int
+    expires_in_ms: int
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """`duplicate`: the sink had committed this batch, or a later one (`last_batch`), before; nothing was appended."""
+
+    sink: str
+    batch: int
+    last_batch: int
+    duplicate: bool
+    count: int
+
+
+class StagesDropped(msgspec.Struct, frozen=True):
+    """How many stages of a transaction in a topic are gone."""
+
+    topic: str
+    txn: str
+    dropped: int
+
+
+class SinkState(msgspec.Struct, frozen=True):
+    """`last_batch` is None for a sink that never committed."""
+
+    sink: str
+    last_batch: int | None
+
+
+class SinkForgotten(msgspec.Struct, frozen=True):
+    """`deleted` is False when there was none."""
+
+    sink: str
+    deleted: bool

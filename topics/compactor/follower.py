@@ -15,7 +15,13 @@ from topics.storage.logfile import WalPosition
 _ATTACH_TRIES = 10
 _MAY_FREE_FILES = frozenset(
     int(kind)
-    for kind in (FrameType.TOPIC_DELETE, FrameType.DELETE, FrameType.EVICT_WATERMARK, FrameType.CHECKPOINT_MARK)
+    for kind in (
+        FrameType.TOPIC_DELETE,
+        FrameType.DELETE,
+        FrameType.ACK,
+        FrameType.EVICT_WATERMARK,
+        FrameType.CHECKPOINT_MARK,
+    )
 )
 
 

@@ -37,6 +37,7 @@ class TopicConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     max_deliveries: int = 0
     dead_letter: str | None = None
     leases_durable: bool = False
+    on_ack: Literal["delete", "keep"] = "delete"
 
     def echo(self) -> dict[str, Any]:
         """The configuration as every answer shows it: all fields, `durable` as an alias of the class."""
@@ -44,8 +45,15 @@ class TopicConfig(msgspec.Struct, frozen=True, omit_defaults=True):
         for field in self.__struct_fields__:
             if field == "durability":
                 shown["durable"] = self.durability == "fsync"
-            shown[field] = getattr(self, field)
+            value = getattr(self, field)
+            if field not in _EXTENSIONS or value != _DEFAULTS[field]:
+                shown[field] = value
         return shown
+
+
+_EXTENSIONS: Final = frozenset({"on_ack"})
+"""Ours, beyond the fields of api §1: shown only where they are not at their default."""
+_DEFAULTS: Final = {field.name: field.default for field in msgspec.structs.fields(TopicConfig)}
 
 
 class GivenConfig(msgspec.Struct):
@@ -68,6 +76,7 @@ class GivenConfig(msgspec.Struct):
     max_deliveries: int | msgspec.UnsetType = msgspec.UNSET
     dead_letter: str | msgspec.UnsetType | None = msgspec.UNSET
     leases_durable: bool | msgspec.UnsetType = msgspec.UNSET
+    on_ack: Literal["delete", "keep"] | msgspec.UnsetType = msgspec.UNSET
 
 
 _UNSIGNED = (

@@ -71,3 +71,9 @@ def invalid(message: str, **detail: Any) -> TopicsError:
 def topic_not_found(name: str) -> TopicsError:
     """The topic does not exist (any more)."""
     return TopicsError("topic_not_found", f"topic {name!r} does not exist", {"topic": name})
+
+
+def not_a_queue(name: str) -> TopicsError:
+    """The topic is a log."""
+    message = f"topic {name!r} is a log: only a topic that was made with type 'queue' has jobs"
+    return TopicsError("not_a_queue", message, {"topic": name})

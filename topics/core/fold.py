@@ -10,6 +10,7 @@ Bodies of control frames (msgpack maps; a writer in another language needs nothi
     CHECKPOINT_MARK  topic_id, seq            {"segments": [[…], …], "floors": […]}   records up to seq are in segments
     HEAD_WATERMARK   topic_id, seq            {"exact": bool}               no seq above was assigned in RAM
     IDEMPOTENCY      topic_id, seq = first    count u32 | key bytes         first frame of the write it names
+    LEASE, JOB_ATTRIBUTES, ACK, CURSOR        see `core/queue_log.py`
     RAM_STATE        topic_id                 {"earliest_seq": u64, "evict_floor": u64, …}, see RamStateBody
     ROUTER_…         see core/router_state.py
     SESSION          0                        {"wid": str, "body": bytes | nil, "positions": {…}, "exact": bool}
@@ -28,16 +29,26 @@ from __future__ import annotations
 import struct
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from topics.core.config import U64_MAX, TopicConfig
 from topics.core.idempotency import Outcome
+from topics.core.queue_log import (
+    consumer_state,
+    decode_ack,
+    fold_cursor,
+    fold_job_attributes,
+    fold_lease,
+    restore_consumers,
+)
+from topics.core.queue_state import ConsumerState
 from topics.core.record_index import RecordIndex
 from topics.core.router_state import RouterState, decode_feed
 from topics.core.runs import decode_runs
 from topics.core.segment_list import SegmentInfo
+from topics.core.seq_set import clipped
 from topics.core.shard_state import Floors, ShardState, TopicState
 from topics.core.topic import ENTRY_WORDS, LOCATION_IN_RAM_LOG, LOCATION_LOST, EvictReason, Topic
 
@@ -86,7 +97,7 @@ class SessionBody(msgspec.Struct):
 
 class RamStateBody(msgspec.Struct):
     """Of a topic with records in the RAM log: what only files said that are gone now. Keys are (key, first_seq,
-    records, ts), oldest first.
+    records, ts), oldest first. `consumers`: attributes of jobs whose records are there.
     """
 
     earliest_seq: int
@@ -95,6 +106,7 @@ class RamStateBody(msgspec.Struct):
     evict_run_seq: int
     last_write_ts: int
     keys: list[tuple[bytes, int, int, int]]
+    consumers: ConsumerState = ConsumerState()
 
 
 encode_body = msgspec.msgpack.Encoder().encode
@@ -136,6 +148,7 @@ class Fold:
         self.routers = RouterState()
         self._pending: dict[int, array[int]] = {}
         self._early_keys: dict[int, list[tuple[bytes, Outcome]]] = {}
+        self._early_attributes: dict[int, list[bytes]] = {}
         self._ram_states: dict[int, RamStateBody] = {}
         self._ephemeral_heads: dict[int, int] = {}
         self._uncounted: set[int] = set()
@@ -163,6 +176,7 @@ class Fold:
                     list(topic.index.segments),
                     topic.idempotency.unexpired(topic.last_write_ts, topic.config.idempotency_window_ms),
                     self._ephemeral_heads.get(topic.id),
+                    consumer_state(topic),
                 )
             )
         state = ShardState(topics, [], sorted(self.deleted_names), self.routers)
@@ -192,6 +206,7 @@ class Fold:
         topic.logged(kept.floors)
         for key, *outcome in kept.keys:
             topic.idempotency.remember(key, Outcome(*outcome))
+        restore_consumers(topic, kept.consumers)
         if kept.ephemeral_head_seq is not None:
             self._ephemeral_heads[kept.id] = kept.ephemeral_head_seq
         held_seq = max(index.segments.last_seq, topic.earliest_seq - 1)
@@ -223,6 +238,8 @@ class Fold:
             self._restore_ram_state(topic, state)
         for key, outcome in self._early_keys.pop(topic_id, ()):
             topic.idempotency.remember(key, outcome)
+        for attributes in self._early_attributes.pop(topic_id, ()):
+            fold_job_attributes(topic, attributes)
 
     def topic_delete(self, topic_id: int) -> None:
         topic = self._topic(topic_id)
@@ -245,25 +262,22 @@ class Fold:
         topic = self._topic(topic_id)
         if topic is not None:
             body = _decode_delete(data)
-            if self._begins(topic, body.floors):
-                seqs = decode_runs(body.runs)
-                topic.index.flag_deleted(
-                    seqs[bisect_left(seqs, topic.earliest_seq) : bisect_right(seqs, topic.head_seq)]
-                )
+            if self._begins(topic, body.floors.revision):
+                self._flag_deleted(topic, decode_runs(body.runs))
                 self._take(topic, body.floors)
 
     def evict_watermark(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
             floors = _decode_evict(data).floors
-            if self._begins(topic, floors):
+            if self._begins(topic, floors.revision):
                 self._take(topic, floors)
 
     def checkpoint_mark(self, topic_id: int, up_to_seq: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
             body = _decode_mark(data)
-            if self._begins(topic, body.floors):
+            if self._begins(topic, body.floors.revision):
                 if up_to_seq > topic.head_seq:
                     self._uncounted.add(topic_id)
                 topic.index.checkpointed(up_to_seq, body.segments)
@@ -284,6 +298,42 @@ class Fold:
             topic.idempotency.remember(key, outcome)
         elif topic_id not in self.created_ids:
             self._early_keys.setdefault(topic_id, []).append((key, outcome))
+
+    def job_attributes(self, topic_id: int, data: bytes) -> None:
+        topic = self.topics.get(topic_id)
+        if topic is not None:
+            fold_job_attributes(topic, data)
+        elif topic_id not in self.created_ids:
+            self._early_attributes.setdefault(topic_id, []).append(data)
+
+    def lease(self, topic_id: int, data: bytes) -> None:
+        topic = self._topic(topic_id)
+        if topic is not None:
+            fold_lease(topic, data)
+
+    def ack(self, topic_id: int, data: bytes) -> None:
+        topic = self._topic(topic_id)
+        if topic is not None:
+            body = decode_ack(data)
+            if topic.queue is not None:
+                topic.queue.dead_lettered = max(topic.queue.dead_lettered, body.dead_lettered)
+                if body.keep:
+                    topic.queue.finish(clipped(body.runs, topic.earliest_seq))
+            if not body.keep and self._begins(topic, body.revision):
+                deletion = body.deletion()
+                self._flag_deleted(topic, deletion.seqs)
+                floors = topic.floors_without(deletion)
+                # Of an `ephemeral` topic fewer may be known here than are gone now.
+                records, live_bytes = max(0, floors.records), max(0, floors.live_bytes)
+                self._take(
+                    topic,
+                    msgspec.structs.replace(floors, revision=body.revision, records=records, live_bytes=live_bytes),
+                )
+
+    def cursor(self, topic_id: int, data: bytes) -> None:
+        topic = self._topic(topic_id)
+        if topic is not None:
+            fold_cursor(topic, data)
 
     def ram_state(self, topic_id: int, data: bytes) -> None:
         """The latest one counts, and everything about the topic that the RAM log says after it."""
@@ -395,12 +445,17 @@ class Fold:
             ordered.extend(rows[seq])
         return ordered
 
-    def _begins(self, topic: Topic, floors: Floors) -> bool:
-        """Whether a frame with these floors says anything new; the topic has all records before it then."""
-        if floors.revision <= topic.revision:
+    def _begins(self, topic: Topic, revision: int) -> bool:
+        """Whether a frame with this revision says anything new; the topic has all records before it then."""
+        if revision <= topic.revision:
             return False
         self._settle(topic)
         return True
+
+    def _flag_deleted(self, topic: Topic, seqs: Sequence[int]) -> None:
+        if topic.queue is not None:
+            topic.queue.gone(seqs)
+        topic.index.flag_deleted(seqs[bisect_left(seqs, topic.earliest_seq) : bisect_right(seqs, topic.head_seq)])
 
     def _take(self, topic: Topic, floors: Floors) -> None:
         """Records of an `ephemeral` topic below the floor need not be in any log that is left."""
@@ -423,6 +478,7 @@ class Fold:
         topic.last_write_ts = max(topic.last_write_ts, state.last_write_ts)
         for key, *outcome in state.keys:
             topic.idempotency.remember(key, Outcome(*outcome))
+        restore_consumers(topic, state.consumers)
 
     def _lose(self, topic: Topic, last_seq: int) -> None:
         """What was in RAM up to there is gone."""

@@ -1,8 +1,17 @@
-"""Remembering keyed writes, so that a retry answers the first outcome (api §0.9)."""
+"""Remembering keyed writes, so that a retry answers the first outcome (api §0.9).
+
+Two kinds of keys. A client's is UTF-8 and expires with the topic's window. A *pin* is the server's own: it marks a
+stage that a transaction has published (api §6), must be known for as long as the transaction may be carried out again,
+which no clock can tell, and goes when the sink's next batch comes to the topic or the transaction is over.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+_PIN: Final = b"\xff"
+"""Never in UTF-8."""
+_BATCH_LEN: Final = 8
 
 
 class Outcome(NamedTuple):
@@ -13,28 +22,65 @@ class Outcome(NamedTuple):
     ts: int
 
 
-class IdempotencyWindow:
-    """Keys of the last `window_ms`, oldest first: commit times never decrease, so expiry is from the front."""
+def pin(sink: str, batch: int, stage: str) -> bytes:
+    """The key of a stage that a batch of a sink publishes.
 
-    __slots__ = ("_outcomes",)
+    | 0xFF | sink | 0x00 | batch u64 big-endian | stage |
+    """
+    return pins_of(sink) + batch.to_bytes(_BATCH_LEN, "big") + stage.encode()
+
+
+def pins_of(sink: str) -> bytes:
+    """What all pins of a sink begin with."""
+    return _PIN + sink.encode() + b"\x00"
+
+
+def is_pin(key: bytes) -> bool:
+    return key.startswith(_PIN)
+
+
+class IdempotencyWindow:
+    """Keys of the last `window_ms`, oldest first: commit times never decrease, so expiry is from the front. And pins,
+    by sink, each sink's of one batch.
+    """
+
+    __slots__ = ("_outcomes", "_pins")
 
     def __init__(self) -> None:
         self._outcomes: dict[bytes, Outcome] = {}
+        self._pins: dict[bytes, dict[bytes, Outcome]] = {}
 
     def find(self, key: bytes, now_ms: int, window_ms: int) -> Outcome | None:
-        """The outcome of this key, if it is not older than the window."""
+        """The outcome of this key, if it is a pin or not older than the window."""
+        if is_pin(key):
+            return self._pins.get(_sink_of(key), {}).get(key)
         self._expire(now_ms, window_ms)
         return self._outcomes.get(key)
 
     def remember(self, key: bytes, outcome: Outcome) -> None:
         """Called once the write is committed; a key that expired and came again moves to the end."""
+        if is_pin(key):
+            sink = _sink_of(key)
+            pins = self._pins.setdefault(sink, {})
+            if pins and _batch_of(next(iter(pins)), sink) != _batch_of(key, sink):
+                pins.clear()
+            pins[key] = outcome
+            return
         self._outcomes.pop(key, None)
         self._outcomes[key] = outcome
+
+    def unpin(self, sink: str, batch: int) -> None:
+        """That batch is over: nothing of it will be published again."""
+        prefix = pins_of(sink)
+        pins = self._pins.get(prefix)
+        if pins and _batch_of(next(iter(pins)), prefix) == batch.to_bytes(_BATCH_LEN, "big"):
+            del self._pins[prefix]
 
     def unexpired(self, now_ms: int, window_ms: int) -> list[tuple[bytes, int, int, int]]:
         """(key, first_seq, records, ts) of all that may still be asked for, oldest first."""
         self._expire(now_ms, window_ms)
-        return [(key, *outcome) for key, outcome in self._outcomes.items()]
+        pinned = [(key, *outcome) for pins in self._pins.values() for key, outcome in pins.items()]
+        return pinned + [(key, *outcome) for key, outcome in self._outcomes.items()]
 
     def _expire(self, now_ms: int, window_ms: int) -> None:
         outcomes = self._outcomes
@@ -47,4 +93,12 @@ class IdempotencyWindow:
             del outcomes[key]
 
     def __len__(self) -> int:
-        return len(self._outcomes)
+        return len(self._outcomes) + sum(map(len, self._pins.values()))
+
+
+def _sink_of(key: bytes) -> bytes:
+    return key[: key.index(b"\x00") + 1]
+
+
+def _batch_of(key: bytes, sink: bytes) -> bytes:
+    return key[len(sink) : len(sink) + _BATCH_LEN]

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from topics.core.config import TopicConfig
+from topics.core.queue_state import ConsumerState
 from topics.core.router_state import RouterState
 from topics.core.segment_list import SegmentInfo
 
@@ -46,6 +47,7 @@ class TopicState(msgspec.Struct, array_like=True):
     segments: list[SegmentInfo]
     keys: list[tuple[bytes, int, int, int]]
     ephemeral_head_seq: int | None
+    consumers: ConsumerState = ConsumerState()
 
 
 class ShardState(msgspec.Struct, array_like=True):

@@ -14,14 +14,18 @@ back takes it as it is, and need not know any record.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence, Set
 from enum import IntEnum
 from typing import Final, NamedTuple
 
 import msgspec
 
 from topics.core.config import TopicConfig
+from topics.core.cursors import Cursors
 from topics.core.errors import TopicsError
 from topics.core.idempotency import IdempotencyWindow
+from topics.core.leases import Leases
 from topics.core.record_index import FindTagged, RecordIndex
 from topics.core.shard_state import Floors
 from topics.core.tags import Match, TagIndex
@@ -33,6 +37,10 @@ LOCATION_IN_RAM_LOG: Final = 1
 LOCATION_DELETED: Final = 2
 LOCATION_LOST: Final = 32
 """A seq whose record is gone for good though its neighbours live; `offset` is then an EvictReason."""
+_GONE: Final = LOCATION_DELETED | LOCATION_LOST
+_NEAR: Final = 64
+_SPAN_MAX: Final = 4096
+"""Records that are no further apart are looked up in one go of at most so many entries."""
 
 
 class EvictReason(IntEnum):
@@ -66,6 +74,7 @@ class Topic:
     __slots__ = (
         "_front_ts",
         "config",
+        "cursors",
         "durable_seq",
         "earliest_seq",
         "evict_floor",
@@ -79,6 +88,7 @@ class Topic:
         "last_write_ts",
         "live_bytes",
         "name",
+        "queue",
         "records",
         "recreated",
         "revision",
@@ -111,6 +121,9 @@ class Topic:
         self.idempotency = IdempotencyWindow()
         self.tags: TagIndex | None = None
         """Made by the first delete by tag."""
+        self.queue = Leases(self) if config.type == "queue" else None
+        """A type never changes."""
+        self.cursors = Cursors()
 
     # -- before a write
 
@@ -239,6 +252,57 @@ class Topic:
         earliest_seq = self._first_live(self.earliest_seq, frozenset(seqs))
         return Deletion(0, tuple(seqs), len(seqs), size_bytes, earliest_seq)
 
+    def plan_removal(self, seqs: Sequence[int], dying: Set[int], earliest_seq: int = 0) -> Deletion:
+        """Of exactly these live ones, ascending, when all of `dying`, these among them, are on their way out;
+        `earliest_seq` is what the plan before this one came to.
+        """
+        live: list[int] = []
+        size_bytes = 0
+        for seq, offset_len in self._living(seqs):
+            live.append(seq)
+            size_bytes += offset_len >> 32
+        earliest_seq = max(earliest_seq, self.earliest_seq)
+        if earliest_seq in dying:
+            earliest_seq = self._first_live(earliest_seq, dying)
+        return Deletion(0, tuple(live), len(live), size_bytes, earliest_seq)
+
+    def live_from(self, seq: int, most: int) -> list[int]:
+        """The first live seqs from `seq` on, ascending, at most so many; fewer: there are no more."""
+        seq = max(seq, self.earliest_seq)
+        found: list[int] = []
+        step = most
+        while len(found) < most and seq <= self.head_seq:
+            last_seq = min(self.head_seq, seq + step - 1)
+            step = max(64, min(4 * step, 4096))  # dead ones are in the way
+            entries = self.index.entries(seq, last_seq)
+            found += [
+                at
+                for at, file_flags in zip(entries[0::4], entries[3::4], strict=True)
+                if not file_flags >> _FLAGS_SHIFT & _GONE
+            ]
+            seq = last_seq + 1
+        return found[:most]
+
+    def live_of(self, seqs: Sequence[int]) -> list[int]:
+        """Those of them (ascending) that are live."""
+        return [seq for seq, _ in self._living(seqs)]
+
+    def _living(self, seqs: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """(seq, offset_len) of the live ones of them. Neighbours are looked up together: a look may be into a file."""
+        at = bisect_left(seqs, self.earliest_seq)
+        stop = bisect_right(seqs, self.head_seq)
+        while at < stop:
+            end = at + 1
+            while end < stop and seqs[end] - seqs[end - 1] <= _NEAR and seqs[end] - seqs[at] < _SPAN_MAX:
+                end += 1
+            first_seq = seqs[at]
+            entries = self.index.entries(first_seq, seqs[end - 1])
+            for seq in seqs[at:end]:
+                word = (seq - first_seq) * ENTRY_WORDS
+                if not entries[word + 3] >> _FLAGS_SHIFT & _GONE:
+                    yield seq, entries[word + 2]
+            at = end
+
     def floors_without(self, deletion: Deletion) -> Floors:
         """`floors` once it is carried out. evict_floor does not move: nobody lost what was not given up."""
         return msgspec.structs.replace(
@@ -251,7 +315,13 @@ class Topic:
     def deleted(self, deletion: Deletion, floors: Floors) -> None:
         """It is logged, with these floors."""
         self.index.flag_deleted(deletion.seqs)
+        if self.queue is not None:
+            self.queue.gone(deletion.seqs)
         self.logged(floors)
+
+    def removed(self, deletion: Deletion, revision: int) -> None:
+        """It is logged by what it takes: what happened to other records since it was planned stays as it is."""
+        self.deleted(deletion, msgspec.structs.replace(self.floors_without(deletion), revision=revision))
 
     # -- retention (api §3.2)
 
@@ -275,7 +345,7 @@ class Topic:
                 if surplus_records <= 0 and surplus_bytes <= 0:
                     break
                 seq += 1
-                if file_flags >> _FLAGS_SHIFT & (LOCATION_DELETED | LOCATION_LOST):
+                if file_flags >> _FLAGS_SHIFT & _GONE:
                     continue
                 surplus_records -= 1
                 surplus_bytes -= offset_len >> 32
@@ -371,6 +441,8 @@ class Topic:
         self.evict_reason = reason
         self.evict_run_seq = 1
         self.records = self.live_bytes = 0
+        if self.queue is not None:
+            self.queue.gone_below(seq)
 
     def skipped(self, last_seq: int, reason: EvictReason) -> None:
         """The seqs up to `last_seq` are given to records that are lost; without live ones before, a gap in front."""
@@ -390,7 +462,7 @@ class Topic:
             self.evict_floor = last_seq + 1
             self._settle(last_seq + 1)
 
-    def _first_live(self, seq: int, dying: frozenset[int]) -> int:
+    def _first_live(self, seq: int, dying: Set[int]) -> int:
         """The first seq from `seq` on that is neither deleted nor about to be."""
         count = 8
         while seq <= self.head_seq:
@@ -404,4 +476,6 @@ class Topic:
     def _settle(self, seq: int) -> None:
         self.earliest_seq = seq
         self.index.drop_before(seq)
+        if self.queue is not None:
+            self.queue.gone_below(seq)
         assert self.evict_floor <= self.earliest_seq <= self.head_seq + 1

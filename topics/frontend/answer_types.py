@@ -53,11 +53,21 @@ class TopicState(msgspec.Struct):
     count: int
     bytes: int
     durable_seq: Seq
+    epoch: str
     config: EchoedConfig
     effective_priority: int
     last_write_ts: Ms | None
     last_read_ts: Ms | None
     performance: Performance
+    queue: QueueCounts | msgspec.UnsetType = msgspec.UNSET
+
+
+class QueueCounts(msgspec.Struct):
+    """Of a queue: what a claim would get now, what is leased, what went to the dead letters."""
+
+    ready: int
+    in_flight: int
+    dead_lettered: int
 
 
 class TopicEntry(msgspec.Struct):
@@ -184,6 +194,7 @@ class DiffAnswer(msgspec.Struct):
     head_seq: Seq
     earliest_seq: Seq
     durable_seq: Seq
+    epoch: str
     caught_up: bool
     tombstone: TombstoneAnswer | None
     lag: int
@@ -223,6 +234,7 @@ class Ready(msgspec.Struct):
     status: Literal["ready"]
     wal_replay_complete: bool
     topics: int
+    pressure: float
     performance: Performance
     recovering_shards: list[int] | msgspec.UnsetType = msgspec.UNSET
     read_only_shards: list[int] | msgspec.UnsetType = msgspec.UNSET
@@ -240,3 +252,51 @@ class Error(msgspec.Struct):
     """Every answer that is no success (api §0.6)."""
 
     error: Problem
+
+
+class StageAnswer(msgspec.Struct):
+    """Records are kept back; `stage` names them in the commit."""
+
+    topic: str
+    txn: str
+    stage: str
+    count: int
+    bytes: int
+    expires_in_ms: Ms
+    performance: Performance
+
+
+class DropStagesAnswer(msgspec.Struct):
+    """Stages of a transaction were dropped."""
+
+    topic: str
+    txn: str
+    dropped: int
+    performance: Performance
+
+
+class CommitAnswer(msgspec.Struct):
+    """A batch of a sink; `duplicate`: it, or a later one (`last_batch`), had been committed before."""
+
+    sink: str
+    batch: int
+    last_batch: int
+    duplicate: bool
+    count: int
+    performance: Performance
+
+
+class SinkAnswer(msgspec.Struct):
+    """A sink; `last_batch` is null when it never committed."""
+
+    sink: str
+    last_batch: int | None
+    performance: Performance
+
+
+class ForgetSinkAnswer(msgspec.Struct):
+    """A sink was forgotten, if there was one."""
+
+    sink: str
+    deleted: bool
+    performance: Performance

@@ -31,6 +31,8 @@ from topics.shm.durations import Route
 _TOPICS: Final = "/v0/topics/"
 _DIFF: Final = "/diff"
 _WS: Final = "/v0/ws"
+_UNSCOPED_NAMES: Final = frozenset(("cursor",))
+"""What in a path a key's prefixes are not about: a cursor is its topic's."""
 _READ: Final = KeyScope.READ
 _WRITE: Final = KeyScope.WRITE
 
@@ -117,7 +119,8 @@ class App:
         """An endpoint for holders of these scopes, over the names in its path."""
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            self._access.admit(scope, needed, scope["path_params"].values())
+            names = [value for name, value in scope["path_params"].items() if name not in _UNSCOPED_NAMES]
+            self._access.admit(scope, needed, names)
             await endpoint(scope, receive, send)
 
         return guarded

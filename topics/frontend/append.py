@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
@@ -24,11 +25,14 @@ from topics.frontend.query import flag
 from topics.frontend.wire import AppendBody, RecordBody
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
-from topics.shm.messages import AppendReply
+from topics.shm.messages import AppendReply, JobAttributes
 from topics.storage.frame import LaidOut, lay_out, lay_out_plain
 
 KEY_MAX_CHARS: Final = 256
 META_MAX_KEYS: Final = 64
+ORDER_KEY_MAX_BYTES: Final = 256
+TIME_MS_MAX: Final = 1 << 53
+SEARCHED_RECORDS_MAX: Final = 64
 
 FrameParts = tuple[bytes, bytes, msgspec.Raw, msgspec.Raw | bytes]
 """node, tag, data, meta as `lay_out` takes them."""
@@ -79,6 +83,7 @@ class AppendRoute:
             config,
             records,
             patient=request.disable_backpressure,
+            jobs=self._job_attributes(name, request.records),
         )
 
     def _read(self, body: bytes) -> tuple[AppendBody, LaidOut]:
@@ -125,6 +130,32 @@ class AppendRoute:
         if len(record.meta) > self._settings.max_meta_bytes:
             raise _too_long(f"records[{at}].meta", len(record.meta), self._settings.max_meta_bytes)
         return node, tag, record.data, record.meta
+
+    def _job_attributes(self, name: str, records: list[RecordBody]) -> JobAttributes:
+        """Of those that are to come later, or in order (api §9). A long write to a log is not searched for them: it
+        takes a tenth of what the whole write costs. A log refuses them in its first and last record, which will do.
+        """
+        jobs: JobAttributes = []
+        candidates: Iterable[tuple[int, RecordBody]] = enumerate(records)
+        if len(records) > SEARCHED_RECORDS_MAX and self._gateway.is_log(name):
+            candidates = ((0, records[0]), (len(records) - 1, records[-1]))
+        for at, record in candidates:
+            if not wire.has_job_attributes(record):
+                continue
+            if record.deliver_at is not None and record.delay_ms is not None:
+                raise invalid(
+                    f"records[{at}]: deliver_at and delay_ms stand instead of each other: give one of them",
+                    field="delay_ms",
+                )
+            deliver_at, delay_ms = record.deliver_at or 0, record.delay_ms or 0
+            if max(deliver_at, delay_ms) > TIME_MS_MAX:
+                raise invalid(f"records[{at}]: deliver_at and delay_ms are at most {TIME_MS_MAX}", field="deliver_at")
+            order_key = record.order_key or ""
+            if len(order_key.encode()) > ORDER_KEY_MAX_BYTES:
+                raise _too_long(f"records[{at}].order_key", len(order_key.encode()), ORDER_KEY_MAX_BYTES)
+            if deliver_at or delay_ms or order_key:
+                jobs.append((at, deliver_at, delay_ms, order_key))
+        return jobs
 
     def _node(self, node: str, field: str) -> bytes:
         encoded = node.encode()

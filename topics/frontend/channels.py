@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 
-from topics.frontend.pulse import Stall
 from topics.frontend.push import Push
 from topics.frontend.stream import Stream
 from topics.frontend.watches import WatchHandle
@@ -13,7 +12,7 @@ from topics.frontend.watches import WatchHandle
 class Connection:
     """One open event stream."""
 
-    __slots__ = ("behind", "closed", "heartbeat_ms", "idle_since_ms", "push", "stall", "stream")
+    __slots__ = ("behind", "closed", "heartbeat_ms", "idle_since_ms", "push", "stream")
 
     def __init__(self, push: Push, stream: Stream, heartbeat_ms: int, now_ms: int) -> None:
         self.push = push
@@ -24,7 +23,6 @@ class Connection:
         """Topics (index in the plan) it has to read on in, and whether it stands in that channel's backlog: it does
         not while it is stalled.
         """
-        self.stall: Stall | None = None
         self.closed = False
 
 

@@ -23,7 +23,7 @@ from topics.frontend.channels import Channel, Connection
 from topics.frontend.cold_waits import ColdWaits
 from topics.frontend.gateway import Gateway
 from topics.frontend.held import Held
-from topics.frontend.pulse import STALL_MAX_MS, Heartbeats, Stall
+from topics.frontend.pulse import STALL_MAX_MS, Heartbeats, Stalls
 from topics.frontend.push import Push
 from topics.frontend.records import PageOptions
 from topics.frontend.slice import Slice
@@ -33,6 +33,8 @@ from topics.frontend.wording import EVENT_STREAM, Wording
 from topics.shm.control import ProcessCell
 
 SLICE_S: Final = 0.0005
+STALLED_BYTES_MAX: Final = 256 * 2**20
+"""What may wait in this process for clients that do not read; beyond it those who have not for longest are cut off."""
 FAN_OUT_STEP: Final = 64
 """Connections of one channel that are written to before its backlog has its turn."""
 
@@ -54,7 +56,7 @@ class Hub:
         self._failed: dict[tuple[Connection, int], None] = {}
         self._cold: ColdWaits[tuple[Connection, int]] = ColdWaits(topics.reader.fetch, self._on_fetched)
         self._undurable: dict[Channel, None] = {}
-        self._stalled: dict[Connection, None] = {}
+        self._stalls: Stalls[Connection] = Stalls(lambda connection: connection.push.buffered_bytes)
         self._heartbeats: Heartbeats[Connection] = Heartbeats()
         self._heartbeat_timer: asyncio.TimerHandle | None = None
         self._heartbeat_at_ms = 0
@@ -170,7 +172,7 @@ class Hub:
         connection.behind.clear()
         for index in range(len(connection.stream.plan.names)):
             self._leave(connection, index)
-        self._stalled.pop(connection, None)
+        self._stalls.end(connection)
         del self._connections[connection]
         if connection.stream.plan.wording is EVENT_STREAM:
             self._cell.add("sse_connections", -1)
@@ -206,8 +208,7 @@ class Hub:
             self._held_timer = self._loop.call_later(delay_ms / 1000, self._release)
 
     def _on_writable(self, connection: Connection) -> None:
-        connection.stall = None
-        self._stalled.pop(connection, None)
+        self._stalls.end(connection)
         for index, in_line in connection.behind.items():
             if not in_line:
                 self._line_up(connection, index)
@@ -231,12 +232,10 @@ class Hub:
         """Once in RETRY_AFTER_MS: whoever waits for something that may not be announced."""
         self._tick_timer = None
         now_ms = self._clock.monotonic_ms()
-        for connection in list(self._stalled):
-            assert connection.stall is not None
-            if connection.stall.over(connection.push.buffered_bytes, now_ms):
-                message = f"the client has read nothing for {STALL_MAX_MS // 1000} s; resume from the last id"
-                connection.push.write(connection.stream.plan.wording.final("throttled", message))
-                self.close(connection)
+        for connection in self._stalls.over(now_ms):
+            message = f"the client has read nothing for {STALL_MAX_MS // 1000} s; resume from the last id"
+            connection.push.write(connection.stream.plan.wording.final("throttled", message))
+            self.close(connection)
         failed, self._failed = self._failed, {}
         for connection, index in failed:
             self._line_up(connection, index)
@@ -266,6 +265,10 @@ class Hub:
                 self._ready.served(cost, now_ms, more=channel.has_work, fresh=not channel.todo)
             if self._loop.time() >= until_s:
                 break
+        for connection in work.full:
+            if not connection.closed:
+                self._stalls.note(connection, now_ms)
+        self._make_room()
         if work.frames:
             self._cell.add("sse_frames", work.frames)
             self._cell.add("records_out", work.records)
@@ -364,12 +367,14 @@ class Hub:
     def _stall(self, connection: Connection, index: int, now_ms: int) -> None:
         """It has not taken what it was sent: `on_writable` will say when to go on there, or `_tick` that it is over."""
         connection.behind[index] = False
-        self._note_stall(connection, now_ms)
+        self._stalls.note(connection, now_ms)
 
-    def _note_stall(self, connection: Connection, now_ms: int) -> None:
-        if connection.stall is None:
-            connection.stall = Stall(connection.push.buffered_bytes, now_ms)
-            self._stalled[connection] = None
+    def _make_room(self) -> None:
+        """What is kept for clients that do not read is bounded for all of them together."""
+        while self._stalls.held_bytes > STALLED_BYTES_MAX:
+            connection = self._stalls.take_longest()
+            self._forget(connection)
+            connection.push.abort()
 
     # -- heartbeats
 
@@ -393,5 +398,5 @@ class Hub:
             if connection.push.writable:
                 connection.push.write(comment)
             else:
-                self._note_stall(connection, now_ms)
+                self._stalls.note(connection, now_ms)
         self._arm_heartbeats()

@@ -42,6 +42,7 @@ _FRONTEND: Final[tuple[tuple[str, _Kind, str, str], ...]] = (
     ("connections", "gauge", "connections", "Open HTTP/1.1 connections of one frontend"),
     ("sse_connections", "gauge", "sse_connections", "Open event streams of one frontend"),
     ("ws_connections", "gauge", "ws_connections", "Open WebSockets of one frontend"),
+    ("work_streams", "gauge", "work_streams", "Open streams of queue workers of one frontend"),
     ("long_polls", "gauge", "long_polls", "Long polls that wait in one frontend"),
     ("requests_total", "counter", "requests", "Requests to one frontend"),
     ("ready_topics", "gauge", "ready_topics", "Topics that wait to be delivered by one frontend"),
@@ -109,6 +110,8 @@ class ServiceFigures:
         yield single("topics_queue_topics", "gauge", "Topics of type queue", _sum(shards, "queue_topics"))
         yield single("topics_records_live", "gauge", "Live records in all topics", _sum(shards, "records_live"))
         yield single("topics_bytes_live", "gauge", "Live bytes in all topics", _sum(shards, "bytes_live"))
+        leases = _sum(shards, "leases_in_flight")
+        yield single("topics_queue_leases_in_flight", "gauge", "Leases held by consumers of queues", leases)
         yield single("topics_routers", "gauge", "Routers", _sum(shards, "routers"))
         forwarded = _sum(shards, "router_copies")
         yield single("topics_router_copies_total", "counter", "Copies made by routers", forwarded)
@@ -118,10 +121,8 @@ class ServiceFigures:
         )
         unlogged = _sum(shards, "router_unlogged_bytes")
         yield single("topics_router_unlogged_bytes", "gauge", "Copies that are in no durable log yet", unlogged)
-        # This version has no leases: there are none.
-        yield single("topics_queue_leases_in_flight", "gauge", "Leases held by consumers of queues", 0)
         yield single("topics_watch_sessions", "gauge", "Watch sessions that are kept", _sum(shards, "sessions"))
-        streams = _sum(self._frontends, "sse_connections")
+        streams = _sum(self._frontends, "sse_connections") + _sum(self._frontends, "work_streams")
         yield single("topics_sse_connections", "gauge", "Open event streams", streams)
         sockets = _sum(self._frontends, "ws_connections")
         yield single("topics_ws_connections", "gauge", "Open WebSockets", sockets)

@@ -17,6 +17,7 @@ import msgspec
 
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.names import owner_shard
 from topics.frontend.arenas import Arenas
 from topics.frontend.lane import ROOM_WAIT_S, Fate, Lane, Waiter
 from topics.frontend.spills import Spills
@@ -26,7 +27,8 @@ from topics.shm import messages
 from topics.shm.arena import TopicView
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
-from topics.shm.messages import AppendReply, Call, Kind, Part
+from topics.shm.messages import AppendReply, Call, JobAttributes, Kind, Part
+from topics.shm.queue_messages import Dealt
 from topics.storage.frame import LaidOut
 
 SWEEP_S: Final = 0.25
@@ -83,15 +85,30 @@ class Gateway:
         self._retry_timer: asyncio.TimerHandle | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._spilling: set[asyncio.Task[None]] = set()
-        self._watches = Watches(self._loop, arenas, self._post)
+        self._watches = Watches(self._loop, arenas, self.post)
         self._closed = False
+        self.on_dealt: Callable[[Dealt], None] | None = None
+        """Who gets jobs that a shard deals out."""
+        self.on_restart: list[Callable[[int], None]] = []
+        """Who is told of a shard that was started again: it has forgotten who waits at it."""
         self.refusing = False
         """Who finds a ring full is told at once to come back later, instead of after ROOM_WAIT_S."""
         self.retry_after_ms = 100
 
     @property
+    def shard_wait_s(self) -> float:
+        """How long an answer may take."""
+        return self._wait_s
+
+    @property
     def shards(self) -> int:
         return len(self._links)
+
+    def is_log(self, name: str) -> bool:
+        """Whether it is known that this topic exists and is no queue."""
+        arena = self._arenas.of(owner_shard(name, self.shards))
+        found = None if arena is None else arena.look_up(name)
+        return found is not None and not found[1].is_queue
 
     @property
     def fullness(self) -> float:
@@ -103,7 +120,7 @@ class Gateway:
         self._spills.remove_leftovers()
         for shard, link in enumerate(self._links):
             link.generation = link.cell.get("generation")
-            self._post(shard, messages.Hello(self._incarnation))
+            self.post(shard, messages.Hello(self._incarnation))
         self._loop.add_reader(self._wake.fd, self._on_wake)
         self._sweep_timer = self._loop.call_later(SWEEP_S, self._sweep)
 
@@ -133,6 +150,7 @@ class Gateway:
         config: TopicConfig | None,
         records: LaidOut,
         patient: bool = False,
+        jobs: JobAttributes | None = None,
     ) -> asyncio.Future[AppendReply]:
         """Sends a write on its way. The future fails with a TopicsError: the shard's own, `shard_unavailable`
         (the outcome is unknown), or `throttled` (nothing was sent). Raises `not_ready` at once. A `patient` one is not
@@ -141,7 +159,7 @@ class Gateway:
         self._arenas.require(shard)
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_append(
-            request_id, name, create, if_head_seq, key, config, records.offset_len, records.flags, records.buffer
+            request_id, name, create, if_head_seq, key, config, records.offset_len, records.flags, records.buffer, jobs
         )
         return self._submit(shard, request_id, parts, Kind.APPEND, patient)
 
@@ -157,6 +175,14 @@ class Gateway:
         assert isinstance(reply, reply_type), reply
         return reply
 
+    def no_answer(self, shard: int) -> TopicsError:
+        """What a request fails with that was sent and not answered."""
+        return TopicsError(
+            "shard_unavailable",
+            f"shard {shard} did not answer within {self._wait_s:g} s; whether a write took effect is not known, a"
+            " repeat with the same idempotency key is safe",
+        )
+
     def watch(self, shard: int, name: str, seen: TopicView | None, callback: Callable[[], None]) -> WatchHandle:
         """Calls `callback` (soon, never within this call) whenever the topic may differ from `seen`, or from what it
         was at the last callback: records, floors, `durable_seq`, deletion, creation. It may also be called for nothing.
@@ -165,8 +191,8 @@ class Gateway:
 
     # -- sending
 
-    def _post(self, shard: int, request: Call) -> None:
-        """A request whose answer does not matter; kept, in order, for as long as the ring is full."""
+    def post(self, shard: int, request: Call) -> None:
+        """Sends a request whose answer does not matter; kept, in order, for as long as the ring is full."""
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_call(request_id, request)
         self._push(shard, Waiter(parts, sum(map(len, parts)), request_id, self._loop.time(), None))
@@ -313,6 +339,9 @@ class Gateway:
             self._answer(request_id, message, messages.decode_error)
         elif kind == Kind.NOTIFY:
             self._watches.notify(messages.decode_notify(message))
+        elif kind == Kind.DEALT:
+            if self.on_dealt is not None:
+                self.on_dealt(messages.decode_dealt(message))
         elif kind == Kind.GENERATION:
             self._check_generation(shard)
 
@@ -337,6 +366,8 @@ class Gateway:
         if generation != link.generation:
             link.generation = generation
             self._watches.renew(shard)
+            for listener in self.on_restart:
+                listener(shard)
 
     def _sweep(self) -> None:
         self._sweep_timer = self._loop.call_later(SWEEP_S, self._sweep)
@@ -347,14 +378,7 @@ class Gateway:
         # All wait equally long, so those that have waited longest come first.
         expired = itertools.takewhile(lambda item: item[1].expires_s <= now_s, self._pending.items())
         for request_id, pending in list(expired):
-            _fail(
-                pending.future,
-                TopicsError(
-                    "shard_unavailable",
-                    f"shard {pending.shard} did not answer within {self._wait_s:g} s; whether a write took effect "
-                    "is not known, a repeat with the same idempotency key is safe",
-                ),
-            )
+            _fail(pending.future, self.no_answer(pending.shard))
             del self._pending[request_id]
         self._watches.sweep(now_s)
 

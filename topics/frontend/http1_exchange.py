@@ -405,6 +405,11 @@ class PushStream:
             self.closed = True
             self._exchange._send_body(b"", more=False)
 
+    def abort(self) -> None:
+        """Cut the connection, whatever waits for the client is gone."""
+        self.closed = True
+        self._wire.abort()
+
     def client_gone(self) -> None:
         """The connection's call, once, when no more can be delivered."""
         if not self.closed:

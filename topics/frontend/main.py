@@ -21,28 +21,38 @@ from topics.frontend.append import AppendRoute
 from topics.frontend.arenas import Arenas
 from topics.frontend.catching_up import CatchingUp, RouterSight
 from topics.frontend.cold import ColdTier
+from topics.frontend.commits import Commits
 from topics.frontend.cors import Cors
+from topics.frontend.cursor_routes import CursorRoutes
+from topics.frontend.dead_letters import DeadLetters
 from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1 import Connections, HttpLimits
+from topics.frontend.job_channel import JobChannel
 from topics.frontend.key_limits import KeyLimits
 from topics.frontend.key_reload import KeyReload
 from topics.frontend.log_files import LogFiles
 from topics.frontend.metrics import MetricsRoute
 from topics.frontend.pressure import FrontendPressure
 from topics.frontend.probes import ProbeRoutes
+from topics.frontend.queue import QueueRoutes
+from topics.frontend.queue_table import cursor_operations, queue_operations
 from topics.frontend.reading import TopicReader
 from topics.frontend.router_operations import router_operations
 from topics.frontend.routers import RouterRoutes
 from topics.frontend.serve import serve
 from topics.frontend.sessions import Sessions
 from topics.frontend.snapshot import TopicSight
+from topics.frontend.stages import Stages
 from topics.frontend.table import service_operations, topic_operations, watch_operations
 from topics.frontend.topics import TopicRoutes
+from topics.frontend.txn import TxnRoutes
+from topics.frontend.txn_table import txn_operations
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute
+from topics.frontend.work import WorkRoutes
 from topics.settings import Settings
 from topics.shm.cap import Cap
 from topics.shm.control import OVER_LIVES, ProcessCell, ProcessState, Role
@@ -113,12 +123,19 @@ async def _serve(
         reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms, catching_up, routers
     )
     watch = WatchRoutes(reader, Sessions(gateway, arenas, clock), hub, access, settings, places, catching_up)
+    channel = JobChannel(gateway, incarnation)
+    dead_letters = DeadLetters(gateway, reader)
+    work = WorkRoutes(gateway, reader, channel, dead_letters, access, settings, places, cell)
     figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
     metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
+    commits = Commits(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
     operations = [
         *topic_operations(append, diff, topics),
         *router_operations(routers),
         *watch_operations(watch),
+        *queue_operations(QueueRoutes(gateway, reader, channel, dead_letters, catching_up, settings, cell), work),
+        *cursor_operations(CursorRoutes(gateway, reader, catching_up, settings, cell)),
+        *txn_operations(TxnRoutes(append, commits, reader, settings)),
         *service_operations(ProbeRoutes(shared.control, clock), metrics, settings.probe_auth),
     ]
     app = App(operations, append, diff, websocket, access, cell, partial(shared.durations.observe, index))
@@ -128,6 +145,7 @@ async def _serve(
         cell.set("state", ProcessState.DRAINING)
         diff.drain()
         websocket.drain()
+        work.drain()
         hub.drain()
         shutdown.set()
 
@@ -141,6 +159,7 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, KeyReload(settings, access, shared.control.header, cell).request)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     gateway.start()
+    commits.start(janitor=index == 0)
     FrontendPressure(shared.control, cell, hub, gateway).start()
     beat()
     # What is set up lives as long as the process: the collector need not look at it again and again.
@@ -162,6 +181,7 @@ async def _serve(
             on_ready=lambda: cell.set("state", ProcessState.READY),
         )
     finally:
+        commits.close()
         gateway.close()
 
 

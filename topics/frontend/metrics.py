@@ -31,6 +31,11 @@ _TOPIC_SERIES: Final = (
     ("records_live", "Live records of a topic"),
     ("bytes_live", "Live bytes of a topic"),
 )
+_QUEUE_SERIES: Final = (
+    ("queue_ready", "Jobs of a queue that a claim would get now"),
+    ("queue_in_flight", "Jobs of a queue that are leased"),
+    ("queue_dead_lettered", "Jobs of a queue that went to its dead letters"),
+)
 
 
 class MetricsRoute:
@@ -59,6 +64,7 @@ class MetricsRoute:
     async def _topic_families(self, prefixes: tuple[str, ...]) -> list[Family]:
         """Of the topics that begin with one of these: nobody learns the names of others."""
         columns: list[list[Sample]] = [[] for _ in _TOPIC_SERIES]
+        queue_columns: list[list[Sample]] = [[] for _ in _QUEUE_SERIES]
         turn = _Turn()
         for shard in range(self._shards):
             while (arena := self._arenas.of(shard)) is not None and not arena.learn(PAGE_TOPICS):
@@ -73,6 +79,10 @@ class MetricsRoute:
                 values = (view.head_seq, view.earliest_seq, view.records, view.live_bytes)
                 for column, value in zip(columns, values, strict=True):
                     column.append((labels, value))
+                if view.is_queue:
+                    jobs = (view.jobs_ready, view.jobs_in_flight, view.jobs_dead_lettered)
+                    for column, value in zip(queue_columns, jobs, strict=True):
+                        column.append((labels, value))
             after = page[-1][0]
             room -= len(page)
             await turn.taken()
@@ -81,7 +91,9 @@ class MetricsRoute:
         return [
             *(
                 Family(f"topics_topic_{name}", "gauge", of, ("topic",), samples)
-                for (name, of), samples in zip(_TOPIC_SERIES, columns, strict=True)
+                for (name, of), samples in zip(
+                    (*_TOPIC_SERIES, *_QUEUE_SERIES), (*columns, *queue_columns), strict=True
+                )
             ),
             single("topics_topic_metrics_truncated", "gauge", help, truncated),
         ]

@@ -158,6 +158,10 @@ class Subscription:
         if not self._closed:
             self._outbox.add(*_messages(data))
 
+    def abort(self) -> None:
+        """What waits for its client is bounded by messages: a subscription is never cut for that alone."""
+        self.close()
+
     def close(self) -> None:
         self._closed = True
         self._outbox.forget(self)

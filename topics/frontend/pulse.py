@@ -6,6 +6,7 @@ Pure: the monotonic clock is passed in.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from itertools import count
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -57,15 +58,58 @@ class Heartbeats(Generic[BeatingT]):
 class Stall:
     """A client that has more waiting for it than the connection may buffer. Any byte it takes is progress."""
 
-    __slots__ = ("_buffered_bytes", "_since_ms")
+    __slots__ = ("_since_ms", "buffered_bytes")
 
     def __init__(self, buffered_bytes: int, now_ms: int) -> None:
-        self._buffered_bytes = buffered_bytes
+        self.buffered_bytes = buffered_bytes
         self._since_ms = now_ms
 
     def over(self, buffered_bytes: int, now_ms: int) -> bool:
         """True when it has taken nothing for STALL_MAX_MS; `buffered_bytes` is what waits for it now."""
-        if buffered_bytes < self._buffered_bytes:
+        if buffered_bytes < self.buffered_bytes:
             self._since_ms = now_ms
-        self._buffered_bytes = buffered_bytes
+        self.buffered_bytes = buffered_bytes
         return now_ms - self._since_ms >= STALL_MAX_MS
+
+
+StallingT = TypeVar("StallingT")
+
+
+class Stalls(Generic[StallingT]):
+    """All that stand still, longest first, and what is kept for them; `buffered_bytes(one)` is that of one (negative:
+    what it counts from has no beginning, and its memory is bounded elsewhere).
+    """
+
+    def __init__(self, buffered_bytes: Callable[[StallingT], int]) -> None:
+        self._buffered_bytes = buffered_bytes
+        self._stalls: dict[StallingT, Stall] = {}
+        self.held_bytes = 0
+
+    def note(self, one: StallingT, now_ms: int) -> None:
+        """It has not taken what it was sent; does nothing when that is known."""
+        if one not in self._stalls:
+            buffered_bytes = self._buffered_bytes(one)
+            self._stalls[one] = Stall(buffered_bytes, now_ms)
+            self.held_bytes += max(0, buffered_bytes)
+
+    def end(self, one: StallingT) -> None:
+        """There is room again, or it is gone."""
+        stall = self._stalls.pop(one, None)
+        if stall is not None:
+            self.held_bytes -= max(0, stall.buffered_bytes)
+
+    def over(self, now_ms: int) -> list[StallingT]:
+        """Those who have taken nothing for STALL_MAX_MS."""
+        over = []
+        for one, stall in self._stalls.items():
+            self.held_bytes -= max(0, stall.buffered_bytes)
+            if stall.over(self._buffered_bytes(one), now_ms):
+                over.append(one)
+            self.held_bytes += max(0, stall.buffered_bytes)
+        return over
+
+    def take_longest(self) -> StallingT:
+        """The one that has stood still longest; it counts no more."""
+        one = next(iter(self._stalls))
+        self.end(one)
+        return one

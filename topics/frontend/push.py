@@ -35,6 +35,10 @@ class Push(Protocol):
 
     def close(self) -> None: ...
 
+    def abort(self) -> None:
+        """Cuts the connection, whatever waits for the client is gone."""
+        ...
+
 
 class AsgiPush:
     """A Push over ASGI `send`, which waits: what it has not taken is kept here and joined into one message."""
@@ -65,6 +69,13 @@ class AsgiPush:
         self._news.set()
         if self._sender is not None:
             asyncio.get_running_loop().call_later(LINGER_S, self._sender.cancel)
+
+    def abort(self) -> None:
+        """The answer ends without its end: the server cuts the stream."""
+        self._closed = True
+        self._pending.clear()
+        if self._sender is not None:
+            self._sender.cancel()
 
     async def run(self, receive: Receive) -> None:
         """Carries the writes out until the client goes away or all is sent after `close`."""

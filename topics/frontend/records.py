@@ -8,6 +8,7 @@ record and one formatting for all of them (`bench diff`).
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import accumulate
 from mmap import mmap
@@ -15,24 +16,43 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from topics.core.topic import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.storage import segment
 from topics.storage.frame import (
+    CHECKSUM,
     CHECKSUM_LEN,
     HEADER_LEN,
     LOCATION_HAS_META,
     LOCATION_HAS_NODE,
     LOCATION_HAS_TAG,
+    OVERHEAD_LEN,
 )
 
 _LENS: Final = Struct("<HH4x")
 """node_len and tag_len: what a header ends with, before data_len, in the log and in a segment alike."""
 _META: Final = b',"meta":{'
+_DATA_KEY_LEN: Final = len('"data":')
+_META_KEYS_LEN: Final = len('"data":,"meta":')
+_LENGTH_FIELD_LEN: Final = 4
+
+
+class CorruptRecordError(Exception):
+    """A frame is the one that was looked for, and its bytes are not those that were written."""
+
+    def __init__(self, seq: int, file: str, offset: int) -> None:
+        super().__init__(f"record {seq}: {file}, offset {offset}")
+        self.seq = seq
+        self.file = file
+        self.offset = offset
 
 
 class PageOptions(NamedTuple):
-    """What a reader wants: `nodes` are the writers whose records it does not want back (api §4), None for all."""
+    """What a reader wants: `nodes` are the writers whose records it does not want back (api §4), None for all.
+    `extras` are members to add to the records of these seqs, each with a comma before it. `payload_bytes`: of the byte
+    budget only data and meta count; `verify`: checksums are looked at (CorruptRecordError).
+    """
 
     limit: int
     max_batch_bytes: int
@@ -40,6 +60,9 @@ class PageOptions(NamedTuple):
     include_tags: bool = False
     include_meta: bool = True
     include_data: bool = True
+    extras: Mapping[int, bytes] | None = None
+    payload_bytes: bool = False
+    verify: bool = False
 
 
 class FrameKind(NamedTuple):
@@ -66,6 +89,9 @@ class Run(NamedTuple):
     flags: list[int]
     buffer: bytes | mmap
     kind: FrameKind
+    file_no: int = 0
+    """Of the log file that they are in, and `buffer` from `base` on."""
+    base: int = 0
 
 
 class Rendered(msgspec.Struct, frozen=True, gc=False):
@@ -83,14 +109,15 @@ class Rendered(msgspec.Struct, frozen=True, gc=False):
 
 def render(run: Run, options: PageOptions, count: int, size_bytes: int) -> Rendered:
     """The records of a run as far as the options allow, `count` and `size_bytes` of which are used up already."""
-    if options.include_data and max(run.flags) <= LOCATION_IN_RAM_LOG:
+    special = options.extras is not None or options.payload_bytes or options.verify
+    if options.include_data and max(run.flags) <= LOCATION_IN_RAM_LOG and not special:
         return _render_plain(run, options, count, size_bytes)
     return _render_any(run, options, count, size_bytes)
 
 
 def _render_plain(run: Run, options: PageOptions, count: int, size_bytes: int) -> Rendered:
     """Records without node, tag and meta, none deleted or lost."""
-    first_seq, ts, starts, lengths, _, buffer, (header_len, tail_len, extra_len) = run
+    first_seq, ts, starts, lengths, _, buffer, (header_len, tail_len, extra_len), *_ = run
     examined = take = len(ts)
     size_bytes += sum(lengths) + extra_len * take
     if size_bytes > options.max_batch_bytes or take > options.limit - count:
@@ -119,6 +146,7 @@ def _render_any(run: Run, options: PageOptions, count: int, size_bytes: int) -> 
     taken = 0
     full = lost = False
     buffer, (header_len, tail_len, extra_len) = run.buffer, run.kind
+    verify = options.verify and run.kind is LOG_FRAME  # those of segments are, whenever they are read
     unpack = _LENS.unpack_from
     seq = run.first_seq - 1
     for ts, start, length, flags in zip(run.ts, run.starts, run.lengths, run.flags, strict=True):
@@ -130,17 +158,27 @@ def _render_any(run: Run, options: PageOptions, count: int, size_bytes: int) -> 
             break
         at = start + header_len
         node_len, tag_len = unpack(buffer, at - _LENS.size)
-        attributes = b""
+        attributes = b"" if options.extras is None else options.extras.get(seq, b"")
         if flags & LOCATION_HAS_NODE:
             node = buffer[at : at + node_len]
             if nodes is not None and node in nodes:
                 continue
-            attributes = _node_member(node)
+            attributes += _node_member(node)
             at += node_len
         counted_len = length + extra_len
+        if options.payload_bytes:
+            keys_len = _META_KEYS_LEN if flags & LOCATION_HAS_META else _DATA_KEY_LEN
+            counted_len -= OVERHEAD_LEN + node_len + tag_len + keys_len
         if taken == room or (counted_len > room_bytes and count + taken > 0):
             full = True
             break
+        if verify and CHECKSUM.unpack_from(buffer, start + length - CHECKSUM_LEN)[0] != xxh3_64_intdigest(
+            buffer[start + _LENGTH_FIELD_LEN : start + length - CHECKSUM_LEN]
+        ):
+            if count + taken:  # what is before it is whole; it is the next page's first
+                full = True
+                break
+            raise CorruptRecordError(seq, f"log file {run.file_no}", run.base + start)
         if flags & shown_tag:
             attributes += _tag_member(buffer[at : at + tag_len])
         payload = buffer[at + tag_len : start + length - tail_len]

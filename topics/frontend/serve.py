@@ -34,6 +34,8 @@ from topics.shm.cap import Cap
 HttpProtocol = Literal["httptools", "stock"]
 WS_PING_INTERVAL_S: Final = 30.0
 """Proxies close what is silent; a client that is gone without a word is found."""
+GONE_S: Final = 2.0
+"""How long app calls may go on whose client has closed its end of the connection."""
 CLOSED_NAP_S: Final = 0.05
 """Between two looks of who would ping a connection that is closed already."""
 _WS_EXTENSIONS: Final = re.compile(rb"(?i)\r\nsec-websocket-extensions:[^\r\n]*")
@@ -116,6 +118,24 @@ class _ConnectionContext(WorkerContext):
         super().__init__(None)
         self.terminated = self.end = _Flag()
         self.closed = asyncio.Event()
+        self._apps: set[asyncio.Task[Any]] = set()
+        self._client_gone = False
+
+    def enter(self, app: asyncio.Task[Any]) -> None:
+        """An app call begins on this connection."""
+        self._apps.add(app)
+        app.add_done_callback(self._apps.discard)
+        if self._client_gone:
+            app.get_loop().call_later(GONE_S, app.cancel)
+
+    def client_gone(self) -> None:
+        """The client has closed its end. App calls learn of it from Hypercorn, but not in all of its states: those that
+        go on all the same are cancelled, or they and their socket would stay for ever.
+        """
+        self._client_gone = True
+        self.end.set_now()
+        for app in self._apps:
+            app.get_loop().call_later(GONE_S, app.cancel)
 
     async def sleep(self, wait: float) -> None:  # type: ignore[override]
         if self.closed.is_set():
@@ -140,12 +160,12 @@ class _Protocol(asyncio.StreamReaderProtocol):
         self._context = context
 
     def eof_received(self) -> bool | None:
-        self._context.end.set_now()
+        self._context.client_gone()
         return super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._context.end.set_now()
+        self._context.client_gone()
         self._context.closed.set()
 
 
@@ -206,6 +226,9 @@ class HypercornConnections:
                 self._places.release()
 
     async def _run(self, context: _ConnectionContext, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        context.enter(task)
         if scope["type"] != "websocket":
             await patience.run(self._app, self._limits, scope, receive, send)
             return

@@ -213,7 +213,7 @@ class Source:
         if found != (wanted := list(due)):
             wrong = next(n for n in range(len(found)) if found[n] != wanted[n])
             raise MismatchError(f"seq {wanted[wrong][2]}, file {file_no}, offset {offsets[live[wrong]]}")
-        return Run(first_seq, ts, starts, lengths, flags, buffer, LOG_FRAME)
+        return Run(first_seq, ts, starts, lengths, flags, buffer, LOG_FRAME, file_no, base)
 
 
 def _file_ends(flags: list[int], file_nos: list[int]) -> list[int]:

@@ -145,6 +145,12 @@ class TopicRoutes:
             "last_write_ts": view.last_write_ts or None,
             "last_read_ts": last_read_ms or None,
         }
+        if config.type == "queue":
+            answer["queue"] = {
+                "ready": view.jobs_ready,
+                "in_flight": view.jobs_in_flight,
+                "dead_lettered": view.jobs_dead_lettered,
+            }
         await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
 
     async def list_all(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -47,6 +47,14 @@ class RecordBody(msgspec.Struct, gc=False):
     tag: str | None = None
     node: str | None = None
     meta: Annotated[Optional, _META] = msgspec.UNSET
+    deliver_at: Annotated[Count | None, msgspec.Meta(description="of a job: not before this moment, ms")] = None
+    delay_ms: Annotated[Count | None, msgspec.Meta(description="of a job: not before so long after its commit")] = None
+    order_key: Annotated[str | None, msgspec.Meta(description="of jobs: one of a key at a time, in order")] = None
+
+
+def has_job_attributes(record: RecordBody) -> bool:
+    """Whether it is to come later, or in order (api §9)."""
+    return record.deliver_at is not None or record.delay_ms is not None or record.order_key is not None
 
 
 class AppendBody(msgspec.Struct, gc=False):
@@ -75,6 +83,27 @@ class DiffBody(msgspec.Struct, gc=False):
     from_ts: Count | None = None
 
 
+class StageBody(msgspec.Struct, gc=False):
+    """`POST /v0/stage/:topic` (api §6)."""
+
+    txn: str
+    records: list[RecordBody]
+    node: str | None = None
+
+
+class DropBody(msgspec.Struct, gc=False):
+    """`DELETE /v0/stage/:topic` (api §6)."""
+
+    txn: str
+
+
+class CommitBody(msgspec.Struct, gc=False):
+    """`POST /v0/txn/:sink/commit` (api §6)."""
+
+    batch: Count
+    stages: list[str]
+
+
 class DeleteBody(msgspec.Struct, gc=False):
     """`POST /v0/topics/:t/delete` (api §5). What `match` may be says `core/tags.py`."""
 
@@ -88,6 +117,9 @@ def decoder(body_type: type[BodyT]) -> msgspec.json.Decoder[BodyT]:
 
 _append_decoder = decoder(AppendBody)
 _diff_decoder = decoder(DiffBody)
+_stage_decoder = decoder(StageBody)
+_drop_decoder = decoder(DropBody)
+_commit_decoder = decoder(CommitBody)
 _delete_decoder = decoder(DeleteBody)
 _object_decoder = msgspec.json.Decoder(dict[str, Any])
 _meta_decoder = msgspec.json.Decoder(dict[str, str])
@@ -111,6 +143,20 @@ def decode_diff(body: bytes) -> DiffBody:
     check_counts(request)
     if request.from_ts is not None and request.from_seq:
         raise invalid("from_ts stands instead of from_seq: give one of the two", field="from_ts")
+    return request
+
+
+def decode_stage(body: bytes) -> StageBody:
+    return decode(_stage_decoder, body)
+
+
+def decode_drop(body: bytes) -> DropBody:
+    return decode(_drop_decoder, body)
+
+
+def decode_commit(body: bytes) -> CommitBody:
+    request = decode(_commit_decoder, body)
+    check_counts(request)
     return request
 
 

@@ -52,7 +52,7 @@ class EventStreamWording:
     opening = b"retry: 2000\n\n"
 
     def record(self, topic: str, body: bytes, from_seq: int, to_seq: int, head_seq: int) -> bytes:
-        return b"event: record\ndata: %b\n" % _in_lines(_record(b"", topic, body, from_seq, to_seq, head_seq))
+        return b"event: record\ndata: %b\n" % in_lines(_record(b"", topic, body, from_seq, to_seq, head_seq))
 
     def tombstone(self, topic: str, tombstone: Tombstone, reason: str) -> bytes:
         return b"event: tombstone\ndata: %b\n" % _encode_json(_tombstone(topic, tombstone, reason))
@@ -132,7 +132,7 @@ def _tombstone(topic: str, tombstone: Tombstone, reason: str) -> dict[str, Any]:
     }
 
 
-def _in_lines(data: bytes) -> bytes:
+def in_lines(data: bytes) -> bytes:
     """JSON whose line breaks (white space all of them: in a string they are escaped) are an event stream's.
 
     A client joins the values of `data:` lines with LF, so LF survives; CR would end a line and becomes a blank.

@@ -11,7 +11,7 @@ A slot holds its publication count and two copies of the topic's state. The shar
 current and then stores count + 1; a reader takes copy `count & 1` and accepts it if the count is still the same
 afterwards. So readers never wait, and a shard killed in the middle of a write has damaged nothing.
 
-    slot   | published u64 | 7 spare | copy 0: 20 words | copy 1: 20 words |
+    slot   | published u64 | 7 spare | copy 0: 24 words | copy 1: 24 words |
 
 A location ring holds the records base_seq..head_seq; seq s lies at index s & (capacity - 1):
 
@@ -58,11 +58,11 @@ ARENA_BYTES: Final = 8 * 2**30
 CHANGES: Final = 4096
 _CHANGES_WORD: Final = 512
 _SLOTS_WORD: Final = _CHANGES_WORD + CHANGES
-SLOT_WORDS: Final = 48
+SLOT_WORDS: Final = 56
 SLOTS_MAX: Final = 2**20
 _HEAP_BYTE: Final = (_SLOTS_WORD + SLOTS_MAX * SLOT_WORDS) * 8
 _COPY_WORD: Final = 8
-_COPY_WORDS: Final = 20
+_COPY_WORDS: Final = 24
 _ROW_WORDS: Final = 7
 SEGMENT_ROW_BYTES: Final = _ROW_WORDS * 8
 _BLOCK_MIN_BYTES: Final = 64
@@ -121,6 +121,11 @@ class TopicView(NamedTuple):
     segments_word: int
     segments: int
     """count | table version << 32"""
+    jobs_ready: int
+    jobs_in_flight: int
+    jobs_dead_lettered: int
+    """These three are a queue's, 0 of a log."""
+    is_queue: int
 
 
 class Locations(NamedTuple):
@@ -297,7 +302,8 @@ class ArenaReader:
         self._listed_changes = 0
         self._names: SortedDict[str, int] = SortedDict()
         self._name_of: dict[int, str] = {}
-        self._configs: dict[int, tuple[int, TopicConfig]] = {}
+        self._configs: dict[int, tuple[int, int, TopicConfig]] = {}
+        """By slot, not by topic: topics come and go for ever, slots are used again."""
         self._tables: OrderedDict[int, tuple[int, tuple[SegmentInfo, ...]]] = OrderedDict()
 
     def find(self, name: str) -> int | None:
@@ -337,11 +343,11 @@ class ArenaReader:
 
     def config(self, slot: int, view: TopicView) -> TopicConfig:
         """The topic's configuration as of `view` or later."""
-        known = self._configs.get(view.topic_id)
-        if known is not None and known[0] == view.descriptor_version:
-            return known[1]
+        known = self._configs.get(slot)
+        if known is not None and known[0] == view.topic_id and known[1] == view.descriptor_version:
+            return known[2]
         descriptor, view = self._descriptor(slot)
-        self._configs[view.topic_id] = (view.descriptor_version, descriptor.config)
+        self._configs[slot] = (view.topic_id, view.descriptor_version, descriptor.config)
         return descriptor.config
 
     def segments(self, slot: int, view: TopicView) -> tuple[SegmentInfo, ...] | None:
@@ -438,7 +444,7 @@ class ArenaReader:
         if name is not None and self._names.get(name) == slot:
             del self._names[name]
         view = self.view(slot)
-        self._configs.pop(view.topic_id, None)
+        self._configs.pop(slot, None)
         if view.state == SlotState.LIVE:
             descriptor, view = self._descriptor(slot)
             self._name_of[slot] = descriptor.name

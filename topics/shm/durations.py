@@ -35,10 +35,18 @@ class Route(IntEnum):
     READY = 10
     METRICS = 11
     OTHER = 12
-    LIST_ROUTERS = 13
-    GET_ROUTER = 14
-    PUT_ROUTER = 15
-    DELETE_ROUTER = 16
+    CLAIM = 13
+    ACK = 14
+    NACK = 15
+    EXTEND = 16
+    REDRIVE = 17
+    READ_CURSOR = 18
+    OTHER_CURSOR = 19
+    """Cursors made, looked at, deleted."""
+    LIST_ROUTERS = 20
+    GET_ROUTER = 21
+    PUT_ROUTER = 22
+    DELETE_ROUTER = 23
 
 
 _BLOCK_WORDS: Final = len(Route) * _ROUTE_WORDS

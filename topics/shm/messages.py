@@ -6,9 +6,10 @@ A request begins with
 
 Append (the hot path) goes on with
 
-    | if_head_seq u64 | key_len u16 | reserved u16 | config_len u32 | name | key | config | pad to 8 |
+    | if_head_seq u64 | key_len u16 | reserved u16 | config_len u32 | name | key | config | jobs | pad to 8 |
     | offset_len u64 × count | record flags u8 × count | frames … |
 
+`jobs` is there with HAS_JOBS: its length as u32, then msgpack of `JobAttributes`.
 `frames` are unstamped Append frames (`storage/frame.py`); `offset_len` says where each begins in them and how
 long it is. Every other request is one msgpack body, a member of `Call`. With BY_REFERENCE set, the body is the
 path of a file in shared memory that holds the whole message: for what is too long for a ring.
@@ -34,11 +35,13 @@ from topics.core.config import CLASSES, TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.routers import Router, RouterSpec
 from topics.core.segment_list import SegmentInfo
+from topics.shm.queue_messages import Dealt, QueueCall, QueueReply
 
 _HEAD: Final = struct.Struct("=BBHIQ")
 _APPEND: Final = struct.Struct("=QHHI")
 _APPEND_REPLY: Final = struct.Struct("=QQII")
 _TIMES: Final = struct.Struct("=II")
+_LENGTH: Final = struct.Struct("=I")
 HEAD_BYTES: Final = _HEAD.size
 BY_REFERENCE: Final = 0x80
 
@@ -49,6 +52,7 @@ class Kind(IntEnum):
     ERROR = 3
     NOTIFY = 4
     GENERATION = 5
+    DEALT = 6
 
 
 # Append request flags
@@ -56,6 +60,7 @@ CREATE: Final = 1
 HAS_IF_HEAD: Final = 2
 HAS_KEY: Final = 4
 HAS_CONFIG: Final = 8
+HAS_JOBS: Final = 16
 # Append reply flags
 CREATED: Final = 1
 DEDUPED: Final = 2
@@ -137,6 +142,54 @@ class SessionAbandon(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
     wid: str
     stream: int
+
+
+class TxnBegin(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Decide a batch of a sink: from here on its stages, (id, topic) each, will be published."""
+
+    sink: str
+    batch: int
+    stages: list[tuple[str, str]]
+
+
+class StagePublish(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Append a stage of a decided batch, once; answered as an append."""
+
+    name: str
+    stage: str
+    sink: str
+    batch: int
+
+
+class TxnEnd(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Every stage of the batch is published."""
+
+    sink: str
+    batch: int
+
+
+class StagesOver(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The batch is over: what the topic keeps to publish each stage once may go."""
+
+    name: str
+    sink: str
+    batch: int
+
+
+class TxnLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """What has this sink committed?"""
+
+    sink: str
+
+
+class TxnForget(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The sink will not be used any more."""
+
+    sink: str
+
+
+class TxnPending(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Which batches are decided and not over?"""
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -221,9 +274,17 @@ Call = (
     | SessionOpen
     | SessionClose
     | SessionAbandon
+    | TxnBegin
+    | StagePublish
+    | TxnEnd
+    | StagesOver
+    | TxnLook
+    | TxnForget
+    | TxnPending
     | Hello
     | Checkpoint
     | Trim
+    | QueueCall
 )
 
 
@@ -262,6 +323,20 @@ class CheckpointReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     gone: list[int]
     refused: list[int]
     held: list[int] = []
+
+
+class TxnReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A sink after the call: `batch` is its latest, `pending` what of it is still to be published."""
+
+    outcome: Literal["begun", "pending", "committed", "none"]
+    batch: int
+    pending: list[tuple[str, str]]
+
+
+class TxnPendingReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """(sink, batch, stages) of each."""
+
+    batches: list[tuple[str, int, list[tuple[str, str]]]]
 
 
 class PutRouterReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -306,7 +381,10 @@ Reply = (
     | SyncRoutersReply
     | CaughtUp
     | CheckpointReply
+    | TxnReply
+    | TxnPendingReply
     | Done
+    | QueueReply
 )
 
 
@@ -323,6 +401,10 @@ class AppendReply(msgspec.Struct, frozen=True):
     """How long the request waited for room in the ring; only its frontend knows."""
 
 
+JobAttributes = list[tuple[int, int, int, str]]
+"""(position in the write, deliver_at_ms, delay_ms, order_key) of records that have any of them; 0 and "" are none."""
+
+
 class AppendRequest(msgspec.Struct, frozen=True):
     """An append as the shard sees it; `frames` is its own copy, to be stamped."""
 
@@ -335,12 +417,15 @@ class AppendRequest(msgspec.Struct, frozen=True):
     offset_len: array[int]
     record_flags: bytes
     frames: bytearray
+    jobs: JobAttributes = []
 
 
 _call_encoder = msgspec.msgpack.Encoder()
 _call_decoder: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _error_decoder = msgspec.msgpack.Decoder(ErrorReply)
+_jobs_decoder = msgspec.msgpack.Decoder(JobAttributes)
+_dealt_decoder = msgspec.msgpack.Decoder(Dealt)
 _config_decoder = msgspec.msgpack.Decoder(TopicConfig)
 
 Part = bytes | bytearray | memoryview
@@ -362,6 +447,7 @@ def encode_append(
     offset_len: array[int],
     record_flags: bytes,
     frames: bytes | bytearray,
+    jobs: JobAttributes | None = None,
 ) -> list[Part]:
     """The parts of an Append request, for `Ring.push`."""
     count = len(offset_len)
@@ -371,14 +457,20 @@ def encode_append(
         | (0 if if_head_seq is None else HAS_IF_HEAD)
         | (HAS_KEY if key else 0)
         | (0 if config is None else HAS_CONFIG)
+        | (HAS_JOBS if jobs else 0)
     )
-    texts = len(name) + len(key) + len(config_body)
+    jobs_body = b""
+    if jobs:
+        encoded = _call_encoder.encode(jobs)
+        jobs_body = _LENGTH.pack(len(encoded)) + encoded
+    texts = len(name) + len(key) + len(config_body) + len(jobs_body)
     start = (
         _HEAD.pack(Kind.APPEND, flags, len(name), count, request_id)
         + _APPEND.pack(if_head_seq or 0, len(key), 0, len(config_body))
         + name
         + key
         + config_body
+        + jobs_body
         + bytes(-texts % 8)
     )
     return [start, memoryview(offset_len).cast("B"), record_flags, frames]
@@ -395,7 +487,13 @@ def decode_append(message: memoryview) -> AppendRequest:
     at += key_len
     config = _config_decoder.decode(message[at : at + config_len]) if flags & HAS_CONFIG else None
     at += config_len
-    at += -(name_len + key_len + config_len) % 8
+    jobs: JobAttributes = []
+    if flags & HAS_JOBS:
+        (jobs_len,) = _LENGTH.unpack_from(message, at)
+        at += _LENGTH.size
+        jobs = _jobs_decoder.decode(message[at : at + jobs_len])
+        at += jobs_len
+    at += -(at - HEAD_BYTES - _APPEND.size) % 8
     offset_len = array("Q")
     offset_len.frombytes(message[at : at + 8 * count])
     at += 8 * count
@@ -405,6 +503,7 @@ def decode_append(message: memoryview) -> AppendRequest:
         if_head_seq=if_head_seq if flags & HAS_IF_HEAD else None,
         key=key,
         config=config,
+        jobs=jobs,
         count=count,
         offset_len=offset_len,
         record_flags=bytes(message[at : at + count]),
@@ -494,3 +593,12 @@ def decode_notify(message: memoryview) -> list[int]:
 def encode_generation() -> bytearray:
     """The shard has recovered: a new arena is current, watches must be made again."""
     return bytearray(_HEAD.pack(Kind.GENERATION, 0, 0, 0, 0))
+
+
+def encode_dealt(push_id: int, dealt: Dealt) -> bytearray:
+    """Jobs for a stream."""
+    return bytearray(_HEAD.pack(Kind.DEALT, 0, 0, 0, push_id) + _call_encoder.encode(dealt))
+
+
+def decode_dealt(message: memoryview) -> Dealt:
+    return _dealt_decoder.decode(message[HEAD_BYTES:])

@@ -17,6 +17,7 @@ SMALL: Final = {
     "spark.sql.python.filterPushdown.enabled": "true",
     "spark.sql.execution.pyspark.udf.hideTraceback.enabled": "true",
     "spark.sql.session.timeZone": "UTC",
+    "spark.ui.showConsoleProgress": "false",
     "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:MaxMetaspaceSize=256m",
 }
 """Settings of a session that stays below 4 GiB with its Python workers, pushes filters down, and says what is wrong

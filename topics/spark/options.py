@@ -39,7 +39,7 @@ READ_OPTIONS: Final = (
     "mode",
     "pushFilters",
 )
-WRITE_OPTIONS: Final = ("url", "token", "topic", "sink", "recordsPerStage")
+WRITE_OPTIONS: Final = ("url", "token", "topic", "sink", "recordsPerStage", "recordsPerSecond")
 _SPARKS_OWN: Final = frozenset({"checkpointlocation", "path", "queryname"})
 RECORDS_PER_PARTITION: Final = 100_000
 _TOPIC: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,254}")
@@ -89,6 +89,8 @@ class WriteOptions(msgspec.Struct, frozen=True):
     topic: str | None
     sink: str | None
     records_per_stage: int
+    records_per_second: int
+    """Of each task; 0: no limit."""
 
 
 def read_options(given: Mapping[str, str]) -> ReadOptions:
@@ -139,7 +141,9 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
     sink = options.text("sink", "") or None
     if sink is not None:
         _check_topic("sink", sink)
-    return WriteOptions(options.service(), topic, sink, options.count("recordsPerStage", 5_000, at_least=1))
+    per_second = options.count("recordsPerSecond", 0)
+    per_stage = options.count("recordsPerStage", 5_000, at_least=1)
+    return WriteOptions(options.service(), topic, sink, min(per_stage, per_second or per_stage), per_second)
 
 
 def _tombstones(options: _Given) -> TombstoneMode:
@@ -228,8 +232,13 @@ def _position(option: str, value: object) -> Position:
     raise OptionError(f"option {option}: {value!r} is no position: a seq, earliest (-2) or latest (-1)")
 
 
+def valid_name(name: str) -> bool:
+    """Whether a topic may be called so (api §0.3)."""
+    return _TOPIC.fullmatch(name) is not None
+
+
 def _check_topic(option: str, name: str) -> None:
-    if _TOPIC.fullmatch(name) is None:
+    if not valid_name(name):
         raise OptionError(
             f"option {option}: {name!r} is not a valid name: 1 to 255 of A-Z a-z 0-9 . _ : -, letter or digit first"
         )

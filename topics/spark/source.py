@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+
 import pyspark
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+)
 from pyspark.sql.types import StructType
 
 from topics.spark.errors import TopicsSparkError
-from topics.spark.options import ReadOptions, read_options
+from topics.spark.options import ReadOptions, read_options, write_options
 
-_STREAMS_SINCE = (4, 2)
+_SINCE = (4, 2)
 
 
 class TopicsDataSource(DataSource):
-    """`spark.read.format("topics")`, `spark.readStream.format("topics")`."""
+    """`spark.read.format("topics")`, `spark.readStream`, `df.write`, `df.writeStream`."""
+
+    def __init__(self, options: MutableMapping[str, str]) -> None:
+        if tuple(int(part) for part in pyspark.__version__.split(".")[:2]) < _SINCE:
+            raise TopicsSparkError(
+                f"topics need PySpark 4.2 or newer, this is {pyspark.__version__}: sources in Python have no admission "
+                "control, no AvailableNow and no Arrow writers for streams before"
+            )
+        super().__init__(options)
 
     @classmethod
     def name(cls) -> str:
@@ -35,17 +51,26 @@ class TopicsDataSource(DataSource):
         return (PushdownBatchReader if options.push_filters else BatchReader)(schema, options)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 — Spark's name
-        if tuple(int(part) for part in pyspark.__version__.split(".")[:2]) < _STREAMS_SINCE:
-            raise TopicsSparkError(
-                f"streams need PySpark 4.2 or newer, this is {pyspark.__version__}: Python sources have no admission "
-                "control and no AvailableNow before; spark.read works"
-            )
         from topics.spark.stream import StreamReader
 
         options = self._read_options()
         if options.ending is not None:
             raise TopicsSparkError("endingOffsets is for batches; a stream ends with Trigger.AvailableNow")
         return StreamReader(schema, options)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        from topics.spark.sink import BatchWriter
+
+        if overwrite:
+            raise TopicsSparkError("a topic is not overwritten: use mode('append'), or delete the topic first")
+        return BatchWriter(schema, write_options(self.options))
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 — Spark's name
+        from topics.spark.sink import StreamWriter
+
+        if overwrite:
+            raise TopicsSparkError("outputMode complete would replace the topic at every batch: use append or update")
+        return StreamWriter(schema, write_options(self.options))
 
     def _read_options(self) -> ReadOptions:
         return read_options(self.options)

@@ -9,7 +9,7 @@ from topics.storage.frame import CHECKSUM_LEN, FrameType, scan
 
 # Type and flags of a frame, four bytes in; only an Append may have been around a cycle. Rare in JSON and absent in
 # zeros, so few places need a closer look.
-_TYPE_AND_FLAGS: Final = re.compile(rb"(?=[\x01-\x0b\x20-\x28][\x00-\x1f]|\x01[\x20-\xff])", re.DOTALL)
+_TYPE_AND_FLAGS: Final = re.compile(rb"(?=[\x01-\x0b\x20-\x28\x30-\x32][\x00-\x1f]|\x01[\x20-\xff])", re.DOTALL)
 _TYPE_AT: Final = 4
 
 

@@ -145,7 +145,8 @@ def make_dirs(fs: FileSystem, path: str) -> None:
         return
     parent = os.path.dirname(path) or "."
     make_dirs(fs, parent)
-    fs.mkdir(path)
+    with suppress(FileExistsError):  # another process was faster
+        fs.mkdir(path)
     fs.fsync_dir(parent)
 
 

@@ -93,6 +93,9 @@ class FrameType(IntEnum):
     ROUTER_CURSOR = 38
     ROUTER_SOURCE = 39
     ROUTER_COPY = 40
+    JOB_ATTRIBUTES = 48
+    ACK = 49
+    CURSOR = 50
 
 
 _KNOWN_TYPES = frozenset(int(member) for member in FrameType)

@@ -13,6 +13,8 @@
         seg-<20 digits>.tags             which record has which tag (`postings.py`); only of sealed segments
         seg-<20 digits>.<n>.data, …      the same segment, rewritten for the nth time
       meta/snapshot.<20 digits>.bin      numbered; the newest valid one counts (`snapshot.py`)
+      txn/stages/<stage id>.stage        records a transaction holds back (`stage_file.py`)
+      txn/sinks/<32 hex>.sink            what a sink has committed (`sink_file.py`)
     <ram dir>/shard-<NN>/                the same for `ephemeral` topics; wiped when the service starts
 
 A group is one shard's log: a directory with files that one process writes. A name that ends in `.tmp` is a file that
@@ -35,6 +37,7 @@ CURRENT_NAME = "CURRENT"
 TMP_SUFFIX = ".tmp"
 TOPICS_NAME = "topics"
 META_NAME = "meta"
+TXN_NAME = "txn"
 
 _LOG_NAME = re.compile(r"wal-(\d{20})\.log")
 _SHARD_NAME = re.compile(r"shard-(\d{2,})")
@@ -111,6 +114,14 @@ def discover_groups(fs: FileSystem, root: str) -> list[Group]:
     if any(log_file_no(name) is not None or name == CURRENT_NAME for name in names):
         groups.append(Group(0, root))
     return sorted(groups)
+
+
+def stages_dir(data_dir: str) -> str:
+    return os.path.join(data_dir, TXN_NAME, "stages")
+
+
+def sinks_dir(data_dir: str) -> str:
+    return os.path.join(data_dir, TXN_NAME, "sinks")
 
 
 def topics_dir(data_dir: str) -> str:

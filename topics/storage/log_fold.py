@@ -57,6 +57,12 @@ def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:
                 fold.idempotency(topic_id, seq, ts, data)
             case FrameType.RAM_STATE:
                 fold.ram_state(topic_id, data)
+            case FrameType.JOB_ATTRIBUTES:
+                fold.job_attributes(topic_id, data)
+            case FrameType.LEASE:
+                fold.lease(topic_id, data)
+            case FrameType.CURSOR:
+                fold.cursor(topic_id, data)
             case FrameType.SESSION:
                 fold.session(data)
             case FrameType.FILE_START | FrameType.FILE_END | FrameType.SYNC_MARK | FrameType.ROUTER_COPY:
@@ -84,6 +90,8 @@ def _fold_control(fold: Fold, type_: int, topic_id: int, seq: int, data: bytes, 
             fold.delete(topic_id, data)
         case FrameType.EVICT_WATERMARK:
             fold.evict_watermark(topic_id, data)
+        case FrameType.ACK:
+            fold.ack(topic_id, data)
         case FrameType.CHECKPOINT_MARK:
             fold.checkpoint_mark(topic_id, seq, data)
         case FrameType.HEAD_WATERMARK:

@@ -35,7 +35,9 @@ from topics.storage.look_only import LookOnlyFileSystem
 from topics.storage.postings import CorruptPostings, Postings
 from topics.storage.recovery import CorruptLog, RecoveredFile, Start, recover_group
 from topics.storage.segment import ENTRY_LEN, SegmentReader
+from topics.storage.sink_file import SinkDamagedError, decode_sink, is_sink_name
 from topics.storage.snapshot import HEADER_LEN, BadSnapshot, UnknownSnapshotVersion, read_snapshot
+from topics.storage.stage_file import StageDamagedError, decode_stage, stage_of_name
 from topics.storage.state import ShardPart, decode_parts, present_log_ids
 
 
@@ -46,6 +48,8 @@ class Kind(StrEnum):
     SEGMENT = "segment"
     POSTINGS = "postings"
     SNAPSHOT = "snapshot"
+    STAGE = "stage"
+    SINK = "sink"
     UNREADABLE = "unreadable"
 
 
@@ -111,7 +115,7 @@ class _Check:
 
     def run(self) -> Report:
         # In this order: snapshots say where logs begin, both say what is committed of a segment.
-        for part in (self._snapshots, self._logs, self._topics):
+        for part in (self._snapshots, self._logs, self._topics, self._transactions):
             try:
                 part()
             except OSError as error:
@@ -374,6 +378,33 @@ class _Check:
                 expected.setdefault(tag, []).append(seq)
             if list(postings.items()) != sorted(expected.items()):
                 self._damage(Kind.POSTINGS, path, 0, "does not list the tags that the segment's records have")
+
+    # -- transactions
+
+    def _transactions(self) -> None:
+        directory = layout.stages_dir(self._data_dir)
+        for name in self._fs.listdir(directory) if self._fs.exists(directory) else ():
+            path = os.path.join(directory, name)
+            if stage_of_name(name) is not None:
+                try:
+                    decode_stage(read_all(self._fs, path))
+                except StageDamagedError as damaged:
+                    self._damage(Kind.STAGE, path, 0, str(damaged))
+            self._done(path)
+        directory = layout.sinks_dir(self._data_dir)
+        for name in self._fs.listdir(directory) if self._fs.exists(directory) else ():
+            path = os.path.join(directory, name)
+            if is_sink_name(name):
+                try:
+                    sink = decode_sink(read_all(self._fs, path))
+                except SinkDamagedError as damaged:
+                    self._damage(Kind.SINK, path, 0, str(damaged))
+                else:
+                    if sink.pending:
+                        self._note(
+                            f"{path}: batch {sink.batch} of sink {sink.sink!r} is decided, the next start ends it"
+                        )
+            self._done(path)
 
 
 def _files(root: str) -> Iterator[str]:

@@ -11,9 +11,9 @@ from array import array
 from collections.abc import Callable
 
 from topics.core.config import TopicConfig
-from topics.core.errors import topic_not_found
+from topics.core.errors import TopicsError, not_a_queue, topic_not_found
 from topics.core.fold import CreateBody, HeadBody, encode_body, encode_idempotency
-from topics.core.idempotency import Outcome
+from topics.core.idempotency import Outcome, is_pin
 from topics.core.topic import LOCATION_IN_RAM_LOG
 from topics.shm import messages
 from topics.shm.messages import AppendReply, AppendRequest
@@ -101,10 +101,16 @@ class Appends:
             if known is not None:
                 answer.reply = self._reply(answer, known, draft, created=False, deduped=True)
                 return
-            draft.hosted.topic.check_head(request.if_head_seq, draft.head_seq)
-            draft.hosted.topic.check_room(request.count, len(request.frames), draft.records, draft.live_bytes)
+            if request.jobs and draft.hosted.topic.queue is None:
+                raise not_a_queue(request.name)
+            if not is_pin(request.key):
+                draft.hosted.topic.check_head(request.if_head_seq, draft.head_seq)
+                draft.hosted.topic.check_room(request.count, len(request.frames), draft.records, draft.live_bytes)
+                draft.claimed_bytes += self._claim_bytes(len(request.frames), lambda: _growth(draft, request))
+            elif not request.count:
+                raise TopicsError("not_found", f"a stage for topic {request.name!r} is gone before it was published")
+            # A batch that is decided is published: whether there was room was asked when it was staged.
             draft.hosted.ring.reserve(draft.records + request.count)
-            draft.claimed_bytes += self._claim_bytes(len(request.frames), lambda: _growth(draft, request))
         except Exception:
             if draft.new:
                 self._abandon_topic(self._drafts.pop(request.name).hosted)
@@ -150,7 +156,8 @@ class Appends:
         created, draft.new = draft.new, False
         draft.created |= created
         buffers: list[Bytes] = [create_frame(hosted, draft.ts, FLAG_MORE)] if created else []
-        sync = hosted.topic.config.durability == "fsync"
+        # The stage's file goes once all are published: what took its place is on the disk by then, whatever its class.
+        sync = hosted.topic.config.durability == "fsync" or is_pin(request.key)
         apply = self._append(request, draft, buffers, FLAG_DURABLE if sync else 0, 0)
 
         def apply_with_topic(file_no: int, offset: int) -> None:
@@ -187,6 +194,13 @@ class Appends:
         if key:
             body = encode_idempotency(request.count, key)
             buffers.append(frame.encode(FrameType.IDEMPOTENCY, FLAG_MORE, topic.id, first_seq, ts, b"", b"", body))
+        jobs = [
+            (first_seq + at, deliver_at_ms or (ts + delay_ms if delay_ms else 0), order_key)
+            for at, deliver_at_ms, delay_ms, order_key in request.jobs
+        ]
+        if jobs:
+            body = encode_body(jobs)
+            buffers.append(frame.encode(FrameType.JOB_ATTRIBUTES, FLAG_MORE, topic.id, 0, ts, b"", b"", body))
         prefix_len = sum(map(len, buffers))
         frame.stamp(request.frames, request.offset_len, topic.id, first_seq, ts, frame_flags)
         buffers.append(request.frames)
@@ -204,6 +218,9 @@ class Appends:
             base = offset + prefix_len
             absolute = array("Q", [base + entry for entry in offset_len])
             topic.appended(ts, absolute, _file_flags(file_no, record_flags, location_flags), size_bytes)
+            if topic.queue is not None:
+                for job in jobs:
+                    topic.queue.add(*job)
             if key:
                 topic.idempotency.remember(key, outcome)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
+from typing import Final
 
+from topics.core.clock import Clock
 from topics.core.config import TopicConfig
 from topics.core.fold import Fold, FoldError
+from topics.core.jobs import Now
 from topics.core.names import owner_shard
 from topics.core.topic import LOCATION_IN_RAM_LOG, Topic
 from topics.core.topic_ids import TopicIds
@@ -17,16 +21,21 @@ from topics.walshard.hosted import Hosted
 from topics.walshard.segment_files import SegmentFiles
 from topics.walshard.topic_index import TopicIndex
 
+_RANDOM_BITS: Final = 62
+
 
 class Catalog:
     """One shard's topics. A topic is made unseen, and hosted once its creation is logged."""
 
-    def __init__(self, shard: int, shards: int, arena: ArenaWriter, holdings: Holdings, files: SegmentFiles) -> None:
+    def __init__(
+        self, shard: int, shards: int, arena: ArenaWriter, holdings: Holdings, files: SegmentFiles, clock: Clock
+    ) -> None:
         self._shard = shard
         self._shards = shards
         self._arena = arena
         self._holdings = holdings
         self._files = files
+        self._clock = clock
         self._ids = TopicIds(shard)
         self._by_name: dict[str, Hosted] = {}
         self._by_id: dict[int, Hosted] = {}
@@ -59,7 +68,16 @@ class Catalog:
     def host(self, hosted: Hosted) -> None:
         assert hosted.topic.name not in self._by_name
         self._by_name[hosted.topic.name] = self._by_id[hosted.topic.id] = hosted
+        self._start(hosted.topic)
         hosted.announce()
+
+    def _start(self, topic: Topic) -> None:
+        """What leases and cursors were handed out in another life is told from what will be in this one."""
+        random = secrets.randbits(_RANDOM_BITS)
+        topic.cursors.restart(random)
+        if topic.queue is not None:
+            now = Now(self._clock.now_ms(), self._clock.monotonic_ms())
+            topic.queue.start(now, random, topic.config.leases_durable)
 
     def retire(self, hosted: Hosted) -> None:
         del self._by_name[hosted.topic.name], self._by_id[hosted.topic.id]

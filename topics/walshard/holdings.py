@@ -29,6 +29,7 @@ class Holdings:
         self._queues = 0
         self._topics_changed = True
         self._records = 0
+        self._leases = 0
         self._live_bytes = 0
 
     # -- what there is
@@ -49,6 +50,11 @@ class Holdings:
         """So many more than before, or fewer when negative."""
         self._records += records
         self._live_bytes += live_bytes
+
+    def leased(self, leases: int) -> None:
+        """So many more leases than before, or fewer when negative."""
+        self._leases += leases
+        self._cell.set("leases_in_flight", self._leases)
 
     def settle(self, sessions: int) -> None:
         """Everything claimed is there or given up: the cell says what is."""

@@ -22,6 +22,7 @@ class Hosted:
         "_holdings",
         "_outdated",
         "_shown_bytes",
+        "_shown_jobs",
         "_shown_records",
         "_table",
         "_table_version",
@@ -37,6 +38,7 @@ class Hosted:
         self._arena = arena
         self._holdings = holdings
         self._shown_records = self._shown_bytes = 0
+        self._shown_jobs = (0, 0, 0)
         self.topic = topic
         self.index = index
         self.slot = arena.new_slot()
@@ -76,6 +78,10 @@ class Hosted:
         self._count(topic.records, topic.live_bytes)
         if self.index.segments.version != self._table_version:
             self._renew_table()
+        jobs = self._jobs()
+        if jobs[1] != self._shown_jobs[1]:
+            self._holdings.leased(jobs[1] - self._shown_jobs[1])
+        self._shown_jobs = jobs
         self._arena.publish(
             self.slot,
             TopicView(
@@ -99,6 +105,8 @@ class Hosted:
                 topic.recreated,
                 self._table[0] >> 3,
                 self._table[1] // SEGMENT_ROW_BYTES | (self._table_version & 0xFFFF_FFFF) << 32,
+                *jobs,
+                topic.queue is not None,
             ),
         )
         ring.published()
@@ -137,6 +145,15 @@ class Hosted:
         self._table = table
         self._table_version = self.index.segments.version
 
+    def publish_counts(self) -> None:
+        """Of a queue: claims and leases change what is ready and in flight, and nothing else."""
+        if self._jobs() != self._shown_jobs:
+            self.publish()
+
+    def _jobs(self) -> tuple[int, int, int]:
+        queue = self.topic.queue
+        return (0, 0, 0) if queue is None else (queue.ready, queue.in_flight, queue.dead_lettered)
+
     def prepare_config(self, config: TopicConfig) -> tuple[int, int]:
         """Room for a new descriptor (ArenaFullError), to be taken up by `configured` once it is logged."""
         return self._arena.store_descriptor(Descriptor(self.topic.name, config))
@@ -165,6 +182,7 @@ class Hosted:
         self.publish(SlotState.DELETED)
         self._arena.announce(self.slot)
         self._count(0, 0)
+        self._holdings.leased(-self._shown_jobs[1])
         self._holdings.left(self.topic.config)
         self.abandon()
 

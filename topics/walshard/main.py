@@ -104,6 +104,9 @@ def _serve(
                 timeout_ms = 1
             else:
                 timeout_ms = STUCK_MS if shard.routing.stuck else HEARTBEAT_MS
+            tick_ms = shard.next_tick_ms
+            if tick_ms is not None:
+                timeout_ms = max(0, min(timeout_ms, tick_ms - now_ms))
             pressure.sleep(wake, timeout_ms)
         wake.awake()
 

@@ -22,10 +22,10 @@ class Answer:
 class Operation:
     """`buffers` are whole frames, one each but for `more_frames` that share a buffer with others. `apply(file_no,
     offset)` runs once they are in the log, and must not fail. `answer` is the request it carries out, if any; `sync`:
-    it is not committed before it is on the disk.
+    it is not committed before it is on the disk; `undo` runs instead of `apply` when it never will be in the log.
     """
 
-    __slots__ = ("answer", "apply", "buffers", "frames", "length", "sync")
+    __slots__ = ("answer", "apply", "buffers", "frames", "length", "sync", "undo")
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class Operation:
         more_frames: int = 0,
         sync: bool = False,
         answer: Answer | None = None,
+        undo: Callable[[], None] | None = None,
     ) -> None:
         self.buffers = buffers
         self.frames = len(buffers) + more_frames
@@ -42,3 +43,4 @@ class Operation:
         self.apply = apply
         self.sync = sync
         self.answer = answer
+        self.undo = undo

@@ -16,8 +16,11 @@ from topics.shm import messages
 from topics.shm.instance import SharedMemory
 from topics.shm.journal import JournalEntry
 from topics.shm.names import SHM_ROOT
+from topics.shm.queue_messages import Dealt
 
 REQUESTS_PER_GROUP_MAX = 1024
+PUSH_IDS_FROM = 1 << 63
+"""Jobs that are pushed have numbers of their own, which no request has."""
 BYTES_PER_GROUP_MAX = 16 * 1024 * 1024
 
 
@@ -35,6 +38,7 @@ class Outbox:
         self._group: list[JournalEntry] = []
         self._notices: list[set[int]] = [set() for _ in self._rings]
         self._touched: set[int] = set()
+        self._pushes = PUSH_IDS_FROM
 
     # -- requests
 
@@ -131,6 +135,11 @@ class Outbox:
             reason = f"/dev/shm has no room for an answer of {len(reply)} bytes: {error.strerror}"
             return messages.encode_error(request_id, TopicsError("storage_unavailable", reason))
         return bytearray().join(messages.encode_reference(kind, request_id, path))
+
+    def push(self, frontend: int, dealt: Dealt) -> None:
+        """Queues jobs for a stream, in order with the answers."""
+        self._pushes += 1
+        self.answer(frontend, messages.encode_dealt(self._pushes, dealt), 0)
 
     def notify(self, frontend: int, token: int) -> None:
         """Queues a notice; many of one topic become one."""

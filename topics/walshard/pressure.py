@@ -1,5 +1,7 @@
 """A shard's pressure: sampled, published in its cell, and what the ladder says done to its groups.
 
+`deferring` in the cell tells what nobody waits for, such as forwarding by routers, to go behind everything else.
+
 Groups begin as soon as there is something to do. Under pressure they begin at least a commit window apart, so that each
 takes more requests with it: one write, one sync, one wake-up of a frontend for all. What comes after a quiet time, a
 lone durable write above all, still begins at once.
@@ -43,11 +45,6 @@ class ShardPressure:
         self._slept_ns = 0
         self._longest_ns = 0
         self._fullest = 0.0
-
-    @property
-    def deferring(self) -> bool:
-        """What nobody waits for goes behind everything else: forwarding by routers is a band lower."""
-        return self._ladder.deferring
 
     def gather(self) -> None:
         """Waits for the rest of the commit window, if there is one and it is worth it."""

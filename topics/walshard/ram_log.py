@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple, Protocol
 
 from topics.core.fold import RamStateBody, encode_body
+from topics.core.queue_state import ConsumerState
 from topics.core.topic import ENTRY_WORDS, LOCATION_IN_RAM_LOG
 from topics.log import get_logger
 from topics.storage import layout
@@ -105,6 +106,7 @@ class RamTrim:
                 topic.evict_run_seq,
                 topic.last_write_ts,
                 topic.idempotency.unexpired(now_ms, topic.config.idempotency_window_ms),
+                ConsumerState(None if topic.queue is None else topic.queue.attributes()),
             )
             buffers.append(encode(FrameType.RAM_STATE, 0, topic.id, 0, now_ms, b"", b"", encode_body(state)))
         for body in self._sessions.bodies():

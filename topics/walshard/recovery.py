@@ -40,6 +40,7 @@ from topics.walshard.routing_setup import make_routing
 from topics.walshard.segment_files import SegmentFiles
 from topics.walshard.sessions import Sessions
 from topics.walshard.shard import Shard
+from topics.walshard.sinks import Sinks
 from topics.walshard.tag_search import TagSearch
 from topics.walshard.topic_index import TopicIndex
 from topics.walshard.trimming import LogTrim
@@ -86,7 +87,7 @@ def recover(
         topic.durable_seq = 0 if topic.config.durability == "ephemeral" else topic.head_seq
 
     holdings = Holdings(shared.control, index, settings)
-    catalog = Catalog(index, settings.wal_shards, arena, holdings, files)
+    catalog = Catalog(index, settings.wal_shards, arena, holdings, files, clock)
     catalog.take_over(fold)
     sessions = Sessions()
     sessions.recovered(fold.sessions, clock.monotonic_ms())
@@ -126,9 +127,23 @@ def recover(
         settings, shared, index, fold.routers, catalog, holdings, cell, clock, fs, commit, show, logged
     )
     ram_trim = RamTrim(fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions, routing.feeds)
+    sinks = Sinks(fs, settings.data_dir, index, settings.wal_shards)
     log_trim = LogTrim(logs, catalog, tags)
     shard = Shard(
-        catalog, sessions, holdings, logs, ram_trim, files, tags, log_trim, syncs, outbox, routing, cell, clock
+        catalog,
+        sessions,
+        sinks,
+        holdings,
+        logs,
+        ram_trim,
+        files,
+        tags,
+        log_trim,
+        syncs,
+        outbox,
+        routing,
+        cell,
+        clock,
     )
     routing.rederive()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from itertools import chain
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -17,6 +17,7 @@ from topics.core.clock import Clock
 from topics.core.config import TopicConfig, incompatible_type
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.fold import ConfigBody, DeleteBody, EvictBody, HeadBody, SessionBody, encode_body
+from topics.core.jobs import Now
 from topics.core.runs import encode_runs
 from topics.core.shard_state import Floors
 from topics.core.tags import Match
@@ -47,9 +48,16 @@ from topics.shm.messages import (
     SessionLook,
     SessionOpen,
     SessionPut,
+    StagePublish,
+    StagesOver,
     SyncRouters,
     TopicCheckpoint,
     Trim,
+    TxnBegin,
+    TxnEnd,
+    TxnForget,
+    TxnLook,
+    TxnPending,
     Unwatch,
     Watch,
 )
@@ -63,16 +71,23 @@ from topics.walshard.background_sync import BackgroundSync
 from topics.walshard.catalog import Catalog
 from topics.walshard.checkpoints import Marks
 from topics.walshard.commit import Logs
+from topics.walshard.cursors import CURSOR_CALLS, NamedCursors
 from topics.walshard.holdings import Holdings
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer, Operation
 from topics.walshard.outbox import Outbox
+from topics.walshard.queue_writes import QueueWrites
+from topics.walshard.queues import QUEUE_CALLS, Queues
 from topics.walshard.ram_log import RamTrim
 from topics.walshard.routing import Routing
 from topics.walshard.segment_files import SegmentFiles
 from topics.walshard.sessions import Sessions
+from topics.walshard.sinks import Sinks
 from topics.walshard.tag_search import TagSearch
 from topics.walshard.trimming import LogTrim
+
+REPLY_BYTES_PER_GROUP_MAX: Final = 64 * 1024
+"""Answers of queue requests are as long as their clients want: a group ends before the journal is full of them."""
 
 log = get_logger()
 
@@ -84,6 +99,7 @@ class Shard:
         self,
         catalog: Catalog,
         sessions: Sessions,
+        sinks: Sinks,
         holdings: Holdings,
         logs: Logs,
         ram_trim: RamTrim,
@@ -98,6 +114,7 @@ class Shard:
     ) -> None:
         self._catalog = catalog
         self._sessions = sessions
+        self._sinks = sinks
         self._holdings = holdings
         self._logs = logs
         self._ram_trim = ram_trim
@@ -116,6 +133,12 @@ class Shard:
         self._appends = Appends(
             self._find_to_append, self._make_topic, self._abandon_topic, self._host, holdings.claim_bytes
         )
+        writes = QueueWrites(self._appends, self._commit_appends, self._expire, self._log_copies)
+        self._queues = Queues(catalog.find, writes, outbox.push)
+        self._cursors = NamedCursors(catalog.find, writes, self._commit_appends)
+        self._queue_writes = writes
+        for hosted in catalog:
+            self._queues.changed(hosted)
         committed = [entry for entry in outbox.committed_before() if logs.holds(entry)]
         outbox.take_over(committed)
         self._committed_before = {(entry.frontend, entry.ring_position): entry.reply for entry in committed}
@@ -123,9 +146,10 @@ class Shard:
 
     def step(self) -> bool:
         """One group: everything that waits, up to a bound. False when there was nothing to do."""
-        self._now_ms = self._clock.now_ms()
+        self._look_at_clock()
+        self._queues.tick()
         answers: list[Answer] = []
-        requests = 0
+        requests = reply_bytes = 0
         for frontend, message, position in self._outbox.requests():
             requests += 1
             kind, request_id, _count = messages.head(message)
@@ -135,8 +159,9 @@ class Shard:
             if known is not None:
                 answer.reply = bytearray(known)
                 continue
+            joins = False
             try:
-                self._take(kind, message, answer)
+                joins = self._take(kind, message, answer)
             except TopicsError as error:
                 answer.reply = messages.encode_error(request_id, error)
             except ArenaFullError as error:
@@ -145,14 +170,17 @@ class Shard:
                 # One request must not take down its neighbours, nor come back after a restart to do it again.
                 log.exception("request failed", kind=kind)
                 answer.reply = messages.encode_error(request_id, TopicsError("internal", "the request failed"))
-            if kind & ~messages.BY_REFERENCE != messages.Kind.APPEND:
-                # It was a commit of its own, or none: what is answered need not stay in the journal.
+            reply_bytes += len(answer.reply or b"")
+            if not joins or reply_bytes > REPLY_BYTES_PER_GROUP_MAX:
+                # What is answered need not stay in the journal.
                 self._answer(answers)
+                reply_bytes = 0
         if requests != self._requests:
             self._requests = requests
             self._cell.set("queue_depth", requests)
-        if requests:
+        if requests or self._queues.stirred:
             self._answer(answers)
+        if requests:
             self._cell.set("queue_depth_peak", max(requests, self._cell.get("queue_depth_peak")))
         # Under pressure what nobody waits for goes behind everything else.
         forwarded = self.routing.pump(1) if requests and self._cell.get("deferring") else self.routing.pump()
@@ -164,8 +192,10 @@ class Shard:
         return forwarded or requests > 0
 
     def _answer(self, answers: list[Answer]) -> None:
-        """Commits what is gathered and answers everything so far."""
+        """Commits what is gathered, deals out jobs that are ready by it, and answers everything so far."""
         self._commit_appends()
+        if self._queues.deal():
+            self._commit_appends()
         for answer in answers:
             self._outbox.answer(answer.frontend, answer.reply, answer.position)
         answers.clear()
@@ -183,9 +213,20 @@ class Shard:
         """Whether there is more to do at once, without a request."""
         return self._log_trim.busy
 
+    @property
+    def next_tick_ms(self) -> int | None:
+        """Monotonic: when `step` will have something to do though nobody asks; None: never."""
+        return self._queues.next_tick_ms()
+
+    def _look_at_clock(self) -> None:
+        self._now_ms = self._clock.now_ms()
+        now = Now(self._now_ms, self._clock.monotonic_ms())
+        self._queues.at(now)
+        self._queue_writes.at(now)
+
     def sweep(self) -> None:
         """Once a second: expiry of topics nobody touches, collection of idle sessions."""
-        self._now_ms = self._clock.now_ms()
+        self._look_at_clock()
         for hosted in list(self._catalog):
             if hosted.topic.config.ttl_ms:
                 self._expire(hosted)
@@ -210,15 +251,22 @@ class Shard:
 
     # -- requests
 
-    def _take(self, kind: int, message: memoryview, answer: Answer) -> None:
+    def _take(self, kind: int, message: memoryview, answer: Answer) -> bool:
+        """Prepares the answer. True: it joined the group; False: it was a commit of its own, or none."""
         if kind & messages.BY_REFERENCE:
             message = _read_spill(messages.decode_reference(message))
             kind &= ~messages.BY_REFERENCE
         if kind == messages.Kind.APPEND:
             self._appends.prepare(messages.decode_append(message), answer, self._now_ms)
-            return
+            return True
         assert kind == messages.Kind.CALL
         call = messages.decode_call(message)
+        if isinstance(call, QUEUE_CALLS):
+            self._queues.take(call, answer)
+            return True
+        if isinstance(call, CURSOR_CALLS):
+            self._cursors.take(call, answer)
+            return True
         match call:
             case PutTopic():
                 self._put_topic(call, answer)
@@ -254,6 +302,14 @@ class Shard:
                 self._close_session(call, answer)
             case SessionAbandon():
                 self._sessions.abandoned(call.wid, answer.frontend, call.stream, self._clock.monotonic_ms())
+            case StagePublish():
+                self._appends.prepare(self._sinks.staged(call), answer, self._now_ms)
+            case StagesOver():
+                hosted = self._catalog.find(call.name)
+                if hosted is not None:
+                    hosted.topic.idempotency.unpin(call.sink, call.batch)
+            case TxnBegin() | TxnEnd() | TxnForget() | TxnLook() | TxnPending():
+                self._sinks.take(call, answer)
             case Hello():
                 self._hello(answer.frontend)
             case Checkpoint():
@@ -261,6 +317,7 @@ class Shard:
             case Trim():
                 self._log_trim.request(call.file_no)
                 answer.reply = messages.encode_reply(answer.request_id, Done())
+        return False
 
     def _ensure_topic(self, call: EnsureTopic, answer: Answer) -> None:
         self._commit_appends()
@@ -336,6 +393,7 @@ class Shard:
             self._capped.pop(gone.topic.id, None)
             self.routing.gone(gone)
             self._catalog.retire(gone)
+            self._queues.topic_gone(gone)
             self._notify(gone)
 
         end = frame.encode(FrameType.TOPIC_DELETE, 0, topic.id, 0, self._now_ms, b"", b"", b"")
@@ -455,6 +513,7 @@ class Shard:
             hosted.watchers.pop(frontend, None)
         self._outbox.forget_notices(frontend)
         self._sessions.frontend_died(frontend, self._clock.monotonic_ms())
+        self._queues.frontend_died(frontend, list(self._catalog))
 
     def _put_session(self, call: SessionPut, answer: Answer) -> None:
         self._commit_appends()
@@ -492,6 +551,7 @@ class Shard:
             for hosted in chain(appends.touched.values(), self._syncs.committed(durable)):
                 self.show(hosted)
         appends.reset()
+        self._queue_writes.committed()
         self._holdings.settle(len(self._sessions))
 
     def _trim_ram_log(self) -> None:
@@ -528,6 +588,8 @@ class Shard:
         else:
             failed = self._logs.commit(durable, ram)
         for operation, refusal in failed:
+            if operation.undo is not None:
+                operation.undo()
             if operation.answer is not None:
                 operation.answer.reply = messages.encode_error(operation.answer.request_id, refusal)
         if failed:
@@ -539,6 +601,7 @@ class Shard:
         if hosted.topic.evict_floor > hosted.logged_floor:
             self._capped[hosted.topic.id] = hosted
         hosted.publish()
+        self._queues.changed(hosted)
         self._notify(hosted)
         self.routing.changed(hosted)
 
@@ -549,9 +612,13 @@ class Shard:
     def _find_to_append(self, name: str) -> Hosted | None:
         """A topic that is going to be appended to: the log has to be as far as it is."""
         hosted = self._catalog.find(name)
-        if hosted is not None and hosted.ring.unlogged_seq <= hosted.topic.head_seq:
-            self.routing.before_log(hosted)
+        if hosted is not None:
+            self._log_copies(hosted)
         return hosted
+
+    def _log_copies(self, hosted: Hosted) -> None:
+        if hosted.ring.unlogged_seq <= hosted.topic.head_seq:
+            self.routing.before_log(hosted)
 
     def _host(self, hosted: Hosted) -> None:
         self._catalog.host(hosted)

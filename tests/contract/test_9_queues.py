@@ -1,0 +1,708 @@
+"""api §9 and rules "Queues", a test a sentence, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.contract.asking import diff, diff_records, missing, ok, put, refused, state, write, write_raw
+from tests.contract.stream import follow
+from tests.contract.working import Work, ask, claim, counts, queue, seqs, until_counts, until_ms
+from tests.harness import Service, poll
+
+FOREVER_MS = 3_600_000
+
+
+def post(client: httpx.Client, topic: str, verb: str, **body: Any) -> httpx.Response:
+    return client.post(f"/v0/topics/{topic}/{verb}", json=body)
+
+
+# -- a queue is a topic
+
+
+def test_diff_and_watch_read_a_queue_and_touch_no_lease(service: Service, client: httpx.Client, topic: str) -> None:
+    queue(client, topic, 1, 2, 3)
+    (job,) = claim(client, topic, lease_ms=FOREVER_MS)
+    assert [record["$seq"] for record in diff(client, topic)["records"]] == [1, 2, 3]
+    with follow(service, {topic: {}}) as stream:
+        assert [record["data"] for record in stream.records(3)] == [1, 2, 3]
+    assert counts(client, topic) == (2, 1, 0)
+    assert ask(client, topic, "ack", 1, lease_ids=[job["lease_id"]])["acked"] == 1
+
+
+@pytest.mark.parametrize(
+    ("verb", "body"),
+    [
+        ("claim", {}),
+        ("ack", {"seqs": [1]}),
+        ("nack", {"seqs": [1]}),
+        ("extend", {"seqs": [1], "lease_ms": 1000}),
+        ("redrive", {"from": "somewhere-else"}),
+    ],
+)
+def test_on_a_log_it_is_409_and_on_a_missing_topic_404(
+    client: httpx.Client, topic: str, verb: str, body: dict[str, Any]
+) -> None:
+    put(client, topic)
+    refused(post(client, topic, verb, node="w", **body), 409, "not_a_queue")
+    error = refused(post(client, f"{topic}-not", verb, node="w", **body), 404, "topic_not_found")
+    assert error["detail"]["topic"] == f"{topic}-not"
+    missing(client, f"{topic}-not")
+
+
+def test_work_on_a_log_is_409_and_on_a_missing_topic_404(client: httpx.Client, topic: str) -> None:
+    put(client, topic)
+    refused(client.get(f"/v0/topics/{topic}/work?node=w"), 409, "not_a_queue")
+    refused(client.get(f"/v0/topics/{topic}-not/work?node=w"), 404, "topic_not_found")
+
+
+# -- claim
+
+
+def test_a_claim_gives_the_record_and_its_lease(client: httpx.Client, topic: str) -> None:
+    put(client, topic, type="queue", lease_ms=45_000)
+    body = b'{"records":[{"data":{"b": 1.50,"b":2},"tag":"t","meta":{"k":"v"}},{"data":"\\u00e9"}]}'
+    ok(write_raw(client, topic, body))
+    answer = post(client, topic, "claim", node="w", max=2)
+    assert b'"data":{"b": 1.50,"b":2}' in answer.content
+    assert b'"data":"\\u00e9"' in answer.content
+    first, second = ok(answer)["claimed"]
+    assert set(first) == {"$seq", "lease_id", "deadline", "$ts", "$tag", "deliveries", "data", "meta"}
+    assert set(second) == {"$seq", "lease_id", "deadline", "$ts", "deliveries", "data"}
+    assert (first["$tag"], first["meta"], first["deliveries"]) == ("t", {"k": "v"}, 1)
+    assert re.fullmatch(r"lease_[0-9a-f]+", first["lease_id"])
+    assert first["lease_id"] != second["lease_id"]
+    assert 0 <= first["deadline"] - first["$ts"] - 45_000 < 20_000
+    assert ok(answer)["ready"] == 0
+
+
+def test_one_job_by_default_ascending_by_seq_and_each_to_one_only(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, *range(10))
+    assert seqs(claim(client, topic)) == [1]
+    assert seqs(claim(client, topic, node="other", max=4)) == [2, 3, 4, 5]
+    assert seqs(claim(client, topic, max=100)) == [6, 7, 8, 9, 10]
+    assert claim(client, topic) == []
+
+
+def test_max_is_clamped_to_1000(client: httpx.Client, topic: str) -> None:
+    queue(client, topic)
+    for _ in range(2):
+        write(client, topic, *range(600))
+    assert len(claim(client, topic, max=2**63)) == 1000
+    assert len(claim(client, topic, max=2**63)) == 200
+
+
+def test_lease_ms_is_clamped(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, 1, 2)
+    (short,) = claim(client, topic, lease_ms=0)
+    until_ms(short["deadline"])
+    assert seqs(claim(client, topic, lease_ms=2**63)) == [1]
+    (long,) = claim(client, topic, lease_ms=2**63)
+    assert long["deadline"] - long["$ts"] >= 86_400_000 - 20_000
+    assert long["deadline"] - long["$ts"] <= 86_400_000 + 20_000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"node": ""},
+        {"node": "x" * 129},
+        {"node": 7},
+        {"node": "w", "max": -1},
+        {"node": "w", "max": 1.5},
+        {"node": "w", "max": "1"},
+        {"node": "w", "max": 2**64},
+        {"node": "w", "lease_ms": -1},
+    ],
+)
+def test_a_claim_that_makes_no_sense_is_400(client: httpx.Client, topic: str, body: dict[str, Any]) -> None:
+    queue(client, topic, 1)
+    refused(client.post(f"/v0/topics/{topic}/claim", json=body), 400, "invalid_request")
+    assert counts(client, topic) == (1, 0, 0)
+
+
+def test_a_claim_on_an_empty_queue_writes_nothing_to_the_log(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, leases_durable=True)
+    before = wal_frames(client)
+    for _ in range(20):
+        assert claim(client, topic, max=10) == []
+    assert wal_frames(client) == before
+
+
+def test_a_claim_without_durable_leases_writes_nothing_to_the_log(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, *range(20))
+    before = wal_frames(client)
+    for _ in range(20):
+        assert len(claim(client, topic)) == 1
+    assert wal_frames(client) == before
+
+
+def wal_frames(client: httpx.Client) -> int:
+    metrics = ok(client.get("/v0/metrics", headers={"Accept": "application/json"}))
+    frames: int = metrics["topics_wal_frames_total"]
+    return frames
+
+
+# -- ack
+
+
+def test_an_ack_deletes_the_job(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, *range(5))
+    claim(client, topic, max=3)
+    answer = ask(client, topic, "ack", 1, 3)
+    assert (answer["acked"], answer["skipped"], answer["ready"], answer["in_flight"]) == (2, [], 2, 1)
+    assert [record.seq for record in diff_records(client, topic)] == [2, 4, 5]
+    now = state(client, topic)
+    assert (now["earliest_seq"], now["count"], now["head_seq"]) == (2, 3, 5)
+    assert diff(client, topic)["tombstone"] is None
+
+
+def test_the_last_ack_leaves_an_empty_topic(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, 1, 2, 3)
+    claim(client, topic, max=3)
+    for seq in (2, 3, 1):
+        ask(client, topic, "ack", seq)
+    now = state(client, topic)
+    assert (now["earliest_seq"], now["count"], now["bytes"]) == (4, 0, 0)
+
+
+def test_what_is_not_leased_to_the_node_is_skipped_in_request_order(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, *range(6))
+    claim(client, topic, node="mine", max=2)
+    claim(client, topic, node="other", max=2)
+    answer = ask(client, topic, "ack", 9, 4, 2, 5, 3, 2, node="mine")
+    assert (answer["acked"], answer["skipped"]) == (1, [9, 4, 5, 3, 2])
+    assert ask(client, topic, "ack", 2, node="mine")["skipped"] == [2]
+
+
+def test_lease_ids_are_a_fence(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, 1, 2, lease_ms=100)
+    old = claim(client, topic, max=2)
+    until_ms(old[0]["deadline"])
+    new = claim(client, topic, max=2)
+    assert [job["deliveries"] for job in new] == [2, 2]
+    stale = ask(client, topic, "ack", 1, 2, lease_ids=[old[0]["lease_id"], "nonsense"])
+    assert (stale["acked"], stale["skipped"]) == (0, [1, 2])
+    mixed = ask(client, topic, "ack", 1, 2, lease_ids=[new[0]["lease_id"], old[1]["lease_id"]])
+    assert (mixed["acked"], mixed["skipped"]) == (1, [2])
+
+
+@pytest.mark.parametrize("verb", ["ack", "nack", "extend"])
+def test_lease_ids_must_have_the_length_of_seqs(client: httpx.Client, topic: str, verb: str) -> None:
+    queue(client, topic, 1, 2)
+    claim(client, topic, max=2)
+    body = {"node": "w", "seqs": [1, 2], "lease_ids": ["lease_0000000000000000"], "lease_ms": 1000}
+    refused(client.post(f"/v0/topics/{topic}/{verb}", json=body), 400, "invalid_request")
+
+
+@pytest.mark.parametrize("verb", ["ack", "nack", "extend"])
+def test_more_than_1000_seqs_are_refused(client: httpx.Client, topic: str, verb: str) -> None:
+    queue(client, topic, 1)
+    body = {"node": "w", "seqs": list(range(1, 1002)), "lease_ms": 1000}
+    refused(client.post(f"/v0/topics/{topic}/{verb}", json=body), 400, "batch_too_large")
+    body["seqs"] = list(range(1, 1001))
+    assert ok(client.post(f"/v0/topics/{topic}/{verb}", json=body))["skipped"] == list(range(1, 1001))
+
+
+@pytest.mark.parametrize("bad", [{"seqs": []}, {"seqs": [-1]}, {"seqs": ["1"]}, {"seqs": [2**64]}, {"seqs": 1}, {}])
+@pytest.mark.parametrize("verb", ["ack", "nack", "extend"])
+def test_seqs_that_make_no_sense_are_400(client: httpx.Client, topic: str, verb: str, bad: dict[str, Any]) -> None:
+    queue(client, topic, 1)
+    refused(post(client, topic, verb, node="w", lease_ms=1000, **bad), 400, "invalid_request")
+
+
+# -- nack and extend
+
+
+def test_a_nacked_job_comes_again_before_all_others(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, *range(4))
+    claim(client, topic, max=2)
+    answer = ask(client, topic, "nack", 2, 7)
+    assert (answer["nacked"], answer["skipped"], answer["ready"], answer["in_flight"]) == (1, [7], 3, 1)
+    (again,) = claim(client, topic, node="other")
+    assert (again["$seq"], again["deliveries"]) == (2, 2)
+
+
+def test_a_delayed_nack_is_in_neither_count_until_its_time(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, 1)
+    claim(client, topic, lease_ms=FOREVER_MS)
+    started = time.time_ns() // 1_000_000
+    answer = ask(client, topic, "nack", 1, delay_ms=300)
+    assert (answer["nacked"], answer["ready"], answer["in_flight"]) == (1, 0, 0)
+    while claimed := not claim(client, topic):
+        if time.time_ns() // 1_000_000 < started + 290:
+            assert counts(client, topic) == (0, 0, 0)
+    assert not claimed
+    assert time.time_ns() // 1_000_000 >= started + 299
+
+
+def test_extend_sets_now_plus_lease_ms_and_counts_no_delivery(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, 1, 2, lease_ms=100)
+    first, _ = claim(client, topic, max=2)
+    answer = ask(client, topic, "extend", 1, 9, lease_ms=FOREVER_MS)
+    assert (answer["extended"], answer["skipped"]) == (1, [9])
+    assert set(answer["deadlines"]) == {"1"}
+    assert answer["deadlines"]["1"] >= first["deadline"] + FOREVER_MS - 20_000
+    until_ms(first["deadline"])
+    assert seqs(claim(client, topic, max=2)) == [2]
+    ask(client, topic, "nack", 1)
+    assert claim(client, topic)[0]["deliveries"] == 2
+
+
+def test_extend_needs_lease_ms_and_clamps_it(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, 1)
+    claim(client, topic)
+    refused(post(client, topic, "extend", node="w", seqs=[1]), 400, "invalid_request")
+    deadline = ask(client, topic, "extend", 1, lease_ms=2**63)["deadlines"]["1"]
+    assert deadline <= time.time_ns() // 1_000_000 + 86_400_000
+
+
+# -- expiry
+
+
+def test_an_expired_lease_makes_the_job_ready_and_its_ack_is_skipped(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, 1, 2)
+    (job,) = claim(client, topic, lease_ms=100)
+    assert counts(client, topic) == (1, 1, 0)
+    until_counts(client, topic, 2, 0, 0)
+    until_ms(job["deadline"])
+    assert ask(client, topic, "ack", 1)["skipped"] == [1]
+    assert seqs(claim(client, topic, node="other")) == [1]
+
+
+def test_reclaimed_jobs_come_before_fresh_ones_and_an_answer_is_ascending(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, *range(6))
+    claim(client, topic, max=4)
+    ask(client, topic, "nack", 4)
+    ask(client, topic, "nack", 2)
+    assert seqs(claim(client, topic, max=1)) == [2]
+    assert seqs(claim(client, topic, max=2)) == [4, 5]
+
+
+# -- the window
+
+
+def test_20_jobs_and_4_claimers_of_10_inside_one_window_are_5_each(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, *range(20), claim_jitter_ms=400)
+    with ThreadPoolExecutor(4) as pool:
+        claimed = list(pool.map(lambda n: claim(client, topic, node=f"w{n}", max=10), range(4)))
+    assert [len(jobs) for jobs in claimed] == [5] * 4
+    assert sorted(seq for jobs in claimed for seq in seqs(jobs)) == list(range(1, 21))
+    for jobs in claimed:
+        assert seqs(jobs) == sorted(seqs(jobs))
+
+
+def test_a_window_without_jobs_answers_with_none(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, claim_jitter_ms=50)
+    assert claim(client, topic) == []
+
+
+# -- dead letters
+
+
+def test_the_delivery_after_the_last_allowed_one_is_a_move_to_the_dead_letters(
+    client: httpx.Client, topic: str
+) -> None:
+    dead = f"{topic}-dead"
+    put(client, topic, type="queue", lease_ms=100, max_deliveries=2, dead_letter=dead)
+    body = {"records": [{"data": {"x": 1}, "tag": "t", "node": "n", "meta": {"k": "v"}}]}
+    ok(client.post(f"/v0/topics/{topic}", json=body))
+    for delivery in (1, 2):
+        (job,) = claim(client, topic)
+        assert job["deliveries"] == delivery
+        until_ms(job["deadline"])
+    missing(client, dead)
+    assert claim(client, topic) == []
+    assert counts(client, topic) == (0, 0, 1)
+    assert state(client, topic)["count"] == 0
+    (record,) = diff_records(client, dead, include_tags=True)
+    assert (record.data, record.tag, record.node) == (b'{"x":1}', "t", "n")
+    assert record.meta is not None
+    assert json.loads(record.meta) == {
+        "k": "v",
+        "$dead_letter_from": topic,
+        "$dead_letter_deliveries": "2",
+        "$dead_letter_src_seq": "1",
+    }
+
+
+def test_without_a_dead_letter_topic_a_job_is_never_thrown_away(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, 1, max_deliveries=1)
+    for delivery in (1, 2, 3):
+        (job,) = claim(client, topic)
+        assert job["deliveries"] == delivery
+        ask(client, topic, "nack", 1)
+
+
+def test_a_dead_letter_that_cannot_be_written_stays_in_the_queue(client: httpx.Client, topic: str) -> None:
+    dead = f"{topic}-full"
+    put(client, dead, discard="reject", cap_records=1)
+    write(client, dead, "in the way")
+    queue(client, topic, "precious", max_deliveries=1, dead_letter=dead)
+    claim(client, topic)
+    ask(client, topic, "nack", 1)
+    assert claim(client, topic) == []
+    assert state(client, topic)["count"] == 1
+    ok(client.post(f"/v0/topics/{dead}/delete", json={"before_seq": 2}))
+    poll("the job to be in the dead letters", lambda: claim(client, topic) == [] and counts(client, topic)[2] == 1)
+    assert [record.data for record in diff_records(client, dead)] == [b'"precious"']
+    assert state(client, topic)["count"] == 0
+
+
+def test_a_queue_cannot_be_its_own_dead_letter_topic(client: httpx.Client, topic: str) -> None:
+    body = {"type": "queue", "dead_letter": topic}
+    refused(client.put(f"/v0/topics/{topic}", json=body), 400, "invalid_request")
+
+
+def test_redrive_moves_dead_letters_back(client: httpx.Client, topic: str) -> None:
+    dead = f"{topic}-dead"
+    put(client, topic, type="queue", max_deliveries=1, dead_letter=dead)
+    ok(client.post(f"/v0/topics/{topic}", json={"records": [{"data": n, "meta": {"n": str(n)}} for n in range(5)]}))
+    claim(client, topic, max=5)
+    ask(client, topic, "nack", 1, 2, 3, 4, 5)
+    assert claim(client, topic, max=5) == []
+    write(client, dead, "not a dead letter of ours")
+    first = ok(post(client, topic, "redrive", **{"from": dead, "max": 2}))
+    assert (first["topic"], first["from"], first["redriven"]) == (topic, dead, 2)
+    jobs = claim(client, topic, max=10)
+    assert [(job["data"], job["meta"], job["deliveries"]) for job in jobs] == [(0, {"n": "0"}, 1), (1, {"n": "1"}, 1)]
+    assert ok(post(client, topic, "redrive", **{"from": dead}))["redriven"] == 3
+    assert ok(post(client, topic, "redrive", **{"from": dead}))["redriven"] == 0
+    assert [record.data for record in diff_records(client, dead)] == [b'"not a dead letter of ours"']
+    assert len(claim(client, topic, max=10)) == 3
+
+
+# -- scheduled jobs, order, kept jobs [+]
+
+
+def test_a_scheduled_job_is_ready_at_its_time(client: httpx.Client, topic: str) -> None:
+    queue(client, topic)
+    due_ms = time.time_ns() // 1_000_000 + 400
+    records = [{"data": "at", "deliver_at": due_ms}, {"data": "in", "delay_ms": 400}, {"data": "now"}]
+    ok(client.post(f"/v0/topics/{topic}", json={"records": records}))
+    assert [job["data"] for job in claim(client, topic, max=10)] == ["now"]
+    if time.time_ns() // 1_000_000 < due_ms - 20:
+        assert counts(client, topic) == (0, 1, 0)
+    until_counts(client, topic, 2, 1, 0)
+    assert time.time_ns() // 1_000_000 >= due_ms
+    assert [job["data"] for job in claim(client, topic, max=10)] == ["at", "in"]
+
+
+def test_of_an_order_key_one_job_is_in_flight_and_they_come_in_order(client: httpx.Client, topic: str) -> None:
+    queue(client, topic)
+    records = [{"data": f"{key}{n}", "order_key": key} for n in range(3) for key in "ab"] + [{"data": "free"}]
+    ok(client.post(f"/v0/topics/{topic}", json={"records": records}))
+    jobs = claim(client, topic, max=10)
+    assert [job["data"] for job in jobs] == ["a0", "b0", "free"]
+    assert counts(client, topic) == (0, 3, 0)
+    ask(client, topic, "nack", jobs[0]["$seq"])
+    assert [job["data"] for job in claim(client, topic, max=10)] == ["a0"]
+    ask(client, topic, "ack", jobs[0]["$seq"], jobs[1]["$seq"])
+    assert [job["data"] for job in claim(client, topic, max=10)] == ["a1", "b1"]
+
+
+@pytest.mark.parametrize("extra", [{"deliver_at": 5}, {"delay_ms": 5}, {"order_key": "k"}])
+def test_job_attributes_are_for_queues(client: httpx.Client, topic: str, extra: dict[str, Any]) -> None:
+    put(client, topic)
+    refused(client.post(f"/v0/topics/{topic}", json={"records": [{"data": 1, **extra}]}), 409, "not_a_queue")
+    assert state(client, topic)["head_seq"] == 0
+
+
+@pytest.mark.parametrize(
+    "extra", [{"deliver_at": 1, "delay_ms": 1}, {"delay_ms": -1}, {"order_key": "k" * 257}, {"deliver_at": 2**64}]
+)
+def test_job_attributes_that_make_no_sense_are_400(client: httpx.Client, topic: str, extra: dict[str, Any]) -> None:
+    queue(client, topic)
+    refused(client.post(f"/v0/topics/{topic}", json={"records": [{"data": 1, **extra}]}), 400, "invalid_request")
+
+
+def test_on_ack_keep_leaves_acked_jobs_readable(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, *range(4), on_ack="keep")
+    claim(client, topic, max=2)
+    answer = ask(client, topic, "ack", 1, 2)
+    assert (answer["acked"], answer["ready"], answer["in_flight"]) == (2, 2, 0)
+    assert [record.seq for record in diff_records(client, topic)] == [1, 2, 3, 4]
+    assert seqs(claim(client, topic, max=10)) == [3, 4]
+    assert ask(client, topic, "ack", 1)["skipped"] == [1]
+    assert counts(client, topic) == (0, 2, 0)
+    assert state(client, topic)["config"]["on_ack"] == "keep"
+
+
+def test_on_ack_is_shown_only_when_it_is_not_the_default(client: httpx.Client, topic: str) -> None:
+    assert "on_ack" not in put(client, topic, type="queue", on_ack="delete")["config"]
+
+
+# -- retention
+
+
+def test_a_cap_evicts_unclaimed_jobs_with_a_tombstone(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, 1, 2, 3, 4, 5, cap_records=3)
+    assert counts(client, topic) == (3, 0, 0)
+    tombstone = diff(client, topic)["tombstone"]
+    assert (tombstone["reason"], tombstone["gap_from"], tombstone["gap_to"]) == ("cap", 1, 2)
+    assert seqs(claim(client, topic, max=10)) == [3, 4, 5]
+
+
+def test_a_leased_job_that_was_evicted_is_skipped_by_its_ack(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, 1, 2, 3, cap_records=3)
+    claim(client, topic, max=2)
+    write(client, topic, 4)
+    assert counts(client, topic) == (2, 1, 0)
+    assert ask(client, topic, "ack", 1, 2)["skipped"] == [1]
+    assert counts(client, topic) == (2, 0, 0)
+
+
+def test_expired_jobs_are_not_handed_out(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, "old", ttl_ms=150)
+    (old,) = diff(client, topic)["records"]
+    until_ms(old["$ts"] + 151)
+    write(client, topic, "new")
+    assert [job["data"] for job in claim(client, topic, max=10)] == ["new"]
+    assert diff(client, topic)["tombstone"]["reason"] == "ttl"
+
+
+def test_a_deleted_job_leaves_the_queue(client: httpx.Client, topic: str) -> None:
+    put(client, topic, type="queue")
+    records = [{"data": n, "tag": "odd" if n % 2 else "even"} for n in range(6)]
+    ok(client.post(f"/v0/topics/{topic}", json={"records": records}))
+    claim(client, topic, max=3)
+    ok(client.post(f"/v0/topics/{topic}/delete", json={"match": "even"}))
+    assert counts(client, topic) == (2, 1, 0)
+    assert ask(client, topic, "ack", 1, 2, 3)["skipped"] == [1, 3]
+    assert [job["data"] for job in claim(client, topic, max=10)] == [3, 5]
+
+
+def test_a_queue_that_rejects_has_room_again_after_an_ack(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, 1, 2, discard="reject", cap_records=2)
+    refused(client.post(f"/v0/topics/{topic}", json={"records": [{"data": 3}]}), 422, "topic_full")
+    claim(client, topic)
+    ask(client, topic, "ack", 1)
+    assert write(client, topic, 3)["first_seq"] == 3
+
+
+# -- /work
+
+
+def test_work_sends_jobs_as_events_and_opens_with_retry(service: Service, client: httpx.Client, topic: str) -> None:
+    queue(client, topic, {"n": 1}, 2)
+    with Work(service.url, topic, max=1) as work:
+        assert work.response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert work.response.headers["cache-control"] == "no-store"
+        assert work.response.headers["x-accel-buffering"] == "no"
+        assert work.next().raw == b"retry: 2000"
+        frame = work.event("job")
+        assert frame.id == "1"
+        assert set(frame.json) == {"$seq", "lease_id", "deadline", "$ts", "deliveries", "data"}
+        assert frame.json["data"] == {"n": 1}
+        assert counts(client, topic) == (1, 1, 0)
+
+
+def test_work_keeps_up_to_max_jobs_and_refills_on_ack(service: Service, client: httpx.Client, topic: str) -> None:
+    queue(client, topic, *range(10))
+    with Work(service.url, topic, max=3) as work:
+        first = work.jobs(3)
+        assert seqs(first) == [1, 2, 3]
+        until_counts(client, topic, 7, 3, 0)
+        ask(client, topic, "ack", 2, lease_ids=[first[1]["lease_id"]])
+        assert seqs(work.jobs(1)) == [4]
+        assert counts(client, topic) == (6, 3, 0)
+
+
+def test_work_refills_on_an_ack_through_any_frontend(service: Service, client: httpx.Client, topic: str) -> None:
+    queue(client, topic, *range(40))
+    with Work(service.url, topic, max=1) as work:
+        for seq in range(1, 41):
+            assert seqs(work.jobs(1)) == [seq]
+            # A connection of its own: the kernel gives it to either frontend.
+            with httpx.Client(base_url=service.url) as other:
+                assert ask(other, topic, "ack", seq)["acked"] == 1
+    until_counts(client, topic, 0, 0, 0)
+
+
+def test_work_gets_jobs_that_are_written_later(service: Service, client: httpx.Client, topic: str) -> None:
+    queue(client, topic)
+    with Work(service.url, topic, max=2) as work:
+        for n in range(1, 4):
+            write(client, topic, n)
+            assert [job["data"] for job in work.jobs(1)] == [n]
+            ask(client, topic, "ack", n)
+
+
+def test_work_gets_jobs_whose_lease_is_over_or_whose_time_has_come(
+    service: Service, client: httpx.Client, topic: str
+) -> None:
+    queue(client, topic, "once", lease_ms=150)
+    claim(client, topic, node="lost")
+    ok(client.post(f"/v0/topics/{topic}", json={"records": [{"data": "later", "delay_ms": 300}]}))
+    with Work(service.url, topic, max=2, lease_ms=FOREVER_MS) as work:
+        (again,) = work.jobs(1)
+        assert (again["data"], again["deliveries"]) == ("once", 2)
+        assert work.jobs(1)[0]["data"] == "later"
+
+
+def test_when_the_connection_drops_its_leases_are_released_at_once(
+    service: Service, client: httpx.Client, topic: str
+) -> None:
+    queue(client, topic, *range(4))
+    with Work(service.url, topic, max=3, lease_ms=FOREVER_MS) as work:
+        work.jobs(3)
+        assert counts(client, topic) == (1, 3, 0)
+    until_counts(client, topic, 4, 0, 0)
+    assert [job["deliveries"] for job in claim(client, topic, max=4)] == [2, 2, 2, 1]
+
+
+def test_work_is_idle_with_heartbeats(service: Service, client: httpx.Client, topic: str) -> None:
+    queue(client, topic)
+    with Work(service.url, topic, heartbeat_ms=20) as work:
+        assert work.next().raw == b"retry: 2000"
+        assert re.fullmatch(rb": hb \d{13}", work.next().raw)
+
+
+def test_work_ends_when_the_queue_is_deleted(service: Service, client: httpx.Client, topic: str) -> None:
+    queue(client, topic)
+    with Work(service.url, topic) as work:
+        ok(client.delete(f"/v0/topics/{topic}"))
+        assert work.event("topic-deleted").json == {"topic": topic, "reason": "deleted"}
+        with pytest.raises(StopIteration):
+            work.next()
+
+
+def test_work_deals_evenly_among_streams(service: Service, client: httpx.Client, topic: str) -> None:
+    queue(client, topic)
+    streams = [Work(service.url, topic, node=f"w{n}", max=10) for n in range(4)]
+    try:
+        write(client, topic, *range(20))
+        shares = [seqs(stream.jobs(5)) for stream in streams]
+    finally:
+        for stream in streams:
+            stream.close()
+    assert sorted(seq for share in shares for seq in share) == list(range(1, 21))
+
+
+def test_work_brings_jobs_to_the_dead_letters(service: Service, client: httpx.Client, topic: str) -> None:
+    dead = f"{topic}-dead"
+    queue(client, topic, "bad", "good", max_deliveries=1, dead_letter=dead)
+    with Work(service.url, topic, max=1) as work:
+        work.jobs(1)
+        ask(client, topic, "nack", 1)
+        assert work.jobs(1)[0]["data"] == "good"
+        until_counts(client, topic, 0, 1, 1)
+    assert [record.data for record in diff_records(client, dead)] == [b'"bad"']
+
+
+@pytest.mark.parametrize("query", ["", "node=", "node=w&max=x", "node=w&lease_ms=-1"])
+def test_work_that_makes_no_sense_is_400(client: httpx.Client, topic: str, query: str) -> None:
+    queue(client, topic)
+    refused(client.get(f"/v0/topics/{topic}/work?{query}"), 400, "invalid_request")
+
+
+def test_work_needs_event_stream_and_has_no_head(client: httpx.Client, topic: str) -> None:
+    queue(client, topic)
+    path = f"/v0/topics/{topic}/work?node=w"
+    refused(client.get(path, headers={"Accept": "application/json"}), 406, "not_acceptable")
+    assert client.head(path).status_code == 405
+
+
+def test_a_job_with_line_breaks_is_one_event(service: Service, client: httpx.Client, topic: str) -> None:
+    put(client, topic, type="queue")
+    ok(write_raw(client, topic, b'{"records":[{"data":{\n"a":\r\n1}}]}'))
+    with Work(service.url, topic) as work:
+        assert work.jobs(1)[0]["data"] == {"a": 1}
+
+
+# -- state and figures
+
+
+def test_the_state_of_a_log_has_no_queue_block(client: httpx.Client, topic: str) -> None:
+    put(client, topic)
+    assert "queue" not in state(client, topic)
+
+
+def test_metrics_count_jobs_per_queue_and_leases_of_all(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, *range(5))
+    before = ok(client.get("/v0/metrics", headers={"Accept": "application/json"}))["topics_queue_leases_in_flight"]
+    claim(client, topic, max=2)
+    text = client.get("/v0/metrics").text
+    assert f'topics_topic_queue_ready{{topic="{topic}"}} 3' in text
+    assert f'topics_topic_queue_in_flight{{topic="{topic}"}} 2' in text
+    assert f'topics_topic_queue_dead_lettered{{topic="{topic}"}} 0' in text
+    now = ok(client.get("/v0/metrics", headers={"Accept": "application/json"}))["topics_queue_leases_in_flight"]
+    assert now == before + 2
+
+
+# -- many workers
+
+
+def test_many_workers_over_http_and_work_do_every_job_once_and_share_them(
+    service: Service, client: httpx.Client, topic: str
+) -> None:
+    """The bounded sample of 200 workers: nothing lost, nothing twice while no lease ends, nobody left out."""
+    jobs, streams, pollers = 600, 6, 6
+    queue(client, topic, *range(jobs), lease_ms=FOREVER_MS, claim_jitter_ms=5)
+    done: dict[str, list[int]] = {}
+    lock = threading.Lock()
+
+    def finish(http: httpx.Client, node: str, got: list[dict[str, Any]]) -> None:
+        answer = ask(http, topic, "ack", *seqs(got), node=node, lease_ids=[job["lease_id"] for job in got])
+        assert answer["acked"] == len(got), answer
+        with lock:
+            done.setdefault(node, []).extend(seqs(got))
+
+    def left() -> int:
+        with lock:
+            return jobs - sum(map(len, done.values()))
+
+    def stream(n: int) -> None:
+        with httpx.Client(base_url=service.url) as http, Work(service.url, topic, node=f"s{n}", max=4) as work:
+            while (frame := work.event()).event == "job":
+                finish(http, f"s{n}", [frame.json])
+
+    def polling(n: int) -> None:
+        with httpx.Client(base_url=service.url) as http:
+            while left():
+                got = claim(http, topic, node=f"p{n}", max=4)
+                if got:
+                    finish(http, f"p{n}", got)
+
+    threads = [threading.Thread(target=stream, args=(n,), daemon=True) for n in range(streams)]
+    threads += [threading.Thread(target=polling, args=(n,), daemon=True) for n in range(pollers)]
+    for thread in threads:
+        thread.start()
+    poll("every job to be done", lambda: not left() or None, 60)
+    finished = sorted(seq for seqs_done in done.values() for seq in seqs_done)
+    assert finished == list(range(1, jobs + 1))
+    assert len(done) == streams + pollers, {node: len(of) for node, of in done.items()}
+    until_counts(client, topic, 0, 0, 0)
+    ok(client.delete(f"/v0/topics/{topic}"))
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+# -- a queue that a router copies into
+
+
+def test_jobs_that_a_router_brought_stay_done_over_a_restart() -> None:
+    with Service(shards=2, frontends=1) as service:
+        put(service.client, "jobs", type="queue")
+        ok(service.client.put("/v0/routers/r", json={"source": "events", "dest": "jobs"}))
+        write(service.client, "events", *range(6))
+        jobs = claim(service.client, "jobs", max=4)
+        assert [job["data"] for job in jobs] == [0, 1, 2, 3]
+        ask(service.client, "jobs", "ack", 1, 3)
+        assert ok(service.client.put("/v0/topics/jobs/cursors/c", json={"from_seq": 4}))["created"]
+        for stop in (service.stop, service.kill_group):
+            stop()
+            service.start()
+            assert [record.seq for record in diff_records(service.client, "jobs")] == [2, 4, 5, 6]
+        assert seqs(claim(service.client, "jobs", max=10)) == [2, 4, 5, 6]
+        answer = ok(service.client.post("/v0/topics/jobs/cursors/c/read", json={}))
+        assert [record["data"] for record in answer["records"]] == [4, 5]

@@ -1,0 +1,57 @@
+"""Keys that expire, and pins that do not."""
+
+from __future__ import annotations
+
+from topics.core.idempotency import IdempotencyWindow, Outcome, is_pin, pin
+
+DAY_MS = 86_400_000
+
+
+def test_a_key_expires_and_a_pin_does_not() -> None:
+    window = IdempotencyWindow()
+    window.remember(b"key", Outcome(1, 1, 1000))
+    window.remember(pin("sink", 7, "stage"), Outcome(2, 3, 1000))
+    assert window.find(b"key", 1100, 100) == Outcome(1, 1, 1000)
+    assert window.find(b"key", 1101, 100) is None
+    assert window.find(pin("sink", 7, "stage"), 1000 + 365 * DAY_MS, 0) == Outcome(2, 3, 1000)
+
+
+def test_the_next_batch_of_a_sink_takes_the_place_of_the_last() -> None:
+    window = IdempotencyWindow()
+    for sink in ("a", "b"):
+        for stage in ("x", "y"):
+            window.remember(pin(sink, 7, stage), Outcome(1, 1, 1))
+    window.remember(pin("a", 8, "z"), Outcome(5, 1, 1))
+    assert window.find(pin("a", 7, "x"), 1, 0) is None
+    assert window.find(pin("a", 8, "z"), 1, 0) is not None
+    assert window.find(pin("b", 7, "y"), 1, 0) is not None
+    assert len(window) == 3
+
+
+def test_a_batch_that_is_over_is_forgotten_and_no_other() -> None:
+    window = IdempotencyWindow()
+    window.remember(pin("a", 8, "z"), Outcome(5, 1, 1))
+    window.unpin("a", 7)
+    window.unpin("b", 8)
+    assert len(window) == 1
+    window.unpin("a", 8)
+    window.unpin("a", 8)
+    assert len(window) == 0
+
+
+def test_what_is_kept_over_a_trim_or_in_a_snapshot_has_the_pins() -> None:
+    window = IdempotencyWindow()
+    window.remember(b"old", Outcome(1, 1, 1))
+    window.remember(b"key", Outcome(2, 1, 1000))
+    window.remember(pin("a", 8, "z"), Outcome(5, 1, 1))
+    kept = IdempotencyWindow()
+    for key, *outcome in window.unexpired(1000, 100):
+        kept.remember(key, Outcome(*outcome))
+    assert kept.find(b"key", 1000, 100) == Outcome(2, 1, 1000)
+    assert kept.find(pin("a", 8, "z"), 1000, 100) == Outcome(5, 1, 1)
+    assert len(kept) == 2
+
+
+def test_no_client_can_send_a_pin() -> None:
+    assert is_pin(pin("s", 0, "x"))
+    assert not any(is_pin(chr(point).encode()) for point in range(0x110000) if not 0xD800 <= point < 0xE000)

@@ -1,0 +1,365 @@
+"""The lease machine against a model that looks at every job each time, under a clock that the test owns (api §9)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.core.list_index import ListIndex
+from topics.core.config import TopicConfig
+from topics.core.jobs import Now
+from topics.core.leases import CARRY_MS, Leases
+from topics.core.queue_state import QueueState
+from topics.core.topic import EvictReason, Topic
+
+START = Now(1_700_000_000_000, 5_000)
+RECORD_BYTES = 100
+
+
+def queue_topic() -> Topic:
+    return Topic(1, "q", TopicConfig(type="queue"), ListIndex(1))
+
+
+def leases_of(topic: Topic) -> Leases:
+    assert topic.queue is not None
+    return topic.queue
+
+
+def append(topic: Topic, count: int) -> range:
+    first = topic.head_seq + 1
+    topic.appended(1, array("Q", [RECORD_BYTES << 32] * count), array("Q", [0] * count), RECORD_BYTES * count)
+    return range(first, first + count)
+
+
+@dataclass
+class ModelJob:
+    """What the model knows of one live, unacknowledged job."""
+
+    seq: int
+    deliver_at_ms: int = 0
+    order_key: str = ""
+    deliveries: int = 0
+    node: str = ""
+    lease_no: int = 0
+    until_ms: int = 0
+    """Monotonic: end of the lease (with a node) or of the delay (without)."""
+    deadline_ms: int = 0
+    """The same on the wall clock as it was then: all that outlives a restart."""
+    held: bool = False
+    returned: bool = False
+
+    def until(self, now: Now, wait_ms: int) -> None:
+        self.until_ms, self.deadline_ms = now.mono_ms + wait_ms, now.wall_ms + wait_ms
+
+
+@dataclass
+class Model:
+    jobs: dict[int, ModelJob] = field(default_factory=dict)
+
+    def first_of_its_key(self, job: ModelJob) -> bool:
+        return not job.order_key or min(j.seq for j in self.jobs.values() if j.order_key == job.order_key) == job.seq
+
+    def settle(self, now: Now) -> None:
+        for job in self.jobs.values():
+            if job.until_ms and job.until_ms <= now.mono_ms:
+                job.node, job.until_ms, job.returned, job.held = "", 0, True, False
+
+    def ready(self, now: Now) -> list[int]:
+        """In the order in which they are handed out."""
+        free = [job for job in self.jobs.values() if not job.held and not job.node and not job.until_ms]
+        again = sorted(job.seq for job in free if job.returned)
+        rest = [
+            job.seq
+            for job in free
+            if not job.returned and job.deliver_at_ms <= now.wall_ms and self.first_of_its_key(job)
+        ]
+        return again + sorted(rest)
+
+    def leased(self) -> list[int]:
+        return sorted(job.seq for job in self.jobs.values() if job.node and not job.held)
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Real `Topic` and `Leases`; the steps are what a shard does with them."""
+
+    @initialize(keep=st.booleans(), deliveries_max=st.sampled_from([0, 0, 2]))
+    def begin(self, keep: bool, deliveries_max: int) -> None:
+        self.keep = keep
+        self.deliveries_max = deliveries_max
+        self.now = START
+        self.topic = queue_topic()
+        self.leases = leases_of(self.topic)
+        self.leases.start(START, 100, keep_leases=True)
+        self.model = Model()
+        self.done: set[int] = set()
+
+    # -- records
+
+    @rule(count=st.integers(1, 6))
+    def produce(self, count: int) -> None:
+        for seq in append(self.topic, count):
+            self.model.jobs[seq] = ModelJob(seq)
+
+    @rule(delays=st.lists(st.tuples(st.sampled_from([0, 0, 30, 200]), st.sampled_from(["", "a", "b"])), max_size=5))
+    def produce_with_attributes(self, delays: list[tuple[int, str]]) -> None:
+        if not delays:
+            return
+        for seq, (delay_ms, order_key) in zip(append(self.topic, len(delays)), delays, strict=True):
+            deliver_at_ms = self.now.wall_ms + delay_ms if delay_ms else 0
+            self.model.jobs[seq] = ModelJob(seq, deliver_at_ms, order_key)
+            if deliver_at_ms or order_key:
+                self.leases.add(seq, deliver_at_ms, order_key)
+
+    @rule(share=st.floats(0, 1))
+    def evict(self, share: float) -> None:
+        floor = self.topic.earliest_seq + int(share * (self.topic.head_seq + 1 - self.topic.earliest_seq))
+        self.topic.evict_below(floor, EvictReason.CAP)
+        self.model.jobs = {seq: job for seq, job in self.model.jobs.items() if seq >= floor}
+        self.done = {seq for seq in self.done if seq >= floor}
+
+    @rule(picks=st.sets(st.integers(0, 30), max_size=5))
+    def delete_some(self, picks: set[int]) -> None:
+        live = sorted(self.model.jobs.keys() | self.done)
+        seqs = sorted({live[pick % len(live)] for pick in picks}) if live else []
+        self.topic.removed(self.topic.plan_removal(seqs, set(seqs)), self.topic.revision + 1)
+        for seq in seqs:
+            self.model.jobs.pop(seq, None)
+            self.done.discard(seq)
+
+    # -- consumers
+
+    @rule(node=st.sampled_from(["one", "two"]), most=st.integers(1, 6), lease_ms=st.sampled_from([10, 50, 500]))
+    def claim(self, node: str, most: int, lease_ms: int) -> None:
+        self.advance()
+        expected: list[int] = []
+        dead: list[int] = []
+        for seq in self.model.ready(self.now):
+            if len(expected) == most:
+                break
+            job = self.model.jobs[seq]
+            (dead if self.deliveries_max and job.deliveries >= self.deliveries_max else expected).append(seq)
+        taken, got_dead = self.leases.take(most, self.deliveries_max, 3, self.now)
+        got = self.leases.lease(taken, node, lease_ms, self.now, None)
+        assert got.seqs == sorted(expected)
+        assert sorted(got_dead) == sorted(dead)
+        assert got.deadline_ms == self.now.wall_ms + lease_ms
+        for at, seq in enumerate(got.seqs):
+            job = self.model.jobs[seq]
+            job.node, job.lease_no = node, got.first_lease_no + at
+            job.until(self.now, lease_ms)
+            job.deliveries += 1
+            job.returned = False
+            assert got.deliveries[at] == job.deliveries
+        for seq in got_dead:
+            self.model.jobs[seq].held = True
+            self.model.jobs[seq].returned = False
+            self.model.jobs[seq].until_ms = self.now.mono_ms + CARRY_MS
+
+    def chosen(self, picks: list[int]) -> list[int]:
+        """Some seqs, leased or not, some of them unknown."""
+        known = [*sorted(self.model.jobs), self.topic.head_seq + 7]
+        return [known[pick % len(known)] for pick in picks]
+
+    def owned(self, node: str, seqs: list[int], fence: bool) -> list[int]:
+        """Checked against the model: those that count."""
+        jobs = self.model.jobs
+        expected = [s for s in dict.fromkeys(seqs) if s in jobs and jobs[s].node == node and not jobs[s].held]
+        lease_nos = [jobs[s].lease_no if s in jobs else 1 for s in seqs] if fence else None
+        marked = self.leases.owned(node, seqs, lease_nos)
+        assert marked.seqs == expected
+        rest = list(seqs)
+        for seq in expected:
+            rest.remove(seq)
+        assert sorted(marked.skipped) == sorted(rest)
+        if lease_nos is not None:
+            wrong = [lease_no + 1 for lease_no in lease_nos]
+            assert self.leases.owned(node, seqs, wrong).seqs == []
+        return marked.seqs
+
+    @rule(
+        node=st.sampled_from(["one", "two"]),
+        picks=st.lists(st.integers(0, 30), min_size=1, max_size=6),
+        fence=st.booleans(),
+        fails=st.booleans(),
+    )
+    def ack(self, node: str, picks: list[int], fence: bool, fails: bool) -> None:
+        self.advance()
+        seqs = self.owned(node, self.chosen(picks), fence)
+        self.leases.hold(seqs)
+        if fails:
+            self.leases.unhold(seqs)
+            return
+        if self.keep:
+            self.leases.finish([(seq, seq) for seq in seqs])
+            self.done |= set(seqs)
+        else:
+            self.topic.removed(self.topic.plan_removal(sorted(seqs), set(seqs)), self.topic.revision + 1)
+        for seq in seqs:
+            del self.model.jobs[seq]
+
+    @rule(
+        node=st.sampled_from(["one", "two"]),
+        picks=st.lists(st.integers(0, 30), min_size=1, max_size=6),
+        delay_ms=st.sampled_from([0, 0, 25]),
+    )
+    def nack(self, node: str, picks: list[int], delay_ms: int) -> None:
+        self.advance()
+        seqs = self.owned(node, self.chosen(picks), False)
+        self.leases.give_back(seqs, delay_ms, self.now)
+        for seq in seqs:
+            job = self.model.jobs[seq]
+            job.node, job.returned = "", True
+            job.until_ms = 0
+            if delay_ms:
+                job.until(self.now, delay_ms)
+
+    @rule(
+        node=st.sampled_from(["one", "two"]),
+        picks=st.lists(st.integers(0, 30), min_size=1, max_size=6),
+        lease_ms=st.sampled_from([10, 400]),
+        fails=st.booleans(),
+    )
+    def extend(self, node: str, picks: list[int], lease_ms: int, fails: bool) -> None:
+        self.advance()
+        seqs = self.owned(node, self.chosen(picks), False)
+        former = self.leases.extend(seqs, lease_ms, self.now)
+        if fails:
+            self.leases.unextend(former)
+            return
+        for seq in seqs:
+            self.model.jobs[seq].until(self.now, lease_ms)
+
+    @rule(back=st.booleans())
+    def dead_letters_arrive_or_not(self, back: bool) -> None:
+        seqs = sorted(seq for seq, job in self.model.jobs.items() if job.held)
+        assert self.leases.carried_by(3, self.model.jobs) == seqs
+        assert self.leases.carried_by(4, self.model.jobs) == []
+        if back:
+            self.leases.give_back(seqs, 0, self.now)
+            for seq in seqs:
+                job = self.model.jobs[seq]
+                job.held, job.returned, job.node, job.until_ms = False, True, "", 0
+        else:
+            self.topic.removed(self.topic.plan_removal(seqs, set(seqs)), self.topic.revision + 1)
+            for seq in seqs:
+                del self.model.jobs[seq]
+
+    # -- time and restarts
+
+    @rule(ms=st.sampled_from([1, 9, 60, 600, CARRY_MS]), wall_step_ms=st.sampled_from([0, 0, 0, 500]))
+    def pass_time(self, ms: int, wall_step_ms: int) -> None:
+        self.now = Now(self.now.wall_ms + ms + wall_step_ms, self.now.mono_ms + ms)
+
+    @rule(keep_leases=st.booleans())
+    def restart(self, keep_leases: bool) -> None:
+        """The state goes through a snapshot into a machine over the same records."""
+        self.advance()
+        for job in self.model.jobs.values():
+            if job.held:  # nobody knows of dead letters on their way any more
+                job.held, job.returned, job.node, job.until_ms = False, True, "", 0
+        self.leases.give_back(
+            [
+                seq
+                for seq in sorted(self.model.jobs)
+                if self.model.jobs[seq].deliveries
+                and self.model.jobs[seq].returned
+                and not self.model.jobs[seq].until_ms
+            ],
+            0,
+            self.now,
+        )
+        state = self.leases.state()
+        rebuilt = queue_topic()
+        rebuilt.index, rebuilt.head_seq, rebuilt.records = self.topic.index, self.topic.head_seq, self.topic.records
+        rebuilt.earliest_seq, rebuilt.evict_floor = self.topic.earliest_seq, self.topic.evict_floor
+        rebuilt.live_bytes = self.topic.live_bytes
+        self.topic, self.leases = rebuilt, leases_of(rebuilt)
+        assert isinstance(state, QueueState)
+        self.leases.restore(state)
+        assert leases_of(rebuilt).state() == state
+        # Wall and monotonic clock of the next life have nothing to do with each other.
+        former = self.now
+        self.now = Now(self.now.wall_ms, 17)
+        self.leases.start(self.now, 10_000, keep_leases)
+        for job in self.model.jobs.values():
+            if not keep_leases:
+                job.deliveries, job.node, job.until_ms, job.returned = 0, "", 0, False
+            elif job.until_ms:
+                left_ms = job.until_ms - former.mono_ms
+                assert job.deadline_ms <= former.wall_ms + left_ms  # the wall clock only ever jumps forward here
+                job.until_ms = 17 + max(0, job.deadline_ms - self.now.wall_ms)
+            if not job.deliveries:
+                job.returned = False
+
+    def advance(self) -> None:
+        self.model.settle(self.now)
+        self.leases.advance(self.now)
+
+    @invariant()
+    def counts_agree(self) -> None:
+        if not hasattr(self, "model"):
+            return
+        self.advance()
+        assert self.leases.ready == len(self.model.ready(self.now))
+        assert self.leases.in_flight == len(self.model.leased())
+        assert self.topic.records == len(self.model.jobs) + len(self.done)
+        assert self.leases.done.count == len(self.done)
+
+    @invariant()
+    def wakes_in_time(self) -> None:
+        """Nothing becomes ready by itself before `next_due_ms` says so."""
+        if not hasattr(self, "model"):
+            return
+        due_ms = self.leases.next_due_ms(self.now)
+        ends = [job.until_ms - self.now.mono_ms for job in self.model.jobs.values() if job.until_ms]
+        if ends:
+            assert due_ms is not None
+            assert due_ms <= min(ends)
+
+
+LeaseMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLeaseMachine = LeaseMachine.TestCase
+
+
+class CountedRecords:
+    """A million live records, and how many of them were looked at."""
+
+    records = head_seq = 1_000_000
+    earliest_seq = 1
+
+    def __init__(self) -> None:
+        self.looked_at = 0
+
+    def live_from(self, seq: int, most: int) -> list[int]:
+        found = list(range(seq, min(seq + most, self.head_seq + 1)))
+        self.looked_at += len(found)
+        return found
+
+    def live_of(self, seqs: Sequence[int]) -> list[int]:
+        self.looked_at += len(seqs)
+        return list(seqs)
+
+
+def test_a_claim_costs_the_jobs_it_hands_out_and_waiting_jobs_cost_nothing() -> None:
+    records = CountedRecords()
+    leases = Leases(records)
+    leases.start(START, 1, keep_leases=False)
+    for _ in range(100):
+        assert len(leases.lease(leases.take(1000, 0, 0, START)[0], "n", 60_000, START, None).seqs) == 1000
+    assert records.looked_at == 100_000
+    assert (leases.ready, leases.in_flight) == (900_000, 100_000)
+    records.looked_at = 0
+    leases.give_back([7, 99_999, 50_000], 0, START)
+    assert leases.lease(leases.take(16, 0, 0, START)[0], "n", 60_000, START, None).seqs == [
+        7,
+        50_000,
+        99_999,
+        *range(100_001, 100_014),
+    ]
+    assert records.looked_at == 13
+    assert len(leases._jobs) == 100_013

@@ -1,0 +1,104 @@
+"""Processes are killed at random while batches are committed over several topics: each once, all or none of it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+
+import httpx
+import msgspec
+
+from tests.harness import Service, poll
+from topics.client import Client, Record, Retry, ServiceBusyError, UnreachableError
+from topics.client.calls import Call
+
+KILLS = int(os.environ.get("TOPICS_TXN_KILLS", "10"))
+TOPICS = [f"out-{number}" for number in range(4)]
+
+
+def commit(client: Client, batch: int, gate: threading.Lock) -> None:
+    """Stages anew at every attempt, as a sink does whose tasks were run again, until the batch is said to be there."""
+    while True:
+        with gate, contextlib.suppress(UnreachableError, ServiceBusyError):
+            stages = [stage(client, topic, batch) for topic in TOPICS]
+            client.call(_post("/v0/txn/sink/commit", {"batch": batch, "stages": stages}))
+            return
+
+
+def stage(client: Client, topic: str, batch: int) -> object:
+    body = {"txn": f"b{batch}", "records": records(topic, batch)}
+    return client.call(_post(f"/v0/stage/{topic}", body))["stage"]
+
+
+def records(topic: str, batch: int) -> list[dict[str, object]]:
+    return [{"data": f"{topic}/{batch}/{number}"} for number in range(3)]
+
+
+def _post(path: str, body: object) -> Call[dict[str, object]]:
+    # Not repeated by the client: what a lost answer means is what is tested.
+    return Call("POST", path, msgspec.json.decode, msgspec.json.encode(body), repeatable=False)
+
+
+def test_each_batch_once_and_all_or_none_whatever_is_killed() -> None:
+    seed = int(os.environ.get("TOPICS_SEED", str(random.randrange(2**32))))
+    print(f"TOPICS_SEED={seed}")
+    chance = random.Random(seed)
+    with Service(shards=3, frontends=2, wal_file_bytes=1 << 20) as service, _client(service) as client:
+        done = threading.Event()
+        gate = threading.Lock()
+        committed: list[int] = []
+
+        def run() -> None:
+            for batch in itertools.count():
+                if done.is_set():
+                    return
+                commit(client, batch, gate)
+                committed.append(batch)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            for _ in range(KILLS):
+                role = chance.choice(["walshard", "walshard", "frontend", "frontend", "all"])
+                victim = service.pid if role == "all" else service.pid_of(role, chance.randrange(2))
+                at = len(committed) + 1
+                poll("progress", lambda at=at: len(committed) >= at, 60)  # type: ignore[misc]
+                time.sleep(chance.random() * 0.03)  # anywhere in the next batch
+                if role != "all":
+                    os.kill(victim, signal.SIGKILL)
+                    continue
+                service.kill_group()
+                with gate:
+                    service.start()
+                    settled(service)
+                    heads = {client.get_topic(topic, touch=False).head_seq for topic in TOPICS}
+                    assert len(heads) == 1, f"after the crash topics end at {heads}"
+        finally:
+            done.set()
+            thread.join(60)
+        assert committed == list(range(len(committed)))
+        settled(service)
+        for topic in TOPICS:
+            found = [item.data for item in client.read(topic) if isinstance(item, Record)]
+            assert found == [record["data"] for batch in committed for record in records(topic, batch)]
+
+
+def _client(service: Service) -> Client:
+    return Client(service.url, retry=Retry(total_s=0.5))
+
+
+def settled(service: Service) -> None:
+    """What was decided before the crash is published (nobody asks for it: frontends do that by themselves)."""
+    poll("the sink to answer", lambda: _answers(service), 30)
+
+
+def _answers(service: Service) -> bool:
+    try:
+        return httpx.get(f"{service.url}/v0/txn/sink", timeout=10).status_code == 200
+    except httpx.TransportError:
+        return False

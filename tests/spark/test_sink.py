@@ -1,0 +1,163 @@
+"""`df.write` and `writeStream` into topics: all or nothing for a job, exactly once for a query."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.harness import Service
+from topics.client import Client, Record
+from topics.spark.errors import plainly
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+def write(frame: DataFrame, service: Service, **options: Any) -> None:
+    frame.write.format("topics").option("url", service.url).options(**options).mode("append").save()
+
+
+def records(topics: Client, topic: str) -> list[Record]:
+    return [item for item in topics.read(topic) if isinstance(item, Record)]
+
+
+def stages_left(service: Service) -> list[str]:
+    directory = service.data_dir / "txn" / "stages"
+    return [path.name for path in directory.iterdir()] if directory.exists() else []
+
+
+def refusal(action: Any) -> str:
+    with pytest.raises(Exception, match=r".") as caught:
+        action()
+    return plainly(caught.value)
+
+
+def test_structs_become_json_and_columns_attributes(
+    spark: SparkSession, service: Service, topics: Client, topic: str
+) -> None:
+    frame = spark.sql(
+        "select named_struct('i', 1, 's', 'x', 'd', cast(1.50 as decimal(4,2)), 'n', cast(null as int), "
+        "'a', array(1, 2), 'm', map('k', true), 't', timestamp'2024-02-29 12:00:00') data, "
+        "'tag' tag, 'me' node, map('a', 'b') meta"
+    )
+    write(frame, service, topic=topic)
+    (record,) = records(topics, topic)
+    assert bytes(record.raw) == (
+        b'{"i":1,"s":"x","d":1.50,"n":null,"a":[1,2],"m":{"k":true},"t":"2024-02-29T12:00:00Z"}'
+    )
+    assert (record.tag, record.node, record.meta) == ("tag", "me", {"a": "b"})
+
+
+def test_texts_are_written_byte_for_byte_and_rows_may_name_their_topic(
+    spark: SparkSession, service: Service, topics: Client, topic: str
+) -> None:
+    rows = [('{"a": 1.0,  "b":"\u00e9"}', f"{topic}-a"), ("2", f"{topic}-b"), ("3", None)]
+    write(spark.createDataFrame(rows, "data string, topic string"), service, topic=topic)
+    assert bytes(records(topics, f"{topic}-a")[0].raw) == '{"a": 1.0,  "b":"\u00e9"}'.encode()
+    assert [record.data for record in records(topics, f"{topic}-b")] == [2]
+    assert [record.data for record in records(topics, topic)] == [3]
+
+
+def test_a_large_job_is_there_once_and_leaves_nothing_behind(
+    spark: SparkSession, service: Service, topics: Client, topic: str
+) -> None:
+    frame = spark.range(0, 20_000, 1, 4).selectExpr("to_json(struct(id)) data", "cast(id % 7 as string) tag")
+    write(frame, service, topic=topic, recordsPerStage="1500")
+    found = records(topics, topic)
+    assert sorted(record.data["id"] for record in found) == list(range(20_000))
+    assert all(record.tag == str(record.data["id"] % 7) for record in found)
+    assert stages_left(service) == []
+
+
+def test_a_job_that_fails_writes_nothing(spark: SparkSession, service: Service, topics: Client, topic: str) -> None:
+    topics.put_topic(topic)
+    frame = spark.range(0, 100, 1, 2).selectExpr("if(id = 99, 'no json', cast(id as string)) data")
+    assert "a row's data is not JSON" in refusal(lambda: write(frame, service, topic=topic, recordsPerStage="10"))
+    assert topics.get_topic(topic).head_seq == 0
+    assert stages_left(service) == []
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "line"),
+    [
+        ("1 as x", {"topic": "t"}, "needs the column data"),
+        ("'1' as data, 2 as extra", {"topic": "t"}, "column extra has no meaning"),
+        ("'1' as data", {}, "Give the option topic, or a column topic"),
+        ("'1' as data, 1 as tag", {"topic": "t"}, "column tag must be a string, not int"),
+        ("'1' as data, map('a', 1) as meta", {"topic": "t"}, "must be map<string,string>"),
+        ("'1' as data", {"topic": "a/b"}, "not a valid name"),
+        ("'1' as data", {"topic": "t", "topics": "x"}, "did you mean topic?"),
+        ("cast(null as string) as data", {"topic": "t"}, "has no data: null is not a record"),
+    ],
+)
+def test_what_cannot_be_written_is_one_clear_line(
+    spark: SparkSession, service: Service, columns: str, options: dict[str, str], line: str
+) -> None:
+    assert line in refusal(lambda: write(spark.sql(f"select {columns}"), service, **options))
+
+
+def stream(spark: SparkSession, service: Service, source: str, sink: str, checkpoint: Path, **options: Any) -> None:
+    """A pass over what is in one topic, into another."""
+    reader = spark.readStream.format("topics").option("url", service.url).option("subscribe", source)
+    frame = reader.option("startingOffsets", "earliest").option("maxOffsetsPerTrigger", "100").load()
+    query = (
+        frame.select("data", "tag").repartition(3).writeStream.format("topics").option("url", service.url)
+        .option("topic", sink).options(**options).option("checkpointLocation", str(checkpoint))
+        .trigger(availableNow=True).start()
+    )  # fmt: skip
+    assert query.awaitTermination(300)
+
+
+def test_a_stream_is_copied_exactly_once_over_restarts(
+    spark: SparkSession, service: Service, topics: Client, topic: str, tmp_path: Path
+) -> None:
+    for first in (0, 150):
+        topics.append(topic, [{"n": n} for n in range(first, first + 150)])
+        stream(spark, service, topic, f"{topic}-out", tmp_path)
+    copied = Counter(record.data["n"] for record in records(topics, f"{topic}-out"))
+    assert copied == Counter(range(300))
+    assert stages_left(service) == []
+
+
+def test_a_batch_that_spark_repeats_appends_nothing(
+    spark: SparkSession, service: Service, topics: Client, topic: str, tmp_path: Path
+) -> None:
+    """As after a crash between the sink's commit and Spark's note of it: the note is taken back."""
+    topics.append(topic, [{"n": n} for n in range(150)])
+    stream(spark, service, topic, f"{topic}-out", tmp_path)
+    assert topics.get_topic(f"{topic}-out").head_seq == 150
+    notes = sorted((tmp_path / "commits").glob("[0-9]*"), key=lambda path: int(path.name))
+    last = notes[-1].name
+    for name in (last, f".{last}.crc"):
+        (tmp_path / "commits" / name).unlink(missing_ok=True)
+    stream(spark, service, topic, f"{topic}-out", tmp_path)
+    assert Counter(record.data["n"] for record in records(topics, f"{topic}-out")) == Counter(range(150))
+    assert stages_left(service) == []
+
+
+def test_a_new_checkpoint_is_a_new_query_and_writes_all_again(
+    spark: SparkSession, service: Service, topics: Client, topic: str, tmp_path: Path
+) -> None:
+    topics.append(topic, [{"n": 1}])
+    for number in range(2):
+        stream(spark, service, topic, f"{topic}-out", tmp_path / str(number))
+    assert topics.get_topic(f"{topic}-out").head_seq == 2
+
+
+def test_a_checkpoint_older_than_what_was_written_is_refused(
+    spark: SparkSession, service: Service, topics: Client, topic: str, tmp_path: Path
+) -> None:
+    topics.append(topic, [{"n": n} for n in range(150)])
+    stream(spark, service, topic, f"{topic}-out", tmp_path)
+    for directory in ("commits", "offsets"):
+        for path in (tmp_path / directory).iterdir():
+            if path.name.strip(".").removesuffix(".crc") != "0":
+                path.unlink()
+    (tmp_path / "commits" / "0").unlink()
+    (tmp_path / "commits" / ".0.crc").unlink(missing_ok=True)
+    line = refusal(lambda: stream(spark, service, topic, f"{topic}-out", tmp_path))
+    assert "the query's checkpoint is older than what it has written" in line
+    assert topics.get_topic(f"{topic}-out").head_seq == 150

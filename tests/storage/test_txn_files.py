@@ -1,0 +1,74 @@
+"""Stage and sink files: what goes in comes out, and nothing else ever does."""
+
+from __future__ import annotations
+
+import pytest
+
+from topics.storage.frame import lay_out
+from topics.storage.sink_file import (
+    HEAD_LEN,
+    Sink,
+    SinkDamagedError,
+    decode_head,
+    decode_sink,
+    encode_sink,
+    is_sink_name,
+    sink_name,
+)
+from topics.storage.stage_file import (
+    StageDamagedError,
+    belongs_to_txn,
+    decode_stage,
+    decode_topic,
+    encode_stage,
+    is_stage_id,
+    new_stage_id,
+    stage_name,
+    stage_of_name,
+)
+
+RECORDS = lay_out([(b"node", b"tag", b'{"a":1}', b'{"k":"v"}'), (b"", b"", b"2", b"")])
+STAGE = encode_stage("orders", RECORDS)
+SINK = encode_sink(Sink("sink", 7, [("stage", "orders"), ("other", "audit")]))
+
+
+def test_a_stage_holds_its_frames_as_they_were_laid_out() -> None:
+    stage = decode_stage(STAGE)
+    assert (stage.topic, stage.offset_len, stage.record_flags) == ("orders", RECORDS.offset_len, RECORDS.flags)
+    assert stage.frames == RECORDS.buffer
+    assert decode_topic(STAGE[:267]) == ("orders", 2)
+
+
+def test_a_sink_holds_its_batch_and_stages() -> None:
+    assert decode_sink(SINK) == Sink("sink", 7, [("stage", "orders"), ("other", "audit")])
+    assert decode_head(SINK[:HEAD_LEN]) == (7, 2)
+
+
+@pytest.mark.parametrize("at", range(len(STAGE)))
+def test_every_changed_or_missing_byte_of_a_stage_is_found(at: int) -> None:
+    with pytest.raises(StageDamagedError):
+        decode_stage(STAGE[:at] + bytes([STAGE[at] ^ 0x10]) + STAGE[at + 1 :])
+    with pytest.raises(StageDamagedError):
+        decode_stage(STAGE[:at])
+
+
+@pytest.mark.parametrize("at", range(len(SINK)))
+def test_every_changed_or_missing_byte_of_a_sink_is_found(at: int) -> None:
+    with pytest.raises(SinkDamagedError):
+        decode_sink(SINK[:at] + bytes([SINK[at] ^ 0x10]) + SINK[at + 1 :])
+    with pytest.raises(SinkDamagedError):
+        decode_sink(SINK[:at])
+
+
+def test_names_of_stages_and_sinks() -> None:
+    stage = new_stage_id("orders", "txn")
+    assert is_stage_id(stage)
+    assert stage_of_name(stage_name(stage)) == stage
+    assert stage_of_name(stage_name(stage) + ".tmp") is None
+    assert not is_stage_id("../" + stage[3:])
+    assert belongs_to_txn(stage, "orders", "txn")
+    assert not belongs_to_txn(stage, "orders", "txn2")
+    assert not belongs_to_txn(stage, "orders\x00", "txn")
+    assert new_stage_id("orders", "txn") != stage
+    assert is_sink_name(sink_name("any"))
+    assert not is_sink_name(sink_name("any") + ".tmp")

@@ -1,0 +1,464 @@
+"""Queues and cursors at their shard: one commit for a group, what a restart brings back, what a failing disk undoes."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.storage.faults import Fault, FaultyFileSystem
+from tests.walshard.rig import Rig
+from topics.core.config import TopicConfig
+from topics.core.errors import TopicsError
+from topics.shm.arena import TopicView
+from topics.shm.messages import DeleteTopic, Hello, PutTopic
+from topics.shm.queue_messages import (
+    Ack,
+    AckReply,
+    Bury,
+    Claim,
+    CursorAdvance,
+    CursorLook,
+    CursorPut,
+    Dealt,
+    Exhume,
+    Extend,
+    Nack,
+    Remove,
+    Unclaim,
+    Waiting,
+    WorkClose,
+    WorkOpen,
+)
+from topics.storage.layout import list_log_files, ram_group_dir
+
+MINUTE_MS = 60_000
+
+
+@pytest.fixture
+def fs() -> FaultyFileSystem:
+    return FaultyFileSystem()
+
+
+@pytest.fixture
+def rig(tmp_path: Path, fs: FaultyFileSystem) -> Iterator[Rig]:
+    rig = Rig(str(tmp_path), fs)
+    yield rig
+    rig.close()
+
+
+def queue(rig: Rig, jobs: int, name: str = "q", **config: Any) -> None:
+    rig.call(PutTopic(name, TopicConfig(type="queue", **config), True))
+    if jobs:
+        rig.append(name, *[b"%d" % n for n in range(1, jobs + 1)])
+
+
+def claim(rig: Rig, most: int = 1, name: str = "q", node: str = "w", lease_ms: int | None = MINUTE_MS) -> Dealt:
+    dealt = rig.call(Claim(name, node, most, lease_ms, 1))
+    assert isinstance(dealt, Dealt)
+    return dealt
+
+
+def ack(rig: Rig, *seqs: int, name: str = "q", node: str = "w") -> AckReply:
+    reply = rig.call(Ack(name, node, list(seqs), None))
+    assert isinstance(reply, AckReply)
+    return reply
+
+
+def view(rig: Rig, name: str = "q") -> TopicView:
+    found = rig.view(name)
+    assert found is not None
+    return found
+
+
+def counts(rig: Rig, name: str = "q") -> tuple[int, int, int]:
+    now = view(rig, name)
+    return now.jobs_ready, now.jobs_in_flight, now.jobs_dead_lettered
+
+
+def lease_nos(dealt: Dealt) -> list[int]:
+    return list(range(dealt.first_lease_no, dealt.first_lease_no + len(dealt.seqs)))
+
+
+# -- group commit
+
+
+def test_claims_and_acks_of_many_consumers_are_one_commit(rig: Rig) -> None:
+    queue(rig, 100)
+    first = [rig.post_call(Claim("q", f"w{n}", 5, None, n)) for n in range(20)]
+    rig.run()
+    claimed = [rig.replies[id].seqs for id in first]
+    assert sorted(seq for seqs in claimed for seq in seqs) == list(range(1, 101))
+    batches = rig.cell.get("wal_batches")
+    acks = [rig.post_call(Ack("q", f"w{n}", seqs, None)) for n, seqs in enumerate(claimed)]
+    again = [rig.post_call(Ack("q", f"w{n}", seqs, None)) for n, seqs in enumerate(claimed)]
+    rig.run()
+    assert [rig.replies[id].count for id in acks] == [5] * 20
+    assert [rig.replies[id].count for id in again] == [0] * 20
+    assert rig.cell.get("wal_batches") == batches + 1
+    assert (view(rig).records, view(rig).earliest_seq) == (0, 101)
+    rig.boot()
+    assert (view(rig).records, view(rig).earliest_seq, view(rig).head_seq) == (0, 101, 100)
+
+
+def test_acks_and_appends_of_one_group_mix(rig: Rig) -> None:
+    queue(rig, 3)
+    claim(rig, 3)
+    ids = [
+        rig.post_call(Ack("q", "w", [2], None)),
+        rig.post_append("q", [b"4"]),
+        rig.post_call(Ack("q", "w", [1], None)),
+    ]
+    rig.run()
+    assert [type(rig.replies[id]).__name__ for id in ids] == ["AckReply", "AppendReply", "AckReply"]
+    assert [seq for seq, _ in rig.read("q")] == [3, 4]
+    assert view(rig).earliest_seq == 3
+
+
+def test_a_capped_queue_may_evict_what_is_acked_in_the_same_group(rig: Rig) -> None:
+    queue(rig, 3, cap_records=3)
+    claim(rig, 3)
+    ids = [
+        rig.post_append("q", [b"4", b"5"]),
+        rig.post_call(Ack("q", "w", [1, 2, 3], None)),
+        rig.post_append("q", [b"6"]),
+    ]
+    rig.run()
+    assert rig.replies[ids[1]].skipped == [1, 2]
+    assert [seq for seq, _ in rig.read("q")] == [4, 5, 6]
+    assert counts(rig) == (3, 0, 0)
+    rig.boot()
+    assert [seq for seq, _ in rig.read("q")] == [4, 5, 6]
+
+
+def test_a_long_answer_ends_the_group_before_the_journal_is_full(rig: Rig) -> None:
+    queue(rig, 0)
+    for _ in range(5):
+        rig.append("q", *[b"1"] * 2000)
+    claim(rig, 10_000)
+    unknown = list(range(2**63, 2**63 + 1000))
+    ids = [rig.post_call(Ack("q", "w", [seq, *unknown], None)) for seq in range(1, 61)]
+    while ids[-1] not in rig.replies:  # the ring of answers is small
+        rig.run()
+        rig.outbox.flush()
+        rig.take_replies()
+    assert all(rig.replies[id].skipped == unknown for id in ids)
+    assert view(rig).records == 10_000 - 60
+
+
+# -- restarts
+
+
+def test_without_durable_leases_everything_unacked_is_ready_after_a_crash(rig: Rig) -> None:
+    queue(rig, 5)
+    old = claim(rig, 4)
+    ack(rig, 2)
+    rig.boot()
+    assert counts(rig) == (4, 0, 0)
+    new = claim(rig, 10)
+    assert (new.seqs, new.deliveries) == ([1, 3, 4, 5], [1, 1, 1, 1])
+    assert not set(lease_nos(new)) & set(lease_nos(old))
+    assert rig.call(Ack("q", "w", [1], lease_nos(old)[:1])).skipped == [1]
+
+
+@pytest.mark.parametrize("durability", ["disk", "fsync", "memory"])
+def test_durable_leases_outlive_a_restart(rig: Rig, durability: Any) -> None:
+    queue(rig, 6, durability=durability, leases_durable=True)
+    held = claim(rig, 4)
+    rig.call(Nack("q", "w", [2], None, 0))
+    rig.call(Nack("q", "w", [3], None, 5_000))
+    extended = rig.call(Extend("q", "w", [4], None, 10 * MINUTE_MS))
+    assert extended.seqs == [4]
+    rig.restart_service()
+    assert counts(rig) == (3, 2, 0)
+    again = claim(rig, 10)
+    assert (again.seqs, again.deliveries) == ([2, 5, 6], [2, 1, 1])
+    assert rig.call(Ack("q", "w", [1], lease_nos(held)[:1])).count == 1
+    rig.clock.ms += 5_001
+    assert (claim(rig, 10).seqs, counts(rig)) == ([3], (0, 5, 0))
+    rig.clock.ms += MINUTE_MS
+    rig.restart_service()
+    back = claim(rig, 10)
+    assert (back.seqs, back.deliveries) == ([2, 3, 5, 6], [3, 3, 2, 2])
+    rig.clock.ms += 10 * MINUTE_MS
+    assert 4 in claim(rig, 10).seqs
+
+
+def test_kept_jobs_stay_done_over_a_restart(rig: Rig) -> None:
+    queue(rig, 6, on_ack="keep")
+    claim(rig, 4)
+    ack(rig, 1, 2, 4)
+    for restart in (rig.boot, rig.restart_service):
+        restart()
+        assert counts(rig) == (3, 0, 0)
+        assert [seq for seq, _ in rig.read("q")] == [1, 2, 3, 4, 5, 6]
+    assert claim(rig, 10).seqs == [3, 5, 6]
+
+
+@pytest.mark.parametrize("durability", ["disk", "ephemeral"])
+def test_schedules_and_order_keys_outlive_a_crash(rig: Rig, durability: Any) -> None:
+    queue(rig, 0, durability=durability)
+    jobs = [(0, rig.clock.ms + 500, 0, ""), (1, 0, 900, ""), (2, 0, 0, "k"), (3, 0, 0, "k")]
+    rig.answer(rig.post_append("q", [b"at", b"in", b"k1", b"k2", b"now"], jobs=jobs))
+    assert claim(rig, 10).seqs == [3, 5]
+    rig.boot()
+    assert claim(rig, 10).seqs == [3, 5]
+    rig.clock.ms += 501
+    assert claim(rig, 10).seqs == [1]
+    rig.clock.ms += 400
+    assert claim(rig, 10).seqs == [2]
+    assert ack(rig, 3).count == 1
+    assert claim(rig, 10).seqs == [4]
+
+
+def test_schedules_of_an_ephemeral_queue_outlive_the_trimming_of_its_log(rig: Rig) -> None:
+    queue(rig, 0, durability="ephemeral", cap_records=40)
+    block = b"x" * 200_000
+    rig.answer(rig.post_append("q", [b"later"], jobs=[(0, rig.clock.ms + MINUTE_MS, 0, "")]))
+    for n in range(200):
+        rig.answer(rig.post_append("q", [block], jobs=[(0, rig.clock.ms + MINUTE_MS, 0, "")] if n % 2 else None))
+    directory = ram_group_dir(rig.shared.ram_dir, 0)
+    assert list_log_files(rig.fs, directory)[0] > 1, "nothing was trimmed"
+    rig.boot()
+    assert counts(rig) == (20, 0, 0)
+    rig.clock.ms += MINUTE_MS + 1
+    assert len(claim(rig, 100).seqs) == 40
+
+
+def test_an_ephemeral_queue_starts_empty_after_a_restart_of_the_service(rig: Rig) -> None:
+    queue(rig, 5, durability="ephemeral", leases_durable=True)
+    claim(rig, 3)
+    ack(rig, 2)
+    rig.boot()
+    assert counts(rig) == (2, 2, 0)
+    rig.restart_service()
+    assert counts(rig) == (0, 0, 0)
+    rig.append("q", b"new")
+    assert counts(rig) == (1, 0, 0)
+
+
+def test_dead_letters_are_counted_over_restarts(rig: Rig) -> None:
+    queue(rig, 3, max_deliveries=1, dead_letter="dead")
+    claim(rig, 2)
+    rig.call(Nack("q", "w", [1, 2], None, 0))
+    dealt = claim(rig, 5)
+    assert (dealt.seqs, dealt.dead, dealt.dead_deliveries, dealt.dead_letter) == ([3], [1, 2], [1, 1], "dead")
+    assert counts(rig) == (0, 1, 0)
+    assert rig.call(Bury("q", [1, 3])).count == 1
+    rig.call(Exhume("q", [2, 3], 1_000))
+    assert counts(rig) == (0, 1, 1)
+    assert claim(rig, 5).dead == []
+    rig.clock.ms += 1_001
+    assert claim(rig, 5).dead == [2]
+    rig.call(Bury("q", [2]))
+    rig.restart_service()
+    assert counts(rig) == (1, 0, 2)
+
+
+def test_who_does_not_bring_its_dead_letters_away_loses_them(rig: Rig) -> None:
+    queue(rig, 1, max_deliveries=1, dead_letter="dead")
+    claim(rig)
+    rig.call(Nack("q", "w", [1], None, 0))
+    assert claim(rig).dead == [1]
+    assert claim(rig).dead == []
+    rig.clock.ms += 30_001
+    assert claim(rig).dead == [1]
+    rig.post_call(Hello(2))  # the frontend was killed
+    rig.run()
+    assert claim(rig).dead == [1]
+
+
+# -- streams and windows
+
+
+def test_streams_are_dealt_to_in_turn_and_refilled_on_ack(rig: Rig) -> None:
+    queue(rig, 0)
+    for stream in (7, 8):
+        rig.call(WorkOpen("q", stream, f"s{stream}", 2, MINUTE_MS))
+    rig.append("q", b"1", b"2", b"3", b"4", b"5")
+    assert sorted((dealt.stream, dealt.seqs) for dealt in rig.dealt) == [(7, [1, 3]), (8, [2, 4])]
+    rig.dealt.clear()
+    ack(rig, 2, node="s8")
+    assert [(dealt.stream, dealt.seqs) for dealt in rig.dealt] == [(8, [5])]
+    rig.call(WorkOpen("q", 8, "s8", 0, MINUTE_MS))
+    rig.dealt.clear()
+    rig.call(Nack("q", "s8", [4], None, 0))
+    assert rig.dealt == []
+    rig.call(WorkClose("q", 7))
+    assert counts(rig) == (3, 1, 0)
+    rig.call(WorkOpen("q", 8, "s8", 9, MINUTE_MS))
+    assert [(dealt.seqs, dealt.deliveries) for dealt in rig.dealt] == [([1, 3, 4], [2, 2, 2])]
+
+
+def test_a_stream_gets_what_time_brings(rig: Rig) -> None:
+    queue(rig, 1)
+    claim(rig, lease_ms=500)
+    rig.call(WorkOpen("q", 7, "s", 5, MINUTE_MS))
+    rig.answer(rig.post_append("q", [b"later"], jobs=[(0, 0, 700, "")]))
+    assert rig.dealt == []
+    for _ in range(2):
+        due_ms = rig.shard.next_tick_ms
+        assert due_ms is not None
+        assert due_ms <= rig.clock.ms + 700
+        while not rig.dealt:
+            due_ms = rig.shard.next_tick_ms
+            assert due_ms is not None
+            rig.clock.ms = max(rig.clock.ms + 1, due_ms)
+            rig.run()
+            rig.outbox.flush()
+            rig.take_replies()
+        rig.dealt.clear()
+    assert counts(rig) == (0, 2, 0)
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_frontend_that_was_killed_has_no_leases_left(rig: Rig, durable: bool) -> None:
+    queue(rig, 3, leases_durable=durable)
+    rig.call(WorkOpen("q", 7, "s", 2, MINUTE_MS))
+    held = claim(rig, node="over http")
+    assert counts(rig) == (0, 3, 0)
+    if durable:
+        rig.boot()  # the shard as well
+        assert counts(rig) == (0, 3, 0)
+    rig.dealt.clear()
+    rig.post_call(Hello(2))
+    rig.run()
+    assert counts(rig) == (2, 1, 0)
+    assert rig.dealt == []
+    assert rig.call(Ack("q", "over http", held.seqs, lease_nos(held))).count == 1
+    rig.restart_service()
+    assert counts(rig) == (2, 0, 0)
+
+
+def test_a_stream_that_is_opened_again_after_a_crash_keeps_durable_leases(rig: Rig) -> None:
+    queue(rig, 5, leases_durable=True)
+    rig.call(WorkOpen("q", 7, "s", 2, MINUTE_MS))
+    rig.boot()
+    rig.dealt.clear()
+    rig.call(WorkOpen("q", 7, "s", 2, MINUTE_MS))
+    assert rig.dealt == []
+    assert counts(rig) == (3, 2, 0)
+    rig.call(WorkClose("q", 7))
+    assert counts(rig) == (5, 0, 0)
+
+
+def test_a_window_gathers_claims_and_deals_evenly(rig: Rig) -> None:
+    queue(rig, 20, claim_jitter_ms=50)
+    waits = [rig.call(Claim("q", f"w{n}", 10, None, 100 + n)) for n in range(3)]
+    assert waits == [Waiting(50)] * 3
+    rig.clock.ms += 30
+    rig.call(Claim("q", "w3", 10, None, 103))
+    assert rig.dealt == []
+    rig.clock.ms += 20
+    rig.run()
+    assert [(dealt.stream, len(dealt.seqs)) for dealt in rig.dealt] == [(100, 5), (101, 5), (102, 5), (103, 5)]
+    rig.dealt.clear()
+    rig.call(Claim("q", "late", 10, None, 104))
+    rig.clock.ms += 50
+    rig.run()
+    assert [(dealt.stream, dealt.seqs) for dealt in rig.dealt] == [(104, [])]
+
+
+def test_who_waits_is_told_when_the_queue_is_deleted(rig: Rig) -> None:
+    queue(rig, 0, claim_jitter_ms=50)
+    rig.call(WorkOpen("q", 7, "s", 1, None))
+    rig.call(Claim("q", "w", 1, None, 8))
+    rig.call(DeleteTopic("q", False))
+    assert sorted((dealt.stream, dealt.ended) for dealt in rig.dealt) == [(7, True), (8, True)]
+
+
+def test_jobs_that_never_reached_anybody_count_no_delivery(rig: Rig) -> None:
+    queue(rig, 2)
+    dealt = claim(rig, 2)
+    rig.call(Unclaim("q", "w", dealt.seqs, lease_nos(dealt)))
+    assert counts(rig) == (2, 0, 0)
+    assert claim(rig, 2).deliveries == [1, 1]
+
+
+def test_remove_takes_exactly_what_it_names(rig: Rig) -> None:
+    rig.append("log", b"1", b"2", b"3", b"4")
+    assert rig.call(Remove("log", [3, 1, 9, 3])).count == 2
+    assert [seq for seq, _ in rig.read("log")] == [2, 4]
+    rig.boot()
+    assert [seq for seq, _ in rig.read("log")] == [2, 4]
+
+
+# -- a disk that fails
+
+
+@pytest.mark.parametrize("config", [{}, {"on_ack": "keep"}, {"leases_durable": True}, {"durability": "fsync"}])
+def test_what_the_log_refuses_never_was(rig: Rig, fs: FaultyFileSystem, config: dict[str, Any]) -> None:
+    queue(rig, 6, **config)
+    dealt = claim(rig, 3)
+    before = counts(rig)
+    fs.arm(Fault(1, errno.EIO, calls=frozenset({"pwritev"})))
+    ids = [rig.post_call(Ack("q", "w", [1, 3], None)), rig.post_call(Ack("q", "w", [2], None))]
+    rig.run()
+    for id in ids:
+        assert isinstance(rig.replies[id], TopicsError)
+        assert rig.replies[id].code == "storage_unavailable"
+    assert counts(rig) == before
+    assert len(rig.read("q")) == 6
+    fs.arm(None)
+    assert rig.call(Ack("q", "w", [1, 3, 2], [lease_nos(dealt)[at] for at in (0, 2, 1)])).count == 3
+    rig.boot()
+    assert counts(rig) == (3, 0, 0)
+
+
+def test_durable_claims_nacks_and_extends_are_undone(rig: Rig, fs: FaultyFileSystem) -> None:
+    queue(rig, 4, leases_durable=True)
+    held = claim(rig, 1)
+    for call in (
+        Claim("q", "w", 2, None, 1),
+        Nack("q", "w", [1], None, 0),
+        Nack("q", "w", [1], None, 500),
+        Extend("q", "w", [1], None, 100),
+    ):
+        fs.arm(Fault(1, errno.EIO, calls=frozenset({"pwritev"})))
+        with pytest.raises(TopicsError, match="cannot be written"):
+            rig.call(call)
+        fs.arm(None)
+        assert counts(rig) == (3, 1, 0)
+    rig.clock.ms += 1_000
+    assert counts(rig) == (3, 1, 0)
+    assert claim(rig, 4).deliveries == [1, 1, 1]
+    assert rig.call(Ack("q", "w", [1], lease_nos(held))).count == 1
+
+
+def test_a_stream_is_dealt_to_again_when_the_disk_is_back(rig: Rig, fs: FaultyFileSystem) -> None:
+    queue(rig, 1, leases_durable=True)
+    fs.arm(Fault(1, errno.EIO, calls=frozenset({"pwritev"})))
+    rig.call(WorkOpen("q", 7, "s", 1, MINUTE_MS))
+    fs.arm(None)
+    rig.append("q", b"2")
+    assert [dealt.seqs for dealt in rig.dealt if dealt.seqs] == [[1]]
+
+
+# -- cursors
+
+
+def test_of_two_readers_one_moves_a_cursor(rig: Rig, fs: FaultyFileSystem) -> None:
+    rig.append("t", b"1", b"2", b"3", b"4")
+    rig.call(CursorPut("t", "c", "strictly_at_once", 1, None, False))
+    (cursor,) = rig.call(CursorLook("t", "c")).cursors
+    ids = [rig.post_call(CursorAdvance("t", "c", cursor.revision, 0, to)) for to in (2, 3)]
+    ids.append(rig.post_call(CursorAdvance("t", "c", cursor.revision, 2, 4)))
+    rig.run()
+    assert [(rig.replies[id].moved, rig.replies[id].seq) for id in ids] == [(True, 2), (False, 2), (True, 4)]
+    rig.call(CursorPut("t", "c", "strictly_at_once", 1, 0, False))
+    stale = rig.call(CursorAdvance("t", "c", cursor.revision, 0, 1))
+    assert not stale.moved
+    fs.arm(Fault(1, errno.EIO, calls=frozenset({"pwritev"})))
+    failing = [rig.post_call(CursorAdvance("t", "c", stale.revision, at, at + 1)) for at in (0, 1)]
+    rig.run()
+    assert all(isinstance(rig.replies[id], TopicsError) for id in failing)
+    fs.arm(None)
+    (cursor,) = rig.call(CursorLook("t", None)).cursors
+    assert (cursor.seq, cursor.persisted_seq) == (0, 0)
+    rig.restart_service()
+    (after,) = rig.call(CursorLook("t", "c")).cursors
+    assert (after.seq, after.consistency) == (0, "strictly_at_once")
+    assert not rig.call(CursorAdvance("t", "c", cursor.revision, 0, 1)).moved

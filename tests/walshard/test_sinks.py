@@ -1,0 +1,252 @@
+"""The shard's part in transactions, with a driver that may be anyone, at any time, and more than once."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.walshard.rig import Rig
+from tests.walshard.test_killed_anywhere import MODULES, NOT_REACHED, in_a_process, kill_at_line
+from topics.core.config import TopicConfig
+from topics.core.errors import TopicsError
+from topics.frontend.stages import Stages
+from topics.shm.messages import (
+    Call,
+    PutTopic,
+    StagePublish,
+    StagesOver,
+    TxnBegin,
+    TxnEnd,
+    TxnForget,
+    TxnLook,
+    TxnPending,
+)
+from topics.storage.frame import lay_out
+
+KILLED_IN = (*MODULES, "/topics/storage/filesystem.py")
+StageList = list[tuple[str, str]]
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    one = Rig(str(tmp_path / "data"))
+    yield one
+    one.close()
+
+
+def stages_of(rig: Rig) -> Stages:
+    return Stages(rig.settings.data_dir, rig.settings.stage_ttl_ms)
+
+
+def stage(rig: Rig, *contents: tuple[str, list[bytes]]) -> StageList:
+    store = stages_of(rig)
+    return [
+        (store.make(topic, "txn", lay_out([(b"", b"", piece, b"") for piece in data])), topic)
+        for topic, data in contents
+    ]
+
+
+def publish_calls(sink: str, batch: int, stages: StageList) -> list[Call]:
+    return [StagePublish(topic, one, sink, batch) for one, topic in stages]
+
+
+def drive(rig: Rig, sink: str, batch: int, stages: StageList) -> None:
+    """As `frontend/commits.py` does, without it."""
+    for call in publish_calls(sink, batch, stages):
+        rig.call(call)
+    rig.call(TxnEnd(sink, batch))
+    stages_of(rig).drop([one for one, _topic in stages])
+    for topic in {topic for _one, topic in stages}:
+        rig.post_call(StagesOver(topic, sink, batch))
+    rig.run()
+
+
+def data(rig: Rig, topic: str) -> list[bytes]:
+    return [] if rig.view(topic) is None else [piece for _seq, piece in rig.read(topic)]
+
+
+def test_a_batch_is_published_once_and_remembered(rig: Rig) -> None:
+    stages = stage(rig, ("a", [b"1", b"2"]), ("b", [b"3"]), ("a", [b"4"]))
+    assert rig.call(TxnLook("s")).outcome == "none"
+    assert rig.call(TxnBegin("s", 0, stages)).outcome == "begun"
+    assert (data(rig, "a"), data(rig, "b")) == ([], [])
+    drive(rig, "s", 0, stages)
+    assert (data(rig, "a"), data(rig, "b")) == ([b"1", b"2", b"4"], [b"3"])
+    rig.restart_service()
+    again = rig.call(TxnBegin("s", 0, stage(rig, ("a", [b"1", b"2"]))))
+    assert (again.outcome, again.batch, again.pending) == ("committed", 0, [])
+    assert rig.call(TxnBegin("s", 1, stage(rig, ("a", [b"5"])))).outcome == "begun"
+
+
+def test_an_unfinished_batch_is_found_and_finished_before_the_next(rig: Rig) -> None:
+    stages = stage(rig, ("a", [b"1"]), ("b", [b"2"]))
+    rig.call(TxnBegin("s", 3, stages))
+    rig.call(publish_calls("s", 3, stages)[0])
+    rig.restart_service()
+    assert rig.call(TxnPending()).batches == [("s", 3, stages)]
+    told = rig.call(TxnBegin("s", 4, stage(rig, ("a", [b"9"]))))
+    assert (told.outcome, told.batch, told.pending) == ("pending", 3, stages)
+    drive(rig, "s", told.batch, told.pending)
+    assert (data(rig, "a"), data(rig, "b")) == ([b"1"], [b"2"])
+    assert rig.call(TxnPending()).batches == []
+
+
+def test_a_late_driver_publishes_nothing_twice(rig: Rig) -> None:
+    stages = stage(rig, ("a", [b"1"]), ("b", [b"2"]))
+    rig.call(TxnBegin("s", 0, stages))
+    first, second = publish_calls("s", 0, stages)
+    assert not rig.call(first).deduped
+    assert rig.call(first).deduped
+    rig.call(second)
+    rig.call(TxnEnd("s", 0))
+    # The first driver dies here: files and pins stay. The next batch takes the pins of one topic.
+    following = stage(rig, ("a", [b"3"]))
+    rig.call(TxnBegin("s", 1, following))
+    rig.call(publish_calls("s", 1, following)[0])
+    for call in (first, second):
+        with pytest.raises(TopicsError, match="is not being published") as late:
+            rig.call(call)
+        assert late.value.code == "fenced"
+    assert (data(rig, "a"), data(rig, "b")) == ([b"1", b"3"], [b"2"])
+
+
+def test_pins_outlast_windows_and_restarts_and_go_with_the_batch(rig: Rig) -> None:
+    rig.call(PutTopic("a", TopicConfig(idempotency_window_ms=0), False))
+    stages = stage(rig, ("a", [b"1"]), ("a", [b"2"]))
+    rig.call(TxnBegin("s", 0, stages))
+    calls = publish_calls("s", 0, stages)
+    rig.call(calls[0])
+    rig.clock.ms += 30 * 86_400_000
+    rig.restart_service()
+    assert rig.call(calls[0]).deduped
+    drive(rig, "s", 0, stages)
+    assert data(rig, "a") == [b"1", b"2"]
+
+
+def test_published_records_are_synced_whatever_the_class(rig: Rig) -> None:
+    stages = stage(rig, ("a", [b"1"]))
+    rig.call(TxnBegin("s", 0, stages))
+    before = rig.cell.get("wal_fsyncs")
+    rig.call(publish_calls("s", 0, stages)[0])
+    assert rig.cell.get("wal_fsyncs") == before + 1
+
+
+def test_a_stage_that_is_not_there_or_not_whole_decides_nothing(rig: Rig) -> None:
+    (one, topic), *_ = stages = stage(rig, ("a", [b"1"]))
+    stages_of(rig).drop([one])
+    with pytest.raises(TopicsError, match="there is no stage"):
+        rig.call(TxnBegin("s", 0, stages))
+    assert rig.call(TxnLook("s")).outcome == "none"
+    stages = stage(rig, ("a", [b"1"]))
+    path = Path(rig.settings.data_dir, "txn", "stages", f"{stages[0][0]}.stage")
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    rig.call(TxnBegin("s", 0, stages))
+    with pytest.raises(TopicsError, match="checksum is wrong"):
+        rig.call(publish_calls("s", 0, stages)[0])
+    assert data(rig, topic) == []
+
+
+def test_a_full_topic_takes_what_is_decided(rig: Rig) -> None:
+    rig.append("a", b"0", config=TopicConfig(cap_records=1, discard="reject"))
+    stages = stage(rig, ("a", [b"1"]))
+    rig.call(TxnBegin("s", 0, stages))
+    drive(rig, "s", 0, stages)
+    assert data(rig, "a") == [b"0", b"1"]
+
+
+def test_a_sink_can_be_forgotten_once_its_batch_is_over(rig: Rig) -> None:
+    stages = stage(rig, ("a", [b"1"]))
+    rig.call(TxnBegin("s", 5, stages))
+    with pytest.raises(TopicsError, match="is being published"):
+        rig.call(TxnForget("s"))
+    drive(rig, "s", 5, stages)
+    assert rig.call(TxnForget("s")).outcome == "committed"
+    rig.restart_service()
+    assert rig.call(TxnForget("s")).outcome == "none"
+    assert rig.call(TxnBegin("s", 0, stage(rig, ("a", [b"2"])))).outcome == "begun"
+
+
+def test_a_damaged_sink_is_said_and_is_not_a_new_one(rig: Rig) -> None:
+    stages = stage(rig, ("a", [b"1"]))
+    rig.call(TxnBegin("s", 0, stages))
+    (path,) = Path(rig.settings.data_dir, "txn", "sinks").iterdir()
+    path.write_bytes(path.read_bytes()[:-3])
+    rig.restart_service()
+    with pytest.raises(TopicsError, match=r"cannot be used"):
+        rig.call(TxnBegin("s", 0, stages))
+    assert rig.call(TxnPending()).batches == []
+
+
+# -- killed anywhere
+
+
+def commit(rig: Rig, batch: int, contents: list[tuple[str, list[bytes]]]) -> None:
+    """A client that commits until it is told that the batch is committed, each time with stages of its own."""
+    while True:
+        told = rig.call(TxnBegin("s", batch, stage(rig, *contents)))
+        if told.outcome == "committed":
+            return
+        drive(rig, "s", told.batch, told.pending)
+
+
+CONTENTS = [("a", [b"1", b"2"]), ("b", [b"3"]), ("a", [b"4"])]
+
+
+def check_kill_at(n: int, data_dir: str, whole_service: bool) -> None:
+    """Exits with NOT_REACHED when the work has fewer lines than n."""
+    rig = Rig(data_dir)
+    try:
+        rig.append("a", b"0")
+        stages = stage(rig, *CONTENTS)
+        rig.post_call(TxnBegin("s", 7, stages))
+        for call in publish_calls("s", 7, stages):
+            rig.post_call(call)
+        rig.post_call(TxnEnd("s", 7))
+        ending = in_a_process(lambda: kill_at_line(n, lambda: serve(rig), KILLED_IN))
+        assert ending in (0, -signal.SIGKILL)
+        if whole_service:
+            rig.restart_service()
+        else:
+            rig.boot()
+            rig.run()
+        decided = rig.call(TxnLook("s"))
+        if decided.outcome == "none":
+            assert (data(rig, "a"), data(rig, "b")) == ([b"0"], [])
+        for sink, batch, left in rig.call(TxnPending()).batches:
+            drive(rig, sink, batch, left)
+        if decided.outcome != "none":
+            assert (data(rig, "a"), data(rig, "b")) == ([b"0", b"1", b"2", b"4"], [b"3"])
+        commit(rig, 7, CONTENTS)
+        commit(rig, 8, [("b", [b"5"])])
+        assert (data(rig, "a"), data(rig, "b")) == ([b"0", b"1", b"2", b"4"], [b"3", b"5"])
+        told = rig.call(TxnLook("s"))
+        assert (told.outcome, told.batch, told.pending) == ("committed", 8, [])
+    finally:
+        rig.close()
+    if ending == 0:
+        os._exit(NOT_REACHED)
+
+
+def serve(rig: Rig) -> None:
+    while rig.shard.step():
+        pass
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("whole_service", [False, True])
+def test_killed_at_every_line_it_is_all_or_none_and_once(tmp_path: Path, whole_service: bool) -> None:
+    stride = int(os.environ.get("TOPICS_KILL_STRIDE", "101"))
+    n, ending = 1 + random.Random(stride).randrange(stride), 0
+    while ending == 0:
+        data_dir = str(tmp_path / str(n))
+        ending = in_a_process(lambda n=n, data_dir=data_dir: check_kill_at(n, data_dir, whole_service))  # type: ignore[misc]
+        assert ending in (0, NOT_REACHED), f"killed at line event {n}"
+        shutil.rmtree(data_dir)
+        n += stride
+    assert n > 500, f"only {n} line events: has the work shrunk?"

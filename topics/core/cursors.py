@@ -1,0 +1,139 @@
+"""Named cursors of one topic (api §10): read positions that the server keeps. Pure.
+
+A reader reads from where the cursor is and then asks to move it on. It moves only if it is still where the reader found
+it, so of two readers one gets the records and the other tries again behind them: nothing is read twice, and there is
+no lock for a dead reader to keep. What differs is when a move is in the log:
+
+    strictly_at_once   each move, and on the disk, before the reader may pass on what it read: nothing comes twice
+    at_least_once      every `persist_every`-th move: a crash takes back the moves since, so nothing is left out
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+from topics.core.errors import TopicsError
+
+Consistency = Literal["strictly_at_once", "at_least_once"]
+CURSORS_MAX: Final = 10_000
+"""Of one topic."""
+
+
+class CursorBody(msgspec.Struct, frozen=True):
+    """Payload of a CURSOR frame, and what a snapshot holds of a cursor. A nil `consistency`: it was deleted."""
+
+    name: str
+    consistency: Consistency | None
+    persist_every: int = 1
+    seq: int = 0
+
+
+class Cursor:
+    """`seq` is the last seq that was read. `revision` changes whenever it is moved by anything but a reader."""
+
+    __slots__ = ("consistency", "name", "persist_every", "persisted_seq", "revision", "seq", "unpersisted_reads")
+
+    def __init__(self, body: CursorBody, revision: int) -> None:
+        assert body.consistency is not None
+        self.name = body.name
+        self.consistency = body.consistency
+        self.persist_every = body.persist_every
+        self.seq = self.persisted_seq = body.seq
+        self.revision = revision
+        self.unpersisted_reads = 0
+
+    @property
+    def strict(self) -> bool:
+        """Whether no record may come twice."""
+        return self.consistency == "strictly_at_once"
+
+    def body(self) -> CursorBody:
+        """As it is logged."""
+        return CursorBody(self.name, self.consistency, self.persist_every, self.seq)
+
+    def advance(self, revision: int, from_seq: int, to_seq: int) -> bool:
+        """Moves on what a reader found at `from_seq`; False when it is not there any more."""
+        if (revision, from_seq) != (self.revision, self.seq) or to_seq < from_seq:
+            return False
+        self.seq = to_seq
+        self.unpersisted_reads += 1
+        return True
+
+    @property
+    def to_persist(self) -> bool:
+        """Whether the last move has to be logged."""
+        return self.seq != self.persisted_seq and (self.strict or self.unpersisted_reads >= self.persist_every)
+
+    def persisting(self) -> None:
+        """The next move is counted from here: what is logged now covers those so far."""
+        self.unpersisted_reads = 0
+
+    def persisted(self, seq: int) -> None:
+        """The log has it."""
+        self.persisted_seq = seq
+
+    def take_back(self, seq: int) -> None:
+        """The log does not have it: the reader that moved it from `seq` gets an error."""
+        self.seq = min(self.seq, seq)
+
+
+class Cursors:
+    """All of one topic, by name."""
+
+    __slots__ = ("_by_name", "_revisions")
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Cursor] = {}
+        self._revisions = 0
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def get(self, topic: str, name: str) -> Cursor:
+        """`404 cursor_not_found` without it."""
+        cursor = self._by_name.get(name)
+        if cursor is None:
+            raise TopicsError(
+                "cursor_not_found", f"topic {topic!r} has no cursor {name!r}", {"topic": topic, "cursor": name}
+            )
+        return cursor
+
+    def find(self, name: str) -> Cursor | None:
+        return self._by_name.get(name)
+
+    def every(self) -> list[Cursor]:
+        """In the order of their names."""
+        return [self._by_name[name] for name in sorted(self._by_name)]
+
+    def check_room(self, name: str) -> None:
+        """`429 throttled` for one more than there may be."""
+        if name not in self._by_name and len(self._by_name) >= CURSORS_MAX:
+            raise TopicsError(
+                "throttled",
+                f"a topic has at most {CURSORS_MAX} cursors; delete some",
+                {"limit": "cursors", "max": CURSORS_MAX},
+            )
+
+    def logged(self, body: CursorBody) -> None:
+        """The log says: it is now like this."""
+        if body.consistency is None:
+            self._by_name.pop(body.name, None)
+            return
+        self._revisions += 1
+        self._by_name[body.name] = Cursor(body, self._revisions)
+
+    def restart(self, first_revision: int) -> None:
+        """A new life: what a reader of the former one knows of a cursor does not count in this one."""
+        self._revisions = first_revision
+        for cursor in self._by_name.values():
+            self._revisions += 1
+            cursor.revision = self._revisions
+
+    def bodies(self) -> list[CursorBody]:
+        """For a snapshot: what the log has, not what is only in memory."""
+        return [
+            CursorBody(cursor.name, cursor.consistency, cursor.persist_every, cursor.persisted_seq)
+            for cursor in self.every()
+        ]

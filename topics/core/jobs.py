@@ -1,0 +1,315 @@
+"""The jobs of one queue (api §9) and where each of them stands; `leases.py` is who has them. Pure.
+
+A job is a live record that is not acknowledged. Most jobs cost no memory: those that never were handed out and wait in
+order are simply the live records from `fresh_seq` on. Only what is out of order has a `Job`:
+
+               ┌────────────── due ──── DELAYED ◀── nack with a delay ──┐
+               ▼                                                        │
+    BEHIND ─▶ READY ─┐     RETURNED ◀── expiry, nack, release ──────── LEASED ──▶ HELD ──▶ gone
+                     ├──claim──▶ LEASED                                   ▲          │
+    fresh ───────────┘     RETURNED ──claim (first of all)────────────────┘          └─▶ as it was, or RETURNED
+
+    BEHIND     scheduled for later (`deliver_at_ms`), or not the first of its `order_key`
+    HELD       its end is being committed to the log, or it is on its way to the dead letters
+
+Everything below `fresh_seq` is gone, done, or has a `Job`. `done` are acknowledged jobs whose records stay
+(`on_ack: "keep"`).
+
+Time is passed in. Leases and delays run on the monotonic clock; what is told to clients and logged is the wall clock of
+that moment. `deliver_at_ms` is a wall time by its nature.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from heapq import heapify, heappop, heappush, merge
+from typing import Final, NamedTuple, Protocol
+
+from topics.core.seq_set import SeqSet
+
+DEAD_PER_TAKE_MAX: Final = 100
+"""Jobs that one claim sends to the dead letters; the next one goes on."""
+
+WALL_LOOK_MS: Final = 1_000
+"""A wall clock may be set: what waits for it looks that often."""
+
+Holder = tuple[int, int]
+"""(frontend, stream) of a `/work` stream; stream 0: the frontend carries the job to the dead letters."""
+
+
+class Now(NamedTuple):
+    """One moment on both clocks."""
+
+    wall_ms: int
+    mono_ms: int
+
+
+class JobRecords(Protocol):
+    """What the machine needs of its topic."""
+
+    records: int
+    head_seq: int
+    earliest_seq: int
+
+    def live_from(self, seq: int, most: int) -> list[int]: ...
+    def live_of(self, seqs: Sequence[int]) -> list[int]: ...
+
+
+class Phase(IntEnum):
+    BEHIND = 0
+    READY = 1
+    RETURNED = 2
+    DELAYED = 3
+    LEASED = 4
+    HELD = 5
+
+
+class Job:
+    """One job that is not fresh. `due_ms` is monotonic: when its lease or delay ends; `deadline_ms` is that instant as
+    the wall clock had it.
+    """
+
+    __slots__ = (
+        "deadline_ms",
+        "deliver_at_ms",
+        "deliveries",
+        "due_ms",
+        "holder",
+        "lease_ms",
+        "lease_no",
+        "node",
+        "order_key",
+        "phase",
+    )
+
+    def __init__(self, deliver_at_ms: int = 0, order_key: str = "") -> None:
+        self.phase = Phase.BEHIND
+        self.deliver_at_ms = deliver_at_ms
+        self.order_key = order_key
+        self.node = ""
+        self.lease_no = 0
+        self.lease_ms = 0
+        self.deadline_ms = 0
+        self.due_ms = 0
+        self.deliveries = 0
+        self.holder: Holder | None = None
+
+
+class Jobs:
+    """Between construction and `start` it only takes in what the log says."""
+
+    def __init__(self, records: JobRecords) -> None:
+        self._records = records
+        self._jobs: dict[int, Job] = {}
+        self._counts = [0] * len(Phase)
+        self._tracked: list[int] = []
+        """A heap of all seqs in `_jobs`, and of some that were."""
+        self._returned: list[int] = []
+        self._ready: list[int] = []
+        self._due: list[tuple[int, int]] = []
+        """(due_ms, seq) of leases and delays, and some that are over."""
+        self._scheduled: list[tuple[int, int]] = []
+        self._lines: dict[str, deque[int]] = {}
+        """By order_key: all its jobs, oldest first, some of them gone. Only the first can be handed out."""
+        self._holders: dict[Holder, set[int]] = {}
+        self._started = False
+        self._fresh_seq = 1
+        self._next_lease_no = 0
+        self.done = SeqSet()
+        self.dead_lettered = 0
+
+    # -- records come and go
+
+    def add(self, seq: int, deliver_at_ms: int, order_key: str) -> None:
+        """A record that was written with one of these (0, "" for none). Ascending by seq."""
+        if seq in self.done or seq < self._records.earliest_seq:
+            return
+        known = self._jobs.get(seq)
+        if known is not None:
+            if not self._started:  # a snapshot had its leases, and the RAM log what it was written with
+                known.deliver_at_ms, known.order_key = deliver_at_ms, order_key
+            return
+        job = self._track(seq, Job(deliver_at_ms, order_key))
+        if not self._started:
+            return
+        if self._fresh_seq == seq:
+            self._fresh_seq += 1
+        if order_key:
+            line = self._lines.setdefault(order_key, deque())
+            line.append(seq)
+            if line[0] != seq:
+                return
+        self._arm(seq, job)
+
+    def gone(self, seqs: Iterable[int]) -> None:
+        """Their records were deleted, whoever did it."""
+        for seq in seqs:
+            self.done.discard(seq)
+            job = self._jobs.get(seq)
+            if job is not None:
+                self._drop(seq, job)
+
+    def gone_below(self, seq: int) -> None:
+        """Nothing below `seq` is live any more."""
+        self.done.discard_below(seq)
+        while self._tracked and self._tracked[0] < seq:
+            first = heappop(self._tracked)
+            job = self._jobs.get(first)
+            if job is not None:
+                self._drop(first, job)
+
+    # -- what can be asked
+
+    @property
+    def ready(self) -> int:
+        """Jobs that a claim would get now."""
+        counts = self._counts
+        fresh = self._records.records - len(self._jobs) - self.done.count
+        return max(0, fresh + counts[Phase.READY] + counts[Phase.RETURNED])
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs that are leased."""
+        return self._counts[Phase.LEASED]
+
+    def next_due_ms(self, now: Now) -> int | None:
+        """In how many ms something happens by itself, at the earliest; None: never."""
+        waits = []
+        if self._due:
+            waits.append(self._due[0][0] - now.mono_ms)
+        if self._scheduled:
+            waits.append(min(self._scheduled[0][0] - now.wall_ms, WALL_LOOK_MS))
+        return max(0, min(waits)) if waits else None
+
+    # -- time
+
+    def advance(self, now: Now) -> bool:
+        """Leases and delays that are over, schedules that are due. True when a job became ready by it."""
+        before = self._counts[Phase.READY] + self._counts[Phase.RETURNED]
+        due, jobs = self._due, self._jobs
+        while due and due[0][0] <= now.mono_ms:
+            at, seq = heappop(due)
+            job = jobs.get(seq)
+            if job is None or job.due_ms != at:
+                continue
+            carried = job.phase == Phase.HELD and job.holder is not None and not job.holder[1]
+            if carried or job.phase in (Phase.LEASED, Phase.DELAYED):
+                self._return(seq, job)
+        while self._scheduled and self._scheduled[0][0] <= now.wall_ms:
+            _, seq = heappop(self._scheduled)
+            job = jobs.get(seq)
+            if job is not None and job.phase == Phase.BEHIND:
+                self._set(seq, job, Phase.READY)
+                heappush(self._ready, seq)
+        return self._counts[Phase.READY] + self._counts[Phase.RETURNED] > before
+
+    # -- moving jobs
+
+    def _take(self, most: int, deliveries_max: int) -> tuple[list[int], list[int]]:
+        """Takes jobs off their places: returned ones first, then by seq."""
+        seqs: list[int] = []
+        dead: list[int] = []
+        while self._returned and len(seqs) < most and len(dead) < DEAD_PER_TAKE_MAX:
+            seq = heappop(self._returned)
+            job = self._jobs.get(seq)
+            if job is not None and job.phase == Phase.RETURNED:
+                (dead if deliveries_max and job.deliveries >= deliveries_max else seqs).append(seq)
+        wanted = most - len(seqs)
+        if not wanted:
+            return sorted(seqs), dead
+        ready: list[int] = []
+        while self._ready and len(ready) < wanted:
+            seq = heappop(self._ready)
+            if seq in self._jobs:
+                ready.append(seq)
+        fresh = self._fresh(wanted)
+        chosen = list(merge(ready, fresh))[:wanted] if ready else fresh
+        last_fresh = next((seq for seq in reversed(chosen) if seq not in self._jobs), None)
+        if last_fresh is not None:
+            self._fresh_seq = last_fresh + 1
+        for seq in ready:
+            if seq > chosen[-1]:
+                heappush(self._ready, seq)
+        return sorted(seqs + chosen), dead
+
+    def _fresh(self, most: int) -> list[int]:
+        """The next jobs in order; `_fresh_seq` moves over what is none."""
+        found: list[int] = []
+        records, jobs, done = self._records, self._jobs, self.done
+        seq = max(self._fresh_seq, records.earliest_seq)
+        while len(found) < most and seq <= records.head_seq:
+            seq = done.next_absent(seq)
+            live = records.live_from(seq, most - len(found))
+            if not live:
+                seq = records.head_seq + 1
+                break
+            if done.count:
+                found += [one for one in live if one not in jobs and one not in done]
+            else:
+                found += [one for one in live if one not in jobs]
+            seq = live[-1] + 1
+        self._fresh_seq = found[0] if found else max(self._fresh_seq, seq)
+        return found
+
+    def _track(self, seq: int, job: Job) -> Job:
+        self._jobs[seq] = job
+        self._counts[job.phase] += 1
+        heappush(self._tracked, seq)
+        return job
+
+    def _set(self, seq: int, job: Job, phase: Phase) -> None:
+        self._counts[job.phase] -= 1
+        self._counts[phase] += 1
+        job.phase = phase
+        if job.holder is not None:
+            if phase in (Phase.LEASED, Phase.HELD):
+                self._holders.setdefault(job.holder, set()).add(seq)
+            else:
+                self._let_go(seq, job)
+
+    def _let_go(self, seq: int, job: Job) -> None:
+        assert job.holder is not None
+        held = self._holders.get(job.holder)
+        if held is not None:
+            held.discard(seq)
+            if not held:
+                del self._holders[job.holder]
+        job.holder = None
+
+    def _return(self, seq: int, job: Job) -> None:
+        self._set(seq, job, Phase.RETURNED)
+        heappush(self._returned, seq)
+
+    def _drop(self, seq: int, job: Job) -> None:
+        del self._jobs[seq]
+        self._counts[job.phase] -= 1
+        if job.holder is not None:
+            self._let_go(seq, job)
+        line = self._lines.get(job.order_key) if job.order_key else None
+        if not line or line[0] != seq:
+            return
+        while line and line[0] not in self._jobs:
+            line.popleft()
+        if line:
+            self._arm(line[0], self._jobs[line[0]])
+        else:
+            del self._lines[job.order_key]
+
+    def _arm(self, seq: int, job: Job) -> None:
+        """First of its key, or without one: it only waits for its time, if it has one."""
+        if job.deliver_at_ms:
+            heappush(self._scheduled, (job.deliver_at_ms, seq))
+        else:
+            self._set(seq, job, Phase.READY)
+            heappush(self._ready, seq)
+
+    def _tidy(self) -> None:
+        """Heaps keep what is over until it comes up: they are made anew before that is most of what they hold."""
+        if len(self._due) > 64 + 4 * (self._counts[Phase.LEASED] + self._counts[Phase.DELAYED]):
+            waiting = (Phase.LEASED, Phase.DELAYED)
+            self._due = [(job.due_ms, seq) for seq, job in self._jobs.items() if job.phase in waiting]
+            heapify(self._due)
+        if len(self._tracked) > 1024 + 4 * len(self._jobs):
+            self._tracked = sorted(self._jobs)

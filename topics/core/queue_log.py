@@ -1,0 +1,85 @@
+"""What the log says of queues and named cursors, and how it is applied to a topic. Pure; part of the fold.
+
+Bodies (msgpack; `seq` of the frame is not used):
+
+    LEASE            topic_id     {"node": str, "deadline_ms": u64, "lease_ms": u64, "seqs": [u64], …}    LeaseBody
+    JOB_ATTRIBUTES   topic_id     [[seq, deliver_at_ms, order_key], …]           first frame of the write it belongs to
+    ACK              topic_id     {"runs": [[first_seq, last_seq], …], "keep": bool, "dead_lettered": u64, …}    AckBody
+    CURSOR           topic_id     {"name": str, "consistency": str | nil, "persist_every": u64, "seq": u64}
+
+Each says what is, and an ACK that deletes has a revision: a run of frames that comes twice changes nothing. None asks
+for a record, which may be marked, rewritten or gone when the log is read (`core/fold.py`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from topics.core.cursors import CursorBody
+from topics.core.queue_state import ConsumerState, LeaseBody
+from topics.core.seq_set import Run, runs_of, seqs_of
+from topics.core.topic import Deletion, Topic
+
+JobRow = tuple[int, int, str]
+"""(seq, deliver_at_ms, order_key)"""
+
+
+class AckBody(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Jobs that are over. `keep`: their records stay; else they are deleted: so many `records` and `size_bytes` of the
+    log, and the live ones begin at `earliest_seq` then. `revision` counts with those of `Floors`. `dead_lettered`: how
+    many jobs went to the dead letters up to now, 0: as before.
+    """
+
+    runs: list[Run]
+    keep: bool = False
+    dead_lettered: int = 0
+    revision: int = 0
+    records: int = 0
+    size_bytes: int = 0
+    earliest_seq: int = 1
+
+    @staticmethod
+    def removing(deletion: Deletion, revision: int, dead_lettered: int) -> AckBody:
+        """What to log of it."""
+        runs = runs_of(deletion.seqs)
+        return AckBody(
+            runs, False, dead_lettered, revision, deletion.records, deletion.size_bytes, deletion.earliest_seq
+        )
+
+    def deletion(self) -> Deletion:
+        """The inverse of `removing`."""
+        return Deletion(0, tuple(seqs_of(self.runs)), self.records, self.size_bytes, self.earliest_seq)
+
+
+_decode_lease = msgspec.msgpack.Decoder(LeaseBody).decode
+_decode_rows = msgspec.msgpack.Decoder(list[JobRow]).decode
+decode_ack = msgspec.msgpack.Decoder(AckBody).decode
+_decode_cursor = msgspec.msgpack.Decoder(CursorBody).decode
+
+
+def consumer_state(topic: Topic) -> ConsumerState:
+    return ConsumerState(None if topic.queue is None else topic.queue.state(), topic.cursors.bodies())
+
+
+def restore_consumers(topic: Topic, state: ConsumerState) -> None:
+    """The inverse; the log goes on behind it."""
+    if state.queue is not None and topic.queue is not None:
+        topic.queue.restore(state.queue)
+    for body in state.cursors:
+        topic.cursors.logged(body)
+
+
+def fold_lease(topic: Topic, data: bytes) -> None:
+    """What it says of jobs that are gone means nothing (`Leases.start`)."""
+    if topic.queue is not None:
+        topic.queue.logged(_decode_lease(data))
+
+
+def fold_job_attributes(topic: Topic, data: bytes) -> None:
+    if topic.queue is not None:
+        for seq, deliver_at_ms, order_key in _decode_rows(data):
+            topic.queue.add(seq, deliver_at_ms, order_key)
+
+
+def fold_cursor(topic: Topic, data: bytes) -> None:
+    topic.cursors.logged(_decode_cursor(data))

@@ -1,0 +1,114 @@
+"""Sets of seqs that lie mostly side by side: acknowledged jobs, the seqs of a deletion. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from sortedcontainers import SortedDict
+
+Run = tuple[int, int]
+"""(first_seq, last_seq), both within it."""
+
+
+def runs_of(seqs: Iterable[int]) -> list[Run]:
+    """Ascending seqs as the fewest runs."""
+    runs: list[Run] = []
+    first = last = -1
+    for seq in seqs:
+        if seq == last + 1 and runs:
+            runs[-1] = (first, seq)
+        else:
+            runs.append((seq, seq))
+            first = seq
+        last = seq
+    return runs
+
+
+def seqs_of(runs: Iterable[Run]) -> Iterator[int]:
+    """Every seq of every run, in their order."""
+    for first, last in runs:
+        yield from range(first, last + 1)
+
+
+def clipped(runs: Iterable[Run], first_seq: int) -> list[Run]:
+    """What of them is not below `first_seq`."""
+    return [(max(first, first_seq), last) for first, last in runs if last >= first_seq]
+
+
+class SeqSet:
+    """Costs what it has of runs, not of seqs; every operation O(log runs)."""
+
+    __slots__ = ("_last_by_first", "count")
+
+    def __init__(self, runs: Iterable[Run] = ()) -> None:
+        self._last_by_first: SortedDict[int, int] = SortedDict()
+        self.count = 0
+        for first, last in runs:
+            self.add(first, last)
+
+    def __contains__(self, seq: int) -> bool:
+        return self.next_absent(seq) != seq
+
+    def runs(self) -> list[Run]:
+        """Ascending, none touching the next."""
+        return list(self._last_by_first.items())
+
+    def next_absent(self, seq: int) -> int:
+        """The first seq from `seq` on that is not in the set."""
+        runs = self._last_by_first
+        at = runs.bisect_right(seq) - 1
+        if at < 0:
+            return seq
+        last: int = runs.peekitem(at)[1]
+        return max(seq, last + 1)
+
+    def add(self, first: int, last: int) -> None:
+        """All of first..last, in it before or not."""
+        assert first <= last
+        runs = self._last_by_first
+        at = runs.bisect_right(first) - 1
+        if at >= 0:
+            before_first, before_last = runs.peekitem(at)
+            if before_last >= last:
+                return
+            if before_last >= first - 1:
+                self._drop(before_first, before_last)
+                first = before_first
+        at = runs.bisect_left(first)
+        while at < len(runs):
+            next_first, next_last = runs.peekitem(at)
+            if next_first > last + 1:
+                break
+            self._drop(next_first, next_last)
+            last = max(last, next_last)
+        runs[first] = last
+        self.count += last - first + 1
+
+    def discard(self, seq: int) -> None:
+        """Without `seq`, whether it was in it or not."""
+        at = self._last_by_first.bisect_right(seq) - 1
+        if at < 0:
+            return
+        first, last = self._last_by_first.peekitem(at)
+        if last < seq:
+            return
+        self._drop(first, last)
+        if first < seq:
+            self.add(first, seq - 1)
+        if seq < last:
+            self.add(seq + 1, last)
+
+    def discard_below(self, seq: int) -> None:
+        """Without anything below `seq`."""
+        runs = self._last_by_first
+        while runs:
+            first, last = runs.peekitem(0)
+            if first >= seq:
+                return
+            self._drop(first, last)
+            if last >= seq:
+                self.add(seq, last)
+
+    def _drop(self, first: int, last: int) -> None:
+        del self._last_by_first[first]
+        self.count -= last - first + 1

@@ -1,0 +1,212 @@
+"""Named cursors over HTTP (api §10): the shard keeps the position, the records are read here.
+
+A read takes the page behind the position, and only then asks the shard to move it; if another reader was faster, it
+reads again behind that one. What the answer holds is this reader's alone.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final, Literal
+
+import msgspec
+
+from topics.core.errors import TopicsError, invalid
+from topics.core.names import check_topic_name, owner_shard
+from topics.frontend import wire
+from topics.frontend.answers import elapsed_ms, encode_json, send_json, send_object
+from topics.frontend.bodies import read_body
+from topics.frontend.catching_up import CatchingUp
+from topics.frontend.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES, node_set
+from topics.frontend.gateway import Gateway
+from topics.frontend.http1_exchange import Receive, Scope, Send
+from topics.frontend.reading import Page, TopicReader
+from topics.frontend.records import CorruptRecordError, PageOptions
+from topics.frontend.wire import Count
+from topics.settings import Settings
+from topics.shm.control import ProcessCell
+from topics.shm.queue_messages import (
+    CursorAdvance,
+    CursorDelete,
+    CursorDeleted,
+    CursorList,
+    CursorLook,
+    CursorMoved,
+    CursorPut,
+    CursorReply,
+)
+
+LIMIT_MAX: Final = 2000
+TRIES_MAX: Final = 100
+"""How often a read may find that others were faster, before its client is told to come back."""
+
+
+class CursorBody(msgspec.Struct, gc=False):
+    """`PUT …/cursors/:name`. Without `from_seq` and `tail` a cursor that exists stays where it is."""
+
+    consistency: Literal["strictly_at_once", "at_least_once"] = "at_least_once"
+    persist_every: Count = 1
+    from_seq: Count | None = None
+    tail: bool = False
+
+
+class ReadBody(msgspec.Struct, gc=False):
+    """`POST …/cursors/:name/read`."""
+
+    max_bytes: Count = 0
+    limit: Count = 0
+    checkpoint: bool = True
+    node: str | list[str] | None = None
+    include_tags: bool = False
+    include_meta: bool = True
+
+
+_cursor_decoder = wire.decoder(CursorBody)
+_read_decoder = wire.decoder(ReadBody)
+
+
+class CursorRoutes:
+    """One method for each route; which is for whom says the app."""
+
+    def __init__(
+        self, gateway: Gateway, reader: TopicReader, catching_up: CatchingUp, settings: Settings, cell: ProcessCell
+    ) -> None:
+        self._catching_up = catching_up
+        self._gateway = gateway
+        self._reader = reader
+        self._settings = settings
+        self._cell = cell
+
+    async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name, cursor = _names(scope)
+        headers = dict(scope["headers"])
+        body = await read_body(receive, headers, self._settings.max_body_bytes)
+        request = wire.decode(_cursor_decoder, body or b"{}")
+        wire.check_counts(request)
+        if request.persist_every < 1:
+            raise invalid("persist_every must be at least 1", field="persist_every")
+        if request.tail and request.from_seq is not None:
+            raise invalid("from_seq and tail stand instead of each other: give one of them", field="tail")
+        call = CursorPut(name, cursor, request.consistency, request.persist_every, request.from_seq, request.tail)
+        reply = await self._gateway.call(self._owner(name), call, CursorReply)
+        answer = {"topic": name, **_shown(reply), "created": reply.created}
+        await send_object(send, headers, 201 if reply.created else 200, answer, started_ns)
+
+    async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name, cursor = _names(scope)
+        (found,) = (await self._gateway.call(self._owner(name), CursorLook(name, cursor), CursorList)).cursors
+        await send_object(send, dict(scope["headers"]), 200, {"topic": name, **_shown(found)}, started_ns)
+
+    async def list_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name = check_topic_name(scope["path_params"]["topic"])
+        every = await self._gateway.call(self._owner(name), CursorLook(name, None), CursorList)
+        answer: dict[str, Any] = {"topic": name, "cursors": [_shown(one) for one in every.cursors]}
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+
+    async def delete(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name, cursor = _names(scope)
+        reply = await self._gateway.call(self._owner(name), CursorDelete(name, cursor), CursorDeleted)
+        answer: dict[str, Any] = {"topic": name, "cursor": cursor, "deleted": reply.deleted}
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+
+    async def read(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name, cursor = _names(scope)
+        headers = dict(scope["headers"])
+        body = await read_body(receive, headers, self._settings.max_body_bytes)
+        request = wire.decode(_read_decoder, body or b"{}")
+        wire.check_counts(request)
+        options = PageOptions(
+            min(request.limit or LIMIT_DEFAULT, LIMIT_MAX),
+            min(request.max_bytes or MAX_BATCH_BYTES[0], MAX_BATCH_BYTES[1]),
+            node_set(request.node),
+            request.include_tags,
+            request.include_meta,
+            payload_bytes=True,
+            verify=True,
+        )
+        await self._catching_up.one(name)
+        page, seq = await self._read(name, cursor, options, request.checkpoint)
+        self._cell.add("records_out", page.count)
+        await send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
+
+    async def _read(self, name: str, cursor: str, options: PageOptions, checkpoint: bool) -> tuple[Page, int]:
+        """The page, and where the cursor stands after it."""
+        owner = self._owner(name)
+        (at,) = (await self._gateway.call(owner, CursorLook(name, cursor), CursorList)).cursors
+        seq, revision = at.seq, at.revision
+        for _ in range(TRIES_MAX):
+            page = self._page(name, seq, options)
+            if not checkpoint or page.next_from_seq <= seq:
+                return page, seq
+            call = CursorAdvance(name, cursor, revision, seq, page.next_from_seq)
+            moved = await self._gateway.call(owner, call, CursorMoved)
+            if moved.moved:
+                return page, page.next_from_seq
+            seq, revision = moved.seq, moved.revision
+        raise TopicsError(
+            "throttled", f"too many readers move cursor {cursor!r} of topic {name!r}", {"retry_after_ms": 10}
+        )
+
+    def _page(self, name: str, from_seq: int, options: PageOptions) -> Page:
+        ref = self._reader.get(name)
+        try:
+            return self._reader.read_page(ref, from_seq, options, self._reader.now_ms())
+        except CorruptRecordError as error:
+            raise TopicsError(
+                "internal",
+                f"topic {name!r}: record {error.seq} is damaged, its checksum does not match ({error.file}, offset"
+                f" {error.offset}); `topics verify` tells what else is, move the cursor to go on behind it",
+                {"topic": name, "reason": "corrupt", "seq": error.seq, "file": error.file, "offset": error.offset},
+            ) from None
+
+    def _owner(self, name: str) -> int:
+        return owner_shard(name, self._gateway.shards)
+
+
+def _names(scope: Scope) -> tuple[str, str]:
+    name = check_topic_name(scope["path_params"]["topic"])
+    cursor: str = scope["path_params"]["cursor"]
+    try:
+        return name, check_topic_name(cursor)
+    except TopicsError:
+        raise invalid(
+            f"cursor name {cursor[:300]!r} is not valid: the rules are those of topic names", field="cursor"
+        ) from None
+
+
+def _shown(cursor: CursorReply) -> dict[str, Any]:
+    return {
+        "cursor": cursor.cursor,
+        "consistency": cursor.consistency,
+        "persist_every": cursor.persist_every,
+        "cursor_seq": cursor.seq,
+        "persisted_seq": cursor.persisted_seq,
+    }
+
+
+def _answer(name: str, cursor: str, page: Page, cursor_seq: int, started_ns: int) -> bytes:
+    return (
+        b'{"topic":"%b","cursor":"%b","cursor_seq":%d,"records":[%b],"next_from_seq":%d,"head_seq":%d,"earliest_seq":%d,'
+        b'"durable_seq":%d,"epoch":"%016x","caught_up":%b,"tombstone":%b,"lag":%d,'
+        b'"performance":{"server_total_ms":%b,"records_scanned":%d}}'
+    ) % (
+        name.encode(),
+        cursor.encode(),
+        cursor_seq,
+        page.body,
+        page.next_from_seq,
+        page.head_seq,
+        page.earliest_seq,
+        page.durable_seq,
+        page.topic_id,
+        b"true" if page.caught_up else b"false",
+        b"null" if page.tombstone is None else encode_json(page.tombstone),
+        page.head_seq - page.next_from_seq,
+        str(elapsed_ms(started_ns)).encode(),
+        page.scanned,
+    )

@@ -1,0 +1,174 @@
+"""Bringing jobs that were handed out too often to their dead-letter topic, and back (api §9).
+
+A frontend does it, because what it takes is what a frontend has: reading records, writing to a topic on whatever shard.
+The queue's shard holds such a job back until it is told that the record is in the other topic, then deletes it:
+killed anywhere between the two, either process leaves the job in the queue, and the next attempt is recognised by its
+idempotency key. So no job is lost, and none is there twice as long as the other topic remembers the key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import msgspec
+
+from topics.core.config import TopicConfig
+from topics.core.errors import TopicsError
+from topics.core.names import owner_shard
+from topics.frontend.gateway import Gateway
+from topics.frontend.reading import TopicReader, TopicRef
+from topics.frontend.records import PageOptions
+from topics.log import get_logger
+from topics.shm.messages import AppendReply, Done
+from topics.shm.queue_messages import Bury, Dealt, Exhume, Remove, RemoveReply
+from topics.storage.frame import lay_out
+
+RETRY_MS: Final = 1_000
+"""How long a job waits that could not be brought to its dead letters."""
+PATIENCE_S: Final = 1.0
+"""How long a claim's answer waits for that: then it goes on behind it."""
+FROM: Final = "$dead_letter_from"
+DELIVERIES: Final = "$dead_letter_deliveries"
+SRC_SEQ: Final = "$dead_letter_src_seq"
+_PAGE: Final = PageOptions(limit=256, max_batch_bytes=1 << 20, include_tags=True)
+_INTERNAL_KEY: Final = b"\xfe"
+"""Begins no client's idempotency key, those are UTF-8, and no pin (`core/idempotency.py`)."""
+
+_log = get_logger()
+
+
+class _Record(msgspec.Struct, frozen=True):
+    seq: int = msgspec.field(name="$seq")
+    data: msgspec.Raw
+    node: str = msgspec.field(name="$node", default="")
+    tag: str = msgspec.field(name="$tag", default="")
+    meta: dict[str, str] = {}
+
+
+class Copy(NamedTuple):
+    """A record on its way to another topic."""
+
+    seq: int
+    record: _Record
+    meta: dict[str, str]
+    key: bytes
+
+
+_decode_records = msgspec.json.Decoder(list[_Record]).decode
+_encode_json = msgspec.json.Encoder().encode
+
+
+class DeadLetters:
+    """Of this frontend."""
+
+    def __init__(self, gateway: Gateway, reader: TopicReader) -> None:
+        self._gateway = gateway
+        self._reader = reader
+        self._carrying: set[asyncio.Task[None]] = set()
+
+    async def carried(self, name: str, dealt: Dealt) -> None:
+        """Brings `dealt.dead` away; returns when that is done or has failed, or goes on after PATIENCE_S."""
+        await asyncio.wait((self.carry(name, dealt),), timeout=PATIENCE_S)
+
+    def carry(self, name: str, dealt: Dealt) -> asyncio.Task[None]:
+        """Begins to."""
+        task = asyncio.get_running_loop().create_task(self._carry(name, dealt))
+        self._carrying.add(task)
+        task.add_done_callback(self._carrying.discard)
+        return task
+
+    async def _carry(self, name: str, dealt: Dealt) -> None:
+        shard = owner_shard(name, self._gateway.shards)
+        try:
+            copied = await self._copy_dead(name, dealt)
+            left = sorted(set(dealt.dead) - set(copied))
+            if copied:
+                await self._gateway.call(shard, Bury(name, copied), RemoveReply)
+            if left:
+                await self._gateway.call(shard, Exhume(name, left, RETRY_MS), Done)
+        except TopicsError as error:
+            # The shard gives them another chance when it has waited for us long enough.
+            _log.warning("jobs could not be brought to the dead letters", topic=name, reason=error.message)
+
+    async def _copy_dead(self, name: str, dealt: Dealt) -> list[int]:
+        """The seqs that are in the dead-letter topic now."""
+        deliveries = dict(zip(dealt.dead, dealt.dead_deliveries, strict=True))
+        try:
+            ref = self._reader.get(name)
+            copies = []
+            for seq in dealt.dead:
+                for record in self._read(ref, seq - 1, seq):
+                    said = {FROM: name, DELIVERIES: str(deliveries[seq]), SRC_SEQ: str(seq)}
+                    key = _INTERNAL_KEY + b"dead-letter:%d:%d" % (ref.view.topic_id, seq)
+                    copies.append(Copy(seq, record, record.meta | said, key))
+            config = TopicConfig(durability=ref.config.durability)
+            return await self._append(dealt.dead_letter, copies, config)
+        except TopicsError as error:
+            _log.warning("dead letters cannot be read", topic=name, reason=error.message)
+            return []
+
+    async def redrive(self, name: str, dead_letter: str, most: int) -> int:
+        """Moves the oldest `most` dead letters of a queue back to it; returns how many.
+
+        Raises `topic_not_found` where there is no `dead_letter`, and what the append or the removal raises.
+        """
+        ref = self._reader.get(dead_letter)
+        moved = 0
+        cursor = ref.view.earliest_seq - 1
+        while moved < most and cursor < ref.view.head_seq:
+            page = self._reader.read_page(ref, cursor, _PAGE, self._reader.now_ms())
+            cursor = max(page.next_from_seq, cursor + 1)
+            copies = [
+                Copy(
+                    record.seq,
+                    record,
+                    {key: value for key, value in record.meta.items() if key not in (FROM, DELIVERIES, SRC_SEQ)},
+                    _INTERNAL_KEY + b"redrive:%d:%d" % (ref.view.topic_id, record.seq),
+                )
+                for record in _decode_records(b"[%b]" % page.body)
+                if record.meta.get(FROM) == name
+            ][: most - moved]
+            if copies:
+                seqs = await self._append(name, copies, None)
+                owner = owner_shard(dead_letter, self._gateway.shards)
+                if seqs:
+                    await self._gateway.call(owner, Remove(dead_letter, seqs), RemoveReply)
+                moved += len(seqs)
+                if len(seqs) < len(copies):
+                    raise TopicsError(
+                        "storage_unavailable",
+                        f"{moved} dead letters are back in topic {name!r}; the next could not be written, see the log",
+                        {"redriven": moved},
+                    )
+            await asyncio.sleep(0)
+            ref = self._reader.refresh(ref)
+        return moved
+
+    def _read(self, ref: TopicRef, from_seq: int, up_to_seq: int) -> Iterator[_Record]:
+        page = self._reader.read_page(ref, from_seq, _PAGE, self._reader.now_ms(), up_to_seq)
+        yield from _decode_records(b"[%b]" % page.body)
+
+    async def _append(self, name: str, copies: list[Copy], config: TopicConfig | None) -> list[int]:
+        """Each a write of its own, so that each is recognised when it comes again. The seqs of those that are there.
+        Made with `config` if it does not exist; None: it has to.
+        """
+        shard = owner_shard(name, self._gateway.shards)
+        futures: list[asyncio.Future[AppendReply]] = []
+        for copy in copies:
+            record = copy.record
+            meta = _encode_json(copy.meta) if copy.meta else b""
+            laid_out = lay_out([(record.node.encode(), record.tag.encode(), record.data, meta)])
+            create = config is not None
+            futures.append(self._gateway.submit_append(shard, name.encode(), create, None, copy.key, config, laid_out))
+        outcomes = await asyncio.gather(*futures, return_exceptions=True)
+        done = []
+        for copy, outcome in zip(copies, outcomes, strict=True):
+            if isinstance(outcome, TopicsError):
+                _log.warning("a dead letter cannot be written", topic=name, seq=copy.seq, reason=outcome.message)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                done.append(copy.seq)
+        return done

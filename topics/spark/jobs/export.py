@@ -1,0 +1,90 @@
+"""`topics spark export`: topics as a lake of Parquet files, incrementally, each record once.
+
+    <out>/topic=<name>/date=<day>/batch=<n>/part-….parquet        n: the query's batch, 10 digits
+    <out>/topic=<name>/date=<day>/batch=c<n>/…                    batches up to n, compacted
+    <out>/_checkpoint                                             where the next run goes on
+
+A batch overwrites what an earlier attempt at the same batch has left (the same range of the same records), so a run
+that dies anywhere is repeated to the same files. Spark and other readers of Parquet leave names with `_` alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from topics.spark.jobs import program
+from topics.spark.jobs.compaction import compact
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    made = program.parser("export", "Export topics to partitioned Parquet (or Delta), incrementally, each record once.")
+    program.topics_arguments(made)
+    made.add_argument("--out", required=True, help="the directory of the lake")
+    made.add_argument("--format", choices=("parquet", "delta"), default="parquet", help="delta needs its package")
+    made.add_argument("--max-records", type=int, default=1_000_000, help="records a batch")
+    made.add_argument("--schema", default=None, help="DDL of columns to parse out of data")
+    made.add_argument("--tombstones", choices=("fail", "rows", "ignore"), default="fail", help="what becomes of gaps")
+    made.add_argument("--compact", type=int, default=0, metavar="FILES", help="merge days of more files than this")
+    return program.run("export", made, _work, arguments)
+
+
+def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
+    written = export(
+        spark,
+        program.source_options(options) | ({} if options.schema is None else {"schema": options.schema}),
+        options.out,
+        max_records=options.max_records,
+        tombstones=options.tombstones,
+        format=options.format,
+    )
+    days = compact(spark, options.out, options.compact) if options.compact and options.format == "parquet" else 0
+    return {"out": options.out, "records": written, "days_compacted": days}
+
+
+def export(
+    spark: SparkSession,
+    source: dict[str, str],
+    out: str,
+    *,
+    max_records: int = 1_000_000,
+    tombstones: str = "fail",
+    format: str = "parquet",
+) -> int:
+    """Exports what is there and was not exported before; returns how many rows."""
+    from pyspark.sql import functions as f
+
+    written = 0
+
+    def write(batch: DataFrame, batch_id: int) -> None:
+        nonlocal written
+        # Gaps have no time of their own: they go to the day on which they were found.
+        day = f.to_date(f.coalesce(f.col("timestamp"), f.current_timestamp()))
+        frame = batch.withColumn("date", day).withColumn("batch", f.lit(f"{batch_id:010d}")).persist()
+        try:
+            rows = frame.count()
+            if rows:
+                writer = frame.write.partitionBy("topic", "date", "batch").format(format).mode("overwrite")
+                writer.option("partitionOverwriteMode", "dynamic").save(out)
+            written += rows
+        finally:
+            frame.unpersist()
+
+    frame = (
+        spark.readStream.format("topics")
+        .options(**source)
+        .options(startingOffsets="earliest", maxOffsetsPerTrigger=max_records, tombstones=tombstones)
+        .load()
+    )
+    query = frame.writeStream.foreachBatch(write).option("checkpointLocation", f"{out}/_checkpoint")
+    query.trigger(availableNow=True).start().awaitTermination()
+    return written
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""`topics spark rollup`: events per tag and window of event time, from a live topic or from an exported lake.
+
+A live topic is followed with a watermark: a window is written, once and for good, when the watermark has passed its
+end; events that come later are left out and counted. From a lake every window is there, complete, at each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from topics.spark.errors import OptionError
+from topics.spark.jobs import program
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    made = program.parser("rollup", "Count events by tag and window of event time, into a topic and into Parquet.")
+    which = made.add_mutually_exclusive_group(required=True)
+    which.add_argument("--topics", help="live topics, comma-separated")
+    which.add_argument("--lake", help="the directory of an export")
+    made.add_argument("--window", default="7 days", help="length of a window")
+    made.add_argument(
+        "--start", default="4 days", help="offset of windows from 1970-01-01, a Thursday: 4 days = Monday"
+    )
+    made.add_argument("--watermark", default="1 day", help="how long a window waits for late events")
+    made.add_argument("--time-field", default=None, help="field of data with the event's time, s since the epoch")
+    made.add_argument("--checkpoint", default=None, help="directory of the query's state (live topics)")
+    made.add_argument("--to-topic", default=None, help="topic for the counts")
+    made.add_argument("--to-parquet", default=None, help="directory for the counts")
+    return program.run("rollup", made, _work, arguments)
+
+
+def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
+    if options.to_topic is None and options.to_parquet is None:
+        raise OptionError("where to? Give --to-topic, --to-parquet or both")
+    time = event_time(options.time_field)
+    if options.lake is not None:
+        counts = by_window(spark.read.parquet(options.lake), time, options.window, options.start).persist()
+        if options.to_parquet is not None:
+            counts.coalesce(1).write.mode("overwrite").parquet(options.to_parquet)
+        if options.to_topic is not None:
+            _records(counts).write.format("topics").options(
+                **program.service_options(options), topic=options.to_topic
+            ).mode("append").save()
+        return {"windows": counts.count(), "late_events": 0}
+    if options.checkpoint is None or options.to_topic is None:
+        raise OptionError("a live roll-up needs --checkpoint and --to-topic; export that topic for Parquet")
+    source = program.service_options(options) | {"subscribe": options.topics, "startingOffsets": "earliest"}
+    events = spark.readStream.format("topics").options(**source).load()
+    events = events.withColumn("event_time", time).withWatermark("event_time", options.watermark)
+    from pyspark.sql import functions as f
+
+    query = (
+        _records(by_window(events, f.col("event_time"), options.window, options.start))
+        .writeStream.format("topics")
+        .options(**program.service_options(options), topic=options.to_topic, checkpointLocation=options.checkpoint)
+        .outputMode("append")
+        .trigger(availableNow=True)
+        .start()
+    )
+    query.awaitTermination()
+    states = [state for progress in query.recentProgress for state in progress["stateOperators"]]
+    report = {
+        "windows": sum(progress["sink"].get("numOutputRows", -1) for progress in query.recentProgress),
+        "late_events": sum(state["numRowsDroppedByWatermark"] for state in states),
+    }
+    if options.to_parquet is not None:
+        from topics.spark.jobs.export import export
+
+        export(spark, program.service_options(options) | {"subscribe": options.to_topic}, options.to_parquet)
+    return report
+
+
+def event_time(field: str | None) -> Column:
+    """When an event happened: a field of its data, or else when it was written."""
+    from pyspark.sql import functions as f
+
+    if field is None:
+        return f.col("timestamp")
+    return f.timestamp_seconds(f.get_json_object("data", f"$.{field}").cast("double"))
+
+
+def by_window(events: DataFrame, time: Column, window: str, start: str) -> DataFrame:
+    """(start, end, tag, events); a null tag counts as one of its own."""
+    from pyspark.sql import functions as f
+
+    counted = events.groupBy(f.window(time, window, startTime=start), "tag").agg(f.count("*").alias("events"))
+    return counted.select(f.col("window.start").alias("start"), f.col("window.end").alias("end"), "tag", "events")
+
+
+def _records(counts: DataFrame) -> DataFrame:
+    from pyspark.sql import functions as f
+
+    return counts.select(f.to_json(f.struct("start", "end", "tag", "events")).alias("data"), "tag")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
