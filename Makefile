@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types unit bench crash soak lock clean spark fuzz browser
+.PHONY: help setup run test check lint types unit bench crash soak lock clean spark fuzz browser peers
 
 help: ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -53,6 +53,11 @@ fuzz: $(STAMP) ## a long fuzz of every route: no 500, no hang, nothing left behi
 
 browser: $(STAMP) ## the tests in a real Chromium, which has to be on the machine (or TOPICS_CHROMIUM)
 	TOPICS_REQUIRE_BROWSER=1 $(BIN)/pytest tests/e2e/test_browser.py
+
+peers: ## the same queue work through Redis and dramatiq (needs redis-server)
+	$(PYTHON) -m venv $(VENV)-peers
+	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check -r bench/peers/requirements.txt
+	$(VENV)-peers/bin/python -m bench.peers.redis_queue
 
 lock: ## pin the dependencies again
 	$(PYTHON) -m venv $(VENV)-lock

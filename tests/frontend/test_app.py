@@ -21,13 +21,18 @@ from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.catching_up import CatchingUp, RouterSight
 from topics.frontend.commits import Commits
+from topics.frontend.cursor_routes import CursorRoutes
+from topics.frontend.dead_letters import DeadLetters
 from topics.frontend.delivery import Hub
 from topics.frontend.diff import DiffRoute
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.gateway import Gateway
+from topics.frontend.job_channel import JobChannel
 from topics.frontend.key_limits import KeyLimits
 from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
+from topics.frontend.queue import QueueRoutes
+from topics.frontend.queue_table import cursor_operations, queue_operations
 from topics.frontend.router_operations import router_operations
 from topics.frontend.routers import RouterRoutes
 from topics.frontend.sessions import Sessions
@@ -39,6 +44,7 @@ from topics.frontend.txn import TxnRoutes
 from topics.frontend.txn_table import txn_operations
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute
+from topics.frontend.work import WorkRoutes
 from topics.shm import messages
 from topics.shm.cap import Cap
 from topics.shm.control import ProcessState, Role
@@ -74,12 +80,18 @@ class Frontend:
         )
         sessions = Sessions(self.gateway, hosting.arenas, hosting.clock)
         watch = WatchRoutes(reader, sessions, hub, access, settings, streams, catching_up)
+        channel, dead_letters = JobChannel(self.gateway, 1), DeadLetters(self.gateway, reader)
+        queues = QueueRoutes(self.gateway, reader, channel, dead_letters, catching_up, settings, self.cell)
+        work = WorkRoutes(self.gateway, reader, channel, dead_letters, access, settings, streams, self.cell)
+        cursors = CursorRoutes(self.gateway, reader, catching_up, settings, self.cell)
         figures = ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms)
         self.app = App(
             [
                 *topic_operations(append, self.diff, topics),
                 *router_operations(routers),
                 *watch_operations(watch),
+                *queue_operations(queues, work),
+                *cursor_operations(cursors),
                 *txn_operations(
                     TxnRoutes(append, Commits(self.gateway, Stages(settings.data_dir, 60_000)), reader, settings)
                 ),
