@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from topics.client import Client, ClientError, NotFoundError, Retry
 from topics.client import segment_calls as calls
-from topics.client.segment_calls import Segment
+from topics.client.segment_calls import Manifest, Segment
 from topics.spark.columns import Columns
 from topics.spark.http_read import TASK_RETRY, batches_and_gaps, connect, delivered
 from topics.spark.offsets import Gap, Range
@@ -47,21 +47,20 @@ class Sealed(NamedTuple):
     pins: tuple[Pinned, ...]
 
 
-class _Found(NamedTuple):
-    segments: list[Segment]
-    earliest_seq: int
-    dedupe_node: bool
-    epoch: str
-
-
 def sealed_of(client: Client, parts: Sequence[Range]) -> tuple[list[Sealed], tuple[Pinned, ...]]:
     """For each part the sealed segments it has records in, pinned; and the pins."""
-    found: dict[str, _Found] = {}
+    found: dict[str, tuple[Manifest, list[Segment]] | None] = {}
     pins: list[Pinned] = []
     for topic in dict.fromkeys(part.topic for part in parts):
         of_topic = [part for part in parts if part.topic == topic]
         from_seq, to_seq = min(part.from_seq for part in of_topic), max(part.to_seq for part in of_topic)
-        found[topic] = _manifest(client, topic, from_seq, to_seq, pins)
+        try:
+            manifest, segments, of_topic_pins = pinned_segments(client, topic, from_seq, to_seq)
+        except NotFoundError:
+            found[topic] = None  # deleted since it was planned: reading over HTTP says so
+            continue
+        found[topic] = manifest, segments
+        pins += of_topic_pins
     all_pins = tuple(pins)
     return [_sealed_of(part, found[part.topic], all_pins) for part in parts], all_pins
 
@@ -83,29 +82,32 @@ def read_part(
         yield from delivered(one.topic, _joined(items), options, columns)
 
 
-def _manifest(client: Client, topic: str, from_seq: int, to_seq: int, pins: list[Pinned]) -> _Found:
-    segments: list[Segment] = []
-    cursor: int | None = from_seq
-    page = None
-    while cursor is not None and cursor < to_seq:
-        try:
-            page = client.call(calls.segments(topic, cursor, to_seq, pin_ttl_ms=PIN_TTL_MS))
-        except NotFoundError:
-            break  # deleted since it was planned: reading over HTTP says so
+def pinned_segments(
+    client: Client, topic: str, from_seq: int = 0, to_seq: int | None = None
+) -> tuple[Manifest, list[Segment], list[Pinned]]:
+    """(the topic at that moment, its sealed segments with records from_seq + 1..to_seq, their pins)."""
+    manifest = page = client.call(calls.segments(topic, from_seq, to_seq, pin_ttl_ms=PIN_TTL_MS))
+    segments, pins = list(page.segments), _pin_of(page)
+    while page.next_from_seq is not None:
+        page = client.call(calls.segments(topic, page.next_from_seq, to_seq, pin_ttl_ms=PIN_TTL_MS))
+        if page.epoch != manifest.epoch:
+            break  # made anew meanwhile: its readers find that out
         segments += page.segments
-        if page.pin is not None:
-            pins.append(Pinned(topic, page.pin.id))
-        cursor = page.next_from_seq
-    if page is None:
-        return _Found([], 0, True, "")
-    return _Found(segments, page.earliest_seq, page.dedupe_node, page.epoch)
+        pins += _pin_of(page)
+    return manifest, segments, pins
 
 
-def _sealed_of(part: Range, found: _Found, pins: tuple[Pinned, ...]) -> Sealed:
+def _pin_of(page: Manifest) -> list[Pinned]:
+    return [] if page.pin is None else [Pinned(page.topic, page.pin.id)]
+
+
+def _sealed_of(part: Range, found: tuple[Manifest, list[Segment]] | None, pins: tuple[Pinned, ...]) -> Sealed:
     # Of another instance of the topic nothing is wanted; over HTTP the task finds out the same.
-    segments = found.segments if found.epoch == part.epoch else []
+    if found is None or found[0].epoch != part.epoch:
+        return Sealed((), 0, True, pins)
+    manifest, segments = found
     mine = tuple(one for one in segments if one.last_seq > part.from_seq and one.first_seq <= part.to_seq)
-    return Sealed(mine, found.earliest_seq, found.dedupe_node, pins)
+    return Sealed(mine, manifest.earliest_seq, manifest.dedupe_node, pins)
 
 
 def _items(
