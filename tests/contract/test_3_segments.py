@@ -196,3 +196,14 @@ def test_another_topics_name_does_not_reach_a_pin(client: httpx.Client, topic: s
     assert ok(client.delete(f"/v0/topics/{topic}.x/pins/{pin}"))["ended"] is False
     assert ok(client.put(f"/v0/topics/{topic}.x/pins/{pin}"))["held"] is False
     assert ok(client.delete(f"/v0/topics/{topic}/pins/{pin}"))["ended"] is True
+
+
+def test_pins_are_limited(topic: str) -> None:
+    with Service(env={"TOPICS_CHECKPOINT_INTERVAL_MS": "20"}, frontends=1) as own:
+        write(own.client, topic, 1)
+        pins = [manifest(own.client, topic, pin_ttl_ms=MINUTE_MS)["pin"]["id"] for _ in range(256)]
+        answer = own.client.get(f"/v0/topics/{topic}/segments", params={"pin_ttl_ms": MINUTE_MS})
+        assert refused(answer, 429, "throttled")["detail"] == {"limit": "pins", "max": 256}
+        assert manifest(own.client, topic)["pin"] is None, "without a pin it is answered"
+        ok(own.client.put(f"/v0/topics/{topic}/pins/{pins[0]}", params={"pin_ttl_ms": MINUTE_MS}))
+        manifest(own.client, f"{topic}", pin_ttl_ms=0)
