@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -93,7 +94,7 @@ def _measure(spark: SparkSession, service: Service, root: Path, records: int) ->
     plain = spark.read.format("topics").options(**files).load().drop("meta")
     plain.write.parquet(str(root / "parquet"))
     plain.write.json(str(root / "json"))
-    frames = {
+    frames: dict[str, Callable[[], DataFrame]] = {
         "topics, mode=http": lambda: spark.read.format("topics").options(**http).load(),
         "topics, mode=segments": lambda: spark.read.format("topics").options(**files).load(),
         "JSON lines": lambda: spark.read.schema(plain.schema).json(str(root / "json")),
