@@ -173,7 +173,6 @@ def test_whatever_happens_a_snapshot_says_what_the_log_says(pair: Pair, seed: in
         for name in QUEUES:
             pair.look(name)
             pair.call(Claim(name, "w", 100, 500, 1))
-    assert len(pair.compaction.segments("keep")) > 1
 
 
 def move_on(pair: Pair, name: str, cursor: str, by: int) -> None:

@@ -104,6 +104,8 @@ class JobRendering:
                     page = self._reader.read_page(ref, self.cursor, options, now_ms, last_seq)
                     if page.next_from_seq <= self.cursor:
                         raise _unreadable(self._name, self.cursor + 1)
+                except ColdMissError:
+                    raise
                 except TopicsError as error:
                     if error.code == "storage_unavailable" and self.count:
                         return self.cut()

@@ -62,6 +62,11 @@ class Hosted:
         return self.index.ring
 
     @property
+    def has_unlogged_floor(self) -> bool:
+        """Whether records were evicted of which the log does not say so."""
+        return self.topic.evict_floor > self.topic.logged_floor
+
+    @property
     def logged_head_seq(self) -> int:
         """The head as the log has it: behind it there are only copies that can be made again."""
         return min(self.topic.head_seq, self.ring.unlogged_seq - 1)
@@ -73,7 +78,7 @@ class Hosted:
         What caps do to durable records is worked out again when the log is read, but not from records that are lost.
         """
         topic = self.topic
-        if topic.evict_floor <= topic.logged_floor or not topic.head_ceiling:
+        if not self.has_unlogged_floor or not topic.head_ceiling:
             return False
         if topic.config.durability == "ephemeral":
             return topic.logged_floor < self._ram_from_seq

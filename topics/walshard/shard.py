@@ -628,7 +628,7 @@ class Shard:
 
     def show(self, hosted: Hosted) -> None:
         """What a topic is now is known to all."""
-        if hosted.topic.evict_floor > hosted.topic.logged_floor:
+        if hosted.has_unlogged_floor:
             self._capped[hosted.topic.id] = hosted
         hosted.publish()
         self._queues.changed(hosted)
@@ -648,7 +648,7 @@ class Shard:
 
     def _before_log(self, hosted: Hosted) -> None:
         """Something is going to be logged for a topic: what is not logged yet comes first."""
-        if hosted.topic.evict_floor > hosted.topic.logged_floor:
+        if hosted.has_unlogged_floor:
             self._capped[hosted.topic.id] = hosted
         if hosted.ring.unlogged_seq <= hosted.topic.head_seq:
             self.routing.before_log(hosted)
