@@ -599,8 +599,8 @@ class Shard:
             self._outbox.journal(self._logs.plan(durable, ram))
         except WalWriteError as error:  # the RAM log cannot be made
             failed = [(operation, self._logs.refusal(error)) for operation in chain(durable, ram)]
-        except TopicsError as refusal:
-            failed = [(operation, refusal) for operation in chain(durable, ram)]
+        except TopicsError as error:
+            failed = [(operation, error) for operation in chain(durable, ram)]
         else:
             failed = self._logs.commit(durable, ram)
         for operation, refusal in failed:
