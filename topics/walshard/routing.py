@@ -25,6 +25,7 @@ from topics.shm.messages import (
     SyncRoutersReply,
 )
 from topics.shm.router_table import RouterTable
+from topics.storage.kill_points import reached
 from topics.walshard import registrar
 from topics.walshard.catalog import Catalog
 from topics.walshard.feed import Feed
@@ -396,6 +397,7 @@ class Routing:
                 continue
             del self._let_go[dest_id]
             if feed is not None and self.feeds.settle(feed):
+                reached("copies.settled")
                 if feed.source_seq < up_to_seq:
                     feed.released_seq = up_to_seq
                 feed.told = None

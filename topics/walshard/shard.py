@@ -63,6 +63,7 @@ from topics.shm.messages import (
 )
 from topics.storage import frame
 from topics.storage.frame import FLAG_MORE, FrameType
+from topics.storage.kill_points import reached
 from topics.storage.postings import CorruptPostings
 from topics.storage.segment import CorruptSegment
 from topics.storage.wal import WalWriteError
@@ -472,6 +473,7 @@ class Shard:
             if hosted is not None:
                 self.routing.before_log(hosted)
                 if not self.routing.lets_go(hosted, checkpoint.up_to_seq):
+                    reached("mark.held")
                     held.append(checkpoint.topic_id)
                     continue
             due.append((checkpoint, hosted))
