@@ -24,6 +24,8 @@ from topics.client import Client, NewRecord
 from topics.client import segment_calls as calls
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pyspark.sql import DataFrame, SparkSession
 
 TOPIC: Final = "bench"
@@ -93,7 +95,7 @@ def _measure(spark: SparkSession, service: Service, root: Path, options: argpars
     plain = spark.read.format("topics").options(**files).load().drop("meta")
     plain.write.parquet(str(root / "parquet"))
     plain.write.json(str(root / "json"))
-    frames = {
+    frames: dict[str, Callable[[], DataFrame]] = {
         "topics, mode=http": lambda: spark.read.format("topics").options(**http).load(),
         "topics, mode=segments": lambda: spark.read.format("topics").options(**files).load(),
         "JSON lines": lambda: spark.read.schema(plain.schema).json(str(root / "json")),
