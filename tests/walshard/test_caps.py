@@ -71,7 +71,6 @@ def holds(rig: Rig, sessions: int) -> dict[str, int]:
         "bytes_live": sum(view.live_bytes for view, _ in views),
         "sessions": sessions,
         "routers": 0,
-        "leases_in_flight": sum(view.jobs_in_flight for view, _ in views),
     }
 
 

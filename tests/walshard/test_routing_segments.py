@@ -203,7 +203,7 @@ def test_what_caps_evicted_from_a_dest_is_logged_when_its_copies_are(compaction:
     rig.append("b", b"own")
     rig.append("other", b"2")
     assert logged_types(rig)[-2:] == [FrameType.EVICT_WATERMARK, FrameType.APPEND]
-    assert hosted(rig, "b").logged_floor == 7
+    assert hosted(rig, "b").topic.logged_floor == 7
 
 
 def test_marks_of_one_message_know_of_each_others_floors(compaction: Compaction) -> None:

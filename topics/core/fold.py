@@ -48,7 +48,7 @@ from topics.core.record_index import RecordIndex
 from topics.core.router_state import RouterState, decode_feed
 from topics.core.runs import decode_runs
 from topics.core.segment_list import SegmentInfo
-from topics.core.seq_set import clipped
+from topics.core.seq_set import Run, SeqSet, clipped, runs_of, seqs_of
 from topics.core.shard_state import Floors, ShardState, TopicState
 from topics.core.topic import ENTRY_WORDS, LOCATION_IN_RAM_LOG, LOCATION_LOST, EvictReason, Topic
 
@@ -151,6 +151,15 @@ class Fold:
         self._early_attributes: dict[int, list[bytes]] = {}
         self._ram_states: dict[int, RamStateBody] = {}
         self._ephemeral_heads: dict[int, int] = {}
+        self._exact_heads: dict[int, int] = {}
+        self.lost_heads: set[int] = set()
+        """After `finish`: topics whose heads are what a watermark allows. The log has to say so (an exact one) before
+        there is a RAM log again: afterwards nobody could tell what was lost before it from what never was.
+        """
+        self._deleted_in_ram: dict[int, SeqSet] = {}
+        """By topic id: a RAM log is read from its beginning, and what is lost with one is filled in at the end, behind
+        the frames that say so.
+        """
         self._uncounted: set[int] = set()
         """Topics whose counts the durable log does not know: records came from RAM, or were lost with it."""
 
@@ -177,6 +186,8 @@ class Fold:
                     topic.idempotency.unexpired(topic.last_write_ts, topic.config.idempotency_window_ms),
                     self._ephemeral_heads.get(topic.id),
                     consumer_state(topic),
+                    self._deleted_in_ram_of(topic),
+                    self._exact_heads.get(topic.id, 0),
                 )
             )
         state = ShardState(topics, [], sorted(self.deleted_names), self.routers)
@@ -207,8 +218,12 @@ class Fold:
         for key, *outcome in kept.keys:
             topic.idempotency.remember(key, Outcome(*outcome))
         restore_consumers(topic, kept.consumers)
+        if kept.deleted_in_ram:
+            self._deleted_in_ram[kept.id] = SeqSet(kept.deleted_in_ram)
         if kept.ephemeral_head_seq is not None:
             self._ephemeral_heads[kept.id] = kept.ephemeral_head_seq
+        if kept.exact_head_seq:
+            self._exact_heads[kept.id] = kept.exact_head_seq
         held_seq = max(index.segments.last_seq, topic.earliest_seq - 1)
         if held_seq < topic.head_seq:
             raise FoldError(
@@ -248,6 +263,8 @@ class Fold:
             self.routers.topic_deleted(topic_id)
             self._pending.pop(topic_id, None)
             self._ephemeral_heads.pop(topic_id, None)
+            self._exact_heads.pop(topic_id, None)
+            self._deleted_in_ram.pop(topic_id, None)
             topic.index.drop_before(topic.head_seq + 1)
             del self.topics[topic_id]
 
@@ -287,8 +304,10 @@ class Fold:
 
     def head_watermark(self, topic_id: int, seq: int, data: bytes) -> None:
         if self._topic(topic_id) is not None:
-            known = self._ephemeral_heads.get(topic_id, 0)
-            self._ephemeral_heads[topic_id] = seq if _decode_head(data).exact else max(seq, known)
+            if _decode_head(data).exact:
+                self._ephemeral_heads[topic_id] = self._exact_heads[topic_id] = seq
+            else:
+                self._ephemeral_heads[topic_id] = max(seq, self._ephemeral_heads.get(topic_id, 0))
 
     def idempotency(self, topic_id: int, seq: int, ts: int, data: bytes) -> None:
         (count,) = _COUNT.unpack_from(data)
@@ -320,15 +339,8 @@ class Fold:
                 if body.keep:
                     topic.queue.finish(clipped(body.runs, topic.earliest_seq))
             if not body.keep and self._begins(topic, body.revision):
-                deletion = body.deletion()
-                self._flag_deleted(topic, deletion.seqs)
-                floors = topic.floors_without(deletion)
-                # Of an `ephemeral` topic fewer may be known here than are gone now.
-                records, live_bytes = max(0, floors.records), max(0, floors.live_bytes)
-                self._take(
-                    topic,
-                    msgspec.structs.replace(floors, revision=body.revision, records=records, live_bytes=live_bytes),
-                )
+                self._flag_deleted(topic, body.seqs())
+                self._take(topic, body.floors_of(topic))
 
     def cursor(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
@@ -372,7 +384,8 @@ class Fold:
 
     def finish(self, ram_log_survived: bool) -> None:
         """All logs are read. Without the RAM log, what `ephemeral` topics held is gone and their heads are what
-        the watermarks say; with it (one process crashed, not the service), the records themselves say it.
+        the watermarks say; with it (one process crashed, not the service), the records themselves say it, or the last
+        exact watermark: up to there seqs were given out.
         """
         for topic in self.topics.values():
             self._settle(topic, at_end=True)
@@ -382,10 +395,22 @@ class Fold:
             if topic.index.segments.last_seq > topic.head_seq:
                 topic.reaches(topic.index.segments.last_seq)
                 self._uncounted.add(topic.id)
-            if not ram_log_survived and head_ceiling > topic.head_seq:
-                self._lose(topic, head_ceiling)
+            exact_head_seq = self._exact_heads.get(topic.id, 0)
+            lost_seq = exact_head_seq if ram_log_survived else head_ceiling
+            if lost_seq > topic.head_seq:
+                self._lose(topic, lost_seq)
+                if lost_seq > exact_head_seq:
+                    self.lost_heads.add(topic.id)
+            if topic.id in self._deleted_in_ram:
+                # What was given up is not lost.
+                self._uncounted.add(topic.id)
+                deleted = list(seqs_of(self._deleted_in_ram_of(topic)))
+                topic.index.flag_deleted(deleted[: bisect_right(deleted, topic.head_seq)])
             if topic.id in self._uncounted:
                 topic.recount()
+                topic.lay_open_lost()
+            # So far every reader of the log comes.
+            topic.logged_floor = topic.evict_floor
             # What the last writes evicted may not have been logged any more.
             topic.evict_over_cap()
 
@@ -455,7 +480,19 @@ class Fold:
     def _flag_deleted(self, topic: Topic, seqs: Sequence[int]) -> None:
         if topic.queue is not None:
             topic.queue.gone(seqs)
+        if topic.id in self._ephemeral_heads:
+            known = self._deleted_in_ram.setdefault(topic.id, SeqSet())
+            for first, last in runs_of(seqs):
+                known.add(first, last)
         topic.index.flag_deleted(seqs[bisect_left(seqs, topic.earliest_seq) : bisect_right(seqs, topic.head_seq)])
+
+    def _deleted_in_ram_of(self, topic: Topic) -> list[Run]:
+        """What segments and floors do not say by now."""
+        known = self._deleted_in_ram.get(topic.id)
+        if known is None:
+            return []
+        known.discard_below(max(topic.earliest_seq, topic.index.segments.last_seq + 1))
+        return known.runs()
 
     def _take(self, topic: Topic, floors: Floors) -> None:
         """Records of an `ephemeral` topic below the floor need not be in any log that is left."""

@@ -18,6 +18,7 @@ import msgspec
 from topics.core.cursors import CursorBody
 from topics.core.queue_state import ConsumerState, LeaseBody
 from topics.core.seq_set import Run, runs_of, seqs_of
+from topics.core.shard_state import Floors
 from topics.core.topic import Deletion, Topic
 
 JobRow = tuple[int, int, str]
@@ -26,8 +27,10 @@ JobRow = tuple[int, int, str]
 
 class AckBody(msgspec.Struct, frozen=True, omit_defaults=True):
     """Jobs that are over. `keep`: their records stay; else they are deleted: so many `records` and `size_bytes` of the
-    log, and the live ones begin at `earliest_seq` then. `revision` counts with those of `Floors`. `dead_lettered`: how
-    many jobs went to the dead letters up to now, 0: as before.
+    log, and the live ones begin at `earliest_seq` then. `revision`, `earliest_seq` and `evict_…` are as in `Floors`.
+    `dead_lettered`: how many jobs went to the dead letters up to now, 0: as before.
+
+    What is left is not said, unlike with a DELETE: an ack is one of many writes in a group and knows not of the others.
     """
 
     runs: list[Run]
@@ -37,18 +40,48 @@ class AckBody(msgspec.Struct, frozen=True, omit_defaults=True):
     records: int = 0
     size_bytes: int = 0
     earliest_seq: int = 1
+    evict_floor: int = 1
+    evict_reason: int = 0
+    evict_run_seq: int = 1
 
     @staticmethod
-    def removing(deletion: Deletion, revision: int, dead_lettered: int) -> AckBody:
+    def removing(topic: Topic, deletion: Deletion, revision: int, dead_lettered: int) -> AckBody:
         """What to log of it."""
-        runs = runs_of(deletion.seqs)
+        floors = topic.floors_without(deletion)
         return AckBody(
-            runs, False, dead_lettered, revision, deletion.records, deletion.size_bytes, deletion.earliest_seq
+            runs_of(deletion.seqs),
+            False,
+            dead_lettered,
+            revision,
+            deletion.records,
+            deletion.size_bytes,
+            deletion.earliest_seq,
+            floors.evict_floor,
+            floors.evict_reason,
+            floors.evict_run_seq,
         )
 
-    def deletion(self) -> Deletion:
-        """The inverse of `removing`."""
-        return Deletion(0, tuple(seqs_of(self.runs)), self.records, self.size_bytes, self.earliest_seq)
+    def seqs(self) -> list[int]:
+        return list(seqs_of(self.runs))
+
+    def floors_of(self, topic: Topic) -> Floors:
+        """What is left of a topic of which everything before this is known."""
+        floors = topic.floors()
+        if self.evict_floor > topic.evict_floor:
+            floors = msgspec.structs.replace(
+                floors,
+                evict_floor=self.evict_floor,
+                evict_reason=self.evict_reason,
+                evict_run_seq=self.evict_run_seq,
+            )
+        return msgspec.structs.replace(
+            floors,
+            revision=self.revision,
+            earliest_seq=max(topic.earliest_seq, self.earliest_seq),
+            # Of an `ephemeral` topic the durable log alone knows fewer than are gone now.
+            records=max(0, topic.records - self.records),
+            live_bytes=max(0, topic.live_bytes - self.size_bytes),
+        )
 
 
 _decode_lease = msgspec.msgpack.Decoder(LeaseBody).decode

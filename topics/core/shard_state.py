@@ -15,6 +15,7 @@ from topics.core.config import TopicConfig
 from topics.core.queue_state import ConsumerState
 from topics.core.router_state import RouterState
 from topics.core.segment_list import SegmentInfo
+from topics.core.seq_set import Run
 
 
 class Floors(msgspec.Struct, array_like=True, frozen=True):
@@ -34,7 +35,8 @@ class Floors(msgspec.Struct, array_like=True, frozen=True):
 
 class TopicState(msgspec.Struct, array_like=True):
     """One topic. `keys` are (key, first_seq, records, ts), oldest first; `ephemeral_head_seq` is that of the last
-    HEAD_WATERMARK, None without any. Segments may go beyond `head_seq`.
+    HEAD_WATERMARK, None without any, `exact_head_seq` that of the last exact one. Segments may go beyond `head_seq`.
+    `deleted_in_ram`: deleted records that a RAM log may still have.
     """
 
     id: int
@@ -48,6 +50,8 @@ class TopicState(msgspec.Struct, array_like=True):
     keys: list[tuple[bytes, int, int, int]]
     ephemeral_head_seq: int | None
     consumers: ConsumerState = ConsumerState()
+    deleted_in_ram: list[Run] = []
+    exact_head_seq: int = 0
 
 
 class ShardState(msgspec.Struct, array_like=True):

@@ -140,7 +140,7 @@ class CursorRoutes:
         (at,) = (await self._gateway.call(owner, CursorLook(name, cursor), CursorList)).cursors
         seq, revision = at.seq, at.revision
         for _ in range(TRIES_MAX):
-            page = self._page(name, seq, options)
+            page = await self._page(name, seq, options)
             if not checkpoint or page.next_from_seq <= seq:
                 return page, seq
             call = CursorAdvance(name, cursor, revision, seq, page.next_from_seq)
@@ -152,10 +152,10 @@ class CursorRoutes:
             "throttled", f"too many readers move cursor {cursor!r} of topic {name!r}", {"retry_after_ms": 10}
         )
 
-    def _page(self, name: str, from_seq: int, options: PageOptions) -> Page:
+    async def _page(self, name: str, from_seq: int, options: PageOptions) -> Page:
         ref = self._reader.get(name)
         try:
-            return self._reader.read_page(ref, from_seq, options, self._reader.now_ms())
+            return await self._reader.fetch_page(ref, from_seq, options, self._reader.now_ms())
         except CorruptRecordError as error:
             raise TopicsError(
                 "internal",

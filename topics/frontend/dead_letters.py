@@ -9,7 +9,6 @@ idempotency key. So no job is lost, and none is there twice as long as the other
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import msgspec
@@ -18,7 +17,7 @@ from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
 from topics.frontend.gateway import Gateway
-from topics.frontend.reading import TopicReader, TopicRef
+from topics.frontend.reading import TopicReader
 from topics.frontend.records import PageOptions
 from topics.log import get_logger
 from topics.shm.messages import AppendReply, Done
@@ -99,7 +98,7 @@ class DeadLetters:
             ref = self._reader.get(name)
             copies = []
             for seq in dealt.dead:
-                for record in self._read(ref, seq - 1, seq):
+                for record in await self._read(name, seq):
                     said = {FROM: name, DELIVERIES: str(deliveries[seq]), SRC_SEQ: str(seq)}
                     key = _INTERNAL_KEY + b"dead-letter:%d:%d" % (ref.view.topic_id, seq)
                     copies.append(Copy(seq, record, record.meta | said, key))
@@ -118,7 +117,7 @@ class DeadLetters:
         moved = 0
         cursor = ref.view.earliest_seq - 1
         while moved < most and cursor < ref.view.head_seq:
-            page = self._reader.read_page(ref, cursor, _PAGE, self._reader.now_ms())
+            page = await self._reader.fetch_page(ref, cursor, _PAGE, self._reader.now_ms())
             cursor = max(page.next_from_seq, cursor + 1)
             copies = [
                 Copy(
@@ -146,9 +145,10 @@ class DeadLetters:
             ref = self._reader.refresh(ref)
         return moved
 
-    def _read(self, ref: TopicRef, from_seq: int, up_to_seq: int) -> Iterator[_Record]:
-        page = self._reader.read_page(ref, from_seq, _PAGE, self._reader.now_ms(), up_to_seq)
-        yield from _decode_records(b"[%b]" % page.body)
+    async def _read(self, name: str, seq: int) -> list[_Record]:
+        """The record, if it is there."""
+        page = await self._reader.fetch_page(self._reader.get(name), seq - 1, _PAGE, self._reader.now_ms(), seq)
+        return _decode_records(b"[%b]" % page.body)
 
     async def _append(self, name: str, copies: list[Copy], config: TopicConfig | None) -> list[int]:
         """Each a write of its own, so that each is recognised when it comes again. The seqs of those that are there.

@@ -20,13 +20,13 @@ from topics.frontend.dead_letters import DeadLetters
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.job_channel import JobChannel
-from topics.frontend.job_records import lease_no, render_jobs
+from topics.frontend.job_records import RenderedJobs, fetch_jobs, lease_no
 from topics.frontend.reading import TopicReader
 from topics.frontend.wire import BodyT, Count
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
 from topics.shm.messages import Done
-from topics.shm.queue_messages import Ack, AckReply, Extend, ExtendReply, Nack, Unclaim
+from topics.shm.queue_messages import Ack, AckReply, Dealt, Extend, ExtendReply, Nack, Unclaim
 
 SEQS_MAX: Final = 1000
 """Of one ack, nack or extend."""
@@ -102,7 +102,7 @@ class QueueRoutes:
             await self._dead_letters.carried(name, dealt)
         count, body, ready = 0, b"", dealt.ready
         if dealt.seqs:
-            rendered = render_jobs(self._reader, name, dealt)
+            rendered = await self._fetch(name, node, dealt)
             count, body = rendered.jobs, rendered.body
             if rendered.unsent:
                 unclaim = Unclaim(name, node, rendered.unsent, rendered.unsent_leases)
@@ -120,10 +120,23 @@ class QueueRoutes:
             await send_json(send, headers, 200, answer)
         except ConnectionError:
             if dealt.seqs:
-                end = dealt.first_lease_no + len(dealt.seqs)
-                leases = list(range(dealt.first_lease_no, end))
-                self._gateway.post(self._owner(name), Unclaim(name, node, dealt.seqs, leases))
+                self._unclaim(name, node, dealt, 0)
             raise
+
+    async def _fetch(self, name: str, node: str, dealt: Dealt) -> RenderedJobs:
+        try:
+            return await fetch_jobs(self._reader, name, dealt)
+        except TopicsError:
+            # The first keeps its lease for a while: so a job that cannot be read is in nobody's way.
+            self._unclaim(name, node, dealt, 1)
+            raise
+
+    def _unclaim(self, name: str, node: str, dealt: Dealt, but: int) -> None:
+        """All jobs but the first so many were claimed in vain."""
+        if dealt.seqs[but:]:
+            end = dealt.first_lease_no + len(dealt.seqs)
+            leases = list(range(dealt.first_lease_no + but, end))
+            self._gateway.post(self._owner(name), Unclaim(name, node, dealt.seqs[but:], leases))
 
     async def ack(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()

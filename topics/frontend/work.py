@@ -21,11 +21,12 @@ from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend.access import Access
 from topics.frontend.answers import HeaderList
+from topics.frontend.cold import ColdMissError
 from topics.frontend.dead_letters import DeadLetters
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.job_channel import JobChannel
-from topics.frontend.job_records import render_jobs
+from topics.frontend.job_records import JobRendering, RenderedJobs, fetch_jobs
 from topics.frontend.pulse import STALL_MAX_MS
 from topics.frontend.push import AsgiPush, Push, until_disconnect
 from topics.frontend.query import count
@@ -179,7 +180,8 @@ class WorkStream:
         self._number = routes.channel.number()
         self._push: Push | None = None
         self._early: list[Dealt] = []
-        """What came before the head of the answer was out."""
+        """What came before the head of the answer was out, or while a record was fetched."""
+        self._fetching: asyncio.Task[None] | None = None
         self._closed = False
         self._paused = False
         self._heartbeat: asyncio.TimerHandle | None = None
@@ -197,9 +199,7 @@ class WorkStream:
         push.on_close = self._gone
         push.write(OPENING)
         self._beat_later()
-        early, self._early = self._early, []
-        for dealt in early:
-            self._take(dealt)
+        self._take_early()
 
     def ask(self) -> None:
         """Of a shard that was started again."""
@@ -239,14 +239,14 @@ class WorkStream:
 
     def _gone(self) -> None:
         self._closed = True
-        for timer in (self._heartbeat, self._stall):
-            if timer is not None:
-                timer.cancel()
+        for pending in (self._heartbeat, self._stall, self._fetching):
+            if pending is not None:
+                pending.cancel()
 
     def _take(self, dealt: Dealt) -> None:
         if self._closed:
             return  # `release` frees it
-        if self._push is None:
+        if self._push is None or self._fetching is not None:
             self._early.append(dealt)
             return
         if dealt.dead:
@@ -273,15 +273,43 @@ class WorkStream:
                 if not push.writable:
                     self._pause(dealt, at)
                     break
-            one = Dealt(dealt.stream, [seq], dealt.first_lease_no + at, dealt.deadline_ms, [dealt.deliveries[at]], 0)
-            rendered = render_jobs(self._routes.reader, self.wish.name, one)
+            one = _part(dealt, at, at + 1)
+            try:
+                rendered = JobRendering(self._routes.reader, self.wish.name, one).go_on()
+            except ColdMissError:
+                self._fetching = self._loop.create_task(self._fetch(_part(dealt, at, len(dealt.seqs)), push))
+                break
             if rendered.jobs:
-                pieces.append(b"event: job\ndata: %b\nid: %d\n\n" % (in_lines(rendered.body), seq))
+                pieces.append(self._event(rendered, seq))
                 size_bytes += len(pieces[-1])
-                self._routes.cell.add("records_out")
         if pieces:
             push.write(b"".join(pieces))
         self._beat_later()
+
+    async def _fetch(self, dealt: Dealt, push: Push) -> None:
+        """The first of these is in the cold tier only; what is dealt meanwhile waits behind them."""
+        try:
+            rendered = await fetch_jobs(self._routes.reader, self.wish.name, _part(dealt, 0, 1))
+        except TopicsError as error:
+            self._fetching = None
+            self.end(EVENT_STREAM.final(error.code, error.message))
+            return
+        self._fetching = None
+        if self._closed:
+            return
+        if rendered.jobs:
+            push.write(self._event(rendered, dealt.seqs[0]))
+        self._early.insert(0, _part(dealt, 1, len(dealt.seqs)))
+        self._take_early()
+
+    def _take_early(self) -> None:
+        early, self._early = self._early, []
+        for dealt in early:
+            self._take(dealt)
+
+    def _event(self, rendered: RenderedJobs, seq: int) -> bytes:
+        self._routes.cell.add("records_out")
+        return b"event: job\ndata: %b\nid: %d\n\n" % (in_lines(rendered.body), seq)
 
     def _pause(self, dealt: Dealt, from_at: int) -> None:
         """The client does not keep up: what cannot be sent is somebody else's."""
@@ -320,6 +348,12 @@ class WorkStream:
         if self._push is not None and not self._closed:
             self._push.write(EVENT_STREAM.heartbeat(self._routes.reader.now_ms()))
             self._beat_later()
+
+
+def _part(dealt: Dealt, start: int, end: int) -> Dealt:
+    """Of its jobs, and of nothing else."""
+    first_lease_no = dealt.first_lease_no + start
+    return Dealt(dealt.stream, dealt.seqs[start:end], first_lease_no, dealt.deadline_ms, dealt.deliveries[start:end], 0)
 
 
 _DELETED: Final = b"event: topic-deleted\ndata: %b\n\n"

@@ -18,7 +18,7 @@ from topics.core.config import U64_MAX
 from topics.core.errors import TopicsError
 from topics.core.router_state import FeedBody, FeedRouter, RouterState
 from topics.core.routers import Router
-from topics.core.topic import LOCATION_IN_RAM_LOG, LOCATION_LOST, EvictReason
+from topics.core.topic import LOCATION_IN_RAM_LOG, LOCATION_LOST, EvictReason, Topic
 from topics.log import get_logger
 from topics.shm.arena import ArenaFullError
 from topics.shm.router_board import RouterBoardWriter, RouterProgress
@@ -26,8 +26,9 @@ from topics.storage import layout
 from topics.storage.copies import as_appends
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import Bytes, FrameType
-from topics.walshard.appends import CEILING_STEP, ceiling_operation
+from topics.walshard.appends import CEILING_STEP
 from topics.walshard.feed import PAGE_BYTES, PAGE_RECORDS, Feed, Page, room
+from topics.walshard.head_marks import ceiling_operation, head_operation
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Operation
 from topics.walshard.originals import Locations, Originals, SourceSight, UnknownError
@@ -345,11 +346,11 @@ class Feeds:
             return self._wait(feed)
         former_seq, feed.source_seq = feed.source_seq, last_source_seq
         last_seq = topic.head_seq + count
-        if topic.config.durability == "ephemeral" and last_seq > topic.head_ceiling:
-            ceiling = ceiling_operation(feed.hosted, last_seq + CEILING_STEP, self._now_ms())
-            if not self._commit([ceiling], []):
-                feed.source_seq = former_seq
-                return self._wait(feed)
+        # No record in RAM tells of these seqs.
+        heads = [head_operation(feed.hosted, last_seq, self._now_ms())] if _in_ram(topic) else []
+        if heads and not self._commit(heads, []):
+            feed.source_seq = former_seq
+            return self._wait(feed)
         if not self._log_cursor(feed, trimmed=count, head_seq=last_seq):
             feed.source_seq = former_seq
             return self._wait(feed)
@@ -490,6 +491,10 @@ class Feeds:
             as_appends(buffer, rows, topic_id, first_seq)
             buffers.append(buffer)
         return buffers
+
+
+def _in_ram(topic: Topic) -> bool:
+    return topic.config.durability == "ephemeral"
 
 
 def _leading_lost(locations: Locations) -> int:

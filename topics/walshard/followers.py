@@ -49,6 +49,8 @@ class Followers:
         self._now_ms = now_ms
         self._by_name: dict[str, dict[int, _Follower]] = {}
         self._logged = dict(state.holds)
+        self._early: set[int] = set()
+        """Topics that are held though the log does not say so."""
 
     def changed(self, hosted: Hosted) -> None:
         """Tells those who copy this topic. Called for every topic of every group: it must cost next to nothing."""
@@ -72,8 +74,18 @@ class Followers:
         self._links.flush()
         return False
 
+    def came(self, hosted: Hosted) -> None:
+        """A topic was made. Who is to copy it has yet to learn of it, and may not come too late for its first records;
+        until the log says what is held, copies are logged at once.
+        """
+        if self._table.registry.from_source(hosted.topic.name):
+            hosted.index.hold(1)
+            self._early.add(hosted.topic.id)
+        self.changed(hosted)
+
     def gone(self, hosted: Hosted) -> None:
         self._logged.pop(hosted.topic.id, None)
+        self._early.discard(hosted.topic.id)
         self.changed(hosted)
 
     def follow(self, shard: int, message: Follow) -> None:
@@ -111,8 +123,9 @@ class Followers:
 
     def review(self) -> None:
         """Now and then: releases what is held for routers that are no more."""
-        if self._logged and self._table.known:
-            for hosted in [hosted for hosted in self._catalog if hosted.topic.id in self._logged]:
+        held = self._logged.keys() | self._early
+        if held and self._table.known:
+            for hosted in [hosted for hosted in self._catalog if hosted.topic.id in held]:
                 self._adjust(hosted)
 
     def _adjust(self, hosted: Hosted) -> None:
@@ -132,6 +145,8 @@ class Followers:
             hold_seq = U64_MAX
         # What is in segments, is held by nobody: who follows had let go of it, or will copy it from there.
         hold_seq = max(hold_seq, hosted.index.segments.last_seq + 1)
+        if hold_seq == U64_MAX or topic.id in self._logged:
+            self._early.discard(topic.id)
         if hold_seq == U64_MAX:
             if logged_seq is not None and not expected and self._log(hosted, 0):
                 del self._logged[topic.id]

@@ -98,7 +98,7 @@ class QueueWrites:
             if topic.queue is not None and total:
                 topic.queue.dead_lettered = total
 
-        body = AckBody.removing(deletion, revision, total)
+        body = AckBody.removing(topic, deletion, revision, total)
         self.add(hosted, [(FrameType.ACK, encode_body(body))], apply, undo, answer)
         self._group.touched[topic.id] = hosted
 

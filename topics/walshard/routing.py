@@ -100,7 +100,8 @@ class Routing:
 
     def came(self, hosted: Hosted) -> None:
         """A topic was made."""
-        self._followers.changed(hosted)
+        self._refresh()
+        self._followers.came(hosted)
         if self._missing.pop(hosted.topic.name, None) is not None:
             self._due.add(hosted.topic.name)
 

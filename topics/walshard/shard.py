@@ -16,7 +16,7 @@ import msgspec
 from topics.core.clock import Clock
 from topics.core.config import TopicConfig, incompatible_type
 from topics.core.errors import TopicsError, topic_not_found
-from topics.core.fold import ConfigBody, DeleteBody, EvictBody, HeadBody, SessionBody, encode_body
+from topics.core.fold import ConfigBody, DeleteBody, EvictBody, SessionBody, encode_body
 from topics.core.jobs import Now
 from topics.core.runs import encode_runs
 from topics.core.shard_state import Floors
@@ -73,6 +73,7 @@ from topics.walshard.catalog import Catalog
 from topics.walshard.checkpoints import Marks
 from topics.walshard.commit import Logs
 from topics.walshard.cursors import CURSOR_CALLS, NamedCursors
+from topics.walshard.head_marks import LostHeads, head_mark
 from topics.walshard.holdings import Holdings
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer, Operation
@@ -112,6 +113,7 @@ class Shard:
         routing: Routing,
         cell: ProcessCell,
         clock: Clock,
+        lost_heads: LostHeads,
     ) -> None:
         self._catalog = catalog
         self._sessions = sessions
@@ -129,12 +131,13 @@ class Shard:
         self._clock = clock
         self._now_ms = clock.now_ms()
         self._requests = 0
+        self._lost_heads = lost_heads
         self._capped: dict[int, Hosted] = {}
         """Topics whose caps evicted something that the log does not say yet."""
         self._appends = Appends(
             self._find_to_append, self._make_topic, self._abandon_topic, self._host, holdings.claim_bytes
         )
-        writes = QueueWrites(self._appends, self._commit_appends, self._expire, self._log_copies)
+        writes = QueueWrites(self._appends, self._commit_appends, self._expire, self._before_log)
         self._queues = Queues(catalog.find, writes, outbox.push)
         self._cursors = NamedCursors(catalog.find, writes, self._commit_appends)
         self._queue_writes = writes
@@ -243,7 +246,9 @@ class Shard:
         self._now_ms = self._clock.now_ms()
         self.routing.close()
         marks = [
-            Operation([_head_mark(hosted, self._now_ms, 0)], lambda _file_no, _offset: None, sync=True)
+            Operation(
+                [head_mark(hosted, hosted.topic.head_seq, self._now_ms, 0)], lambda _file_no, _offset: None, sync=True
+            )
             for hosted in self._catalog
             if hosted.topic.config.durability == "ephemeral" and hosted.topic.head_seq < hosted.topic.head_ceiling
         ]
@@ -354,23 +359,24 @@ class Shard:
         answer.reply = messages.encode_reply(answer.request_id, PutTopicReply(False, config))
         if config == topic.config:
             return
-        self.routing.before_log(hosted)
+        self._before_log(hosted)
         descriptor = hosted.prepare_config(config)
         body = encode_body(ConfigBody(config))
         update = frame.encode(FrameType.CONFIG_UPDATE, 0, topic.id, 0, self._now_ms, b"", b"", body)
         buffers: list[frame.Bytes] = [update]
         if topic.config.durability == "ephemeral":
             # What follows in the durable log begins behind the records that are only in RAM.
-            buffers.insert(0, _head_mark(hosted, self._now_ms, FLAG_MORE))
+            buffers.insert(0, head_mark(hosted, topic.head_seq, self._now_ms, FLAG_MORE))
         updated = hosted
 
         def apply(_file_no: int, _offset: int) -> None:
             if len(buffers) > 1:  # the exact head took back what was reserved above it
                 updated.topic.head_ceiling = updated.topic.head_seq
             updated.configured(config, descriptor)
-            self.show(updated)
 
-        self._commit(Operation(buffers, apply, sync=True, answer=answer))
+        if self._commit(Operation(buffers, apply, sync=True, answer=answer)):
+            self._log_evicted_for_ram([updated])
+            self.show(updated)
 
     def _delete_topic(self, call: DeleteTopic, answer: Answer) -> None:
         self._commit_appends()
@@ -436,7 +442,6 @@ class Shard:
 
         def apply(_file_no: int, _offset: int) -> None:
             topic.deleted(deletion, floors)
-            hosted.logged_floor = topic.evict_floor
             self.show(hosted)
 
         sync = topic.config.durability == "fsync"
@@ -457,7 +462,6 @@ class Shard:
 
     def _evicted(self, hosted: Hosted, floors: Floors, _file_no: int, _offset: int) -> None:
         hosted.topic.logged(floors)
-        hosted.logged_floor = floors.evict_floor
         self.show(hosted)
 
     def _checkpoint(self, call: Checkpoint, answer: Answer) -> None:
@@ -550,6 +554,7 @@ class Shard:
             self.commit_group(appends.durable, appends.ram)
             appends.abandon_unhosted()
             durable = {id: hosted for id, hosted in appends.touched.items() if not _in_ram(hosted)}
+            self._log_evicted_for_ram(appends.touched.values())
             for hosted in chain(appends.touched.values(), self._syncs.committed(durable)):
                 self.show(hosted)
         appends.reset()
@@ -568,6 +573,11 @@ class Shard:
     def _commit(self, operation: Operation, floors_of: Collection[int] = ()) -> bool:
         return self.commit_group([operation], [], floors_of)
 
+    def copied(self, hosted: Hosted) -> None:
+        """Records of a topic came from a router, or are as durable as they can be."""
+        self._log_evicted_for_ram([hosted])
+        self.show(hosted)
+
     def logged(self, hosted: Hosted) -> None:
         """Records of a topic came into the durable log on another way than by an append."""
         for other in self._syncs.committed({hosted.topic.id: hosted}):
@@ -584,9 +594,13 @@ class Shard:
                 del self._capped[topic_id]
             durable = self._floor_marks(hosted for id, hosted in told.items() if id not in floors_of) + durable
         try:
+            if ram and self._logs.ram is None:
+                self._lost_heads.log(self._now_ms)
             self._outbox.journal(self._logs.plan(durable, ram))
         except WalWriteError as error:  # the RAM log cannot be made
             failed = [(operation, self._logs.refusal(error)) for operation in chain(durable, ram)]
+        except TopicsError as error:
+            failed = [(operation, error) for operation in chain(durable, ram)]
         else:
             failed = self._logs.commit(durable, ram)
         for operation, refusal in failed:
@@ -598,9 +612,23 @@ class Shard:
             self._capped = told | self._capped
         return not failed
 
+    def _log_evicted_for_ram(self, changed: Iterable[Hosted]) -> None:
+        """Says before any reader sees it what could not be worked out again. If that fails, the next commit says it."""
+        due = {hosted.topic.id: hosted for hosted in changed if hosted.has_evicted_for_ram}
+        if not due:
+            return
+        self._capped |= due
+        try:
+            for hosted in due.values():
+                self._before_log(hosted)
+        except TopicsError as error:
+            log.error("what caps evicted cannot be logged now", reason=error.message)
+            return
+        self.commit_group(self._floor_marks(due.values()), [], due.keys())
+
     def show(self, hosted: Hosted) -> None:
         """What a topic is now is known to all."""
-        if hosted.topic.evict_floor > hosted.logged_floor:
+        if hosted.has_unlogged_floor:
             self._capped[hosted.topic.id] = hosted
         hosted.publish()
         self._queues.changed(hosted)
@@ -615,10 +643,13 @@ class Shard:
         """A topic that is going to be appended to: the log has to be as far as it is."""
         hosted = self._catalog.find(name)
         if hosted is not None:
-            self._log_copies(hosted)
+            self._before_log(hosted)
         return hosted
 
-    def _log_copies(self, hosted: Hosted) -> None:
+    def _before_log(self, hosted: Hosted) -> None:
+        """Something is going to be logged for a topic: what is not logged yet comes first."""
+        if hosted.has_unlogged_floor:
+            self._capped[hosted.topic.id] = hosted
         if hosted.ring.unlogged_seq <= hosted.topic.head_seq:
             self.routing.before_log(hosted)
 
@@ -647,7 +678,7 @@ def _floor_frame(hosted: Hosted, floors: Floors, ts: int) -> bytes:
 
 def _floor_logged(hosted: Hosted, floors: Floors, _file_no: int, _offset: int) -> None:
     hosted.topic.revision = floors.revision
-    hosted.logged_floor = floors.evict_floor
+    hosted.topic.logged_floor = floors.evict_floor
 
 
 def _is_logged(hosted: Hosted) -> bool:
@@ -657,13 +688,6 @@ def _is_logged(hosted: Hosted) -> bool:
 
 def _in_ram(hosted: Hosted) -> bool:
     return hosted.topic.config.durability == "ephemeral"
-
-
-def _head_mark(hosted: Hosted, ts: int, flags: int) -> bytes:
-    """The exact head of a topic whose records are in RAM."""
-    topic = hosted.topic
-    body = encode_body(HeadBody(exact=True))
-    return frame.encode(FrameType.HEAD_WATERMARK, flags, topic.id, topic.head_seq, ts, b"", b"", body)
 
 
 def _with_type(config: TopicConfig, type: Literal["log", "queue"]) -> TopicConfig:

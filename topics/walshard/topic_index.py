@@ -10,12 +10,13 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from topics.core.segment_list import SegmentInfo, SegmentList
-from topics.core.topic import ENTRY_WORDS, LOCATION_DELETED, LOCATION_LOST
+from topics.core.topic import ENTRY_WORDS, LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.shm.location_ring import LocationRing
 from topics.walshard.segment_files import SegmentFiles
 
 _FLAGS_SHIFT: Final = 32
 _GONE: Final = LOCATION_DELETED | LOCATION_LOST
+_ELSEWHERE: Final = LOCATION_IN_RAM_LOG | LOCATION_LOST
 _CHUNK_ENTRIES: Final = 8192
 
 
@@ -39,6 +40,18 @@ class TopicIndex:
     @property
     def next_seq(self) -> int:
         return self.ring.next_seq
+
+    @property
+    def durable_last_seq(self) -> int:
+        """The last seq that is in a segment or in the durable log."""
+        ring = self.ring
+        for end in range(ring.next_seq, ring.base_seq, -_CHUNK_ENTRIES):
+            start = max(ring.base_seq, end - _CHUNK_ENTRIES)
+            words = ring.entries(start, end - 1)[3::4]
+            durable = {word for word in set(words) if not word >> _FLAGS_SHIFT & _ELSEWHERE}
+            if durable:
+                return start + max(at for at, word in enumerate(words) if word in durable)
+        return self.segments.last_seq
 
     def reserve(self, count: int) -> None:
         """Room for `count` more entries, or ArenaFullError."""
