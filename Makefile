@@ -45,8 +45,9 @@ unit: $(STAMP) $(BROWSER)
 bench: $(STAMP) ## start a server, measure it, print the table (JSON: bench/out/latest.json)
 	$(BIN)/python -m bench
 
-crash: $(STAMP) ## the end-to-end crash test, 20 rounds
+crash: $(STAMP) ## the end-to-end crash test, 20 rounds, and a failure and a death at every call of a checkpoint
 	TOPICS_CRASH_ROUNDS=20 $(BIN)/pytest tests/e2e/test_crash.py
+	TOPICS_CALL_STRIDE=1 $(BIN)/pytest --timeout 3600 tests/compactor/test_every_call.py
 
 soak: $(STAMP) ## ten minutes of mixed load; memory, shared memory and descriptors have to stay flat
 	TOPICS_SOAK_S=600 $(BIN)/pytest -s tests/e2e/test_soak.py

@@ -1,8 +1,8 @@
 """`python -m bench.spark_read`: a topic into Spark over HTTP and from its segments, beside Spark's own file source.
 
 A topic of records of about 100 bytes with tags is written, sealed, and read by one query that needs every column. The
-same rows as JSON lines and as Parquet are read by the same query. Each is read twice; the faster reading counts. All of
-it runs on this machine, so service and Spark share its cores.
+same rows as JSON lines and as Parquet are read by the same query. Of several readings the fastest counts. All of it
+runs on this machine, so service and Spark share its cores.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from topics.client import Client, NewRecord
 from topics.client import segment_calls as calls
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pyspark.sql import DataFrame, SparkSession
 
 TOPIC: Final = "bench"
 BATCH: Final = 1000
-READINGS: Final = 2
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.spark_read", description=__doc__)
     parser.add_argument("--records", type=int, default=1_000_000)
+    parser.add_argument("--readings", type=int, default=2, help="of each; the fastest counts")
     options = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="topics-spark-bench-"))
     load_before = os.getloadavg()[0]
@@ -43,7 +45,7 @@ def main() -> int:
             _fill(service, options.records)
             spark = _session(root)
             try:
-                seconds = _measure(spark, service, root, options.records)
+                seconds = _measure(spark, service, root, options)
             finally:
                 spark.stop()
     finally:
@@ -88,7 +90,7 @@ def _session(root: Path) -> SparkSession:
     return spark
 
 
-def _measure(spark: SparkSession, service: Service, root: Path, records: int) -> dict[str, float]:
+def _measure(spark: SparkSession, service: Service, root: Path, options: argparse.Namespace) -> dict[str, float]:
     http = {"url": service.url, "subscribe": TOPIC}
     files = http | {"mode": "segments", "dataDir": str(service.data_dir)}
     plain = spark.read.format("topics").options(**files).load().drop("meta")
@@ -100,7 +102,9 @@ def _measure(spark: SparkSession, service: Service, root: Path, records: int) ->
         "JSON lines": lambda: spark.read.schema(plain.schema).json(str(root / "json")),
         "Parquet": lambda: spark.read.parquet(str(root / "parquet")),
     }
-    return {name: min(_seconds(make(), records) for _ in range(READINGS)) for name, make in frames.items()}
+    return {
+        name: min(_seconds(make(), options.records) for _ in range(options.readings)) for name, make in frames.items()
+    }
 
 
 def _seconds(frame: DataFrame, records: int) -> float:

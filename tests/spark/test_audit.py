@@ -38,7 +38,7 @@ class Sealed:
 
     def __init__(self, root: Path) -> None:
         self.root = str(root)
-        records = [Record(b'"data":%d' % n, tag=b"t%d" % (n % 3) if n % 4 else b"") for n in range(COUNT)]
+        records = [Record(b"%d" % n, tag=b"t%d" % (n % 3) if n % 4 else b"") for n in range(COUNT)]
         reader = make_segment(FS, self.root, records, 11)
         self.directory = layout.topic_dir(self.root, TOPIC_ID)
         self.idx = Path(reader.idx_path)
@@ -93,7 +93,7 @@ def mark_in_index_alone(sealed: Sealed) -> None:
 
 
 def other_tags(sealed: Sealed) -> None:
-    make_segment(FS, f"{sealed.root}/other", [Record(b'"data":1', tag=b"x")] * COUNT, 11)
+    make_segment(FS, f"{sealed.root}/other", [Record(b"1", tag=b"x")] * COUNT, 11)
     other = Path(layout.segment_tags_path(layout.topic_dir(f"{sealed.root}/other", TOPIC_ID), 11))
     sealed.tags.write_bytes(other.read_bytes())
 

@@ -13,9 +13,10 @@ import pytest
 
 from tests.harness import Service, poll
 from tests.spark.conftest import Reading
-from topics.client import Client, NewRecord
+from topics.client import Client, NewRecord, Retry, ServiceBusyError
 from topics.client import segment_calls as calls
 from topics.client.segment_calls import Manifest
+from topics.spark import segments
 from topics.spark.errors import DataLossError, OptionError, plainly
 from topics.spark.http_read import PLAN_RETRY, connect, read_range
 from topics.spark.offsets import Range
@@ -284,8 +285,26 @@ def test_a_file_that_is_not_there_is_asked_of_the_service(service: Service, topi
     )
     planned.reader.files = without_cold
     assert planned.read() == planned.expected
-    planned.path(3).unlink()  # the service has it mapped
-    assert planned.read() == planned.expected
+
+
+def test_a_file_that_nobody_has_is_a_gap(service: Service, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = Planned(service, topic)
+    monkeypatch.setattr(segments, "MISSING_RETRY", Retry(total_s=1.0))
+    planned.path(3).unlink()
+
+    def refused() -> bool:
+        with Client(service.url, retry=Retry(total_s=0.0)) as client:
+            try:
+                client.diff(topic, 3 * EVENTS)
+            except ServiceBusyError as error:
+                return error.code == "storage_unavailable"
+            return False
+
+    # Each frontend lets go of its map in its own time; which one answers is chance.
+    poll("every frontend to have let go of it", lambda: all(refused() for _ in range(20)), 20)
+    records, gone = planned.read()
+    assert gone == dict.fromkeys(range(3 * EVENTS + 1, 4 * EVENTS + 1), "missing")
+    assert records == [row for row in planned.expected[0] if row[0] not in gone]
 
 
 @pytest.mark.parametrize("tombstones", ["fail", "rows", "ignore"])

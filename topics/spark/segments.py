@@ -15,17 +15,19 @@ from typing import Final, NamedTuple
 
 import pyarrow as pa
 
-from topics.client import Client, ClientError, NotFoundError, Retry
+from topics.client import Client, ClientError, NotFoundError, Retry, ServiceBusyError
 from topics.client import segment_calls as calls
 from topics.client.segment_calls import Manifest, Segment
 from topics.spark.columns import Columns
-from topics.spark.http_read import TASK_RETRY, batches_and_gaps, connect, delivered
+from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, batches_and_gaps, connect, delivered
 from topics.spark.offsets import Gap, Range
 from topics.spark.options import Directories, ReadOptions
 from topics.spark.segment_read import check_directories, read_segment
 
 PIN_TTL_MS: Final = 600_000
 _RENEW_EVERY_S: Final = PIN_TTL_MS / 1000 / 4
+MISSING_RETRY: Final = PLAN_RETRY
+MISSING: Final = "missing"
 _RENEW_RETRY: Final = Retry(total_s=2.0)
 
 _log = logging.getLogger("topics.spark")
@@ -142,10 +144,27 @@ def _items(
             yield from _from_file(renewal, directories, segment, part, sealed, options, columns, tags)
         except FileNotFoundError as missing:
             _log.warning("topic %s: %s is not there, the service is asked instead", one.topic, missing.filename)
-            yield from over_http(begin, end)
+            yield from _instead_of_file(options, columns, tags, part)
         cursor = end
     if cursor < one.to_seq:
         yield from over_http(cursor, one.to_seq)
+
+
+def _instead_of_file(
+    options: ReadOptions, columns: Columns, tags: frozenset[str] | None, part: Range
+) -> Iterator[pa.RecordBatch | Gap]:
+    """Over HTTP, what is not there as a file. Where the service has not got it either, it is a gap."""
+    done = part.from_seq
+    with connect(options.service, MISSING_RETRY) as client:
+        try:
+            for item in batches_and_gaps(client, part, options, columns, tags):
+                yield item
+                last = item.last_seq if isinstance(item, Gap) else item.column(1)[-1].as_py()
+                done = part.to_seq if last is None else last
+        except ServiceBusyError as error:
+            if error.code != "storage_unavailable":
+                raise
+            yield Gap(done + 1, part.to_seq, MISSING, str(error))
 
 
 def _from_file(
