@@ -6,6 +6,7 @@ import secrets
 from concurrent.futures import Executor, Future
 from typing import Any
 
+from tests.storage.faults import FaultyFileSystem
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.settings import Settings
@@ -16,7 +17,7 @@ from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.shm.messages import AppendReply, Call, JobAttributes, Kind
 from topics.shm.queue_messages import Dealt
-from topics.storage.filesystem import FileSystem, OsFileSystem
+from topics.storage.filesystem import FileSystem
 from topics.storage.frame import HEADER, HEADER_LEN, lay_out
 from topics.storage.layout import group_dir, log_path, ram_group_dir
 from topics.walshard.outbox import Outbox
@@ -59,7 +60,7 @@ class Rig:
         self.settings: Settings = load_settings(environ)
         self.identity = secrets.token_hex(8)
         self.clock = TestClock()
-        self.fs = fs or OsFileSystem()
+        self.fs = fs or FaultyFileSystem()
         self.replies: dict[int, Any] = {}
         self.notices: list[int] = []
         self.dealt: list[Dealt] = []
@@ -91,6 +92,9 @@ class Rig:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+        if isinstance(self.fs, FaultyFileSystem):
+            # Lives that were killed have closed nothing; a process takes its descriptors with it.
+            self.fs.bury()
         names.unlink_all(self.identity)
 
     # -- the frontend's side

@@ -9,7 +9,6 @@ it only over what had been lost from RAM, once nothing that lives is before that
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import tempfile
 from array import array
@@ -31,8 +30,6 @@ from topics.storage.verify import verify
 NAMES = ("a", "b")
 TAGS = (b"", b"x", b"x:1", b"y")
 CLASSES = ("disk", "disk", "fsync", "memory", "ephemeral")
-# Each life of the service leaves descriptors in this process that a real one takes with it.
-resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
 STEPS = int(os.environ.get("TOPICS_MODEL_STEPS", "40"))
 EXAMPLES = int(os.environ.get("TOPICS_MODEL_EXAMPLES", "25"))
 
