@@ -361,7 +361,7 @@ class Shard:
         buffers: list[frame.Bytes] = [update]
         if topic.config.durability == "ephemeral":
             # What follows in the durable log begins behind the records that are only in RAM.
-            buffers.insert(0, _head_mark(hosted, self._now_ms, FLAG_MORE))
+            buffers[:0] = [_head_mark(hosted, self._now_ms, FLAG_MORE), *_attributes(hosted, self._now_ms)]
         updated = hosted
 
         def apply(_file_no: int, _offset: int) -> None:
@@ -650,6 +650,15 @@ def _head_mark(hosted: Hosted, ts: int, flags: int) -> bytes:
     topic = hosted.topic
     body = encode_body(HeadBody(exact=True))
     return frame.encode(FrameType.HEAD_WATERMARK, flags, topic.id, topic.head_seq, ts, b"", b"", body)
+
+
+def _attributes(hosted: Hosted, ts: int) -> list[bytes]:
+    """What only the RAM log says of jobs that go on in a durable queue."""
+    queue = hosted.topic.queue
+    rows = [] if queue is None else queue.attributes().attributes
+    if not rows:
+        return []
+    return [frame.encode(FrameType.JOB_ATTRIBUTES, FLAG_MORE, hosted.topic.id, 0, ts, b"", b"", encode_body(rows))]
 
 
 def _with_type(config: TopicConfig, type: Literal["log", "queue"]) -> TopicConfig:
