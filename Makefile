@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+BROWSER := $(VENV)/.browser
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types unit bench crash soak lock clean spark fuzz browser
+.PHONY: help setup run test check lint types unit bench crash soak lock clean spark fuzz browser peers
 
 help: ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -16,6 +17,11 @@ $(STAMP): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
+
+# Some tests are of a page in a real browser.
+$(BROWSER): $(STAMP) tests/e2e/fetch_chromium.py
+	$(BIN)/python -m tests.e2e.fetch_chromium $(VENV)/chromium
+	@touch $(BROWSER)
 
 setup: $(STAMP) ## make .venv with the pinned dependencies
 
@@ -33,7 +39,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-unit: $(STAMP)
+unit: $(STAMP) $(BROWSER)
 	$(BIN)/pytest
 
 bench: $(STAMP) ## start a server, measure it, print the table (JSON: bench/out/latest.json)
@@ -51,8 +57,13 @@ spark: $(STAMP) ## exactly once into topics: 200 batches, 40 kills
 fuzz: $(STAMP) ## a long fuzz of every route: no 500, no hang, nothing left behind
 	TOPICS_FUZZ_REQUESTS=30000 TOPICS_FUZZ_EXAMPLES=1000 $(BIN)/pytest --timeout 3600 tests/e2e/test_fuzz.py tests/contract/test_openapi.py
 
-browser: $(STAMP) ## the tests in a real Chromium, which has to be on the machine (or TOPICS_CHROMIUM)
+browser: $(STAMP) $(BROWSER) ## the tests in a real Chromium, none of them skipped
 	TOPICS_REQUIRE_BROWSER=1 $(BIN)/pytest tests/e2e/test_browser.py
+
+peers: ## the same queue work through Redis and dramatiq (needs redis-server)
+	$(PYTHON) -m venv $(VENV)-peers
+	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check -r bench/peers/requirements.txt
+	$(VENV)-peers/bin/python -m bench.peers.redis_queue
 
 lock: ## pin the dependencies again
 	$(PYTHON) -m venv $(VENV)-lock

@@ -221,7 +221,7 @@ def slow_reader(bench: Bench) -> list[Figure]:
     assert not found.odd, found.odd
     assert not found.missing, found.missing
     return [
-        Figure("slow reader", what, {"p50_us": p50_us, "p99_us": p99_us})
+        Figure("slow", what, {"p50_us": p50_us, "p99_us": p99_us})
         for what, (p50_us, p99_us) in (("all 200 read", found.before_us), ("one does not", found.meanwhile_us))
     ]
 

@@ -55,7 +55,9 @@ def show(name: str, value: float) -> str:
             else f"{value:.0f} {label.removesuffix('_per')}/s"
         )
     if name.endswith("bytes"):
-        return f"{label or 'size'} {value:.0f} B" if value < 10_000 else f"{label or 'size'} {value / MIB:.1f} MiB"
+        if value < MIB:
+            return f"{label or 'size'} {value:.0f} B"
+        return f"{label or 'size'} {value / MIB:.1f} MiB"
     if name == "seconds":
         return f"{value:.2f} s"
     if name.endswith("_s"):

@@ -13,7 +13,6 @@ import argparse
 import gzip
 import itertools
 import json
-import random
 import re
 import sys
 import time
@@ -21,14 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
+import msgspec
 from tqdm import tqdm
+
+from topics.client import Client, ClientError, NewRecord, Retry
 
 DATA = Path(__file__).with_name("data") / "commit-changes.ndjson.gz"
 BATCH_MAX_RECORDS = 10_000
-BACKOFF_MS = (50, 2_000)
-RETRIED_STATUSES = {429, 503}
-JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 class Event(NamedTuple):
@@ -45,25 +43,9 @@ class Batch(NamedTuple):
     key: str
     events: list[Event]
 
-    def body(self) -> bytes:
-        """The write as JSON, put together from the lines' own bytes: printing them anew could change them."""
-        records = b",".join(
-            b'{"data":' + event.line + (b',"tag":' + json.dumps(event.folder).encode() if event.folder else b"") + b"}"
-            for event in self.events
-        )
-        return b'{"idempotency_key":' + json.dumps(self.key).encode() + b',"records":[' + records + b"]}"
-
-
-class Outcome(NamedTuple):
-    """What one write came to."""
-
-    head_seq: int
-    deduped: bool
-    retries: int
-
-
-class GaveUpError(Exception):
-    """The service did not take a write within the time allowed, or refused it for good."""
+    def records(self) -> list[NewRecord]:
+        """What to write; the lines' own bytes, since printing them anew could change them."""
+        return [NewRecord(msgspec.Raw(event.line), tag=event.folder) for event in self.events]
 
 
 def first_folder(path: str) -> str | None:
@@ -90,61 +72,24 @@ def batches(stream: Iterator[Event], max_records: int = BATCH_MAX_RECORDS) -> It
             yield Batch(commit if len(parts) == 1 else f"{commit}/{number}", part)
 
 
-def write(client: httpx.Client, topic: str, batch: Batch, retry_for_s: float) -> Outcome:
-    """One write, repeated until it is answered; GaveUpError after `retry_for_s` or at a refusal that stands."""
-    body = batch.body()
-    end = time.monotonic() + retry_for_s
-    for attempt in itertools.count():
-        try:
-            answer = client.post(f"/v0/topics/{topic}?return_seqs=false", content=body, headers=JSON_HEADERS)
-        except httpx.TransportError as error:
-            trouble, pause_hint_s = f"{type(error).__name__}: {error}", 0.0
-        else:
-            if answer.is_success:
-                fields = answer.json()
-                return Outcome(fields["head_seq"], fields["deduped"], attempt)
-            trouble, pause_hint_s = f"{answer.status_code} {answer.text}", retry_after_s(answer)
-            if answer.status_code not in RETRIED_STATUSES:
-                raise GaveUpError(f"commit {batch.key} was refused: {trouble}")
-        if time.monotonic() > end:
-            raise GaveUpError(f"commit {batch.key} was not taken within {retry_for_s:g} s; the last answer: {trouble}")
-        time.sleep(max(backoff_s(attempt), min(pause_hint_s, BACKOFF_MS[1] / 1000)))
-    raise AssertionError("count() does not end")
-
-
-def backoff_s(attempt: int) -> float:
-    """50 ms, doubled with each attempt up to 2 s, less up to half: clients of one outage must not come in step."""
-    least_ms, most_ms = BACKOFF_MS
-    full_ms = min(most_ms, least_ms * 2 ** min(attempt, 10))
-    return random.uniform(full_ms / 2, full_ms) / 1000
-
-
-def retry_after_s(answer: httpx.Response) -> float:
-    value = answer.headers.get("retry-after", "")
-    return float(value) if value.isdigit() else 0.0
-
-
-def replay(client: httpx.Client, topic: str, source: Path, *, rate: float, retry_for_s: float) -> str:
+def replay(topics: Client, topic: str, source: Path, *, rate: float) -> str:
     """Writes the whole file, at most `rate` events a second (0 = as fast as it goes); a summary."""
     total = sum(1 for _ in events(source))
-    writes = retries = deduped = done = 0
+    writes = deduped = done = 0
     start = time.monotonic()
     # disable=None: no bar when the output is not a terminal.
     with tqdm(total=total, unit=" events", disable=None) as bar:
         for batch in batches(events(source)):
-            outcome = write(client, topic, batch, retry_for_s)
+            appended = topics.append(topic, batch.records(), idempotency_key=batch.key)
             writes += 1
-            retries += outcome.retries
-            deduped += outcome.deduped
+            deduped += appended.deduped
             done += len(batch.events)
             bar.update(len(batch.events))
-            bar.set_postfix(head=outcome.head_seq, retries=retries, refresh=False)
+            bar.set_postfix(head=appended.head_seq, refresh=False)
             if rate and (ahead_s := done / rate - (time.monotonic() - start)) > 0:
                 time.sleep(ahead_s)
     seconds = time.monotonic() - start
-    return (
-        f"{done} events in {writes} writes to {topic!r} in {seconds:.1f} s, {retries} retries, {deduped} already there"
-    )
+    return f"{done} events in {writes} writes to {topic!r} in {seconds:.1f} s, {deduped} already there"
 
 
 def main() -> int:
@@ -152,6 +97,7 @@ def main() -> int:
         prog="replay", description="Replay change events into a topic, one write per commit."
     )
     parser.add_argument("--url", default="http://127.0.0.1:4000", help="the service (default %(default)s)")
+    parser.add_argument("--token", help="its API key, if it wants one")
     parser.add_argument("--topic", default="commits", help="the topic to write to (default %(default)s)")
     parser.add_argument(
         "--file", type=Path, default=DATA, help="an .ndjson or .ndjson.gz file (default: the one beside)"
@@ -165,12 +111,10 @@ def main() -> int:
         help="give up on a write after S seconds (default %(default)s)",
     )
     arguments = parser.parse_args()
-    with httpx.Client(base_url=arguments.url, timeout=15) as client:
+    with Client(arguments.url, token=arguments.token, retry=Retry(total_s=arguments.retry_for)) as topics:
         try:
-            summary = replay(
-                client, arguments.topic, arguments.file, rate=arguments.rate, retry_for_s=arguments.retry_for
-            )
-        except GaveUpError as trouble:
+            summary = replay(topics, arguments.topic, arguments.file, rate=arguments.rate)
+        except ClientError as trouble:
             print(f"replay: {trouble}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:

@@ -79,7 +79,7 @@ def nobody(guarded: Service, root: httpx.Client) -> httpx.Client:
 
 def path_of(row: RouteRow, name: str) -> str:
     """The path, about this name whatever kind of thing it names."""
-    return row.path.format(topic=name, router=name, sink=name, cursor="c")
+    return row.path.format(topic=name, router=name, sink=name, cursor="c", pin=f"pin_{22 * 'a'}")
 
 
 def ask(client: httpx.Client, row: RouteRow, topic: str = TOPIC, **headers: str) -> httpx.Response:

@@ -396,7 +396,8 @@ def test_answers_and_records_take_turns(service: Service, topic: str) -> None:
         ops: list[str] = []
         while ops.count("pong") < 300:
             ops.append(ws.next()["op"])
-        longest = max(len(run) for run in "".join(op[0] for op in ops).split("p"))
+        # From the first answer to the last: when the first ping arrives is the network's affair.
+        longest = max(len(run) for run in "".join(op[0] for op in ops).strip("r").split("p"))
         assert 20 < ops.count("record") < 1500
         assert longest < 100, "the answers had to wait for the records"
 

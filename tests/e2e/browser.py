@@ -1,6 +1,7 @@
 """A headless Chromium, driven over its DevTools protocol: what a page of the service's own origin can do.
 
-No browser comes with the project: it is the one on the PATH, or the one that TOPICS_CHROMIUM names.
+It is the one that TOPICS_CHROMIUM names, the one on the PATH, or the one that `make unit` has fetched
+(`fetch_chromium.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Self
@@ -26,7 +28,8 @@ ANSWER_TIMEOUT_S = 30.0
 def find_browser() -> str | None:
     """The browser's command."""
     named = os.environ.get("TOPICS_CHROMIUM")
-    return named or next((path for name in NAMES if (path := shutil.which(name))), None)
+    fetched = shutil.which("chromium", path=os.path.join(sys.prefix, "chromium"))
+    return named or next((path for name in NAMES if (path := shutil.which(name))), fetched)
 
 
 class Browser:

@@ -23,6 +23,7 @@ from topics.supervisor.status import Status, StatusReader
 REACH_DEADLINE_S = 60.0
 CAP = 30
 BATCH = 10
+COPIED = ("disk", "capped", "tagged")
 STEPS_PER_DELETE = 12
 SETTINGS = {
     "TOPICS_CHECKPOINT_INTERVAL_MS": "100",
@@ -52,6 +53,10 @@ class Ledger:
         client.put("/v0/topics/fsync", json={"durability": "fsync"}).raise_for_status()
         client.put("/v0/topics/capped", json={"cap_records": CAP}).raise_for_status()
         client.put("/v0/topics/tagged", json={"durability": "disk"}).raise_for_status()
+        for source in COPIED:
+            spec = {"source": source, "dest": f"copies-{source}"}
+            client.put(f"/v0/routers/{source}", json=spec).raise_for_status()
+        client.put("/v0/routers/again", json={"source": "copies-disk", "dest": "again"}).raise_for_status()
 
     def step(self, client: httpx.Client) -> None:
         """A few writes, a delete, a topic that comes and goes. httpx.TransportError when the service dies under it."""
@@ -80,7 +85,16 @@ class Ledger:
         self.deleted, self.maybe_deleted = dropped, set()
 
     def check(self, client: httpx.Client) -> None:
-        """What is read is what was acknowledged; an operation without an answer happened as a whole or not at all."""
+        """What is read is what was acknowledged; an operation without an answer happened as a whole or not at all.
+        Routers have copied each record once, also those that their source has not any more.
+        """
+        for source in COPIED:
+            written = self.logs[source]
+            copies = [unquoted(data) for _, data, _ in everything(client, f"copies-{source}")]
+            assert copies in (written, written + self.doubts[source]), source
+            # What is in doubt is in the source as it is in the copies.
+            self.logs[source], self.doubts[source] = copies, []
+        assert [unquoted(data) for _, data, _ in everything(client, "again")] == self.logs["disk"]
         for topic in ("disk", "fsync"):
             got = [unquoted(data) for _, data, _ in everything(client, topic)]
             assert got in (self.logs[topic], self.logs[topic] + self.doubts[topic]), topic

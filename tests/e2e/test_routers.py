@@ -12,8 +12,16 @@ import pytest
 
 from tests.contract.asking import diff, diff_records, ok, put, state, write
 from tests.contract.stream import follow
+from tests.e2e.test_kill_points import status, verify
 from tests.harness import Service, poll
 
+EAGER = {
+    "TOPICS_CHECKPOINT_INTERVAL_MS": "50",
+    "TOPICS_CHECKPOINT_WAL_BYTES": "64KiB",
+    "TOPICS_SEGMENT_MAX_EVENTS": "20",
+    "TOPICS_SEGMENT_REWRITE_DEAD_RATIO": "0.2",
+}
+"""Cuts all the time."""
 DESTS = ("all", "tagged", "once", "chain", "capped", "last")
 
 
@@ -57,25 +65,46 @@ def copies(client: httpx.Client) -> dict[str, Any]:
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("end", ["stop", "kill_group", "kill_supervisor"])
-def test_the_same_bytes_and_seqs_after_a_restart(shards: int, end: str) -> None:
-    with Service(shards=shards, frontends=1) as service:
+@pytest.mark.parametrize("env", [{}, EAGER], ids=["logs", "segments"])
+def test_the_same_bytes_and_seqs_after_a_restart(shards: int, end: str, env: dict[str, str]) -> None:
+    with Service(shards=shards, frontends=1, env=env) as service:
         lay_out_routers(service.client)
         for life in range(3):
             traffic(service.client, 100 * life + 1)
+            if env:
+                cut(service)
+            else:
+                assert copies(service.client)["router all"] == 90 * (life + 1)
             before = copies(service.client)
-            assert before["router all"] == 90 * (life + 1)
             getattr(service, end)()
+            verify(service.data_dir)
             service.start()
             assert copies(service.client) == before
 
 
-def test_over_a_changed_number_of_shards() -> None:
-    with Service(shards=1, frontends=1) as service:
+def cut(service: Service) -> None:
+    """A snapshot, and another one that says nothing of what was written before the first."""
+    compactor = status(service).compactor
+    assert compactor is not None
+    before = compactor.snapshots
+
+    def twice_more() -> bool:
+        write(service.client, "src", "to be cut")
+        compactor = status(service).compactor
+        return compactor is not None and compactor.snapshots >= before + 2
+
+    poll("two snapshots", twice_more, 30)
+
+
+@pytest.mark.parametrize("env", [{}, EAGER], ids=["logs", "segments"])
+def test_over_a_changed_number_of_shards(env: dict[str, str]) -> None:
+    with Service(shards=1, frontends=1, env=env) as service:
         lay_out_routers(service.client)
         for life, shards in enumerate((4, 2, 1, 3)):
             traffic(service.client, 100 * life + 1)
             before = copies(service.client)
             service.stop()
+            verify(service.data_dir)
             service.shards = shards
             service.start()
             assert copies(service.client) == before
@@ -110,10 +139,20 @@ def writers(service: Service, acked: list[list[int]]) -> Iterator[None]:
             thread.join()
 
 
-@pytest.mark.parametrize("role", ["walshard", "frontend"])
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_kill_under_load_loses_and_repeats_nothing(role: str, index: int) -> None:
-    with Service(shards=2, frontends=2) as service:
+@pytest.mark.parametrize(
+    ("role", "index", "env"),
+    [
+        ("walshard", 0, {}),
+        ("walshard", 1, {}),
+        ("frontend", 0, {}),
+        ("frontend", 1, {}),
+        ("walshard", 0, EAGER),
+        ("walshard", 1, EAGER),
+        ("compactor", 0, EAGER),
+    ],
+)
+def test_a_kill_under_load_loses_and_repeats_nothing(role: str, index: int, env: dict[str, str]) -> None:
+    with Service(shards=2, frontends=2, env=env) as service:
         client = service.client
         put(client, "src")
         dests = [f"d{at}" for at in range(4)]

@@ -29,6 +29,8 @@ from topics.frontend.figures import ServiceFigures
 from topics.frontend.gateway import Gateway
 from topics.frontend.job_channel import JobChannel
 from topics.frontend.key_limits import KeyLimits
+from topics.frontend.manifest import ManifestRoutes
+from topics.frontend.manifest_table import manifest_operations
 from topics.frontend.metrics import MetricsRoute
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.queue import QueueRoutes
@@ -51,6 +53,8 @@ from topics.shm.control import ProcessState, Role
 from topics.shm.key_counts import KeyCounts
 from topics.shm.messages import Kind, Watch
 from topics.shm.recency import Recency, RecencyWriter
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.pins import PinFiles, pins_dir
 
 DEADLINE_S = 10.0
 
@@ -80,10 +84,9 @@ class Frontend:
         )
         sessions = Sessions(self.gateway, hosting.arenas, hosting.clock)
         watch = WatchRoutes(reader, sessions, hub, access, settings, streams, catching_up)
-        channel = JobChannel(self.gateway, 1)
-        dead_letters = DeadLetters(self.gateway, reader)
+        channel, dead_letters = JobChannel(self.gateway, 1), DeadLetters(self.gateway, reader)
+        queues = QueueRoutes(self.gateway, reader, channel, dead_letters, catching_up, settings, self.cell)
         work = WorkRoutes(self.gateway, reader, channel, dead_letters, access, settings, streams, self.cell)
-        queue = QueueRoutes(self.gateway, reader, channel, dead_letters, catching_up, settings, self.cell)
         cursors = CursorRoutes(self.gateway, reader, catching_up, settings, self.cell)
         figures = ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms)
         self.app = App(
@@ -91,10 +94,21 @@ class Frontend:
                 *topic_operations(append, self.diff, topics),
                 *router_operations(routers),
                 *watch_operations(watch),
-                *queue_operations(queue, work),
+                *queue_operations(queues, work),
                 *cursor_operations(cursors),
                 *txn_operations(
                     TxnRoutes(append, Commits(self.gateway, Stages(settings.data_dir, 60_000)), reader, settings)
+                ),
+                *manifest_operations(
+                    ManifestRoutes(
+                        reader,
+                        catching_up,
+                        OsFileSystem(),
+                        PinFiles(OsFileSystem(), pins_dir(shared.ram_dir), 0),
+                        pins_dir(shared.ram_dir),
+                        settings.data_dir,
+                        hosting.clock,
+                    )
                 ),
                 *service_operations(
                     ProbeRoutes(shared.control, hosting.clock), MetricsRoute(figures, hosting.arenas, 1, 100), False

@@ -21,8 +21,8 @@ from tests.harness import Service, poll
 from tests.spark.conftest import ROOT, make_java_home, spark_environment
 from topics.client import Client, NewRecord, Record
 
-BATCHES = int(os.environ.get("TOPICS_SPARK_BATCHES", "8"))
-KILLS = int(os.environ.get("TOPICS_SPARK_KILLS", str(max(3, BATCHES // 5))))
+BATCHES = int(os.environ.get("TOPICS_SPARK_BATCHES", "4"))
+KILLS = int(os.environ.get("TOPICS_SPARK_KILLS", str(max(2, BATCHES // 5))))
 RECORDS_PER_BATCH = 50
 
 

@@ -66,11 +66,11 @@ def holds(rig: Rig, sessions: int) -> dict[str, int]:
         "topics": len(views),
         **{f"topics_{name}": classes[name] for name in CLASSES},
         "queue_topics": sum(config.type == "queue" for _, config in views),
+        "leases_in_flight": sum(view.jobs_in_flight for view, _ in views),
         "records_live": sum(view.records for view, _ in views),
         "bytes_live": sum(view.live_bytes for view, _ in views),
         "sessions": sessions,
         "routers": 0,
-        "leases_in_flight": sum(view.jobs_in_flight for view, _ in views),
     }
 
 

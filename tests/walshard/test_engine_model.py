@@ -2,7 +2,8 @@
 
 What must hold after every step, for each topic: seqs strictly increase; each record that was acknowledged is delivered
 as it was written, or was deleted on request (silently), or lies below evict_floor (a tombstone covers it);
-evict_floor <= earliest_seq; a pure delete moves no evict_floor; nothing is delivered that was not written.
+evict_floor <= earliest_seq; nothing is delivered that was not written; evict_floor never goes back, and a delete moves
+it only over what had been lost from RAM, once nothing that lives is before that.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import resource
 import shutil
 import tempfile
+from array import array
 from typing import Literal
 
 import pytest
@@ -22,6 +24,7 @@ from tests.storage.faults import FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
+from topics.core.topic import LOCATION_DELETED, LOCATION_LOST
 from topics.shm.messages import DeleteRecords, DeleteTopic, Expire, PutTopic
 from topics.storage.verify import verify
 
@@ -43,14 +46,17 @@ class Model:
         self.live: dict[int, tuple[bytes, bytes, int, bool]] = {}
         """seq → data, tag, ts, in RAM"""
         self.evict_floor = 1
-        self.maybe_lost = False
-        """The service was stopped while records were in RAM: those may be there or not."""
+        self.ever_in_ram: set[int] = set()
+        self.lost: set[int] = set()
+        """Gone with RAM, as the engine says: behind records that live."""
 
     def append(self, first_seq: int, data: list[bytes], tag: bytes, ts: int) -> None:
         assert first_seq > self.head_seq, "no seq is given twice"
         in_ram = self.config.durability == "ephemeral"
         for seq, piece in enumerate(data, first_seq):
             self.live[seq] = (piece, tag, ts, in_ram)
+            if in_ram:
+                self.ever_in_ram.add(seq)
         self.head_seq = first_seq + len(data) - 1
         self.evict_over_cap()
 
@@ -58,6 +64,7 @@ class Model:
         cap = self.config.cap_records
         while cap and len(self.live) > cap:
             self._evict(min(self.live))
+        self.lay_open_lost()
 
     def expire(self, now_ms: int) -> None:
         ttl_ms = self.config.ttl_ms
@@ -65,6 +72,13 @@ class Model:
             if not ttl_ms or now_ms - ts <= ttl_ms:
                 break
             self._evict(seq)
+        self.lay_open_lost()
+
+    def lay_open_lost(self) -> None:
+        """What was lost before everything that lives."""
+        front = min(self.live, default=self.head_seq + 1)
+        self.evict_floor = max(self.evict_floor, *(seq + 1 for seq in self.lost if seq < front), 1)
+        self.lost = {seq for seq in self.lost if seq > front}
 
     def delete(self, before_seq: int | None, op: str | None, tag: bytes) -> int:
         gone = [
@@ -76,6 +90,10 @@ class Model:
         ]
         for seq in gone:
             del self.live[seq]
+        if op is None:
+            assert before_seq is not None
+            self.lost = {seq for seq in self.lost if seq >= before_seq}
+        self.lay_open_lost()
         return len(gone)
 
     def _evict(self, seq: int) -> None:
@@ -143,6 +161,7 @@ class Engine(RuleBasedStateMachine):
         op, tag = match or (None, b"")
         reply = self.rig.call(DeleteRecords(name, before, op, tag))
         assert reply.deleted == model.delete(before, op, tag)
+        assert reply.earliest_seq == min(model.live, default=model.head_seq + 1)
 
     @rule(name=st.sampled_from(NAMES))
     def delete_topic(self, name: str) -> None:
@@ -201,12 +220,25 @@ class Engine(RuleBasedStateMachine):
         assert view is not None
         assert view.head_seq >= model.head_seq
         kept = {seq for seq, _ in self.compaction.read(name)}
-        for seq, (_, _, _, in_ram) in sorted(model.live.items()):
-            if in_ram and seq not in kept:
-                del model.live[seq]
-        model.head_seq = view.head_seq
-        assert view.evict_floor >= model.evict_floor or view.evict_floor == view.earliest_seq
-        model.evict_floor = max(model.evict_floor, view.evict_floor)
+        gone = {seq for seq, (_, _, _, in_ram) in model.live.items() if in_ram and seq not in kept}
+        for seq in gone:
+            del model.live[seq]
+        lost = self._lost(name)
+        assert lost <= model.ever_in_ram | model.lost | set(range(model.head_seq + 1, view.head_seq + 1))
+        assert gone <= lost | set(range(view.evict_floor)), "each with a tombstone"
+        assert view.evict_floor >= model.evict_floor
+        model.head_seq, model.evict_floor, model.lost = view.head_seq, view.evict_floor, lost
+        model.ever_in_ram |= lost
+
+    def _lost(self, name: str) -> set[int]:
+        hosted = self.rig.shard._catalog.find(name)
+        assert hosted is not None
+        topic = hosted.topic
+        entries = topic.index.entries(topic.earliest_seq, topic.head_seq) if topic.records else array("Q")
+        gone = LOCATION_LOST | LOCATION_DELETED
+        return {
+            seq for seq, word in zip(entries[0::4], entries[3::4], strict=True) if word >> 32 & gone == LOCATION_LOST
+        }
 
     # -- what must hold
 
@@ -222,7 +254,8 @@ class Engine(RuleBasedStateMachine):
             assert dict(records) == {seq: data for seq, (data, *_) in model.live.items()}
             assert view.records == len(model.live)
             assert view.evict_floor == model.evict_floor
-            assert view.evict_floor <= view.earliest_seq <= view.head_seq + 1
+            assert view.earliest_seq == min(model.live, default=view.head_seq + 1)
+            assert view.evict_floor <= view.earliest_seq
 
 
 @pytest.mark.timeout(900)

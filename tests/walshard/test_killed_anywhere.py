@@ -112,7 +112,7 @@ def check_kill_at(n: int, data_dir: str) -> None:
 
 @pytest.mark.timeout(600)
 def test_every_line(tmp_path: Path) -> None:
-    stride = int(os.environ.get("TOPICS_KILL_STRIDE", "7"))
+    stride = int(os.environ.get("TOPICS_KILL_STRIDE", "61"))
     n, ending = 1 + random.Random(stride).randrange(stride), 0
     points = 0
     while ending == 0:

@@ -156,7 +156,9 @@ def test_without_durable_leases_everything_unacked_is_ready_after_a_crash(rig: R
     queue(rig, 5)
     old = claim(rig, 4)
     ack(rig, 2)
+    assert rig.cell.get("leases_in_flight") == 3
     rig.boot()
+    assert rig.cell.get("leases_in_flight") == 0
     assert counts(rig) == (4, 0, 0)
     new = claim(rig, 10)
     assert (new.seqs, new.deliveries) == ([1, 3, 4, 5], [1, 1, 1, 1])

@@ -14,6 +14,7 @@ JOBS: Final = {
     "export": "topics to partitioned Parquet, incrementally",
     "rollup": "events per tag and window of event time",
     "replay": "Parquet back into a topic",
+    "audit": "every record of topics checked in their files",
 }
 EXIT_USAGE: Final = 2
 

@@ -8,6 +8,7 @@ from topics.client.errors import (
     ConflictError,
     GapError,
     InvalidRequestError,
+    LeaseLostError,
     NotAllowedError,
     NotFoundError,
     ServiceBusyError,
@@ -15,6 +16,8 @@ from topics.client.errors import (
     TopicFullError,
     UnreachableError,
 )
+from topics.client.queue import AsyncJob, AsyncQueue, Job, Queue
+from topics.client.queue_calls import Claimed, ClaimedJob
 from topics.client.records import (
     Appended,
     Item,
@@ -26,24 +29,35 @@ from topics.client.records import (
     TopicGone,
     TopicState,
 )
+from topics.client.seen import SeenJobs
+from topics.client.shift import Backoff
 from topics.client.sync import Client
 
 __all__ = [
     "ApiError",
     "Appended",
     "AsyncClient",
+    "AsyncJob",
+    "AsyncQueue",
+    "Backoff",
+    "Claimed",
+    "ClaimedJob",
     "Client",
     "ClientError",
     "ConflictError",
     "GapError",
     "InvalidRequestError",
     "Item",
+    "Job",
+    "LeaseLostError",
     "NewRecord",
     "NotAllowedError",
     "NotFoundError",
     "Page",
+    "Queue",
     "Record",
     "Retry",
+    "SeenJobs",
     "ServiceBusyError",
     "ServiceFaultError",
     "Tombstone",

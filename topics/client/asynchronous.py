@@ -15,8 +15,10 @@ import httpx_sse
 from topics.client import calls
 from topics.client.attempts import Attempts, Retry, error_of
 from topics.client.calls import Call
+from topics.client.connection import http_options
 from topics.client.errors import GapError, NotFoundError, ServiceBusyError
 from topics.client.following import SILENCE_MAX_S, Following
+from topics.client.queue import AsyncQueue
 from topics.client.records import (
     Appended,
     Configured,
@@ -29,7 +31,6 @@ from topics.client.records import (
     TopicGone,
     TopicState,
 )
-from topics.client.sync import http_options
 
 T = TypeVar("T")
 
@@ -168,6 +169,10 @@ class AsyncClient:
         """Deletes below a seq, by tag (`"x"`, `"x*"`, `["tag", "Eq", "x*"]`), or what is both."""
         return await self.call(calls.delete_records(topic, before_seq=before_seq, match=match))
 
+    def queue(self, topic: str, *, node: str | None = None) -> AsyncQueue:
+        """A queue as a worker sees it; `node` is the worker's name, made up unless given."""
+        return AsyncQueue(self, topic, node)
+
     # -- live
 
     async def follow(
@@ -184,7 +189,8 @@ class AsyncClient:
             if following.wid is None:
                 following.began(await self.call(following.session_call()))
             try:
-                async for event in self._events(following):
+                path = f"/v0/watch/{following.wid}"
+                async for event in self.events(path, headers=following.headers(), silence_max_s=SILENCE_MAX_S):
                     attempts = None
                     for item in following.take(event.event, event.data, event.id):
                         yield item
@@ -200,10 +206,13 @@ class AsyncClient:
                 attempts = Attempts(self._retry, True, f"GET /v0/watch/{following.wid}", time.monotonic())
             await self._sleep(attempts.no_answer(trouble, True, time.monotonic(), random.random()))
 
-    async def _events(self, following: Following) -> AsyncIterator[httpx_sse.ServerSentEvent]:
-        timeout = httpx.Timeout(5.0, read=SILENCE_MAX_S)
-        path = f"/v0/watch/{following.wid}"
-        async with self._http.stream("GET", path, headers=following.headers(), timeout=timeout) as answer:
+    async def events(
+        self, path: str, query: Mapping[str, str] = {}, *, headers: Mapping[str, str] = {}, silence_max_s: float
+    ) -> AsyncIterator[httpx_sse.ServerSentEvent]:
+        """The events of one stream, until it breaks (httpx.TransportError) or ends; ApiError when it is refused."""
+        timeout = httpx.Timeout(5.0, read=silence_max_s)
+        headers = {"Accept": "text/event-stream"} | dict(headers)
+        async with self._http.stream("GET", path, params=dict(query), headers=headers, timeout=timeout) as answer:
             if not answer.is_success:
                 refusal = error_of(answer.status_code, await answer.aread())
                 if isinstance(refusal, ServiceBusyError):

@@ -89,3 +89,15 @@ _BY_STATUS: dict[int, type[ApiError]] = {
 def api_error(status: int, code: str, message: str, detail: dict[str, Any]) -> ApiError:
     """The error of this status as its class."""
     return _BY_STATUS.get(status, ServiceFaultError)(status, code, message, detail)
+
+
+class LeaseLostError(ClientError):
+    """A job was settled too late: its lease had ended or its stream had broken, and it may be done once more."""
+
+    def __init__(self, topic: str, seq: int) -> None:
+        super().__init__(
+            f"job {seq} of {topic!r} is no longer leased to this worker and may be done again; "
+            f"make its effect idempotent, or its lease_ms longer"
+        )
+        self.topic = topic
+        self.seq = seq

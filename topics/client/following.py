@@ -70,7 +70,7 @@ class Following:
 
     def headers(self) -> dict[str, str]:
         """Of the request for the session's stream."""
-        headers = {"Accept": "text/event-stream", "Accept-Encoding": "identity"}
+        headers = {"Accept": "text/event-stream"}
         return headers if self._last_event_id is None else headers | {"Last-Event-ID": self._last_event_id}
 
     def session_gone(self) -> None:

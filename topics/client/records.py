@@ -82,6 +82,14 @@ class Appended(msgspec.Struct, frozen=True):
     durability: str = ""
 
 
+class QueueCounts(msgspec.Struct, frozen=True):
+    """Jobs of a queue: to be claimed now, leased, and moved to the dead letters so far (api §1)."""
+
+    ready: int
+    in_flight: int
+    dead_lettered: int
+
+
 class TopicState(msgspec.Struct, frozen=True):
     """A topic as it is now (api §1)."""
 
@@ -96,6 +104,7 @@ class TopicState(msgspec.Struct, frozen=True):
     epoch: str = ""
     last_write_ts: int | None = None
     last_read_ts: int | None = None
+    queue: QueueCounts | None = None
 
 
 class TopicEntry(msgspec.Struct, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -12,10 +13,13 @@ import httpx
 import httpx_sse
 
 from topics.client import calls
+from topics.client.asynchronous import AsyncClient
 from topics.client.attempts import Attempts, Retry, error_of
 from topics.client.calls import Call
-from topics.client.errors import ClientError, GapError, NotFoundError, ServiceBusyError
+from topics.client.connection import http_options
+from topics.client.errors import GapError, NotFoundError, ServiceBusyError
 from topics.client.following import SILENCE_MAX_S, Following
+from topics.client.queue import Queue
 from topics.client.records import (
     Appended,
     Configured,
@@ -30,24 +34,6 @@ from topics.client.records import (
 )
 
 T = TypeVar("T")
-ANSWER_MAX_S = 45.0
-"""The longest a long poll may take, and room."""
-
-
-def http_options(url: str, token: str | None) -> dict[str, Any]:
-    """What both clients tell the HTTP library. ClientError when `url` is none of a service."""
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ClientError(f"url {url!r} is not valid: {error}") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ClientError(f"url {url!r} is not that of a service: it is like http://127.0.0.1:4000")
-    headers = {"Accept-Encoding": "identity"}
-    if token is not None:
-        headers["Authorization"] = f"Bearer {token}"
-    # A proxy of the environment has no business between a program and its log.
-    timeout = httpx.Timeout(ANSWER_MAX_S, connect=5.0)
-    return {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout, "trust_env": False}
 
 
 class Client:
@@ -62,6 +48,7 @@ class Client:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._http = httpx.Client(**http_options(url, token))
+        self._again = partial(AsyncClient, url, token=token, retry=retry)
         self._retry = retry
         self._sleep = sleep
 
@@ -181,6 +168,10 @@ class Client:
     ) -> RecordsDeleted:
         """Deletes below a seq, by tag (`"x"`, `"x*"`, `["tag", "Eq", "x*"]`), or what is both."""
         return self.call(calls.delete_records(topic, before_seq=before_seq, match=match))
+
+    def queue(self, topic: str, *, node: str | None = None) -> Queue:
+        """A queue as a worker sees it; `node` is the worker's name, made up unless given."""
+        return Queue(self, self._again, topic, node)
 
     # -- live
 

@@ -36,6 +36,9 @@ RECORDS_PER_STEP: Final = 1 << 16
 _IN_RAM: Final = LOCATION_IN_RAM_LOG << 32
 _LOOK_AGAIN_S: Final = 0.001
 _LOOKS: Final = 5000
+_TELL_AGAIN_WAITS: Final = 3
+_TELLS: Final = 50
+"""A shard that starts again, and has copies to log, may take longer: then the next cut will do."""
 
 log = get_logger()
 
@@ -185,14 +188,28 @@ def tell(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
 
     Raises Refused when the shard could not log all of them, OSError.
     """
+    for _ in range(_TELLS):
+        held = _tell_once(follower, checkpoints)
+        if not held:
+            return
+        checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.topic_id in held]
+        follower.link.pause(_TELL_AGAIN_WAITS)
+    raise Refused(
+        f"shard {follower.shard}: records of {len(held)} topics are needed in its log as long as copies of them are in "
+        f"no other, which others do not see to"
+    )
+
+
+def _tell_once(follower: Follower, checkpoints: list[TopicCheckpoint]) -> set[int]:
+    """The topics of which the shard wants to hear again, soon."""
     try:
         reply = follower.link.call(Checkpoint(checkpoints), CheckpointReply)
     except TopicsError as error:
         raise Refused(f"shard {follower.shard}: {error}") from error
-    gone, refused = set(reply.gone), set(reply.refused)
+    gone, refused, held = set(reply.gone), set(reply.refused), set(reply.held)
     for checkpoint in checkpoints:
         topic = follower.fold.topics.get(checkpoint.topic_id)
-        if topic is None or checkpoint.topic_id in refused:
+        if topic is None or checkpoint.topic_id in refused or checkpoint.topic_id in held:
             continue
         if checkpoint.topic_id in gone:
             follower.fold.topic_delete(checkpoint.topic_id)
@@ -201,6 +218,7 @@ def tell(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
         follower.index_of(topic).checkpointed(checkpoint.up_to_seq, checkpoint.segments)
     if refused:
         raise Refused(f"shard {follower.shard} could not mark {len(refused)} of {len(checkpoints)} topics")
+    return held
 
 
 def _followed(entries: array[int], topic: Topic) -> array[int]:

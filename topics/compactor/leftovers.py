@@ -3,6 +3,7 @@
 A file goes only when neither of the two snapshots that are kept can ask for it: it is found at one snapshot and removed
 at the next one, if it still belongs to nothing then. And only if it is known why it is there: its topic or its seqs are
 gone, a newer version counts, or it lies behind everything that was ever committed. Anything else is said, not removed.
+And only when no pin holds it (`storage/pins.py`): what one does is looked at again at every snapshot.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.kill_points import reached
 from topics.storage.layout import SegmentName
+from topics.storage.pins import Pinned, ReadPinned, nothing_pinned
 
 _DATA: Final = frozenset(("data",))
 _ALL: Final = frozenset(("data", "idx", "tags"))
@@ -54,9 +56,10 @@ FilesOf = Callable[[int], TopicFiles | None]
 class Leftovers:
     """Of the data directory. `look_at` says where, `sweep` is called once a snapshot."""
 
-    def __init__(self, fs: FileSystem, data_dir: str) -> None:
+    def __init__(self, fs: FileSystem, data_dir: str, read_pinned: ReadPinned = nothing_pinned) -> None:
         self._fs = fs
         self._data_dir = data_dir
+        self._read_pinned = read_pinned
         self._look: set[int] = set()
         self._found: dict[int, dict[SegmentName, frozenset[str]]] = {}
         self._unexplained: dict[int, set[SegmentName]] = {}
@@ -88,7 +91,7 @@ class Leftovers:
         found, self._found = self._found, {}
         look, self._look = self._look, set()
         try:
-            return self._sweep(found, look, files_of, alive)
+            return self._sweep(found, look, files_of, alive, self._read_pinned() if found else frozenset())
         except OSError:
             self._look |= look | found.keys()
             raise
@@ -99,18 +102,24 @@ class Leftovers:
         look: set[int],
         files_of: FilesOf,
         alive: Callable[[], None],
+        pinned: Pinned,
     ) -> list[tuple[int, SegmentName]]:
         removed: list[tuple[int, SegmentName]] = []
         for topic_id, names in found.items():
             needed = files_of(topic_id)
+            held = [name for name in names if (topic_id, name) in pinned]
+            if held:
+                look.add(topic_id)
             for name, kinds in names.items():
+                if name in held:
+                    continue
                 now = needed.superfluous(name) if needed is not None else None
                 going = kinds & now if now else None
                 if going:
                     self._remove(topic_id, name, going)
                     if "idx" in going:
                         removed.append((topic_id, name))
-            if needed is not None and needed.segments is None:
+            if needed is not None and needed.segments is None and not held:
                 self._remove_directory(topic_id)
             alive()
         for topic_id in sorted(look):

@@ -30,6 +30,7 @@ from topics.shm.wake import Wake
 from topics.storage import kill_points, layout
 from topics.storage.filesystem import FileSystem, OsFileSystem
 from topics.storage.logfile import RefusedLog, WalPosition
+from topics.storage.pins import Pinned, pins_dir, read_pinned
 from topics.storage.segment_store import LocalStore
 from topics.storage.snapshot import UnknownSnapshotVersion
 from topics.storage.state import ShardPart, load
@@ -102,11 +103,16 @@ def build(
         follower.catch_up(committed)
     seal_at = SealAt(settings.segment_max_events, settings.segment_max_bytes, settings.segment_max_age_ms)
     clock = life.clock
+    pins = pins_dir(shared.ram_dir)
+
+    def pinned() -> Pinned:
+        return read_pinned(fs, pins, clock.monotonic_ms())
+
     relocation = None
     if settings.cold_dir is not None:
         retention = HotRetention(settings.hot_retain_segments, settings.hot_retain_bytes)
         store = LocalStore(fs, layout.topics_dir(settings.cold_dir))
-        relocation = Relocation(fs, settings.data_dir, store, retention, helper, clock)
+        relocation = Relocation(fs, settings.data_dir, store, retention, helper, clock, pinned)
     compactor = Compactor(
         fs,
         settings.data_dir,
@@ -114,7 +120,7 @@ def build(
         log_dirs,
         {shard: part.position for shard, part in parts.items()},
         Checkpoints(fs, settings.data_dir, seal_at, clock, life.alive),
-        Leftovers(fs, settings.data_dir),
+        Leftovers(fs, settings.data_dir, pinned),
         Rewriting(fs, settings.data_dir, settings.segment_rewrite_dead_ratio, clock),
         relocation,
         life.cell,

@@ -26,6 +26,7 @@ from topics.shm.messages import TopicCheckpoint
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.kill_points import reached
+from topics.storage.pins import Pinned, ReadPinned, nothing_pinned
 from topics.storage.segment_store import SegmentStore
 
 PIECE_BYTES: Final = 4 * 2**20
@@ -69,12 +70,14 @@ class Relocation:
         retention: HotRetention,
         helper: Executor,
         clock: Clock,
+        read_pinned: ReadPinned = nothing_pinned,
     ) -> None:
         self._fs = fs
         self._data_dir = data_dir
         self._store = store
         self._retention = retention
         self._helper = helper
+        self._read_pinned = read_pinned
         self._clock = clock
         self._queue: deque[_Copy] = deque()
         self._copying: tuple[_Copy, Future[None]] | None = None
@@ -134,8 +137,11 @@ class Relocation:
             deleting, self._deleting = self._deleting, None
             deleting.result()
         needless = _needless(files_of, self._being_copied())
-        going = sorted(name for name in self._due if needless(name))
-        self._due = {name for name in self._found if needless(name)}
+        due = {name for name in self._due if needless(name)}
+        pinned = self._read_pinned() if due else frozenset()
+        held = {name for name in due if _is_pinned(name, pinned)}
+        going = sorted(due - held)
+        self._due = held | {name for name in self._found if needless(name)}
         self._found = set(removed)
         if going:
             self._deleting = self._helper.submit(self._delete, going)
@@ -198,6 +204,12 @@ def object_names(topic_id: int, first_seq: int, version: int) -> list[str]:
         layout.segment_data_path(directory, first_seq, version),
     )
     return [os.path.join(os.path.basename(directory), os.path.basename(path)) for path in paths]
+
+
+def _is_pinned(name: str, pinned: Pinned) -> bool:
+    directory, _, file = name.partition("/")
+    topic_id, parsed = layout.topic_id_of(directory), layout.parse_segment_file(file)
+    return topic_id is not None and parsed is not None and (topic_id, parsed[0]) in pinned
 
 
 def _needless(files_of: FilesOf, being_copied: frozenset[str]) -> Callable[[str], bool]:

@@ -76,6 +76,12 @@ class ShardLink:
         assert isinstance(reply, reply_type), reply
         return reply
 
+    def pause(self, waits: int) -> None:
+        """Gives shards time, as much as so many fruitless looks for an answer. Raises what `wait` raises."""
+        for _ in range(waits):
+            self.take_notices()
+            self._wait()
+
     def take_notices(self) -> None:
         """Whatever the shard says unasked means nothing here, but must not fill the ring."""
         self._take(0)

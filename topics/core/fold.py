@@ -151,10 +151,15 @@ class Fold:
         self._early_attributes: dict[int, list[bytes]] = {}
         self._ram_states: dict[int, RamStateBody] = {}
         self._ephemeral_heads: dict[int, int] = {}
+        self._exact_heads: dict[int, int] = {}
+        self.lost_heads: set[int] = set()
+        """After `finish`: topics whose heads are what a watermark allows. The log has to say so (an exact one) before
+        there is a RAM log again: afterwards nobody could tell what was lost before it from what never was.
+        """
         self._deleted_in_ram: dict[int, SeqSet] = {}
-        """By topic id: a snapshot is behind the frames that say so, a RAM log is read from its beginning."""
-        self.logged_floors: dict[int, int] = {}
-        """By topic id: the evict_floor that the log knows of, where `finish` moved it."""
+        """By topic id: a RAM log is read from its beginning, and what is lost with one is filled in at the end, behind
+        the frames that say so.
+        """
         self._uncounted: set[int] = set()
         """Topics whose counts the durable log does not know: records came from RAM, or were lost with it."""
 
@@ -182,6 +187,7 @@ class Fold:
                     self._ephemeral_heads.get(topic.id),
                     consumer_state(topic),
                     self._deleted_in_ram_of(topic),
+                    self._exact_heads.get(topic.id, 0),
                 )
             )
         state = ShardState(topics, [], sorted(self.deleted_names), self.routers)
@@ -216,6 +222,8 @@ class Fold:
             self._deleted_in_ram[kept.id] = SeqSet(kept.deleted_in_ram)
         if kept.ephemeral_head_seq is not None:
             self._ephemeral_heads[kept.id] = kept.ephemeral_head_seq
+        if kept.exact_head_seq:
+            self._exact_heads[kept.id] = kept.exact_head_seq
         held_seq = max(index.segments.last_seq, topic.earliest_seq - 1)
         if held_seq < topic.head_seq:
             raise FoldError(
@@ -255,6 +263,7 @@ class Fold:
             self.routers.topic_deleted(topic_id)
             self._pending.pop(topic_id, None)
             self._ephemeral_heads.pop(topic_id, None)
+            self._exact_heads.pop(topic_id, None)
             self._deleted_in_ram.pop(topic_id, None)
             topic.index.drop_before(topic.head_seq + 1)
             del self.topics[topic_id]
@@ -297,8 +306,10 @@ class Fold:
 
     def head_watermark(self, topic_id: int, seq: int, data: bytes) -> None:
         if self._topic(topic_id) is not None:
-            known = self._ephemeral_heads.get(topic_id, 0)
-            self._ephemeral_heads[topic_id] = seq if _decode_head(data).exact else max(seq, known)
+            if _decode_head(data).exact:
+                self._ephemeral_heads[topic_id] = self._exact_heads[topic_id] = seq
+            else:
+                self._ephemeral_heads[topic_id] = max(seq, self._ephemeral_heads.get(topic_id, 0))
 
     def idempotency(self, topic_id: int, seq: int, ts: int, data: bytes) -> None:
         (count,) = _COUNT.unpack_from(data)
@@ -378,7 +389,8 @@ class Fold:
 
     def finish(self, ram_log_survived: bool) -> None:
         """All logs are read. Without the RAM log, what `ephemeral` topics held is gone and their heads are what
-        the watermarks say; with it (one process crashed, not the service), the records themselves say it.
+        the watermarks say; with it (one process crashed, not the service), the records themselves say it, or the last
+        exact watermark: up to there seqs were given out.
         """
         for topic in self.topics.values():
             self._settle(topic, at_end=True)
@@ -388,18 +400,24 @@ class Fold:
             if topic.index.segments.last_seq > topic.head_seq:
                 topic.reaches(topic.index.segments.last_seq)
                 self._uncounted.add(topic.id)
-            if not ram_log_survived and head_ceiling > topic.head_seq:
-                self._lose(topic, head_ceiling)
-            if ram_log_survived and topic.id in self._deleted_in_ram:
+            exact_head_seq = self._exact_heads.get(topic.id, 0)
+            lost_seq = exact_head_seq if ram_log_survived else head_ceiling
+            if lost_seq > topic.head_seq:
+                self._lose(topic, lost_seq)
+                if lost_seq > exact_head_seq:
+                    self.lost_heads.add(topic.id)
+            if topic.id in self._deleted_in_ram:
+                # What was given up is not lost.
                 self._uncounted.add(topic.id)
                 deleted = list(seqs_of(self._deleted_in_ram_of(topic)))
                 topic.index.flag_deleted(deleted[: bisect_right(deleted, topic.head_seq)])
             if topic.id in self._uncounted:
                 topic.recount()
+                topic.lay_open_lost()
+            # So far every reader of the log comes.
+            topic.logged_floor = topic.evict_floor
             # What the last writes evicted may not have been logged any more.
-            logged_floor = topic.evict_floor
-            if topic.evict_over_cap():
-                self.logged_floors[topic.id] = logged_floor
+            topic.evict_over_cap()
 
     def settle(self) -> None:
         """Every topic has the records that were fed so far, as far as they follow each other."""

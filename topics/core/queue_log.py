@@ -47,6 +47,7 @@ class AckBody(msgspec.Struct, frozen=True, omit_defaults=True):
     @staticmethod
     def removing(topic: Topic, deletion: Deletion, revision: int, dead_lettered: int) -> AckBody:
         """What to log of it."""
+        floors = topic.floors_without(deletion)
         return AckBody(
             runs_of(deletion.seqs),
             False,
@@ -55,9 +56,9 @@ class AckBody(msgspec.Struct, frozen=True, omit_defaults=True):
             deletion.records,
             deletion.size_bytes,
             deletion.earliest_seq,
-            topic.evict_floor,
-            int(topic.evict_reason),
-            topic.evict_run_seq,
+            floors.evict_floor,
+            floors.evict_reason,
+            floors.evict_run_seq,
         )
 
     def seqs(self) -> list[int]:

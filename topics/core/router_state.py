@@ -12,9 +12,14 @@ source, each source record in turn for each router in the order of ids, and so g
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from topics.core.routers import Router
+
+ROUTERS_SHARD: Final = 0
+"""Whose log has the routers."""
 
 
 class FeedRouter(msgspec.Struct, array_like=True):
@@ -49,6 +54,19 @@ class RouterState(msgspec.Struct):
     feeds: dict[int, FeedBody] = {}
     ram_feeds: dict[int, FeedBody] = {}
     holds: dict[int, int] = {}
+
+    def takes_over(self, topic_id: int, other: RouterState) -> None:
+        """A topic comes here with what `other` says of it as a dest and as a source."""
+        for own, others in ((self.feeds, other.feeds), (self.ram_feeds, other.ram_feeds)):
+            if topic_id in others:
+                own[topic_id] = others[topic_id]
+        if topic_id in other.holds:
+            self.holds[topic_id] = other.holds[topic_id]
+
+    def knows(self, other: RouterState) -> None:
+        """The routers of `other` as well."""
+        self.routers |= other.routers
+        self.last_id = max(self.last_id, other.last_id)
 
     def created(self, data: bytes) -> None:
         router = _decode_router(data)

@@ -35,8 +35,8 @@ class Floors(msgspec.Struct, array_like=True, frozen=True):
 
 class TopicState(msgspec.Struct, array_like=True):
     """One topic. `keys` are (key, first_seq, records, ts), oldest first; `ephemeral_head_seq` is that of the last
-    HEAD_WATERMARK, None without any. Segments may go beyond `head_seq`. `deleted_in_ram`: deleted records that a RAM
-    log may still have.
+    HEAD_WATERMARK, None without any, `exact_head_seq` that of the last exact one. Segments may go beyond `head_seq`.
+    `deleted_in_ram`: deleted records that a RAM log may still have.
     """
 
     id: int
@@ -51,6 +51,7 @@ class TopicState(msgspec.Struct, array_like=True):
     ephemeral_head_seq: int | None
     consumers: ConsumerState = ConsumerState()
     deleted_in_ram: list[Run] = []
+    exact_head_seq: int = 0
 
 
 class ShardState(msgspec.Struct, array_like=True):

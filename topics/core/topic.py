@@ -4,6 +4,9 @@ Two floors (api §3.2). `earliest_seq` is the first live record; eviction, expir
 `evict_floor` moves only when live records are lost that nobody asked to lose: it alone decides about
 tombstones. Always evict_floor <= earliest_seq <= head_seq + 1.
 
+Records may be lost behind live ones (LOCATION_LOST). Once no live one is before them, evict_floor is behind them,
+whatever took those: `earliest_seq` is never that of a lost record.
+
 Where records lie is the index's affair (`RecordIndex`): in a running shard those not yet in a segment are in the
 topic's location ring in shared memory (`shm/arena.py`), the others in the indexes of its segments.
 
@@ -38,6 +41,7 @@ LOCATION_DELETED: Final = 2
 LOCATION_LOST: Final = 32
 """A seq whose record is gone for good though its neighbours live; `offset` is then an EvictReason."""
 _GONE: Final = LOCATION_DELETED | LOCATION_LOST
+_LOW_WORD: Final = 0xFFFF_FFFF
 _NEAR: Final = 64
 _SPAN_MAX: Final = 4096
 """Records that are no further apart are looked up in one go of at most so many entries."""
@@ -56,6 +60,16 @@ class EvictReason(IntEnum):
     """Records that a router's source lost before they were copied."""
 
 
+class Front(NamedTuple):
+    """Where the live records begin, and what was lost just before them: everything below `lost_below_seq` (0: nothing),
+    for `lost_reason`.
+    """
+
+    earliest_seq: int
+    lost_below_seq: int = 0
+    lost_reason: EvictReason = EvictReason.NONE
+
+
 class Deletion(NamedTuple):
     """What one delete takes: everything below `below_seq`, and `seqs`; so many records and bytes that were live, and
     where the live ones begin afterwards.
@@ -65,7 +79,11 @@ class Deletion(NamedTuple):
     seqs: tuple[int, ...]
     records: int
     size_bytes: int
-    earliest_seq: int
+    front: Front
+
+    @property
+    def earliest_seq(self) -> int:
+        return self.front.earliest_seq
 
 
 class Topic:
@@ -87,6 +105,7 @@ class Topic:
         "index",
         "last_write_ts",
         "live_bytes",
+        "logged_floor",
         "name",
         "queue",
         "records",
@@ -116,6 +135,8 @@ class Topic:
         """No seq above it was ever assigned by an `ephemeral` period (HEAD_WATERMARK)."""
         self.revision = 0
         """Of the last `Floors` in the log."""
+        self.logged_floor = 1
+        """evict_floor as whoever reads the log will have it: caps evict before the log says so."""
         self._front_ts = (0, 0)
         """(seq, its commit time) of the earliest record when expiry looked at it last."""
         self.idempotency = IdempotencyWindow()
@@ -224,6 +245,7 @@ class Topic:
     def logged(self, floors: Floors) -> None:
         """A frame with these floors is in the log, or was read back from it."""
         self.revision = floors.revision
+        self.logged_floor = floors.evict_floor
         self._move(floors)
 
     def _move(self, floors: Floors) -> None:
@@ -244,13 +266,13 @@ class Topic:
         """What is live below `before_seq` and matches."""
         last_seq = self.head_seq if before_seq is None else min(self.head_seq, before_seq - 1)
         if last_seq < self.earliest_seq:
-            return Deletion(0, (), 0, 0, self.earliest_seq)
+            return Deletion(0, (), 0, 0, Front(self.earliest_seq))
         if match is None:
+            # Lost ones below are given up like those that live.
             records, size_bytes = self._live_below(last_seq + 1)
-            return Deletion(last_seq + 1, (), records, size_bytes, self._first_live(last_seq + 1, frozenset()))
+            return Deletion(last_seq + 1, (), records, size_bytes, self._front(last_seq + 1, frozenset()))
         seqs, size_bytes = self.index.pick_live(find(match, self.earliest_seq, last_seq))
-        earliest_seq = self._first_live(self.earliest_seq, frozenset(seqs))
-        return Deletion(0, tuple(seqs), len(seqs), size_bytes, earliest_seq)
+        return Deletion(0, tuple(seqs), len(seqs), size_bytes, self._front(self.earliest_seq, frozenset(seqs)))
 
     def plan_removal(self, seqs: Sequence[int], dying: Set[int], earliest_seq: int = 0) -> Deletion:
         """Of exactly these live ones, ascending, when all of `dying`, these among them, are on their way out;
@@ -262,9 +284,8 @@ class Topic:
             live.append(seq)
             size_bytes += offset_len >> 32
         earliest_seq = max(earliest_seq, self.earliest_seq)
-        if earliest_seq in dying:
-            earliest_seq = self._first_live(earliest_seq, dying)
-        return Deletion(0, tuple(live), len(live), size_bytes, earliest_seq)
+        front = self._front(earliest_seq, dying) if earliest_seq in dying else Front(earliest_seq)
+        return Deletion(0, tuple(live), len(live), size_bytes, front)
 
     def live_from(self, seq: int, most: int) -> list[int]:
         """The first live seqs from `seq` on, ascending, at most so many; fewer: there are no more."""
@@ -304,13 +325,16 @@ class Topic:
             at = end
 
     def floors_without(self, deletion: Deletion) -> Floors:
-        """`floors` once it is carried out. evict_floor does not move: nobody lost what was not given up."""
-        return msgspec.structs.replace(
+        """`floors` once it is carried out. Nobody loses what was given up: evict_floor moves only over what had been
+        lost before.
+        """
+        floors = msgspec.structs.replace(
             self.floors(),
             earliest_seq=max(self.earliest_seq, deletion.earliest_seq),
             records=self.records - deletion.records,
             live_bytes=self.live_bytes - deletion.size_bytes,
         )
+        return _evicted(floors, deletion.front.lost_below_seq, deletion.front.lost_reason)
 
     def deleted(self, deletion: Deletion, floors: Floors) -> None:
         """It is logged, with these floors."""
@@ -321,7 +345,9 @@ class Topic:
 
     def removed(self, deletion: Deletion, revision: int) -> None:
         """It is logged by what it takes: what happened to other records since it was planned stays as it is."""
+        logged_floor = max(self.logged_floor, deletion.front.lost_below_seq)
         self.deleted(deletion, msgspec.structs.replace(self.floors_without(deletion), revision=revision))
+        self.logged_floor = logged_floor
 
     # -- retention (api §3.2)
 
@@ -397,18 +423,23 @@ class Topic:
         if seq <= self.earliest_seq:
             return None
         records, size_bytes = self._live_below(seq)
+        front = self._front(seq, frozenset())
         floors = msgspec.structs.replace(
             self.floors(),
-            earliest_seq=self._first_live(seq, frozenset()),
+            earliest_seq=front.earliest_seq,
             records=self.records - records,
             live_bytes=self.live_bytes - size_bytes,
         )
-        if not records:
-            return floors
-        run_seq = self.evict_run_seq
-        if self.evict_reason != reason:
-            run_seq = self.evict_floor if self.evict_reason != EvictReason.NONE else 1
-        return msgspec.structs.replace(floors, evict_floor=seq, evict_reason=int(reason), evict_run_seq=run_seq)
+        if records:
+            floors = _evicted(floors, seq, reason)
+        return _evicted(floors, front.lost_below_seq, front.lost_reason)
+
+    def lay_open_lost(self) -> None:
+        """Recovery: the first records may turn out to be lost."""
+        front = self._front(self.earliest_seq, frozenset())
+        if front.earliest_seq > self.earliest_seq:
+            floors = msgspec.structs.replace(self.floors(), earliest_seq=front.earliest_seq)
+            self._move(_evicted(floors, front.lost_below_seq, front.lost_reason))
 
     def _live_below(self, seq: int) -> tuple[int, int]:
         """(records, bytes) that live below `seq`: by looking at these, or at all others if they are fewer."""
@@ -456,22 +487,24 @@ class Topic:
         entries[3::4] = array("Q", [LOCATION_LOST << _FLAGS_SHIFT]) * count
         self.restored(entries)
         if not self.records:
-            if self.evict_reason != reason:
-                self.evict_run_seq = self.evict_floor if self.evict_reason != EvictReason.NONE else 1
-                self.evict_reason = reason
-            self.evict_floor = last_seq + 1
-            self._settle(last_seq + 1)
+            floors = msgspec.structs.replace(self.floors(), earliest_seq=last_seq + 1)
+            self._move(_evicted(floors, last_seq + 1, reason))
 
-    def _first_live(self, seq: int, dying: Set[int]) -> int:
-        """The first seq from `seq` on that is neither deleted nor about to be."""
+    def _front(self, seq: int, dying: Set[int]) -> Front:
+        """The first seq from `seq` on whose record is neither gone nor about to be deleted."""
+        lost_below_seq, reason = 0, EvictReason.NONE
         count = 8
         while seq <= self.head_seq:
-            for file_flags in self.index.entries(seq, min(self.head_seq, seq + count - 1))[3::4]:
-                if not file_flags >> _FLAGS_SHIFT & LOCATION_DELETED and seq not in dying:
-                    return seq
+            entries = self.index.entries(seq, min(self.head_seq, seq + count - 1))
+            for at, file_flags in enumerate(entries[3::4]):
+                flags = file_flags >> _FLAGS_SHIFT
+                if not flags & _GONE and seq not in dying:
+                    return Front(seq, lost_below_seq, reason)
                 seq += 1
+                if flags & _GONE == LOCATION_LOST:
+                    lost_below_seq, reason = seq, EvictReason(entries[at * ENTRY_WORDS + 2] & _LOW_WORD)
             count = min(2 * count, 8192)
-        return seq
+        return Front(seq, lost_below_seq, reason)
 
     def _settle(self, seq: int) -> None:
         self.earliest_seq = seq
@@ -479,3 +512,13 @@ class Topic:
         if self.queue is not None:
             self.queue.gone_below(seq)
         assert self.evict_floor <= self.earliest_seq <= self.head_seq + 1
+
+
+def _evicted(floors: Floors, seq: int, reason: EvictReason) -> Floors:
+    """With evict_floor at `seq`, if it is not yet."""
+    if seq <= floors.evict_floor:
+        return floors
+    run_seq = floors.evict_run_seq
+    if floors.evict_reason != reason:
+        run_seq = floors.evict_floor if floors.evict_reason != EvictReason.NONE else 1
+    return msgspec.structs.replace(floors, evict_floor=seq, evict_reason=int(reason), evict_run_seq=run_seq)

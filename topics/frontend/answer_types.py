@@ -300,3 +300,65 @@ class ForgetSinkAnswer(msgspec.Struct):
     sink: str
     deleted: bool
     performance: Performance
+
+
+class ManifestSegment(msgspec.Struct):
+    """A sealed segment: records first_seq..last_seq, of first_ts..last_ts. `data_path` is below the cold directory when
+    `tier` is "cold", `idx_path` always below the data directory. `idx_xxh3`: XXH3-64 over offset, len and ts of all
+    entries of the index; null where it cannot be read. Frames carry checksums of their own.
+    """
+
+    first_seq: Seq
+    last_seq: Seq
+    records: int
+    first_ts: Ms
+    last_ts: Ms
+    data_bytes: int
+    version: int
+    tier: Literal["hot", "cold"]
+    data_path: str
+    idx_path: str
+    idx_xxh3: str | None
+
+
+class PinMade(msgspec.Struct):
+    """The files of the listed segments stay for so long."""
+
+    id: str
+    ttl_ms: Ms
+
+
+class Manifest(msgspec.Struct):
+    """Sealed segments of a topic. Records from `http_from_seq` on are in no sealed segment; those below `earliest_seq`
+    do not count, wherever they still are. `next_from_seq`: ask again from there for more; null: these are all.
+    """
+
+    topic: str
+    epoch: str
+    head_seq: Seq
+    earliest_seq: Seq
+    evict_floor: Seq
+    dedupe_node: bool
+    http_from_seq: Seq
+    segments: list[ManifestSegment]
+    next_from_seq: Seq | None
+    pin: PinMade | None
+    performance: Performance
+
+
+class PinRenewed(msgspec.Struct):
+    """`held` is false for a pin that is over, or never was: its files may be gone."""
+
+    topic: str
+    pin: str
+    held: bool
+    performance: Performance
+
+
+class PinEnded(msgspec.Struct):
+    """`ended` is false for a pin that was over, or never was."""
+
+    topic: str
+    pin: str
+    ended: bool
+    performance: Performance

@@ -31,8 +31,8 @@ from topics.shm.durations import Route
 _TOPICS: Final = "/v0/topics/"
 _DIFF: Final = "/diff"
 _WS: Final = "/v0/ws"
-_UNSCOPED_NAMES: Final = frozenset(("cursor",))
-"""What in a path a key's prefixes are not about: a cursor is its topic's."""
+_UNSCOPED_NAMES: Final = frozenset(("cursor", "pin"))
+"""What in a path a key's prefixes are not about: a cursor is its topic's, and so is a pin."""
 _READ: Final = KeyScope.READ
 _WRITE: Final = KeyScope.WRITE
 

@@ -15,6 +15,7 @@ from topics.core.errors import TopicsError
 from topics.core.routers import RouterRegistry
 from topics.frontend.gateway import Gateway
 from topics.frontend.reading import TopicReader
+from topics.shm.control import Role, replay_progress
 from topics.shm.instance import SharedMemory
 from topics.shm.messages import CatchUp, CaughtUp
 from topics.shm.router_board import RouterBoard, RouterProgress
@@ -29,13 +30,18 @@ class RouterSight:
     def __init__(self, shared: SharedMemory) -> None:
         self._table = RouterTable(shared.router_table)
         self._boards = [RouterBoard(board) for board in shared.router_boards]
+        self._shards = [shared.control.cell(Role.WALSHARD, shard) for shard in range(shared.shards)]
 
     def registry(self) -> RouterRegistry:
         """As of now; `503 not_ready` until the shard that keeps it has recovered."""
         if self._table.stale:
             self._table.refresh()
         if not self._table.known:
-            raise TopicsError("not_ready", "the log that has the routers is still being replayed")
+            raise TopicsError(
+                "not_ready",
+                "the log that has the routers is still being replayed",
+                {"replay_progress": replay_progress(self._shards)},
+            )
         return self._table.registry
 
     def progress(self, shard: int, router_id: int) -> RouterProgress | None:

@@ -118,8 +118,9 @@ class Http1Protocol(asyncio.Protocol):
         self._can_write.set()
         self._parser.close()
         self._pending = bytearray()
-        if self._exchange is not None:
-            self._exchange.lose()
+        exchange, self._exchange = self._exchange, None  # and not a cycle: nobody is to wait for the collector
+        if exchange is not None:
+            exchange.lose()
 
     def data_received(self, data: bytes) -> None:
         """asyncio: bytes from the client."""

@@ -190,8 +190,9 @@ class Exchange:
         self.lost = True
         self._body = b""
         self._wake()
-        if self._push is not None:
-            self._push.client_gone()
+        push, self._push = self._push, None
+        if push is not None:
+            push.client_gone()
 
     async def receive(self) -> Message:
         """ASGI receive: all of the body that is there, or wait for some; then `http.disconnect`."""

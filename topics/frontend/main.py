@@ -12,7 +12,7 @@ from typing import Final
 
 import uvloop
 
-from topics.core.clock import SystemClock
+from topics.core.clock import Clock, SystemClock
 from topics.core.keys import KeyRing
 from topics.frontend import cursor
 from topics.frontend.access import Access
@@ -34,6 +34,8 @@ from topics.frontend.job_channel import JobChannel
 from topics.frontend.key_limits import KeyLimits
 from topics.frontend.key_reload import KeyReload
 from topics.frontend.log_files import LogFiles
+from topics.frontend.manifest import ManifestRoutes
+from topics.frontend.manifest_table import manifest_operations
 from topics.frontend.metrics import MetricsRoute
 from topics.frontend.pressure import FrontendPressure
 from topics.frontend.probes import ProbeRoutes
@@ -61,6 +63,7 @@ from topics.shm.key_counts import KeyCounts
 from topics.shm.recency import Recency, RecencyWriter
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
+from topics.storage.pins import PinFiles, pins_dir
 from topics.storage.segment_store import LocalStore
 
 HEARTBEAT_S: Final = 0.25
@@ -136,6 +139,7 @@ async def _serve(
         *queue_operations(QueueRoutes(gateway, reader, channel, dead_letters, catching_up, settings, cell), work),
         *cursor_operations(CursorRoutes(gateway, reader, catching_up, settings, cell)),
         *txn_operations(TxnRoutes(append, commits, reader, settings)),
+        *manifest_operations(_manifest(reader, catching_up, settings, shared, index, clock)),
         *service_operations(ProbeRoutes(shared.control, clock), metrics, settings.probe_auth),
     ]
     app = App(operations, append, diff, websocket, access, cell, partial(shared.durations.observe, index))
@@ -183,6 +187,18 @@ async def _serve(
     finally:
         commits.close()
         gateway.close()
+
+
+def _manifest(
+    reader: TopicReader,
+    catching_up: CatchingUp,
+    settings: Settings,
+    shared: SharedMemory,
+    index: int,
+    clock: Clock,
+) -> ManifestRoutes:
+    fs, directory = OsFileSystem(), pins_dir(shared.ram_dir)
+    return ManifestRoutes(reader, catching_up, fs, PinFiles(fs, directory, index), directory, settings.data_dir, clock)
 
 
 def _cold_tier(settings: Settings) -> ColdTier | None:

@@ -28,6 +28,7 @@ _PATH_SCHEMAS: Final[dict[str, dict[str, Any]]] = {
     "sink": {"type": "string", "pattern": r"^[A-Za-z0-9][A-Za-z0-9._:\-]{0,254}$"},
     "router": {"type": "string", "pattern": r"^[A-Za-z0-9][A-Za-z0-9._:>\-]{0,254}$"},
     "cursor": {"type": "string", "pattern": r"^[A-Za-z0-9][A-Za-z0-9._:\-]{0,254}$"},
+    "pin": {"type": "string", "pattern": r"^pin_[A-Za-z0-9_\-]{22}$"},
     "wid": {"type": "string", "pattern": r"^wid_[A-Za-z0-9_\-]{22}$"},
 }
 _FOLDER: Final = os.path.join(os.path.dirname(__file__), "console")

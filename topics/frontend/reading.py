@@ -16,6 +16,7 @@ from topics.core.clock import Clock
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.names import owner_shard
+from topics.core.segment_list import SegmentInfo
 from topics.core.topic import LOCATION_LOST, EvictReason
 from topics.frontend.arenas import Arenas
 from topics.frontend.cold import ColdMissError, ColdTier
@@ -136,6 +137,23 @@ class TopicReader:
         for _ in range(_TRIES):
             try:
                 return self._source(ref).first_seq_at(ts) - 1
+            except (MovedError, FileNotFoundError) as error:
+                reason = error
+            except CorruptSegment as damage:
+                raise _corrupt(ref, damage) from damage
+            ref = self.refresh(ref)
+        raise _unreadable(ref, reason)
+
+    def with_segments(self, ref: TopicRef) -> tuple[TopicRef, tuple[SegmentInfo, ...]]:
+        """The topic with exact floors, and its segments at the same moment; raises as `read_page`."""
+        reason: Exception | None = None
+        for _ in range(_TRIES):
+            try:
+                view = logical_view(ref, self._source(ref), self.now_ms())
+                segments = ref.arena.segments(ref.slot, ref.view)
+                if segments is not None:
+                    return ref._replace(view=view), segments
+                reason = MovedError()
             except (MovedError, FileNotFoundError) as error:
                 reason = error
             except CorruptSegment as damage:

@@ -316,10 +316,13 @@ class SessionOpenReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class CheckpointReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Topic ids: `gone` are deleted, `refused` not marked; all others of the request are marked."""
+    """Topic ids: `gone` are deleted, `refused` not marked, `held` not yet: their records are needed in the log until
+    copies of them are in another, which was asked for. All others of the request are marked.
+    """
 
     gone: list[int]
     refused: list[int]
+    held: list[int] = []
 
 
 class TxnReply(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -26,6 +26,7 @@ from topics.spark.errors import TopicsSparkError
 from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, connect, read_range
 from topics.spark.offsets import Mark, Range, ranges, split
 from topics.spark.options import Positions, ReadOptions
+from topics.spark.segments import Sealed, read_part, sealed_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,10 +35,20 @@ if TYPE_CHECKING:
 class RangePartition(InputPartition):
     """What one task reads."""
 
-    def __init__(self, range: Range, tags: frozenset[str] | None) -> None:
+    def __init__(self, range: Range, tags: frozenset[str] | None, sealed: Sealed | None = None) -> None:
+        """`sealed`: what of it is in files, in `mode=segments`."""
         super().__init__(tuple(range))
         self.range = range
         self.tags = tags
+        self.sealed = sealed
+
+    def read(self, options: ReadOptions, columns: Columns) -> Iterator[pa.RecordBatch]:
+        """In a task: its batches, in order."""
+        if self.sealed is not None:
+            yield from read_part(self.range, self.sealed, options, columns, self.tags)
+            return
+        with connect(options.service, TASK_RETRY) as client:
+            yield from read_range(client, self.range, options, columns, self.tags)
 
 
 class Wanted(NamedTuple):
@@ -76,14 +87,16 @@ class BatchReader(DataSourceReader):
             whole = ranges(start, end)
             whole = [one for one in whole if wanted.topics is None or one.topic in wanted.topics]
             whole = [clipped for one in whole if (clipped := _clip(client, one, wanted)).to_seq > clipped.from_seq]
-        parts = split(whole, options.max_records_per_partition, options.min_partitions)
-        return [RangePartition(part, wanted.tags) for part in parts] or [RangePartition(_NOTHING, None)]
+            parts = split(whole, options.max_records_per_partition, options.min_partitions)
+            made = [RangePartition(part, wanted.tags) for part in parts]
+            if options.directories is not None:
+                for one, sealed in zip(made, sealed_of(client, parts)[0], strict=True):
+                    one.sealed = sealed
+        return made or [RangePartition(_NOTHING, None)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, RangePartition)
-        columns = Columns(self._schema, self._options)
-        with connect(self._options.service, TASK_RETRY) as client:
-            yield from read_range(client, partition.range, self._options, columns, partition.tags)
+        return partition.read(self._options, Columns(self._schema, self._options))
 
 
 class PushdownBatchReader(BatchReader):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
@@ -50,24 +51,37 @@ class Columns:
         self._parsed = ParsedColumns(schema.fields[_RECORD_COUNT + (_GAP_COUNT if self._with_gaps else 0) :])
 
     def records(self, topic: str, records: Sequence[Record]) -> pa.RecordBatch:
-        count = len(records)
-        texts = [str(record.raw, "utf-8") for record in records]
-        columns: list[pa.Array] = [
-            pa.repeat(pa.scalar(topic, pa.string()), count),
+        return self.from_arrays(
+            topic,
             pa.array([record.seq for record in records], pa.int64()),
-            pa.array([record.ts * 1000 for record in records], pa.int64()).cast(self._arrow.field(2).type),
+            pa.array([record.ts for record in records], pa.int64()),
             pa.array([record.node for record in records], pa.string()),
-            pa.array([record.tag if self._with_tags else None for record in records], pa.string()),
-            pa.array(texts, pa.string()),
-            pa.array(
-                [None if record.meta is None else list(record.meta.items()) for record in records],
-                self._arrow.field(6).type,
-            ),
-        ]
+            pa.array([record.tag for record in records], pa.string()),
+            pa.array([str(record.raw, "utf-8") for record in records], pa.string()),
+            [None if record.meta is None else list(record.meta.items()) for record in records],
+        )
+
+    def from_arrays(
+        self,
+        topic: str,
+        seq: pa.Array,
+        ts_ms: pa.Array,
+        node: pa.Array,
+        tag: pa.Array,
+        data: pa.Array,
+        metas: Sequence[list[tuple[str, str]] | None],
+    ) -> pa.RecordBatch:
+        """Of columns that are there already; `data` is JSON text."""
+        count = len(seq)
+        times = pc.multiply(ts_ms, 1000).cast(self._arrow.field(2).type)
+        if not self._with_tags:
+            tag = pa.nulls(count, pa.string())
+        topics = pa.repeat(pa.scalar(topic, pa.string()), count)
+        columns: list[pa.Array] = [topics, seq, times, node, tag, data, pa.array(metas, self._arrow.field(6).type)]
         if self._with_gaps:
             columns.append(pa.repeat(pa.scalar("record", pa.string()), count))
             columns += [pa.nulls(count, self._arrow.field(at).type) for at in range(8, 11)]
-        columns += self._parsed.of([record.raw for record in records], self._arrow)
+        columns += self._parsed.of(data, self._arrow)
         return pa.RecordBatch.from_arrays(columns, schema=self._arrow)
 
     def gap(self, topic: str, gap: Gap) -> pa.RecordBatch:

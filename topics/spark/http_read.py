@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
 
@@ -31,18 +31,35 @@ def read_range(
     """Batches of the range in order. Gaps go the way of `options.tombstones`. Of records whose tag is not in `tags`
     (None: all are wanted) nothing is delivered.
     """
+    return delivered(one.topic, batches_and_gaps(client, one, options, columns, tags), options, columns)
+
+
+def delivered(
+    topic: str, items: Iterable[pa.RecordBatch | Gap], options: ReadOptions, columns: Columns
+) -> Iterator[pa.RecordBatch]:
+    """The batches, and what `options.tombstones` makes of the gaps."""
+    for item in items:
+        if not isinstance(item, Gap):
+            yield item
+        elif options.tombstones == "fail":
+            raise data_loss(topic, item)
+        elif options.tombstones == "rows":
+            yield columns.gap(topic, item)
+        else:
+            _say(topic, item)
+
+
+def batches_and_gaps(
+    client: Client, one: Range, options: ReadOptions, columns: Columns, tags: frozenset[str] | None
+) -> Iterator[pa.RecordBatch | Gap]:
+    """As `read_range`, gaps as they are."""
     waiting: list[Record] = []
     for item in _items(client, one, options):
         if isinstance(item, Gap):
             if waiting:
                 yield columns.records(one.topic, waiting)
                 waiting = []
-            if options.tombstones == "fail":
-                raise data_loss(one.topic, item)
-            if options.tombstones == "rows":
-                yield columns.gap(one.topic, item)
-            else:
-                _say(one.topic, item)
+            yield item
             continue
         waiting += item if tags is None else [record for record in item if record.tag in tags]
         if len(waiting) >= ROWS_PER_BATCH:

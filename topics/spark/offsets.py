@@ -31,11 +31,14 @@ Offset = dict[str, Mark]
 
 
 class Gap(NamedTuple):
-    """Records that cannot be read any more; `last_seq` is None when nobody knows how many there were."""
+    """Records that cannot be read any more; `last_seq` is None when nobody knows how many there were. `detail` is for
+    those who look for the cause.
+    """
 
     first_seq: int
     last_seq: int | None
     reason: str
+    detail: str = ""
 
 
 class Range(NamedTuple):
@@ -126,7 +129,8 @@ def data_loss(topic: str, gap: Gap) -> DataLossError:
     if gap.reason in ("deleted", "recreated"):
         what = "was deleted" if gap.reason == "deleted" else "was deleted and made again"
         return DataLossError(f"topic {topic!r} {what} while the query stood at record {gap.first_seq - 1}; {way_out}")
-    which = f"records {gap.first_seq} to {gap.last_seq} are gone (reason: {gap.reason})"
+    why = f"{gap.reason}: {gap.detail}" if gap.detail else gap.reason
+    which = f"records {gap.first_seq} to {gap.last_seq} are gone (reason: {why})"
     return DataLossError(f"topic {topic!r}: {which}; {way_out}")
 
 

@@ -37,6 +37,8 @@ READ_OPTIONS: Final = (
     "includeMeta",
     "schema",
     "mode",
+    "dataDir",
+    "coldDir",
     "pushFilters",
 )
 WRITE_OPTIONS: Final = ("url", "token", "topic", "sink", "recordsPerStage", "recordsPerSecond")
@@ -65,6 +67,13 @@ class Positions(msgspec.Struct, frozen=True):
         return self.by_topic.get(topic, self.other)
 
 
+class Directories(msgspec.Struct, frozen=True):
+    """The service's shared storage as it is mounted where the tasks run."""
+
+    data: str
+    cold: str | None
+
+
 class ReadOptions(msgspec.Struct, frozen=True):
     service: Service
     topics: tuple[str, ...]
@@ -82,6 +91,8 @@ class ReadOptions(msgspec.Struct, frozen=True):
     include_meta: bool
     parsed_schema: str | None
     push_filters: bool
+    directories: Directories | None
+    """Where sealed segments are read from; None: everything over HTTP."""
 
 
 class WriteOptions(msgspec.Struct, frozen=True):
@@ -111,8 +122,6 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
     starting = options.positions("startingOffsets")
     if starting_ts is not None and starting is not None:
         raise OptionError("startingTimestamp stands instead of startingOffsets: give one of the two")
-    mode = options.choice("mode", ("http",), "http")
-    assert mode == "http"
     return ReadOptions(
         service=options.service(),
         topics=topics,
@@ -129,6 +138,7 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
         include_meta=options.flag("includeMeta", True),
         parsed_schema=options.text("schema", "") or None,
         push_filters=options.flag("pushFilters", False),
+        directories=_directories(options),
     )
 
 
@@ -144,6 +154,19 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
     per_second = options.count("recordsPerSecond", 0)
     per_stage = options.count("recordsPerStage", 5_000, at_least=1)
     return WriteOptions(options.service(), topic, sink, min(per_stage, per_second or per_stage), per_second)
+
+
+def _directories(options: _Given) -> Directories | None:
+    modes: tuple[Literal["http", "segments"], ...] = ("http", "segments")
+    mode = options.choice("mode", modes, "http")
+    data, cold = options.text("dataDir", "") or None, options.text("coldDir", "") or None
+    if mode == "http":
+        if data or cold:
+            raise OptionError("dataDir and coldDir are for mode=segments; over HTTP no directory is needed")
+        return None
+    if data is None:
+        raise OptionError("mode=segments needs the option dataDir: TOPICS_DATA_DIR as it is mounted where tasks run")
+    return Directories(data, cold)
 
 
 def _tombstones(options: _Given) -> TombstoneMode:

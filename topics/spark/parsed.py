@@ -35,11 +35,11 @@ class ParsedColumns:
     def __init__(self, fields: Sequence[types.StructField]) -> None:
         self._fields = [(field.name, _converter(field.dataType, field.name)) for field in fields]
 
-    def of(self, texts: Sequence[msgspec.Raw], schema: pa.Schema) -> list[pa.Array]:
+    def of(self, texts: pa.Array, schema: pa.Schema) -> list[pa.Array]:
         """A column for each field, of the type that `schema` has for its name."""
         if not self._fields:
             return []
-        values = [_decode(text) for text in texts]
+        values = [_decode(text) for text in texts.to_pylist()]
         objects = [value if isinstance(value, dict) else {} for value in values]
         return [
             pa.array([convert(value.get(name)) for value in objects], schema.field(name).type)

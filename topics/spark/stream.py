@@ -13,9 +13,10 @@ from topics.client import Client
 from topics.spark import planning
 from topics.spark.batch import RangePartition
 from topics.spark.columns import Columns
-from topics.spark.http_read import TASK_RETRY, connect, read_range
+from topics.spark.http_read import TASK_RETRY, connect
 from topics.spark.offsets import Mark, Offset, advance, check_history, from_json, ranges, split, to_json
 from topics.spark.options import ReadOptions
+from topics.spark.segments import Pinned, end_pins, sealed_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -29,6 +30,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._options = options
         self._target: Offset | None = None
         self._client: Client | None = None
+        self._pins: tuple[Pinned, ...] = ()
         Columns(schema, options)  # a schema that cannot be is an error now, not in a task
 
     def __getstate__(self) -> dict[str, Any]:
@@ -62,21 +64,28 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         options = self._options
         whole = ranges(from_json(start), from_json(end))
         check_history(whole, options.tombstones)
-        return [
-            RangePartition(part, None)
-            for part in split(whole, options.max_records_per_partition, options.min_partitions)
-        ]
+        parts = split(whole, options.max_records_per_partition, options.min_partitions)
+        if options.directories is None:
+            return [RangePartition(part, None) for part in parts]
+        # The batch before has been read.
+        self._end_pins()
+        found, self._pins = sealed_of(self._service(), parts)
+        return [RangePartition(part, None, sealed) for part, sealed in zip(parts, found, strict=True)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, RangePartition)
-        columns = Columns(self._schema, self._options)
-        with connect(self._options.service, TASK_RETRY) as client:
-            yield from read_range(client, partition.range, self._options, columns, None)
+        return partition.read(self._options, Columns(self._schema, self._options))
 
     def stop(self) -> None:
+        self._end_pins()
         if self._client is not None:
             self._client.close()
             self._client = None
+
+    def _end_pins(self) -> None:
+        if self._pins:
+            end_pins(self._service(), self._pins)
+            self._pins = ()
 
     def _heads(self) -> Offset:
         return planning.heads(planning.states(self._service(), self._options))

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+from topics.storage import segment
 from topics.storage.frame import (
     CHECKSUM,
     CHECKSUM_LEN,
@@ -62,6 +63,31 @@ def read_original(frame: memoryview, topic_id: int, seq: int) -> Original:
     return Original(
         ts,
         bytes(frame[HEADER_LEN:tag_at]),
+        bytes(frame[tag_at:payload_at]),
+        bool(flags & FLAG_META),
+        flags >> HOPS_SHIFT,
+        frame,
+        payload_at,
+    )
+
+
+def read_segment_original(frame: memoryview, seq: int) -> Original:
+    """As `read_original`, of a segment's frame (`segment.py`)."""
+    if len(frame) < segment.HEADER_LEN + segment.TAIL_LEN:
+        raise ValueError(f"no frame of record {seq}: {len(frame)} bytes")
+    _, flags, found_seq, ts, node_len, tag_len, data_len = segment.HEADER.unpack_from(frame)
+    frame = frame[: len(frame) - segment.TAIL_LEN + CHECKSUM_LEN]
+    if CHECKSUM.unpack_from(frame, len(frame) - CHECKSUM_LEN)[0] != xxh3_64_intdigest(
+        frame[_LENGTH_FIELD_LEN:-CHECKSUM_LEN]
+    ):
+        raise ValueError(f"the checksum of record {seq} does not match")
+    tag_at = segment.HEADER_LEN + node_len
+    payload_at = tag_at + tag_len
+    if found_seq != seq or payload_at + data_len + CHECKSUM_LEN != len(frame):
+        raise ValueError(f"not record {seq}")
+    return Original(
+        ts,
+        bytes(frame[segment.HEADER_LEN : tag_at]),
         bytes(frame[tag_at:payload_at]),
         bool(flags & FLAG_META),
         flags >> HOPS_SHIFT,

@@ -77,6 +77,14 @@ def read_columns(idx: Bytes | mmap.mmap, first: int, count: int) -> Columns:
     )
 
 
+def index_digest(idx: Bytes | mmap.mmap) -> int:
+    """XXH3-64 over offset, len and ts of all entries, in their order: the 16 bytes of each that no deletion changes."""
+    halves = array("I")
+    halves.frombytes(idx[:])
+    del halves[4::_ENTRY_U32]
+    return xxh3_64_intdigest(halves.tobytes())
+
+
 def ts_of(idx: Bytes | mmap.mmap, number: int) -> int:
     """Commit time of one entry."""
     at = number * ENTRY_LEN + _TS_AT

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from topics.core.router_state import ROUTERS_SHARD
 from topics.core.shard_state import ShardState
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
@@ -109,7 +110,9 @@ def remove_useless(fs: FileSystem, data_dir: str, used: int) -> None:
 
 
 def dealt_out(parts: Iterable[ShardPart], new_logs: Iterable[NewLog], owner: Callable[[str], int]) -> list[ShardPart]:
-    """The same topics, each in the part of the log that its name's owner has now. Raises msgspec.DecodeError."""
+    """The same topics, each in the part of the log that its name's owner has now, with what routers are to it; the
+    routers themselves in that of shard 0. Raises msgspec.DecodeError.
+    """
     logs = list(new_logs)
     states = {log.shard: ShardState([], [], []) for log in logs}
     deleted_ids: set[int] = set()
@@ -117,9 +120,12 @@ def dealt_out(parts: Iterable[ShardPart], new_logs: Iterable[NewLog], owner: Cal
         state = part.decoded()
         deleted_ids |= state.all_deleted_ids()
         for topic in state.topics:
-            states[owner(topic.name)].topics.append(topic)
+            now = states[owner(topic.name)]
+            now.topics.append(topic)
+            now.routers.takes_over(topic.id, state.routers)
         for name in state.deleted_names:
             states[owner(name)].deleted_names.append(name)
+        states[ROUTERS_SHARD].routers.knows(state.routers)
     for state in states.values():
         # Nobody knows whose they were; every shard may know of all.
         state.set_deleted_ids(deleted_ids)

@@ -12,13 +12,14 @@ from collections.abc import Callable
 
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError, not_a_queue, topic_not_found
-from topics.core.fold import CreateBody, HeadBody, encode_body, encode_idempotency
+from topics.core.fold import CreateBody, encode_body, encode_idempotency
 from topics.core.idempotency import Outcome, is_pin
 from topics.core.topic import LOCATION_IN_RAM_LOG
 from topics.shm import messages
 from topics.shm.messages import AppendReply, AppendRequest
 from topics.storage import frame
 from topics.storage.frame import FLAG_DURABLE, FLAG_MORE, Bytes, FrameType
+from topics.walshard.head_marks import ceiling_operation
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer, Operation
 
@@ -243,17 +244,6 @@ def create_frame(hosted: Hosted, ts: int, flags: int) -> bytes:
     topic = hosted.topic
     body = encode_body(CreateBody(topic.name, topic.config, topic.recreated))
     return frame.encode(FrameType.TOPIC_CREATE, flags, topic.id, 0, ts, b"", b"", body)
-
-
-def ceiling_operation(hosted: Hosted, ceiling: int, ts: int) -> Operation:
-    topic = hosted.topic
-    body = encode_body(HeadBody(exact=False))
-
-    def apply(_file_no: int, _offset: int) -> None:
-        topic.head_ceiling = ceiling
-
-    mark = frame.encode(FrameType.HEAD_WATERMARK, 0, topic.id, ceiling, ts, b"", b"", body)
-    return Operation([mark], apply, sync=True)
 
 
 def _file_flags(file_no: int, record_flags: bytes, location_flags: int) -> array[int]:

@@ -95,9 +95,7 @@ class Catalog:
             if topic.name in self._by_name:
                 raise FoldError(f"two topics in the log of shard {self._shard} are called {topic.name!r}")
             assert isinstance(topic.index, TopicIndex)
-            hosted = Hosted(self._arena, topic, topic.index, self._holdings)
-            hosted.logged_floor = fold.logged_floors.get(topic.id, topic.evict_floor)
-            self.host(hosted)
+            self.host(Hosted(self._arena, topic, topic.index, self._holdings))
 
     def relocate(self, moved: Moved) -> None:
         """Frames of the durable log lie elsewhere now: every location that names them follows."""

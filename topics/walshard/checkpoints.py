@@ -112,7 +112,6 @@ def _apply(
     topic = hosted.topic
     hosted.checkpointed(checkpoint.up_to_seq, checkpoint.segments, table)
     topic.logged(floors)
-    hosted.logged_floor = topic.evict_floor
     topic.durable_seq = max(topic.durable_seq, min(checkpoint.up_to_seq, topic.head_seq))
     reached("mark.applied")
     hosted.publish()

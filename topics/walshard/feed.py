@@ -68,6 +68,8 @@ class Feed:
         self.unlogged_bytes = 0
         self.marks: deque[tuple[int, int]] = deque()
         """(source_seq, head_seq behind its copies) of pages that are not in the log, oldest first."""
+        self.released_seq = 0
+        """The source keeps nothing up to there for this dest: what of it is not copied yet is read from segments."""
         self.held = False
         """The source keeps what the log of this dest does not hold yet."""
         self.asked_ms: int | None = None
@@ -97,8 +99,9 @@ class Feed:
         if self.unlogged_seq != U64_MAX:
             return self.logged_source_seq + 1
         if not self.full:
-            return self.source_seq + 1
-        return max(self.source_seq + 1, min(self.source_evict_floor, self.source_head_seq + 1))
+            return max(self.logged_source_seq, self.released_seq) + 1
+        kept_seq = min(self.source_evict_floor, self.source_head_seq + 1)
+        return max(self.source_seq + 1, self.released_seq + 1, kept_seq)
 
     def body(self, trimmed: int = 0) -> FeedBody:
         """The feed as it is now, the cursor that belongs to the dest's head."""

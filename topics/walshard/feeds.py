@@ -18,7 +18,7 @@ from topics.core.config import U64_MAX
 from topics.core.errors import TopicsError
 from topics.core.router_state import FeedBody, FeedRouter, RouterState
 from topics.core.routers import Router
-from topics.core.topic import LOCATION_IN_RAM_LOG, LOCATION_LOST, EvictReason
+from topics.core.topic import LOCATION_IN_RAM_LOG, LOCATION_LOST, EvictReason, Topic
 from topics.log import get_logger
 from topics.shm.arena import ArenaFullError
 from topics.shm.router_board import RouterBoardWriter, RouterProgress
@@ -26,8 +26,9 @@ from topics.storage import layout
 from topics.storage.copies import as_appends
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import Bytes, FrameType
-from topics.walshard.appends import CEILING_STEP, ceiling_operation
+from topics.walshard.appends import CEILING_STEP
 from topics.walshard.feed import PAGE_BYTES, PAGE_RECORDS, Feed, Page, room
+from topics.walshard.head_marks import ceiling_operation, head_operation
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Operation
 from topics.walshard.originals import Locations, Originals, SourceSight, UnknownError
@@ -193,6 +194,7 @@ class Feeds:
             if not self.log_copies(feed):
                 return self._wait(feed)
             feed.source_seq = sight.head_seq
+            feed.held, feed.told = False, None
             if not self._log_cursor(feed):
                 return self._wait(feed)
             self.show_progress(feed)
@@ -214,7 +216,10 @@ class Feeds:
             locations = _within_bytes(locations)
             originals = self._originals.read(feed.source, sight.topic_id, first_seq, locations)
             topic = feed.topic
-            derived = topic.config.durability != "ephemeral" and not sight.ephemeral and (feed.held or rederiving)
+            # What is in a segment, or was released, is held for nobody: it may not be there to be copied again.
+            is_held = feed.held and feed.told is not None and first_seq >= feed.told[1]
+            derived = topic.config.durability != "ephemeral" and not sight.ephemeral
+            derived = derived and locations.segment is None and (is_held or rederiving)
             page = feed.copy(originals, FrameType.ROUTER_COPY if derived else FrameType.APPEND)
         except UnknownError:
             return self._wait(feed)
@@ -341,11 +346,11 @@ class Feeds:
             return self._wait(feed)
         former_seq, feed.source_seq = feed.source_seq, last_source_seq
         last_seq = topic.head_seq + count
-        if topic.config.durability == "ephemeral" and last_seq > topic.head_ceiling:
-            ceiling = ceiling_operation(feed.hosted, last_seq + CEILING_STEP, self._now_ms())
-            if not self._commit([ceiling], []):
-                feed.source_seq = former_seq
-                return self._wait(feed)
+        # No record in RAM tells of these seqs.
+        heads = [head_operation(feed.hosted, last_seq, self._now_ms())] if _in_ram(topic) else []
+        if heads and not self._commit(heads, []):
+            feed.source_seq = former_seq
+            return self._wait(feed)
         if not self._log_cursor(feed, trimmed=count, head_seq=last_seq):
             feed.source_seq = former_seq
             return self._wait(feed)
@@ -357,8 +362,10 @@ class Feeds:
 
     # -- the log
 
-    def log_copies(self, feed: Feed) -> bool:
-        """Gets the copies that are not in the log there, with their cursor. False when that failed."""
+    def log_copies(self, feed: Feed, *, sync: bool = False) -> bool:
+        """Gets the copies that are not in the log there, with their cursor. False when that failed. `sync`: and onto
+        the disk.
+        """
         first_seq, topic, ring = feed.unlogged_seq, feed.topic, feed.hosted.ring
         if first_seq == U64_MAX:
             return True
@@ -385,7 +392,8 @@ class Feeds:
             ring.drop_before(topic.earliest_seq)
 
         cursor = feed.cursor_frame(body, topic.head_seq, topic.last_write_ts)
-        if not self._commit([Operation([*buffers, cursor], apply, more_frames=len(lengths) - len(buffers))], []):
+        operation = Operation([*buffers, cursor], apply, sync=sync, more_frames=len(lengths) - len(buffers))
+        if not self._commit([operation], []):
             return False
         feed.hosted.publish()
         self._logged(feed.hosted)
@@ -396,6 +404,16 @@ class Feeds:
         if feed.topic.config.durability == "ephemeral":
             return feed.logged_source_seq == feed.source_seq or self._log_cursor(feed)
         return self.log_copies(feed)
+
+    def settle(self, feed: Feed) -> bool:
+        """The log says on the disk what was copied so far, so that the source need not keep it. False if it cannot."""
+        topic = feed.topic
+        if topic.config.durability == "ephemeral":
+            return self.prepare(feed)
+        if feed.unlogged_seq != U64_MAX:
+            return self.log_copies(feed, sync=True)
+        is_settled = feed.logged_source_seq == feed.source_seq and topic.durable_seq >= topic.head_seq
+        return is_settled or self._log_cursor(feed, sync=True)
 
     def keep_within_bounds(self) -> None:
         """Logs copies when all together take too much memory."""
@@ -475,6 +493,10 @@ class Feeds:
         return buffers
 
 
+def _in_ram(topic: Topic) -> bool:
+    return topic.config.durability == "ephemeral"
+
+
 def _leading_lost(locations: Locations) -> int:
     lost = 0
     for word in locations.file_flags:
@@ -487,8 +509,8 @@ def _leading_lost(locations: Locations) -> int:
 def _within_bytes(locations: Locations) -> Locations:
     """Up to the first lost record, and to PAGE_BYTES: at least one."""
     size_bytes = 0
-    for at, (offset_len, word) in enumerate(zip(*locations, strict=True)):
+    for at, (offset_len, word) in enumerate(zip(locations.offset_len, locations.file_flags, strict=True)):
         size_bytes += offset_len >> 32
         if word >> 32 & LOCATION_LOST or (at and size_bytes > PAGE_BYTES):
-            return Locations(locations.offset_len[:at], locations.file_flags[:at])
+            return Locations(locations.offset_len[:at], locations.file_flags[:at], locations.segment)
     return locations

@@ -17,7 +17,7 @@ from topics.storage import frame
 from topics.storage.frame import FrameType
 from topics.walshard.catalog import Catalog
 from topics.walshard.hosted import Hosted
-from topics.walshard.links import Follow, Held, Links
+from topics.walshard.links import Follow, Held, LetGo, Links
 from topics.walshard.operation import Operation
 
 LOG_AGAIN_SEQS: Final = 16_384
@@ -49,6 +49,8 @@ class Followers:
         self._now_ms = now_ms
         self._by_name: dict[str, dict[int, _Follower]] = {}
         self._logged = dict(state.holds)
+        self._early: set[int] = set()
+        """Topics that are held though the log does not say so."""
 
     def changed(self, hosted: Hosted) -> None:
         """Tells those who copy this topic. Called for every topic of every group: it must cost next to nothing."""
@@ -57,8 +59,33 @@ class Followers:
             for shard in {follower.shard for follower in followers.values()}:
                 self._links.changed(shard, hosted.topic.name)
 
+    def lets_go(self, hosted: Hosted, up_to_seq: int) -> bool:
+        """Whether nobody needs records up to there in the log. If not, those who may are asked to see to it: soon the
+        answer is another one.
+        """
+        if hosted.ring.hold_seq > up_to_seq:
+            return True
+        self._adjust(hosted)
+        if hosted.ring.hold_seq > up_to_seq:
+            return True
+        topic = hosted.topic
+        for shard in {one.shard for one in self._by_name.get(topic.name, {}).values() if one.hold_seq <= up_to_seq}:
+            self._links.send(shard, LetGo(topic.name, topic.id, up_to_seq))
+        self._links.flush()
+        return False
+
+    def came(self, hosted: Hosted) -> None:
+        """A topic was made. Who is to copy it has yet to learn of it, and may not come too late for its first records;
+        until the log says what is held, copies are logged at once.
+        """
+        if self._table.registry.from_source(hosted.topic.name):
+            hosted.index.hold(1)
+            self._early.add(hosted.topic.id)
+        self.changed(hosted)
+
     def gone(self, hosted: Hosted) -> None:
         self._logged.pop(hosted.topic.id, None)
+        self._early.discard(hosted.topic.id)
         self.changed(hosted)
 
     def follow(self, shard: int, message: Follow) -> None:
@@ -96,8 +123,9 @@ class Followers:
 
     def review(self) -> None:
         """Now and then: releases what is held for routers that are no more."""
-        if self._logged and self._table.known:
-            for hosted in [hosted for hosted in self._catalog if hosted.topic.id in self._logged]:
+        held = self._logged.keys() | self._early
+        if held and self._table.known:
+            for hosted in [hosted for hosted in self._catalog if hosted.topic.id in held]:
                 self._adjust(hosted)
 
     def _adjust(self, hosted: Hosted) -> None:
@@ -115,6 +143,10 @@ class Followers:
             hold_seq = min(needed)
         else:
             hold_seq = U64_MAX
+        # What is in segments, is held by nobody: who follows had let go of it, or will copy it from there.
+        hold_seq = max(hold_seq, hosted.index.segments.last_seq + 1)
+        if hold_seq == U64_MAX or topic.id in self._logged:
+            self._early.discard(topic.id)
         if hold_seq == U64_MAX:
             if logged_seq is not None and not expected and self._log(hosted, 0):
                 del self._logged[topic.id]
@@ -123,7 +155,7 @@ class Followers:
         ):
             self._logged[topic.id] = hold_seq
         if hold_seq != ring.hold_seq:
-            ring.hold(hold_seq)
+            hosted.index.hold(hold_seq)
             ring.drop_before(topic.earliest_seq)
             hosted.publish()
 

@@ -65,6 +65,7 @@ class Holdings:
                 cell.set(f"topics_{durability}", topics)
             cell.set("queue_topics", self._queues)
         cell.set("topics", self._by_class.total())
+        cell.set("leases_in_flight", self._leases)
         cell.set("records_live", self._records)
         cell.set("bytes_live", self._live_bytes)
         cell.set("sessions", sessions)

@@ -21,6 +21,7 @@ class Hosted:
         "_descriptor",
         "_holdings",
         "_outdated",
+        "_ram_from_seq",
         "_shown_bytes",
         "_shown_jobs",
         "_shown_records",
@@ -28,7 +29,6 @@ class Hosted:
         "_table_version",
         "_version",
         "index",
-        "logged_floor",
         "slot",
         "topic",
         "watchers",
@@ -54,8 +54,8 @@ class Hosted:
             arena.return_slot(self.slot)
             raise
         self.watchers: dict[int, int] = {}
-        self.logged_floor = topic.evict_floor
-        """Up to where the log knows that records were evicted."""
+        self._ram_from_seq = index.durable_last_seq + 1
+        """Of an `ephemeral` topic: every record from there on is in RAM."""
 
     @property
     def ring(self) -> LocationRing:
@@ -64,12 +64,25 @@ class Hosted:
     @property
     def has_unlogged_floor(self) -> bool:
         """Whether records were evicted of which the log does not say so."""
-        return self.topic.evict_floor > self.logged_floor
+        return self.topic.evict_floor > self.topic.logged_floor
 
     @property
     def logged_head_seq(self) -> int:
         """The head as the log has it: behind it there are only copies that can be made again."""
         return min(self.topic.head_seq, self.ring.unlogged_seq - 1)
+
+    @property
+    def has_evicted_for_ram(self) -> bool:
+        """Whether caps have evicted what only the RAM log gives a reason for, and the durable log does not say so.
+
+        What caps do to durable records is worked out again when the log is read, but not from records that are lost.
+        """
+        topic = self.topic
+        if not self.has_unlogged_floor or not topic.head_ceiling:
+            return False
+        if topic.config.durability == "ephemeral":
+            return topic.logged_floor < self._ram_from_seq
+        return max(topic.earliest_seq, self.index.segments.last_seq + 1) <= topic.head_ceiling
 
     def announce(self) -> None:
         """Makes the topic visible to readers."""
@@ -169,6 +182,8 @@ class Hosted:
         self._version += 1
         self._holdings.left(self.topic.config)
         self._holdings.came(config)
+        if config.durability == "ephemeral" and self.topic.config.durability != "ephemeral":
+            self._ram_from_seq = self.topic.head_seq + 1
         self.topic.configured(config)
 
     def abandon(self) -> None:

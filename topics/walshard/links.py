@@ -48,13 +48,23 @@ class Held(msgspec.Struct, tag=True, array_like=True, frozen=True):
     source_topic_id: int
 
 
+class LetGo(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Records up to `up_to_seq` of my topic `name`, which you follow, are to leave the log for segments: get your
+    copies of them into yours, and follow again.
+    """
+
+    name: str
+    source_topic_id: int
+    up_to_seq: int
+
+
 class RoutersGone(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """To shard 0: a topic of these routers is no more, so they are not, either."""
 
     router_ids: list[int]
 
 
-PeerMessage = Greet | Changed | Follow | Unfollow | Held | RoutersGone
+PeerMessage = Greet | Changed | Follow | Unfollow | Held | LetGo | RoutersGone
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)

@@ -1,7 +1,7 @@
 """The records of topics that are copied, of this shard or another: what frontends read, read by a shard.
 
-A topic of another shard is read from that shard's arena and log files, which are there also while it is dead; nobody
-is asked. So forwarding needs no records in rings, and goes on where it was after a crash of either side.
+A topic of another shard is read from that shard's arena, log files and segments, which are there also while it is dead;
+nobody is asked. So forwarding needs no records in rings, and goes on where it was after a crash of either side.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from topics.core.config import CLASSES
 from topics.core.names import owner_shard
+from topics.core.segment_list import SegmentInfo, SegmentList
 from topics.core.topic import LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.settings import Settings
 from topics.shm.arena import ArenaReader
@@ -21,7 +22,10 @@ from topics.shm.instance import SharedMemory
 from topics.storage import layout
 from topics.storage.copies import Original, read_original
 from topics.storage.filesystem import FileSystem
+from topics.storage.segment_store import LocalStore
 from topics.walshard.catalog import Catalog
+from topics.walshard.cold_reads import ColdReads, NotAtHandError
+from topics.walshard.segment_originals import SegmentOriginals
 
 _RUN_BYTES: Final = 1 << 18
 _FILES_MAX: Final = 16
@@ -38,7 +42,9 @@ class SourceSight(NamedTuple):
     topic_id: int
     head_seq: int
     base_seq: int
-    """What is below is not in the index any more."""
+    """What is below cannot be read any more."""
+    ring_base_seq: int
+    """What is below is in segments."""
     evict_floor: int
     evict_reason: int
     durable_seq: int
@@ -46,10 +52,11 @@ class SourceSight(NamedTuple):
 
 
 class Locations(NamedTuple):
-    """Columns of consecutive records, as in the arena."""
+    """Columns of consecutive records, as in the arena; of those in a segment offsets in its `.data`."""
 
     offset_len: list[int]
     file_flags: list[int]
+    segment: SegmentInfo | None = None
 
 
 class Originals:
@@ -57,6 +64,10 @@ class Originals:
 
     def __init__(self, fs: FileSystem, settings: Settings, shared: SharedMemory, shard: int, catalog: Catalog) -> None:
         self._fs = fs
+        cold = None
+        if settings.cold_dir is not None:
+            cold = ColdReads(LocalStore(fs, layout.topics_dir(settings.cold_dir)))
+        self._segments = SegmentOriginals(fs, settings.data_dir, cold)
         self._shards = settings.wal_shards
         self._shard = shard
         self._catalog = catalog
@@ -83,6 +94,7 @@ class Originals:
             return SourceSight(
                 topic.id,
                 topic.head_seq,
+                hosted.index.base_seq,
                 hosted.ring.base_seq,
                 topic.evict_floor,
                 topic.evict_reason,
@@ -94,10 +106,14 @@ class Originals:
         if found is None:
             return None
         slot, view = found
+        segments = arena.segments(slot, view)
+        if segments is None:
+            raise UnknownError
         ephemeral = arena.config(slot, view).durability == CLASSES[0]
         return SourceSight(
             view.topic_id,
             view.head_seq,
+            segments[0].first_seq if segments else view.base_seq,
             view.base_seq,
             view.evict_floor,
             view.evict_reason,
@@ -106,28 +122,76 @@ class Originals:
         )
 
     def locations(self, name: str, topic_id: int, first_seq: int, last_seq: int) -> Locations:
-        """Where records are, deleted ones included; UnknownError when the index has moved on."""
+        """Where records are, deleted ones included; of the first ones, as far as they are in one place. UnknownError
+        when the index has moved on; OSError, ValueError.
+        """
         if self.owner(name) == self._shard:
             hosted = self._catalog.find(name)
-            if hosted is None or hosted.topic.id != topic_id or hosted.ring.base_seq > first_seq:
+            if hosted is None or hosted.topic.id != topic_id:
                 raise UnknownError
+            if first_seq < hosted.ring.base_seq:
+                return self._in_segment(
+                    name, topic_id, hosted.index.segments, hosted.ring.base_seq, first_seq, last_seq
+                )
             entries = hosted.ring.entries(first_seq, last_seq)
             return Locations(entries[2::4].tolist(), entries[3::4].tolist())
         arena = self._arena(self.owner(name))
         found = arena.look_up(name)
-        if found is None or found[1].topic_id != topic_id or found[1].base_seq > first_seq:
+        if found is None or found[1].topic_id != topic_id:
             raise UnknownError
+        if first_seq < found[1].base_seq:
+            segments = arena.segments(*found)
+            if segments is None:
+                raise UnknownError
+            return self._in_segment(name, topic_id, SegmentList(segments), found[1].base_seq, first_seq, last_seq)
         columns = arena.locations(found[1], first_seq, last_seq)
         if columns is None:
             raise UnknownError
         return Locations(columns.offset_len, columns.file_flags)
 
+    def _in_segment(
+        self, name: str, topic_id: int, segments: SegmentList, ring_base_seq: int, first_seq: int, last_seq: int
+    ) -> Locations:
+        info = segments.at(first_seq)
+        if info is None:  # between two segments there was nothing left
+            following = next((info.first_seq for info in segments if info.first_seq > first_seq), ring_base_seq)
+            count = min(last_seq + 1, following) - first_seq
+            return Locations([0] * count, [LOCATION_LOST << 32] * count)
+        try:
+            columns = self._segments.locations(topic_id, info, first_seq, min(last_seq, info.last_seq))
+        except FileNotFoundError:
+            self._raise_if_moved(name, topic_id, info)
+            raise
+        return Locations(*columns, segment=info)
+
+    def _raise_if_moved(self, name: str, topic_id: int, info: SegmentInfo) -> None:
+        """UnknownError when the topic has other segments by now than it had."""
+        if self.owner(name) == self._shard:
+            hosted = self._catalog.find(name)
+            now = None if hosted is None or hosted.topic.id != topic_id else hosted.index.segments
+        else:
+            arena = self._arena(self.owner(name))
+            found = arena.look_up(name)
+            rows = None if found is None or found[1].topic_id != topic_id else arena.segments(*found)
+            now = None if rows is None else SegmentList(rows)
+        if now is None or now.at(info.first_seq) != info:
+            raise UnknownError
+
     def read(self, name: str, topic_id: int, first_seq: int, locations: Locations) -> Iterator[Original]:
         """The records at `locations`, none of them lost. OSError when one cannot be read, ValueError when it is not
-        what its location says.
+        what its location says; UnknownError when it cannot be read yet, or not there any more.
         """
+        if locations.segment is not None:
+            try:
+                yield from self._segments.read(topic_id, locations.segment, first_seq, locations.offset_len)
+            except NotAtHandError:
+                raise UnknownError from None
+            except FileNotFoundError:
+                self._raise_if_moved(name, topic_id, locations.segment)
+                raise
+            return
         shard = self.owner(name)
-        offset_lens, file_flags = locations
+        offset_lens, file_flags, _ = locations
         at, count = 0, len(offset_lens)
         while at < count:
             word = file_flags[at]

@@ -31,6 +31,7 @@ from topics.walshard.background_sync import BackgroundSync
 from topics.walshard.catalog import Catalog
 from topics.walshard.commit import Logs
 from topics.walshard.frame_tags import FrameTags
+from topics.walshard.head_marks import LostHeads
 from topics.walshard.holdings import Holdings
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Operation
@@ -118,7 +119,7 @@ def recover(
         return shard.commit_group(durable, ram)
 
     def show(hosted: Hosted) -> None:
-        shard.show(hosted)
+        shard.copied(hosted)
 
     def logged(hosted: Hosted) -> None:
         shard.logged(hosted)
@@ -144,6 +145,7 @@ def recover(
         routing,
         cell,
         clock,
+        LostHeads(catalog, logs, fold.lost_heads),
     )
     routing.rederive()
 

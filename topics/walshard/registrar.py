@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from topics.core.errors import TopicsError
-from topics.core.router_state import RouterState, encode_router
+from topics.core.router_state import ROUTERS_SHARD, RouterState, encode_router
 from topics.core.routers import Router, RouterRegistry
 from topics.shm import messages
 from topics.shm.control import ProcessCell
@@ -18,7 +18,7 @@ from topics.storage import frame
 from topics.storage.frame import FLAG_MORE, FrameType
 from topics.walshard.operation import Answer, Operation
 
-SHARD = 0
+SHARD = ROUTERS_SHARD
 """Whose log has the routers, whatever the number of shards."""
 
 

@@ -25,13 +25,14 @@ from topics.shm.messages import (
     SyncRoutersReply,
 )
 from topics.shm.router_table import RouterTable
+from topics.storage.kill_points import reached
 from topics.walshard import registrar
 from topics.walshard.catalog import Catalog
 from topics.walshard.feed import Feed
 from topics.walshard.feeds import Feeds
 from topics.walshard.followers import Followers
 from topics.walshard.hosted import Hosted
-from topics.walshard.links import Changed, Follow, Greet, Held, Links, PeerMessage, RoutersGone, Unfollow
+from topics.walshard.links import Changed, Follow, Greet, Held, LetGo, Links, PeerMessage, RoutersGone, Unfollow
 from topics.walshard.operation import Answer
 from topics.walshard.originals import Originals, SourceSight, UnknownError
 from topics.walshard.registrar import Registrar
@@ -78,6 +79,8 @@ class Routing:
         """Dests whose feeds may have something to copy, in the order in which they have their turn."""
         self._waiting: dict[int, None] = {}
         """Dests whose feeds try again at their `retry_ms`."""
+        self._let_go: dict[int, int] = {}
+        """Dest → up to where its source wants to keep nothing for it any more."""
         self._due: set[str] = set()
         """Dests whose routers are not yet as the table says."""
         self._missing: dict[str, int] = {}
@@ -97,9 +100,14 @@ class Routing:
 
     def came(self, hosted: Hosted) -> None:
         """A topic was made."""
-        self._followers.changed(hosted)
+        self._refresh()
+        self._followers.came(hosted)
         if self._missing.pop(hosted.topic.name, None) is not None:
             self._due.add(hosted.topic.name)
+
+    def lets_go(self, hosted: Hosted, up_to_seq: int) -> bool:
+        """Whether records of a topic may leave the log, up to there; if not, that is seen to: ask again."""
+        return self._followers.lets_go(hosted, up_to_seq)
 
     def before_log(self, hosted: Hosted) -> None:
         """Something is going to be logged for a topic: its copies come first. `503 storage_unavailable` if not."""
@@ -168,7 +176,7 @@ class Routing:
 
     @property
     def idle(self) -> bool:
-        return self._links.idle and not self._ready and not self._table.stale
+        return self._links.idle and not self._ready and not self._let_go and not self._table.stale
 
     @property
     def stuck(self) -> bool:
@@ -194,6 +202,8 @@ class Routing:
             feed = self.feeds.by_dest.get(dest_id)
             if feed is not None and self._advance_guarded(feed):
                 self._ready[dest_id] = None
+        if self._let_go:
+            self._let_sources_go()
         if worked:
             self.feeds.keep_within_bounds()
             self._cell.set("router_copies", self._forwarded_before + self.feeds.forwarded)
@@ -378,6 +388,22 @@ class Routing:
         message = Follow(feed.source, feed.topic.id, *needed)
         self._links.send(self._originals.owner(feed.source), message)
 
+    def _let_sources_go(self) -> None:
+        """Gets copies into the log whose source asks for it, as soon as it has been copied up to there, or the dest has
+        to wait: what is not copied then is read from segments.
+        """
+        for dest_id, up_to_seq in list(self._let_go.items()):
+            feed = self.feeds.by_dest.get(dest_id)
+            if feed is not None and feed.source_seq < up_to_seq and dest_id in self._ready:
+                continue
+            del self._let_go[dest_id]
+            if feed is not None and self.feeds.settle(feed):
+                reached("copies.settled")
+                if feed.source_seq < up_to_seq:
+                    feed.released_seq = up_to_seq
+                feed.told = None
+                self._follow(feed)
+
     def _unfollow(self, feed: Feed) -> None:
         self._links.send(self._originals.owner(feed.source), Unfollow(feed.source, feed.topic.id))
 
@@ -399,6 +425,12 @@ class Routing:
             case Changed():
                 for name in message.names:
                     for dest_id in self.feeds.by_source.get(name, ()):
+                        self._waiting.pop(dest_id, None)
+                        self._ready[dest_id] = None
+            case LetGo():
+                for dest_id, feed in self.feeds.by_source.get(message.name, {}).items():
+                    if feed.source_topic_id == message.source_topic_id:
+                        self._let_go[dest_id] = max(message.up_to_seq, self._let_go.get(dest_id, 0))
                         self._waiting.pop(dest_id, None)
                         self._ready[dest_id] = None
             case Follow():

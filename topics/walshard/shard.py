@@ -6,7 +6,7 @@ commit of its own: it is rare, and then sees nothing half done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from itertools import chain
 from typing import Final, Literal
@@ -16,7 +16,7 @@ import msgspec
 from topics.core.clock import Clock
 from topics.core.config import TopicConfig, incompatible_type
 from topics.core.errors import TopicsError, topic_not_found
-from topics.core.fold import ConfigBody, DeleteBody, EvictBody, HeadBody, SessionBody, encode_body
+from topics.core.fold import ConfigBody, DeleteBody, EvictBody, SessionBody, encode_body
 from topics.core.jobs import Now
 from topics.core.runs import encode_runs
 from topics.core.shard_state import Floors
@@ -51,6 +51,7 @@ from topics.shm.messages import (
     StagePublish,
     StagesOver,
     SyncRouters,
+    TopicCheckpoint,
     Trim,
     TxnBegin,
     TxnEnd,
@@ -62,6 +63,7 @@ from topics.shm.messages import (
 )
 from topics.storage import frame
 from topics.storage.frame import FLAG_MORE, FrameType
+from topics.storage.kill_points import reached
 from topics.storage.postings import CorruptPostings
 from topics.storage.segment import CorruptSegment
 from topics.storage.wal import WalWriteError
@@ -71,6 +73,7 @@ from topics.walshard.catalog import Catalog
 from topics.walshard.checkpoints import Marks
 from topics.walshard.commit import Logs
 from topics.walshard.cursors import CURSOR_CALLS, NamedCursors
+from topics.walshard.head_marks import LostHeads, head_mark
 from topics.walshard.holdings import Holdings
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer, Operation
@@ -87,6 +90,8 @@ from topics.walshard.trimming import LogTrim
 
 REPLY_BYTES_PER_GROUP_MAX: Final = 64 * 1024
 """Answers of queue requests are as long as their clients want: a group ends before the journal is full of them."""
+
+_ROWS_PER_FRAME: Final = 4096
 
 log = get_logger()
 
@@ -110,6 +115,7 @@ class Shard:
         routing: Routing,
         cell: ProcessCell,
         clock: Clock,
+        lost_heads: LostHeads,
     ) -> None:
         self._catalog = catalog
         self._sessions = sessions
@@ -127,19 +133,18 @@ class Shard:
         self._clock = clock
         self._now_ms = clock.now_ms()
         self._requests = 0
+        self._lost_heads = lost_heads
         self._capped: dict[int, Hosted] = {}
         """Topics whose caps evicted something that the log does not say yet."""
         self._appends = Appends(
             self._find_to_append, self._make_topic, self._abandon_topic, self._host, holdings.claim_bytes
         )
-        writes = QueueWrites(self._appends, self._commit_appends, self._expire, self._log_copies)
+        writes = QueueWrites(self._appends, self._commit_appends, self._expire, self._before_log)
         self._queues = Queues(catalog.find, writes, outbox.push)
         self._cursors = NamedCursors(catalog.find, writes, self._commit_appends)
         self._queue_writes = writes
         for hosted in catalog:
             self._queues.changed(hosted)
-            if hosted.has_unlogged_floor:
-                self._capped[hosted.topic.id] = hosted
         committed = [entry for entry in outbox.committed_before() if logs.holds(entry)]
         outbox.take_over(committed)
         self._committed_before = {(entry.frontend, entry.ring_position): entry.reply for entry in committed}
@@ -243,7 +248,9 @@ class Shard:
         self._now_ms = self._clock.now_ms()
         self.routing.close()
         marks = [
-            Operation([_head_mark(hosted, self._now_ms, 0)], lambda _file_no, _offset: None, sync=True)
+            Operation(
+                [head_mark(hosted, hosted.topic.head_seq, self._now_ms, 0)], lambda _file_no, _offset: None, sync=True
+            )
             for hosted in self._catalog
             if hosted.topic.config.durability == "ephemeral" and hosted.topic.head_seq < hosted.topic.head_ceiling
         ]
@@ -354,23 +361,25 @@ class Shard:
         answer.reply = messages.encode_reply(answer.request_id, PutTopicReply(False, config))
         if config == topic.config:
             return
-        self.routing.before_log(hosted)
+        self._before_log(hosted)
         descriptor = hosted.prepare_config(config)
         body = encode_body(ConfigBody(config))
         update = frame.encode(FrameType.CONFIG_UPDATE, 0, topic.id, 0, self._now_ms, b"", b"", body)
         buffers: list[frame.Bytes] = [update]
         if topic.config.durability == "ephemeral":
             # What follows in the durable log begins behind the records that are only in RAM.
-            buffers[:0] = [_head_mark(hosted, self._now_ms, FLAG_MORE), *_attributes(hosted, self._now_ms)]
+            head = head_mark(hosted, topic.head_seq, self._now_ms, FLAG_MORE)
+            buffers[:0] = [head, *_attributes(hosted, self._now_ms)]
         updated = hosted
 
         def apply(_file_no: int, _offset: int) -> None:
             if len(buffers) > 1:  # the exact head took back what was reserved above it
                 updated.topic.head_ceiling = updated.topic.head_seq
             updated.configured(config, descriptor)
-            self.show(updated)
 
-        self._commit(Operation(buffers, apply, sync=True, answer=answer))
+        if self._commit(Operation(buffers, apply, sync=True, answer=answer)):
+            self._log_evicted_for_ram([updated])
+            self.show(updated)
 
     def _delete_topic(self, call: DeleteTopic, answer: Answer) -> None:
         self._commit_appends()
@@ -436,7 +445,6 @@ class Shard:
 
         def apply(_file_no: int, _offset: int) -> None:
             topic.deleted(deletion, floors)
-            hosted.logged_floor = topic.evict_floor
             self.show(hosted)
 
         sync = topic.config.durability == "fsync"
@@ -457,7 +465,6 @@ class Shard:
 
     def _evicted(self, hosted: Hosted, floors: Floors, _file_no: int, _offset: int) -> None:
         hosted.topic.logged(floors)
-        hosted.logged_floor = floors.evict_floor
         self.show(hosted)
 
     def _checkpoint(self, call: Checkpoint, answer: Answer) -> None:
@@ -466,31 +473,36 @@ class Shard:
         if not self._files.is_marked:
             # A snapshot would take for done what only the log says.
             raise TopicsError("storage_unavailable", "deletions cannot be marked in their segments now")
-        marks = Marks(self._files, self._now_ms)
+        held: list[int] = []
+        due: list[tuple[TopicCheckpoint, Hosted | None]] = []
         for checkpoint in call.topics:
             hosted = self._catalog.find_id(checkpoint.topic_id)
             if hosted is not None:
                 self.routing.before_log(hosted)
+                if not self.routing.lets_go(hosted, checkpoint.up_to_seq):
+                    reached("mark.held")
+                    held.append(checkpoint.topic_id)
+                    continue
+            due.append((checkpoint, hosted))
+        # Only now: what is logged for one topic may say floors of another, and marks have floors as well.
+        marks = Marks(self._files, self._now_ms)
+        for checkpoint, hosted in due:
             marks.add(checkpoint, hosted)
         if marks.operations:
             if not self.commit_group(marks.operations, [], marks.marked.keys()):
                 marks.undo()
         elif not self._logs.sync():
             raise TopicsError("storage_unavailable", "the log cannot be synced now; see the service's log")
-        answer.reply = messages.encode_reply(answer.request_id, CheckpointReply(marks.gone, marks.refused))
+        answer.reply = messages.encode_reply(answer.request_id, CheckpointReply(marks.gone, marks.refused, held))
 
-    def _floor_marks(self, but: Collection[int]) -> list[Operation]:
-        """What caps evicted since the last commit: floors are in the log before anything else is done to the topic.
-        Not of topics of which the group itself says the floors.
-        """
+    def _floor_marks(self, capped: Iterable[Hosted]) -> list[Operation]:
+        """What caps evicted since the last commit: floors are in the log before anything else is done to the topic."""
         marks = []
-        for topic_id, hosted in self._capped.items():
-            # Copies that are not in the log are counted in floors: such a topic's have to wait for them.
-            if topic_id not in but and hosted.logged_head_seq == hosted.topic.head_seq:
-                floors = hosted.topic.floors()
-                marks.append(
-                    Operation([_floor_frame(hosted, floors, self._now_ms)], partial(_floor_logged, hosted, floors))
-                )
+        for hosted in capped:
+            floors = hosted.topic.floors()
+            marks.append(
+                Operation([_floor_frame(hosted, floors, self._now_ms)], partial(_floor_logged, hosted, floors))
+            )
         return marks
 
     # -- watchers and sessions
@@ -545,6 +557,7 @@ class Shard:
             self.commit_group(appends.durable, appends.ram)
             appends.abandon_unhosted()
             durable = {id: hosted for id, hosted in appends.touched.items() if not _in_ram(hosted)}
+            self._log_evicted_for_ram(appends.touched.values())
             for hosted in chain(appends.touched.values(), self._syncs.committed(durable)):
                 self.show(hosted)
         appends.reset()
@@ -563,6 +576,11 @@ class Shard:
     def _commit(self, operation: Operation, floors_of: Collection[int] = ()) -> bool:
         return self.commit_group([operation], [], floors_of)
 
+    def copied(self, hosted: Hosted) -> None:
+        """Records of a topic came from a router, or are as durable as they can be."""
+        self._log_evicted_for_ram([hosted])
+        self.show(hosted)
+
     def logged(self, hosted: Hosted) -> None:
         """Records of a topic came into the durable log on another way than by an append."""
         for other in self._syncs.committed({hosted.topic.id: hosted}):
@@ -572,12 +590,20 @@ class Shard:
         """True when all of it was committed; what was not is answered with an error. `floors_of`: topics of which the
         group says what their floors are.
         """
+        told: dict[int, Hosted] = {}
         if durable:
-            durable = self._floor_marks(floors_of) + durable
+            told = {id: hosted for id, hosted in self._capped.items() if id in floors_of or _is_logged(hosted)}
+            for topic_id in told:
+                del self._capped[topic_id]
+            durable = self._floor_marks(hosted for id, hosted in told.items() if id not in floors_of) + durable
         try:
+            if ram and self._logs.ram is None:
+                self._lost_heads.log(self._now_ms)
             self._outbox.journal(self._logs.plan(durable, ram))
         except WalWriteError as error:  # the RAM log cannot be made
             failed = [(operation, self._logs.refusal(error)) for operation in chain(durable, ram)]
+        except TopicsError as error:
+            failed = [(operation, error) for operation in chain(durable, ram)]
         else:
             failed = self._logs.commit(durable, ram)
         for operation, refusal in failed:
@@ -585,9 +611,23 @@ class Shard:
                 operation.undo()
             if operation.answer is not None:
                 operation.answer.reply = messages.encode_error(operation.answer.request_id, refusal)
-        if durable and not failed:
-            self._capped = {id: hosted for id, hosted in self._capped.items() if hosted.has_unlogged_floor}
+        if failed:
+            self._capped = told | self._capped
         return not failed
+
+    def _log_evicted_for_ram(self, changed: Iterable[Hosted]) -> None:
+        """Says before any reader sees it what could not be worked out again. If that fails, the next commit says it."""
+        due = {hosted.topic.id: hosted for hosted in changed if hosted.has_evicted_for_ram}
+        if not due:
+            return
+        self._capped |= due
+        try:
+            for hosted in due.values():
+                self._before_log(hosted)
+        except TopicsError as error:
+            log.error("what caps evicted cannot be logged now", reason=error.message)
+            return
+        self.commit_group(self._floor_marks(due.values()), [], due.keys())
 
     def show(self, hosted: Hosted) -> None:
         """What a topic is now is known to all."""
@@ -606,10 +646,13 @@ class Shard:
         """A topic that is going to be appended to: the log has to be as far as it is."""
         hosted = self._catalog.find(name)
         if hosted is not None:
-            self._log_copies(hosted)
+            self._before_log(hosted)
         return hosted
 
-    def _log_copies(self, hosted: Hosted) -> None:
+    def _before_log(self, hosted: Hosted) -> None:
+        """Something is going to be logged for a topic: what is not logged yet comes first."""
+        if hosted.has_unlogged_floor:
+            self._capped[hosted.topic.id] = hosted
         if hosted.ring.unlogged_seq <= hosted.topic.head_seq:
             self.routing.before_log(hosted)
 
@@ -638,27 +681,26 @@ def _floor_frame(hosted: Hosted, floors: Floors, ts: int) -> bytes:
 
 def _floor_logged(hosted: Hosted, floors: Floors, _file_no: int, _offset: int) -> None:
     hosted.topic.revision = floors.revision
-    hosted.logged_floor = floors.evict_floor
+    hosted.topic.logged_floor = floors.evict_floor
+
+
+def _is_logged(hosted: Hosted) -> bool:
+    """Whether the log has all copies of a topic. Floors count them, so those of any other topic have to wait."""
+    return hosted.logged_head_seq == hosted.topic.head_seq
 
 
 def _in_ram(hosted: Hosted) -> bool:
     return hosted.topic.config.durability == "ephemeral"
 
 
-def _head_mark(hosted: Hosted, ts: int, flags: int) -> bytes:
-    """The exact head of a topic whose records are in RAM."""
-    topic = hosted.topic
-    body = encode_body(HeadBody(exact=True))
-    return frame.encode(FrameType.HEAD_WATERMARK, flags, topic.id, topic.head_seq, ts, b"", b"", body)
-
-
 def _attributes(hosted: Hosted, ts: int) -> list[bytes]:
     """What only the RAM log says of jobs that go on in a durable queue."""
     queue = hosted.topic.queue
     rows = [] if queue is None else queue.attributes().attributes
-    if not rows:
-        return []
-    return [frame.encode(FrameType.JOB_ATTRIBUTES, FLAG_MORE, hosted.topic.id, 0, ts, b"", b"", encode_body(rows))]
+    bodies = [encode_body(rows[at : at + _ROWS_PER_FRAME]) for at in range(0, len(rows), _ROWS_PER_FRAME)]
+    return [
+        frame.encode(FrameType.JOB_ATTRIBUTES, FLAG_MORE, hosted.topic.id, 0, ts, b"", b"", body) for body in bodies
+    ]
 
 
 def _with_type(config: TopicConfig, type: Literal["log", "queue"]) -> TopicConfig:

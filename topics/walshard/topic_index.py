@@ -10,12 +10,13 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from topics.core.segment_list import SegmentInfo, SegmentList
-from topics.core.topic import ENTRY_WORDS, LOCATION_DELETED, LOCATION_LOST
+from topics.core.topic import ENTRY_WORDS, LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.shm.location_ring import LocationRing
 from topics.walshard.segment_files import SegmentFiles
 
 _FLAGS_SHIFT: Final = 32
 _GONE: Final = LOCATION_DELETED | LOCATION_LOST
+_ELSEWHERE: Final = LOCATION_IN_RAM_LOG | LOCATION_LOST
 _CHUNK_ENTRIES: Final = 8192
 
 
@@ -39,6 +40,18 @@ class TopicIndex:
     @property
     def next_seq(self) -> int:
         return self.ring.next_seq
+
+    @property
+    def durable_last_seq(self) -> int:
+        """The last seq that is in a segment or in the durable log."""
+        ring = self.ring
+        for end in range(ring.next_seq, ring.base_seq, -_CHUNK_ENTRIES):
+            start = max(ring.base_seq, end - _CHUNK_ENTRIES)
+            words = ring.entries(start, end - 1)[3::4]
+            durable = {word for word in set(words) if not word >> _FLAGS_SHIFT & _ELSEWHERE}
+            if durable:
+                return start + max(at for at, word in enumerate(words) if word in durable)
+        return self.segments.last_seq
 
     def reserve(self, count: int) -> None:
         """Room for `count` more entries, or ArenaFullError."""
@@ -137,6 +150,7 @@ class TopicIndex:
             deleted = {word for word in set(words) if _is_deleted(word)}
             if deleted:
                 self.flag_moved([ring.base_seq + at for at, word in enumerate(words) if word in deleted])
+        self.hold(ring.hold_seq)
         ring.drop_before(self.segments.last_seq + 1)
         if ring.next_seq <= self.segments.last_seq:
             ring.skip_to(self.segments.last_seq + 1)
@@ -152,7 +166,8 @@ class TopicIndex:
         self.ring.drop_before(seq)
 
     def hold(self, seq: int) -> None:
-        self.ring.hold(seq)
+        # No entry is in the ring and in a segment: before a mark was logged, whoever held records had let go of them.
+        self.ring.hold(max(seq, self.segments.last_seq + 1))
 
     def forget(self) -> None:
         """The topic is gone."""

@@ -50,8 +50,16 @@ def service_options(options: argparse.Namespace) -> dict[str, str]:
     return {"url": options.url} | ({} if options.token is None else {"token": options.token})
 
 
-def run(name: str, made: argparse.ArgumentParser, work: Work, arguments: Sequence[str] | None) -> int:
-    """The whole program: 0 with the report on stdout; 1 with one line on stderr; 2 for wrong arguments."""
+def run(
+    name: str,
+    made: argparse.ArgumentParser,
+    work: Work,
+    arguments: Sequence[str] | None,
+    exit_code: Callable[[dict[str, Any]], int] = lambda _report: 0,
+) -> int:
+    """The whole program: 0 (or what `exit_code` makes of the report) with the report on stdout; 1 with one line on
+    stderr; 2 for wrong arguments.
+    """
     options = made.parse_args(arguments)
     from pyspark.errors import PySparkException
     from pyspark.sql import SparkSession
@@ -74,4 +82,4 @@ def run(name: str, made: argparse.ArgumentParser, work: Work, arguments: Sequenc
         )
         return 1
     print(json.dumps(report))
-    return 0
+    return exit_code(report)

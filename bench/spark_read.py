@@ -1,0 +1,127 @@
+"""`python -m bench.spark_read`: a topic into Spark over HTTP and from its segments, beside Spark's own file source.
+
+A topic of records of about 100 bytes with tags is written, sealed, and read by one query that needs every column. The
+same rows as JSON lines and as Parquet are read by the same query. Each is read twice; the faster reading counts. All of
+it runs on this machine, so service and Spark share its cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from bench.machine import describe
+from tests.harness import Service, poll
+from tests.spark.conftest import make_java_home, spark_environment
+from topics.client import Client, NewRecord
+from topics.client import segment_calls as calls
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+TOPIC: Final = "bench"
+BATCH: Final = 1000
+READINGS: Final = 2
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.spark_read", description=__doc__)
+    parser.add_argument("--records", type=int, default=1_000_000)
+    options = parser.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="topics-spark-bench-"))
+    load_before = os.getloadavg()[0]
+    try:
+        with Service(env={"TOPICS_CHECKPOINT_INTERVAL_MS": "1000"}, shards=1, frontends=1) as service:
+            _fill(service, options.records)
+            spark = _session(root)
+            try:
+                seconds = _measure(spark, service, root, options.records)
+            finally:
+                spark.stop()
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    machine = ", ".join(f"{name} {value}" for name, value in describe(Path(tempfile.gettempdir())).items())
+    loads = f"load average {load_before:.1f} before, {os.getloadavg()[0]:.1f} after"
+    print(f"{datetime.now(UTC):%Y-%m-%dT%H:%M+00:00}; {machine}, {loads}; {options.records} records, local[2]")
+    for name, took_s in seconds.items():
+        print(f"| {name} | {options.records / took_s / 1000:.0f} k rows/s | {took_s:.1f} s |")
+    return 0
+
+
+def _fill(service: Service, records: int) -> None:
+    with Client(service.url) as client:
+        for first in range(0, records, BATCH):
+            batch = [
+                NewRecord({"n": n, "user": f"user-{n % 977}", "text": "abcdefgh" * 6}, tag=f"t{n % 16}")
+                for n in range(first, min(records, first + BATCH))
+            ]
+            client.append(TOPIC, batch)
+        behind = 20_000
+        poll(
+            "segments",
+            lambda: client.call(calls.segments(TOPIC, records - behind)).http_from_seq > records - behind,
+            300.0,
+            0.2,
+        )
+
+
+def _session(root: Path) -> SparkSession:
+    from pyspark.sql import SparkSession
+
+    from topics.spark import SMALL, register
+
+    os.environ |= spark_environment(make_java_home(root / "java"))
+    builder = SparkSession.builder.master("local[2]").appName("bench")
+    for name, value in (SMALL | {"spark.ui.enabled": "false"}).items():
+        builder = builder.config(name, value)
+    spark = builder.getOrCreate()
+    spark.sparkContext.setLogLevel("OFF")
+    register(spark)
+    return spark
+
+
+def _measure(spark: SparkSession, service: Service, root: Path, records: int) -> dict[str, float]:
+    http = {"url": service.url, "subscribe": TOPIC}
+    files = http | {"mode": "segments", "dataDir": str(service.data_dir)}
+    plain = spark.read.format("topics").options(**files).load().drop("meta")
+    plain.write.parquet(str(root / "parquet"))
+    plain.write.json(str(root / "json"))
+    frames: dict[str, Callable[[], DataFrame]] = {
+        "topics, mode=http": lambda: spark.read.format("topics").options(**http).load(),
+        "topics, mode=segments": lambda: spark.read.format("topics").options(**files).load(),
+        "JSON lines": lambda: spark.read.schema(plain.schema).json(str(root / "json")),
+        "Parquet": lambda: spark.read.parquet(str(root / "parquet")),
+    }
+    return {name: min(_seconds(make(), records) for _ in range(READINGS)) for name, make in frames.items()}
+
+
+def _seconds(frame: DataFrame, records: int) -> float:
+    """Of one query that needs every column of every row."""
+    from pyspark.sql import functions as f
+
+    started = time.perf_counter()
+    row = frame.agg(
+        f.count("*").alias("rows"),
+        f.sum("seq").alias("seqs"),
+        f.sum(f.length("data")).alias("chars"),
+        f.max("timestamp"),
+        f.approx_count_distinct("tag"),
+        f.max("topic"),
+        f.max("node"),
+    ).first()
+    took_s = time.perf_counter() - started
+    assert row is not None
+    assert (row.rows, row.seqs) == (records, records * (records + 1) // 2), row
+    return took_s
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""Workers of a real queue: a job is kept while it takes long, repeated when it failed, given back at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from tests.harness import Service, poll
+from topics.client import (
+    AsyncClient,
+    AsyncJob,
+    Backoff,
+    Client,
+    ConflictError,
+    Job,
+    LeaseLostError,
+    NotFoundError,
+)
+
+AT_ONCE = Backoff(first_ms=1, max_ms=2)
+JOBS = list(range(20))
+
+
+@pytest.fixture
+def topics(service: Service) -> Iterator[Client]:
+    with Client(service.url) as client:
+        yield client
+
+
+@pytest.fixture
+def queue(topics: Client, topic: str) -> str:
+    topics.put_topic(topic, type="queue")
+    topics.append(topic, JOBS, create=False)
+    return topic
+
+
+def counts(topics: Client, name: str) -> tuple[int, int]:
+    """(ready, in flight)"""
+    queue = topics.get_topic(name).queue
+    assert queue is not None
+    return queue.ready, queue.in_flight
+
+
+def wait_counts(topics: Client, name: str, wanted: tuple[int, int]) -> None:
+    poll(f"(ready, in flight) to be {wanted}", lambda: counts(topics, name) == wanted)
+
+
+def test_a_loop_does_every_job_once_and_in_order(topics: Client, queue: str) -> None:
+    done = []
+    for job in topics.queue(queue).work(max_jobs=5):
+        done.append(job.data)
+        assert job.deliveries == 1
+        if len(done) == len(JOBS):
+            job.ack()
+            break
+    assert done == JOBS
+    wait_counts(topics, queue, (0, 0))
+    assert topics.get_topic(queue).count == 0
+
+
+def test_what_fails_is_repeated_and_the_loop_goes_on(topics: Client, queue: str) -> None:
+    seen: list[tuple[int, int]] = []
+    done: list[int] = []
+    for job in topics.queue(queue).work(backoff=AT_ONCE):
+        with job:
+            seen.append((job.data, job.deliveries))
+            if job.data % 5 == 0 and job.deliveries < 3:
+                raise ValueError(job.data)
+            done.append(job.data)
+        if len(done) == len(JOBS):
+            break
+    assert sorted(done) == JOBS
+    assert [delivery for data, delivery in seen if data == 10] == [1, 2, 3]
+    wait_counts(topics, queue, (0, 0))
+
+
+def test_leaving_the_loop_gives_back_what_was_not_done(topics: Client, queue: str) -> None:
+    def fail() -> None:
+        with closing(topics.queue(queue).work(max_jobs=4, backoff=AT_ONCE)) as jobs:
+            for job in jobs:
+                if job.data == 2:
+                    raise KeyError(job.data)
+
+    with pytest.raises(KeyError):
+        fail()
+    wait_counts(topics, queue, (18, 0))
+
+
+def test_a_job_that_takes_longer_than_its_lease_is_kept(topics: Client, queue: str) -> None:
+    # No clock of the test's own here: the lease is the server's, and it is to pass many times.
+    others: list[int] = []
+    for job in topics.queue(queue).work(lease_ms=2_000):
+        until = time.monotonic() + 5
+        while time.monotonic() < until:
+            others += [other.seq for other in topics.queue(queue, node="other").claim(100).claimed]
+            time.sleep(0.05)
+        assert not job.lost
+        job.ack()
+        break
+    assert job.seq not in others
+
+
+def test_a_lost_lease_is_said(service: Service, topics: Client, queue: str) -> None:
+    with closing(topics.queue(queue).work()) as jobs:
+        job = next(jobs)
+        for index in range(service.frontends):
+            service.kill("frontend", index)
+        poll("the stream's end to be noticed", lambda: job.lost)
+        # The service releases what was leased over it; whoever comes next gets it.
+        other = topics.queue(queue, node="other")
+
+        def taken() -> bool:
+            return any((one.seq, one.deliveries) == (job.seq, 2) for one in other.claim(1).claimed)
+
+        poll("somebody else to get the job", taken)
+        with pytest.raises(LeaseLostError, match=f"job {job.seq} of '{queue}'"):
+            job.ack()
+        assert next(jobs).seq != job.seq
+
+
+def test_threads_share_the_jobs_until_they_are_told_to_stop(topics: Client, queue: str) -> None:
+    work = topics.queue(queue)
+    done: list[int] = []
+    together = threading.Barrier(4, timeout=20)
+
+    def handle(job: Job) -> None:
+        if job.data < 4:
+            together.wait()  # four at a time, or never
+        done.append(job.data)
+        if len(done) == len(JOBS):
+            work.stop()
+
+    work.run(handle, threads=4)
+    assert sorted(done) == JOBS
+    wait_counts(topics, queue, (0, 0))
+
+
+def test_a_stop_finishes_what_was_begun_and_gives_back_the_rest(topics: Client, queue: str) -> None:
+    work = topics.queue(queue)
+    done = []
+    for job in work.work(max_jobs=10):
+        done.append(job.data)
+        work.stop()
+    assert done == [0]
+    wait_counts(topics, queue, (19, 0))
+
+
+def test_the_asynchronous_worker_does_the_same(service: Service, topics: Client, queue: str) -> None:
+    async def run() -> tuple[list[int], list[int]]:
+        done: list[int] = []
+        failed: list[int] = []
+        async with AsyncClient(service.url) as client:
+            work = client.queue(queue)
+
+            async def handle(job: AsyncJob) -> None:
+                if job.data == 7 and job.deliveries == 1:
+                    failed.append(job.data)
+                    raise ValueError
+                done.append(job.data)
+                if len(done) == 10:
+                    work.stop()
+
+            await work.run(handle, concurrency=3, backoff=AT_ONCE)
+            async for job in client.queue(queue).work():
+                done.append(job.data)
+                if len(done) == len(JOBS):
+                    await job.ack()
+                    break
+        return done, failed
+
+    done, failed = asyncio.run(run())
+    assert sorted(done) == JOBS
+    assert failed == [7]
+    wait_counts(topics, queue, (0, 0))
+
+
+def test_the_key_of_a_job_is_the_same_at_each_delivery(topics: Client, queue: str) -> None:
+    keys = []
+    for job in topics.queue(queue).work(backoff=AT_ONCE):
+        if job.data == 0:
+            keys.append(job.key)
+            with job:
+                if job.deliveries < 3:
+                    raise ValueError
+                topics.append(f"{queue}.done", [job.data], idempotency_key=job.key)
+                topics.append(f"{queue}.done", [job.data], idempotency_key=job.key)
+        if len(keys) == 3:
+            break
+    assert len(set(keys)) == 1
+    assert topics.get_topic(f"{queue}.done").count == 1
+
+
+def test_claims_and_dead_letters_by_hand(topics: Client, queue: str) -> None:
+    dead = f"{queue}.dead"
+    topics.put_topic(queue, type="queue", max_deliveries=1, dead_letter=dead)
+    work = topics.queue(queue)
+    first = work.claim(3).claimed
+    assert [job.data for job in first] == [0, 1, 2]
+    assert work.ack(first[:1]) == []
+    assert work.ack(first[:1]) == [first[0].seq]
+    assert work.nack(first[1:]) == []
+    assert work.claim(1).claimed[0].data == 3
+    poll("the second delivery to be the dead letter's", lambda: topics.get_topic(dead).count == 2)
+    assert work.redrive(dead).redriven == 2
+
+
+def test_what_cannot_work_is_said_at_once(topics: Client, topic: str) -> None:
+    topics.put_topic(topic)
+    with pytest.raises(ConflictError, match="queue"):
+        next(topics.queue(topic).work())
+    with pytest.raises(NotFoundError):
+        next(topics.queue(f"{topic}.absent").work())
+
+
+def test_the_back_off_doubles_up_to_its_bound() -> None:
+    backoff = Backoff(first_ms=100, max_ms=1_000)
+    assert [backoff.delay_ms(deliveries, 0.999999) for deliveries in (1, 2, 3, 4, 5, 1_000)] == [
+        99,
+        199,
+        399,
+        799,
+        999,
+        999,
+    ]
+    assert backoff.delay_ms(3, 0.0) == 200

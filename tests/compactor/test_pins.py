@@ -1,0 +1,159 @@
+"""What a pin holds stays, in both tiers, and goes when the pin is over (storage/pins.py)."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.storage.logs import TOPIC_ID
+from tests.storage.segments import Record, make_segment
+from topics.compactor.leftovers import Leftovers, TopicFiles
+from topics.compactor.relocation import HotRetention, Relocation, object_names
+from topics.core.clock import SystemClock
+from topics.core.segment_list import COLD, SEALED, SegmentInfo
+from topics.storage import layout
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.layout import SegmentName
+from topics.storage.pins import Pin, PinFiles, Pinned, new_pin_id, pins_dir, read_pin, read_pinned
+from topics.storage.segment_store import LocalStore
+
+FS = OsFileSystem()
+
+
+def info(first_seq: int, last_seq: int, version: int = 0, flags: int = SEALED) -> SegmentInfo:
+    return SegmentInfo(first_seq, last_seq, 0, 0, 100, version, flags)
+
+
+class Pins:
+    """The pins of a service, at a time that the test says."""
+
+    def __init__(self, ram_dir: Path) -> None:
+        self.directory = pins_dir(str(ram_dir))
+        self.now_ms = 1_000
+        self.frontends = [PinFiles(FS, self.directory, number) for number in range(2)]
+
+    def put(self, pin_id: str, *first_seqs: int, until_ms: int = 2_000, frontend: int = 0, ended: bool = False) -> None:
+        segments = [(first_seq, 0) for first_seq in first_seqs]
+        self.frontends[frontend].put(pin_id, Pin("t", TOPIC_ID, segments, until_ms, ended))
+
+    def read(self) -> Pinned:
+        return read_pinned(FS, self.directory, self.now_ms)
+
+
+@pytest.fixture
+def pins(tmp_path: Path) -> Pins:
+    (tmp_path / "ram").mkdir()
+    return Pins(tmp_path / "ram")
+
+
+def pinned(*first_seqs: int) -> Pinned:
+    return frozenset((TOPIC_ID, SegmentName(first_seq, 0)) for first_seq in first_seqs)
+
+
+def test_a_pin_holds_for_its_time(pins: Pins) -> None:
+    assert pins.read() == frozenset()
+    pins.put(new_pin_id(), 1, 6)
+    pins.now_ms = 1_999
+    assert pins.read() == pinned(1, 6)
+    pins.now_ms = 2_000
+    assert pins.read() == frozenset()
+
+
+def test_any_frontend_renews_and_ends_a_pin(pins: Pins) -> None:
+    pin_id, other = new_pin_id(), new_pin_id()
+    pins.put(pin_id, 1)
+    pins.put(other, 6)
+    pins.put(pin_id, 1, until_ms=3_000, frontend=1)
+    pins.now_ms = 2_500
+    assert pins.read() == pinned(1)
+    assert pins.frontends[0].held(pins.now_ms) == 0
+    assert pins.read() == pinned(1), "what one frontend removes is its own"
+    pins.put(pin_id, frontend=0, until_ms=3_000, ended=True)
+    assert pins.read() == frozenset()
+    assert read_pin(FS, pins.directory, pin_id, pins.now_ms) is None
+
+
+def test_a_frontend_finds_what_its_former_life_left(pins: Pins) -> None:
+    pins.put(new_pin_id(), 1)
+    pins.put(new_pin_id(), 6, frontend=1)
+    again = PinFiles(FS, pins.directory, 0)
+    assert again.held(1_500) == 1
+    assert again.held(2_000) == 0
+    assert len(FS.listdir(pins.directory)) == 1
+
+
+class Directory:
+    """Segments 1 to 5 and 6 to 10, of which nothing is needed any more."""
+
+    def __init__(self, data_dir: Path, pins: Pins) -> None:
+        self.path = Path(layout.topic_dir(str(data_dir), TOPIC_ID))
+        for first_seq in (1, 6):
+            make_segment(FS, str(data_dir), [Record(b"1")] * 5, first_seq)
+        self.leftovers = Leftovers(FS, str(data_dir), pins.read)
+        self.leftovers.look_at(TOPIC_ID)
+
+    def sweep(self, needed: TopicFiles) -> list[int]:
+        removed = self.leftovers.sweep(lambda topic_id: needed, lambda: None)
+        return [name.first_seq for _, name in removed]
+
+
+@pytest.mark.parametrize(
+    "needed",
+    [TopicFiles([], 11), TopicFiles(None, 0), TopicFiles([info(1, 5, version=1), info(6, 10, version=1)], 1)],
+    ids=["evicted", "topic deleted", "rewritten"],
+)
+def test_a_pinned_segment_goes_when_its_pin_is_over(tmp_path: Path, pins: Pins, needed: TopicFiles) -> None:
+    directory = Directory(tmp_path, pins)
+    pins.put(new_pin_id(), 1)
+    assert directory.sweep(needed) == []
+    assert directory.sweep(needed) == [6]
+    for _ in range(3):
+        assert directory.sweep(needed) == []
+        assert directory.leftovers.waiting, "the next snapshot looks again"
+    assert len(list(directory.path.glob(f"seg-{1:020d}.*"))) == 3
+    pins.now_ms = 2_000
+    assert [directory.sweep(needed), directory.sweep(needed)] in ([[1], []], [[], [1]])
+    assert not directory.path.exists() or not list(directory.path.glob(f"seg-{1:020d}.*"))
+
+
+def test_pinned_data_outlive_their_copy_into_the_cold_tier(tmp_path: Path, pins: Pins) -> None:
+    directory = Directory(tmp_path, pins)
+    needed = TopicFiles([info(1, 5, flags=SEALED | COLD), info(6, 10, flags=SEALED | COLD)], 1)
+    pins.put(new_pin_id(), 1)
+    for _ in range(3):
+        directory.sweep(needed)
+    assert [path.name for path in directory.path.glob("*.data")] == [f"seg-{1:020d}.data"]
+    pins.now_ms = 2_000
+    for _ in range(2):
+        directory.sweep(needed)
+    assert not list(directory.path.glob("*.data"))
+
+
+def test_a_pinned_object_of_the_cold_tier_stays(tmp_path: Path, pins: Pins) -> None:
+    store = LocalStore(FS, str(tmp_path / "cold" / "topics"))
+    for first_seq in (1, 6):
+        for name in object_names(TOPIC_ID, first_seq, 0):
+            store.put(name, [b"x"])
+    pins.put(new_pin_id(), 1)
+
+    def left() -> int:
+        return len(store.list(""))
+
+    with ThreadPoolExecutor(1) as helper:
+        retention = HotRetention(0, 0)
+        relocation = Relocation(FS, str(tmp_path), store, retention, helper, SystemClock(), pins.read)
+
+        def sweep() -> None:
+            helper.submit(lambda: None).result()  # what it was told before is done
+            relocation.sweep(lambda topic_id: TopicFiles([], 11), [])
+            helper.submit(lambda: None).result()
+
+        for _ in range(4):
+            sweep()
+        assert left() == 3
+        pins.now_ms = 2_000
+        for _ in range(2):
+            sweep()
+        assert left() == 0

@@ -1,0 +1,112 @@
+"""Two hundred workers at one queue, half of them over `/work`, half polling: each job is done once, by turns.
+
+Run with `-s` it prints how evenly: Jain's index of jobs per worker, 1 when all did the same, 1/n when one did all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from bench.crowd import Client, put
+from tests.harness import Service
+
+STREAMS = POLLERS = 100
+JOBS = 6_000
+WORK_S = 0.02
+"""What a job takes: as long as it is the same for all, whoever does more was dealt more."""
+PAUSE_S = 0.02
+DEADLINE_S = 120.0
+_JOB = re.compile(rb'data: \{"\$seq":(\d+),.*?"lease_id":"(lease_[0-9a-f]+)"')
+
+
+class Crowd:
+    """Who did which jobs."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.done: Counter[str] = Counter()
+        self.seqs: list[int] = []
+        self.skipped = 0
+
+    @property
+    def finished(self) -> bool:
+        return len(self.seqs) >= JOBS
+
+    async def ack(self, client: Client, node: str, seq: int, lease_id: str) -> None:
+        await asyncio.sleep(WORK_S)
+        body = json.dumps({"node": node, "seqs": [seq], "lease_ids": [lease_id]}).encode()
+        answer = await client.ask("POST", "/v0/topics/jobs/ack", body)
+        assert answer.status == 200, answer
+        self.skipped += len(answer.json["skipped"])
+        self.done[node] += 1
+        self.seqs.append(seq)
+
+    async def poll(self, node: str) -> None:
+        client = Client(self.port)
+        body = json.dumps({"node": node, "max": 1}).encode()
+        while not self.finished:
+            answer = await client.ask("POST", "/v0/topics/jobs/claim", body)
+            assert answer.status == 200, answer
+            for job in answer.json["claimed"]:
+                await self.ack(client, node, job["$seq"], job["lease_id"])
+            if not answer.json["claimed"]:
+                await asyncio.sleep(PAUSE_S)
+        client.close()
+
+    async def stream(self, node: str) -> None:
+        client = Client(self.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(f"GET /v0/topics/jobs/work?node={node}&max=1 HTTP/1.1\r\nHost: crowd\r\n\r\n".encode())
+        try:
+            while True:
+                job = _JOB.match(await reader.readline())
+                if job is not None:
+                    await self.ack(client, node, int(job[1]), job[2].decode())
+        finally:
+            client.close()
+            writer.close()
+
+    async def run(self) -> None:
+        maker = Client(self.port)
+        await put(maker, "jobs", type="queue", lease_ms=60_000)
+        streams = [asyncio.create_task(self.stream(f"stream-{number}")) for number in range(STREAMS)]
+        pollers = [asyncio.create_task(self.poll(f"poller-{number}")) for number in range(POLLERS)]
+        for first in range(0, JOBS, 1000):
+            records = [{"data": number} for number in range(first, first + 1000)]
+            answer = await maker.ask("POST", "/v0/topics/jobs", json.dumps({"records": records}).encode())
+            assert answer.status == 200, answer
+        await asyncio.wait_for(asyncio.gather(*pollers), DEADLINE_S)
+        for stream in streams:
+            assert not stream.done(), stream
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+        state = (await maker.ask("GET", "/v0/topics/jobs")).json
+        maker.close()
+        assert (state["count"], state["queue"]["ready"], state["queue"]["in_flight"]) == (0, 0, 0), state
+
+
+def evenness(counts: Sequence[int]) -> float:
+    """Jain's index."""
+    return sum(counts) ** 2 / (len(counts) * sum(count * count for count in counts))
+
+
+def test_two_hundred_workers_do_every_job_once_and_by_turns() -> None:
+    with Service() as service:
+        crowd = Crowd(service.port)
+        asyncio.run(crowd.run())
+    assert sorted(crowd.seqs) == list(range(1, JOBS + 1))
+    assert crowd.skipped == 0
+    by_kind = {
+        kind: [crowd.done[f"{kind}-{number}"] for number in range(count)]
+        for kind, count in (("stream", STREAMS), ("poller", POLLERS))
+    }
+    for kind, counts in by_kind.items():
+        print(
+            f"{kind}s: {min(counts)} to {max(counts)} jobs each, {sum(counts)} in all, evenness {evenness(counts):.3f}"
+        )
+        assert min(counts) > 0
+        assert evenness(counts) > 0.8

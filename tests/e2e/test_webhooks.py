@@ -1,0 +1,148 @@
+"""Webhooks from a queue, their workers killed at random: every job is done, none is lost, none stays behind.
+
+TOPICS_WEBHOOK_SEED=<seed> repeats a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from tests.harness import Service, clean_environment, poll
+from topics.client import Client
+
+REPOSITORY = Path(__file__).parents[2]
+QUEUE = "hooks"
+JOBS = 200
+POISON = 7
+"""Every so many, the receiver refuses for ever."""
+ATTEMPTS = 10
+WORKERS = 3
+KILLS = 12
+LEASE_MS = 3_000
+DEADLINE_S = 120.0
+
+
+class Receiver(ThreadingHTTPServer):
+    """Takes webhooks; of those that are no poison it refuses some at first."""
+
+    daemon_threads = True
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.refusals = {number: rng.choice((0, 0, 1)) for number in range(JOBS)}
+        self.taken: Counter[int] = Counter()
+        self.keys: dict[int, set[str]] = {}
+        self.guard = threading.Lock()
+
+    def has_more_than(self, done: int) -> bool:
+        with self.guard:
+            return len(self.taken) > done
+
+    def take(self, number: int, key: str) -> bool:
+        with self.guard:
+            self.keys.setdefault(number, set()).add(key)
+            if number % POISON == 0:
+                return False
+            if self.refusals[number]:
+                self.refusals[number] -= 1
+                return False
+            self.taken[number] += 1
+            return True
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        taken = self.server.take(body["number"], self.headers["Idempotency-Key"])
+        self.send_response(204 if taken else 500)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Not into the test's output."""
+
+
+@contextmanager
+def receiving(rng: random.Random) -> Iterator[Receiver]:
+    receiver = Receiver(rng)
+    thread = threading.Thread(target=receiver.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield receiver
+    finally:
+        receiver.shutdown()
+        receiver.server_close()
+        thread.join()
+
+
+def start_worker(service: Service, said: Path) -> subprocess.Popen[bytes]:
+    options = {"queue": QUEUE, "attempts": ATTEMPTS, "threads": 4, "lease-ms": LEASE_MS}
+    options |= {"backoff-ms": 20, "backoff-max-ms": 200}
+    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    with said.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "examples.webhooks", "--url", service.url, "work", *flags],
+            cwd=REPOSITORY,
+            env=clean_environment({}),
+            stdout=output,
+            stderr=output,
+        )
+
+
+def test_killed_workers_lose_no_job(tmp_path: Path) -> None:
+    seed = int(os.environ.get("TOPICS_WEBHOOK_SEED") or random.randrange(1 << 32))
+    print(f"TOPICS_WEBHOOK_SEED={seed}")
+    rng = random.Random(seed)
+    said = tmp_path / "said"
+    with receiving(rng) as receiver, Service(shards=1) as service, Client(service.url) as topics:
+        url = f"http://127.0.0.1:{receiver.server_port}/"
+        workers = [start_worker(service, said) for _ in range(WORKERS)]
+        try:
+            poll("a worker to have made the queue", lambda: any(t.topic == QUEUE for t in topics.list_topics()), 30.0)
+            topics.append(QUEUE, [{"url": url, "body": {"number": number}} for number in range(JOBS)], create=False)
+
+            def finished() -> bool:
+                queue = topics.get_topic(QUEUE).queue
+                assert queue is not None
+                return queue.dead_lettered == len(range(0, JOBS, POISON)) and topics.get_topic(QUEUE).count == 0
+
+            kills = 0
+            while not finished() and kills < KILLS:
+                done = min(len(receiver.taken), JOBS - len(range(0, JOBS, POISON)) - 1)
+                victim = rng.randrange(WORKERS)
+                # Killed while it works: not before somebody has done something since the last one.
+                poll("a job to be done", partial(receiver.has_more_than, done), DEADLINE_S)
+                workers[victim].kill()
+                workers[victim].wait()
+                workers[victim] = start_worker(service, said)
+                kills += 1
+            poll("the queue to be empty", finished, DEADLINE_S, every_s=0.05)
+            for worker in workers:
+                worker.send_signal(signal.SIGTERM)
+            assert [worker.wait(20) for worker in workers] == [0] * WORKERS, said.read_text()[-4000:]
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+
+        good = {number for number in range(JOBS) if number % POISON}
+        assert set(receiver.taken) == good
+        # At least once, and each time under the same key.
+        assert all(len(keys) == 1 for keys in receiver.keys.values())
+        assert len({key for keys in receiver.keys.values() for key in keys}) == JOBS
+        dead = [record for record in topics.read(f"{QUEUE}.dead") if hasattr(record, "data")]
+        assert sorted(record.data["body"]["number"] for record in dead) == list(range(0, JOBS, POISON))
+        print(f"{kills} kills, {sum(receiver.taken.values()) - len(good)} done twice")

@@ -1,0 +1,349 @@
+"""`mode=segments`: the same rows as over HTTP, from the files (docs/spark.md)."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+
+from tests.harness import Service, poll
+from tests.spark.conftest import Reading
+from topics.client import Client, NewRecord
+from topics.client import segment_calls as calls
+from topics.client.segment_calls import Manifest
+from topics.spark.errors import DataLossError, OptionError, plainly
+from topics.spark.http_read import PLAN_RETRY, connect, read_range
+from topics.spark.offsets import Range
+from topics.spark.options import ReadOptions, read_options
+from topics.spark.segments import read_part, sealed_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from topics.spark.columns import Columns
+
+EVENTS = 40
+
+
+@pytest.fixture(scope="module")
+def stored() -> Iterator[Service]:
+    """Small segments at once, a cold directory for all but the newest two."""
+    service = Service(
+        env={
+            "TOPICS_SEGMENT_MAX_EVENTS": str(EVENTS),
+            "TOPICS_CHECKPOINT_INTERVAL_MS": "20",
+            "TOPICS_HOT_RETAIN_SEGMENTS": "2",
+        }
+    )
+    service.env["TOPICS_COLD_DIR"] = str(service.root / "cold")
+    with service as running:
+        yield running
+
+
+@pytest.fixture
+def service(stored: Service) -> Service:
+    return stored
+
+
+def given(service: Service, topic: str, **more: str) -> dict[str, str]:
+    return {"url": service.url, "subscribe": topic} | more
+
+
+def segments_mode(service: Service) -> dict[str, str]:
+    return {"mode": "segments", "dataDir": str(service.data_dir), "coldDir": str(service.root / "cold")}
+
+
+def columns_of(options: ReadOptions) -> Columns:
+    """As Spark gives the schema; without a session."""
+    from pyspark.sql.types import (
+        LongType,
+        MapType,
+        StringType,
+        StructField,
+        StructType,
+        TimestampType,
+    )
+
+    from topics.spark.columns import Columns
+
+    text = StringType()
+    fields = [("topic", text), ("seq", LongType()), ("timestamp", TimestampType()), ("node", text), ("tag", text)]
+    fields += [("data", text), ("meta", MapType(text, text))]
+    if options.tombstones == "rows":
+        fields += [("kind", text), ("gap_from", LongType()), ("gap_to", LongType()), ("reason", text)]
+    return Columns(StructType([StructField(name, kind) for name, kind in fields]), options)
+
+
+def rows_of(batches: Iterator[pa.RecordBatch]) -> tuple[list[tuple[Any, ...]], dict[int, str]]:
+    """(records as rows, seq → reason of every seq in a gap)"""
+    records: list[tuple[Any, ...]] = []
+    gone: dict[int, str] = {}
+    for batch in batches:
+        for row in batch.to_pylist():
+            if row.get("kind", "record") == "gap":
+                gone |= dict.fromkeys(range(row["gap_from"], row["gap_to"] + 1), row["reason"])
+            else:
+                meta = row["meta"]
+                records.append((row["seq"], row["timestamp"], row["node"], row["tag"], row["data"], meta))
+    return records, gone
+
+
+class Reader:
+    """Reads one range in both modes, in this process."""
+
+    def __init__(self, service: Service, topic: str, **more: str) -> None:
+        more = {"tombstones": "rows"} | more
+        self.http = read_options(given(service, topic, **more))
+        self.files = read_options(given(service, topic, **segments_mode(service), **more))
+        self.topic = topic
+        self.client = connect(self.http.service, PLAN_RETRY)
+
+    def whole(self, from_seq: int = 0) -> Range:
+        state = self.client.get_topic(self.topic)
+        return Range(self.topic, state.epoch, from_seq, state.head_seq)
+
+    def over_http(self, one: Range, tags: frozenset[str] | None = None) -> Any:
+        return rows_of(read_range(self.client, one, self.http, columns_of(self.http), tags))
+
+    def from_files(self, one: Range, tags: frozenset[str] | None = None) -> Any:
+        (sealed,), _ = sealed_of(self.client, [one])
+        return rows_of(read_part(one, sealed, self.files, columns_of(self.files), tags))
+
+
+def manifest(client: Client, topic: str) -> Manifest:
+    return client.call(calls.segments(topic))
+
+
+def settle(client: Client, topic: str, count: int) -> Manifest:
+    """Until `count` segments are sealed."""
+    return poll("segments", lambda: found if len((found := manifest(client, topic)).segments) >= count else None, 20)
+
+
+def random_record(random_: random.Random, n: int) -> NewRecord:
+    text = random_.choice(["", "x", "é", "\N{SNOWMAN}", ',"meta":{', "y" * random_.randrange(200)])
+    return NewRecord(
+        {"n": n, "text": text},
+        tag=random_.choice([None, "a", "b", "c:1", "c:2", "é"]),
+        node=random_.choice([None, "me", "you"]),
+        meta=random_.choice([None, None, {"k": "v", "é": ',"meta":{'}, {"one": text}]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_same_rows_as_over_http_in_many_states(service: Service, topic: str, seed: int) -> None:
+    random_ = random.Random(seed)
+    with Client(service.url) as client:
+        reader = Reader(service, topic, **({"node": "me"} if seed % 2 else {}))
+        written = 0
+        for step in range(4):
+            for _ in range(random_.randrange(3, 9)):
+                batch = [random_record(random_, written + n) for n in range(random_.randrange(1, 30))]
+                client.append(topic, batch)
+                written += len(batch)
+            if step == 0:
+                settle(client, topic, (written - 30) // EVENTS)
+            change = random_.randrange(4)
+            if change == 0:
+                client.delete_records(topic, match=random_.choice(["a", "c:*", "b"]))
+            elif change == 1:
+                client.delete_records(topic, before_seq=random_.randrange(1, written // 2))
+            elif change == 2:
+                client.put_topic(topic, cap_records=max(EVENTS, written // 2))
+                client.append(topic, [written])
+                written += 1
+            state = client.get_topic(topic)
+            starts = {0, state.earliest_seq - 1, state.earliest_seq, random_.randrange(state.head_seq)}
+            for from_seq in sorted(starts):
+                whole = reader.whole(from_seq)
+                to_seq = random_.choice([whole.to_seq, random_.randrange(from_seq, whole.to_seq + 1)])
+                one = whole._replace(to_seq=to_seq)
+                tags = random_.choice([None, frozenset({"a", "c:1"})])
+                assert reader.from_files(one, tags) == reader.over_http(one, tags), (seed, step, one, tags)
+        assert manifest(client, topic).segments
+
+
+def read_both(spark: SparkSession, service: Service, topic: str, **more: str) -> tuple[DataFrame, DataFrame]:
+    frames = [
+        spark.read.format("topics").options(**given(service, topic, **more), **mode).load()
+        for mode in ({}, segments_mode(service))
+    ]
+    return frames[0], frames[1]
+
+
+def test_spark_reads_the_same_from_files(spark: SparkSession, service: Service, topic: str) -> None:
+    random_ = random.Random(5)
+    with Client(service.url) as client:
+        for first in range(0, 1200, 100):
+            client.append(topic, [random_record(random_, first + n) for n in range(100)])
+        poll("cold segments", lambda: any(one.tier == "cold" for one in settle(client, topic, 30).segments), 20)
+        client.delete_records(topic, match="b")
+    for more in ({}, {"schema": "n INT, text STRING"}, {"node": "me", "includeMeta": "false", "includeTags": "false"}):
+        http, files = read_both(spark, service, topic, maxRecordsPerPartition="333", **more)
+        assert http.schema == files.schema
+        expected = http.orderBy("seq").collect()
+        assert len(expected) > 500
+        assert files.orderBy("seq").collect() == expected
+        assert files.rdd.getNumPartitions() == http.rdd.getNumPartitions() == 4
+    for where in ("tag in ('a', 'c:1')", "seq > 400 and seq <= 900", f"topic = '{topic}'"):
+        http, files = read_both(spark, service, topic, pushFilters="true")
+        assert files.where(where).orderBy("seq").collect() == http.where(where).orderBy("seq").collect()
+
+
+def test_a_stream_takes_its_backlog_from_files(
+    spark: SparkSession, service: Service, topic: str, tmp_path: Path
+) -> None:
+    with Client(service.url) as client:
+        client.append(topic, [{"n": n} for n in range(500)])
+        settle(client, topic, 12)
+        options = given(
+            service, topic, **segments_mode(service), startingOffsets="earliest", maxOffsetsPerTrigger="150"
+        )
+        for expected in (500, 530):
+            query = (
+                spark.readStream.format("topics")
+                .options(**options)
+                .load()
+                .select("seq", "data")
+                .writeStream.format("parquet")
+                .option("checkpointLocation", str(tmp_path / "checkpoint"))
+                .option("path", str(tmp_path / "out"))
+                .trigger(availableNow=True)
+                .start()
+            )
+            query.awaitTermination()
+            rows = spark.read.parquet(str(tmp_path / "out")).orderBy("seq").collect()
+            assert [(row.seq, json.loads(row.data)["n"]) for row in rows] == [(n + 1, n) for n in range(expected)]
+            client.append(topic, [{"n": n} for n in range(500, 530)])
+
+
+# --- what happens between planning and reading
+
+
+class Planned:
+    """A topic with four sealed segments, planned to be read from its files."""
+
+    def __init__(self, service: Service, topic: str, **more: str) -> None:
+        self.client = Client(service.url)
+        self.topic = topic
+        self.client.append(topic, [NewRecord({"n": n}, tag=f"t{n % 10}") for n in range(4 * EVENTS + 7)])
+        settle(self.client, topic, 4)
+        # Nothing of it moves any more.
+        poll(
+            "tiers",
+            lambda: [one.tier for one in manifest(self.client, topic).segments] == ["cold", "cold", "hot", "hot"],
+            20,
+        )
+        self.reader = Reader(service, topic, **more)
+        self.range = self.reader.whole()
+        self.expected = self.reader.over_http(self.range)
+        (self.sealed,), self.pins = sealed_of(self.client, [self.range])
+        self.service = service
+
+    def read(self) -> Any:
+        options = self.reader.files
+        return rows_of(read_part(self.range, self.sealed, options, columns_of(options), None))
+
+    def path(self, number: int, kind: str = "data") -> Path:
+        segment = self.sealed.segments[number]
+        if kind == "idx":
+            return self.service.data_dir / segment.idx_path
+        root = self.service.data_dir if segment.tier == "hot" else self.service.root / "cold"
+        return root / segment.data_path
+
+
+def test_pinned_records_are_read_after_they_were_evicted(service: Service, topic: str) -> None:
+    planned = Planned(service, topic)
+    planned.client.put_topic(topic, cap_records=5)
+    planned.client.append(topic, [1])
+    records, gone = planned.read()
+    # What was in no sealed segment has gone from the service, and the reader is told.
+    assert records[: 4 * EVENTS] == planned.expected[0][: 4 * EVENTS]
+    assert set(gone) <= set(range(4 * EVENTS + 1, 4 * EVENTS + 8))
+    assert len(records) + len(gone) == len(planned.expected[0])
+
+
+def test_what_is_deleted_after_planning_is_left_out(service: Service, topic: str) -> None:
+    planned = Planned(service, topic)
+    planned.client.delete_records(topic, match="t3")
+    whole = planned.reader.whole()
+    poll("marks", lambda: planned.reader.from_files(whole) == planned.reader.over_http(whole))
+    records, gone = planned.read()
+    assert not gone
+    assert [row for row in planned.expected[0] if row[3] != "t3"] == records
+
+
+def test_a_file_that_is_not_there_is_asked_of_the_service(service: Service, topic: str) -> None:
+    planned = Planned(service, topic)
+    without_cold = read_options(
+        given(service, topic, mode="segments", dataDir=str(service.data_dir), tombstones="rows")
+    )
+    planned.reader.files = without_cold
+    assert planned.read() == planned.expected
+    planned.path(3).unlink()  # the service has it mapped
+    assert planned.read() == planned.expected
+
+
+@pytest.mark.parametrize("tombstones", ["fail", "rows", "ignore"])
+def test_damage_is_a_gap_never_fewer_rows(service: Service, topic: str, tombstones: str) -> None:
+    planned = Planned(service, topic, tombstones=tombstones)
+    path = planned.path(2)
+    content = bytearray(path.read_bytes())
+    content[content.index(b'{"n":100}') + 5] ^= 1
+    path.write_bytes(content)
+    if tombstones == "fail":
+        with pytest.raises(DataLossError, match=rf"records 101 to 101 are gone \(reason: damaged: {path}: corrupt at"):
+            planned.read()
+        return
+    records, gone = planned.read()
+    assert gone == ({101: "damaged"} if tombstones == "rows" else {})
+    assert records == [row for row in planned.expected[0] if row[0] != 101]
+
+
+@pytest.mark.parametrize("kind", ["truncated data", "truncated index", "another index"])
+def test_a_file_that_is_not_whole_is_a_gap(service: Service, topic: str, kind: str) -> None:
+    planned = Planned(service, topic)
+    path = planned.path(3, "data" if kind == "truncated data" else "idx")
+    content = bytearray(path.read_bytes())
+    if kind == "another index":
+        content[0:20], content[20:40] = content[20:40], content[0:20]
+        path.write_bytes(content)
+    else:
+        path.write_bytes(content[: len(content) // 2])
+    records, gone = planned.read()
+    assert gone
+    assert set(gone.values()) == {"damaged"}
+    assert {row[0] for row in records} | gone.keys() == {row[0] for row in planned.expected[0]}
+    assert not {row[0] for row in records} & gone.keys()
+    assert [row for row in planned.expected[0] if row[0] not in gone] == records
+
+
+def test_sealed_records_need_no_service(topic: str) -> None:
+    with Service(env={"TOPICS_SEGMENT_MAX_EVENTS": "40", "TOPICS_CHECKPOINT_INTERVAL_MS": "20"}) as own:
+        with Client(own.url) as client:
+            client.append(topic, [{"n": n} for n in range(80)])
+            settle(client, topic, 2)
+            options = read_options(given(own, topic, mode="segments", dataDir=str(own.data_dir)))
+            one = Range(topic, client.get_topic(topic).epoch, 0, 80)
+            (sealed,), _ = sealed_of(client, [one])
+        own.stop()
+        records, gone = rows_of(read_part(one, sealed, options, columns_of(options), None))
+        assert [row[0] for row in records] == list(range(1, 81))
+        assert not gone
+
+
+def test_directories_are_checked_where_they_are_used(service: Service, topic: str, read: Reading) -> None:
+    with Client(service.url) as client:
+        client.append(topic, [{"n": n} for n in range(2 * EVENTS)])
+        settle(client, topic, 2)
+    with pytest.raises(OptionError, match="mode=segments needs the option dataDir"):
+        read_options(given(service, topic, mode="segments"))
+    with pytest.raises(OptionError, match="are for mode=segments"):
+        read_options(given(service, topic, dataDir="/x"))
+    with pytest.raises(Exception, match="no directory topics") as caught:
+        read(topic, mode="segments", dataDir="/nowhere").count()
+    assert "option dataDir='/nowhere'" in plainly(caught.value)

@@ -1,0 +1,238 @@
+"""Heads and floors of topics that had records in RAM, when those are lost: neither ever goes back (api §2, §3.2)."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.storage.faults import Fault, FaultyFileSystem
+from tests.walshard.compaction import Compaction
+from tests.walshard.rig import Rig
+from tests.walshard.test_routing import route
+from topics.core.config import TopicConfig
+from topics.core.errors import TopicsError
+from topics.core.topic import EvictReason
+from topics.shm.arena import TopicView
+from topics.shm.messages import DeleteRecords, PutTopic
+
+EPHEMERAL = TopicConfig(durability="ephemeral")
+
+
+@pytest.fixture
+def compaction(tmp_path: Path) -> Iterator[Compaction]:
+    rig = Rig(str(tmp_path), FaultyFileSystem(), segment_max_events="6")
+    yield Compaction(rig)
+    rig.close()
+
+
+@pytest.fixture
+def rig(compaction: Compaction) -> Rig:
+    return compaction.rig
+
+
+def put(rig: Rig, name: str, config: TopicConfig) -> None:
+    rig.call(PutTopic(name, config, True))
+
+
+def view_of(rig: Rig, name: str) -> TopicView:
+    view = rig.view(name)
+    assert view is not None
+    return view
+
+
+def floors(rig: Rig, name: str) -> tuple[int, int, int, int]:
+    """(head_seq, earliest_seq, evict_floor, records)"""
+    view = view_of(rig, name)
+    return view.head_seq, view.earliest_seq, view.evict_floor, view.records
+
+
+def restart(compaction: Compaction) -> None:
+    """Of the service, which was killed."""
+    compaction.rig.restart_service()
+    compaction.begin_again()
+
+
+def test_what_a_record_in_ram_evicted_stays_evicted_without_it(compaction: Compaction) -> None:
+    rig = compaction.rig
+    rig.append("t", b"1", b"2", b"3")
+    put(rig, "t", TopicConfig(cap_records=3, durability="ephemeral"))
+    rig.append("t", b"4")
+    assert floors(rig, "t") == (4, 2, 2, 3)
+    restart(compaction)
+    assert [seq for seq, _ in compaction.read("t")] == [2, 3]
+    assert view_of(rig, "t").evict_floor == 2
+    assert view_of(rig, "t").evict_reason == EvictReason.CAP
+
+
+def test_so_does_what_a_tighter_cap_evicted(compaction: Compaction) -> None:
+    rig = compaction.rig
+    rig.append("t", b"1", b"2", b"3")
+    put(rig, "t", EPHEMERAL)
+    rig.append("t", b"4", b"5")
+    put(rig, "t", TopicConfig(cap_records=3, durability="ephemeral"))
+    restart(compaction)
+    assert [seq for seq, _ in compaction.read("t")] == [3]
+
+
+def test_also_when_the_record_in_ram_is_between_durable_ones(compaction: Compaction) -> None:
+    rig = compaction.rig
+    rig.append("t", b"1", b"2", b"3")
+    put(rig, "t", EPHEMERAL)
+    rig.append("t", b"4")
+    put(rig, "t", TopicConfig(cap_records=4))
+    rig.append("t", b"5")
+    assert floors(rig, "t") == (5, 2, 2, 4)
+    restart(compaction)
+    assert [seq for seq, _ in compaction.read("t")] == [2, 3, 5]
+
+
+def test_and_when_a_router_brought_it(compaction: Compaction) -> None:
+    rig = compaction.rig
+    put(rig, "s", TopicConfig())
+    rig.append("d", b"1", b"2", b"3")
+    put(rig, "d", TopicConfig(cap_records=3, durability="ephemeral"))
+    route(rig, "r", "s", "d")
+    rig.append("s", b"copied")
+    assert floors(rig, "d") == (4, 2, 2, 3)
+    restart(compaction)
+    assert (1, b"1") not in compaction.read("d")
+    assert view_of(rig, "d").evict_floor >= 2
+
+
+def test_evictions_among_records_in_ram_cost_the_durable_log_nothing(rig: Rig) -> None:
+    put(rig, "t", TopicConfig(cap_records=3, durability="ephemeral"))
+    rig.append("t", b"0")
+    frames = rig.cell.get("wal_frames")
+    for number in range(20):
+        rig.append("t", b"%d" % number)
+    assert rig.cell.get("wal_frames") == frames
+    rig.boot()
+    for number in range(20):
+        rig.append("t", b"%d" % number)
+    assert rig.cell.get("wal_frames") == frames, "nor after the shard was killed"
+    assert floors(rig, "t") == (41, 39, 39, 3)
+
+
+@pytest.mark.parametrize("cleanly", [False, True])
+def test_a_head_that_was_lost_is_known_beside_a_new_ram_log(compaction: Compaction, cleanly: bool) -> None:
+    rig = compaction.rig
+    rig.append("t", b"1", b"2")
+    put(rig, "t", EPHEMERAL)
+    rig.append("t", b"3")
+    if cleanly:
+        rig.shard.close()
+    restart(compaction)
+    before = floors(rig, "t")
+    assert before[0] >= 3
+    rig.append("other", b"1", config=EPHEMERAL)
+    rig.boot()
+    assert floors(rig, "t") == before
+    compaction.cut()
+    rig.boot()
+    assert floors(rig, "t") == before, "nor does a snapshot forget it"
+    assert rig.append("t", b"4").first_seq == before[0] + 1
+    rig.boot()
+    assert floors(rig, "t") == (before[0] + 1, 1, 1, 3)
+
+
+def test_there_is_no_ram_log_until_lost_heads_are_in_the_durable_one(compaction: Compaction) -> None:
+    rig = compaction.rig
+    rig.append("t", b"1", config=EPHEMERAL)
+    rig.append("other", b"1", config=EPHEMERAL)
+    restart(compaction)
+    before = floors(rig, "t")
+    fs = rig.fs
+    assert isinstance(fs, FaultyFileSystem)
+    fs.arm(Fault(1, errno.ENOSPC, always=True, calls=frozenset({"pwritev"})))
+    with pytest.raises(TopicsError, match="the log cannot be written"):
+        rig.append("other", b"2")
+    fs.arm(None)
+    rig.boot()
+    assert floors(rig, "t") == before
+    rig.append("other", b"2")
+    rig.boot()
+    assert floors(rig, "t") == before
+
+
+def test_the_gap_that_a_router_leaves_in_an_ephemeral_dest_is_not_given_out_again(compaction: Compaction) -> None:
+    rig = compaction.rig
+    put(rig, "s", EPHEMERAL)
+    put(rig, "d", EPHEMERAL)
+    rig.append("s", b"1")
+    route(rig, "r", "s", "d")
+    rig.append("s", b"2")
+    restart(compaction)
+    rig.run()
+    rig.append("other", b"1", config=EPHEMERAL)
+    head_seq = view_of(rig, "d").head_seq
+    rig.boot()
+    rig.run()
+    assert view_of(rig, "d").head_seq == head_seq
+
+
+def test_a_delete_that_leaves_only_what_was_lost_leaves_nothing(compaction: Compaction) -> None:
+    """rules, Delete: when nothing is left, earliest = head + 1."""
+    rig = compaction.rig
+    rig.append("t", b"1", b"2", b"3")
+    put(rig, "t", EPHEMERAL)
+    rig.append("t", b"4")
+    restart(compaction)
+    head_seq, _, evict_floor, _ = floors(rig, "t")
+    assert evict_floor == 1
+    reply = rig.call(DeleteRecords("t", 50, None, b""))
+    assert (reply.deleted, reply.earliest_seq) == (3, head_seq + 1)
+    left = (head_seq, head_seq + 1, head_seq + 1, 0)
+    assert floors(rig, "t") == left
+    assert view_of(rig, "t").evict_reason == EvictReason.RESTART
+    for _ in range(2):
+        rig.boot()
+        assert floors(rig, "t") == left
+        compaction.cut()
+
+
+@pytest.mark.parametrize("how", ["cap", "tag", "ttl"])
+def test_whatever_takes_the_last_before_a_gap_lays_it_open(compaction: Compaction, how: str) -> None:
+    rig = compaction.rig
+    rig.append("t", b"1", b"2", tag=b"x")
+    put(rig, "t", EPHEMERAL)
+    rig.append("t", b"3", b"4")
+    put(rig, "t", TopicConfig())
+    rig.clock.ms += 100
+    rig.append("t", b"5", b"6")
+    restart(compaction)
+    assert floors(rig, "t") == (6, 1, 1, 4)
+    if how == "tag":
+        assert rig.call(DeleteRecords("t", None, "eq", b"x")).earliest_seq == 5
+    elif how == "cap":
+        put(rig, "t", TopicConfig(cap_records=2))
+    else:
+        put(rig, "t", TopicConfig(ttl_ms=50))
+        rig.shard.sweep()
+    assert floors(rig, "t") == (6, 5, 5, 2)
+    rig.boot()
+    assert floors(rig, "t") == (6, 5, 5, 2)
+
+
+def test_what_was_deleted_in_ram_is_not_lost_with_it(compaction: Compaction) -> None:
+    rig = compaction.rig
+    rig.append("t", b"1")
+    put(rig, "t", EPHEMERAL)
+    rig.append("t", b"2", tag=b"x")
+    put(rig, "t", TopicConfig())
+    rig.append("t", b"3")
+    rig.call(DeleteRecords("t", None, "eq", b"x"))
+    restart(compaction)
+    rig.call(DeleteRecords("t", 2, None, b""))
+    assert floors(rig, "t") == (3, 3, 1, 1), "a gap made only of deletions is silent (api §3.3)"
+
+
+def test_what_recovery_evicted_is_logged_before_the_cap_is_another(rig: Rig) -> None:
+    put(rig, "t", TopicConfig(cap_records=3))
+    rig.append("t", b"1", b"2", b"3", b"4", b"5")
+    rig.boot()
+    put(rig, "t", TopicConfig(cap_records=12))
+    rig.boot()
+    assert floors(rig, "t") == (5, 3, 3, 3)

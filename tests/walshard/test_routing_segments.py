@@ -1,0 +1,301 @@
+"""Routers whose topics are checkpointed: copies stay what they are, and what the log may let go of waits for them."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.walshard.compaction import Compaction
+from tests.walshard.rig import Rig
+from tests.walshard.test_routing import Model, append_tagged, feeds, logged_types, put, route
+from topics.core.config import U64_MAX
+from topics.shm.messages import CatchUp, DeleteRecords, DeleteRouter, Expire, SyncRouters
+from topics.storage.frame import FrameType
+from topics.storage.verify import verify
+
+
+@pytest.fixture
+def compaction(tmp_path: Path) -> Iterator[Compaction]:
+    rig = Rig(
+        str(tmp_path / "data"),
+        segment_max_events="10",
+        segment_rewrite_dead_ratio="0.1",
+        cold_dir=str(tmp_path / "cold"),
+        hot_retain_segments="1",
+        wal_file_bytes=str(1 << 20),
+    )
+    yield Compaction(rig)
+    rig.close()
+
+
+def hosted(rig: Rig, name: str) -> Any:
+    found = rig.shard._catalog.find(name)
+    assert found is not None
+    return found
+
+
+def check_places(rig: Rig) -> None:
+    """No entry is in the ring and in a segment, and what is held is in the ring."""
+    for one in rig.shard._catalog:
+        last_seq = one.index.segments.last_seq
+        assert one.ring.base_seq > last_seq
+        assert one.ring.hold_seq > last_seq
+        assert one.ring.unlogged_seq > last_seq
+
+
+def verified(rig: Rig) -> None:
+    rig.shard.close()
+    assert verify(rig.settings.data_dir, lambda _share: None, rig.settings.cold_dir).damage == []
+
+
+def test_a_source_leaves_the_log_once_its_copies_are_in_it(compaction: Compaction) -> None:
+    rig = compaction.rig
+    route(rig, "r", "a", "b")
+    route(rig, "q", "b", "c")
+    rig.append("a", *[b"%d" % at for at in range(25)])
+    assert logged_types(rig).count(FrameType.APPEND) == 25
+    compaction.cut()
+    check_places(rig)
+    assert [info.last_seq for info in compaction.segments("a")] == [10, 20, 25]
+    assert logged_types(rig).count(FrameType.APPEND) == 75
+    expected = {name: compaction.read(name) for name in "abc"}
+    for end in (rig.boot, rig.restart_service):
+        end()
+        compaction.begin_again()
+        rig.run()
+        check_places(rig)
+        assert {name: compaction.read(name) for name in "abc"} == expected
+    compaction.cut()
+    compaction.cut()
+    check_places(rig)
+    rig.restart_service()
+    rig.run()
+    assert {name: compaction.read(name) for name in "abc"} == expected
+    rig.append("a", b"more")
+    assert [compaction.read(name)[-1] for name in "abc"] == [(26, b"more")] * 3
+    verified(rig)
+
+
+def test_what_was_deleted_before_it_was_copied_into_the_log_is_copied(compaction: Compaction) -> None:
+    rig = compaction.rig
+    put(rig, "a", cap_records=3)
+    route(rig, "r", "a", "b")
+    rig.append("a", *[b"%d" % at for at in range(8)])
+    rig.call(DeleteRecords("a", 8, None, b""))
+    expected = compaction.read("b")
+    assert len(expected) == 8
+    compaction.cut()
+    rig.restart_service()
+    rig.run()
+    assert compaction.read("b") == expected
+    assert compaction.read("a") == [(8, b"7")]
+
+
+def test_a_full_dest_holds_up_no_checkpoint_and_copies_from_segments(compaction: Compaction) -> None:
+    rig = compaction.rig
+    put(rig, "b", cap_records=5, discard="reject")
+    route(rig, "r", "a", "b")
+    rig.append("a", *[b"%d" % at for at in range(47)])
+    assert len(compaction.read("b")) == 5
+    compaction.cut()
+    check_places(rig)
+    assert compaction.segments("a")[-1].last_seq == 47
+    assert hosted(rig, "a").ring.base_seq == 48
+    rig.append("a", b"47", b"48")
+    got = [data for _, data in compaction.read("b")]
+    for step in range(20):
+        if step == 5:
+            rig.boot()
+        if step == 9:
+            rig.restart_service()
+            compaction.begin_again()
+        if step == 12:
+            compaction.cut()
+        view = rig.view("b")
+        assert view is not None
+        rig.call(DeleteRecords("b", view.head_seq + 1, None, b""))
+        for _ in range(3):
+            rig.clock.ms += 2000
+            rig.shard.sweep()
+            rig.run()
+        got += [data for _, data in compaction.read("b")]
+        check_places(rig)
+        if len(got) == 49:
+            break
+    assert got == [b"%d" % at for at in range(49)]
+    assert feeds(rig).by_dest[hosted(rig, "b").topic.id].source_seq == 49
+    verified(rig)
+
+
+def test_from_cold_segments_as_well_without_waiting_for_them(compaction: Compaction) -> None:
+    rig = compaction.rig
+    put(rig, "b", cap_records=5, discard="reject")
+    route(rig, "r", "a", "b")
+    rig.append("a", *[b"%d" % at for at in range(47)])
+    compaction.cut()
+    compaction.upkeep()
+    compaction.cut()
+    compaction.cut()
+    assert [info.flags & 2 for info in compaction.segments("a")] == [2, 2, 2, 0, 0]
+    assert len(list(Path(rig.settings.data_dir).glob("topics/*/*.data"))) == 3
+    got = [data for _, data in compaction.read("b")]
+    for _ in range(2000):
+        view = rig.view("b")
+        assert view is not None
+        rig.call(DeleteRecords("b", view.head_seq + 1, None, b""))
+        rig.clock.ms += 2000
+        rig.shard.sweep()
+        rig.run()
+        got += [data for _, data in compaction.read("b")]
+        if len(got) >= 47:
+            break
+        os.sched_yield()
+    assert got == [b"%d" % at for at in range(47)]
+
+
+def test_records_without_a_frame_in_their_segment_are_a_gap(compaction: Compaction) -> None:
+    rig = compaction.rig
+    put(rig, "b", cap_records=2, discard="reject")
+    route(rig, "r", "a", "b")
+    append_tagged(rig, "a", *[(b"x" if at in (4, 5) else b"y", b"%d" % at) for at in range(10)])
+    compaction.cut()
+    compaction.begin_again()
+    rig.call(DeleteRecords("a", None, "eq", b"x"))
+    compaction.cut()
+    compaction.upkeep()
+    assert [info.version for info in compaction.segments("a")] == [1]
+    got = compaction.read("b")
+    for _ in range(8):
+        view = rig.view("b")
+        assert view is not None
+        rig.call(DeleteRecords("b", view.head_seq + 1, None, b""))
+        rig.clock.ms += 2000
+        rig.shard.sweep()
+        rig.run()
+        got += compaction.read("b")
+    assert got == [(at + 1, b"%d" % at) for at in range(10) if at not in (4, 5)]
+
+
+def test_a_router_that_is_gone_holds_nothing(compaction: Compaction) -> None:
+    rig = compaction.rig
+    route(rig, "r", "a", "b")
+    rig.append("a", b"1", b"2")
+    rig.call(DeleteRouter("r"))
+    rig.call(SyncRouters("b", 0, 0))
+    rig.shard.sweep()
+    compaction.cut()
+    assert hosted(rig, "a").ring.hold_seq == U64_MAX
+    assert compaction.segments("a")[-1].last_seq == 2
+
+
+def test_what_caps_evicted_from_a_dest_is_logged_when_its_copies_are(compaction: Compaction) -> None:
+    rig = compaction.rig
+    put(rig, "b", cap_records=3)
+    route(rig, "r", "a", "b")
+    rig.append("a", *[b"%d" % at for at in range(8)])
+    rig.append("other", b"1")
+    assert FrameType.EVICT_WATERMARK not in logged_types(rig), "floors count copies that are not in the log"
+    rig.append("b", b"own")
+    rig.append("other", b"2")
+    assert logged_types(rig)[-2:] == [FrameType.EVICT_WATERMARK, FrameType.APPEND]
+    assert hosted(rig, "b").topic.logged_floor == 7
+
+
+def test_marks_of_one_message_know_of_each_others_floors(compaction: Compaction) -> None:
+    """Logging the copies of one topic says the floors of another: its mark must be newer than that."""
+    rig = compaction.rig
+    for at in range(4):
+        put(rig, f"b{at}", cap_records=3)
+        route(rig, f"r{at}", "a", f"b{at}")
+    for life in range(4):
+        for at in range(4):
+            rig.append(f"b{at}", b'"own"')
+        rig.append("a", *[b"%d" % at for at in range(9)])
+        expected = {f"b{at}": compaction.read(f"b{at}") for at in range(4)}
+        compaction.cut()
+        check_places(rig)
+        if life % 2:
+            rig.boot()
+        else:
+            rig.restart_service()
+            compaction.begin_again()
+        rig.run()
+        assert {f"b{at}": compaction.read(f"b{at}") for at in range(4)} == expected
+        for at in range(4):
+            view = rig.view(f"b{at}")
+            assert view is not None
+            assert view.records == 3
+    verified(rig)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_whatever_happens_the_copies_are_those_of_the_model(tmp_path: Path, seed: int) -> None:
+    """As in `test_routing`, with cuts, rewrites and ends of the compactor between."""
+    rig = Rig(str(tmp_path / "data"), segment_max_events="6", segment_rewrite_dead_ratio="0.3")
+    compaction = Compaction(rig)
+    try:
+        chance = random.Random(seed)
+        model = Model()
+        put(rig, "a", cap_records=5)
+        put(rig, "c", durability=chance.choice(["disk", "fsync", "memory"]))
+        route(rig, "r", "a", "b")
+        route(rig, "q", "a", "c", filter="x", preserve_tag=False)
+        route(rig, "p", "b", "d")
+        cuts = 0
+        for step in range(150):
+            match chance.randrange(16):
+                case 0 | 1 | 2 | 3:
+                    records = [
+                        (chance.choice([b"", b"x", b"y"]), b"%d" % (1000 * step + at))
+                        for at in range(chance.randrange(1, 9))
+                    ]
+                    append_tagged(rig, "a", *records)
+                    for tag, data in records:
+                        model.append("a", tag, data)
+                case 4 | 5:
+                    name = chance.choice("bc")
+                    append_tagged(rig, name, (b"x", b"%d" % step))
+                    model.append(name, b"x", b"%d" % step)
+                case 6:
+                    name = chance.choice("abcd")
+                    if model.records[name]:
+                        before_seq = chance.randrange(1, len(model.records[name]) + 2)
+                        rig.call(DeleteRecords(name, before_seq, None, b""))
+                        model.delete(name, before_seq)
+                case 7:
+                    put(rig, "b", ttl_ms=chance.choice([0, 10**12]))
+                case 8:
+                    rig.clock.ms += 1500
+                    rig.shard.sweep()
+                    rig.call(Expire("a"))
+                case 9:
+                    rig.shard.sync_in_background()
+                case 10:
+                    rig.boot()
+                case 11:
+                    rig.restart_service()
+                    compaction.begin_again()
+                case 12 | 13:
+                    compaction.cut()
+                    cuts += 1
+                case 14:
+                    before_ms = rig.clock.ms
+                    compaction.upkeep()
+                    rig.clock.ms = before_ms
+                case 15:
+                    compaction.begin_again()
+            for dest in "bcd":
+                rig.call(CatchUp(dest))
+            check_places(rig)
+            for name in "abcd":
+                if model.records[name]:
+                    assert compaction.read(name) == model.live(name), f"step {step}, topic {name}"
+        assert cuts > 5
+        verified(rig)
+    finally:
+        rig.close()

@@ -1,0 +1,28 @@
+"""How both clients reach a service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from topics.client.errors import ClientError
+
+ANSWER_MAX_S = 45.0
+"""The longest a long poll may take, and room."""
+
+
+def http_options(url: str, token: str | None) -> dict[str, Any]:
+    """What both clients tell the HTTP library. ClientError when `url` is none of a service."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ClientError(f"url {url!r} is not valid: {error}") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ClientError(f"url {url!r} is not that of a service: it is like http://127.0.0.1:4000")
+    headers = {"Accept-Encoding": "identity"}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    # A proxy of the environment has no business between a program and its log.
+    timeout = httpx.Timeout(ANSWER_MAX_S, connect=5.0)
+    return {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout, "trust_env": False}

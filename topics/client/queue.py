@@ -1,0 +1,358 @@
+"""A queue as its workers see it: `for job in queue.work()`, with leases kept, retries and a quiet end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+
+from topics.client import queue_calls
+from topics.client.errors import ClientError, LeaseLostError
+from topics.client.queue_calls import Claimed, ClaimedJob, Redriven
+from topics.client.shift import Backoff, Shift
+
+if TYPE_CHECKING:
+    from topics.client.asynchronous import AsyncClient
+    from topics.client.sync import Client
+
+log = logging.getLogger("topics.worker")
+T = TypeVar("T")
+LEASE_MS: Final = 30_000
+
+
+class _Job:
+    """What both kinds of job have in common."""
+
+    def __init__(self, claimed: ClaimedJob, topic: str, shift: Shift) -> None:
+        self.claimed = claimed
+        self.topic = topic
+        self._shift = shift
+        self._settled = False
+
+    @property
+    def seq(self) -> int:
+        return self.claimed.seq
+
+    @property
+    def data(self) -> Any:
+        """What was produced, decoded at each call."""
+        return self.claimed.data
+
+    @property
+    def meta(self) -> dict[str, str]:
+        return self.claimed.meta or {}
+
+    @property
+    def tag(self) -> str | None:
+        return self.claimed.tag
+
+    @property
+    def deliveries(self) -> int:
+        """How often it was handed out, this time included."""
+        return self.claimed.deliveries
+
+    @property
+    def key(self) -> str:
+        """Names this job for ever, whoever gets it and how often: the idempotency key of its effects."""
+        return f"{self.topic}:{self._shift.epoch}:{self.claimed.seq}"
+
+    @property
+    def lost(self) -> bool:
+        """Its lease ended meanwhile: somebody else may be at it."""
+        return not self._settled and not self._shift.holds(self.claimed)
+
+    def __repr__(self) -> str:
+        return f"<job {self.seq} of {self.topic!r}, delivery {self.deliveries}>"
+
+
+class AsyncJob(_Job):
+    """A job in an `async for`. `async with job:` settles it at once: done, or failed and to be repeated."""
+
+    async def ack(self) -> None:
+        """It is done. LeaseLostError when it may be done once more."""
+        self._settled = True
+        await self._shift.ack(self.claimed)
+
+    async def nack(self, delay_ms: int | None = None) -> None:
+        """It is to be done again, by anyone, after the back-off or this delay."""
+        self._settled = True
+        await self._shift.nack(self.claimed, delay_ms)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        await self._end(error)
+        return isinstance(error, Exception)
+
+    async def _end(self, error: BaseException | None) -> None:
+        if self._settled:
+            return
+        try:
+            if error is None:
+                await self.ack()
+            else:
+                log.error("%r failed, to be repeated", self, exc_info=error)
+                await self.nack()
+        except LeaseLostError as lost:
+            log.warning("%s", lost)
+
+
+class Job(_Job):
+    """A job in a `for`. `with job:` settles it at once: done, or failed and to be repeated."""
+
+    def __init__(self, job: AsyncJob, loop: _Loop) -> None:
+        super().__init__(job.claimed, job.topic, job._shift)
+        self._job = job
+        self._loop = loop
+
+    def ack(self) -> None:
+        """It is done. LeaseLostError when it may be done once more."""
+        self._settled = True
+        self._loop.run(self._job.ack())
+
+    def nack(self, delay_ms: int | None = None) -> None:
+        """It is to be done again, by anyone, after the back-off or this delay."""
+        self._settled = True
+        self._loop.run(self._job.nack(delay_ms))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._loop.run(self._job._end(error))
+        self._settled = True
+        return isinstance(error, Exception)
+
+
+class AsyncQueue:
+    """A queue for programs with an event loop."""
+
+    def __init__(self, client: AsyncClient, topic: str, node: str | None) -> None:
+        self._client = client
+        self._shifts: set[Shift] = set()
+        self.topic = topic
+        self.node = node or _node()
+
+    async def claim(self, max_jobs: int = 1, lease_ms: int | None = None) -> Claimed:
+        """Up to so many jobs, at once; leases are the caller's affair (`work` keeps them)."""
+        return await self._client.call(queue_calls.claim(self.topic, self.node, max_jobs=max_jobs, lease_ms=lease_ms))
+
+    async def ack(self, jobs: Sequence[ClaimedJob]) -> list[int]:
+        """Of claimed jobs; the seqs that were no longer leased."""
+        return (await self._client.call(queue_calls.ack(self.topic, self.node, jobs))).skipped
+
+    async def nack(self, jobs: Sequence[ClaimedJob], delay_ms: int = 0) -> list[int]:
+        """Gives claimed jobs back; the seqs that were no longer leased."""
+        return (await self._client.call(queue_calls.nack(self.topic, self.node, jobs, delay_ms=delay_ms))).skipped
+
+    async def redrive(self, dead_letter: str, max_jobs: int = 1000) -> Redriven:
+        """Makes dead letters jobs again."""
+        return await self._client.call(queue_calls.redrive(self.topic, dead_letter, max_jobs=max_jobs))
+
+    async def work(
+        self,
+        *,
+        max_jobs: int = 1,
+        lease_ms: int = LEASE_MS,
+        backoff: Backoff = Backoff(),  # noqa: B008 — frozen
+    ) -> AsyncGenerator[AsyncJob, None]:
+        """Jobs, for ever or until `stop`. Each is acked when the next one is asked for, unless it was settled before;
+        the one at hand when the loop is left by an exception or `break` is repeated. With `max_jobs` > 1 jobs are
+        fetched ahead. An exception that is kept keeps the loop open: where that matters, use `contextlib.aclosing`.
+        """
+        async with self._shift(max_jobs, lease_ms, backoff) as shift:
+            while (claimed := await shift.next()) is not None:
+                job = AsyncJob(claimed, self.topic, shift)
+                try:
+                    yield job
+                except GeneratorExit:
+                    if not job._settled:
+                        with suppress(ClientError):  # it is given back with the stream
+                            await job.nack()
+                    raise
+                await job._end(None)
+
+    async def run(
+        self,
+        handler: Callable[[AsyncJob], Awaitable[object]],
+        *,
+        concurrency: int = 1,
+        lease_ms: int = LEASE_MS,
+        backoff: Backoff = Backoff(),  # noqa: B008 — frozen
+    ) -> None:
+        """Hands jobs to `handler`, so many at a time, until `stop`; then those that were begun are finished. What it
+        raises is logged, and the job repeated.
+        """
+        async with self._shift(concurrency, lease_ms, backoff) as shift:
+
+            async def serve() -> None:
+                while (claimed := await shift.next()) is not None:
+                    async with AsyncJob(claimed, self.topic, shift) as job:
+                        await handler(job)
+
+            await asyncio.gather(*(serve() for _ in range(concurrency)))
+
+    def stop(self) -> None:
+        """Ends `work` and `run` when the jobs at hand are done. What was fetched ahead is given back."""
+        for shift in self._shifts:
+            shift.stop()
+
+    @asynccontextmanager
+    async def _shift(self, max_jobs: int, lease_ms: int, backoff: Backoff) -> AsyncIterator[Shift]:
+        async with Shift(
+            self._client, self.topic, self.node, max_jobs=max_jobs, lease_ms=lease_ms, backoff=backoff
+        ) as shift:
+            self._shifts.add(shift)
+            try:
+                yield shift
+            finally:
+                self._shifts.discard(shift)
+
+
+class Queue:
+    """A queue for programs with threads: a thread of its own keeps leases while the program works."""
+
+    def __init__(self, client: Client, connect: Callable[[], AsyncClient], topic: str, node: str | None) -> None:
+        self._client = client
+        self._connect = connect
+        self._serving: set[tuple[_Loop, AsyncQueue]] = set()
+        self.topic = topic
+        self.node = node or _node()
+
+    def claim(self, max_jobs: int = 1, lease_ms: int | None = None) -> Claimed:
+        """Up to so many jobs, at once; leases are the caller's affair (`work` keeps them)."""
+        return self._client.call(queue_calls.claim(self.topic, self.node, max_jobs=max_jobs, lease_ms=lease_ms))
+
+    def ack(self, jobs: Sequence[ClaimedJob]) -> list[int]:
+        """Of claimed jobs; the seqs that were no longer leased."""
+        return self._client.call(queue_calls.ack(self.topic, self.node, jobs)).skipped
+
+    def nack(self, jobs: Sequence[ClaimedJob], delay_ms: int = 0) -> list[int]:
+        """Gives claimed jobs back; the seqs that were no longer leased."""
+        return self._client.call(queue_calls.nack(self.topic, self.node, jobs, delay_ms=delay_ms)).skipped
+
+    def redrive(self, dead_letter: str, max_jobs: int = 1000) -> Redriven:
+        """Makes dead letters jobs again."""
+        return self._client.call(queue_calls.redrive(self.topic, dead_letter, max_jobs=max_jobs))
+
+    def work(
+        self,
+        *,
+        max_jobs: int = 1,
+        lease_ms: int = LEASE_MS,
+        backoff: Backoff = Backoff(),  # noqa: B008 — frozen
+        stop_on: Sequence[signal.Signals] = (),
+    ) -> Generator[Job, None, None]:
+        """As `AsyncQueue.work`. `stop_on`: signals that `stop` it, to be had in the main thread only."""
+        with self._open(stop_on) as (loop, queue):
+            shift = loop.run(loop.enter(queue._shift(max_jobs, lease_ms, backoff)))
+            while (claimed := loop.run(shift.next())) is not None:
+                job = Job(AsyncJob(claimed, self.topic, shift), loop)
+                try:
+                    yield job
+                except GeneratorExit:
+                    if not job._settled:
+                        with suppress(ClientError):  # it is given back with the stream
+                            job.nack()
+                    raise
+                if not job._settled:
+                    with job:
+                        pass
+
+    def run(
+        self,
+        handler: Callable[[Job], object],
+        *,
+        threads: int = 1,
+        lease_ms: int = LEASE_MS,
+        backoff: Backoff = Backoff(),  # noqa: B008 — frozen
+        stop_on: Sequence[signal.Signals] = (),
+    ) -> None:
+        """Hands jobs to `handler` in so many threads, until `stop`; then those that were begun are finished. What it
+        raises is logged, and the job repeated.
+        """
+        with self._open(stop_on) as (loop, queue), ThreadPoolExecutor(threads, "topics-worker") as pool:
+
+            def work(job: AsyncJob) -> None:
+                with Job(job, loop) as mine:
+                    handler(mine)
+
+            async def hand_over(job: AsyncJob) -> None:
+                await asyncio.get_running_loop().run_in_executor(pool, work, job)
+
+            loop.run(queue.run(hand_over, concurrency=threads, lease_ms=lease_ms, backoff=backoff))
+
+    def stop(self) -> None:
+        """Ends `work` and `run` when the jobs at hand are done; from any thread, or a signal handler."""
+        for loop, queue in list(self._serving):
+            loop.call(queue.stop)
+
+    @contextmanager
+    def _open(self, stop_on: Sequence[signal.Signals]) -> Iterator[tuple[_Loop, AsyncQueue]]:
+        with _Loop() as loop:
+            client = loop.run(loop.enter(self._connect()))
+            serving = loop, AsyncQueue(client, self.topic, self.node)
+            self._serving.add(serving)
+            former = {number: signal.signal(number, lambda *_: self.stop()) for number in stop_on}
+            try:
+                yield serving
+            finally:
+                for number, handler in former.items():
+                    signal.signal(number, handler)
+                self._serving.discard(serving)
+
+
+class _Loop:
+    """An event loop in a thread of its own, and what is open in it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="topics-queue", daemon=True)
+        self._open: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            while self._open:
+                self.run(self._open.pop().__aexit__(None, None, None))
+        finally:
+            self.call(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Its result, waited for in this thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def call(self, function: Callable[[], object]) -> None:
+        self._loop.call_soon_threadsafe(function)
+
+    async def enter(self, manager: Any) -> Any:
+        """Opens it, to be closed at the end."""
+        entered = await manager.__aenter__()
+        self._open.append(manager)
+        return entered
+
+
+def _node() -> str:
+    """Who this worker is: told apart from every other one, and found again by people."""
+    return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"

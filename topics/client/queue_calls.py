@@ -1,0 +1,88 @@
+"""The calls of a queue (api §9) as values, and what they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from topics.client.calls import Call, topic_path
+from topics.client.records import Record
+
+
+class ClaimedJob(Record, frozen=True, gc=False, kw_only=True):
+    """A record that is leased: until `deadline` (ms since the epoch) nobody else gets it. `deliveries` counts this one
+    as well.
+    """
+
+    lease_id: str
+    deadline: int
+    deliveries: int
+
+
+class Claimed(msgspec.Struct, frozen=True):
+    """`claimed` ascends by seq; `ready` are those that are left to claim."""
+
+    topic: str
+    claimed: list[ClaimedJob]
+    ready: int
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """Of ack, nack and extend: `skipped` are seqs whose lease is not, or no longer, the caller's."""
+
+    topic: str
+    skipped: list[int]
+
+
+class Redriven(msgspec.Struct, frozen=True):
+    """How many dead letters are jobs again."""
+
+    topic: str
+    redriven: int
+
+
+_encode = msgspec.json.Encoder().encode
+_claimed = msgspec.json.Decoder(Claimed).decode
+_settled = msgspec.json.Decoder(Settled).decode
+_redriven = msgspec.json.Decoder(Redriven).decode
+decode_job = msgspec.json.Decoder(ClaimedJob).decode
+
+
+def claim(topic: str, node: str, *, max_jobs: int = 1, lease_ms: int | None = None) -> Call[Claimed]:
+    """Up to `max_jobs`, at once: none when none is ready. An answer that is lost leaves its jobs leased."""
+    body: dict[str, Any] = {"node": node, "max": max_jobs}
+    if lease_ms is not None:
+        body["lease_ms"] = lease_ms
+    return Call("POST", f"{topic_path(topic)}/claim", _claimed, _encode(body), repeatable=False)
+
+
+def ack(topic: str, node: str, jobs: Sequence[ClaimedJob], *, repeatable: bool = False) -> Call[Settled]:
+    """The jobs are done. A repeat finds those skipped that the first attempt took."""
+    return _settle(topic, "ack", node, jobs, {}, repeatable)
+
+
+def nack(
+    topic: str, node: str, jobs: Sequence[ClaimedJob], *, delay_ms: int = 0, repeatable: bool = False
+) -> Call[Settled]:
+    """The jobs are given back, to be delivered again after `delay_ms`."""
+    return _settle(topic, "nack", node, jobs, {"delay_ms": delay_ms}, repeatable)
+
+
+def extend(topic: str, node: str, jobs: Sequence[ClaimedJob], *, lease_ms: int) -> Call[Settled]:
+    """The leases last until now + `lease_ms`."""
+    return _settle(topic, "extend", node, jobs, {"lease_ms": lease_ms}, True)
+
+
+def redrive(topic: str, dead_letter: str, *, max_jobs: int = 1000) -> Call[Redriven]:
+    """Moves dead letters back into the queue."""
+    body = {"from": dead_letter, "max": max_jobs}
+    return Call("POST", f"{topic_path(topic)}/redrive", _redriven, _encode(body), repeatable=False)
+
+
+def _settle(
+    topic: str, verb: str, node: str, jobs: Sequence[ClaimedJob], more: dict[str, int], repeatable: bool
+) -> Call[Settled]:
+    body = {"node": node, "seqs": [job.seq for job in jobs], "lease_ids": [job.lease_id for job in jobs]} | more
+    return Call("POST", f"{topic_path(topic)}/{verb}", _settled, _encode(body), repeatable=repeatable)

@@ -1,0 +1,183 @@
+"""One worker's shift at a queue: jobs come over one `/work` stream, their leases are kept while they are held.
+
+The service ties leases to the stream: when it breaks, everything leased over it is released at once and may be
+somebody else's. So jobs that were not begun are forgotten then, and those in hand are `lost`: settling them says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self
+
+import httpx
+import msgspec
+
+from topics.client import queue_calls
+from topics.client.attempts import Attempts, Retry, describe
+from topics.client.calls import Call, topic_path
+from topics.client.errors import ClientError, LeaseLostError, UnreachableError
+from topics.client.queue_calls import ClaimedJob, Settled, decode_job
+
+if TYPE_CHECKING:
+    from topics.client.asynchronous import AsyncClient
+
+log = logging.getLogger("topics.worker")
+
+EXTENDS_PER_LEASE: Final = 3
+SILENCE_MAX_S: Final = 45.0
+"""Three heartbeats: a stream that is silent for longer is dead, whatever TCP believes."""
+EXTEND_MAX_JOBS: Final = 1000
+FOR_EVER: Final = Retry(total_s=math.inf)
+
+
+class Backoff(msgspec.Struct, frozen=True):
+    """How long a job that failed rests: doubled with each delivery, drawn from the upper half."""
+
+    first_ms: int = 1_000
+    max_ms: int = 300_000
+
+    def delay_ms(self, deliveries: int, random: float) -> int:
+        """After delivery number `deliveries`; `random` gives 0 ≤ x < 1."""
+        whole_ms = min(self.max_ms, self.first_ms << min(max(deliveries - 1, 0), 40))
+        return int(whole_ms * (0.5 + random / 2))
+
+
+class Shift:
+    """Begins with `async with`; its end closes the stream, which gives back whatever is still held."""
+
+    def __init__(
+        self, client: AsyncClient, topic: str, node: str, *, max_jobs: int, lease_ms: int, backoff: Backoff
+    ) -> None:
+        self._client = client
+        self._topic = topic
+        self._node = node
+        self._query = {"node": node, "max": str(max_jobs), "lease_ms": str(lease_ms), "heartbeat_ms": "15000"}
+        self._lease_ms = lease_ms
+        self._backoff = backoff
+        self._waiting: deque[ClaimedJob] = deque()
+        self._held: dict[int, ClaimedJob] = {}
+        """Seq → job: leased to us, settled by nobody yet, `_waiting` ones included."""
+        self._news = asyncio.Event()
+        self._stopping = False
+        self._failure: Exception | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.epoch = ""
+        """The instance of the topic: with it a seq names one job for ever."""
+
+    async def __aenter__(self) -> Self:
+        # Also the first to hear of a wrong url, key or name.
+        self.epoch = (await self._client.get_topic(self._topic, touch=False)).epoch
+        self._tasks = [asyncio.create_task(self._watched(work)) for work in (self._listen(), self._keep())]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def stop(self) -> None:
+        """No further job is begun."""
+        self._stopping = True
+        self._news.set()
+
+    async def next(self) -> ClaimedJob | None:
+        """The next job, as soon as there is one; None once the shift is to end. Raises what ended the stream for
+        good, an ApiError.
+        """
+        while True:
+            if self._stopping:
+                return None
+            if self._waiting:
+                return self._waiting.popleft()
+            if self._failure is not None:
+                raise self._failure
+            self._news.clear()
+            await self._news.wait()
+
+    def holds(self, job: ClaimedJob) -> bool:
+        """Whether its lease is still ours, as far as we know."""
+        held = self._held.get(job.seq)
+        return held is not None and held.lease_id == job.lease_id
+
+    async def ack(self, job: ClaimedJob) -> None:
+        """It is done. LeaseLostError when somebody else may have been given it meanwhile."""
+        await self._settle(job, queue_calls.ack(self._topic, self._node, [job]))
+
+    async def nack(self, job: ClaimedJob, delay_ms: int | None = None) -> None:
+        """It is to be done again, after a pause that grows with its deliveries unless one is given."""
+        if delay_ms is None:
+            delay_ms = self._backoff.delay_ms(job.deliveries, random.random())
+        await self._settle(job, queue_calls.nack(self._topic, self._node, [job], delay_ms=delay_ms))
+
+    async def _settle(self, job: ClaimedJob, call: Call[Settled]) -> None:
+        held = self.holds(job)
+        if held:
+            del self._held[job.seq]
+        try:
+            skipped = (await self._client.call(call)).skipped
+        except UnreachableError:
+            # Perhaps it was carried out: then the repeat finds the job skipped.
+            await self._client.call(msgspec.structs.replace(call, repeatable=True))
+            return
+        if skipped:
+            raise LeaseLostError(self._topic, job.seq)
+
+    # -- in the background
+
+    async def _watched(self, work: Coroutine[None, None, None]) -> None:
+        """What ends it for good is raised to whoever asks for the next job."""
+        try:
+            await work
+        except (ClientError, msgspec.DecodeError) as error:
+            self._failure = error
+            self._news.set()
+
+    async def _listen(self) -> None:
+        """Takes jobs from the stream, over every disconnect."""
+        path = f"{topic_path(self._topic)}/work"
+        attempts: Attempts | None = None
+        while True:
+            trouble: Exception = httpx.RemoteProtocolError("the stream ended")
+            try:
+                async for event in self._client.events(path, self._query, silence_max_s=SILENCE_MAX_S):
+                    attempts = None
+                    if event.event == "job":
+                        job = decode_job(event.data)
+                        self._held[job.seq] = job
+                        self._waiting.append(job)
+                        self._news.set()
+            except httpx.TransportError as error:
+                trouble = error
+            self._waiting.clear()
+            self._held.clear()
+            attempts = attempts or Attempts(FOR_EVER, True, f"GET work of {self._topic}", time.monotonic())
+            pause_s = attempts.no_answer(trouble, True, time.monotonic(), random.random())
+            log.warning("the stream of jobs of %s broke (%s), again in %.1f s", self._topic, describe(trouble), pause_s)
+            await asyncio.sleep(pause_s)
+
+    async def _keep(self) -> None:
+        """Extends the leases of everything held, well before they end."""
+        while True:
+            await asyncio.sleep(self._lease_ms / EXTENDS_PER_LEASE / 1000)
+            jobs = list(self._held.values())
+            for first in range(0, len(jobs), EXTEND_MAX_JOBS):
+                part = jobs[first : first + EXTEND_MAX_JOBS]
+                call = queue_calls.extend(self._topic, self._node, part, lease_ms=self._lease_ms)
+                try:
+                    skipped = set((await self._client.call(call)).skipped)
+                except UnreachableError as error:
+                    log.warning("leases in %s could not be extended: %s", self._topic, error)
+                    continue
+                for job in part:
+                    if job.seq in skipped and self.holds(job):
+                        del self._held[job.seq]
+                        log.warning("the lease of job %d in %s is lost", job.seq, self._topic)

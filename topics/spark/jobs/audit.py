@@ -1,0 +1,125 @@
+"""`topics spark audit`: the whole history of topics checked in parallel, beside the running service.
+
+Executors read every sealed segment: checksums, sequence, index against data, tags. The driver checks that segments and
+what is over HTTP follow each other without a hole, and that the service's floors and counts are what is in the files.
+Prints a report; exit code 3 when something is wrong. `topics verify` is for a directory that no service uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from topics.spark.jobs import program
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from topics.client import Client, TopicState
+    from topics.client.segment_calls import Segment
+    from topics.spark.segment_audit import Audited, Finding
+
+EXIT_DAMAGE: Final = 3
+_FINDINGS_SHOWN: Final = 1_000
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    made = program.parser("audit", "Check every record of topics: files, checksums, sequence, floors.")
+    program.topics_arguments(made)
+    made.add_argument("--data-dir", required=True, help="TOPICS_DATA_DIR as it is mounted where tasks run")
+    made.add_argument("--cold-dir", default=None, help="TOPICS_COLD_DIR likewise")
+    return program.run("audit", made, _work, arguments, lambda report: EXIT_DAMAGE if report["damage"] else 0)
+
+
+def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
+    from topics.spark import planning
+    from topics.spark.http_read import TASK_RETRY, connect
+    from topics.spark.options import Directories, read_options
+    from topics.spark.segment_audit import audit_segment
+    from topics.spark.segments import end_pins, pinned_segments
+
+    reading = read_options(program.source_options(options))
+    directories = Directories(options.data_dir, options.cold_dir)
+    report: dict[str, Any] = {"topics": 0, "segments": 0, "records": 0, "data_bytes": 0, "damage": 0, "findings": []}
+    findings: list[Finding] = []
+    with connect(reading.service, TASK_RETRY) as client:
+        states = planning.states(client, reading)
+        planning.require(states, reading)
+        for name, state in states.items():
+            manifest, segments, pins = pinned_segments(client, name)
+            tasks = [(name, segment, manifest.earliest_seq) for segment in segments]
+            slices = max(1, min(len(tasks), spark.sparkContext.defaultParallelism * 4))
+            audited = (
+                spark.sparkContext.parallelize(tasks, slices)
+                .map(lambda task: audit_segment(*task, directories))
+                .collect()
+                if tasks
+                else []
+            )
+            end_pins(client, pins)
+            findings += [finding for one in audited for finding in one.findings]
+            findings += _holes(name, segments, manifest.earliest_seq, manifest.http_from_seq)
+            findings += _rest(client, name, state, manifest.http_from_seq, audited)
+            report["topics"] += 1
+            report["segments"] += len(audited)
+            report["records"] += sum(one.live + one.deleted + one.lost for one in audited)
+            report["data_bytes"] += sum(one.data_bytes for one in audited)
+    report["damage"] = len(findings)
+    report["findings"] = [msgspec.structs.asdict(one) for one in findings[:_FINDINGS_SHOWN]]
+    for one in findings[:_FINDINGS_SHOWN]:
+        where = f"{one.path} at {one.offset}: " if one.path else ""
+        print(f"topics spark audit: {one.topic}: {one.kind}: {where}{one.reason}", file=sys.stderr)
+    return report
+
+
+def _holes(topic: str, segments: Sequence[Segment], earliest_seq: int, http_from_seq: int) -> Iterator[Finding]:
+    """Seqs from the floor on that are in no segment and not said to be over HTTP."""
+    from topics.spark.segment_audit import Finding
+
+    due = earliest_seq
+    for segment in segments:
+        if segment.first_seq > due:
+            reason = f"seqs {due} to {segment.first_seq - 1} are in no segment"
+            yield Finding(topic, "gap", "", 0, reason, due, segment.first_seq - 1)
+        due = segment.last_seq + 1
+    if segments and http_from_seq > due:
+        yield Finding(
+            topic, "gap", "", 0, f"seqs {due} to {http_from_seq - 1} are in no segment", due, http_from_seq - 1
+        )
+
+
+def _rest(
+    client: Client, topic: str, before: TopicState, http_from_seq: int, audited: Sequence[Audited]
+) -> Iterator[Finding]:
+    """What is in no sealed segment can be read, in order; and all that lives is as much as the service counts."""
+    from topics.client import Record, ServiceBusyError
+    from topics.spark.segment_audit import Finding
+
+    live, last_seq = 0, http_from_seq - 1
+    try:
+        for item in client.read(topic, http_from_seq - 1, tombstones="yield"):
+            if not isinstance(item, Record):
+                continue
+            if item.seq <= last_seq:
+                reason = f"seq {item.seq} comes behind {last_seq}"
+                yield Finding(topic, "gap", "", 0, reason, item.seq, last_seq)
+            live += 1
+            last_seq = item.seq
+    except ServiceBusyError as error:
+        yield Finding(topic, "unreadable", "", 0, str(error), last_seq + 1, before.head_seq)
+        return
+    after = client.get_topic(topic, touch=False)
+    moved = (after.head_seq, after.count, after.epoch) != (before.head_seq, before.count, before.epoch)
+    counted = live + sum(one.live for one in audited)
+    # Segments that could not be read have no count, and are said already.
+    if not moved and not any(one.findings for one in audited) and counted != after.count:
+        reason = f"{counted} records live in files and over HTTP, the service counts {after.count}"
+        yield Finding(topic, "floors", "", 0, reason, after.earliest_seq, after.head_seq)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

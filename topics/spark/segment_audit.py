@@ -1,0 +1,179 @@
+"""What the job `audit` does with one segment: every byte of its three files against every other that repeats it.
+
+Whole columns are compared first. Only where something differs is it looked for record by record, as `topics verify`
+does (`storage.segment.SegmentReader.damage`).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from topics.client.segment_calls import Segment
+from topics.core.topic import LOCATION_DELETED, LOCATION_LOST
+from topics.spark.options import Directories
+from topics.spark.segment_arrow import InconsistentLengthsError, Records, decode
+from topics.storage.postings import CorruptPostings, Postings
+from topics.storage.segment import DELETED, ENTRY_LEN, CorruptSegment, SegmentReader
+from topics.storage.segment_columns import Columns, check_frames, extent, index_digest, read_columns
+
+_GONE: Final = LOCATION_DELETED | LOCATION_LOST
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """`kind`: data, index, tags, missing, unreadable, gap, floors. `path` and `offset` (bytes) say where in a file."""
+
+    topic: str
+    kind: str
+    path: str
+    offset: int
+    reason: str
+    first_seq: int
+    last_seq: int
+
+
+class Audited(msgspec.Struct):
+    """One segment: how many of its records from `earliest_seq` on are what, and what is wrong with it."""
+
+    topic: str
+    first_seq: int
+    last_seq: int
+    live: int = 0
+    deleted: int = 0
+    lost: int = 0
+    data_bytes: int = 0
+    findings: list[Finding] = []
+
+
+def audit_segment(topic: str, segment: Segment, earliest_seq: int, directories: Directories) -> Audited:
+    """Reads all of it, and raises nothing that is the segment's fault."""
+    found = Audited(topic, segment.first_seq, segment.last_seq)
+    cold = segment.tier == "cold"
+    data_root = directories.cold if cold else directories.data
+    data_path = os.path.join(data_root or "", segment.data_path)
+    idx_path = os.path.join(directories.data, segment.idx_path)
+
+    def finding(kind: str, path: str, offset: int, reason: str) -> None:
+        found.findings.append(Finding(topic, kind, path, offset, reason, segment.first_seq, segment.last_seq))
+
+    contents: list[bytes] = []
+    for path in (idx_path, data_path, os.path.splitext(idx_path)[0] + ".tags"):
+        try:
+            with open(path, "rb") as file:
+                contents.append(file.read())
+        except FileNotFoundError:
+            finding("missing", path, 0, "the file is not there")
+        except OSError as error:
+            finding("unreadable", path, 0, error.strerror or str(error))
+    if len(contents) < 3:
+        return found
+    idx, data, tags = contents
+    records = segment.last_seq - segment.first_seq + 1
+    found.data_bytes = len(data)
+    if len(idx) != records * ENTRY_LEN:
+        finding("index", idx_path, len(idx), f"has {len(idx)} bytes, {records} records take {records * ENTRY_LEN}")
+        return found
+    if len(data) != segment.data_bytes:
+        finding("data", data_path, len(data), f"has {len(data)} bytes, the service counts {segment.data_bytes}")
+        return found
+    if segment.idx_xxh3 is not None and f"{index_digest(idx):016x}" != segment.idx_xxh3:
+        finding("index", idx_path, 0, f"is not the index that the service has ({segment.idx_xxh3})")
+    entries = read_columns(idx, 0, records)
+    if (entries.ts[0], entries.ts[-1]) != (segment.first_ts, segment.last_ts):
+        reason = f"is of {entries.ts[0]} to {entries.ts[-1]}, the service says {segment.first_ts} to {segment.last_ts}"
+        finding("index", idx_path, 0, reason)
+    flags = np.asarray(entries.flags)[max(0, earliest_seq - segment.first_seq) :]
+    found.lost = int(np.count_nonzero(flags & LOCATION_LOST))
+    found.deleted = int(np.count_nonzero((flags & _GONE) == LOCATION_DELETED))
+    found.live = len(flags) - found.lost - found.deleted
+    try:
+        records_in = _check_columns(idx_path, data_path, data, segment.first_seq, entries, cold)
+    except _Suspect as suspect:
+        # Deletions may be under way: marks are made in the data first, and of a cold segment in the index alone.
+        reader = SegmentReader(os.path.dirname(idx_path), segment.first_seq, idx, data, segment.version)
+        for defect in reader.damage(True):
+            in_index = defect.path == reader.idx_path
+            finding("index" if in_index else "data", idx_path if in_index else data_path, defect.offset, defect.reason)
+        if not found.findings:
+            finding(suspect.kind, data_path if suspect.kind == "data" else idx_path, suspect.offset, suspect.reason)
+        return found
+    tags_path = os.path.splitext(idx_path)[0] + ".tags"
+    try:
+        postings = Postings(tags_path, tags)
+    except CorruptPostings as defect:
+        finding("tags", tags_path, defect.offset, defect.reason)
+        return found
+    if (postings.first_seq, postings.records) != (segment.first_seq, records):
+        finding("tags", tags_path, 0, f"is of {postings.records} records from seq {postings.first_seq}")
+    elif list(postings.items()) != _seqs_by_tag(records_in):
+        finding("tags", tags_path, 0, "does not list the tags that the segment's records have")
+    return found
+
+
+class _Suspect(Exception):  # noqa: N818 — no more than a reason to look closer
+    def __init__(self, kind: str, offset: int, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+        self.offset = offset
+        self.reason = reason
+
+
+def _check_columns(
+    idx_path: str, data_path: str, data: bytes, first_seq: int, entries: Columns, cold: bool
+) -> Records | None:
+    """All records that have a frame, deleted or not; None without any. Raises _Suspect."""
+    ts, flags = np.asarray(entries.ts, np.int64), np.asarray(entries.flags)
+    lengths = np.asarray(entries.lengths, np.int64)
+    framed = lengths > 0
+    wrong = np.flatnonzero((np.diff(ts, prepend=ts[0]) < 0) | (framed & (flags & LOCATION_LOST != 0)))
+    if len(wrong):
+        raise _Suspect("index", int(wrong[0]) * ENTRY_LEN, "an entry that cannot be one, or a time before the last one")
+    if (~framed & (flags & _GONE == 0)).any():
+        raise _Suspect("index", 0, "a live record without a frame")
+    # Deleted records are whole as well, as long as the segment is not rewritten.
+    kept = np.where(framed, flags & ~LOCATION_DELETED, flags).tolist()
+    try:
+        starts, end = extent(entries, len(data), idx_path, 0)
+        check_frames(data_path, data, 0, first_seq, entries._replace(flags=kept), starts)
+    except CorruptSegment as defect:
+        raise _Suspect("index" if defect.path == idx_path else "data", defect.offset, defect.reason) from None
+    if end != len(data):
+        raise _Suspect("data", end, f"the last frame ends there, the file at {len(data)}")
+    if not framed.any():
+        return None
+    places = np.asarray(starts, np.int64)[framed]
+    content = np.frombuffer(data, np.uint8)
+    frame_lens = np.ascontiguousarray(content[places[:, None] + np.arange(4)]).view("<u4")[:, 0]
+    differing = np.flatnonzero(frame_lens != lengths[framed] - 4)
+    if len(differing):
+        raise _Suspect("data", int(places[differing[0]]), "inconsistent lengths")
+    marks = content[places + lengths[framed] - 1]
+    unknown = np.flatnonzero((marks != 0) & (marks != DELETED))
+    if len(unknown):
+        at = int(places[unknown[0]] + lengths[framed][unknown[0]] - 1)
+        raise _Suspect("data", at, f"del is {int(marks[unknown[0]]):#x}, neither 0 nor {DELETED:#x}")
+    ahead = np.flatnonzero((flags[framed] & LOCATION_DELETED != 0) & (marks != DELETED))
+    if len(ahead) and not cold:
+        number = int(np.flatnonzero(framed)[ahead[0]])
+        raise _Suspect("index", number * ENTRY_LEN, f"seq {first_seq + number} is deleted here and live in the data")
+    seqs = first_seq + np.flatnonzero(framed).astype(np.int64)
+    try:
+        return decode(data, seqs, ts[framed], places, lengths[framed], tags=None, not_node=None, with_meta=False)
+    except InconsistentLengthsError as error:
+        raise _Suspect("data", int(places[error.number]), "inconsistent lengths") from None
+
+
+def _seqs_by_tag(records: Records | None) -> list[tuple[bytes, list[int]]]:
+    if records is None:
+        return []
+    tagged = records.tag.is_valid()
+    tags = records.tag.filter(tagged).dictionary_encode()
+    seqs = records.seq.filter(tagged).to_numpy()
+    codes = tags.indices.to_numpy()
+    order = np.argsort(codes, kind="stable")
+    ends = np.cumsum(np.bincount(codes, minlength=len(tags.dictionary)))[:-1]
+    names = [name.encode() for name in tags.dictionary.to_pylist()]
+    return sorted(zip(names, (part.tolist() for part in np.split(seqs[order], ends)), strict=True)) if names else []

@@ -1,0 +1,82 @@
+"""Reading from the cold tier for routers: in threads made for it, so that a tier that is slow, hangs or fails holds up
+one router and nothing else of its shard.
+
+Nobody waits here. Who finds that bytes are not at hand tries again later, as with anything a router has to wait for.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from threading import Thread
+from typing import Final
+
+from topics.storage.segment_store import SegmentStore
+
+READ_BYTES: Final = 2 << 20
+"""As much is read at once, or what is asked for if that is more: a router pages through a segment."""
+KEPT_READS: Final = 8
+IN_FLIGHT_MAX: Final = 4
+"""A read that hangs keeps its thread, and its place."""
+
+
+class NotAtHandError(Exception):
+    """The bytes are being read, or will be: ask again."""
+
+
+class _Read:
+    """`outcome` is set by its thread, once: the bytes, or why there are none."""
+
+    __slots__ = ("length", "name", "offset", "outcome")
+
+    def __init__(self, name: str, offset: int, length: int) -> None:
+        self.name = name
+        self.offset = offset
+        self.length = length
+        self.outcome: bytes | Exception | None = None
+
+
+class ColdReads:
+    """Of one shard. Reads of an object are named by where they begin."""
+
+    def __init__(self, store: SegmentStore) -> None:
+        self._store = store
+        self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._reads: dict[tuple[str, int], _Read] = {}
+
+    def get(self, name: str, start: int, end: int, data_bytes: int) -> memoryview:
+        """Bytes start..end of an object of `data_bytes`. NotAtHandError as long as they are not here; OSError and
+        ValueError when they cannot be read: asked again, it is tried again.
+        """
+        self._take_finished()
+        for (kept_name, offset), content in self._kept.items():
+            if kept_name == name and offset <= start and end <= offset + len(content):
+                self._kept.move_to_end((kept_name, offset))
+                return memoryview(content)[start - offset : end - offset]
+        key = (name, start)
+        read = self._reads.get(key)
+        if read is not None and isinstance(read.outcome, Exception):
+            del self._reads[key]
+            if isinstance(read.outcome, OSError):
+                raise read.outcome
+            raise ValueError(f"segment {name} cannot be read from the cold tier: {read.outcome}") from read.outcome
+        if read is None and len(self._reads) < IN_FLIGHT_MAX:
+            length = min(data_bytes - start, max(end - start, READ_BYTES))
+            read = self._reads[key] = _Read(name, start, length)
+            # A daemon: the end of the process does not wait for a tier that hangs.
+            Thread(target=self._run, args=(read,), name="cold-read", daemon=True).start()
+        raise NotAtHandError
+
+    def _take_finished(self) -> None:
+        for key, read in list(self._reads.items()):
+            if isinstance(read.outcome, bytes):
+                del self._reads[key]
+                self._kept[key] = read.outcome
+                while len(self._kept) > KEPT_READS:
+                    self._kept.popitem(last=False)
+
+    def _run(self, read: _Read) -> None:
+        """In a thread of its own."""
+        try:
+            read.outcome = self._store.read_range(read.name, read.offset, read.length)
+        except Exception as error:  # noqa: BLE001 — a store of any kind fails in its own ways; each is for who asked
+            read.outcome = error
