@@ -258,3 +258,20 @@ def test_an_ack_of_jobs_in_segments_looks_into_few_files_and_marks_them(pair: Pa
     compaction.cut()
     compaction.cut()
     assert compaction.segments("q") == ()
+
+
+def test_jobs_of_an_ephemeral_queue_keep_what_they_were_written_with_when_it_becomes_durable(pair: Pair) -> None:
+    rig, compaction = pair.rigs[1], pair.compaction
+    rig.call(PutTopic("q", TopicConfig(type="queue", durability="ephemeral"), True))
+    later = rig.clock.ms + MINUTE_MS
+    rig.answer(rig.post_append("q", [b"1", b"2", b"3"], jobs=[(0, later, 0, ""), (1, 0, 0, "k"), (2, 0, 0, "k")]))
+    rig.call(PutTopic("q", TopicConfig(type="queue", durability="disk"), True))
+    rig.append("q", b"4")
+    compaction.cut()
+    rig.restart_service()
+    compaction.begin_again()
+    assert [seq for seq, _ in compaction.read("q")] == [1, 2, 3, 4]
+    assert rig.call(Claim("q", "w", 9, 2 * MINUTE_MS, 1)).seqs == [2, 4]
+    assert rig.call(Ack("q", "w", [2], None)).count == 1
+    rig.clock.ms = later
+    assert rig.call(Claim("q", "w", 9, MINUTE_MS, 1)).seqs == [1, 3]

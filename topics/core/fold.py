@@ -48,7 +48,7 @@ from topics.core.record_index import RecordIndex
 from topics.core.router_state import RouterState, decode_feed
 from topics.core.runs import decode_runs
 from topics.core.segment_list import SegmentInfo
-from topics.core.seq_set import Run, SeqSet, clipped, runs_of, seqs_of
+from topics.core.seq_set import Run, SeqSet, runs_of, seqs_of
 from topics.core.shard_state import Floors, ShardState, TopicState
 from topics.core.topic import ENTRY_WORDS, LOCATION_IN_RAM_LOG, LOCATION_LOST, EvictReason, Topic
 
@@ -279,22 +279,24 @@ class Fold:
         topic = self._topic(topic_id)
         if topic is not None:
             body = _decode_delete(data)
-            if self._begins(topic, body.floors.revision):
-                self._flag_deleted(topic, decode_runs(body.runs))
+            seqs = decode_runs(body.runs)
+            self._gone(topic, seqs)
+            if self._begins(topic, body.floors.revision, body.floors.earliest_seq):
+                self._flag_deleted(topic, seqs)
                 self._take(topic, body.floors)
 
     def evict_watermark(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
             floors = _decode_evict(data).floors
-            if self._begins(topic, floors.revision):
+            if self._begins(topic, floors.revision, floors.earliest_seq):
                 self._take(topic, floors)
 
     def checkpoint_mark(self, topic_id: int, up_to_seq: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
             body = _decode_mark(data)
-            if self._begins(topic, body.floors.revision):
+            if self._begins(topic, body.floors.revision, body.floors.earliest_seq):
                 if up_to_seq > topic.head_seq:
                     self._uncounted.add(topic_id)
                 topic.index.checkpointed(up_to_seq, body.segments)
@@ -337,10 +339,13 @@ class Fold:
             if topic.queue is not None:
                 topic.queue.dead_lettered = max(topic.queue.dead_lettered, body.dead_lettered)
                 if body.keep:
-                    topic.queue.finish(clipped(body.runs, topic.earliest_seq))
-            if not body.keep and self._begins(topic, body.revision):
-                self._flag_deleted(topic, body.seqs())
-                self._take(topic, body.floors_of(topic))
+                    topic.queue.finish(body.runs)
+            if not body.keep:
+                seqs = body.seqs()
+                self._gone(topic, seqs)
+                if self._begins(topic, body.revision, body.earliest_seq):
+                    self._flag_deleted(topic, seqs)
+                    self._take(topic, body.floors_of(topic))
 
     def cursor(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
@@ -470,16 +475,21 @@ class Fold:
             ordered.extend(rows[seq])
         return ordered
 
-    def _begins(self, topic: Topic, revision: int) -> bool:
+    def _begins(self, topic: Topic, revision: int, earliest_seq: int) -> bool:
         """Whether a frame with this revision says anything new; the topic has all records before it then."""
+        if topic.queue is not None:
+            topic.queue.forget_below(earliest_seq)
         if revision <= topic.revision:
             return False
         self._settle(topic)
         return True
 
-    def _flag_deleted(self, topic: Topic, seqs: Sequence[int]) -> None:
+    def _gone(self, topic: Topic, seqs: Sequence[int]) -> None:
+        """Also when the frame comes twice: so do those before it, which say that there are jobs."""
         if topic.queue is not None:
             topic.queue.gone(seqs)
+
+    def _flag_deleted(self, topic: Topic, seqs: Sequence[int]) -> None:
         if topic.id in self._ephemeral_heads:
             known = self._deleted_in_ram.setdefault(topic.id, SeqSet())
             for first, last in runs_of(seqs):

@@ -124,7 +124,7 @@ class Jobs:
 
     def add(self, seq: int, deliver_at_ms: int, order_key: str) -> None:
         """A record that was written with one of these (0, "" for none). Ascending by seq."""
-        if seq in self.done or seq < self._records.earliest_seq:
+        if seq in self.done or (self._started and seq < self._records.earliest_seq):
             return
         known = self._jobs.get(seq)
         if known is not None:
@@ -152,7 +152,14 @@ class Jobs:
                 self._drop(seq, job)
 
     def gone_below(self, seq: int) -> None:
-        """Nothing below `seq` is live any more."""
+        """Nothing below `seq` is live any more. While a log is read it may only look so (records that a RAM log or a
+        segment has): then it counts by `start`, or once a frame says so by `forget_below`.
+        """
+        if self._started:
+            self.forget_below(seq)
+
+    def forget_below(self, seq: int) -> None:
+        """Nothing below `seq` was or will be live."""
         self.done.discard_below(seq)
         while self._tracked and self._tracked[0] < seq:
             first = heappop(self._tracked)

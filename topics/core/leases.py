@@ -74,8 +74,6 @@ class Leases(Jobs):
         """A LEASE frame of the log."""
         holder = (body.frontend, body.stream) if body.stream else None
         for seq, lease_no, deliveries in zip(body.seqs, body.lease_nos, body.deliveries, strict=True):
-            if seq < self._records.earliest_seq:
-                continue
             job = self._jobs.get(seq) or self._track(seq, Job())
             job.node, job.lease_no, job.deliveries, job.holder = body.node, lease_no, deliveries, holder
             job.deadline_ms, job.lease_ms = body.deadline_ms, body.lease_ms
@@ -90,6 +88,7 @@ class Leases(Jobs):
         self._fresh_seq = self._records.earliest_seq
         jobs, self._jobs, self._tracked = self._jobs, {}, []
         self._counts = [0] * len(Phase)
+        self.done.discard_below(self._records.earliest_seq)
         for seq in self._records.live_of(sorted(jobs)):
             if seq in self.done:
                 continue

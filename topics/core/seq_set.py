@@ -30,11 +30,6 @@ def seqs_of(runs: Iterable[Run]) -> Iterator[int]:
         yield from range(first, last + 1)
 
 
-def clipped(runs: Iterable[Run], first_seq: int) -> list[Run]:
-    """What of them is not below `first_seq`."""
-    return [(max(first, first_seq), last) for first, last in runs if last >= first_seq]
-
-
 class SeqSet:
     """Costs what it has of runs, not of seqs; every operation O(log runs)."""
 

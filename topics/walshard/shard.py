@@ -91,6 +91,8 @@ from topics.walshard.trimming import LogTrim
 REPLY_BYTES_PER_GROUP_MAX: Final = 64 * 1024
 """Answers of queue requests are as long as their clients want: a group ends before the journal is full of them."""
 
+_ROWS_PER_FRAME: Final = 4096
+
 log = get_logger()
 
 
@@ -366,7 +368,8 @@ class Shard:
         buffers: list[frame.Bytes] = [update]
         if topic.config.durability == "ephemeral":
             # What follows in the durable log begins behind the records that are only in RAM.
-            buffers.insert(0, head_mark(hosted, topic.head_seq, self._now_ms, FLAG_MORE))
+            head = head_mark(hosted, topic.head_seq, self._now_ms, FLAG_MORE)
+            buffers[:0] = [head, *_attributes(hosted, self._now_ms)]
         updated = hosted
 
         def apply(_file_no: int, _offset: int) -> None:
@@ -688,6 +691,16 @@ def _is_logged(hosted: Hosted) -> bool:
 
 def _in_ram(hosted: Hosted) -> bool:
     return hosted.topic.config.durability == "ephemeral"
+
+
+def _attributes(hosted: Hosted, ts: int) -> list[bytes]:
+    """What only the RAM log says of jobs that go on in a durable queue."""
+    queue = hosted.topic.queue
+    rows = [] if queue is None else queue.attributes().attributes
+    bodies = [encode_body(rows[at : at + _ROWS_PER_FRAME]) for at in range(0, len(rows), _ROWS_PER_FRAME)]
+    return [
+        frame.encode(FrameType.JOB_ATTRIBUTES, FLAG_MORE, hosted.topic.id, 0, ts, b"", b"", body) for body in bodies
+    ]
 
 
 def _with_type(config: TopicConfig, type: Literal["log", "queue"]) -> TopicConfig:
