@@ -10,7 +10,6 @@ borders of the parts of all frames, has each part as an element; `take` copies t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -19,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from topics.spark.meta_arrow import meta_array
 from topics.storage.frame import FLAG_META, FLAG_NODE, FLAG_TAG
 from topics.storage.segment import DELETED, HEADER_LEN, TAIL_LEN
 
@@ -32,7 +32,6 @@ _DATA_KEY_LEN: Final = len(b'"data":')
 _META_KEY: Final = b',"meta":'
 _META_BEGINS: Final = b',"meta":{'
 _decode_metas = msgspec.json.Decoder(list[dict[str, Any]]).decode
-_encode = msgspec.json.Encoder().encode
 
 
 class Records(NamedTuple):
@@ -44,7 +43,7 @@ class Records(NamedTuple):
     tag: pa.Array
     data: pa.Array
     """JSON text"""
-    metas: Sequence[list[tuple[str, str]] | None]
+    meta: pa.Array
 
 
 class InconsistentLengthsError(Exception):
@@ -117,27 +116,23 @@ def decode(
         kept = np.flatnonzero(wanted.to_numpy(zero_copy_only=False))
         node, tag = node.take(pa.array(kept)), tag.take(pa.array(kept))
         seqs, ts_ms, numbers = seqs[kept], ts_ms[kept], numbers[kept]
-    metas: list[list[tuple[str, str]] | None] = [None] * count
+    metas: list[dict[str, Any]] = []
     if with_meta and meta_numbers:
         texts = [
             buffer[at + len(_META_KEY) : end]
             for at, end in zip(meta_ats, payload_end[meta_numbers].tolist(), strict=True)
         ]
-        for number, meta in zip(meta_numbers, _decode_metas(b"[" + b",".join(texts) + b"]"), strict=True):
-            metas[number] = [(name, _text(value)) for name, value in meta.items()]
+        metas = _decode_metas(b"[" + b",".join(texts) + b"]")
+    meta = meta_array(count, np.asarray(meta_numbers if metas else [], np.int64), metas)
     return Records(
         pa.array(seqs),
         pa.array(ts_ms),
         node,
         tag,
         _taken(parts, numbers + 3),
-        metas if kept is None else [metas[number] for number in kept],
+        meta if kept is None else meta.take(pa.array(kept)),
     )
 
 
 def _taken(parts: pa.Array, numbers: Ints, missing: npt.NDArray[np.bool_] | None = None) -> pa.Array:
     return parts.take(pa.array(numbers, mask=missing)).cast(pa.string())
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else _encode(value).decode()
