@@ -7,15 +7,18 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from topics.client import ClientError
 from topics.spark import SMALL, register
-from topics.spark.errors import TopicsSparkError, plainly
+from topics.spark.errors import OptionError, TopicsSparkError, plainly
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+EXIT_FAILURE: Final = 1
+_REPORTED: Final = {"spark.sql.streaming.numRecentProgressUpdates": "10000"}
+"""Reports add up what batches say of themselves; Spark forgets all but 100 of them."""
 Work = Callable[["SparkSession", argparse.Namespace], dict[str, Any]]
 
 
@@ -55,19 +58,28 @@ def run(
     made: argparse.ArgumentParser,
     work: Work,
     arguments: Sequence[str] | None,
+    *,
+    check: Callable[[argparse.Namespace], None] | None = None,
     exit_code: Callable[[dict[str, Any]], int] = lambda _report: 0,
 ) -> int:
     """The whole program: 0 (or what `exit_code` makes of the report) with the report on stdout; 1 with one line on
-    stderr; 2 for wrong arguments.
+    stderr; 2 for wrong arguments. `check` raises OptionError for what is wrong before Spark is started.
     """
     options = made.parse_args(arguments)
+    try:
+        if check is not None:
+            check(options)
+    except OptionError as error:
+        print(f"topics spark {name}: {error}", file=sys.stderr)
+        return EXIT_FAILURE
     from pyspark.errors import PySparkException
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder.appName(f"topics-{name}")
     if SparkSession.getActiveSession() is None:
         builder = builder.master(options.master)
-        for setting, value in (SMALL | dict(one.partition("=")[::2] for one in options.conf)).items():
+        given = dict(one.partition("=")[::2] for one in options.conf)
+        for setting, value in (SMALL | _REPORTED | given).items():
             builder = builder.config(setting, value)
     spark = builder.getOrCreate()
     # Spark tells of every failed task with a stack of Java's; what went wrong is said below.
@@ -80,6 +92,6 @@ def run(
         print(
             f"topics spark {name}: {plainly(error) if isinstance(error, PySparkException) else error}", file=sys.stderr
         )
-        return 1
+        return EXIT_FAILURE
     print(json.dumps(report))
     return exit_code(report)
