@@ -249,6 +249,7 @@ def test_a_wrong_place_key_or_topic_is_one_clear_line(spark: SparkSession, servi
     def message(**options: str) -> str:
         return refusal(lambda: spark.read.format("topics").options(**options).load().count())
 
+    assert message(url="http://127.0.0.1:1", subscribe=topic).startswith("GET http://127.0.0.1:1/v0/topics/")
     assert f"topic '{topic}' does not exist at {service.url}" in message(url=service.url, subscribe=topic)
     assert "no topic at" in message(url=service.url, subscribePattern="nothing-like-it.*")
     with Service(env={"TOPICS_API_KEYS": "secret:rw"}) as guarded:

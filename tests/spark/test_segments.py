@@ -168,6 +168,24 @@ def test_the_same_rows_as_over_http_in_many_states(service: Service, topic: str,
         assert manifest(client, topic).segments
 
 
+def test_what_an_exactly_once_router_adds_to_meta_is_text(service: Service, topic: str) -> None:
+    """It is an object there (api §6); the column is MAP<STRING, STRING> in both modes."""
+    route = {"source": topic, "dest": f"{topic}.d", "guarantee": "exactly_once"}
+    with Client(service.url) as client:
+        client.put_topic(topic)
+        assert service.client.put(f"/v0/routers/{topic}", json=route).status_code == 201
+        metas = [{"k": str(n)} if n % 2 else None for n in range(2 * EVENTS)]
+        client.append(topic, [NewRecord({"n": n}, meta=meta) for n, meta in enumerate(metas)])
+        settle(client, f"{topic}.d", 2)
+    reader = Reader(service, f"{topic}.d")
+    records, gone = reader.from_files(reader.whole())
+    assert (records, gone) == reader.over_http(reader.whole())
+    for (seq, *_, meta), written in zip(records, metas, strict=True):
+        found = dict(meta)
+        assert json.loads(found.pop("_topics_router"))["source_seq"] == seq
+        assert found == (written or {})
+
+
 def read_both(spark: SparkSession, service: Service, topic: str, **more: str) -> tuple[DataFrame, DataFrame]:
     frames = [
         spark.read.format("topics").options(**given(service, topic, **more), **mode).load()

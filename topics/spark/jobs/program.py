@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from topics.client import ClientError
@@ -17,8 +18,12 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 EXIT_FAILURE: Final = 1
-_REPORTED: Final = {"spark.sql.streaming.numRecentProgressUpdates": "10000"}
-"""Reports add up what batches say of themselves; Spark forgets all but 100 of them."""
+_ALWAYS: Final = {
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.execution.pyspark.udf.hideTraceback.enabled": "true",
+    # Reports add up what batches say of themselves; Spark forgets all but 100 of them.
+    "spark.sql.streaming.numRecentProgressUpdates": "10000",
+}
 Work = Callable[["SparkSession", argparse.Namespace], dict[str, Any]]
 
 
@@ -28,8 +33,8 @@ def parser(name: str, about: str) -> argparse.ArgumentParser:
         prog=f"topics spark {name}", description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     made.add_argument("--url", default="http://127.0.0.1:4000", help="the service")
-    made.add_argument("--token", default=None, help="its API key; better in the environment of spark-submit's --conf")
-    made.add_argument("--master", default="local[*]", help="where Spark runs, unless spark-submit says so")
+    made.add_argument("--token-file", default=None, help="file with its API key: an argument could be read by anybody")
+    made.add_argument("--master", default=None, help="where Spark runs, unless spark-submit says it (local[*])")
     made.add_argument("--conf", action="append", default=[], metavar="NAME=VALUE", help="a setting of Spark")
     return made
 
@@ -53,6 +58,16 @@ def service_options(options: argparse.Namespace) -> dict[str, str]:
     return {"url": options.url} | ({} if options.token is None else {"token": options.token})
 
 
+def _token(options: argparse.Namespace) -> str | None:
+    if options.token_file is None:
+        return None
+    try:
+        with open(options.token_file, encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError as error:
+        raise OptionError(f"--token-file {options.token_file}: {error.strerror}") from None
+
+
 def run(
     name: str,
     made: argparse.ArgumentParser,
@@ -67,6 +82,7 @@ def run(
     """
     options = made.parse_args(arguments)
     try:
+        options.token = _token(options)
         if check is not None:
             check(options)
     except OptionError as error:
@@ -77,9 +93,7 @@ def run(
 
     builder = SparkSession.builder.appName(f"topics-{name}")
     if SparkSession.getActiveSession() is None:
-        builder = builder.master(options.master)
-        given = dict(one.partition("=")[::2] for one in options.conf)
-        for setting, value in (SMALL | _REPORTED | given).items():
+        for setting, value in settings(options, _submitted()).items():
             builder = builder.config(setting, value)
     spark = builder.getOrCreate()
     # Spark tells of every failed task with a stack of Java's; what went wrong is said below.
@@ -95,3 +109,22 @@ def run(
         return EXIT_FAILURE
     print(json.dumps(report))
     return exit_code(report)
+
+
+def settings(options: argparse.Namespace, submitted: Mapping[str, str] | None) -> dict[str, str]:
+    """Of the session: what `--master` and `--conf` say, then what spark-submit has been told (`submitted`, None without
+    it), then what suits a small machine, unless somebody else has chosen the machine.
+    """
+    chosen = dict(one.partition("=")[::2] for one in options.conf)
+    if options.master is not None:
+        chosen["spark.master"] = options.master
+    if submitted is None:
+        return {"spark.master": "local[*]"} | SMALL | _ALWAYS | chosen
+    return {name: value for name, value in _ALWAYS.items() if name not in submitted} | chosen
+
+
+def _submitted() -> dict[str, str] | None:
+    """Asking for it starts Java, which spark-submit alone has done already."""
+    from pyspark import SparkConf
+
+    return dict(SparkConf().getAll()) if "PYSPARK_GATEWAY_PORT" in os.environ else None
