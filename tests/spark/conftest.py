@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -53,9 +54,17 @@ def spark_environment(java_home: Path) -> dict[str, str]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A JVM that starts on a busy machine takes its time: what hangs is found all the same."""
+    there = _numbers(importlib.metadata.version("pyspark"))
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(600))
+        for marker in item.iter_markers("spark_since"):
+            if there < _numbers(marker.args[0]):
+                item.add_marker(pytest.mark.skip(reason=f"PySpark {marker.args[0]} brought it"))
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")[:2]]
 
 
 @pytest.fixture(scope="session")

@@ -100,7 +100,7 @@ attempt("streamWriter", dict(topic="any"), overwrite=False)
 
 @pytest.mark.parametrize("version", ["4.0.1", "4.1.2"])
 def test_an_older_spark_reads_and_writes_batches_and_is_told_what_it_lacks(version: str) -> None:
-    """`make spark-old` runs the tests of batches on the real ones."""
+    """`make oldspark` runs the tests of batches on the real ones."""
     filters = ["EqualTo", "Filter", "GreaterThan", "GreaterThanOrEqual", "In", "LessThan", "LessThanOrEqual"]
     missing = ["ReadLimit", *([*filters, "DataSourceStreamArrowWriter"] if version.startswith("4.0") else [])]
     reader, writer, pushing, *streams = run(OLD.format(version=version, missing=missing)).splitlines()

@@ -213,6 +213,7 @@ def test_spark_reads_the_same_from_files(spark: SparkSession, service: Service, 
         assert files.where(where).orderBy("seq").collect() == http.where(where).orderBy("seq").collect()
 
 
+@pytest.mark.spark_since("4.2")
 def test_a_stream_takes_its_backlog_from_files(
     spark: SparkSession, service: Service, topic: str, tmp_path: Path
 ) -> None:

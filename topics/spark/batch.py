@@ -11,7 +11,6 @@ from pyspark.sql.types import StructType
 from topics.client import Client
 from topics.spark import planning
 from topics.spark.columns import Columns
-from topics.spark.errors import TopicsSparkError
 from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, connect, read_range
 from topics.spark.offsets import Mark, Range, ranges, split
 from topics.spark.options import Positions, ReadOptions
@@ -66,12 +65,7 @@ class BatchReader(DataSourceReader):
             found = planning.states(client, options)
             planning.require(found, options)
             start = planning.starts(client, found, options, "earliest")
-            end = planning.resolve(found, options.ending or Positions("latest"))
-            for name, mark in end.items():
-                if mark.seq > found[name].head_seq:
-                    raise TopicsSparkError(
-                        f"endingOffsets: topic {name!r} ends at {found[name].head_seq}, not {mark.seq}"
-                    )
+            end = planning.resolve("endingOffsets", found, options.ending or Positions("latest"))
             end = {name: Mark(max(mark.seq, start[name].seq), mark.epoch) for name, mark in end.items()}
             whole = ranges(start, end)
             whole = [one for one in whole if wanted.topics is None or one.topic in wanted.topics]

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from topics.client import Client, NotFoundError, Page, Record, Retry
 from topics.spark.columns import Columns
-from topics.spark.offsets import Gap, Range, data_loss
+from topics.spark.offsets import LOST_TAIL, Gap, Range, data_loss
 from topics.spark.options import ReadOptions, Service
 
 ROWS_PER_BATCH = 8_000
@@ -108,7 +108,7 @@ def _break(page: Page, one: Range, cursor: int) -> str | None:
         return "recreated"
     if page.head_seq < one.to_seq and page.next_from_seq <= cursor:
         # A topic of class `memory` that lost its tail: the seqs were there when the range was planned.
-        return "lost_tail"
+        return LOST_TAIL
     return None
 
 
