@@ -1,8 +1,8 @@
 """`python -m bench.spark_read`: a topic into Spark over HTTP and from its segments, beside Spark's own file source.
 
 A topic of records of about 100 bytes with tags is written, sealed, and read by two queries: one that counts rows, and
-one that needs every column. The same rows as JSON lines and as Parquet are read by the same queries. Of several readings
-the fastest counts. All of it runs on this machine, so service and Spark share its cores.
+one that needs every column. The same rows as JSON lines and as Parquet are read by the same queries. Of several
+readings the fastest counts. All of it runs on this machine, so service and Spark share its cores.
 """
 
 from __future__ import annotations

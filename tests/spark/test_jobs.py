@@ -25,7 +25,7 @@ from tests.harness import Service, poll
 from tests.spark.conftest import ROOT, make_java_home, spark_environment
 from topics.client import Client, NewRecord, Record
 from topics.client import segment_calls as calls
-from topics.spark.jobs import program
+from topics.spark.jobs import compaction, program
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -177,6 +177,31 @@ def test_an_export_that_died_between_files_and_note_is_repeated_to_the_same_file
     topics.append(topic, range(25, 30))
     jobs.run("export", *export)
     assert sorted(row.seq for row in lake_rows(spark, tmp_path / "lake")) == list(range(1, 31))
+
+
+@pytest.mark.parametrize("step", ["before the plan", "before the move", "before the removal"])
+def test_a_compaction_that_died_is_completed_by_the_next(
+    spark: SparkSession, topics: Client, jobs: Jobs, topic: str, tmp_path: Path, step: str
+) -> None:
+    lake = tmp_path / "lake"
+    topics.append(topic, range(12))
+    jobs.run("export", "--topics", topic, "--out", str(lake), "--max-records", "4")
+    with pytest.MonkeyPatch.context() as patch:
+        # It dies: what would come next does not.
+        patch.setattr(compaction._Lake, "finish", lambda _lake: None)
+        if step == "before the plan":
+            patch.setattr(compaction._Lake, "_write_plan", lambda _lake, _plan: None)
+        compaction.compact(spark, str(lake), 1)
+    plan_path = lake / "_compaction.json"
+    assert plan_path.exists() == (step != "before the plan")
+    if step == "before the removal":
+        plan = json.loads(plan_path.read_text())
+        Path(plan["new"]).rename(plan["place"].removeprefix("file:"))
+        assert len(lake_rows(spark, lake)) == 24, "both are there: compact while nobody reads"
+    compaction.compact(spark, str(lake), 1)
+    assert sorted(row.seq for row in lake_rows(spark, lake)) == list(range(1, 13))
+    assert len({row.batch for row in lake_rows(spark, lake)}) == 1
+    assert not plan_path.exists()
 
 
 def test_segments_of_a_topic_are_replayed_once(
