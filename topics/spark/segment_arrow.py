@@ -19,14 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from topics.spark.meta_arrow import meta_array
+from topics.spark.segment_frames import Ints, headers, marks
 from topics.storage.frame import FLAG_META, FLAG_NODE, FLAG_TAG
 from topics.storage.segment import DELETED, HEADER_LEN, TAIL_LEN
 
-Ints = npt.NDArray[np.int64]
-
-_LENGTHS_AT: Final = 21
-"""node_len u16, tag_len u16, data_len u32 in a frame."""
-_FLAGS_AT: Final = 4
 _PARTS: Final = 5
 _DATA_KEY_LEN: Final = len(b'"data":')
 _META_KEY: Final = b',"meta":'
@@ -56,9 +52,8 @@ class InconsistentLengthsError(Exception):
 
 def not_deleted(buffer: bytes, starts: Ints, lengths: Ints) -> npt.NDArray[np.bool_]:
     """Which frames are not marked deleted in the data."""
-    content = np.frombuffer(buffer, np.uint8)
-    marks: npt.NDArray[np.bool_] = content[starts + lengths - 1] != DELETED
-    return marks
+    alive: npt.NDArray[np.bool_] = marks(buffer, starts + lengths) != DELETED
+    return alive
 
 
 def decode(
@@ -75,18 +70,15 @@ def decode(
     """The records of these frames, which begin at `starts` in `buffer`; without those whose tag is not in `tags` (None:
     all are wanted) and those of the node `not_node`. Raises InconsistentLengthsError.
     """
-    content = np.frombuffer(buffer, np.uint8)
-    fields = np.ascontiguousarray(content[starts[:, None] + np.arange(_LENGTHS_AT, HEADER_LEN)])
-    short = fields[:, :4].copy().view("<u2").astype(np.int64)
-    data_len = fields[:, 4:].copy().view("<u4")[:, 0].astype(np.int64)
+    frames = headers(buffer, starts)
     node_at = starts + HEADER_LEN
-    tag_at = node_at + short[:, 0]
-    payload_at = tag_at + short[:, 1]
-    payload_end = payload_at + data_len
+    tag_at = node_at + frames["node_len"]
+    payload_at = tag_at + frames["tag_len"]
+    payload_end = payload_at + frames["data_len"]
     wrong = np.flatnonzero(payload_end + TAIL_LEN != starts + lengths)
     if len(wrong):
         raise InconsistentLengthsError(int(wrong[0]))
-    flags = content[starts + _FLAGS_AT]
+    flags = frames["flags"]
     data_end = payload_end.copy()
     meta_numbers = np.flatnonzero(flags & FLAG_META).tolist()
     meta_ats = [buffer.rfind(_META_BEGINS, payload_at[number], payload_end[number]) for number in meta_numbers]
