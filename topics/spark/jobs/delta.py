@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote, unquote, urlparse
+from urllib.parse import unquote, urlparse
 
 from topics.spark.errors import OptionError, TopicsSparkError
 
@@ -45,8 +45,8 @@ def read(spark: SparkSession, lake: str) -> DataFrame:
     """The table as it is now, for Spark without Delta's own package."""
     from deltalake import DeltaTable
 
-    table = DeltaTable(check(lake))
-    return spark.read.option("basePath", lake).parquet(*table.file_uris())
+    out = check(lake)
+    return spark.read.option("basePath", out).parquet(*(os.path.join(out, path) for path in _paths(DeltaTable(out))))
 
 
 def compact(out: str, files_max: int) -> int:
@@ -61,6 +61,14 @@ def compact(out: str, files_max: int) -> int:
             table.optimize.compact(only)
             days += 1
     return days
+
+
+def _paths(table: DeltaTable) -> list[str]:
+    """Of the files that are the table, below its directory."""
+    import pyarrow as pa
+
+    # In the log they are URIs.
+    return [unquote(path) for path in pa.table(table.get_add_actions())["path"].to_pylist()]
 
 
 class DeltaLake:
@@ -136,8 +144,7 @@ def _add_action(path: str, relative: str, values: dict[str, str | None]) -> AddA
         stats["minValues"] = {"seq": min(one.min for one in of_groups)}
         stats["maxValues"] = {"seq": max(one.max for one in of_groups)}
     found = os.stat(path)
-    # A path in the log is a URI.
-    return AddAction(quote(relative), found.st_size, values, found.st_mtime_ns // 1_000_000, True, json.dumps(stats))
+    return AddAction(relative, found.st_size, values, found.st_mtime_ns // 1_000_000, True, json.dumps(stats))
 
 
 def _directory(out: str) -> str:
