@@ -54,9 +54,10 @@ soak: $(STAMP) ## ten minutes of mixed load; memory, shared memory and descripto
 
 spark: $(STAMP) ## exactly once into topics: 200 batches, 40 kills; and readers that are killed
 	TOPICS_SPARK_BATCHES=200 $(BIN)/pytest -s --timeout 3600 tests/spark/test_exactly_once.py
-	TOPICS_SPARK_RECORDS=1000000 TOPICS_SPARK_READ_KILLS=20 $(BIN)/pytest -s --timeout 3600 tests/spark/test_killed_readers.py
+	TOPICS_SPARK_RECORDS=500000 TOPICS_SPARK_READ_KILLS=20 TOPICS_SPARK_MASTERS='local[2,50] local-cluster[2,1,512]' \
+	  $(BIN)/pytest -s --timeout 3600 tests/spark/test_killed_readers.py
 
-OLD_SPARKS := 4.0.1 4.1.1
+OLD_SPARKS := 4.0.5 4.1.4
 oldspark: $(STAMP) ## the tests of batches on PySpark 4.0 and 4.1, each in an environment of its own
 	for version in $(OLD_SPARKS); do \
 	  $(PYTHON) -m venv $(VENV)-spark-$$version && \

@@ -87,7 +87,7 @@ def main() -> int:
     parser.add_argument("--records", type=int, default=5_000_000)
     options = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="topics-spark-memory-"))
-    os.environ |= spark_environment(make_java_home(root / "java"))
+    os.environ |= spark_environment(make_java_home(root / "java", flags=""))
     peaks: dict[str, Sample] = {}
     try:
         with Service(

@@ -42,7 +42,7 @@ def main() -> int:
     options = parser.parse_args()
     records, readings = (200_000, 1) if options.quick else (options.records, options.readings)
     root = Path(tempfile.mkdtemp(prefix="topics-spark-bench-"))
-    os.environ |= spark_environment(make_java_home(root / "java"))
+    os.environ |= spark_environment(make_java_home(root / "java", flags=""))
     load_before = os.getloadavg()[0]
     try:
         with Service(env=SERVICE, shards=1, frontends=1, wal_file_bytes=None) as service:

@@ -131,7 +131,7 @@ def test_the_real_events_from_file_to_chart_and_back(
 
     lake = tmp_path / "lake"
     export = ["--topics", topic, "--out", str(lake), "--max-records", "10000"]
-    assert report_of(jobs.topics_spark("export", *export))["records"] == 28_069
+    assert jobs.run("export", *export)["records"] == 28_069
     by_seq = {row.seq: row.data.encode() for row in lake_rows(spark, lake)}
     assert [by_seq[seq] for seq in sorted(by_seq)] == lines
 
