@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -108,5 +108,5 @@ def _meta_of(records: Sequence[Record]) -> pa.Array:
 
 def _arrow_schema(schema: StructType) -> pa.Schema:
     """As Spark wants it. Before 4.2 the zone is no parameter, and UTC."""
-    zoned = "timezone" in inspect.signature(to_arrow_schema).parameters
-    return to_arrow_schema(schema, **({"timezone": "UTC"} if zoned else {}))
+    zone: dict[str, Any] = {"timezone": "UTC"} if "timezone" in inspect.signature(to_arrow_schema).parameters else {}
+    return to_arrow_schema(schema, **zone)

@@ -4,7 +4,7 @@ Here it is only found that all is well; when it is not, that module says what is
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +25,14 @@ from topics.storage.segment import ENTRY, ENTRY_LEN, HEADER, HEADER_LEN, TAIL_LE
 Ints = npt.NDArray[np.int64]
 Bytes8 = npt.NDArray[np.uint8]
 
+Kind = TypeVar("Kind", bound=np.generic)
+
 _GONE: Final = LOCATION_DELETED | LOCATION_LOST
 # With the padding, which is zeros: anything else does not go with its frame.
-_ENTRY: Final = np.dtype(
+_ENTRY: Final[np.dtype[np.void]] = np.dtype(
     {"names": ["offset", "len", "ts", "flags"], "formats": ["<u4", "<u4", "<u8", "<u4"], "offsets": [0, 4, 8, 16]}
 )
-_FRAME: Final = np.dtype(
+_FRAME: Final[np.dtype[np.void]] = np.dtype(
     {
         "names": ["flags", "seq", "ts", "node_len", "tag_len", "data_len"],
         "formats": ["u1", "<u8", "<u8", "<u2", "<u2", "<u4"],
@@ -40,8 +42,8 @@ _FRAME: Final = np.dtype(
 assert (_ENTRY.itemsize, ENTRY.size) == (ENTRY_LEN, 20)
 assert (_FRAME.itemsize, HEADER.format) == (HEADER_LEN, "<IBQQHHI")
 _CHECKED_FROM: Final = 4
-_CHECKSUM: Final = np.dtype("<u8")
-_BYTE: Final = np.dtype("u1")
+_CHECKSUM: Final[np.dtype[np.uint64]] = np.dtype(np.uint64)
+_BYTE: Final[np.dtype[np.uint8]] = np.dtype(np.uint8)
 _LOCATION_FLAGS: Final = np.array(
     [
         (LOCATION_HAS_TAG if flags & FLAG_TAG else 0)
@@ -128,7 +130,8 @@ def marks(buffer: bytes, ends: Ints) -> Bytes8:
     return at(buffer, _BYTE, ends - 1)
 
 
-def at(buffer: bytes, kind: np.dtype[np.generic], places: Ints) -> npt.NDArray[np.generic]:
+def at(buffer: bytes, kind: np.dtype[Kind], places: Ints) -> npt.NDArray[Kind]:
     """A value of this kind at each of these places, which need not be aligned."""
     count = len(buffer) - kind.itemsize + 1
-    return np.ndarray((max(0, count),), kind, buffer, strides=(1,))[places]
+    whole: npt.NDArray[Kind] = np.ndarray((max(0, count),), kind, buffer, strides=(1,))
+    return whole[places]

@@ -124,7 +124,9 @@ def settings(options: argparse.Namespace, submitted: Mapping[str, str] | None) -
 
 
 def _submitted() -> dict[str, str] | None:
-    """Asking for it starts Java, which spark-submit alone has done already."""
+    """None without spark-submit, which says that it is there by its gateway's port. Asking for settings without it would
+    start Java before any is made.
+    """
     from pyspark import SparkConf
 
     return dict(SparkConf().getAll()) if "PYSPARK_GATEWAY_PORT" in os.environ else None
