@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+_OURS = re.compile(r"(^|\s)topics\.[\w.]+Error: ")
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -23,9 +26,9 @@ def plainly(error: BaseException) -> str:
     """
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
     for line in lines:
-        name, _, message = line.strip().partition(": ")
-        if name.startswith("topics.") and name.endswith("Error"):
-            return message
+        ours = _OURS.search(line)
+        if ours is not None:
+            return line[ours.end() :]
     begun = next((number for number, line in enumerate(lines) if line.endswith(_TRACEBACK)), len(lines))
     for line in lines[begun + 1 :]:
         if not line.startswith(" "):

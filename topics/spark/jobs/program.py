@@ -124,8 +124,8 @@ def settings(options: argparse.Namespace, submitted: Mapping[str, str] | None) -
 
 
 def _submitted() -> dict[str, str] | None:
-    """None without spark-submit, which says that it is there by its gateway's port. Asking for settings without it would
-    start Java before any is made.
+    """None without spark-submit, which says that it is there by its gateway's port. Without it, to ask for settings
+    would start Java before any is made.
     """
     from pyspark import SparkConf
 
