@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import psutil
+import pyspark
 
-from tests.spark.conftest import ROOT, spark_environment
+from tests.spark.conftest import ROOT, make_java_home, spark_environment
 
 _WORKER = "pyspark.worker"
 _EXECUTOR = "CoarseGrainedExecutorBackend"
@@ -20,9 +21,11 @@ _EXECUTOR = "CoarseGrainedExecutorBackend"
 class Driver:
     """`python -m module arguments` and whatever Spark starts from it."""
 
-    def __init__(self, module: str, arguments: list[str], log: Path, java_home: Path) -> None:
+    def __init__(self, module: str, arguments: list[str], log: Path, directory: Path) -> None:
+        """Its Java and what executors write lie in `directory`."""
         self._command = [sys.executable, "-m", module, *arguments]
-        self._environment = os.environ | spark_environment(java_home)
+        self._environment = os.environ | spark_environment(make_java_home(directory / "java"))
+        self._environment["SPARK_HOME"] = str(_spark_home(directory / "spark"))
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -72,6 +75,14 @@ class Driver:
             return psutil.Process(self._process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
+
+
+def _spark_home(directory: Path) -> Path:
+    """The installed Spark; executors of `local-cluster` make their directories in its home."""
+    directory.mkdir()
+    for path in Path(pyspark.__file__).parent.iterdir():
+        (directory / path.name).symlink_to(path)
+    return directory
 
 
 def sigkill(process: psutil.Process) -> bool:

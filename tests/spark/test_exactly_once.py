@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 
 from tests.harness import Service, poll
-from tests.spark.conftest import make_java_home
 from tests.spark.processes import Driver, sigkill
 from topics.client import Client, NewRecord, Record
 
@@ -35,8 +34,7 @@ def test_the_rows_are_the_oracles_whatever_is_killed(topic: str, tmp_path: Path)
     with Service(shards=2, frontends=2) as service, Client(service.url) as client:
         client.append(topic, [NewRecord({"n": n}, tag=str(n % 5)) for n in range(total)])
         arguments = [service.url, topic, f"{topic}-out", str(tmp_path / "checkpoint")]
-        java_home = make_java_home(tmp_path / "java")
-        driver = Driver("tests.spark.copy_query", arguments, tmp_path / "driver.log", java_home)
+        driver = Driver("tests.spark.copy_query", arguments, tmp_path / "driver.log", tmp_path)
         driver.start()
         kills: Counter[str] = Counter()
         # All kinds, each as often as the others, in any order.
@@ -83,7 +81,7 @@ def _kill(what: str, service: Service, driver: Driver, chance: random.Random) ->
     if what == "driver":
         driver.kill()
     elif what == "executor":
-        task = poll("a task", lambda: driver.at_work(service.port) or driver.exit_code is not None, 120)
+        task = poll("a task", lambda: driver.at_work(service.port) or driver.exit_code is not None, 240, 0.05)
         return isinstance(task, psutil.Process) and sigkill(task)
     elif what == "service":
         service.kill_group()

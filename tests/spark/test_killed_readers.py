@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.harness import Service, poll
-from tests.spark.conftest import make_java_home
 from tests.spark.processes import Driver, sigkill, talks_to
 from topics.client import Client, NewRecord
 from topics.client import segment_calls as calls
@@ -23,7 +22,7 @@ from topics.client import segment_calls as calls
 RECORDS = int(os.environ.get("TOPICS_SPARK_RECORDS", "80000"))
 KILLS = int(os.environ.get("TOPICS_SPARK_READ_KILLS", "2"))
 """In each reading."""
-MASTERS = os.environ.get("TOPICS_SPARK_MASTERS", "local-cluster[2,1,512]").split()
+MASTERS = os.environ.get("TOPICS_SPARK_MASTERS", "local[2,50]").split()
 SEGMENT_EVENTS = 5_000
 PARTITIONS = 8
 
@@ -44,12 +43,11 @@ def test_rows_are_the_topics_whatever_is_killed(topic: str, tmp_path: Path, mast
         readings = [http, http | {"mode": "segments", "dataDir": str(service.data_dir)}]
         out = tmp_path / "out"
         arguments = [master, str(out), json.dumps(readings)]
-        java_home = make_java_home(tmp_path / "java")
-        driver = Driver("tests.spark.read_query", arguments, tmp_path / "driver.log", java_home)
+        driver = Driver("tests.spark.read_query", arguments, tmp_path / "driver.log", tmp_path)
         driver.start()
         try:
             kills = [_kill_readers(driver, service.port, out / str(number), chance) for number in range(len(readings))]
-            poll("the end of the query", lambda: driver.exit_code is not None, 120)
+            poll("the end of the query", lambda: driver.exit_code is not None, 240, 0.05)
             assert driver.exit_code == 0
         except BaseException as error:
             error.add_note(driver.log())
@@ -72,7 +70,7 @@ def _kill_readers(driver: Driver, port: int, out: Path, chance: random.Random) -
         return driver.exit_code is not None or (out / "_SUCCESS").exists()
 
     while killed.total() < KILLS and not ended():
-        victim = poll("a task that reads", lambda: driver.at_work(port) or ended(), 120)
+        victim = poll("a task that reads", lambda: driver.at_work(port) or ended(), 240, 0.05)
         if not isinstance(victim, psutil.Process):
             break
         time.sleep(chance.random() * 0.2)  # anywhere in its range
