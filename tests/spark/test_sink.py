@@ -6,11 +6,14 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
+from pyspark.sql.types import StringType, StructField, StructType
 
 from tests.harness import Service
 from topics.client import Client, Record
 from topics.spark.errors import TopicsSparkError, plainly
+from topics.spark.sink import BatchWriter
 from topics.spark.source import TopicsDataSource
 
 if TYPE_CHECKING:
@@ -78,10 +81,24 @@ def test_a_large_job_is_there_once_and_leaves_nothing_behind(
 def test_a_job_that_fails_writes_nothing(spark: SparkSession, service: Service, topics: Client, topic: str) -> None:
     topics.put_topic(topic)
     before = stages_left(service)
-    frame = spark.range(0, 100, 1, 2).selectExpr("if(id = 99, 'no json', cast(id as string)) data")
+    # One task: another that runs beside it would be killed, and what it staged expire.
+    frame = spark.range(0, 100, 1, 1).selectExpr("if(id = 99, 'no json', cast(id as string)) data")
     assert "a row's data is not JSON" in refusal(lambda: write(frame, service, topic=topic, recordsPerStage="10"))
     assert topics.get_topic(topic).head_seq == 0
     assert stages_left(service) <= before
+
+
+def test_an_abort_drops_what_the_other_tasks_have_staged(service: Service, topics: Client, topic: str) -> None:
+    topics.put_topic(topic)
+    before = stages_left(service)
+    schema = StructType([StructField("data", StringType())])
+    writer = TopicsDataSource({"url": service.url, "topic": topic}).writer(schema, False)
+    assert isinstance(writer, BatchWriter)
+    staged = writer.write(iter([pa.RecordBatch.from_pydict({"data": ["1", "2"]})]))
+    assert len(stages_left(service) - before) == 1
+    writer.abort([staged, None])
+    assert stages_left(service) <= before
+    assert topics.get_topic(topic).head_seq == 0
 
 
 @pytest.mark.parametrize(

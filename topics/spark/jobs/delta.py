@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote, urlparse
@@ -20,6 +21,7 @@ from urllib.parse import unquote, urlparse
 from topics.spark.errors import OptionError, TopicsSparkError
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from deltalake import DeltaTable
     from deltalake.transaction import AddAction
     from pyspark.sql import DataFrame, SparkSession
@@ -46,7 +48,8 @@ def read(spark: SparkSession, lake: str) -> DataFrame:
     from deltalake import DeltaTable
 
     out = check(lake)
-    return spark.read.option("basePath", out).parquet(*(os.path.join(out, path) for path in _paths(DeltaTable(out))))
+    paths = [os.path.join(out, unquote(path)) for path in _files(DeltaTable(out))["path"].to_pylist()]
+    return spark.read.option("basePath", out).parquet(*paths)
 
 
 def compact(out: str, files_max: int) -> int:
@@ -54,21 +57,19 @@ def compact(out: str, files_max: int) -> int:
     from deltalake import DeltaTable
 
     table = DeltaTable(_directory(out))
-    days = 0
-    for day in table.partitions():
-        only = [(name, "=", day[name]) for name in PARTITIONS]
-        if len(table.file_uris(only)) > files_max:
-            table.optimize.compact(only)
-            days += 1
-    return days
+    files = _files(table)
+    of_days = Counter(zip(*(files[f"partition.{name}"].cast("string").to_pylist() for name in PARTITIONS), strict=True))
+    crowded = [day for day, count in of_days.items() if count > files_max]
+    for day in crowded:
+        table.optimize.compact([(name, "=", value) for name, value in zip(PARTITIONS, day, strict=True)])
+    return len(crowded)
 
 
-def _paths(table: DeltaTable) -> list[str]:
-    """Of the files that are the table, below its directory."""
+def _files(table: DeltaTable) -> pa.Table:
+    """What the log says of the files that are the table; `path` is a URI, relative to its directory."""
     import pyarrow as pa
 
-    # In the log they are URIs.
-    return [unquote(path) for path in pa.table(table.get_add_actions())["path"].to_pylist()]
+    return pa.table(table.get_add_actions(flatten=True))
 
 
 class DeltaLake:
