@@ -221,6 +221,15 @@ class Trim(msgspec.Struct, tag=True, array_like=True, frozen=True):
     file_no: int
 
 
+class MarkAgain(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """From the compactor: mark these deletions in their segments once more, a sync that should have covered the marks
+    may have failed. `runs`: (first_seq, last_seq) of records that the log says are deleted.
+    """
+
+    topic_id: int
+    runs: list[tuple[int, int]]
+
+
 class EnsureTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Create a topic with the default configuration; one that is there stays as it is. Answered as PutTopic."""
 
@@ -284,6 +293,7 @@ Call = (
     | Hello
     | Checkpoint
     | Trim
+    | MarkAgain
     | QueueCall
 )
 

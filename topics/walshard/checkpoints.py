@@ -7,11 +7,14 @@ mark that says nothing new changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Final
 
+from topics.core.errors import TopicsError
 from topics.core.fold import MarkBody, encode_body
 from topics.core.segment_list import SegmentList
+from topics.core.seq_set import Run, seqs_of
 from topics.core.shard_state import Floors
 from topics.log import get_logger
 from topics.shm.arena import ArenaFullError
@@ -27,6 +30,21 @@ from topics.walshard.segment_files import SegmentFiles
 log = get_logger()
 
 _REFUSED: Final = (ValueError, ArenaFullError, OSError, CorruptSegment)
+
+
+def require_marked(files: SegmentFiles) -> None:
+    """A snapshot would take for done what only the log says. Raises TopicsError."""
+    if not files.is_marked:
+        raise TopicsError("storage_unavailable", "deletions cannot be marked in their segments now")
+
+
+def mark_again(files: SegmentFiles, hosted: Hosted | None, runs: Iterable[Run]) -> None:
+    """Deletions that the log tells of, whatever was marked before; of a topic that is deleted, none. Raises TopicsError
+    when there are some that cannot be marked.
+    """
+    if hosted is not None:
+        hosted.index.flag_moved(list(seqs_of(runs)))
+    require_marked(files)
 
 
 class Marks:

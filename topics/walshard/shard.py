@@ -39,6 +39,7 @@ from topics.shm.messages import (
     EnsureTopic,
     Expire,
     Hello,
+    MarkAgain,
     PutRouter,
     PutTopic,
     PutTopicReply,
@@ -70,7 +71,7 @@ from topics.storage.wal import WalWriteError
 from topics.walshard.appends import Appends, create_frame
 from topics.walshard.background_sync import BackgroundSync
 from topics.walshard.catalog import Catalog
-from topics.walshard.checkpoints import Marks
+from topics.walshard.checkpoints import Marks, mark_again, require_marked
 from topics.walshard.commit import Logs
 from topics.walshard.cursors import CURSOR_CALLS, NamedCursors
 from topics.walshard.head_marks import LostHeads, head_mark
@@ -325,6 +326,9 @@ class Shard:
             case Trim():
                 self._log_trim.request(call.file_no)
                 answer.reply = messages.encode_reply(answer.request_id, Done())
+            case MarkAgain():
+                mark_again(self._files, self._catalog.find_id(call.topic_id), call.runs)
+                answer.reply = messages.encode_reply(answer.request_id, Done())
         return False
 
     def _ensure_topic(self, call: EnsureTopic, answer: Answer) -> None:
@@ -470,9 +474,7 @@ class Shard:
     def _checkpoint(self, call: Checkpoint, answer: Answer) -> None:
         self._commit_appends()
         self._files.mark_again()
-        if not self._files.is_marked:
-            # A snapshot would take for done what only the log says.
-            raise TopicsError("storage_unavailable", "deletions cannot be marked in their segments now")
+        require_marked(self._files)
         held: list[int] = []
         due: list[tuple[TopicCheckpoint, Hosted | None]] = []
         for checkpoint in call.topics:
