@@ -216,7 +216,11 @@ class Compactor:
         self._cell.set("orphans", self._leftovers.unexplained)
         if self._relocation is not None:
             names = [object_names(topic_id, *name) for topic_id, name in removed]
-            self._relocation.sweep(self._files_of, itertools.chain.from_iterable(names))
+            try:
+                self._relocation.sweep(self._files_of, itertools.chain.from_iterable(names))
+            except OSError as error:
+                self._cell.add("failures")
+                log.error("what is superfluous in the cold directory stays for now", reason=str(error))
 
     def _files_of(self, topic_id: int) -> TopicFiles | None:
         for follower in self._followers:
