@@ -12,7 +12,6 @@ import pytest
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
-from topics.shm.messages import DeleteRecords, PutTopic
 from topics.shm.queue_messages import (
     Ack,
     Bury,
@@ -27,6 +26,7 @@ from topics.shm.queue_messages import (
     Nack,
     Remove,
 )
+from topics.shm.topic_messages import DeleteRecords, PutTopic
 from topics.storage import layout
 from topics.storage.layout import list_log_files
 

@@ -12,19 +12,11 @@ from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.routers import RouterSpec
-from topics.shm import messages
+from topics.shm import append_messages
 from topics.shm.memory import SharedObject
-from topics.shm.messages import (
-    CatchUp,
-    DeleteRecords,
-    DeleteRouter,
-    DeleteTopic,
-    EnsureTopic,
-    PutRouter,
-    PutTopic,
-    SyncRouters,
-)
+from topics.shm.router_messages import CatchUp, DeleteRouter, PutRouter, SyncRouters
 from topics.shm.router_table import RouterTable
+from topics.shm.topic_messages import DeleteRecords, DeleteTopic, EnsureTopic, PutTopic
 from topics.storage.frame import FLAG_MORE, FrameType, lay_out, scan
 from topics.storage.layout import group_dir, log_path, ram_group_dir
 from topics.walshard.feeds import Feeds
@@ -50,7 +42,7 @@ def append_tagged(rig: Rig, name: str, *records: tuple[bytes, bytes]) -> None:
     """(tag, data) each."""
     laid_out = lay_out([(b"", tag, data, b"") for tag, data in records])
     rig._next_id += 1
-    message = messages.encode_append(
+    message = append_messages.encode_append(
         rig._next_id, name.encode(), True, None, b"", None, laid_out.offset_len, laid_out.flags, laid_out.buffer
     )
     assert rig.shared.rings[0][0].requests.push(*message)

@@ -27,8 +27,9 @@ from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.log import get_logger
+from topics.shm.compactor_messages import Trim
 from topics.shm.control import ProcessCell
-from topics.shm.messages import Done, Trim
+from topics.shm.messages import Done
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.kill_points import reached

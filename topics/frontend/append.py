@@ -24,8 +24,8 @@ from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.query import flag
 from topics.frontend.wire import AppendBody, RecordBody
 from topics.settings import Settings
+from topics.shm.append_messages import AppendReply, JobAttributes
 from topics.shm.control import ProcessCell
-from topics.shm.messages import AppendReply, JobAttributes
 from topics.storage.frame import LaidOut, lay_out, lay_out_plain
 
 KEY_MAX_CHARS: Final = 256

@@ -22,18 +22,17 @@ from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.query import name_after, name_cursor, page_size
 from topics.frontend.reading import TopicReader
 from topics.settings import Settings
-from topics.shm.messages import (
+from topics.shm.messages import Done
+from topics.shm.router_messages import (
     DeleteRouter,
     DeleteRouterReply,
-    Done,
-    EnsureTopic,
     PutRouter,
     PutRouterReply,
-    PutTopicReply,
     RemoveRouters,
     SyncRouters,
     SyncRoutersReply,
 )
+from topics.shm.topic_messages import EnsureTopic, PutTopicReply
 
 REGISTRY_SHARD: Final = 0
 BEGIN_WAIT_S: Final = 2.0

@@ -27,17 +27,17 @@ from topics.frontend.query import flag, name_after, name_cursor, page_size
 from topics.frontend.reading import TopicReader, TopicRef
 from topics.frontend.routers import RouterRoutes
 from topics.settings import Settings
-from topics.shm.messages import (
+from topics.shm.messages import Done
+from topics.shm.recency import Recency, RecencyWriter
+from topics.shm.topic_messages import (
     DeleteRecords,
     DeleteRecordsReply,
     DeleteTopic,
     DeleteTopicReply,
-    Done,
     Expire,
     PutTopic,
     PutTopicReply,
 )
-from topics.shm.recency import Recency, RecencyWriter
 
 EXPIRE_WAIT_S: Final = 0.25
 """A dead shard must not hold up a state read: it is then answered as the topic was last published."""

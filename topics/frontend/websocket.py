@@ -44,10 +44,10 @@ from topics.frontend.websocket_commands import (
 from topics.frontend.wording import MESSAGES
 from topics.log import get_logger
 from topics.settings import Settings
+from topics.shm.append_messages import AppendReply
 from topics.shm.cap import Cap
 from topics.shm.control import ProcessCell
 from topics.shm.key_counts import Counted
-from topics.shm.messages import AppendReply
 
 PUBLISHES_MAX: Final = 64
 """On their way to shards, of one socket."""

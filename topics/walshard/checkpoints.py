@@ -15,7 +15,7 @@ from topics.core.segment_list import SegmentList
 from topics.core.shard_state import Floors
 from topics.log import get_logger
 from topics.shm.arena import ArenaFullError
-from topics.shm.messages import TopicCheckpoint
+from topics.shm.compactor_messages import TopicCheckpoint
 from topics.storage import frame
 from topics.storage.frame import FrameType
 from topics.storage.kill_points import reached

@@ -14,7 +14,7 @@ from topics.core.router_state import FeedBody
 from topics.log import get_logger
 from topics.shm import messages
 from topics.shm.control import ProcessCell
-from topics.shm.messages import (
+from topics.shm.router_messages import (
     CatchUp,
     CaughtUp,
     DeleteRouter,

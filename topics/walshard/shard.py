@@ -23,41 +23,30 @@ from topics.core.shard_state import Floors
 from topics.core.tags import Match
 from topics.core.topic import EvictReason
 from topics.log import get_logger
-from topics.shm import messages
+from topics.shm import append_messages, messages
 from topics.shm.arena import ArenaFullError
+from topics.shm.compactor_messages import Checkpoint, CheckpointReply, TopicCheckpoint, Trim
 from topics.shm.control import ProcessCell
-from topics.shm.messages import (
-    CatchUp,
-    Checkpoint,
-    CheckpointReply,
+from topics.shm.messages import Done
+from topics.shm.router_messages import CatchUp, DeleteRouter, PutRouter, RemoveRouters, SyncRouters
+from topics.shm.topic_messages import (
     DeleteRecords,
     DeleteRecordsReply,
-    DeleteRouter,
     DeleteTopic,
     DeleteTopicReply,
-    Done,
     EnsureTopic,
     Expire,
-    Hello,
-    PutRouter,
     PutTopic,
     PutTopicReply,
-    RemoveRouters,
+)
+from topics.shm.txn_messages import StagePublish, StagesOver, TxnBegin, TxnEnd, TxnForget, TxnLook, TxnPending
+from topics.shm.watch_messages import (
+    Hello,
     SessionAbandon,
     SessionClose,
     SessionLook,
     SessionOpen,
     SessionPut,
-    StagePublish,
-    StagesOver,
-    SyncRouters,
-    TopicCheckpoint,
-    Trim,
-    TxnBegin,
-    TxnEnd,
-    TxnForget,
-    TxnLook,
-    TxnPending,
     Unwatch,
     Watch,
 )
@@ -265,7 +254,7 @@ class Shard:
             message = _read_spill(messages.decode_reference(message))
             kind &= ~messages.BY_REFERENCE
         if kind == messages.Kind.APPEND:
-            self._appends.prepare(messages.decode_append(message), answer, self._now_ms)
+            self._appends.prepare(append_messages.decode_append(message), answer, self._now_ms)
             return True
         assert kind == messages.Kind.CALL
         call = messages.decode_call(message)
