@@ -14,14 +14,12 @@ from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.shm.arena import TopicView
+from topics.shm.cursor_messages import CursorAdvance, CursorLook, CursorPut
 from topics.shm.queue_messages import (
     Ack,
     AckReply,
     Bury,
     Claim,
-    CursorAdvance,
-    CursorLook,
-    CursorPut,
     Dealt,
     Exhume,
     Extend,

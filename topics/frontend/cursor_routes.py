@@ -25,7 +25,7 @@ from topics.frontend.records import CorruptRecordError, PageOptions
 from topics.frontend.wire import Count
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
-from topics.shm.queue_messages import (
+from topics.shm.cursor_messages import (
     CursorAdvance,
     CursorDelete,
     CursorDeleted,

@@ -27,6 +27,7 @@ import msgspec
 
 from topics.core.errors import TopicsError
 from topics.shm.compactor_messages import CheckpointReply, CompactorCall
+from topics.shm.cursor_messages import CursorAnswer, CursorCall
 from topics.shm.queue_messages import Dealt, QueueCall, QueueReply
 from topics.shm.router_messages import RouterCall, RouterReply
 from topics.shm.topic_messages import TopicCall, TopicReply
@@ -49,7 +50,7 @@ class Kind(IntEnum):
     DEALT = 6
 
 
-Call = TopicCall | RouterCall | WatchCall | TxnCall | CompactorCall | QueueCall
+Call = TopicCall | RouterCall | WatchCall | TxnCall | CompactorCall | QueueCall | CursorCall
 
 
 class Done(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -62,7 +63,7 @@ class ErrorReply(msgspec.Struct, array_like=True, frozen=True):
     detail: dict[str, Any] | None
 
 
-Reply = TopicReply | SessionOpenReply | RouterReply | CheckpointReply | SinkReply | Done | QueueReply
+Reply = TopicReply | SessionOpenReply | RouterReply | CheckpointReply | SinkReply | Done | QueueReply | CursorAnswer
 
 
 _call_encoder = msgspec.msgpack.Encoder()

@@ -33,6 +33,7 @@ from topics.shm.queue_messages import (
     Extend,
     ExtendReply,
     Nack,
+    QueueCall,
     Remove,
     RemoveReply,
     Unclaim,
@@ -47,8 +48,6 @@ from topics.walshard.queue_writes import QueueWrites
 from topics.walshard.work import Worker, Workers
 
 QUEUE_CALLS: Final = (Claim, Ack, Nack, Extend, Unclaim, WorkOpen, WorkClose, Bury, Exhume, Remove)
-
-Call = Claim | Ack | Nack | Extend | Unclaim | WorkOpen | WorkClose | Bury | Exhume | Remove
 
 
 class Queues:
@@ -140,7 +139,7 @@ class Queues:
 
     # -- requests
 
-    def take(self, call: Call, answer: Answer) -> None:
+    def take(self, call: QueueCall, answer: Answer) -> None:
         """Prepares the answer, and what it has the group write; raises TopicsError, the group being as before."""
         match call:
             case Claim():
