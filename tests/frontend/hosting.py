@@ -16,8 +16,10 @@ import msgspec
 from topics.compactor.rewriting import rewrite
 from topics.compactor.segments import LogFileKey, SealAt, SegmentAppender
 from topics.core.config import TopicConfig
+from topics.core.floors import EvictReason
+from topics.core.location import LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.core.segment_list import COLD, SegmentInfo, SegmentList
-from topics.core.topic import LOCATION_IN_RAM_LOG, LOCATION_LOST, EvictReason, Topic
+from topics.core.topic import Topic
 from topics.frontend.arenas import Arenas
 from topics.frontend.cold import ColdTier
 from topics.frontend.log_files import LogFiles

@@ -15,9 +15,10 @@ import msgspec
 from topics.core.clock import Clock
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError, topic_not_found
+from topics.core.floors import EvictReason
+from topics.core.location import LOCATION_LOST
 from topics.core.names import owner_shard
 from topics.core.segment_list import SegmentInfo
-from topics.core.topic import LOCATION_LOST, EvictReason
 from topics.frontend.arenas import Arenas
 from topics.frontend.cold import ColdMissError, ColdTier
 from topics.frontend.log_files import LogFiles
@@ -313,7 +314,7 @@ def floor_tombstone(view: TopicView, from_seq: int) -> Tombstone | None:
 
 
 def _lost_run(source: Source, view: TopicView, first_seq: int, last_seq: int) -> Tombstone:
-    """The records from `first_seq` on that are gone though older ones live (core/topic.py LOCATION_LOST)."""
+    """The records from `first_seq` on that are gone though older ones live (LOCATION_LOST)."""
     seq = first_seq
     reason = EvictReason.NONE
     while seq <= last_seq:

@@ -15,7 +15,7 @@ afterwards. So readers never wait, and a shard killed in the middle of a write h
 
 A location ring holds the records base_seq..head_seq; seq s lies at index s & (capacity - 1):
 
-    entry  | seq u64 | ts u64 | offset u32 | len_bytes u32 | file_no u32 | flags u32 |      flags: `core/topic.py`
+    entry  | seq u64 | ts u64 | offset u32 | len_bytes u32 | file_no u32 | flags u32 |      flags: `core/location.py`
 
 Records earliest_seq..base_seq - 1 are in segments. A table in the heap lists them, one row of 7 words for each, in the
 order of `core.segment_list.SegmentInfo`; it is never changed in place, a new one comes with a new version:
@@ -44,8 +44,8 @@ import posix_ipc
 from sortedcontainers import SortedDict
 
 from topics.core.config import TopicConfig
+from topics.core.location import ENTRY_WORDS
 from topics.core.segment_list import SegmentInfo
-from topics.core.topic import ENTRY_WORDS
 from topics.shm.instance import ARENA_RESERVE_BYTES
 from topics.shm.location_ring import copy_entries
 from topics.shm.memory import SharedObject

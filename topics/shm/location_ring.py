@@ -6,7 +6,7 @@ from array import array
 from typing import Final, Protocol
 
 from topics.core.config import U64_MAX
-from topics.core.topic import ENTRY_WORDS
+from topics.core.location import ENTRY_WORDS
 
 RING_MIN_ENTRIES: Final = 16
 

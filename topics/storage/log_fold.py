@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from topics.core.fold import Fold
-from topics.core.topic import LOCATION_IN_RAM_LOG
+from topics.core.location import LOCATION_IN_RAM_LOG
 from topics.storage.frame import (
     FLAG_META,
     FLAG_NODE,

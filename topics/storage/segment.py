@@ -45,7 +45,8 @@ from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from topics.core.topic import ENTRY_WORDS, LOCATION_DELETED, LOCATION_LOST, EvictReason
+from topics.core.floors import EvictReason
+from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_DELETED, LOCATION_GONE, LOCATION_LOST
 from topics.storage import layout
 from topics.storage.frame import CHECKSUM_LEN as WAL_CHECKSUM_LEN
 from topics.storage.frame import (
@@ -77,10 +78,8 @@ _WAL_FLAGS_AT: Final = 5
 _WAL_IDENTITY_AT: Final = 6  # topic_id, seq
 _WAL_IDENTITY_LEN: Final = 16
 _WAL_SEQ_AT: Final = 14
-_FLAGS_SHIFT: Final = 32
-_GONE: Final = LOCATION_DELETED | LOCATION_LOST
-_GONE_FLAGS: Final = frozenset(flags for flags in range(256) if flags & _GONE)
-_KEPT_FLAGS: Final = _GONE | LOCATION_HAS_TAG | LOCATION_HAS_NODE | LOCATION_HAS_META
+_GONE_FLAGS: Final = frozenset(flags for flags in range(256) if flags & LOCATION_GONE)
+_KEPT_FLAGS: Final = LOCATION_GONE | LOCATION_HAS_TAG | LOCATION_HAS_NODE | LOCATION_HAS_META
 _REASONS: Final = frozenset(map(int, EvictReason)) - {EvictReason.NONE}
 _FLAG_BYTES: Final = [bytes((flags,)) for flags in range(256)]
 # The end of a frame and the length of the one behind it: one pack and one join entry less a record.
@@ -173,7 +172,7 @@ class SegmentReader:
             entries[0::ENTRY_WORDS], entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS], strict=True
         ):
             offset, length = offset_len & 0xFFFF_FFFF, offset_len >> 32
-            if not length or not file_flags >> _FLAGS_SHIFT & LOCATION_HAS_TAG:
+            if not length or not file_flags >> FLAGS_SHIFT & LOCATION_HAS_TAG:
                 continue
             if offset + length > len(data) or length < HEADER_LEN + TAIL_LEN:
                 self.frame(seq)  # says what is wrong
@@ -282,7 +281,7 @@ def entries_of_idx(part: Bytes, first_seq: int) -> array[int]:
 
 def is_gone(file_flags: int) -> bool:
     """Whether the record of an index entry gets no frame in a segment."""
-    return bool(file_flags >> _FLAGS_SHIFT & _GONE)
+    return bool(file_flags >> FLAGS_SHIFT & LOCATION_GONE)
 
 
 def holds_frame(header: bytes, length: int, seq: int) -> bool:

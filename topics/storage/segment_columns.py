@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from topics.core.topic import LOCATION_DELETED, LOCATION_LOST
+from topics.core.location import LOCATION_GONE
 from topics.storage.frame import (
     FLAG_META,
     FLAG_NODE,
@@ -30,7 +30,6 @@ from topics.storage.segment import ENTRY_LEN, HEADER_LEN, TAIL_LEN, CorruptSegme
 _LENGTH_FIELD_LEN: Final = 4
 _ENTRY_U32: Final = ENTRY_LEN // 4
 _TS_AT: Final = 8
-_GONE: Final = LOCATION_DELETED | LOCATION_LOST
 _LOCATION_FLAGS: Final = [
     (LOCATION_HAS_TAG if flags & FLAG_TAG else 0)
     | (LOCATION_HAS_NODE if flags & FLAG_NODE else 0)
@@ -58,7 +57,7 @@ class Columns(NamedTuple):
     @property
     def has_gone(self) -> bool:
         """Whether any is deleted or lost."""
-        return any(flags & _GONE for flags in set(self.flags))
+        return any(flags & LOCATION_GONE for flags in set(self.flags))
 
 
 def read_columns(idx: Bytes | mmap.mmap, first: int, count: int) -> Columns:
@@ -128,7 +127,7 @@ def check_frames(
     ts, _, lengths, flags = columns
     seqs: Sequence[int] = range(first_seq, first_seq + len(ts))
     if columns.has_gone:
-        live = [number for number, flag in enumerate(flags) if not flag & _GONE]
+        live = [number for number, flag in enumerate(flags) if not flag & LOCATION_GONE]
         seqs, ts, flags = [seqs[n] for n in live], [ts[n] for n in live], [flags[n] for n in live]
         starts, lengths = [starts[n] for n in live], [lengths[n] for n in live]
     if not seqs:

@@ -10,8 +10,9 @@ from topics.core.clock import Clock
 from topics.core.config import TopicConfig
 from topics.core.fold import Fold, FoldError
 from topics.core.jobs import Now
+from topics.core.location import LOCATION_IN_RAM_LOG
 from topics.core.names import owner_shard
-from topics.core.topic import LOCATION_IN_RAM_LOG, Topic
+from topics.core.topic import Topic
 from topics.core.topic_ids import TopicIds
 from topics.shm.arena import ArenaWriter
 from topics.shm.location_ring import LocationRing

@@ -10,9 +10,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Final
 
-from topics.core.fold import MarkBody, encode_body
+from topics.core.control_bodies import MarkBody, encode_body
+from topics.core.floors import Floors
 from topics.core.segment_list import SegmentList
-from topics.core.shard_state import Floors
 from topics.log import get_logger
 from topics.shm.arena import ArenaFullError
 from topics.shm.compactor_messages import TopicCheckpoint

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from topics.core.control_bodies import encode_body
 from topics.core.cursors import Cursor, CursorBody
 from topics.core.errors import topic_not_found
-from topics.core.fold import encode_body
 from topics.shm import messages
 from topics.shm.cursor_messages import (
     CursorAdvance,

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from typing import Final
 
 from topics.core.config import U64_MAX
+from topics.core.location import ENTRY_WORDS
 from topics.core.router_state import FeedBody, FeedRouter, encode_router
 from topics.core.routers import HOPS_MAX, Router, with_origin
 from topics.core.tags import Match
-from topics.core.topic import ENTRY_WORDS, Topic
+from topics.core.topic import Topic
 from topics.storage import frame
 from topics.storage.copies import Original, make_copy
 from topics.storage.frame import FrameType

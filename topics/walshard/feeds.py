@@ -16,9 +16,11 @@ from typing import Final
 
 from topics.core.config import U64_MAX
 from topics.core.errors import TopicsError
+from topics.core.floors import EvictReason
+from topics.core.location import LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.core.router_state import FeedBody, FeedRouter, RouterState
 from topics.core.routers import Router
-from topics.core.topic import LOCATION_IN_RAM_LOG, LOCATION_LOST, EvictReason, Topic
+from topics.core.topic import Topic
 from topics.log import get_logger
 from topics.shm.arena import ArenaFullError
 from topics.shm.router_board import RouterBoardWriter, RouterProgress

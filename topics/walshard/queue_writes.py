@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 
-from topics.core.fold import encode_body
+from topics.core.control_bodies import encode_body
 from topics.core.jobs import Now
 from topics.core.queue_log import AckBody
 from topics.storage import frame

@@ -15,8 +15,8 @@ from heapq import heappop, heappush
 from typing import Final
 
 from topics.core.config import TopicConfig
+from topics.core.control_bodies import encode_body
 from topics.core.errors import not_a_queue, topic_not_found
-from topics.core.fold import encode_body
 from topics.core.jobs import Now
 from topics.core.leases import Leased, Leases
 from topics.core.queue_log import AckBody

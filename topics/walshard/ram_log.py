@@ -21,9 +21,9 @@ from array import array
 from collections.abc import Iterator
 from typing import Final, NamedTuple, Protocol
 
-from topics.core.fold import RamStateBody, encode_body
+from topics.core.control_bodies import RamStateBody, encode_body
+from topics.core.location import ENTRY_WORDS, LOCATION_IN_RAM_LOG, LOW_WORD
 from topics.core.queue_state import ConsumerState
-from topics.core.topic import ENTRY_WORDS, LOCATION_IN_RAM_LOG
 from topics.log import get_logger
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, read_all
@@ -42,7 +42,6 @@ DEAD_FILES_MAX: Final = 4
 """Live records are moved out of the oldest files once the log is so many files longer than twice what is live."""
 _CHUNK_ENTRIES: Final = 1 << 16
 _MOVE_ENTRIES: Final = 1 << 10
-_LOW_WORD: Final = 0xFFFF_FFFF
 
 
 class Copies(Protocol):
@@ -155,7 +154,7 @@ class RamTrim:
         words: set[int] = set()
         for _, _, entries in self._entries(_CHUNK_ENTRIES):
             words.update(entries[3::4])
-        return {word & _LOW_WORD for word in words if word >> 32 & LOCATION_IN_RAM_LOG}
+        return {word & LOW_WORD for word in words if word >> 32 & LOCATION_IN_RAM_LOG}
 
     # -- moving records
 
@@ -174,7 +173,7 @@ class RamTrim:
         length = 0
         for hosted, first_seq, entries in self._entries(_MOVE_ENTRIES):
             words = {word for word in set(entries[3::4]) if word >> 32 & LOCATION_IN_RAM_LOG}
-            words = {word for word in words if word & _LOW_WORD in contents}
+            words = {word for word in words if word & LOW_WORD in contents}
             if not words:
                 continue
             topic_id = hosted.topic.id
@@ -182,15 +181,15 @@ class RamTrim:
             rows = [row for row, word in enumerate(file_words) if word in words]
             for row in rows:
                 word = file_words[row]
-                content = contents[word & _LOW_WORD]
-                offset, record_len = offset_lens[row] & _LOW_WORD, offset_lens[row] >> 32
+                content = contents[word & LOW_WORD]
+                offset, record_len = offset_lens[row] & LOW_WORD, offset_lens[row] >> 32
                 _, _, _, found_id, found_seq, *_ = HEADER.unpack_from(content, offset)
                 if found_id != topic_id or found_seq != first_seq + row:
-                    place = f"offset {offset} of file {word & _LOW_WORD}"
+                    place = f"offset {offset} of file {word & LOW_WORD}"
                     raise OSError(5, f"{place} does not hold record {first_seq + row} of topic {hosted.topic.name!r}")
                 buffers.append(content[offset : offset + record_len])
                 offset_lens[row] = record_len << 32 | length
-                file_words[row] = word & ~_LOW_WORD
+                file_words[row] = word & ~LOW_WORD
                 length += record_len
             entries[2::4], entries[3::4] = offset_lens, file_words
             moved.append(_Moved(hosted, first_seq, entries, rows))

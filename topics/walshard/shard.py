@@ -15,13 +15,12 @@ import msgspec
 
 from topics.core.clock import Clock
 from topics.core.config import TopicConfig, incompatible_type
+from topics.core.control_bodies import ConfigBody, DeleteBody, EvictBody, SessionBody, encode_body
 from topics.core.errors import TopicsError, topic_not_found
-from topics.core.fold import ConfigBody, DeleteBody, EvictBody, SessionBody, encode_body
+from topics.core.floors import EvictReason, Floors
 from topics.core.jobs import Now
 from topics.core.runs import encode_runs
-from topics.core.shard_state import Floors
 from topics.core.tags import Match
-from topics.core.topic import EvictReason
 from topics.log import get_logger
 from topics.shm import append_messages, messages
 from topics.shm.arena import ArenaFullError
