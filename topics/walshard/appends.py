@@ -69,7 +69,7 @@ class Appends:
     def __init__(
         self,
         find: Callable[[str], Hosted | None],
-        make_topic: Callable[[str, TopicConfig], Hosted],
+        make_topic: Callable[[str, TopicConfig, int], Hosted],
         abandon_topic: Callable[[Hosted], None],
         host: Callable[[Hosted], None],
         claim_bytes: Callable[[int, Callable[[], int]], int],
@@ -140,7 +140,7 @@ class Appends:
             config = request.config or TopicConfig()
             if not request.create or not config.auto_create:
                 raise topic_not_found(request.name)
-            draft = Draft(self._make_topic(request.name, config), now_ms, new=True)
+            draft = Draft(self._make_topic(request.name, config, now_ms), now_ms, new=True)
         self._drafts[request.name] = draft
         return draft
 

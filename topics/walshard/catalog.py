@@ -55,7 +55,17 @@ class Catalog:
         return self._by_id.get(topic_id)
 
     def make(self, name: str, config: TopicConfig, now_ms: int) -> Hosted:
-        """A topic nobody sees yet; ArenaFullError when /dev/shm has no room."""
+        """A topic nobody sees yet, then either hosted or abandoned; ArenaFullError when /dev/shm has no room,
+        `throttled` when the service may not have one more.
+        """
+        self._holdings.claim_topic()
+        try:
+            return self._make(name, config, now_ms)
+        except Exception:
+            self._holdings.release_topic()
+            raise
+
+    def _make(self, name: str, config: TopicConfig, now_ms: int) -> Hosted:
         ring = LocationRing(self._arena, 1)
         try:
             recreated = name in self._deleted_names
@@ -65,6 +75,11 @@ class Catalog:
         except Exception:
             ring.release()
             raise
+
+    def abandon(self, hosted: Hosted) -> None:
+        """It was made, and its creation did not get into the log."""
+        hosted.abandon()
+        self._holdings.release_topic()
 
     def host(self, hosted: Hosted) -> None:
         assert hosted.topic.name not in self._by_name

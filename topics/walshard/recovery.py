@@ -31,10 +31,9 @@ from topics.walshard.background_sync import BackgroundSync
 from topics.walshard.catalog import Catalog
 from topics.walshard.commit import Logs
 from topics.walshard.frame_tags import FrameTags
+from topics.walshard.group_commit import GroupCommit
 from topics.walshard.head_marks import LostHeads
 from topics.walshard.holdings import Holdings
-from topics.walshard.hosted import Hosted
-from topics.walshard.operation import Operation
 from topics.walshard.outbox import Outbox
 from topics.walshard.ram_log import RamTrim
 from topics.walshard.routing_setup import make_routing
@@ -42,9 +41,11 @@ from topics.walshard.segment_files import SegmentFiles
 from topics.walshard.sessions import Sessions
 from topics.walshard.shard import Shard
 from topics.walshard.sinks import Sinks
+from topics.walshard.step_clock import StepClock
 from topics.walshard.tag_search import TagSearch
 from topics.walshard.topic_index import TopicIndex
 from topics.walshard.trimming import LogTrim
+from topics.walshard.watchers import Watchers
 
 log = get_logger()
 
@@ -114,19 +115,10 @@ def recover(
         clock,
     )
     syncs = BackgroundSync(logs, syncing, shared.shard_wakes[index], clock.monotonic_ms())
-
-    def commit(durable: list[Operation], ram: list[Operation]) -> bool:
-        return shard.commit_group(durable, ram)
-
-    def show(hosted: Hosted) -> None:
-        shard.copied(hosted)
-
-    def logged(hosted: Hosted) -> None:
-        shard.logged(hosted)
-
-    routing = make_routing(
-        settings, shared, index, fold.routers, catalog, holdings, cell, clock, fs, commit, show, logged
-    )
+    time = StepClock(clock)
+    watchers = Watchers(catalog, outbox)
+    commits = GroupCommit(logs, LostHeads(catalog, logs, fold.lost_heads), syncs, outbox, watchers, time)
+    routing = make_routing(settings, shared, index, fold.routers, catalog, holdings, cell, clock, fs, commits)
     ram_trim = RamTrim(fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions, routing.feeds)
     sinks = Sinks(fs, settings.data_dir, index, settings.wal_shards)
     log_trim = LogTrim(logs, catalog, tags)
@@ -142,10 +134,12 @@ def recover(
         log_trim,
         syncs,
         outbox,
+        watchers,
+        commits,
         routing,
         cell,
         clock,
-        LostHeads(catalog, logs, fold.lost_heads),
+        time,
     )
     routing.rederive()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from topics.core.clock import Clock
 from topics.core.router_state import RouterState
 from topics.settings import Settings
@@ -15,12 +13,11 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.walshard import registrar
 from topics.walshard.catalog import Catalog
-from topics.walshard.feeds import Commit, Feeds
+from topics.walshard.feeds import Feeds
 from topics.walshard.followers import Followers
+from topics.walshard.group_commit import GroupCommit
 from topics.walshard.holdings import Holdings
-from topics.walshard.hosted import Hosted
 from topics.walshard.links import Links
-from topics.walshard.operation import Operation
 from topics.walshard.originals import Originals
 from topics.walshard.registrar import Registrar
 from topics.walshard.routing import Routing
@@ -36,15 +33,9 @@ def make_routing(
     cell: ProcessCell,
     clock: Clock,
     fs: FileSystem,
-    commit: Commit,
-    show: Callable[[Hosted], None],
-    logged: Callable[[Hosted], None],
+    commits: GroupCommit,
 ) -> Routing:
-    """`commit`, `show` and `logged` are the shard's, which need not be there yet: nothing is called here."""
-
-    def commit_one(operation: Operation) -> bool:
-        return commit([operation], [])
-
+    """`commits` need not be connected yet: nothing is committed here."""
     originals = Originals(fs, settings, shared, index, catalog)
     links = Links(shared, index)
     table = RouterTable(shared.router_table)
@@ -53,17 +44,17 @@ def make_routing(
         RouterBoardWriter(shared.router_boards[index]),
         fs,
         layout.ram_group_dir(shared.ram_dir, index),
-        commit,
-        show,
-        logged,
+        commits.commit,
+        commits.show_copied,
+        commits.show_logged,
         holdings.claim_bytes,
         clock.now_ms,
         clock.monotonic_ms,
     )
     feeds.recovered(state, {hosted.topic.id: hosted for hosted in catalog})
-    followers = Followers(catalog, links, table, state, commit_one, clock.now_ms)
+    followers = Followers(catalog, links, table, state, commits.commit_one, clock.now_ms)
     registry: Registrar | None = None
     if index == registrar.SHARD:
         writer = RouterTableWriter(shared.router_table)
-        registry = Registrar(writer, state, cell, settings.max_routers, commit_one, clock.now_ms)
+        registry = Registrar(writer, state, cell, settings.max_routers, commits.commit_one, clock.now_ms)
     return Routing(catalog, links, table, originals, feeds, followers, registry, cell, clock.monotonic_ms)
