@@ -149,7 +149,7 @@ def test_nothing_is_released_before_the_routers_are_known(rig: Rig) -> None:
 
 
 def test_the_hold_of_a_source_follows_the_log(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topics.walshard.feeds.LOG_CURSOR_SEQS", 100)
+    monkeypatch.setattr("topics.walshard.copy_log.LOG_CURSOR_SEQS", 100)
     put(rig, "a", cap_records=1)
     route(rig, "r", "a", "b")
     for _ in range(50):
@@ -163,12 +163,12 @@ def test_the_hold_of_a_source_follows_the_log(rig: Rig, monkeypatch: pytest.Monk
 
 
 def test_copies_take_a_bounded_part_of_memory(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topics.walshard.feeds.UNLOGGED_BYTES_MAX", 100_000)
+    monkeypatch.setattr("topics.walshard.copy_log.UNLOGGED_BYTES_MAX", 100_000)
     for at in range(3):
         route(rig, f"r{at}", "a", f"b{at}")
     for _ in range(100):
         rig.append("a", b'"' + b"x" * 1000 + b'"')
-        assert feeds(rig).unlogged_bytes <= 100_000
+        assert rig.shard.routing.copy_log.unlogged_bytes <= 100_000
     assert all(len(rig.read(f"b{at}")) == 100 for at in range(3))
     rig.restart_service()
     rig.run()
@@ -176,7 +176,7 @@ def test_copies_take_a_bounded_part_of_memory(rig: Rig, monkeypatch: pytest.Monk
 
 
 def test_the_ram_log_is_trimmed_and_keeps_what_only_it_has(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topics.walshard.feeds.UNLOGGED_BYTES_MAX", 200_000)
+    monkeypatch.setattr("topics.walshard.copy_log.UNLOGGED_BYTES_MAX", 200_000)
     rig.shard._ram_trim._file_bytes = rig.shard._ram_trim._next_after_bytes = 100_000
     put(rig, "e", durability="ephemeral")
     route(rig, "r", "a", "b")

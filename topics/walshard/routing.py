@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Final
 
 from topics.core.errors import TopicsError
-from topics.core.router_state import FeedBody
 from topics.log import get_logger
 from topics.shm import messages
 from topics.shm.control import ProcessCell
@@ -28,6 +27,8 @@ from topics.shm.router_table import RouterTable
 from topics.storage.kill_points import reached
 from topics.walshard import registrar
 from topics.walshard.catalog import Catalog
+from topics.walshard.copier import Copier
+from topics.walshard.copy_log import CopyLog
 from topics.walshard.feed import Feed
 from topics.walshard.feeds import Feeds
 from topics.walshard.followers import Followers
@@ -61,6 +62,8 @@ class Routing:
         table: RouterTable,
         originals: Originals,
         feeds: Feeds,
+        copier: Copier,
+        copy_log: CopyLog,
         followers: Followers,
         registrar: Registrar | None,
         cell: ProcessCell,
@@ -71,6 +74,8 @@ class Routing:
         self._table = table
         self._originals = originals
         self.feeds = feeds
+        self._copier = copier
+        self.copy_log = copy_log
         self._followers = followers
         self._registrar = registrar
         self._cell = cell
@@ -112,7 +117,7 @@ class Routing:
     def before_log(self, hosted: Hosted) -> None:
         """Something is going to be logged for a topic: its copies come first. `503 storage_unavailable` if not."""
         feed = self.feeds.by_dest.get(hosted.topic.id) if self.feeds.by_dest else None
-        if feed is not None and not self.feeds.prepare(feed):
+        if feed is not None and not self.copy_log.prepare(feed):
             raise TopicsError(
                 "storage_unavailable",
                 f"what routers copied into topic {hosted.topic.name!r} cannot be logged now; see the service's log",
@@ -127,10 +132,6 @@ class Routing:
             self.feeds.forget(feed)
         self._followers.gone(hosted)
         self._bury([router.id for router in self._table.registry.touching(hosted.topic.name)])
-
-    def cursor_at_head(self, dest_topic_id: int) -> FeedBody | None:
-        """See `Feeds.cursor_at_head`."""
-        return self.feeds.cursor_at_head(dest_topic_id)
 
     # -- asked by frontends
 
@@ -205,8 +206,8 @@ class Routing:
         if self._let_go:
             self._let_sources_go()
         if worked:
-            self.feeds.keep_within_bounds()
-            self._cell.set("router_copies", self._forwarded_before + self.feeds.forwarded)
+            self.copy_log.keep_within_bounds()
+            self._cell.set("router_copies", self._forwarded_before + self.copy_log.written)
             self._links.flush()
         return worked
 
@@ -220,7 +221,7 @@ class Routing:
                 self._bury([router.id for router in self._table.registry.into(dest)])
         self._dead &= {router.id for router in self._table.registry.by_name.values()} if self._dead else set()
         self._tell_dead(sorted(self._dead))
-        self.feeds.sweep()
+        self.copy_log.sweep(self.feeds.by_dest.values())
         lag = 0
         for feed in list(self.feeds.by_dest.values()):
             self._ready[feed.topic.id] = None
@@ -228,12 +229,12 @@ class Routing:
             lag += max(0, feed.source_head_seq - feed.source_seq)
         self._followers.review()
         self._cell.set("router_lag_records", lag)
-        self._cell.set("router_unlogged_bytes", self.feeds.unlogged_bytes)
+        self._cell.set("router_unlogged_bytes", self.copy_log.unlogged_bytes)
         self._links.flush()
 
     def close(self) -> None:
         """A clean end: `ephemeral` dests go on exactly where they are."""
-        self.feeds.sweep()
+        self.copy_log.sweep(self.feeds.by_dest.values())
 
     def rederive(self) -> None:
         """In a new life, before anyone sees it: the copies that were there and are not in the log."""
@@ -242,7 +243,7 @@ class Routing:
             some = False
             for feed in self.feeds.by_dest.values():
                 sight = self._sight(feed)
-                if sight is not None and self.feeds.advance(feed, sight, rederiving=True):
+                if sight is not None and self._copier.advance(feed, sight, rederiving=True):
                     some = True
         for feed in self.feeds.by_dest.values():
             self.feeds.show_progress(feed)
@@ -342,7 +343,7 @@ class Routing:
                 feed.retry_ms = feed.asked_ms + HELD_WAIT_MS
                 self._waiting[feed.topic.id] = None
                 return False
-        more = self.feeds.advance(feed, sight)
+        more = self._copier.advance(feed, sight)
         if not more and feed.retry_ms:
             self._waiting[feed.topic.id] = None
         return more
@@ -397,7 +398,7 @@ class Routing:
             if feed is not None and feed.source_seq < up_to_seq and dest_id in self._ready:
                 continue
             del self._let_go[dest_id]
-            if feed is not None and self.feeds.settle(feed):
+            if feed is not None and self.copy_log.settle(feed):
                 reached("copies.settled")
                 if feed.source_seq < up_to_seq:
                     feed.released_seq = up_to_seq

@@ -13,6 +13,8 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.walshard import registrar
 from topics.walshard.catalog import Catalog
+from topics.walshard.copier import Copier
+from topics.walshard.copy_log import CopyLog
 from topics.walshard.feeds import Feeds
 from topics.walshard.followers import Followers
 from topics.walshard.group_commit import GroupCommit
@@ -39,17 +41,11 @@ def make_routing(
     originals = Originals(fs, settings, shared, index, catalog)
     links = Links(shared, index)
     table = RouterTable(shared.router_table)
-    feeds = Feeds(
-        originals,
-        RouterBoardWriter(shared.router_boards[index]),
-        fs,
-        layout.ram_group_dir(shared.ram_dir, index),
-        commits.commit,
-        commits.show_copied,
-        commits.show_logged,
-        holdings.claim_bytes,
-        clock.now_ms,
-        clock.monotonic_ms,
+    ram_directory = layout.ram_group_dir(shared.ram_dir, index)
+    copy_log = CopyLog(fs, ram_directory, commits.commit, commits.show_logged, clock.now_ms)
+    feeds = Feeds(RouterBoardWriter(shared.router_boards[index]), copy_log)
+    copier = Copier(
+        originals, copy_log, commits.show_copied, feeds.show_progress, holdings.claim_bytes, clock.monotonic_ms
     )
     feeds.recovered(state, {hosted.topic.id: hosted for hosted in catalog})
     followers = Followers(catalog, links, table, state, commits.commit_one, clock.now_ms)
@@ -57,4 +53,6 @@ def make_routing(
     if index == registrar.SHARD:
         writer = RouterTableWriter(shared.router_table)
         registry = Registrar(writer, state, cell, settings.max_routers, commits.commit_one, clock.now_ms)
-    return Routing(catalog, links, table, originals, feeds, followers, registry, cell, clock.monotonic_ms)
+    return Routing(
+        catalog, links, table, originals, feeds, copier, copy_log, followers, registry, cell, clock.monotonic_ms
+    )
