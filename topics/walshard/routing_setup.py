@@ -17,12 +17,14 @@ from topics.walshard.copier import Copier
 from topics.walshard.copy_log import CopyLog
 from topics.walshard.feeds import Feeds
 from topics.walshard.followers import Followers
+from topics.walshard.following import Following
 from topics.walshard.group_commit import GroupCommit
 from topics.walshard.holdings import Holdings
 from topics.walshard.links import Links
 from topics.walshard.originals import Originals
 from topics.walshard.registrar import Registrar
 from topics.walshard.routing import Routing
+from topics.walshard.turns import Turns
 
 
 def make_routing(
@@ -48,11 +50,25 @@ def make_routing(
         originals, copy_log, commits.show_copied, feeds.show_progress, holdings.claim_bytes, clock.monotonic_ms
     )
     feeds.recovered(state, {hosted.topic.id: hosted for hosted in catalog})
+    turns = Turns()
+    following = Following(links, originals, feeds, copy_log, turns)
     followers = Followers(catalog, links, table, state, commits.commit_one, clock.now_ms)
     registry: Registrar | None = None
     if index == registrar.SHARD:
         writer = RouterTableWriter(shared.router_table)
         registry = Registrar(writer, state, cell, settings.max_routers, commits.commit_one, clock.now_ms)
     return Routing(
-        catalog, links, table, originals, feeds, copier, copy_log, followers, registry, cell, clock.monotonic_ms
+        catalog,
+        links,
+        table,
+        originals,
+        feeds,
+        copier,
+        copy_log,
+        followers,
+        following,
+        turns,
+        registry,
+        cell,
+        clock.monotonic_ms,
     )
