@@ -21,12 +21,12 @@ from topics.frontend import append, wire
 from topics.frontend.access import Access
 from topics.frontend.answers import send_error
 from topics.frontend.append import AppendRoute
+from topics.frontend.asgi import TRANSPORT, Message, Receive, Scope, Send
 from topics.frontend.bodies import INLINE_BYTES_MAX
 from topics.frontend.catching_up import CatchingUp
 from topics.frontend.channels import Connection
 from topics.frontend.delivery import Hub
 from topics.frontend.following import check_starts, check_strong, place, resolve
-from topics.frontend.http1_exchange import TRANSPORT, Message, Receive, Scope, Send
 from topics.frontend.outbox import Outbox, Subscription
 from topics.frontend.pulse import Stall
 from topics.frontend.reading import TopicReader
