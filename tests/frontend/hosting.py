@@ -98,7 +98,7 @@ class Hosting:
         self.arenas.close()
 
     def make(self, name: str, config: TopicConfig | None = None, recreated: bool = False) -> Hosted:
-        index = TopicIndex(self._next_id, LocationRing(self.arena, 1), self.segment_files)
+        index = TopicIndex(self._next_id, LocationRing(self.arena.heap, 1), self.segment_files)
         topic = Topic(self._next_id, name, config or TopicConfig(), index, recreated)
         self._next_id += 1
         self.topics[name] = hosted = Hosted(self.arena, topic, index, self.holdings)

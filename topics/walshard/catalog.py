@@ -66,7 +66,7 @@ class Catalog:
             raise
 
     def _make(self, name: str, config: TopicConfig, now_ms: int) -> Hosted:
-        ring = LocationRing(self._arena, 1)
+        ring = LocationRing(self._arena.heap, 1)
         try:
             recreated = name in self._deleted_names
             topic_id = self._ids.next(now_ms)

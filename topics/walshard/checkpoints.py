@@ -16,7 +16,7 @@ from topics.core.floors import Floors
 from topics.core.segment_list import SegmentList
 from topics.log import get_logger
 from topics.shm import messages
-from topics.shm.arena import ArenaFullError
+from topics.shm.arena_heap import ArenaFullError
 from topics.shm.compactor_messages import Checkpoint, CheckpointReply, TopicCheckpoint
 from topics.storage import frame
 from topics.storage.frame import FrameType

@@ -10,7 +10,7 @@ from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_LOST
 from topics.log import get_logger
-from topics.shm.arena import ArenaFullError
+from topics.shm.arena_heap import ArenaFullError
 from topics.storage.frame import FrameType
 from topics.walshard.copy_log import CopyLog
 from topics.walshard.feed import PAGE_BYTES, PAGE_RECORDS, Feed, room

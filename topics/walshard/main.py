@@ -11,7 +11,7 @@ from topics.core.clock import Clock, SystemClock
 from topics.core.fold import FoldError
 from topics.log import get_logger
 from topics.settings import Settings
-from topics.shm.arena import ArenaFullError
+from topics.shm.arena_heap import ArenaFullError
 from topics.shm.control import EXIT_REFUSED, OVER_LIVES, ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.wake import Wake

@@ -77,7 +77,7 @@ def recover(
     ram_directory = layout.ram_group_dir(shared.ram_dir, index)
     files = SegmentFiles(fs, settings.data_dir)
     tags = TagSearch(files, FrameTags(fs, directory, ram_directory))
-    fold = Fold(lambda topic_id: TopicIndex(topic_id, LocationRing(arena, 1), files))
+    fold = Fold(lambda topic_id: TopicIndex(topic_id, LocationRing(arena.heap, 1), files))
     start, snapshot_line = _restore(fold, fs, settings.data_dir, directory)
 
     # The RAM log outlives a crash of this process, never a service: a torn end of it is one of a killed process.

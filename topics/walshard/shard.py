@@ -12,7 +12,7 @@ from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.log import get_logger
 from topics.shm import append_messages, messages
-from topics.shm.arena import ArenaFullError
+from topics.shm.arena_heap import ArenaFullError
 from topics.shm.compactor_messages import Checkpoint, Trim
 from topics.shm.control import ProcessCell
 from topics.shm.messages import Call, Done, Kind
