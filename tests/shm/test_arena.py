@@ -58,7 +58,7 @@ def test_a_slot_used_again_is_another_topic(identity: str) -> None:
         descriptor = writer.store_descriptor(Descriptor(f"t{number}", TopicConfig()))
         writer.publish(slot, view_of(ring, descriptor, topic_id=number + 1))
         writer.announce(slot)
-        writer.free(*descriptor)
+        writer.heap.free(*descriptor)
     assert reader.find("t9999") == slot
     assert reader.find("t0") is None
     assert len(reader.names) == 1
