@@ -50,9 +50,7 @@ from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_DELETED, LOC
 from topics.storage import layout
 from topics.storage.frame import CHECKSUM_LEN as WAL_CHECKSUM_LEN
 from topics.storage.frame import (
-    FLAG_META,
-    FLAG_NODE,
-    FLAG_TAG,
+    LOCATION_FLAGS,
     LOCATION_HAS_META,
     LOCATION_HAS_NODE,
     LOCATION_HAS_TAG,
@@ -85,12 +83,6 @@ _FLAG_BYTES: Final = [bytes((flags,)) for flags in range(256)]
 # The end of a frame and the length of the one behind it: one pack and one join entry less a record.
 _TAIL_AND_NEXT: Final = Struct("<QBI")
 _FRAME_LEN: Final = Struct("<I")
-_LOCATION_FLAGS: Final = [
-    (LOCATION_HAS_TAG if flags & FLAG_TAG else 0)
-    | (LOCATION_HAS_NODE if flags & FLAG_NODE else 0)
-    | (LOCATION_HAS_META if flags & FLAG_META else 0)
-    for flags in range(256)
-]
 
 
 class CorruptSegment(Exception):  # noqa: N818 — named for what it is
@@ -244,7 +236,7 @@ class SegmentReader:
             reason = "inconsistent lengths"
         elif (frame_seq, frame_ts) != (seq, ts):
             reason = f"holds seq {frame_seq} of {frame_ts}, the index says seq {seq} of {ts}"
-        elif _LOCATION_FLAGS[flags] != location_flags & ~LOCATION_DELETED:
+        elif LOCATION_FLAGS[flags] != location_flags & ~LOCATION_DELETED:
             reason = f"flags {flags:#x}, the index says {location_flags:#x}"
         else:
             node_at = HEADER_LEN - _FLAGS_AT

@@ -20,7 +20,7 @@ from topics.shm.control import ProcessCell
 from topics.shm.instance import SharedMemory
 from topics.shm.location_ring import LocationRing
 from topics.storage import layout
-from topics.storage.filesystem import BOOT_ID_PATH, FileSystem
+from topics.storage.filesystem import FileSystem, boot_id
 from topics.storage.layout import snapshot_path
 from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition, read_first_start
@@ -71,8 +71,7 @@ def recover(
     generation = cell.get("generation") + 1
     unlink_arena(shared.identity, index, generation)  # of an incarnation that died while it recovered
     arena = ArenaWriter(shared.identity, index, generation)
-    with open(BOOT_ID_PATH) as boot_id_file:
-        identity = WalIdentity(index, settings.wal_shards, boot_id_file.read().strip())
+    identity = WalIdentity(index, settings.wal_shards, boot_id())
     directory = layout.group_dir(settings.data_dir, index, settings.wal_shards)
     ram_directory = layout.ram_group_dir(shared.ram_dir, index)
     files = SegmentFiles(fs, settings.data_dir)
