@@ -20,6 +20,13 @@ class EvictReason(IntEnum):
     """Records that a router's source lost before they were copied."""
 
 
+def run_after(reason: EvictReason, last_reason: int, evict_floor: int, evict_run_seq: int) -> int:
+    """The `evict_run_seq` of a topic when more is evicted for `reason`: a run is of evictions with one reason."""
+    if last_reason == reason:
+        return evict_run_seq
+    return 1 if last_reason == EvictReason.NONE else evict_floor
+
+
 class Floors(msgspec.Struct, array_like=True, frozen=True):
     """What a topic is after a control frame that changed it (`core/topic.py` has the meanings).
 
@@ -38,7 +45,5 @@ class Floors(msgspec.Struct, array_like=True, frozen=True):
         """With evict_floor at `seq`, if it is not yet."""
         if seq <= self.evict_floor:
             return self
-        run_seq = self.evict_run_seq
-        if self.evict_reason != reason:
-            run_seq = self.evict_floor if self.evict_reason != EvictReason.NONE else 1
+        run_seq = run_after(reason, self.evict_reason, self.evict_floor, self.evict_run_seq)
         return msgspec.structs.replace(self, evict_floor=seq, evict_reason=int(reason), evict_run_seq=run_seq)
