@@ -212,6 +212,6 @@ def test_a_view_is_never_half_of_two_states_also_when_the_writer_is_killed(ident
 
 
 def test_a_reader_of_another_version_is_refused(identity: str) -> None:
-    ArenaWriter(identity, 0, 1).words[1] = 99
+    ArenaWriter(identity, 0, 1)._words[1] = 99
     with pytest.raises(ValueError, match="not an index arena of this version"):
         ArenaReader(identity, 0, 1)

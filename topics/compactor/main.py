@@ -12,6 +12,7 @@ from typing import Final
 
 from topics.compactor.checkpoints import Checkpoints, Refused, tell
 from topics.compactor.compactor import Compactor
+from topics.compactor.durable_marks import DurableMarks
 from topics.compactor.follower import Follower
 from topics.compactor.leftovers import Leftovers
 from topics.compactor.marked_index import MarkedIndex
@@ -120,6 +121,7 @@ def build(
         log_dirs,
         {shard: part.position for shard, part in parts.items()},
         Checkpoints(fs, settings.data_dir, seal_at, clock, life.alive),
+        DurableMarks(fs, settings.data_dir, shared.shards, life.alive),
         Leftovers(fs, settings.data_dir, pinned),
         Rewriting(fs, settings.data_dir, settings.segment_rewrite_dead_ratio, clock),
         relocation,

@@ -30,7 +30,16 @@ class Trim(msgspec.Struct, tag=True, array_like=True, frozen=True):
     file_no: int
 
 
-CompactorCall = Checkpoint | Trim
+class MarkAgain(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """From the compactor: mark these deletions in their segments once more, a sync that should have covered the marks
+    may have failed. `runs`: (first_seq, last_seq) of records that the log says are deleted.
+    """
+
+    topic_id: int
+    runs: list[tuple[int, int]]
+
+
+CompactorCall = Checkpoint | Trim | MarkAgain
 
 
 class CheckpointReply(msgspec.Struct, tag=True, array_like=True, frozen=True):

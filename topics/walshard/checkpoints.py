@@ -14,10 +14,12 @@ from topics.core.control_bodies import MarkBody, encode_body
 from topics.core.errors import TopicsError
 from topics.core.floors import Floors
 from topics.core.segment_list import SegmentList
+from topics.core.seq_set import seqs_of
 from topics.log import get_logger
 from topics.shm import messages
 from topics.shm.arena_heap import ArenaFullError
-from topics.shm.compactor_messages import Checkpoint, CheckpointReply, TopicCheckpoint
+from topics.shm.compactor_messages import Checkpoint, CheckpointReply, MarkAgain, TopicCheckpoint
+from topics.shm.messages import Done
 from topics.storage import frame
 from topics.storage.frame import FrameType
 from topics.storage.kill_points import reached
@@ -58,9 +60,7 @@ class Checkpoints:
     def take(self, call: Checkpoint, answer: Answer) -> None:
         """Answers, or raises TopicsError."""
         self._files.mark_again()
-        if not self._files.is_marked:
-            # A snapshot would take for done what only the log says.
-            raise TopicsError("storage_unavailable", "deletions cannot be marked in their segments now")
+        self._require_marked()
         held: list[int] = []
         due: list[tuple[TopicCheckpoint, Hosted | None]] = []
         for checkpoint in call.topics:
@@ -82,6 +82,21 @@ class Checkpoints:
         elif not self._logs.sync():
             raise TopicsError("storage_unavailable", "the log cannot be synced now; see the service's log")
         answer.reply = messages.encode_reply(answer.request_id, CheckpointReply(marks.gone, marks.refused, held))
+
+    def mark_again(self, call: MarkAgain, answer: Answer) -> None:
+        """Marks deletions that the log tells of, whatever was marked before; of a topic that is deleted, none. Answers,
+        or raises TopicsError when there are some that cannot be marked.
+        """
+        hosted = self._catalog.find_id(call.topic_id)
+        if hosted is not None:
+            hosted.index.flag_moved(list(seqs_of(call.runs)))
+        self._require_marked()
+        answer.reply = messages.encode_reply(answer.request_id, Done())
+
+    def _require_marked(self) -> None:
+        """A snapshot would take for done what only the log says."""
+        if not self._files.is_marked:
+            raise TopicsError("storage_unavailable", "deletions cannot be marked in their segments now")
 
 
 class Marks:

@@ -13,7 +13,7 @@ from topics.core.errors import TopicsError
 from topics.log import get_logger
 from topics.shm import append_messages, messages
 from topics.shm.arena_heap import ArenaFullError
-from topics.shm.compactor_messages import Checkpoint, Trim
+from topics.shm.compactor_messages import Checkpoint, MarkAgain, Trim
 from topics.shm.control import ProcessCell
 from topics.shm.messages import Call, Done, Kind
 from topics.shm.router_messages import CatchUp, DeleteRouter, PutRouter, RemoveRouters, SyncRouters
@@ -215,6 +215,8 @@ class Shard:
             case Checkpoint():
                 self._commit_group()
                 self._checkpoints.take(call, answer)
+            case MarkAgain():
+                self._checkpoints.mark_again(call, answer)
             case Trim():
                 self._log_trim.request(call.file_no)
                 answer.reply = messages.encode_reply(answer.request_id, Done())

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -161,9 +162,13 @@ class TopicIndex:
             ring.skip_to(self.segments.last_seq + 1)
 
     def flag_moved(self, seqs: Sequence[int]) -> None:
-        """Deleted entries of the ring that a segment has now."""
+        """Deleted records, ascending: those that segments have by now are marked there, whatever was before."""
+        start = 0
         for info in self.segments.between(seqs[0], seqs[-1]) if seqs else ():
-            self._files.mark(self.topic_id, info, [seq for seq in seqs if info.first_seq <= seq <= info.last_seq])
+            start = bisect_left(seqs, info.first_seq, start)
+            end = bisect_left(seqs, info.last_seq + 1, start)
+            self._files.mark(self.topic_id, info, seqs[start:end])
+            start = end
 
     def drop_before(self, seq: int) -> None:
         for info in self.segments.drop_below(seq):
