@@ -13,7 +13,7 @@ from tests.walshard.rig import Rig
 from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX
 from topics.compactor.durable_marks import SEQS_PER_MESSAGE
 from topics.core.config import TopicConfig
-from topics.shm.messages import DeleteRecords, PutTopic
+from topics.shm.topic_messages import DeleteRecords, PutTopic
 from topics.storage import kill_points
 from topics.storage.verify import verify
 

@@ -26,8 +26,9 @@ from topics.compactor.rewrites import Rewriting
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.log import get_logger
+from topics.shm.compactor_messages import Trim
 from topics.shm.control import ProcessCell
-from topics.shm.messages import Done, Trim
+from topics.shm.messages import Done
 from topics.storage.filesystem import FileSystem
 from topics.storage.kill_points import reached
 from topics.storage.logfile import WalPosition

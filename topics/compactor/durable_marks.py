@@ -17,7 +17,8 @@ from topics.compactor.marked_index import MarkedIndex
 from topics.core.errors import TopicsError
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.core.seq_set import runs_of
-from topics.shm.messages import Done, MarkAgain
+from topics.shm.compactor_messages import MarkAgain
+from topics.shm.messages import Done
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.segment_deletes import sync_segment

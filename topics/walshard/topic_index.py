@@ -10,13 +10,18 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from topics.core.location import (
+    ENTRY_WORDS,
+    FLAGS_SHIFT,
+    LOCATION_DELETED,
+    LOCATION_GONE,
+    LOCATION_IN_RAM_LOG,
+    LOCATION_LOST,
+)
 from topics.core.segment_list import SegmentInfo, SegmentList
-from topics.core.topic import ENTRY_WORDS, LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.shm.location_ring import LocationRing
 from topics.walshard.segment_files import SegmentFiles
 
-_FLAGS_SHIFT: Final = 32
-_GONE: Final = LOCATION_DELETED | LOCATION_LOST
 _ELSEWHERE: Final = LOCATION_IN_RAM_LOG | LOCATION_LOST
 _CHUNK_ENTRIES: Final = 8192
 
@@ -49,7 +54,7 @@ class TopicIndex:
         for end in range(ring.next_seq, ring.base_seq, -_CHUNK_ENTRIES):
             start = max(ring.base_seq, end - _CHUNK_ENTRIES)
             words = ring.entries(start, end - 1)[3::4]
-            durable = {word for word in set(words) if not word >> _FLAGS_SHIFT & _ELSEWHERE}
+            durable = {word for word in set(words) if not word >> FLAGS_SHIFT & _ELSEWHERE}
             if durable:
                 return start + max(at for at, word in enumerate(words) if word in durable)
         return self.segments.last_seq
@@ -106,7 +111,7 @@ class TopicIndex:
             lengths = [
                 offset_len >> 32
                 for offset_len, file_flags in zip(entries[2::4], entries[3::4], strict=True)
-                if not file_flags >> _FLAGS_SHIFT & _GONE
+                if not file_flags >> FLAGS_SHIFT & LOCATION_GONE
             ]
             records += len(lengths)
             size_bytes += sum(lengths)
@@ -123,7 +128,7 @@ class TopicIndex:
                 continue
             for seq in part:
                 _, _, offset_len, file_flags = self.ring.entries(seq, seq)
-                if not file_flags >> _FLAGS_SHIFT & _GONE:
+                if not file_flags >> FLAGS_SHIFT & LOCATION_GONE:
                     live.append(seq)
                     size_bytes += offset_len >> 32
         return live, size_bytes
@@ -134,7 +139,7 @@ class TopicIndex:
                 self._files.mark(self.topic_id, info, part)
                 continue
             for seq in part:
-                self.ring.replace(seq, 3, self.ring.entries(seq, seq)[3] | LOCATION_DELETED << _FLAGS_SHIFT)
+                self.ring.replace(seq, 3, self.ring.entries(seq, seq)[3] | LOCATION_DELETED << FLAGS_SHIFT)
 
     def checkpointed(self, up_to_seq: int, segments: Iterable[SegmentInfo]) -> None:
         ring = self.ring
@@ -200,4 +205,4 @@ class TopicIndex:
 
 
 def _is_deleted(file_flags: int) -> bool:
-    return bool(file_flags >> _FLAGS_SHIFT & LOCATION_DELETED)
+    return bool(file_flags >> FLAGS_SHIFT & LOCATION_DELETED)
