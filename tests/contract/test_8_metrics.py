@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.contract.asking import Connection, diff, ok, put, refused, state, write
+from tests.contract.socket_client import Socket
 from tests.contract.stream import follow, watch
 from tests.harness import Service, poll
 
@@ -195,6 +196,36 @@ def test_requests_are_counted_and_timed_by_route(client: httpx.Client, topic: st
     assert value(after, errors, status="4xx") - value(before, errors, status="4xx") == 1
     assert value(after, "topics_records_written_total") - value(before, "topics_records_written_total") == 3
     assert value(after, "topics_records_delivered_total") - value(before, "topics_records_delivered_total") == 3
+
+
+def test_websocket_commands_are_counted_and_timed_by_their_kind(
+    service: Service, client: httpx.Client, topic: str
+) -> None:
+    put(client, topic)
+    before = scrape(client)
+    with Socket(service) as ws:
+        for n in range(3):
+            ws.ask("publish", topic=topic, records=[{"data": n}])
+        assert ws.ask("publish", topic=topic, create=False, if_head_seq=77, records=[{"data": 1}])["op"] == "error"
+        ws.ask("subscribe", topic=topic, tail=True, request_id=1)
+        ws.ask("unsubscribe", topic=topic, request_id=2)
+        ws.ask("ping", request_id=3)
+        ws.ask("ping", request_id=4)
+        ws.wire.send("no command")
+        ws.next("error")
+    after = scrape(client)
+
+    def grown(name: str, **labels: str) -> float:
+        return value(after, name, **labels) - value(before, name, **labels)
+
+    def timed(route: str) -> float:
+        return grown("topics_request_duration_seconds_count", route=route)
+
+    kinds = ("ws_publish", "ws_subscribe", "ws_unsubscribe", "ws_ping", "other", "append")
+    assert [timed(kind) for kind in kinds] == [4, 1, 1, 2, 1, 0]
+    assert grown("topics_request_duration_seconds_sum", route="ws_publish") > 0
+    assert grown("topics_requests_total") == 11  # the upgrade and the first scrape among them
+    assert grown("topics_error_responses_total", status="4xx") == 2
 
 
 def test_sessions_and_streams(service: Service, topic: str) -> None:

@@ -61,7 +61,7 @@ _COMPACTOR: Final[tuple[tuple[str, _Kind, str, str], ...]] = (
     ("failures_total", "counter", "failures", "Checkpoints and other work that failed and was repeated later"),
 )
 _TRAFFIC: Final[tuple[tuple[str, str, str], ...]] = (
-    ("requests", "requests", "Requests that reached a route"),
+    ("requests", "requests", "Requests that reached a route, and commands over WebSockets"),
     ("records_written", "records_in", "Records committed for clients"),
     ("records_delivered", "records_out", "Records sent to clients, by diff and watch"),
     ("sse_frames", "sse_frames", "Frames sent on event streams"),
