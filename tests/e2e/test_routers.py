@@ -82,6 +82,51 @@ def test_the_same_bytes_and_seqs_after_a_restart(shards: int, end: str, env: dic
             assert copies(service.client) == before
 
 
+@pytest.mark.parametrize("durability", ["disk", "ephemeral"])
+@pytest.mark.parametrize("end", ["stop", "kill_group", "shards"])
+@pytest.mark.parametrize("env", [{}, EAGER], ids=["logs", "segments"])
+def test_what_a_dest_could_never_hold_is_the_same_gap_ever_after(
+    durability: str, end: str, env: dict[str, str]
+) -> None:
+    with Service(shards=2, frontends=1, env=env) as service:
+        client = service.client
+        put(client, "choosy", cap_bytes=3000, discard="reject", durability=durability)
+        ok(client.put("/v0/routers/choosy", json={"source": "src", "dest": "choosy"}))
+        for size in (1, 4000, 2, 4000, 4000, 3):
+            write(client, "src", "x" * size)
+
+        def seen() -> list[tuple[Any, ...]]:
+            found: list[tuple[Any, ...]] = []
+            cursor = 0
+            while True:
+                page = diff(client, "choosy", from_seq=cursor)
+                gap = page["tombstone"]
+                if gap is not None:
+                    found.append((gap["reason"], gap["gap_from"], gap["gap_to"]))
+                found += [(one["$seq"], len(one["data"])) for one in page["records"]]
+                cursor = page["next_from_seq"]
+                if page["caught_up"]:
+                    return found
+
+        before = [(1, 1), ("cap", 2, 2), (3, 2), ("cap", 4, 5), (6, 3)]
+        assert seen() == before
+        if env:
+            cut(service)
+        if end == "shards":
+            for shard in range(2):
+                service.wait_healed(service.kill("walshard", shard))
+        else:
+            getattr(service, end)()
+            verify(service.data_dir)
+            service.start()
+            client = service.client
+            if durability == "ephemeral":
+                before = [("restart", 1, 6)]
+        assert seen() == before
+        write(client, "src", "behind", "y" * 4000)
+        assert seen() == [*before, (7, 6), ("cap", 8, 8)]
+
+
 def cut(service: Service) -> None:
     """A snapshot, and another one that says nothing of what was written before the first."""
     compactor = status(service).compactor

@@ -115,6 +115,9 @@ class ServiceFigures:
         yield single("topics_routers", "gauge", "Routers", _sum(shards, "routers"))
         forwarded = _sum(shards, "router_copies")
         yield single("topics_router_copies_total", "counter", "Copies made by routers", forwarded)
+        oversize = _sum(shards, "router_oversize")
+        help = "Copies left out because their dest could never hold them, however empty"
+        yield single("topics_router_oversize_total", "counter", help, oversize)
         lag = _sum(shards, "router_lag_records")
         yield single(
             "topics_router_lag_records", "gauge", "Source records that are yet to be copied, as of a second ago", lag

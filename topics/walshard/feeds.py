@@ -79,6 +79,8 @@ class Feeds:
         self.unlogged_bytes = 0
         self.forwarded = 0
         """Copies made in this life."""
+        self.oversize = 0
+        """Those that were not, because their dest could never hold them."""
 
     # -- which feeds there are
 
@@ -230,7 +232,7 @@ class Feeds:
         if not len(page):
             if page.source_seq > feed.source_seq:
                 return self._passed_over(feed, page.source_seq, sight)
-            return self._wait(feed)
+            return self._leave_out(feed, page.oversize) if page.oversize else self._wait(feed)
         try:
             self._claim_bytes(page.size_bytes, partial(topic.growth, len(page), page.size_bytes))
             feed.hosted.ring.reserve(len(page))
@@ -325,6 +327,7 @@ class Feeds:
         topic = feed.topic
         topic.restored(page.placed(file_no, offset, location_flags))
         topic.evict_over_cap()
+        feed.leaving_out = False
         feed.source_seq = page.source_seq
         for one in feed.routers:
             one.forwarded_total += page.copies_by_router.get(one.router.id, 0)
@@ -334,28 +337,53 @@ class Feeds:
         """Records that the source has lost before they were copied: a gap in the dest, a seq for each; but one for all
         when an `ephemeral` source was lost, since nobody knows how many there were.
         """
-        topic = feed.topic
         count = 1 if reason == EvictReason.RESTART else last_source_seq - feed.source_seq
-        if min(room(topic)) <= 0:
+        if min(room(feed.topic)) <= 0:
             return self._wait(feed)  # until then more may follow it
+        if not self._skip(feed, last_source_seq, count, EvictReason.SOURCE_TRIM):
+            return self._wait(feed)
+        log.warning("a router's source lost records before they were copied", topic=feed.topic.name, records=count)
+        return True
+
+    def _leave_out(self, feed: Feed, copies: int) -> bool:
+        """The next record is more than the dest may ever hold: waiting for room would end the router. Its copies are a
+        gap, as if they had been appended and evicted at once, which is what a dest that discards old ones does.
+        """
+        if not self._skip(feed, feed.source_seq + 1, copies, EvictReason.CAP):
+            return self._wait(feed)
+        self.oversize += copies
+        if not feed.leaving_out:
+            feed.leaving_out = True
+            log.warning(
+                "a record is larger than the dest of its router may ever hold, and left out",
+                topic=feed.topic.name,
+                source=feed.source,
+                source_seq=feed.source_seq,
+                cap_records=feed.topic.config.cap_records,
+                cap_bytes=feed.topic.config.cap_bytes,
+            )
+        return True
+
+    def _skip(self, feed: Feed, last_source_seq: int, count: int, reason: EvictReason) -> bool:
+        """The dest gets a gap of `count` seqs for the source's records up to `last_source_seq`; False if it cannot."""
+        topic = feed.topic
         try:
             feed.hosted.ring.reserve(count)
         except ArenaFullError:
-            return self._wait(feed)
+            return False
         if not self.log_copies(feed):
-            return self._wait(feed)
+            return False
         former_seq, feed.source_seq = feed.source_seq, last_source_seq
         last_seq = topic.head_seq + count
         # No record in RAM tells of these seqs.
         heads = [head_operation(feed.hosted, last_seq, self._now_ms())] if _in_ram(topic) else []
         if heads and not self._commit(heads, []):
             feed.source_seq = former_seq
-            return self._wait(feed)
-        if not self._log_cursor(feed, trimmed=count, head_seq=last_seq):
+            return False
+        if not self._log_cursor(feed, trimmed=count, trim_reason=reason, head_seq=last_seq):
             feed.source_seq = former_seq
-            return self._wait(feed)
-        log.warning("a router's source lost records before they were copied", topic=topic.name, records=count)
-        topic.skipped(last_seq, EvictReason.SOURCE_TRIM)
+            return False
+        topic.skipped(last_seq, reason)
         self._show(feed.hosted)
         self.show_progress(feed)
         return True
@@ -445,11 +473,19 @@ class Feeds:
         feed = self.by_dest.get(dest_topic_id)
         return None if feed is None else feed.body()
 
-    def _log_cursor(self, feed: Feed, *, sync: bool = False, trimmed: int = 0, head_seq: int | None = None) -> bool:
+    def _log_cursor(
+        self,
+        feed: Feed,
+        *,
+        sync: bool = False,
+        trimmed: int = 0,
+        trim_reason: EvictReason = EvictReason.NONE,
+        head_seq: int | None = None,
+    ) -> bool:
         """A cursor alone, in the durable log; there must be no copies behind the last one."""
         assert feed.unlogged_seq == U64_MAX
         topic = feed.topic
-        body = feed.body(trimmed)
+        body = feed.body(trimmed, trim_reason)
         body.revision += 1
         cursor = feed.cursor_frame(body, topic.head_seq if head_seq is None else head_seq, self._now_ms())
 

@@ -88,6 +88,7 @@ class Routing:
         self._dead: set[int] = set()
         """Routers that go with a topic of theirs; shard 0 has been told."""
         self._forwarded_before = cell.get("router_copies")
+        self._oversize_before = cell.get("router_oversize")
 
     # -- told by the shard
 
@@ -207,6 +208,7 @@ class Routing:
         if worked:
             self.feeds.keep_within_bounds()
             self._cell.set("router_copies", self._forwarded_before + self.feeds.forwarded)
+            self._cell.set("router_oversize", self._oversize_before + self.feeds.oversize)
             self._links.flush()
         return worked
 
