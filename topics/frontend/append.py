@@ -10,17 +10,18 @@ from typing import Final
 import msgspec
 from starlette.datastructures import QueryParams
 
-from topics.core.config import TopicConfig, parse_config
+from topics.core.config import U64_MAX, TopicConfig, parse_config
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name, owner_shard
 from topics.core.routers import META_KEY
-from topics.frontend import wire
+from topics.frontend import long_bodies, wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, encode_json, send_json
 from topics.frontend.bodies import INLINE_BYTES_MAX, read_body
 from topics.frontend.gateway import Gateway
 from topics.frontend.http1_exchange import Receive, Scope, Send
+from topics.frontend.long_bodies import BodyT
 from topics.frontend.query import flag
 from topics.frontend.wire import AppendBody, RecordBody
 from topics.settings import Settings
@@ -87,8 +88,15 @@ class AppendRoute:
         )
 
     def _read(self, body: bytes) -> tuple[AppendBody, LaidOut]:
-        request = wire.decode_append(body)
+        request = self.decode(wire.append_decoder, body)
+        if request.if_head_seq is not None and request.if_head_seq > U64_MAX:
+            wire.check_counts(request)
         return request, self.lay_out(request, len(body))
+
+    def decode(self, decoder: msgspec.json.Decoder[BodyT], body: bytes) -> BodyT:
+        """A body of records; a long one in a thread."""
+        settings = self._settings
+        return long_bodies.decode(decoder, body, settings.max_batch_records, settings.max_record_bytes)
 
     def lay_out(self, request: AppendBody, body_bytes: int) -> LaidOut:
         """Frames of all records of a body so long, each within its limits (api §2.3)."""

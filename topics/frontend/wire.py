@@ -115,9 +115,9 @@ def decoder(body_type: type[BodyT]) -> msgspec.json.Decoder[BodyT]:
     return msgspec.json.Decoder(body_type)
 
 
-_append_decoder = decoder(AppendBody)
+append_decoder: Final = decoder(AppendBody)
+stage_decoder: Final = decoder(StageBody)
 _diff_decoder = decoder(DiffBody)
-_stage_decoder = decoder(StageBody)
 _drop_decoder = decoder(DropBody)
 _commit_decoder = decoder(CommitBody)
 _delete_decoder = decoder(DeleteBody)
@@ -131,23 +131,12 @@ def decode(json_decoder: msgspec.json.Decoder[BodyT], body: bytes) -> BodyT:
     return value
 
 
-def decode_append(body: bytes) -> AppendBody:
-    request = decode(_append_decoder, body)
-    if request.if_head_seq is not None and request.if_head_seq > U64_MAX:
-        check_counts(request)
-    return request
-
-
 def decode_diff(body: bytes) -> DiffBody:
     request = decode(_diff_decoder, body)
     check_counts(request)
     if request.from_ts is not None and request.from_seq:
         raise invalid("from_ts stands instead of from_seq: give one of the two", field="from_ts")
     return request
-
-
-def decode_stage(body: bytes) -> StageBody:
-    return decode(_stage_decoder, body)
 
 
 def decode_drop(body: bytes) -> DropBody:
