@@ -37,8 +37,7 @@ def cut(body: bytes) -> AppendBody:
 def plain(request: AppendBody) -> dict[str, Any]:
     """All that was sent, with the very bytes."""
     shown = {field: getattr(request, field) for field in request.__struct_fields__ if field != "records"}
-    for field in ("config", "producer"):
-        shown[field] = bytes(shown[field]) if shown[field] is not msgspec.UNSET else None
+    shown["config"] = bytes(shown["config"]) if shown["config"] is not msgspec.UNSET else None
     shown["records"] = [
         (bytes(one.data), one.tag, one.node, None if one.meta is msgspec.UNSET else bytes(one.meta))
         for one in request.records

@@ -14,6 +14,7 @@ from topics.core.config import U64_MAX, TopicConfig, parse_config
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name, owner_shard
+from topics.core.producers import Turn, producer_key
 from topics.core.routers import META_KEY
 from topics.frontend import long_bodies, wire
 from topics.frontend.access import caller_of
@@ -184,8 +185,14 @@ class AppendRoute:
 
 
 def _key(request: AppendBody, header: bytes | None) -> bytes:
-    """The idempotency key, b"" for none; the body's wins over the header's (api §0.9)."""
+    """The idempotency key, b"" for none; the body's wins over the header's (api §0.9); or a producer's."""
     key = request.idempotency_key
+    producer = request.producer
+    if producer is not None:
+        if key is not None or header is not None:
+            raise invalid("a write of a producer is known by its n: send no idempotency key with it", field="producer")
+        wire.check_counts(producer)
+        return producer_key(producer.id.encode(), Turn(producer.epoch, producer.n))
     if key is None:
         if header is None:
             return b""
@@ -201,8 +208,6 @@ def _key(request: AppendBody, header: bytes | None) -> bytes:
 
 
 def _config(request: AppendBody, name: str) -> TopicConfig | None:
-    if wire.given(request.producer):
-        raise invalid("producer: this version has no fenced writers, use idempotency_key", field="producer")
     if not wire.given(request.config):
         return None
     return parse_config(msgspec.json.decode(request.config), name)[0]

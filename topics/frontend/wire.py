@@ -37,7 +37,7 @@ _CONFIG: Final = msgspec.Meta(
     description="of the topic, if this write creates it",
     extra_json_schema={"anyOf": [{"$ref": "#/components/schemas/GivenConfig"}, {"type": "null"}]},
 )
-_PRODUCER: Final = msgspec.Meta(description="not in this version", extra_json_schema={"type": "null"})
+_PRODUCER_ID: Final = msgspec.Meta(min_length=1, max_length=128)
 
 
 class RecordBody(msgspec.Struct, gc=False):
@@ -57,6 +57,14 @@ def has_job_attributes(record: RecordBody) -> bool:
     return record.deliver_at is not None or record.delay_ms is not None or record.order_key is not None
 
 
+class ProducerBody(msgspec.Struct, gc=False):
+    """A fenced writer: `n` counts its writes, `epoch` its instances (api §2)."""
+
+    id: Annotated[str, _PRODUCER_ID]
+    epoch: Count
+    n: Count
+
+
 class AppendBody(msgspec.Struct, gc=False):
     """A write (api §2)."""
 
@@ -67,7 +75,7 @@ class AppendBody(msgspec.Struct, gc=False):
     config: Annotated[Optional, _CONFIG] = msgspec.UNSET
     disable_backpressure: bool = False
     if_head_seq: Count | None = None
-    producer: Annotated[Optional, _PRODUCER] = msgspec.UNSET
+    producer: ProducerBody | None = None
 
 
 class DiffBody(msgspec.Struct, gc=False):
