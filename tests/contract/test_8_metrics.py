@@ -1,10 +1,17 @@
-"""api §8: metrics, read by a parser that is not ours."""
+"""api §8: metrics, read by a parser that is not ours, and judged by Prometheus' own promtool.
+
+promtool is the one that TOPICS_PROMTOOL names, the one on the PATH, or the one that `make unit` has fetched. Without
+one its test is skipped; with TOPICS_REQUIRE_PROMTOOL=1 its absence is a failure.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import httpx
@@ -29,6 +36,11 @@ OF_THE_CONTRACT = {
     *("topics_wal_read_only", "topics_wal_fsync_latency_us"),
 }
 NAME = re.compile(r"[a-z][a-z0-9_]*")
+PROMTOOL = (
+    os.environ.get("TOPICS_PROMTOOL")
+    or shutil.which("promtool")
+    or shutil.which("promtool", path=os.path.join(sys.prefix, "promtool"))
+)
 
 
 def text(client: httpx.Client) -> str:
@@ -85,6 +97,40 @@ def test_every_metric_has_help_type_and_one_block(client: httpx.Client, topic: s
                 assert not re.search(r"_(total|count|sum|bucket)$", sample.name), sample
             assert sample.value >= 0, sample
     assert {name for name, _ in types} >= OF_THE_CONTRACT
+
+
+def promtool(content: str) -> subprocess.CompletedProcess[str]:
+    assert PROMTOOL is not None, "TOPICS_REQUIRE_PROMTOOL=1, but there is no promtool"
+    return subprocess.run(
+        [PROMTOOL, "check", "metrics"], input=content, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.skipif(
+    PROMTOOL is None and os.environ.get("TOPICS_REQUIRE_PROMTOOL") != "1",
+    reason="there is no promtool; `make unit` fetches one",
+)
+def test_promtool_accepts_the_metrics_of_a_busy_service(own: Service) -> None:
+    """Exit code 0; or 3 for names that it would have chosen otherwise, which must be those that the contract gave."""
+    client = own.client
+    for number, durability in enumerate(("fsync", "disk", "memory", "ephemeral")):
+        put(client, f"t{number}", durability=durability)
+        write(client, f"t{number}", 1, 2)
+        diff(client, f"t{number}")
+    put(client, "q", type="queue")
+    write(client, "q", 1, 2)
+    ok(client.post("/v0/topics/q/claim", json={"node": "w"}))
+    ok(client.put("/v0/routers/r>1", json={"source": "t0", "dest": "copies"}))
+    with Socket(own) as ws, follow(own, {"t0": {}}) as stream:
+        stream.event("caught-up")
+        ws.ask("publish", topic="t0", records=[{"data": 1}])
+        content = text(client)
+    judged = promtool(content)
+    complaints = {tuple(line.split(" ", 1)) for line in judged.stderr.splitlines()}
+    assert {name for name, _ in complaints} <= OF_THE_CONTRACT, judged.stderr
+    assert judged.returncode == (3 if complaints else 0), judged
+    assert promtool(content + "no metric at all\n").returncode == 1
+    assert promtool(content + "topics_topics 1\n").returncode == 1, "twice the same series"
 
 
 @pytest.mark.parametrize("name", ["topics_wal_fsync_latency_us", "topics_request_duration_seconds"])
