@@ -116,7 +116,7 @@ class _Cutter:
     def _piece(self, at: int, end: int) -> list[RecordBody] | None:
         """The records that are all there is between; None if it is something else."""
         try:
-            records: list[RecordBody] = wire.decode_any(_records, b"[%b]" % self._view[at:end])
+            records: list[RecordBody] = wire.decode_any(_records, b"".join((b"[", self._view[at:end], b"]")))
         except TopicsError:
             return None
         return records or None
