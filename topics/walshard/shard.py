@@ -523,6 +523,7 @@ class Shard:
         self._outbox.forget_notices(frontend)
         self._sessions.frontend_died(frontend, self._clock.monotonic_ms())
         self._queues.frontend_died(frontend, list(self._catalog))
+        self._cursors.frontend_died(frontend, self._catalog)
 
     def _put_session(self, call: SessionPut, answer: Answer) -> None:
         self._commit_appends()
