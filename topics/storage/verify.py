@@ -14,8 +14,8 @@ from enum import StrEnum
 import msgspec
 
 from topics.core.fold import FoldError
+from topics.core.location import ENTRY_WORDS
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
-from topics.core.topic import ENTRY_WORDS
 from topics.storage import layout
 from topics.storage.damage import used_bytes
 from topics.storage.filesystem import FileSystem, boot_id, read_all
