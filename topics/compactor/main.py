@@ -100,7 +100,7 @@ def build(
         while committed is None:
             life.wait()
             committed = follower.link.committed
-        follower.catch_up(committed)
+        follower.catch_up(committed, life.alive)
     seal_at = SealAt(settings.segment_max_events, settings.segment_max_bytes, settings.segment_max_age_ms)
     clock = life.clock
     pins = pins_dir(shared.ram_dir)
