@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tests.core.list_index import ListIndex
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.floors import EvictReason
 from topics.core.tags import Match, TagIndex, parse_match
-from topics.core.topic import EvictReason, Topic
+from topics.core.topic import Topic
 
 TAGS = [b"", b"chat-4", b"chat-42:a", b"chat-42:b", b"chat-420:a", b"z"]
 

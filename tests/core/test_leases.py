@@ -12,10 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.core.list_index import ListIndex
 from topics.core.config import TopicConfig
+from topics.core.floors import EvictReason
 from topics.core.jobs import Now
 from topics.core.leases import CARRY_MS, Leases
 from topics.core.queue_state import QueueState
-from topics.core.topic import EvictReason, Topic
+from topics.core.topic import Topic
 
 START = Now(1_700_000_000_000, 5_000)
 RECORD_BYTES = 100

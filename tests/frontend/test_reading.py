@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tests.frontend.hosting import Hosting, ServedRecord, Written, served
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import SEALED
-from topics.core.topic import LOCATION_LOST
 from topics.frontend.arenas import Arenas
 from topics.frontend.cold import ColdMissError
 from topics.frontend.log_files import LogFiles

@@ -23,8 +23,8 @@ from tests.storage.faults import FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
-from topics.core.topic import LOCATION_DELETED, LOCATION_LOST
-from topics.shm.messages import DeleteRecords, DeleteTopic, Expire, PutTopic
+from topics.core.location import LOCATION_DELETED, LOCATION_LOST
+from topics.shm.topic_messages import DeleteRecords, DeleteTopic, Expire, PutTopic
 from topics.storage.verify import verify
 
 NAMES = ("a", "b")

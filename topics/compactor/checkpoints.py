@@ -18,10 +18,11 @@ from topics.compactor.log_buffers import LogBuffers
 from topics.compactor.segments import BufferOf, SealAt, SegmentAppender
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
+from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_IN_RAM_LOG
 from topics.core.segment_list import SEALED, SegmentInfo
-from topics.core.topic import ENTRY_WORDS, LOCATION_DELETED, LOCATION_IN_RAM_LOG, Topic
+from topics.core.topic import Topic
 from topics.log import get_logger
-from topics.shm.messages import Checkpoint, CheckpointReply, TopicCheckpoint
+from topics.shm.compactor_messages import Checkpoint, CheckpointReply, TopicCheckpoint
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.kill_points import reached

@@ -12,6 +12,7 @@ from typing import Final
 
 from topics.compactor.checkpoints import Checkpoints, Refused, tell
 from topics.compactor.compactor import Compactor
+from topics.compactor.durable_marks import DurableMarks
 from topics.compactor.follower import Follower
 from topics.compactor.leftovers import Leftovers
 from topics.compactor.marked_index import MarkedIndex
@@ -24,7 +25,7 @@ from topics.core.clock import Clock, SystemClock
 from topics.core.fold import Fold, FoldError
 from topics.log import get_logger
 from topics.settings import Settings
-from topics.shm.control import OVER_LIVES, ProcessCell, ProcessState, Role
+from topics.shm.control import ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.wake import Wake
 from topics.storage import kill_points, layout
@@ -56,7 +57,7 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     kill_points.arm_as_told(settings.test_kill_at, incarnation)
     clock = SystemClock()
     cell = shared.control.cell(Role.COMPACTOR, 0)
-    _start(cell, incarnation, clock)
+    cell.begin_life(incarnation, clock.now_ms(), ProcessState.STARTING)
     os.nice(NICENESS)
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # its waking up interrupts nobody
     life = _Life(shared, cell, clock, settings.compactor_grace_ms)
@@ -123,6 +124,7 @@ def build(
         log_dirs,
         {shard: part.position for shard, part in parts.items()},
         Checkpoints(fs, settings.data_dir, seal_at, clock, life.alive),
+        DurableMarks(fs, settings.data_dir, shared.shards, life.alive),
         Leftovers(fs, settings.data_dir, pinned),
         Rewriting(fs, settings.data_dir, settings.segment_rewrite_dead_ratio, clock),
         relocation,
@@ -209,12 +211,3 @@ class _Life:
         self._deadline_ms = self._deadline_ms or self.clock.monotonic_ms() + self._grace_ms
         self.stopping = True
         self._wake.signal_always()
-
-
-def _start(cell: ProcessCell, incarnation: int, clock: Clock) -> None:
-    cell.clear(OVER_LIVES[Role.COMPACTOR])
-    cell.set("incarnation", incarnation)
-    cell.set("pid", os.getpid())
-    cell.set("started_ms", clock.now_ms())
-    cell.set("heartbeat_ms", clock.now_ms())
-    cell.set("state", ProcessState.STARTING)

@@ -22,7 +22,7 @@ from topics.core.clock import Clock
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.core.topic import Topic
 from topics.log import get_logger
-from topics.shm.messages import TopicCheckpoint
+from topics.shm.compactor_messages import TopicCheckpoint
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.kill_points import reached

@@ -9,8 +9,8 @@ from itertools import accumulate
 
 import msgspec
 
+from topics.core.location import LOCATION_DELETED
 from topics.core.segment_list import SEALED, SegmentInfo
-from topics.core.topic import LOCATION_DELETED
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import Bytes

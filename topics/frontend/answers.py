@@ -11,8 +11,8 @@ from typing import Any, Final
 import msgspec
 
 from topics.core.errors import RETRY_AFTER_S, TopicsError
+from topics.frontend.asgi import Send
 from topics.frontend.bodies import Headers
-from topics.frontend.http1_exchange import Send
 
 HeaderList = list[tuple[bytes, bytes]]
 

@@ -18,14 +18,14 @@ from topics.core.routers import META_KEY
 from topics.frontend import wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, encode_json, send_json
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import INLINE_BYTES_MAX, read_body
 from topics.frontend.gateway import Gateway
-from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.query import flag
 from topics.frontend.wire import AppendBody, RecordBody
 from topics.settings import Settings
+from topics.shm.append_messages import AppendReply, JobAttributes
 from topics.shm.control import ProcessCell
-from topics.shm.messages import AppendReply, JobAttributes
 from topics.storage.frame import LaidOut, lay_out, lay_out_plain
 
 KEY_MAX_CHARS: Final = 256

@@ -7,7 +7,7 @@ import zlib
 from typing import Final
 
 from topics.core.errors import TopicsError, invalid
-from topics.frontend.http1_exchange import Receive
+from topics.frontend.asgi import Receive
 
 Headers = dict[bytes, bytes]
 

@@ -17,8 +17,8 @@ from topics.frontend.gateway import Gateway
 from topics.frontend.reading import TopicReader
 from topics.shm.control import Role, replay_progress
 from topics.shm.instance import SharedMemory
-from topics.shm.messages import CatchUp, CaughtUp
 from topics.shm.router_board import RouterBoard, RouterProgress
+from topics.shm.router_messages import CatchUp, CaughtUp
 from topics.shm.router_table import RouterTable
 
 WAIT_S: Final = 2.0

@@ -15,17 +15,17 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
 from topics.frontend.answers import elapsed_ms, encode_json, send_json, send_object
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import read_body
 from topics.frontend.catching_up import CatchingUp
 from topics.frontend.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES, node_set
 from topics.frontend.gateway import Gateway
-from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.reading import Page, TopicReader
 from topics.frontend.records import CorruptRecordError, PageOptions
 from topics.frontend.wire import Count
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
-from topics.shm.queue_messages import (
+from topics.shm.cursor_messages import (
     CursorAdvance,
     CursorDelete,
     CursorDeleted,

@@ -20,7 +20,8 @@ from topics.frontend.gateway import Gateway
 from topics.frontend.reading import TopicReader
 from topics.frontend.records import PageOptions
 from topics.log import get_logger
-from topics.shm.messages import AppendReply, Done
+from topics.shm.append_messages import AppendReply
+from topics.shm.messages import Done
 from topics.shm.queue_messages import Bury, Dealt, Exhume, Remove, RemoveReply
 from topics.storage.frame import lay_out
 

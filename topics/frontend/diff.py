@@ -10,10 +10,10 @@ from topics.core.errors import TopicsError
 from topics.core.names import check_topic_name
 from topics.frontend import wire
 from topics.frontend.answers import elapsed_ms, encode_json, send_json
+from topics.frontend.asgi import ROUTE, Receive, Scope, Send
 from topics.frontend.bodies import ClientGoneError, read_body
 from topics.frontend.catching_up import CatchingUp
 from topics.frontend.gateway import Gateway
-from topics.frontend.http1_exchange import ROUTE, Receive, Scope, Send
 from topics.frontend.reading import Page, TopicReader, TopicRef
 from topics.frontend.records import PageOptions
 from topics.frontend.wire import DiffBody

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from topics.core.topic import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST
+from topics.core.location import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.storage import segment
 from topics.storage.frame import (
     CHECKSUM,

@@ -15,25 +15,24 @@ from topics.core.routers import Router, parse_router
 from topics.frontend import wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import send_object
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import read_body
 from topics.frontend.catching_up import CatchingUp, RouterSight
 from topics.frontend.gateway import Gateway
-from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.query import name_after, name_cursor, page_size
 from topics.frontend.reading import TopicReader
 from topics.settings import Settings
-from topics.shm.messages import (
+from topics.shm.messages import Done
+from topics.shm.router_messages import (
     DeleteRouter,
     DeleteRouterReply,
-    Done,
-    EnsureTopic,
     PutRouter,
     PutRouterReply,
-    PutTopicReply,
     RemoveRouters,
     SyncRouters,
     SyncRoutersReply,
 )
+from topics.shm.topic_messages import EnsureTopic, PutTopicReply
 
 REGISTRY_SHARD: Final = 0
 BEGIN_WAIT_S: Final = 2.0

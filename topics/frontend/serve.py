@@ -24,10 +24,11 @@ from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
 from hypercorn.config import Config
 
 from topics.frontend import patience
+from topics.frontend.asgi import TRANSPORT, AsgiApp, Receive, Scope, Send
 from topics.frontend.http1 import Http1Factory
 from topics.frontend.http1_connections import Connections
-from topics.frontend.http1_exchange import TRANSPORT, AsgiApp, Receive, Scope, Send, error_answer
 from topics.frontend.http1_parser import HttpLimits
+from topics.frontend.http1_wire import error_answer
 from topics.log import get_logger
 from topics.shm.cap import Cap
 

@@ -16,8 +16,8 @@ from struct import Struct
 from typing import Final
 
 from topics.core.errors import TopicsError
+from topics.core.location import LOCATION_GONE, LOCATION_IN_RAM_LOG
 from topics.core.segment_list import SegmentInfo
-from topics.core.topic import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.frontend.cold import ColdTier
 from topics.frontend.log_files import LogFiles
 from topics.frontend.records import LOG_FRAME, SEGMENT_FRAME, Run
@@ -28,7 +28,6 @@ from topics.storage.segment_columns import Columns
 _IDENTITY: Final = Struct("<I2xQQ")
 """frame_len, topic_id, seq of a frame in the log."""
 _LENGTH_FIELD_LEN: Final = 4
-_GONE: Final = LOCATION_DELETED | LOCATION_LOST
 _COPY_MAX_BYTES: Final = 256 * 1024
 """Slices of `bytes` cost half of those of a map: so many are copied out of it first, if most of them are wanted."""
 _first_seq = attrgetter("first_seq")
@@ -189,7 +188,7 @@ class Source:
         ts, offsets, lengths, flags = columns
         live: Sequence[int] = range(len(ts))
         if columns.has_gone:
-            live = [number for number, flag in enumerate(flags) if not flag & _GONE]
+            live = [number for number, flag in enumerate(flags) if not flag & LOCATION_GONE]
             if not live:
                 return Run(first_seq, ts, offsets, lengths, flags, b"", LOG_FRAME)
         first, last = live[0], live[-1]
@@ -224,7 +223,7 @@ def _file_ends(flags: list[int], file_nos: list[int]) -> list[int]:
     ends = []
     file: tuple[int, int] | None = None
     for number, (flag, file_no) in enumerate(zip(flags, file_nos, strict=True)):
-        if flag & _GONE:
+        if flag & LOCATION_GONE:
             continue
         this = (file_no, flag & LOCATION_IN_RAM_LOG)
         if file is not None and this != file:

@@ -19,25 +19,25 @@ from topics.frontend import wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import send_object
 from topics.frontend.arenas import Arenas, live_names
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import read_body
 from topics.frontend.catching_up import CatchingUp
 from topics.frontend.gateway import Gateway
-from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.query import flag, name_after, name_cursor, page_size
 from topics.frontend.reading import TopicReader, TopicRef
 from topics.frontend.routers import RouterRoutes
 from topics.settings import Settings
-from topics.shm.messages import (
+from topics.shm.messages import Done
+from topics.shm.recency import Recency, RecencyWriter
+from topics.shm.topic_messages import (
     DeleteRecords,
     DeleteRecordsReply,
     DeleteTopic,
     DeleteTopicReply,
-    Done,
     Expire,
     PutTopic,
     PutTopicReply,
 )
-from topics.shm.recency import Recency, RecencyWriter
 
 EXPIRE_WAIT_S: Final = 0.25
 """A dead shard must not hold up a state read: it is then answered as the topic was last published."""

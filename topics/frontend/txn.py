@@ -15,9 +15,9 @@ from topics.frontend import wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import send_object
 from topics.frontend.append import AppendRoute
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import read_body
 from topics.frontend.commits import Commits
-from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.reading import TopicReader
 from topics.frontend.wire import AppendBody
 from topics.settings import Settings

@@ -21,12 +21,12 @@ from topics.frontend import append, wire
 from topics.frontend.access import Access
 from topics.frontend.answers import send_error
 from topics.frontend.append import AppendRoute
+from topics.frontend.asgi import TRANSPORT, Message, Receive, Scope, Send
 from topics.frontend.bodies import INLINE_BYTES_MAX
 from topics.frontend.catching_up import CatchingUp
 from topics.frontend.channels import Connection
 from topics.frontend.delivery import Hub
 from topics.frontend.following import check_starts, check_strong, place, resolve
-from topics.frontend.http1_exchange import TRANSPORT, Message, Receive, Scope, Send
 from topics.frontend.outbox import Outbox, Subscription
 from topics.frontend.pulse import Stall
 from topics.frontend.reading import TopicReader
@@ -44,10 +44,10 @@ from topics.frontend.websocket_commands import (
 from topics.frontend.wording import MESSAGES
 from topics.log import get_logger
 from topics.settings import Settings
+from topics.shm.append_messages import AppendReply
 from topics.shm.cap import Cap
 from topics.shm.control import ProcessCell
 from topics.shm.key_counts import Counted
-from topics.shm.messages import AppendReply
 
 PUBLISHES_MAX: Final = 64
 """On their way to shards, of one socket."""

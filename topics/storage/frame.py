@@ -50,6 +50,13 @@ HOPS_SHIFT = 5
 LOCATION_HAS_TAG = 4
 LOCATION_HAS_NODE = 8
 LOCATION_HAS_META = 16
+LOCATION_FLAGS = [
+    (LOCATION_HAS_TAG if flags & FLAG_TAG else 0)
+    | (LOCATION_HAS_NODE if flags & FLAG_NODE else 0)
+    | (LOCATION_HAS_META if flags & FLAG_META else 0)
+    for flags in range(256)
+]
+"""By the flags of a frame: those of its location (`core/location.py`) that say what it has."""
 
 NODE_MAX_BYTES = 0xFFFF
 TAG_MAX_BYTES = 0xFFFF

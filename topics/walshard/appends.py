@@ -11,12 +11,12 @@ from array import array
 from collections.abc import Callable
 
 from topics.core.config import TopicConfig
+from topics.core.control_bodies import CreateBody, encode_body, encode_idempotency
 from topics.core.errors import TopicsError, not_a_queue, topic_not_found
-from topics.core.fold import CreateBody, encode_body, encode_idempotency
 from topics.core.idempotency import Outcome, is_pin
-from topics.core.topic import LOCATION_IN_RAM_LOG
-from topics.shm import messages
-from topics.shm.messages import AppendReply, AppendRequest
+from topics.core.location import LOCATION_IN_RAM_LOG
+from topics.shm import append_messages
+from topics.shm.append_messages import AppendReply, AppendRequest
 from topics.storage import frame
 from topics.storage.frame import FLAG_DURABLE, FLAG_MORE, Bytes, FrameType
 from topics.walshard.head_marks import ceiling_operation
@@ -69,7 +69,7 @@ class Appends:
     def __init__(
         self,
         find: Callable[[str], Hosted | None],
-        make_topic: Callable[[str, TopicConfig], Hosted],
+        make_topic: Callable[[str, TopicConfig, int], Hosted],
         abandon_topic: Callable[[Hosted], None],
         host: Callable[[Hosted], None],
         claim_bytes: Callable[[int, Callable[[], int]], int],
@@ -140,7 +140,7 @@ class Appends:
             config = request.config or TopicConfig()
             if not request.create or not config.auto_create:
                 raise topic_not_found(request.name)
-            draft = Draft(self._make_topic(request.name, config), now_ms, new=True)
+            draft = Draft(self._make_topic(request.name, config, now_ms), now_ms, new=True)
         self._drafts[request.name] = draft
         return draft
 
@@ -230,7 +230,7 @@ class Appends:
     def _reply(self, answer: Answer, outcome: Outcome, draft: Draft, created: bool, deduped: bool) -> bytearray:
         durability = draft.hosted.topic.config.durability
         reply = AppendReply(outcome.first_seq, outcome.records, draft.head_seq, created, deduped, durability, 0, 0)
-        return messages.encode_append_reply(answer.request_id, reply)
+        return append_messages.encode_append_reply(answer.request_id, reply)
 
 
 def _growth(draft: Draft, request: AppendRequest) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from topics.core.control_bodies import encode_body
 from topics.core.cursors import Cursor, CursorBody
 from topics.core.errors import topic_not_found
-from topics.core.fold import encode_body
 from topics.shm import messages
-from topics.shm.queue_messages import (
+from topics.shm.cursor_messages import (
     CursorAdvance,
+    CursorCall,
     CursorDelete,
     CursorDeleted,
     CursorList,
@@ -25,8 +26,6 @@ from topics.walshard.operation import Answer
 from topics.walshard.queue_writes import QueueWrites
 
 CURSOR_CALLS: Final = (CursorPut, CursorDelete, CursorLook, CursorAdvance)
-
-CursorCall = CursorPut | CursorDelete | CursorLook | CursorAdvance
 
 
 class NamedCursors:

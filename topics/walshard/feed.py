@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from typing import Final
 
 from topics.core.config import U64_MAX
+from topics.core.location import ENTRY_WORDS
 from topics.core.router_state import FeedBody, FeedRouter, encode_router
 from topics.core.routers import HOPS_MAX, Router, with_origin
 from topics.core.tags import Match
-from topics.core.topic import ENTRY_WORDS, Topic
+from topics.core.topic import Topic
 from topics.storage import frame
 from topics.storage.copies import Original, make_copy
 from topics.storage.frame import FrameType
@@ -52,7 +53,7 @@ class Page:
 
 
 class Feed:
-    """State of one dest; what changes it is in `feeds.py`."""
+    """State of one dest; `feeds.py` and `copy_log.py` change it when the log says so."""
 
     def __init__(self, hosted: Hosted, body: FeedBody) -> None:
         self.hosted = hosted
@@ -112,6 +113,14 @@ class Feed:
         """ROUTER_CURSOR: the end of a write, or a write of its own."""
         data = encode_router(body)
         return frame.encode(FrameType.ROUTER_CURSOR, 0, self.topic.id, head_seq, ts, b"", b"", data)
+
+    def copied(self, page: Page, file_no: int, offset: int, location_flags: int) -> None:
+        """A page was written there: it is in the dest, and the cursor behind it."""
+        self.topic.restored(page.placed(file_no, offset, location_flags))
+        self.topic.evict_over_cap()
+        self.source_seq = page.source_seq
+        for one in self.routers:
+            one.forwarded_total += page.copies_by_router.get(one.router.id, 0)
 
     def registered(self) -> list[Router]:
         return [one.router for one in self.routers]
