@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BROWSER := $(VENV)/.browser
+PROMTOOL := $(VENV)/.promtool
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check lint types unit bench crash soak lock clean spark fuzz browser peers
@@ -23,6 +24,11 @@ $(BROWSER): $(STAMP) tests/e2e/fetch_chromium.py
 	$(BIN)/python -m tests.e2e.fetch_chromium $(VENV)/chromium
 	@touch $(BROWSER)
 
+# One test has the metrics judged by Prometheus itself.
+$(PROMTOOL): $(STAMP) tests/contract/fetch_promtool.py
+	$(BIN)/python -m tests.contract.fetch_promtool $(VENV)/promtool
+	@touch $(PROMTOOL)
+
 setup: $(STAMP) ## make .venv with the pinned dependencies
 
 run: $(STAMP) ## serve on 127.0.0.1:4000 with ./topics-data
@@ -39,7 +45,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-unit: $(STAMP) $(BROWSER)
+unit: $(STAMP) $(BROWSER) $(PROMTOOL)
 	$(BIN)/pytest
 
 bench: $(STAMP) ## start a server, measure it, print the table (JSON: bench/out/latest.json)

@@ -91,6 +91,60 @@ def test_the_same_bytes_and_seqs_after_a_restart(shards: int, end: str, env: dic
             assert copies(service.client) == before
 
 
+@pytest.mark.parametrize(
+    ("durability", "end", "env"),
+    [
+        ("disk", "stop", {}),
+        ("disk", "kill_group", {}),
+        ("disk", "kill_group", EAGER),
+        ("disk", "shards", EAGER),
+        ("ephemeral", "shards", {}),
+    ],
+    ids=["stop", "kill", "kill-segments", "shards-segments", "shards-ephemeral"],
+)
+def test_what_a_dest_could_never_hold_is_the_same_gap_ever_after(
+    durability: str, end: str, env: dict[str, str]
+) -> None:
+    with Service(shards=2, frontends=1, env=env) as service:
+        client = service.client
+        put(client, "choosy", cap_bytes=100_000, discard="reject", durability=durability)
+        ok(client.put("/v0/routers/choosy", json={"source": "src", "dest": "choosy"}))
+        for size in (1, 200_000, 2, 200_000, 200_000, 3):
+            write(client, "src", "x" * size)
+
+        def seen() -> list[tuple[Any, ...]]:
+            found: list[tuple[Any, ...]] = []
+            cursor = 0
+            while True:
+                page = diff(client, "choosy", from_seq=cursor)
+                gap = page["tombstone"]
+                if gap is not None:
+                    found.append((gap["reason"], gap["gap_from"], gap["gap_to"]))
+                found += [(one["$seq"], len(one["data"])) for one in page["records"]]
+                cursor = page["next_from_seq"]
+                if page["caught_up"]:
+                    return found
+
+        assert seen() == [(1, 1), ("cap", 2, 2), (3, 2), ("cap", 4, 5), (6, 3)]
+        if env:
+            cut(service)
+        before, head_seq = seen(), state(client, "choosy")["head_seq"]
+        if end == "shards":
+            for shard in range(2):
+                service.wait_healed(service.kill("walshard", shard))
+        else:
+            getattr(service, end)()
+            verify(service.data_dir)
+            service.start()
+            client = service.client
+        if durability == "ephemeral":
+            # No record in RAM tells why there is none.
+            before = [("restart", *one[1:]) if one[0] == "cap" else one for one in before]
+        assert seen() == before
+        write(client, "src", "behind", "y" * 200_000)
+        assert seen() == [*before, (head_seq + 1, 6), ("cap", head_seq + 2, head_seq + 2)]
+
+
 def cut(service: Service) -> None:
     """A snapshot, and another one that says nothing of what was written before the first."""
     compactor = status(service).compactor
