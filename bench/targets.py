@@ -60,6 +60,8 @@ BOUNDS = [
     Bound("SSE 1 watcher, p99 ms", 2.0, ("sse", "1 watcher", "p99_us"), scale=MS),
     Bound("SSE 100 watchers, p50 ms", 1.5, ("sse", "100 watchers", "p50_us"), scale=MS),
     Bound("SSE 100 watchers, p99 ms", 4.0, ("sse", "100 watchers", "p99_us"), scale=MS),
+    Bound("SSE 1000 watchers, p50 ms", 5.0, ("sse", "1000 watchers", "p50_us"), scale=MS),
+    Bound("SSE 1000 watchers, p99 ms", 20.0, ("sse", "1000 watchers", "p99_us"), scale=MS),
     Bound(
         "overload, p99 of priority -1000 / +1000",
         5.0,

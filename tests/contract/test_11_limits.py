@@ -173,7 +173,7 @@ def test_a_body_that_no_route_reads_holds_nothing_up(start: Any, http2: bool) ->
 
 
 def test_a_large_body_leaves_the_others_their_turn(service: Service, topic: str) -> None:
-    """A body of 60 MB is decoded beside the event loop; what no thread can share is a call into C."""
+    """A body of 60 MB is decoded beside the event loop, in pieces between which others are served."""
     put(service.client, topic)
     body = json.dumps({"records": [{"data": "x" * 6_000} for _ in range(10_000)]}).encode()
     with ThreadPoolExecutor(1) as pool:

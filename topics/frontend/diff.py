@@ -64,7 +64,7 @@ class DiffRoute:
         check_topic_name(name)
         request = wire.decode_diff(await read_body(receive, headers, self._settings.max_body_bytes))
         reader = self._reader
-        await self._catching_up.one(name)
+        with_copies = await self._catching_up.one(name)
         ref = reader.get(name)
         options = self._options(request)
         now_ms = reader.now_ms()
@@ -76,7 +76,7 @@ class DiffRoute:
             scope[ROUTE] = Route.DIFF_WAIT
             page, cost = await self._wait(ref, page, options, min(request.wait_ms, WAIT_MS_MAX), receive)
         self._cell.add("records_out", page.count)
-        await send_json(send, headers, 200, _answer(name, page, cost, started_ns))
+        await send_json(send, headers, 200, _answer(name, page, cost, with_copies, started_ns))
 
     def drain(self) -> None:
         """The process is to stop: every long poll answers now what it has."""
@@ -149,11 +149,11 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-def _answer(name: str, page: Page, cost: Cost, started_ns: int) -> bytes:
+def _answer(name: str, page: Page, cost: Cost, with_copies: bool, started_ns: int) -> bytes:
     return (
         b'{"topic":"%b","records":[%b],"next_from_seq":%d,"head_seq":%d,"earliest_seq":%d,"durable_seq":%d,'
         b'"epoch":"%016x","caught_up":%b,"tombstone":%b,"lag":%d,'
-        b'"performance":{"server_total_ms":%b,"records_scanned":%d%b}}'
+        b'"performance":{"server_total_ms":%b,"records_scanned":%d%b%b}}'
     ) % (
         name.encode(),
         page.body,
@@ -168,4 +168,5 @@ def _answer(name: str, page: Page, cost: Cost, started_ns: int) -> bytes:
         str(elapsed_ms(started_ns)).encode(),
         cost.scanned,
         b',"cold_segments_read":%d' % cost.cold_segments if cost.cold_segments else b"",
+        b"" if with_copies else b',"copies_pending":true',
     )
