@@ -347,6 +347,17 @@ def test_the_delivery_after_the_last_allowed_one_is_a_move_to_the_dead_letters(
     }
 
 
+def test_many_dead_letters_come_there_in_whatever_order_they_fail(client: httpx.Client, topic: str) -> None:
+    dead = f"{topic}-dead"
+    queue(client, topic, *range(120), max_deliveries=1, dead_letter=dead)
+    jobs = seqs(claim(client, topic, max=120))
+    for part in (jobs[50::7], jobs[:50], jobs):
+        ask(client, topic, "nack", *part)
+        assert claim(client, topic, max=1) == []
+    poll("all to be there", lambda: claim(client, topic) == [] and counts(client, topic) == (0, 0, 120))
+    assert sorted(int(record.data) for record in diff_records(client, dead)) == list(range(120))
+
+
 def test_without_a_dead_letter_topic_a_job_is_never_thrown_away(client: httpx.Client, topic: str) -> None:
     queue(client, topic, 1, max_deliveries=1)
     for delivery in (1, 2, 3):
