@@ -1,7 +1,11 @@
-"""Routers over restarts, kills of each role, and another number of shards: the same copies with the same seqs."""
+"""Routers over restarts, kills of each role, and another number of shards: the same copies with the same seqs.
+
+Half of the ways to restart are taken, each end with and without segments; TOPICS_CRASH_ALL=1 (`make crash`) takes all.
+"""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +16,7 @@ import pytest
 
 from tests.contract.asking import diff, diff_records, ok, put, state, write
 from tests.contract.stream import follow
-from tests.e2e.test_kill_points import status, verify
+from tests.e2e.test_kill_points import CRASH_ALL, status, verify
 from tests.harness import Service, poll
 
 EAGER = {
@@ -22,6 +26,13 @@ EAGER = {
     "TOPICS_SEGMENT_REWRITE_DEAD_RATIO": "0.2",
 }
 """Cuts all the time."""
+RESTARTS = [
+    pytest.param(shards, end, env, id=f"{what}-{end}-{shards}")
+    for at, (end, (what, env), shards) in enumerate(
+        itertools.product(("stop", "kill_group", "kill_supervisor"), (("logs", {}), ("segments", EAGER)), (1, 3))
+    )
+    if CRASH_ALL or at % 8 in (0, 3, 5, 6)
+]
 DESTS = ("all", "tagged", "once", "chain", "capped", "last")
 
 
@@ -63,9 +74,7 @@ def copies(client: httpx.Client) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("end", ["stop", "kill_group", "kill_supervisor"])
-@pytest.mark.parametrize("env", [{}, EAGER], ids=["logs", "segments"])
+@pytest.mark.parametrize(("shards", "end", "env"), RESTARTS)
 def test_the_same_bytes_and_seqs_after_a_restart(shards: int, end: str, env: dict[str, str]) -> None:
     with Service(shards=shards, frontends=1, env=env) as service:
         lay_out_routers(service.client)
