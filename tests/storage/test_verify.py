@@ -34,7 +34,8 @@ from topics.storage.segment_deletes import mark_deleted
 from topics.storage.segment_writer import SegmentWriter
 from topics.storage.snapshot import read_snapshot, save_snapshot
 from topics.storage.state import decode_parts, encode_part, encode_parts
-from topics.storage.verify import Finding, Kind, NotADataDir, Report, verify
+from topics.storage.verify import NotADataDir, verify
+from topics.storage.verify_report import Finding, Kind, Report
 
 SEALED = [Record(b'"a"', b"n", b"t"), Record(b'"b"', tag=b"u"), Record(b'"c"', tag=b"t", meta=b'{"k":1}')]
 ACTIVE = [Record(b'"d"'), Record(b'"e"', tag=b"v")]

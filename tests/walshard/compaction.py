@@ -22,9 +22,11 @@ class Life:
         self._rig = rig
         self.clock = rig.clock
         self.cell = rig.shared.control.cell(Role.COMPACTOR, 0)
+        self.steps = 0
 
     def alive(self) -> None:
         """There is always time."""
+        self.steps += 1
 
     def wait(self) -> None:
         self._rig.shard.step()
@@ -39,6 +41,7 @@ class Compaction:
         self.helper = helper or Inline()
         self._incarnation = 0
         self._compactor: Compactor | None = None
+        self.life = Life(rig)
 
     def begin_again(self) -> None:
         """A new life from the newest snapshot, once it is needed."""
@@ -48,7 +51,8 @@ class Compaction:
     def compactor(self) -> Compactor:
         if self._compactor is None:
             self._incarnation += 1
-            life = cast(Any, Life(self.rig))
+            self.life = Life(self.rig)
+            life = cast(Any, self.life)
             helper = cast(ThreadPoolExecutor, self.helper)
             self._compactor = build(self.rig.settings, self.rig.shared, self._incarnation, self.rig.fs, life, helper)
         return self._compactor

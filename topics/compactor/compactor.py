@@ -81,8 +81,7 @@ class Compactor:
             until = follower.link.committed
             follower.link.take_notices()
             if until is not None and _bytes_between(follower.position, until) >= step_bytes:
-                follower.catch_up(until)
-                self._alive()
+                follower.catch_up(until, self._alive)
 
     def upkeep(self) -> int | None:
         """A step of what can wait; in how many ms the next one is due, None without one. Raises OSError, Refused."""
@@ -126,7 +125,7 @@ class Compactor:
             if until is None:
                 log.info("a shard recovers, its part of the last snapshot stays", shard=follower.shard)
                 continue
-            follower.catch_up(until)
+            follower.catch_up(until, self._alive)
             try:
                 self._checkpoint(follower)
             except OSError:

@@ -41,8 +41,10 @@ HEARTBEAT_MS: Final = 250
 ANSWER_POLL_MS: Final = 10
 FOLLOW_BYTES: Final = 2 * 2**20
 RETRY_MS: Final = 2_000
-NICENESS: Final = 10
-"""Who waits for a write comes first."""
+NICENESS: Final = 5
+"""Who waits for a write comes first. But a busy machine must not starve this process: the logs would grow without end,
+and with them the next start.
+"""
 
 log = get_logger()
 
@@ -58,6 +60,7 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     cell = shared.control.cell(Role.COMPACTOR, 0)
     cell.begin_life(incarnation, clock.now_ms(), ProcessState.STARTING)
     os.nice(NICENESS)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # its waking up interrupts nobody
     life = _Life(shared, cell, clock, settings.compactor_grace_ms)
     helper = ThreadPoolExecutor(1, "cold")
     try:
@@ -102,7 +105,7 @@ def build(
         while committed is None:
             life.wait()
             committed = follower.link.committed
-        follower.catch_up(committed)
+        follower.catch_up(committed, life.alive)
     seal_at = SealAt(settings.segment_max_events, settings.segment_max_bytes, settings.segment_max_age_ms)
     clock = life.clock
     pins = pins_dir(shared.ram_dir)

@@ -278,7 +278,7 @@ class Fold:
                 return
             if feed.trimmed and topic.config.durability != "ephemeral":
                 self._settle(topic)
-                topic.skipped(seq, EvictReason.SOURCE_TRIM)
+                topic.skipped(seq, EvictReason(feed.trim_reason or EvictReason.SOURCE_TRIM))
         self.routers.cursor(topic_id, feed, in_ram)
 
     def router_source(self, topic_id: int, hold_seq: int) -> None:

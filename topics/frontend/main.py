@@ -115,7 +115,8 @@ async def _serve(
     access = Access(keys, settings.probe_auth, limits)
     append = AppendRoute(gateway, settings, cell)
     places = _cap("sse_connections", settings.max_sse_connections, "sse_admitted", shared, cell)
-    websocket = WebSocketRoute(reader, append, hub, access, settings, places, catching_up, cell, clock)
+    observe = partial(shared.durations.observe, index)
+    websocket = WebSocketRoute(reader, append, hub, access, settings, places, catching_up, cell, clock, observe)
     topics = TopicRoutes(
         reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms, catching_up, routers
     )
@@ -136,7 +137,7 @@ async def _serve(
         *manifest_operations(_manifest(reader, catching_up, settings, shared, index, clock)),
         *service_operations(ProbeRoutes(shared.control, clock), metrics, settings.probe_auth),
     ]
-    app = App(operations, append, diff, websocket, access, cell, partial(shared.durations.observe, index))
+    app = App(operations, append, diff, websocket, access, cell, observe)
     connections = Connections(_cap("connections", settings.max_connections, "connections_admitted", shared, cell))
 
     def stop() -> None:

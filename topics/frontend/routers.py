@@ -81,9 +81,9 @@ class RouterRoutes:
         started_ns = time.perf_counter_ns()
         name = _router_name(scope)
         router = self._visible(name, caller_of(scope))
-        await self._catching_up.one(router.spec.dest)
+        with_copies = await self._catching_up.one(router.spec.dest)
         answer = self._shown(self._visible(name, caller_of(scope)))
-        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns, with_copies=with_copies)
 
     async def delete(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()

@@ -104,6 +104,8 @@ def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) 
                 "topic_not_found",
                 "topic_exists_incompatible",
                 "head_mismatch",
+                "fenced",
+                "out_of_order",
                 "topic_full",
                 *_LOST,
             ),

@@ -123,7 +123,7 @@ class TopicRoutes:
         started_ns = time.perf_counter_ns()
         name = _topic_name(scope)
         touch = flag(QueryParams(scope["query_string"]), "touch", True)
-        await self._catching_up.one(name)
+        with_copies = await self._catching_up.one(name)
         ref = await self._settled(self._reader.get(name))
         now_ms = self._reader.now_ms()
         view, config = ref.view, ref.config
@@ -151,7 +151,7 @@ class TopicRoutes:
                 "in_flight": view.jobs_in_flight,
                 "dead_lettered": view.jobs_dead_lettered,
             }
-        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns, with_copies=with_copies)
 
     async def list_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()

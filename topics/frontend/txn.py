@@ -114,7 +114,7 @@ class TxnRoutes:
         await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
 
     def _read(self, body: bytes) -> tuple[str, LaidOut]:
-        request = wire.decode_stage(body)
+        request = self._append.decode(wire.stage_decoder, body)
         if any(wire.has_job_attributes(record) for record in request.records):
             raise invalid("a stage keeps no deliver_at, delay_ms or order_key: append such jobs", field="records")
         return _txn(request.txn), self._append.lay_out(AppendBody(request.records, request.node), len(body))

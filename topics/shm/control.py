@@ -134,6 +134,7 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "arena_bytes",
         "fsync_us_sum",
         *(f"fsync_us_{bucket:02d}" for bucket in range(LATENCY_BUCKETS)),
+        "router_oversize",
     ),
     Role.COMPACTOR: (
         *_COMMON,
@@ -193,6 +194,7 @@ OVER_LIVES: Final[dict[Role, frozenset[str]]] = {
             "wal_rotations",
             "write_errors",
             "router_copies",
+            "router_oversize",
             "fsync_us_sum",
             *(f"fsync_us_{bucket:02d}" for bucket in range(LATENCY_BUCKETS)),
         )

@@ -42,6 +42,8 @@ class Copier:
         self._show_progress = show_progress
         self._claim_bytes = claim_bytes
         self._monotonic_ms = monotonic_ms
+        self.left_out = 0
+        """Copies that were not made in this life, because their dest could never hold them."""
 
     def advance(self, feed: Feed, sight: SourceSight, rederiving: bool = False) -> bool:
         """Copies a page. True when there may be more to copy at once; False when it is at the head, or must wait
@@ -81,7 +83,7 @@ class Copier:
         feed.full |= page.full
         if not len(page):
             if page.source_seq == feed.source_seq:
-                return self._wait(feed)
+                return self._leave_out(feed, page.oversize) if page.oversize else self._wait(feed)
             # No router lets them pass.
             feed.source_seq = page.source_seq
             self._copy_log.passed_over(feed)
@@ -119,18 +121,42 @@ class Copier:
         """Records that the source has lost before they were copied: a gap in the dest, a seq for each; but one for all
         when an `ephemeral` source was lost, since nobody knows how many there were.
         """
-        topic = feed.topic
         count = 1 if reason == EvictReason.RESTART else last_source_seq - feed.source_seq
-        if min(room(topic)) <= 0:
+        if min(room(feed.topic)) <= 0:
             return self._wait(feed)  # until then more may follow it
+        if not self._skip(feed, last_source_seq, count, EvictReason.SOURCE_TRIM):
+            return self._wait(feed)
+        log.warning("a router's source lost records before they were copied", topic=feed.topic.name, records=count)
+        return True
+
+    def _leave_out(self, feed: Feed, copies: int) -> bool:
+        """The next record is more than the dest may ever hold: waiting for room would end the router. Its copies are a
+        gap, as if they had been appended and evicted at once, which is what a dest that discards old ones does.
+        """
+        if not self._skip(feed, feed.source_seq + 1, copies, EvictReason.CAP):
+            return self._wait(feed)
+        self.left_out += copies
+        if not feed.leaving_out:
+            feed.leaving_out = True
+            log.warning(
+                "a record is larger than the dest of its router may ever hold, and left out",
+                topic=feed.topic.name,
+                source=feed.source,
+                source_seq=feed.source_seq,
+                cap_records=feed.topic.config.cap_records,
+                cap_bytes=feed.topic.config.cap_bytes,
+            )
+        return True
+
+    def _skip(self, feed: Feed, last_source_seq: int, count: int, reason: EvictReason) -> bool:
+        """The dest gets a gap of `count` seqs for the source's records up to `last_source_seq`; False if it cannot."""
         try:
             feed.hosted.ring.reserve(count)
         except ArenaFullError:
-            return self._wait(feed)
-        if not self._copy_log.log_gap(feed, last_source_seq, count):
-            return self._wait(feed)
-        log.warning("a router's source lost records before they were copied", topic=topic.name, records=count)
-        topic.skipped(topic.head_seq + count, EvictReason.SOURCE_TRIM)
+            return False
+        if not self._copy_log.log_gap(feed, last_source_seq, count, reason):
+            return False
+        feed.topic.skipped(feed.topic.head_seq + count, reason)
         self._show(feed.hosted)
         self._show_progress(feed)
         return True

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from topics.core.config import U64_MAX
+from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_IN_RAM_LOG
 from topics.log import get_logger
 from topics.storage import layout
@@ -112,9 +113,9 @@ class CopyLog:
             durable.append(ceiling_operation(feed.hosted, ceiling, page.entries[-3]))
         return self._commit(durable, [operation])
 
-    def log_gap(self, feed: Feed, last_source_seq: int, count: int) -> bool:
-        """The source's records up to there are lost before they were copied: the next `count` seqs of the dest are
-        nobody's. The cursor has passed them then, the dest's head is the caller's to move.
+    def log_gap(self, feed: Feed, last_source_seq: int, count: int, reason: EvictReason) -> bool:
+        """The source's records up to there are not copied: the next `count` seqs of the dest are nobody's. The cursor
+        has passed them then, the dest's head is the caller's to move.
         """
         if not self.log_copies(feed):
             return False
@@ -126,7 +127,7 @@ class CopyLog:
         if heads and not self._commit(heads, []):
             feed.source_seq = former_seq
             return False
-        if not self.log_cursor(feed, trimmed=count, head_seq=last_seq):
+        if not self.log_cursor(feed, trimmed=count, trim_reason=reason, head_seq=last_seq):
             feed.source_seq = former_seq
             return False
         return True
@@ -168,11 +169,19 @@ class CopyLog:
         self._logged(feed.hosted)
         return True
 
-    def log_cursor(self, feed: Feed, *, sync: bool = False, trimmed: int = 0, head_seq: int | None = None) -> bool:
+    def log_cursor(
+        self,
+        feed: Feed,
+        *,
+        sync: bool = False,
+        trimmed: int = 0,
+        trim_reason: EvictReason = EvictReason.NONE,
+        head_seq: int | None = None,
+    ) -> bool:
         """A cursor alone, in the durable log; there must be no copies behind the last one."""
         assert feed.unlogged_seq == U64_MAX
         topic = feed.topic
-        body = feed.body(trimmed)
+        body = feed.body(trimmed, trim_reason)
         body.revision += 1
         cursor = feed.cursor_frame(body, topic.head_seq if head_seq is None else head_seq, self._now_ms())
 

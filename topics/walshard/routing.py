@@ -91,6 +91,7 @@ class Routing:
         self._dead: set[int] = set()
         """Routers that go with a topic of theirs; shard 0 has been told."""
         self._forwarded_before = cell.get("router_copies")
+        self._left_out_before = cell.get("router_oversize")
 
     # -- told by the shard
 
@@ -200,6 +201,7 @@ class Routing:
         if worked:
             self.copy_log.keep_within_bounds()
             self._cell.set("router_copies", self._forwarded_before + self.copy_log.written)
+            self._cell.set("router_oversize", self._left_out_before + self._copier.left_out)
             self._links.flush()
         return worked
 
