@@ -14,12 +14,13 @@ import msgspec
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
-from topics.frontend.answers import elapsed_ms, encode_json, send_json, send_object
+from topics.frontend.answers import elapsed_ms, send_json, send_object
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import read_body
 from topics.frontend.catching_up import CatchingUp
 from topics.frontend.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES, node_set
 from topics.frontend.gateway import Gateway
+from topics.frontend.page_json import PAGE_MEMBERS, page_values
 from topics.frontend.reading import Page, TopicReader
 from topics.frontend.records import CorruptRecordError, PageOptions
 from topics.frontend.wire import Count
@@ -63,6 +64,13 @@ class ReadBody(msgspec.Struct, gc=False):
 
 _cursor_decoder = wire.decoder(CursorBody)
 _read_decoder = wire.decoder(ReadBody)
+
+
+_ANSWER: Final = (
+    b'{"topic":"%b","cursor":"%b","cursor_seq":%d,'
+    + PAGE_MEMBERS
+    + b',"performance":{"server_total_ms":%b,"records_scanned":%d}}'
+)
 
 
 class CursorRoutes:
@@ -190,23 +198,11 @@ def _shown(cursor: CursorReply) -> dict[str, Any]:
 
 
 def _answer(name: str, cursor: str, page: Page, cursor_seq: int, started_ns: int) -> bytes:
-    return (
-        b'{"topic":"%b","cursor":"%b","cursor_seq":%d,"records":[%b],"next_from_seq":%d,"head_seq":%d,"earliest_seq":%d,'
-        b'"durable_seq":%d,"epoch":"%016x","caught_up":%b,"tombstone":%b,"lag":%d,'
-        b'"performance":{"server_total_ms":%b,"records_scanned":%d}}'
-    ) % (
+    return _ANSWER % (
         name.encode(),
         cursor.encode(),
         cursor_seq,
-        page.body,
-        page.next_from_seq,
-        page.head_seq,
-        page.earliest_seq,
-        page.durable_seq,
-        page.topic_id,
-        b"true" if page.caught_up else b"false",
-        b"null" if page.tombstone is None else encode_json(page.tombstone),
-        page.head_seq - page.next_from_seq,
+        *page_values(page),
         str(elapsed_ms(started_ns)).encode(),
         page.scanned,
     )

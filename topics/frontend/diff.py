@@ -9,11 +9,12 @@ from typing import Final, NamedTuple
 from topics.core.errors import TopicsError
 from topics.core.names import check_topic_name
 from topics.frontend import wire
-from topics.frontend.answers import elapsed_ms, encode_json, send_json
+from topics.frontend.answers import elapsed_ms, send_json
 from topics.frontend.asgi import ROUTE, Receive, Scope, Send
 from topics.frontend.bodies import ClientGoneError, read_body
 from topics.frontend.catching_up import CatchingUp
 from topics.frontend.gateway import Gateway
+from topics.frontend.page_json import PAGE_MEMBERS, page_values
 from topics.frontend.reading import Page, TopicReader, TopicRef
 from topics.frontend.records import PageOptions
 from topics.frontend.wire import DiffBody
@@ -28,6 +29,9 @@ MAX_BATCH_BYTES: Final = (1 << 20, 8 << 20)
 WAIT_MS_MAX: Final = 30_000
 LONG_POLLS_MAX: Final = 10_000
 """Waiting at once in this process; one more is refused, for each holds a connection and memory."""
+
+
+_ANSWER: Final = b'{"topic":"%b",' + PAGE_MEMBERS + b',"performance":{"server_total_ms":%b,"records_scanned":%d%b%b}}'
 
 
 class Cost(NamedTuple):
@@ -150,21 +154,9 @@ async def _disconnect(receive: Receive) -> None:
 
 
 def _answer(name: str, page: Page, cost: Cost, with_copies: bool, started_ns: int) -> bytes:
-    return (
-        b'{"topic":"%b","records":[%b],"next_from_seq":%d,"head_seq":%d,"earliest_seq":%d,"durable_seq":%d,'
-        b'"epoch":"%016x","caught_up":%b,"tombstone":%b,"lag":%d,'
-        b'"performance":{"server_total_ms":%b,"records_scanned":%d%b%b}}'
-    ) % (
+    return _ANSWER % (
         name.encode(),
-        page.body,
-        page.next_from_seq,
-        page.head_seq,
-        page.earliest_seq,
-        page.durable_seq,
-        page.topic_id,
-        b"true" if page.caught_up else b"false",
-        b"null" if page.tombstone is None else encode_json(page.tombstone),
-        page.head_seq - page.next_from_seq,
+        *page_values(page),
         str(elapsed_ms(started_ns)).encode(),
         cost.scanned,
         b',"cold_segments_read":%d' % cost.cold_segments if cost.cold_segments else b"",
