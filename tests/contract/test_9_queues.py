@@ -672,17 +672,20 @@ def test_many_workers_over_http_and_work_do_every_job_once_and_share_them(
                 if got:
                     finish(http, f"p{n}", got)
 
-    threads = [threading.Thread(target=stream, args=(n,), daemon=True) for n in range(streams)]
-    threads += [threading.Thread(target=polling, args=(n,), daemon=True) for n in range(pollers)]
-    for thread in threads:
+    working = [threading.Thread(target=stream, args=(n,), daemon=True) for n in range(streams)]
+    asking = [threading.Thread(target=polling, args=(n,), daemon=True) for n in range(pollers)]
+    for thread in working + asking:
         thread.start()
     poll("every job to be done", lambda: not left() or None, 60)
     finished = sorted(seq for seqs_done in done.values() for seq in seqs_done)
     assert finished == list(range(1, jobs + 1))
     assert len(done) == streams + pollers, {node: len(of) for node, of in done.items()}
     until_counts(client, topic, 0, 0, 0)
+    for thread in asking:  # before the topic goes: what they ask for is there until they end
+        thread.join(20)
+        assert not thread.is_alive()
     ok(client.delete(f"/v0/topics/{topic}"))
-    for thread in threads:
+    for thread in working:
         thread.join(20)
         assert not thread.is_alive()
 
