@@ -83,6 +83,21 @@ BOUNDS = [
         scale=MS,
     ),
     Bound("delivery beside 2048 idle streams, p50 ms", 5.0, ("idle", "delivery beside them", "p50_us"), scale=MS),
+    *(
+        Bound(
+            f"{what} of a deep queue / a shallow one, p50",
+            1.25,
+            ("depth", f"deep, {what}", "p50_us"),
+            divided_by=("depth", f"shallow, {what}", "p50_us"),
+        )
+        for what in ("claim 1", "claim 16", "ack 1", "ack 16", "nack 1", "nack 16")
+    ),
+    Bound(
+        "ack through another frontend to next job, p50 ms",
+        5.0,
+        ("refill", "ack through another frontend", "p50_us"),
+        scale=MS,
+    ),
     Bound("recovery of 1 M records, s", 1.5, ("recovery", "1 M records, one shard", "seconds")),
     Bound(
         "write p99, compactor at work / idle",

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from topics.core.key_marks import KeyMark
 from topics.core.producers import FORGOTTEN_AFTER_MS, Turn, is_producer_key, parse_key, producer_key
 
-_PIN: Final = b"\xff"
-"""Never in UTF-8."""
 _BATCH_LEN: Final = 8
 
 
@@ -35,11 +34,11 @@ def pin(sink: str, batch: int, stage: str) -> bytes:
 
 def pins_of(sink: str) -> bytes:
     """What all pins of a sink begin with."""
-    return _PIN + sink.encode() + b"\x00"
+    return KeyMark.PIN + sink.encode() + b"\x00"
 
 
 def is_pin(key: bytes) -> bool:
-    return key.startswith(_PIN)
+    return key.startswith(KeyMark.PIN)
 
 
 class IdempotencyWindow:

@@ -3,7 +3,7 @@
 A producer numbers its writes, and each of its instances has an epoch above that of the one before. Epoch and number are
 the key under which a write's outcome is known (`idempotency.py`), so they are logged with it and go where keys go:
 
-    | 0xFE | id | epoch u64 big-endian | n u64 big-endian |
+    | 0xFD | id | epoch u64 big-endian | n u64 big-endian |
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from topics.core.errors import TopicsError
+from topics.core.key_marks import KeyMark
 
 FORGOTTEN_AFTER_MS: Final = 7 * 24 * 3_600_000
 """A producer that has written nothing for so long is one that never wrote."""
-_MARK: Final = b"\xfe"
-"""Never in UTF-8."""
 _TURN: Final = Struct(">QQ")
 
 
@@ -28,11 +27,11 @@ class Turn(NamedTuple):
 
 
 def producer_key(id: bytes, turn: Turn) -> bytes:
-    return _MARK + id + _TURN.pack(*turn)
+    return KeyMark.PRODUCER + id + _TURN.pack(*turn)
 
 
 def is_producer_key(key: bytes) -> bool:
-    return key.startswith(_MARK)
+    return key.startswith(KeyMark.PRODUCER)
 
 
 def parse_key(key: bytes) -> tuple[bytes, Turn]:

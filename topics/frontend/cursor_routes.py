@@ -33,6 +33,7 @@ from topics.shm.cursor_messages import (
     CursorList,
     CursorLook,
     CursorMoved,
+    CursorPassedOn,
     CursorPut,
     CursorReply,
 )
@@ -138,23 +139,32 @@ class CursorRoutes:
             verify=True,
         )
         await self._catching_up.one(name)
-        page, seq = await self._read(name, cursor, options, request.checkpoint)
-        self._cell.add("records_out", page.count)
-        await send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
+        page, seq, moved = await self._read(name, cursor, options, request.checkpoint)
+        passed_on = False
+        try:
+            self._cell.add("records_out", page.count)
+            await send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
+            passed_on = True
+        finally:
+            if moved is not None and moved.read:
+                call = CursorPassedOn(name, cursor, moved.revision, moved.read, passed_on)
+                self._gateway.post(self._owner(name), call)
 
-    async def _read(self, name: str, cursor: str, options: PageOptions, checkpoint: bool) -> tuple[Page, int]:
-        """The page, and where the cursor stands after it."""
+    async def _read(
+        self, name: str, cursor: str, options: PageOptions, checkpoint: bool
+    ) -> tuple[Page, int, CursorMoved | None]:
+        """The page, where the cursor stands after it, and that it was moved if it was."""
         owner = self._owner(name)
         (at,) = (await self._gateway.call(owner, CursorLook(name, cursor), CursorList)).cursors
         seq, revision = at.seq, at.revision
         for _ in range(TRIES_MAX):
             page = await self._page(name, seq, options)
             if not checkpoint or page.next_from_seq <= seq:
-                return page, seq
+                return page, seq, None
             call = CursorAdvance(name, cursor, revision, seq, page.next_from_seq)
             moved = await self._gateway.call(owner, call, CursorMoved)
             if moved.moved:
-                return page, page.next_from_seq
+                return page, page.next_from_seq, moved
             seq, revision = moved.seq, moved.revision
         raise TopicsError(
             "throttled", f"too many readers move cursor {cursor!r} of topic {name!r}", {"retry_after_ms": 10}

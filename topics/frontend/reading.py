@@ -231,7 +231,8 @@ class TopicReader:
         while not ended and cursor < last_seq and count < options.limit and cursor - start < SCAN_MAX:
             step = min(step_max, max(_STEP_MIN, options.limit - count), last_seq - cursor)
             try:
-                runs = source.runs(cursor + 1, cursor + step, options.max_batch_bytes - size_bytes)
+                room_bytes = options.max_batch_bytes - size_bytes
+                runs = source.runs(cursor + 1, cursor + step, room_bytes, options.verify)
             except (ColdMissError, CorruptSegment) as error:
                 if isinstance(error, CorruptSegment) and step > 1:
                     # Damage keeps nobody from what lies before it.

@@ -74,13 +74,21 @@ class OpenSegment:
         """(where the frames of `columns` begin, where the last one ends). Raises CorruptSegment."""
         return extent(columns, self.data_bytes, self.idx_path, (first_seq - self.first_seq) * ENTRY_LEN)
 
-    def check(self, buffer: bytes | mmap.mmap, base: int, first_seq: int, columns: Columns, starts: list[int]) -> None:
-        """That these frames are whole (`segment_columns.check_frames`): once for bytes that are mapped, every time for
-        others. Raises CorruptSegment.
+    def check(
+        self,
+        buffer: bytes | mmap.mmap,
+        base: int,
+        first_seq: int,
+        columns: Columns,
+        starts: list[int],
+        again: bool = False,
+    ) -> None:
+        """That these frames are whole (`segment_columns.check_frames`): once for bytes that are mapped unless it has to
+        be `again`, every time for others. Raises CorruptSegment.
         """
         start = first_seq - self.first_seq
         end = start + len(starts)
-        if self.is_cold or self._checked.find(0, start, end) >= 0:
+        if again or self.is_cold or self._checked.find(0, start, end) >= 0:
             check_frames(self.data_path, buffer, base, first_seq, columns, starts)
             if not self.is_cold:
                 self._checked[start:end] = _CHECKED * (end - start)

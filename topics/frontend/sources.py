@@ -95,13 +95,13 @@ class Source:
 
     # -- what
 
-    def runs(self, first_seq: int, last_seq: int, room_bytes: int) -> Iterator[Run]:
+    def runs(self, first_seq: int, last_seq: int, room_bytes: int, again: bool = False) -> Iterator[Run]:
         """Records from first_seq on, checked, in one or more runs; not beyond last_seq, and not much more than
-        room_bytes if more than one. At least one record, unless it raises: MovedError, FileNotFoundError, EOFError,
-        CorruptSegment, ColdMissError.
+        room_bytes if more than one. `again`: checksums of segments are looked at whether they were right before or not.
+        At least one record, unless it raises: MovedError, FileNotFoundError, EOFError, CorruptSegment, ColdMissError.
         """
         if first_seq < self._view.base_seq:
-            return iter((self._segment_run(first_seq, last_seq, room_bytes),))
+            return iter((self._segment_run(first_seq, last_seq, room_bytes, again),))
         return self._log_runs(first_seq, last_seq, room_bytes)
 
     def gone(self, first_seq: int, last_seq: int) -> tuple[list[int], list[int]]:
@@ -132,7 +132,7 @@ class Source:
     def _open(self, info: SegmentInfo) -> OpenSegment:
         return self._stores.segments.get(self._view.topic_id, info)
 
-    def _segment_run(self, first_seq: int, last_seq: int, room_bytes: int) -> Run:
+    def _segment_run(self, first_seq: int, last_seq: int, room_bytes: int, again: bool) -> Run:
         info = self._segment_of(first_seq)
         opened = self._open(info)
         columns = opened.columns(first_seq, min(last_seq, info.last_seq))
@@ -150,7 +150,7 @@ class Source:
                 buffer, base = opened.data(), 0
             if base:
                 starts = [start - base for start in starts]
-            opened.check(buffer, base, first_seq, columns, starts)
+            opened.check(buffer, base, first_seq, columns, starts, again)
         return Run(first_seq, columns.ts, starts, columns.lengths, columns.flags, buffer, SEGMENT_FRAME)
 
     def _cold_tier(self, opened: OpenSegment) -> ColdTier:

@@ -40,7 +40,17 @@ class CursorAdvance(msgspec.Struct, tag=True, array_like=True, frozen=True):
     to_seq: int
 
 
-CursorCall = CursorPut | CursorDelete | CursorLook | CursorAdvance
+class CursorPassedOn(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """What became of the answer of a read that CursorMoved has a number for: its connection was given it, or not."""
+
+    name: str
+    cursor: str
+    revision: int
+    read: int
+    passed_on: bool
+
+
+CursorCall = CursorPut | CursorDelete | CursorLook | CursorAdvance | CursorPassedOn
 
 
 class CursorReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -64,11 +74,14 @@ class CursorDeleted(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class CursorMoved(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`moved`: what was read is the reader's. Else it is where it is now, for another try."""
+    """`moved`: what was read is the reader's, and unless `read` is 0 CursorPassedOn has to follow. Else it is where it
+    is now, for another try.
+    """
 
     moved: bool
     seq: int
     revision: int
+    read: int = 0
 
 
 CursorAnswer = CursorReply | CursorList | CursorDeleted | CursorMoved

@@ -229,6 +229,7 @@ class Shard:
                 self._watchers.frontend_died(answer.frontend)
                 self._sessions.frontend_died(answer.frontend, self._time.now.mono_ms)
                 self._queues.frontend_died(answer.frontend, list(self._catalog))
+                self._cursors.frontend_died(answer.frontend, self._catalog)
             case StagePublish():
                 self._appends.prepare(self._sinks.staged(call), answer, self._time.now.wall_ms)
             case StagesOver():
