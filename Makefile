@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BROWSER := $(VENV)/.browser
+PROMTOOL := $(VENV)/.promtool
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check lint types unit bench crash soak lock clean spark oldspark fuzz browser peers
@@ -23,6 +24,11 @@ $(BROWSER): $(STAMP) tests/e2e/fetch_chromium.py
 	$(BIN)/python -m tests.e2e.fetch_chromium $(VENV)/chromium
 	@touch $(BROWSER)
 
+# One test has the metrics judged by Prometheus itself.
+$(PROMTOOL): $(STAMP) tests/contract/fetch_promtool.py
+	$(BIN)/python -m tests.contract.fetch_promtool $(VENV)/promtool
+	@touch $(PROMTOOL)
+
 setup: $(STAMP) ## make .venv with the pinned dependencies
 
 run: $(STAMP) ## serve on 127.0.0.1:4000 with ./topics-data
@@ -39,14 +45,14 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-unit: $(STAMP) $(BROWSER)
+unit: $(STAMP) $(BROWSER) $(PROMTOOL)
 	$(BIN)/pytest
 
 bench: $(STAMP) ## start a server, measure it, print the table (JSON: bench/out/latest.json)
 	$(BIN)/python -m bench
 
-crash: $(STAMP) ## the end-to-end crash test, 20 rounds, and a failure and a death at every call of a checkpoint
-	TOPICS_CRASH_ROUNDS=20 $(BIN)/pytest tests/e2e/test_crash.py
+crash: $(STAMP) ## the end-to-end crash tests, 20 rounds, and a failure and a death at every call of a checkpoint
+	TOPICS_CRASH_ROUNDS=20 TOPICS_CRASH_ALL=1 $(BIN)/pytest tests/e2e/test_crash.py tests/e2e/test_kill_points.py tests/e2e/test_routers.py
 	TOPICS_CALL_STRIDE=1 $(BIN)/pytest --timeout 3600 tests/compactor/test_every_call.py
 
 soak: $(STAMP) ## ten minutes of mixed load; memory, shared memory and descriptors have to stay flat

@@ -60,6 +60,8 @@ BOUNDS = [
     Bound("SSE 1 watcher, p99 ms", 2.0, ("sse", "1 watcher", "p99_us"), scale=MS),
     Bound("SSE 100 watchers, p50 ms", 1.5, ("sse", "100 watchers", "p50_us"), scale=MS),
     Bound("SSE 100 watchers, p99 ms", 4.0, ("sse", "100 watchers", "p99_us"), scale=MS),
+    Bound("SSE 1000 watchers, p50 ms", 5.0, ("sse", "1000 watchers", "p50_us"), scale=MS),
+    Bound("SSE 1000 watchers, p99 ms", 20.0, ("sse", "1000 watchers", "p99_us"), scale=MS),
     Bound(
         "overload, p99 of priority -1000 / +1000",
         5.0,
@@ -81,6 +83,21 @@ BOUNDS = [
         scale=MS,
     ),
     Bound("delivery beside 2048 idle streams, p50 ms", 5.0, ("idle", "delivery beside them", "p50_us"), scale=MS),
+    *(
+        Bound(
+            f"{what} of a deep queue / a shallow one, p50",
+            1.25,
+            ("depth", f"deep, {what}", "p50_us"),
+            divided_by=("depth", f"shallow, {what}", "p50_us"),
+        )
+        for what in ("claim 1", "claim 16", "ack 1", "ack 16", "nack 1", "nack 16")
+    ),
+    Bound(
+        "ack through another frontend to next job, p50 ms",
+        5.0,
+        ("refill", "ack through another frontend", "p50_us"),
+        scale=MS,
+    ),
     Bound("recovery of 1 M records, s", 1.5, ("recovery", "1 M records, one shard", "seconds")),
     Bound(
         "write p99, compactor at work / idle",
@@ -89,7 +106,11 @@ BOUNDS = [
         divided_by=("checkpoint", "16 writers of 10, idle compactor", "p99_us"),
     ),
     Bound("start with 10 M checkpointed, s", 1.0, ("retained", "10 M records", "restart_s")),
-    Bound("memory per retained record of 10 M, B", 50.0, ("retained", "10 M records", "per_record_bytes")),
+    *(
+        Bound(f"memory per retained record of {label}, {when}, B", 50.0, ("retained", f"{label} records", name))
+        for label in ("1 M", "5 M", "10 M")
+        for when, name in (("restarted", "per_record_bytes"), ("live", "live_per_record_bytes"))
+    ),
     Bound("idle service, MiB", 200.0, ("memory", "idle", "held_bytes"), scale=MIB),
 ]
 

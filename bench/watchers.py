@@ -1,11 +1,18 @@
-"""Write → deliver: one paced writer and many event streams in one process, so that one clock times both ends."""
+"""Write → deliver: one writer and many event streams in one process, so that one clock times both ends.
+
+First writes that are paced, for how long a delivery takes; then one after the other, for how many there are a second.
+A thousand streams cost their reader as much as their server: what arrives is stamped and put aside, and looked at when
+nothing is measured any more.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import resource
 import time
 from array import array
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import uvloop
@@ -14,14 +21,19 @@ from bench import wire
 from bench.load import LoadError, percentiles
 
 _SENT = re.compile(rb'"sent_ns":(\d{1,20})\}')
-TAIL_BYTES = 64
+STAMP_BYTES = 64
 """A stamp is shorter than this: the rest of a chunk that may hold the beginning of one."""
+END_BYTES = 1024
+"""What follows the last stamp of a frame is shorter than this."""
 SETTLE_WRITES = 20
-DRAIN_DEADLINE_S = 10.0
+DRAIN_DEADLINE_S = 20.0
+OPENING_AT_ONCE = 100
 
 
 class WatchPlan(NamedTuple):
-    """`stream_paths` are sessions made beforehand; one write every `1 / writes_per_s` for `duration_s`."""
+    """`stream_paths` are sessions made beforehand; one write every `1 / writes_per_s` for `duration_s`, then as long
+    without a pause.
+    """
 
     port: int
     topic: str
@@ -31,47 +43,59 @@ class WatchPlan(NamedTuple):
 
 
 class WatchOutcome(NamedTuple):
-    """Latencies from just before the write was sent until the record was read from a stream, in µs."""
+    """Latencies from just before the write was sent until the record was read from a stream, in µs; deliveries to all
+    streams together while there was no pause, until the last stream had the last record.
+    """
 
     deliveries: int
     p50_us: float
     p99_us: float
     max_us: float
+    deliveries_per_s: float
 
 
 def deliver(plan: WatchPlan) -> WatchOutcome:
     """Runs the plan in this process; LoadError when a record did not reach a watcher."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return uvloop.run(_run(plan))
 
 
 async def _run(plan: WatchPlan) -> WatchOutcome:
     loop = asyncio.get_running_loop()
-    watchers = []
+    watchers: list[_Watcher] = []
     for path in plan.stream_paths:
         _, watcher = await loop.create_connection(_Watcher, "127.0.0.1", plan.port)
         watcher.open(path)
         watchers.append(watcher)
+        if len(watchers) % OPENING_AT_ONCE == 0:
+            await _until(lambda: all(watcher.caught_up for watcher in watchers), "the first streams to be caught up")
     await _until(lambda: all(watcher.caught_up for watcher in watchers), "every stream to be caught up")
-    reader, writer = await asyncio.open_connection("127.0.0.1", plan.port)
+    writer = _Writer(plan.topic, *await asyncio.open_connection("127.0.0.1", plan.port))
+
     writes = SETTLE_WRITES + int(plan.writes_per_s * plan.duration_s)
-    start = loop.time()
+    start_s = loop.time()
     for number in range(writes):
-        await asyncio.sleep(max(0.0, start + number / plan.writes_per_s - loop.time()))
-        body = b'{"records":[{"data":{"pad":"%s","sent_ns":%d}}]}' % (b"x" * 60, time.perf_counter_ns())
-        writer.write(wire.post(f"/v0/topics/{plan.topic}?return_seqs=false", body))
-        head = await reader.readuntil(b"\r\n\r\n")
-        if head[9:10] != b"2":
-            raise LoadError(head.decode(errors="replace"))
-        length = re.search(rb"(?i)content-length: *(\d+)", head)
-        assert length is not None
-        await reader.readexactly(int(length[1]))
-    await _until(
-        lambda: all(len(watcher.latencies_us) >= writes for watcher in watchers), "every record at every watcher"
-    )
-    writer.close()
+        await asyncio.sleep(max(0.0, start_s + number / plan.writes_per_s - loop.time()))
+        last = await writer.write()
+    await _until(lambda: all(watcher.has(last) for watcher in watchers), "every record at every watcher")
     latencies_us: array[int] = array("Q")
     for watcher in watchers:
-        latencies_us.extend(watcher.latencies_us[SETTLE_WRITES:])
+        found = watcher.latencies_us()
+        if len(found) != writes:
+            raise LoadError(f"{len(found)} of {writes} records reached a watcher")
+        latencies_us.extend(found[SETTLE_WRITES:])
+
+    for watcher in watchers:
+        watcher.keep_none()
+    writes, start_ns = 0, time.perf_counter_ns()
+    while time.perf_counter_ns() - start_ns < plan.duration_s * 1e9:
+        last = await writer.write()
+        writes += 1
+    await _until(lambda: all(watcher.has(last) for watcher in watchers), "the last record at every watcher")
+    took_s = (max(watcher.last_ns for watcher in watchers) - start_ns) / 1e9
+    writer.close()
+    for watcher in watchers:
         watcher.close()
     histogram = percentiles(latencies_us)
     return WatchOutcome(
@@ -79,11 +103,11 @@ async def _run(plan: WatchPlan) -> WatchOutcome:
         histogram.get_value_at_percentile(50),
         histogram.get_value_at_percentile(99),
         histogram.get_max_value(),
+        writes * len(watchers) / took_s,
     )
 
 
-async def _until(true: object, what: str) -> None:
-    assert callable(true)
+async def _until(true: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + DRAIN_DEADLINE_S
     while not true():
         if time.monotonic() > deadline:
@@ -91,13 +115,39 @@ async def _until(true: object, what: str) -> None:
         await asyncio.sleep(0.01)
 
 
+class _Writer:
+    """One connection, one write at a time; each record says when it was sent."""
+
+    def __init__(self, topic: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._path = f"/v0/topics/{topic}?return_seqs=false"
+        self._reader = reader
+        self._writer = writer
+
+    async def write(self) -> bytes:
+        """The stamp of the record, acknowledged."""
+        stamp = b'"sent_ns":%d}' % time.perf_counter_ns()
+        body = b'{"records":[{"data":{"pad":"%s",%s}]}' % (b"x" * 60, stamp)
+        self._writer.write(wire.post(self._path, body))
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        if head[9:10] != b"2":
+            raise LoadError(head.decode(errors="replace"))
+        length = re.search(rb"(?i)content-length: *(\d+)", head)
+        assert length is not None
+        await self._reader.readexactly(int(length[1]))
+        return stamp
+
+    def close(self) -> None:
+        self._writer.close()
+
+
 class _Watcher(asyncio.Protocol):
-    """One event stream; looks only for the time stamps in it."""
+    """One event stream; looks only for the time stamps in it, and not before it is asked."""
 
     def __init__(self) -> None:
-        self.latencies_us: array[int] = array("Q")
         self.caught_up = False
-        self._tail = b""
+        self.last_ns = 0
+        self._arrivals: list[tuple[int, bytes]] | None = []
+        self._end = b""
         self._transport: asyncio.WriteTransport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -108,15 +158,34 @@ class _Watcher(asyncio.Protocol):
         self._transport.write(request.encode())
 
     def data_received(self, chunk: bytes) -> None:
-        now_ns = time.perf_counter_ns()
-        chunk = self._tail + chunk
-        end = 0
-        for stamp in _SENT.finditer(chunk):
-            self.latencies_us.append((now_ns - int(stamp[1])) // 1000)
-            end = stamp.end()
+        self.last_ns = time.perf_counter_ns()
+        if self._arrivals is not None:
+            self._arrivals.append((self.last_ns, chunk))
+        self._end = chunk[-END_BYTES:] if len(chunk) >= END_BYTES else (self._end + chunk)[-END_BYTES:]
         if not self.caught_up:
-            self.caught_up = b"event: caught-up" in chunk
-        self._tail = chunk[max(end, len(chunk) - TAIL_BYTES) :]
+            self.caught_up = b"event: caught-up" in self._end
+
+    def has(self, stamp: bytes) -> bool:
+        """Whether this was the stamp of the last record to come."""
+        return stamp in self._end
+
+    def latencies_us(self) -> array[int]:
+        """Of all records so far, in their order."""
+        assert self._arrivals is not None
+        found: array[int] = array("Q")
+        rest = b""
+        for came_ns, chunk in self._arrivals:
+            text = rest + chunk
+            end = 0
+            for stamp in _SENT.finditer(text):
+                found.append((came_ns - int(stamp[1])) // 1000)
+                end = stamp.end()
+            rest = text[max(end, len(text) - STAMP_BYTES) :]
+        return found
+
+    def keep_none(self) -> None:
+        """From now on it is of interest only when the last record comes."""
+        self._arrivals = None
 
     def close(self) -> None:
         self._transport.abort()

@@ -11,13 +11,14 @@ import topics
 
 ROOT = Path(topics.__file__).parent
 # Modules that everybody above them may use and that use nothing of ours but each other's betters.
-BASE = {"topics", "topics.settings", "topics.keys", "topics.log"}
+BASE = {"topics", "topics.settings", "topics.setting_values", "topics.keys", "topics.log"}
 PROCESSES = {"topics.walshard", "topics.frontend", "topics.compactor"}
 SHARED = BASE | {"topics.core", "topics.storage", "topics.shm"}
 MAY_IMPORT = {
     "topics": set[str](),
     "topics.core": set[str](),
-    "topics.settings": {"topics.core"},
+    "topics.setting_values": {"topics.core"},
+    "topics.settings": {"topics.core", "topics.setting_values"},
     "topics.keys": {"topics.core", "topics.settings"},
     "topics.log": set[str](),
     "topics.storage": {"topics.core"},

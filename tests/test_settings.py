@@ -10,17 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from topics.settings import (
-    COMMAND_LINE_ONLY,
-    GIB,
-    KIB,
-    MIB,
-    VARIABLES,
-    Settings,
-    SettingsError,
-    default_ring_bytes,
-    load,
-)
+from topics.setting_values import GIB, KIB, MIB
+from topics.settings import COMMAND_LINE_ONLY, VARIABLES, Settings, SettingsError, default_ring_bytes, load
 
 
 def read(environ: Mapping[str, str] | None = None, **flags: object) -> Settings:

@@ -9,19 +9,31 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
-import re
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from topics.core.keys import ApiKey, KeysError, parse_list
+from topics.core.keys import ApiKey, KeysError
+from topics.setting_values import (
+    GIB,
+    KIB,
+    MIB,
+    Variable,
+    address,
+    byte_size,
+    choice,
+    flag,
+    integer,
+    keys,
+    kill_point,
+    origins,
+    path_name,
+    ratio,
+)
 
-KIB: Final = 1024
-MIB: Final = 1024 * KIB
-GIB: Final = 1024 * MIB
 PREFIX: Final = "TOPICS_"
 RING_BUDGET_BYTES: Final = 64 * MIB
 """What all request rings take together, as long as each stays within RING_DEFAULT_BYTES."""
@@ -111,204 +123,65 @@ class SettingsError(Exception):
         self.problems = problems
 
 
-class Variable(NamedTuple):
-    """How one setting is read: `parse` raises ValueError for everything that is not `allowed`."""
-
-    parse: Callable[[object], Any]
-    allowed: str
-    help: str
-
-
-def _integer(minimum: int, maximum: int, help: str) -> Variable:
-    return Variable(
-        lambda raw: _within(_to_int(raw), minimum, maximum), f"an integer from {minimum} to {maximum}", help
-    )
-
-
-def _byte_size(minimum: int, maximum: int, help: str) -> Variable:
-    allowed = f"a number of bytes from {show_bytes(minimum)} to {show_bytes(maximum)}, plain or with KiB, MiB or GiB"
-    return Variable(lambda raw: _within(_to_bytes(raw), minimum, maximum), allowed, help)
-
-
-def _choice(*values: str, help: str) -> Variable:
-    def parse(raw: object) -> str:
-        text = str(raw).lower()
-        if text not in values:
-            raise ValueError
-        return text
-
-    return Variable(parse, " or ".join((", ".join(values[:-1]), values[-1])), help)
-
-
-def _flag(help: str) -> Variable:
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-
-    def parse(raw: object) -> bool:
-        try:
-            return words[str(raw).lower()]
-        except KeyError:
-            raise ValueError from None
-
-    return Variable(parse, "1 or 0 (also true/false, yes/no, on/off)", help)
-
-
-def _path(help: str) -> Variable:
-    def parse(raw: object) -> str:
-        if not isinstance(raw, str) or not raw or "\0" in raw:
-            raise ValueError
-        return os.path.abspath(raw)
-
-    return Variable(parse, "a path", help)
-
-
-def _ratio(help: str) -> Variable:
-    def parse(raw: object) -> float:
-        if isinstance(raw, bool) or not isinstance(raw, str | int | float):
-            raise ValueError
-        value = float(raw)
-        if not 0 <= value <= 1:
-            raise ValueError
-        return value
-
-    return Variable(parse, "a number from 0 to 1", help)
-
-
-def _kill_at(raw: object) -> str:
-    whose, _, point = str(raw).partition(":")
-    if whose not in ("process", "service") or not point:
-        raise ValueError
-    return str(raw)
-
-
-def _to_int(raw: object) -> int:
-    if isinstance(raw, bool) or not isinstance(raw, int | str):
-        raise ValueError
-    if isinstance(raw, str) and not (raw.isascii() and raw.isdigit()):
-        raise ValueError
-    return int(raw)
-
-
-def _to_bytes(raw: object) -> int:
-    for suffix, factor in (("KiB", KIB), ("MiB", MIB), ("GiB", GIB)):
-        if isinstance(raw, str) and raw.endswith(suffix):
-            return _to_int(raw.removesuffix(suffix).rstrip()) * factor
-    return _to_int(raw)
-
-
-def _within(value: int, minimum: int, maximum: int) -> int:
-    if not minimum <= value <= maximum:
-        raise ValueError
-    return value
-
-
-def show_bytes(count: int) -> str:
-    """`64 MiB` for what is a whole number of them, else in smaller units."""
-    for suffix, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if count and count % factor == 0:
-            return f"{count // factor} {suffix}"
-    return f"{count} bytes"
-
-
-def _split_host(raw: object) -> tuple[str, int | None]:
-    """(host, port or None) of `host`, `host:port`, `::1`, `[::1]` or `[::1]:port`."""
-    if not isinstance(raw, str) or not raw or any(c.isspace() or c in "/@\0" for c in raw):
-        raise ValueError
-    if raw.startswith("["):
-        host, bracket, rest = raw[1:].partition("]")
-        if not bracket or (rest and not rest.startswith(":")):
-            raise ValueError
-        return str(ipaddress.IPv6Address(host)), _within(_to_int(rest[1:]), 0, 65535) if rest else None
-    if raw.count(":") == 1:
-        host, _, port = raw.partition(":")
-        if not host:
-            raise ValueError
-        return host, _within(_to_int(port), 0, 65535)
-    return (str(ipaddress.IPv6Address(raw)) if ":" in raw else raw), None
-
-
-_ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._~-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
-
-
-def _split_origins(raw: object) -> tuple[str, ...]:
-    """Origins as browsers spell them, or `*` alone."""
-    origins = tuple(part.strip().lower() for part in raw.split(",")) if isinstance(raw, str) else ()
-    if origins != ("*",) and not (origins and all(map(_ORIGIN.fullmatch, origins))):
-        raise ValueError
-    return origins
-
-
-def _keys(raw: object) -> tuple[ApiKey, ...]:
-    if not isinstance(raw, str):
-        raise ValueError
-    return parse_list(raw)
-
-
 VARIABLES: Final[dict[str, Variable]] = {
-    "config": _path("a TOML file with settings by their names in lower case, without TOPICS_; the environment wins"),
-    "data_dir": _path("where everything is kept (default ./topics-data)"),
-    "host": Variable(_split_host, "a host name or address, with or without :port", "address to listen on"),
-    "port": _integer(0, 65535, "port to listen on; 0 = any free one"),
-    "port_file": _path("file that gets host:port once the socket listens"),
-    "wal_shards": _integer(1, 64, "WAL shard processes (default: CPUs, at most 8)"),
-    "frontends": _integer(1, 64, "HTTP processes (default: CPUs)"),
-    "api_keys": Variable(_keys, "text: key[:scopes[:prefixes]],…", "who may do what; not as a flag, others see those"),
-    "api_keys_file": _path("file with keys, a line for each; read again at `topics-supervisor reload`"),
-    "probe_auth": _flag("health and readiness, too, are for holders of a key only"),
-    "allow_insecure_no_auth": _flag("listen on a non-loopback address although nobody has to authenticate"),
-    "http_protocol": _choice("httptools", "stock", help="HTTP/1.1 parser: our own on httptools, or Hypercorn's"),
-    "max_body_bytes": _byte_size(1 * KIB, 1 * GIB, "largest request body, after decompression"),
-    "max_batch_records": _integer(1, 1_000_000, "most records in one write"),
-    "max_record_bytes": _byte_size(16, 512 * MIB, "largest data + meta of one record"),
-    "max_meta_bytes": _byte_size(0, 16 * MIB, "largest meta of one record"),
-    "max_tag_bytes": _integer(1, 65535, "longest tag"),
-    "max_node_bytes": _integer(1, 65535, "longest node"),
-    "max_limit": _integer(1, 100_000, "most records in one answer"),
-    "max_watch_topics": _integer(1, 100_000, "most topics in one watch"),
-    "max_topics": _integer(0, COUNT_MAX, "most topics of the service; 0 = no limit"),
-    "max_watch_sessions": _integer(0, COUNT_MAX, "most watch sessions of the service; 0 = no limit"),
-    "max_sse_connections": _integer(
-        0, COUNT_MAX, "most open event streams and WebSockets of the service; 0 = no limit"
+    "config": path_name(
+        "a TOML file with settings by their names in lower case, without TOPICS_; the environment wins"
     ),
-    "max_sse_connections_per_key": _integer(0, COUNT_MAX, "most of these with one API key; 0 = no limit"),
-    "max_inflight_per_key": _integer(0, COUNT_MAX, "most requests at once with one API key; 0 = no limit"),
-    "max_connections": _integer(0, COUNT_MAX, "most open connections of the service; 0 = no limit"),
-    "max_claim": _integer(1, 10_000, "most jobs in one claim, and of one worker's stream"),
-    "max_routers": _integer(0, COUNT_MAX, "most routers of the service; 0 = no limit"),
-    "max_total_bytes": _byte_size(0, 1024 * 1024 * GIB, "most live bytes of all topics together; 0 = no limit"),
-    "max_metric_topics": _integer(0, COUNT_MAX, "most topics with metrics of their own; 0 = none"),
-    "cors_origins": Variable(
-        _split_origins,
-        "origins such as https://app.example or http://localhost:8080 (no path, no slash at the end), separated by"
-        " commas, or * for all",
-        "web pages of which origins may call the API from a browser",
-    ),
-    "wal_file_bytes": _byte_size(1 * MIB, 1 * GIB, "size of one WAL file"),
-    "checkpoint_wal_bytes": _byte_size(64 * KIB, 16 * GIB, "log of a shard that makes a checkpoint due"),
-    "checkpoint_interval_ms": _integer(10, 86_400_000, "longest time from a write to its checkpoint"),
-    "segment_max_events": _integer(1, 10_000_000, "most records in one segment"),
-    "segment_max_bytes": _byte_size(4 * KIB, 2 * GIB, "bytes at which a segment is sealed"),
-    "segment_max_age_ms": _integer(0, 366 * 86_400_000, "age of a segment's first record that seals it; 0 = none"),
-    "segment_rewrite_dead_ratio": _ratio("deleted share of a sealed segment beyond which it is rewritten; 0 = never"),
-    "cold_dir": _path("where older sealed segments go; without it all stay in the data directory"),
-    "hot_retain_segments": _integer(0, COUNT_MAX, "sealed segments of a topic that stay out of the cold directory"),
-    "hot_retain_bytes": _byte_size(0, 1024 * 1024 * GIB, "bytes of them that stay, if that is less; 0 = any"),
-    "cold_read_timeout_ms": _integer(1, 600_000, "how long a read waits for the cold directory before it is refused"),
-    "ring_bytes": _byte_size(
+    "data_dir": path_name("where everything is kept (default ./topics-data)"),
+    "host": address("address to listen on"),
+    "port": integer(0, 65535, "port to listen on; 0 = any free one"),
+    "port_file": path_name("file that gets host:port once the socket listens"),
+    "wal_shards": integer(1, 64, "WAL shard processes (default: CPUs, at most 8)"),
+    "frontends": integer(1, 64, "HTTP processes (default: CPUs)"),
+    "api_keys": keys("who may do what; not as a flag, others see those"),
+    "api_keys_file": path_name("file with keys, a line for each; read again at `topics-supervisor reload`"),
+    "probe_auth": flag("health and readiness, too, are for holders of a key only"),
+    "allow_insecure_no_auth": flag("listen on a non-loopback address although nobody has to authenticate"),
+    "http_protocol": choice("httptools", "stock", help="HTTP/1.1 parser: our own on httptools, or Hypercorn's"),
+    "max_body_bytes": byte_size(1 * KIB, 1 * GIB, "largest request body, after decompression"),
+    "max_batch_records": integer(1, 1_000_000, "most records in one write"),
+    "max_record_bytes": byte_size(16, 512 * MIB, "largest data + meta of one record"),
+    "max_meta_bytes": byte_size(0, 16 * MIB, "largest meta of one record"),
+    "max_tag_bytes": integer(1, 65535, "longest tag"),
+    "max_node_bytes": integer(1, 65535, "longest node"),
+    "max_limit": integer(1, 100_000, "most records in one answer"),
+    "max_watch_topics": integer(1, 100_000, "most topics in one watch"),
+    "max_topics": integer(0, COUNT_MAX, "most topics of the service; 0 = no limit"),
+    "max_watch_sessions": integer(0, COUNT_MAX, "most watch sessions of the service; 0 = no limit"),
+    "max_sse_connections": integer(0, COUNT_MAX, "most open event streams and WebSockets of the service; 0 = no limit"),
+    "max_sse_connections_per_key": integer(0, COUNT_MAX, "most of these with one API key; 0 = no limit"),
+    "max_inflight_per_key": integer(0, COUNT_MAX, "most requests at once with one API key; 0 = no limit"),
+    "max_connections": integer(0, COUNT_MAX, "most open connections of the service; 0 = no limit"),
+    "max_claim": integer(1, 10_000, "most jobs in one claim, and of one worker's stream"),
+    "max_routers": integer(0, COUNT_MAX, "most routers of the service; 0 = no limit"),
+    "max_total_bytes": byte_size(0, 1024 * 1024 * GIB, "most live bytes of all topics together; 0 = no limit"),
+    "max_metric_topics": integer(0, COUNT_MAX, "most topics with metrics of their own; 0 = none"),
+    "cors_origins": origins("web pages of which origins may call the API from a browser"),
+    "wal_file_bytes": byte_size(1 * MIB, 1 * GIB, "size of one WAL file"),
+    "checkpoint_wal_bytes": byte_size(64 * KIB, 16 * GIB, "log of a shard that makes a checkpoint due"),
+    "checkpoint_interval_ms": integer(10, 86_400_000, "longest time from a write to its checkpoint"),
+    "segment_max_events": integer(1, 10_000_000, "most records in one segment"),
+    "segment_max_bytes": byte_size(4 * KIB, 2 * GIB, "bytes at which a segment is sealed"),
+    "segment_max_age_ms": integer(0, 366 * 86_400_000, "age of a segment's first record that seals it; 0 = none"),
+    "segment_rewrite_dead_ratio": ratio("deleted share of a sealed segment beyond which it is rewritten; 0 = never"),
+    "cold_dir": path_name("where older sealed segments go; without it all stay in the data directory"),
+    "hot_retain_segments": integer(0, COUNT_MAX, "sealed segments of a topic that stay out of the cold directory"),
+    "hot_retain_bytes": byte_size(0, 1024 * 1024 * GIB, "bytes of them that stay, if that is less; 0 = any"),
+    "cold_read_timeout_ms": integer(1, 600_000, "how long a read waits for the cold directory before it is refused"),
+    "ring_bytes": byte_size(
         64 * KIB, 1 * GIB, "each request ring between a frontend and a shard; the reply ring has a quarter"
     ),
-    "shard_wait_ms": _integer(1, 600_000, "how long a request waits for a shard that is being restarted"),
-    "stage_ttl_ms": _integer(1000, 7 * 86_400_000, "how long staged records wait for the commit of their transaction"),
-    "shutdown_grace_ms": _integer(100, 3_600_000, "how long a stop may take before SIGKILL"),
-    "log_level": _choice("debug", "info", "warning", "error", help="least important log line to show"),
-    "log_format": _choice("json", "console", help="log lines (default: console on a terminal, else json)"),
-    "test_min_heartbeat_ms": _integer(1, 60_000, "floor of heartbeat_ms, for tests only"),
-    "test_kill_at": Variable(
-        _kill_at, "process: or service: and the name of a kill point", "die there, for tests only"
-    ),
+    "shard_wait_ms": integer(1, 600_000, "how long a request waits for a shard that is being restarted"),
+    "stage_ttl_ms": integer(1000, 7 * 86_400_000, "how long staged records wait for the commit of their transaction"),
+    "shutdown_grace_ms": integer(100, 3_600_000, "how long a stop may take before SIGKILL"),
+    "log_level": choice("debug", "info", "warning", "error", help="least important log line to show"),
+    "log_format": choice("json", "console", help="log lines (default: console on a terminal, else json)"),
+    "test_min_heartbeat_ms": integer(1, 60_000, "floor of heartbeat_ms, for tests only"),
+    "test_kill_at": kill_point("die there, for tests only"),
 }
 
 COMMAND_LINE_ONLY: Final = {
-    "accept_data_loss": _flag("start although a log is corrupt in the middle, without what the log line says is lost"),
+    "accept_data_loss": flag("start although a log is corrupt in the middle, without what the log line says is lost"),
 }
 """What must be said anew at each start, never left lying in an environment or a file."""
 

@@ -105,6 +105,17 @@ def test_a_job_that_takes_longer_than_its_lease_is_kept(topics: Client, queue: s
     assert job.seq not in others
 
 
+def test_a_job_that_was_fetched_ahead_and_is_known_to_be_lost_is_not_begun(
+    topics: Client, queue: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(topics.queue(queue).work(max_jobs=3, lease_ms=300)) as jobs:
+        assert next(jobs).seq == 1
+        wait_counts(topics, queue, (17, 3))
+        topics.delete_records(queue, before_seq=3)
+        poll("the loss to be noticed", lambda: "the lease of job 2" in caplog.text)
+        assert next(jobs).seq == 3
+
+
 def test_a_lost_lease_is_said(service: Service, topics: Client, queue: str) -> None:
     with closing(topics.queue(queue).work()) as jobs:
         job = next(jobs)

@@ -19,7 +19,7 @@ from tests.storage.faults import CHANGING_CALLS, Crash, Fault, FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
-from topics.shm.messages import DeleteRecords, DeleteTopic, PutTopic
+from topics.shm.topic_messages import DeleteRecords, DeleteTopic, PutTopic
 from topics.storage.verify import verify
 
 WRITES = frozenset(("pwritev",))

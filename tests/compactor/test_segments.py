@@ -10,8 +10,9 @@ import pytest
 from tests.storage.logs import TOPIC_ID, TS_MS
 from tests.storage.segments import Logged, Record, logged
 from topics.compactor.segments import LogFileKey, SealAt, SegmentAppender
+from topics.core.floors import EvictReason
+from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.core.segment_list import SEALED, SegmentInfo
-from topics.core.topic import LOCATION_DELETED, LOCATION_LOST, EvictReason
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.postings import Postings

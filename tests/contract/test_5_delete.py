@@ -1,8 +1,7 @@
-"""api §5: deletion is permanent, at once, silent, point-in-time. api §3.2: what caps and ttl take is said."""
+"""api §5: deletion is permanent, at once, silent, point-in-time."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import httpx
@@ -120,44 +119,3 @@ def test_other_ways_to_get_it_wrong(client: httpx.Client, topic: str) -> None:
         refused(client.request(method, f"/v0/topics/{topic}/delete"), 405, "method_not_allowed")
     unlabelled = client.post(f"/v0/topics/{topic}/delete", content=b"{}", headers={"Content-Type": "text/plain"})
     refused(unlabelled, 415, "unsupported_media_type")
-
-
-def test_a_cap_of_three_and_five_writes(client: httpx.Client, topic: str) -> None:
-    put(client, topic, cap_records=3)
-    for number in range(5):
-        write(client, topic, number)
-    answer = state(client, topic)
-    assert (answer["earliest_seq"], answer["count"]) == (3, 3)
-    read = diff(client, topic)
-    assert read["tombstone"] == {
-        "gap_from": 1,
-        "gap_to": 2,
-        "reason": "cap",
-        "missed_estimate": 2,
-        "earliest_seq": 3,
-        "head_seq": 5,
-    }
-    assert [record["$seq"] for record in read["records"]] == [3, 4, 5]
-    assert diff(client, topic, from_seq=2)["tombstone"] is None
-
-
-def test_expiry_shows_without_a_write(client: httpx.Client, topic: str) -> None:
-    put(client, topic, ttl_ms=150)
-    write(client, topic, 1, 2, 3)
-    deadline = time.monotonic() + 10
-    while state(client, topic)["count"] and time.monotonic() < deadline:
-        time.sleep(0.02)
-    answer = state(client, topic)
-    assert (answer["count"], answer["bytes"], answer["earliest_seq"]) == (0, 0, 4)
-    write(client, topic, 4)
-    tombstone = diff(client, topic)["tombstone"]
-    assert (tombstone["reason"], tombstone["gap_from"], tombstone["gap_to"]) == ("ttl", 1, 3)
-
-
-def test_a_reject_topic_refuses_before_any_seq_is_given(client: httpx.Client, topic: str) -> None:
-    put(client, topic, cap_records=2, discard="reject")
-    write(client, topic, 1, 2)
-    refused(client.post(f"/v0/topics/{topic}", json={"records": [{"data": 3}]}), 422, "topic_full")
-    refused(client.post(f"/v0/topics/{topic}", json={"records": [{"data": 0}] * 3}), 400, "record_too_large")
-    delete(client, topic, before_seq=2)
-    assert write(client, topic, 3)["first_seq"] == 3

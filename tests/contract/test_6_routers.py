@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from tests.contract.asking import diff, diff_records, missing, ok, put, refused, state, write, write_raw
 from tests.contract.stream import follow, watch
 from tests.harness import Service, poll
+from topics.core.names import owner_shard
 
 DEFAULTS = {
     "preserve_node": True,
@@ -40,6 +43,11 @@ def data(client: httpx.Client, topic: str, **body: Any) -> list[Any]:
 def wal_frames(client: httpx.Client) -> int:
     metrics = ok(client.get("/v0/metrics", headers={"Accept": "application/json"}))
     return int(metrics["topics_wal_frames_total"])
+
+
+def left_out(client: httpx.Client) -> int:
+    metrics = ok(client.get("/v0/metrics", headers={"Accept": "application/json"}))
+    return int(metrics["topics_router_oversize_total"])
 
 
 @pytest.fixture
@@ -336,6 +344,87 @@ def test_a_source_that_evicted_records_gives_a_source_trim_tombstone(client: htt
     if not page["records"]:
         page = diff(client, f"{topic}.d", from_seq=page["next_from_seq"])
     assert [(record["$seq"], record["data"]) for record in page["records"]] == [(6, 5), (7, 6)]
+
+
+def test_what_a_dest_can_never_hold_is_a_gap_and_the_rest_follow(client: httpx.Client, topic: str) -> None:
+    """Not "full", which passes, but what a writer would be told with record_too_large."""
+    dest = f"{topic}.d"
+    put(client, dest, cap_bytes=400, discard="reject")
+    route(client, topic, topic, dest)
+    refused(client.post(f"/v0/topics/{dest}", json={"records": [{"data": "x" * 500}]}), 400, "record_too_large")
+    before = left_out(client)
+    write(client, topic, "a", "x" * 500, "b")
+    write(client, topic, "y" * 500)
+    write(client, topic, "c")
+    first = diff(client, dest)
+    assert ([record["data"] for record in first["records"]], first["tombstone"]) == (["a"], None)
+    second = diff(client, dest, from_seq=first["next_from_seq"])
+    assert (second["tombstone"]["reason"], second["tombstone"]["gap_from"], second["tombstone"]["gap_to"]) == (
+        *("cap", 2, 2),
+    )
+    seen = [(one["$seq"], one["data"]) for one in second["records"]]
+    while not second["caught_up"]:
+        second = diff(client, dest, from_seq=second["next_from_seq"])
+        seen += [(one["$seq"], one["data"]) for one in second["records"]]
+    assert seen == [(3, "b"), (5, "c")]
+    assert router(client, topic)["forwarded_total"] == 3
+    poll("the counter", lambda: left_out(client) - before == 2)
+    ok(client.post(f"/v0/topics/{dest}/delete", json={"before_seq": 4}))
+    assert state(client, dest)["earliest_seq"] == 5
+    assert diff(client, dest)["tombstone"]["gap_to"] == 4
+
+
+def test_what_a_dest_can_never_hold_comes_before_anything_it_holds(client: httpx.Client, topic: str) -> None:
+    dest = f"{topic}.d"
+    put(client, dest, cap_records=1, discard="reject")
+    for name in ("1", "2"):
+        route(client, f"{topic}.{name}", topic, dest, filter="both" if name == "2" else "*")
+    ok(client.post(f"/v0/topics/{topic}", json={"records": [{"data": 1, "tag": "both"}, {"data": 2, "tag": "one"}]}))
+    page = diff(client, dest)
+    tombstone = page["tombstone"]
+    assert (tombstone["reason"], tombstone["gap_from"], tombstone["gap_to"]) == ("cap", 1, 2)
+    assert [(one["$seq"], one["data"]) for one in page["records"]] == [(3, 2)]
+    assert [router(client, f"{topic}.{name}")["forwarded_total"] for name in ("1", "2")] == [1, 0]
+
+
+def test_a_full_dest_still_holds_the_cursor_when_what_can_never_fit_comes_behind(
+    client: httpx.Client, topic: str
+) -> None:
+    dest = f"{topic}.d"
+    put(client, dest, cap_bytes=400, discard="reject")
+    route(client, topic, topic, dest)
+    write(client, topic, "a" * 150, "b" * 150, "x" * 500, "c")
+    assert data(client, dest) == ["a" * 150]
+    ok(client.post(f"/v0/topics/{dest}/delete", json={"before_seq": 2}))
+    poll("the rest", lambda: state(client, dest)["head_seq"] == 4)
+    page = diff(client, dest, from_seq=2)
+    assert (page["tombstone"]["reason"], page["tombstone"]["gap_to"]) == ("cap", 3)
+    assert data(client, dest, from_seq=3) == ["c"]
+
+
+def test_a_read_that_could_not_be_brought_up_to_date_says_so() -> None:
+    """The shard of the dest does not answer: the dest can be read as it is, and is not passed off as all there is."""
+    source = next(f"s{n}" for n in range(100) if owner_shard(f"s{n}", 2) == 0)
+    dest = next(f"d{n}" for n in range(100) if owner_shard(f"d{n}", 2) == 1)
+    with Service(frontends=1) as service:
+        client = service.client
+        route(client, "r", source, dest)
+        write(client, source, 1)
+        assert data(client, dest) == [1]
+        pid = service.pid_of("walshard", 1)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            write(client, source, 2)
+            page = diff(client, dest)
+            assert [one["data"] for one in page["records"]] == [1]
+            assert page["performance"]["copies_pending"] is True
+            assert ok(client.get(f"/v0/topics/{dest}"))["performance"]["copies_pending"] is True
+            assert router(client, "r")["performance"]["copies_pending"] is True
+            assert "copies_pending" not in diff(client, source)["performance"]
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        page = poll("an answer", lambda: (found := diff(client, dest))["records"][-1]["data"] == 2 and found)
+        assert "copies_pending" not in page["performance"]
 
 
 def test_exactly_once_writes_a_stable_key(client: httpx.Client, topic: str) -> None:

@@ -1,10 +1,17 @@
-"""api §8: metrics, read by a parser that is not ours."""
+"""api §8: metrics, read by a parser that is not ours, and judged by Prometheus' own promtool.
+
+promtool is the one that TOPICS_PROMTOOL names, the one on the PATH, or the one that `make unit` has fetched. Without
+one its test is skipped; with TOPICS_REQUIRE_PROMTOOL=1 its absence is a failure.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import httpx
@@ -12,6 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.contract.asking import Connection, diff, ok, put, refused, state, write
+from tests.contract.socket_client import Socket
 from tests.contract.stream import follow, watch
 from tests.harness import Service, poll
 
@@ -28,6 +36,11 @@ OF_THE_CONTRACT = {
     *("topics_wal_read_only", "topics_wal_fsync_latency_us"),
 }
 NAME = re.compile(r"[a-z][a-z0-9_]*")
+PROMTOOL = (
+    os.environ.get("TOPICS_PROMTOOL")
+    or shutil.which("promtool")
+    or shutil.which("promtool", path=os.path.join(sys.prefix, "promtool"))
+)
 
 
 def text(client: httpx.Client) -> str:
@@ -84,6 +97,40 @@ def test_every_metric_has_help_type_and_one_block(client: httpx.Client, topic: s
                 assert not re.search(r"_(total|count|sum|bucket)$", sample.name), sample
             assert sample.value >= 0, sample
     assert {name for name, _ in types} >= OF_THE_CONTRACT
+
+
+def promtool(content: str) -> subprocess.CompletedProcess[str]:
+    assert PROMTOOL is not None, "TOPICS_REQUIRE_PROMTOOL=1, but there is no promtool"
+    return subprocess.run(
+        [PROMTOOL, "check", "metrics"], input=content, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.skipif(
+    PROMTOOL is None and os.environ.get("TOPICS_REQUIRE_PROMTOOL") != "1",
+    reason="there is no promtool; `make unit` fetches one",
+)
+def test_promtool_accepts_the_metrics_of_a_busy_service(own: Service) -> None:
+    """Exit code 0; or 3 for names that it would have chosen otherwise, which must be those that the contract gave."""
+    client = own.client
+    for number, durability in enumerate(("fsync", "disk", "memory", "ephemeral")):
+        put(client, f"t{number}", durability=durability)
+        write(client, f"t{number}", 1, 2)
+        diff(client, f"t{number}")
+    put(client, "q", type="queue")
+    write(client, "q", 1, 2)
+    ok(client.post("/v0/topics/q/claim", json={"node": "w"}))
+    ok(client.put("/v0/routers/r>1", json={"source": "t0", "dest": "copies"}))
+    with Socket(own) as ws, follow(own, {"t0": {}}) as stream:
+        stream.event("record")
+        ws.ask("publish", topic="t0", records=[{"data": 1}])
+        content = text(client)
+    judged = promtool(content)
+    complaints = {tuple(line.split(" ", 1)) for line in judged.stderr.splitlines()}
+    assert {name for name, _ in complaints} <= OF_THE_CONTRACT, judged.stderr
+    assert judged.returncode == (3 if complaints else 0), judged
+    assert promtool(content + "no metric at all\n").returncode == 1
+    assert promtool(content + "# TYPE topics_topics gauge\n").returncode == 1, "a metric in two blocks"
 
 
 @pytest.mark.parametrize("name", ["topics_wal_fsync_latency_us", "topics_request_duration_seconds"])
@@ -176,25 +223,60 @@ def test_requests_are_counted_and_timed_by_route(client: httpx.Client, topic: st
     diff(client, topic)
     diff(client, topic, from_seq=3, wait_ms=30)
     refused(client.get(f"/v0/topics/{topic}-none"), 404, "topic_not_found")
-    after = scrape(client)
+    scrapes = [before]
 
     def timed(route: str) -> float:
         name = "topics_request_duration_seconds_count"
-        return value(after, name, route=route) - value(before, name, route=route)
+        return value(scrapes[-1], name, route=route) - value(before, name, route=route)
 
-    assert [timed(route) for route in ("put_topic", "append", "diff", "diff_wait", "get_topic", "metrics")] == [
-        *(1, 3, 1, 1, 1),
-        1,  # the scrape before; this one is not over
-    ]
+    def counted() -> bool:
+        """A process says what it has served once the answer is out; another one may be asked before."""
+        scrapes.append(scrape(client))
+        return [timed(route) for route in ("put_topic", "append", "diff", "diff_wait", "get_topic")] == [1, 3, 1, 1, 1]
+
+    poll("the requests to be counted", counted)
+    after = scrapes[-1]
+    earlier = len(scrapes) - 1  # the scrapes before; this one is not over
+    assert earlier - 1 <= timed("metrics") <= earlier
     waited = value(after, "topics_request_duration_seconds_sum", route="diff_wait")
     assert (
         waited - value(before, "topics_request_duration_seconds_sum", route="diff_wait") >= 0.029
     )  # its timer counts whole milliseconds
-    assert value(after, "topics_requests_total") - value(before, "topics_requests_total") == 8
+    assert value(after, "topics_requests_total") - value(before, "topics_requests_total") == 7 + timed("metrics")
     errors = "topics_error_responses_total"
     assert value(after, errors, status="4xx") - value(before, errors, status="4xx") == 1
     assert value(after, "topics_records_written_total") - value(before, "topics_records_written_total") == 3
     assert value(after, "topics_records_delivered_total") - value(before, "topics_records_delivered_total") == 3
+
+
+def test_websocket_commands_are_counted_and_timed_by_their_kind(
+    service: Service, client: httpx.Client, topic: str
+) -> None:
+    put(client, topic)
+    before = scrape(client)
+    with Socket(service) as ws:
+        for n in range(3):
+            ws.ask("publish", topic=topic, records=[{"data": n}])
+        assert ws.ask("publish", topic=topic, create=False, if_head_seq=77, records=[{"data": 1}])["op"] == "error"
+        ws.ask("subscribe", topic=topic, tail=True, request_id=1)
+        ws.ask("unsubscribe", topic=topic, request_id=2)
+        ws.ask("ping", request_id=3)
+        ws.ask("ping", request_id=4)
+        ws.wire.send("no command")
+        ws.next("error")
+    after = scrape(client)
+
+    def grown(name: str, **labels: str) -> float:
+        return value(after, name, **labels) - value(before, name, **labels)
+
+    def timed(route: str) -> float:
+        return grown("topics_request_duration_seconds_count", route=route)
+
+    kinds = ("ws_publish", "ws_subscribe", "ws_unsubscribe", "ws_ping", "other", "append")
+    assert [timed(kind) for kind in kinds] == [4, 1, 1, 2, 1, 0]
+    assert grown("topics_request_duration_seconds_sum", route="ws_publish") > 0
+    assert grown("topics_requests_total") == 11  # the upgrade and the first scrape among them
+    assert grown("topics_error_responses_total", status="4xx") == 2
 
 
 def test_sessions_and_streams(service: Service, topic: str) -> None:

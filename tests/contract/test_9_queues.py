@@ -195,6 +195,19 @@ def test_lease_ids_are_a_fence(client: httpx.Client, topic: str) -> None:
     assert (mixed["acked"], mixed["skipped"]) == (1, [2])
 
 
+@pytest.mark.parametrize("verb", ["nack", "extend"])
+def test_lease_ids_fence_nack_and_extend_as_well(client: httpx.Client, topic: str, verb: str) -> None:
+    queue(client, topic, 1, 2)
+    first, second = claim(client, topic, max=2, lease_ms=FOREVER_MS)
+    wrong = [second["lease_id"], first["lease_id"]]
+    assert ask(client, topic, verb, 1, 2, lease_ids=wrong, lease_ms=100)["skipped"] == [1, 2]
+    assert ask(client, topic, verb, 1, 2, node="other", lease_ms=100)["skipped"] == [1, 2]
+    assert counts(client, topic) == (0, 2, 0)
+    right = [first["lease_id"], second["lease_id"]]
+    assert ask(client, topic, verb, 1, 2, lease_ids=right, lease_ms=FOREVER_MS)["skipped"] == []
+    assert counts(client, topic) == ((2, 0, 0) if verb == "nack" else (0, 2, 0))
+
+
 @pytest.mark.parametrize("verb", ["ack", "nack", "extend"])
 def test_lease_ids_must_have_the_length_of_seqs(client: httpx.Client, topic: str, verb: str) -> None:
     queue(client, topic, 1, 2)
@@ -334,6 +347,17 @@ def test_the_delivery_after_the_last_allowed_one_is_a_move_to_the_dead_letters(
     }
 
 
+def test_many_dead_letters_come_there_in_whatever_order_they_fail(client: httpx.Client, topic: str) -> None:
+    dead = f"{topic}-dead"
+    queue(client, topic, *range(120), max_deliveries=1, dead_letter=dead)
+    jobs = seqs(claim(client, topic, max=120))
+    for part in (jobs[50::7], jobs[:50], jobs):
+        ask(client, topic, "nack", *part)
+        assert claim(client, topic, max=1) == []
+    poll("all to be there", lambda: claim(client, topic) == [] and counts(client, topic) == (0, 0, 120))
+    assert sorted(int(record.data) for record in diff_records(client, dead)) == list(range(120))
+
+
 def test_without_a_dead_letter_topic_a_job_is_never_thrown_away(client: httpx.Client, topic: str) -> None:
     queue(client, topic, 1, max_deliveries=1)
     for delivery in (1, 2, 3):
@@ -469,6 +493,14 @@ def test_expired_jobs_are_not_handed_out(client: httpx.Client, topic: str) -> No
     assert diff(client, topic)["tombstone"]["reason"] == "ttl"
 
 
+def test_expired_jobs_count_nowhere_though_nobody_touches_the_queue(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, 1, 2, 3, ttl_ms=300)
+    (leased,) = claim(client, topic, lease_ms=FOREVER_MS)
+    until_ms(leased["$ts"] + 301)
+    assert (state(client, topic)["count"], counts(client, topic)) == (0, (0, 0, 0))
+    assert ask(client, topic, "ack", 1)["skipped"] == [1]
+
+
 def test_a_deleted_job_leaves_the_queue(client: httpx.Client, topic: str) -> None:
     put(client, topic, type="queue")
     records = [{"data": n, "tag": "odd" if n % 2 else "even"} for n in range(6)]
@@ -525,6 +557,30 @@ def test_work_refills_on_an_ack_through_any_frontend(service: Service, client: h
             with httpx.Client(base_url=service.url) as other:
                 assert ask(other, topic, "ack", seq)["acked"] == 1
     until_counts(client, topic, 0, 0, 0)
+
+
+def test_work_leases_for_lease_ms_or_for_the_queues_own(service: Service, client: httpx.Client, topic: str) -> None:
+    queue(client, topic, 1, 2, lease_ms=500_000)
+    for query, lease_ms in (({}, 500_000), ({"lease_ms": 2**63}, 86_400_000)):
+        with Work(service.url, topic, **query) as work:
+            before_ms = time.time_ns() // 1_000_000
+            (job,) = work.jobs(1)
+            assert -20_000 < job["deadline"] - before_ms - lease_ms < 20_000
+            assert ask(client, topic, "ack", job["$seq"], lease_ids=[job["lease_id"]])["acked"] == 1
+
+
+def test_work_gets_a_job_again_that_its_consumer_nacked_or_let_expire(
+    service: Service, client: httpx.Client, topic: str
+) -> None:
+    queue(client, topic, "job")
+    with Work(service.url, topic, lease_ms=200) as work:
+        (first,) = work.jobs(1)
+        ask(client, topic, "nack", 1)
+        (second,) = work.jobs(1)
+        (third,) = work.jobs(1)  # nobody said anything
+        assert time.time_ns() // 1_000_000 >= second["deadline"]
+        assert [job["deliveries"] for job in (first, second, third)] == [1, 2, 3]
+        assert len({job["lease_id"] for job in (first, second, third)}) == 3
 
 
 def test_work_gets_jobs_that_are_written_later(service: Service, client: httpx.Client, topic: str) -> None:
@@ -681,10 +737,15 @@ def test_many_workers_over_http_and_work_do_every_job_once_and_share_them(
     assert finished == list(range(1, jobs + 1))
     assert len(done) == streams + pollers, {node: len(of) for node, of in done.items()}
     until_counts(client, topic, 0, 0, 0)
+
+    def ended(some: list[threading.Thread]) -> None:
+        for thread in some:
+            thread.join(20)
+            assert not thread.is_alive()
+
+    ended(threads[streams:])  # before there is no queue any more to claim from
     ok(client.delete(f"/v0/topics/{topic}"))
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
+    ended(threads[:streams])
 
 
 # -- a queue that a router copies into

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from topics.core.config import U64_MAX
+from topics.core.location import ENTRY_WORDS
 from topics.core.segment_list import SegmentInfo, SegmentList
-from topics.core.topic import ENTRY_WORDS
 
 
 class ListIndex:

@@ -11,23 +11,24 @@ import pytest
 
 from tests.core.list_index import ListIndex
 from topics.core.config import TopicConfig
-from topics.core.fold import (
+from topics.core.control_bodies import (
     ConfigBody,
     CreateBody,
     DeleteBody,
     EvictBody,
-    Fold,
-    FoldError,
     HeadBody,
     MarkBody,
     SessionBody,
     encode_body,
     encode_idempotency,
 )
+from topics.core.floors import EvictReason, Floors
+from topics.core.fold import Fold, FoldError
+from topics.core.location import LOCATION_LOST
 from topics.core.runs import decode_runs, encode_runs
 from topics.core.segment_list import SEALED, SegmentInfo, SegmentList
-from topics.core.shard_state import Floors, ShardState
-from topics.core.topic import LOCATION_LOST, EvictReason, Topic
+from topics.core.shard_state import ShardState
+from topics.core.topic import Topic
 from topics.core.unlocated_index import UnlocatedIndex
 
 T = 77

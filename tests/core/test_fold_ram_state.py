@@ -5,15 +5,10 @@ from __future__ import annotations
 from tests.core.list_index import ListIndex
 from tests.core.test_fold import T, entries, evicted, new, topic_of
 from topics.core.config import TopicConfig
-from topics.core.fold import (
-    CreateBody,
-    Fold,
-    HeadBody,
-    RamStateBody,
-    encode_body,
-    encode_idempotency,
-)
-from topics.core.topic import EvictReason, Topic
+from topics.core.control_bodies import CreateBody, HeadBody, RamStateBody, encode_body, encode_idempotency
+from topics.core.floors import EvictReason
+from topics.core.fold import Fold
+from topics.core.topic import Topic
 
 
 def folded(state: RamStateBody, first: int, count: int, before_creation: bool = True) -> Fold:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from topics.core.idempotency import IdempotencyWindow, Outcome, is_pin, pin
+from topics.core.key_marks import KeyMark
+from topics.core.producers import is_producer_key
 
 DAY_MS = 86_400_000
 
@@ -55,3 +59,11 @@ def test_what_is_kept_over_a_trim_or_in_a_snapshot_has_the_pins() -> None:
 def test_no_client_can_send_a_pin() -> None:
     assert is_pin(pin("s", 0, "x"))
     assert not any(is_pin(chr(point).encode()) for point in range(0x110000) if not 0xD800 <= point < 0xE000)
+
+
+def test_the_services_own_keys_are_told_apart_and_are_no_clients() -> None:
+    for mark in KeyMark:
+        key = mark + b"dead-letter:12:34567890"
+        assert (is_pin(key), is_producer_key(key)) == (mark is KeyMark.PIN, mark is KeyMark.PRODUCER)
+        with pytest.raises(UnicodeDecodeError):
+            key.decode()

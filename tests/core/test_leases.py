@@ -10,12 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.core.cost import lines_of
 from tests.core.list_index import ListIndex
 from topics.core.config import TopicConfig
+from topics.core.floors import EvictReason
 from topics.core.jobs import Now
 from topics.core.leases import CARRY_MS, Leases
 from topics.core.queue_state import QueueState
-from topics.core.topic import EvictReason, Topic
+from topics.core.topic import Topic
 
 START = Now(1_700_000_000_000, 5_000)
 RECORD_BYTES = 100
@@ -363,3 +365,40 @@ def test_a_claim_costs_the_jobs_it_hands_out_and_waiting_jobs_cost_nothing() -> 
     ]
     assert records.looked_at == 13
     assert len(leases._jobs) == 100_013
+
+
+def started(jobs: int, scheduled: int = 0) -> Leases:
+    """A queue of so many fresh jobs behind so many that are scheduled for much later."""
+    topic = queue_topic()
+    leases = leases_of(topic)
+    leases.start(START, 1, keep_leases=True)
+    for seq in append(topic, scheduled) if scheduled else ():
+        leases.add(seq, START.wall_ms + 10**9, "")
+    append(topic, jobs)
+    return leases
+
+
+def test_a_claim_does_not_cost_the_jobs_that_are_scheduled() -> None:
+    most: list[int] = []
+    for scheduled in (10, 20_000):
+        leases = started(1_000, scheduled)
+
+        def claim_and_nack(leases: Leases = leases) -> None:
+            got = leases.lease(leases.take(1, 0, 0, START)[0], "n", 1_000, START, None)
+            leases.give_back(got.seqs, 0, START)
+
+        claim_and_nack()
+        most.append(max(lines_of(claim_and_nack) for _ in range(200)))
+    assert most[1] <= most[0] * 1.2, most
+
+
+def test_who_does_not_bring_a_dead_letter_away_loses_it_whatever_else_happened_meanwhile() -> None:
+    leases = started(2)
+    leases.give_back(leases.lease(leases.take(1, 1, 0, START)[0], "n", 1_000, START, None).seqs, 0, START)
+    seqs, dead = leases.take(1, 1, 0, START)
+    assert (seqs, dead) == ([2], [1])
+    other = leases.lease(seqs, "n", 10 * CARRY_MS, START, None)
+    for _ in range(200):  # each leaves behind when the lease would have ended before
+        leases.extend(other.seqs, 10 * CARRY_MS, START)
+    assert leases.advance(Now(START.wall_ms + CARRY_MS, START.mono_ms + CARRY_MS))
+    assert leases.ready == 1

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 from collections import Counter, defaultdict
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.cost import lines_of
 from topics.core.priority import AGE_FULL_MS, BANDS, WEIGHTS, age, band_of
 from topics.core.scheduler import PROMOTIONS_MAX, TICK_MS, TURN_COST, Scheduler
 
@@ -255,26 +254,6 @@ def test_waits_count_who_should_not_wait() -> None:
 
 
 # --- cost
-
-
-def lines_of(action: Any) -> int:
-    """Lines of ours that an action executes: its cost, on any machine."""
-    lines = 0
-
-    def trace(frame: FrameType, event: str, _arg: object) -> Any:
-        nonlocal lines
-        if frame.f_globals.get("__package__") != "topics.core":  # such as a callback of the garbage collector
-            return None
-        lines += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    finally:
-        sys.settrace(before)
-    return lines
 
 
 def most_lines(topics: int) -> dict[str, int]:

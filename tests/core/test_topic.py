@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.core.list_index import ListIndex
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.core.topic import EvictReason, Topic
+from topics.core.floors import EvictReason
+from topics.core.topic import Topic
 
 
 def make(**config: object) -> Topic:

@@ -1,7 +1,11 @@
-"""Routers over restarts, kills of each role, and another number of shards: the same copies with the same seqs."""
+"""Routers over restarts, kills of each role, and another number of shards: the same copies with the same seqs.
+
+Half of the ways to restart are taken, each end with and without segments; TOPICS_CRASH_ALL=1 (`make crash`) takes all.
+"""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +16,7 @@ import pytest
 
 from tests.contract.asking import diff, diff_records, ok, put, state, write
 from tests.contract.stream import follow
-from tests.e2e.test_kill_points import status, verify
+from tests.e2e.test_kill_points import CRASH_ALL, status, verify
 from tests.harness import Service, poll
 
 EAGER = {
@@ -22,6 +26,13 @@ EAGER = {
     "TOPICS_SEGMENT_REWRITE_DEAD_RATIO": "0.2",
 }
 """Cuts all the time."""
+RESTARTS = [
+    pytest.param(shards, end, env, id=f"{what}-{end}-{shards}")
+    for at, (end, (what, env), shards) in enumerate(
+        itertools.product(("stop", "kill_group", "kill_supervisor"), (("logs", {}), ("segments", EAGER)), (1, 3))
+    )
+    if CRASH_ALL or at % 8 in (0, 3, 5, 6)
+]
 DESTS = ("all", "tagged", "once", "chain", "capped", "last")
 
 
@@ -63,9 +74,7 @@ def copies(client: httpx.Client) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("end", ["stop", "kill_group", "kill_supervisor"])
-@pytest.mark.parametrize("env", [{}, EAGER], ids=["logs", "segments"])
+@pytest.mark.parametrize(("shards", "end", "env"), RESTARTS)
 def test_the_same_bytes_and_seqs_after_a_restart(shards: int, end: str, env: dict[str, str]) -> None:
     with Service(shards=shards, frontends=1, env=env) as service:
         lay_out_routers(service.client)
@@ -80,6 +89,60 @@ def test_the_same_bytes_and_seqs_after_a_restart(shards: int, end: str, env: dic
             verify(service.data_dir)
             service.start()
             assert copies(service.client) == before
+
+
+@pytest.mark.parametrize(
+    ("durability", "end", "env"),
+    [
+        ("disk", "stop", {}),
+        ("disk", "kill_group", {}),
+        ("disk", "kill_group", EAGER),
+        ("disk", "shards", EAGER),
+        ("ephemeral", "shards", {}),
+    ],
+    ids=["stop", "kill", "kill-segments", "shards-segments", "shards-ephemeral"],
+)
+def test_what_a_dest_could_never_hold_is_the_same_gap_ever_after(
+    durability: str, end: str, env: dict[str, str]
+) -> None:
+    with Service(shards=2, frontends=1, env=env) as service:
+        client = service.client
+        put(client, "choosy", cap_bytes=100_000, discard="reject", durability=durability)
+        ok(client.put("/v0/routers/choosy", json={"source": "src", "dest": "choosy"}))
+        for size in (1, 200_000, 2, 200_000, 200_000, 3):
+            write(client, "src", "x" * size)
+
+        def seen() -> list[tuple[Any, ...]]:
+            found: list[tuple[Any, ...]] = []
+            cursor = 0
+            while True:
+                page = diff(client, "choosy", from_seq=cursor)
+                gap = page["tombstone"]
+                if gap is not None:
+                    found.append((gap["reason"], gap["gap_from"], gap["gap_to"]))
+                found += [(one["$seq"], len(one["data"])) for one in page["records"]]
+                cursor = page["next_from_seq"]
+                if page["caught_up"]:
+                    return found
+
+        assert seen() == [(1, 1), ("cap", 2, 2), (3, 2), ("cap", 4, 5), (6, 3)]
+        if env:
+            cut(service)
+        before, head_seq = seen(), state(client, "choosy")["head_seq"]
+        if end == "shards":
+            for shard in range(2):
+                service.wait_healed(service.kill("walshard", shard))
+        else:
+            getattr(service, end)()
+            verify(service.data_dir)
+            service.start()
+            client = service.client
+        if durability == "ephemeral":
+            # No record in RAM tells why there is none.
+            before = [("restart", *one[1:]) if one[0] == "cap" else one for one in before]
+        assert seen() == before
+        write(client, "src", "behind", "y" * 200_000)
+        assert seen() == [*before, (head_seq + 1, 6), ("cap", head_seq + 2, head_seq + 2)]
 
 
 def cut(service: Service) -> None:

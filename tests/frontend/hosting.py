@@ -16,8 +16,10 @@ import msgspec
 from topics.compactor.rewriting import rewrite
 from topics.compactor.segments import LogFileKey, SealAt, SegmentAppender
 from topics.core.config import TopicConfig
+from topics.core.floors import EvictReason
+from topics.core.location import LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.core.segment_list import COLD, SegmentInfo, SegmentList
-from topics.core.topic import LOCATION_IN_RAM_LOG, LOCATION_LOST, EvictReason, Topic
+from topics.core.topic import Topic
 from topics.frontend.arenas import Arenas
 from topics.frontend.cold import ColdTier
 from topics.frontend.log_files import LogFiles
@@ -96,7 +98,7 @@ class Hosting:
         self.arenas.close()
 
     def make(self, name: str, config: TopicConfig | None = None, recreated: bool = False) -> Hosted:
-        index = TopicIndex(self._next_id, LocationRing(self.arena, 1), self.segment_files)
+        index = TopicIndex(self._next_id, LocationRing(self.arena.heap, 1), self.segment_files)
         topic = Topic(self._next_id, name, config or TopicConfig(), index, recreated)
         self._next_id += 1
         self.topics[name] = hosted = Hosted(self.arena, topic, index, self.holdings)

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, Self
 
 import uvloop
 
+from topics.frontend.asgi import TRANSPORT, Receive, Scope, Send
 from topics.frontend.http1 import Connections, HttpLimits
-from topics.frontend.http1_exchange import TRANSPORT, PushStream, Receive, Scope, Send
+from topics.frontend.http1_push import PushStream
 from topics.frontend.serve import HttpProtocol, serve
 
 DEADLINE_S = 10.0

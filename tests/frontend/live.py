@@ -24,18 +24,11 @@ from topics.frontend.reading import TopicReader, TopicRef
 from topics.frontend.records import PageOptions
 from topics.frontend.segment_files import object_name
 from topics.frontend.snapshot import TopicSight
+from topics.shm.append_messages import AppendReply
+from topics.shm.compactor_messages import Checkpoint, CheckpointReply, TopicCheckpoint
 from topics.shm.control import Role
-from topics.shm.messages import (
-    AppendReply,
-    Checkpoint,
-    CheckpointReply,
-    DeleteTopic,
-    DeleteTopicReply,
-    PutTopic,
-    PutTopicReply,
-    TopicCheckpoint,
-)
 from topics.shm.recency import Recency, RecencyWriter
+from topics.shm.topic_messages import DeleteTopic, DeleteTopicReply, PutTopic, PutTopicReply
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out

@@ -51,8 +51,9 @@ from topics.shm import messages
 from topics.shm.cap import Cap
 from topics.shm.control import ProcessState, Role
 from topics.shm.key_counts import KeyCounts
-from topics.shm.messages import Kind, Watch
+from topics.shm.messages import Kind
 from topics.shm.recency import Recency, RecencyWriter
+from topics.shm.watch_messages import Watch
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.pins import PinFiles, pins_dir
 
@@ -116,7 +117,18 @@ class Frontend:
             ],
             append,
             self.diff,
-            WebSocketRoute(reader, append, hub, access, settings, streams, catching_up, self.cell, hosting.clock),
+            WebSocketRoute(
+                reader,
+                append,
+                hub,
+                access,
+                settings,
+                streams,
+                catching_up,
+                self.cell,
+                hosting.clock,
+                partial(shared.durations.observe, 0),
+            ),
             access,
             self.cell,
             partial(shared.durations.observe, 0),

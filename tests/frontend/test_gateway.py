@@ -15,27 +15,16 @@ from topics.frontend import lane, spills, watches
 from topics.frontend.arenas import Arenas
 from topics.frontend.gateway import Gateway
 from topics.settings import load
-from topics.shm import messages
+from topics.shm import append_messages, messages
+from topics.shm.append_messages import AppendReply
 from topics.shm.arena import ArenaWriter
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.shm.location_ring import LocationRing
-from topics.shm.messages import (
-    AppendReply,
-    DeleteTopic,
-    DeleteTopicReply,
-    Done,
-    Expire,
-    Hello,
-    Kind,
-    PutTopic,
-    PutTopicReply,
-    SessionOpen,
-    SessionOpenReply,
-    Unwatch,
-    Watch,
-)
+from topics.shm.messages import Done, Kind
 from topics.shm.names import SHM_ROOT, objects
+from topics.shm.topic_messages import DeleteTopic, DeleteTopicReply, Expire, PutTopic, PutTopicReply
+from topics.shm.watch_messages import Hello, SessionOpen, SessionOpenReply, Unwatch, Watch
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import LaidOut, lay_out
 from topics.walshard.holdings import Holdings
@@ -82,7 +71,7 @@ class Shard:
         self.shared.frontend_wakes[0].signal_always()
 
     def host(self, name: str, topic_id: int) -> Hosted:
-        index = TopicIndex(topic_id, LocationRing(self.arena, 1), SegmentFiles(OsFileSystem(), "nowhere"))
+        index = TopicIndex(topic_id, LocationRing(self.arena.heap, 1), SegmentFiles(OsFileSystem(), "nowhere"))
         holdings = Holdings(self.shared.control, 0, load({}, {"wal_shards": 1, "frontends": 1}))
         hosted = Hosted(self.arena, Topic(topic_id, name, TopicConfig(), index), index, holdings)
         hosted.announce()
@@ -155,7 +144,9 @@ def test_each_answer_finds_its_request(shard: Shard) -> None:
         ids = [request_id for kind, request_id, _ in shard.take() if kind == Kind.APPEND]
         assert all(request_id >> 40 == 1 for request_id in ids)
         for seq, request_id in reversed(list(enumerate(ids, 1))):
-            shard.answer(messages.encode_append_reply(request_id, AppendReply(seq, 1, 3, True, False, "fsync", 1, 2)))
+            shard.answer(
+                append_messages.encode_append_reply(request_id, AppendReply(seq, 1, 3, True, False, "fsync", 1, 2))
+            )
         shard.wake()
         replies = [await future for future in futures]
         assert [reply.first_seq for reply in replies] == [1, 2, 3]
@@ -187,7 +178,7 @@ def test_answers_nobody_waits_for_are_dropped(shard: Shard) -> None:
         ((request_id,)) = [request_id for kind, request_id, _ in shard.take() if kind == Kind.APPEND]
         former_life = request_id - (1 << 40) + 5
         for one in (former_life, request_id, request_id):  # the last: a shard that died before it saw the first
-            shard.answer(messages.encode_append_reply(one, REPLY))
+            shard.answer(append_messages.encode_append_reply(one, REPLY))
         shard.wake()
         assert (await future) == REPLY
         await until(lambda: shard.pair.replies.empty)
@@ -214,7 +205,7 @@ def test_one_iteration_of_the_loop_is_one_signal(shard: Shard) -> None:
 def test_a_lost_wake_up_costs_a_moment_only(shard: Shard) -> None:
     async def test(gateway: Gateway) -> None:
         future = append(gateway)
-        shard.answer(messages.encode_append_reply(shard.take()[-1][1], REPLY))
+        shard.answer(append_messages.encode_append_reply(shard.take()[-1][1], REPLY))
         assert (await future) == REPLY  # without shard.wake()
 
     on_loop(shard, test)
@@ -227,7 +218,7 @@ def test_a_dead_shard_is_unavailable_after_a_while(shard: Shard) -> None:
         assert [refusal(future).code for future in futures] == ["shard_unavailable"] * 2
         # The answer that comes too late is of no harm.
         for _kind, request_id, _ in shard.take():
-            shard.answer(messages.encode_append_reply(request_id, REPLY))
+            shard.answer(append_messages.encode_append_reply(request_id, REPLY))
         shard.wake()
         await until(lambda: shard.pair.replies.empty)
 
@@ -261,7 +252,7 @@ def test_a_full_ring_is_waited_for(shard: Shard) -> None:
                 if kind == Kind.APPEND:
                     answered += 1
                     reply = AppendReply(answered, 1, answered, False, False, "disk", 1, 0)
-                    shard.answer(messages.encode_append_reply(request_id, reply))
+                    shard.answer(append_messages.encode_append_reply(request_id, reply))
             shard.free()
             shard.wake()
             await asyncio.sleep(0.001)
@@ -333,7 +324,7 @@ def test_how_long_a_write_was_held_up_is_told(shard: Shard) -> None:
         taken += shard.take()
         for kind, request_id, _ in taken:
             if kind == Kind.APPEND:
-                shard.answer(messages.encode_append_reply(request_id, REPLY))
+                shard.answer(append_messages.encode_append_reply(request_id, REPLY))
         shard.wake()
         assert (await held_up).throttled_us >= 10_000
 
@@ -363,9 +354,9 @@ def test_what_is_too_long_for_the_ring_goes_by_reference(shard: Shard, size_byte
         with open(path, "rb") as file:
             whole = memoryview(file.read())
         assert messages.head(whole)[1] == request_id
-        request = messages.decode_append(whole)
+        request = append_messages.decode_append(whole)
         assert (request.name, request.count, bytes(request.frames)) == ("t", 1, bytes(one_record(size_bytes).buffer))
-        shard.answer(messages.encode_append_reply(request_id, REPLY))
+        shard.answer(append_messages.encode_append_reply(request_id, REPLY))
         shard.wake()
         assert (await future) == REPLY
         assert not os.path.exists(path)
@@ -382,7 +373,7 @@ def test_a_long_request_that_timed_out_keeps_its_file_until_the_answer(shard: Sh
         ((_, request_id, message),) = shard.take()
         path = messages.decode_reference(message)
         assert os.path.exists(path)
-        shard.answer(messages.encode_append_reply(request_id, REPLY))
+        shard.answer(append_messages.encode_append_reply(request_id, REPLY))
         shard.wake()
         await until(lambda: not os.path.exists(path))
 
@@ -399,7 +390,7 @@ def test_no_room_for_a_long_request(shard: Shard, monkeypatch: pytest.MonkeyPatc
         await until(lambda: shard.pair.requests.written > shard._read)
         ((_, request_id, message),) = shard.take()
         path = messages.decode_reference(message)
-        shard.answer(messages.encode_append_reply(request_id, REPLY))
+        shard.answer(append_messages.encode_append_reply(request_id, REPLY))
         shard.wake()
         assert (await first) == REPLY
         # Memory is full for another reason.

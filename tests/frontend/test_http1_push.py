@@ -9,7 +9,7 @@ import pytest
 
 from tests.frontend.http1_server import Client, Server, until
 from topics.frontend.http1 import HttpLimits
-from topics.frontend.http1_exchange import PushStream
+from topics.frontend.http1_push import PushStream
 
 
 @pytest.fixture(params=["uvloop", "asyncio"])

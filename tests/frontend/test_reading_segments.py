@@ -13,8 +13,9 @@ import pytest
 from tests.frontend.hosting import Hosting, Written, served
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.floors import EvictReason
+from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import COLD, SEALED
-from topics.core.topic import LOCATION_LOST, EvictReason
 from topics.frontend import segment_files
 from topics.frontend.cold import ColdMissError
 from topics.frontend.reading import Page

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.contract.stream import Frame
 from tests.frontend.hosting import Hosting, Written
 from topics.core.config import TopicConfig
-from topics.core.topic import EvictReason
+from topics.core.floors import EvictReason
 from topics.frontend.reading import Page, Tombstone
 from topics.frontend.records import PageOptions
 from topics.frontend.stream import Batch, Outcome, Phase, Plan, Step, Stream, batch

@@ -11,7 +11,7 @@ from topics.core.errors import TopicsError
 from topics.frontend import sessions as module
 from topics.frontend.sessions import SESSION_TTL_MS, Follow, Session, Sessions
 from topics.frontend.watch import accepts_event_stream
-from topics.shm.messages import Hello
+from topics.shm.watch_messages import Hello
 
 SESSION = Session({"t": Follow(1, 5)}, [b"me"], 256, 1000, 15_000, False, True, True, False, b"")
 

@@ -31,7 +31,7 @@ def test_a_topic_is_found_configured_changed_and_gone(identity: str) -> None:
     reader = ArenaReader(identity, 0, 1)
     assert reader.find("orders") is None
     slot = writer.new_slot()
-    ring = LocationRing(writer, 1)
+    ring = LocationRing(writer.heap, 1)
     descriptor = writer.store_descriptor(Descriptor("orders", TopicConfig(ttl_ms=5)))
     writer.publish(slot, view_of(ring, descriptor))
     writer.announce(slot)
@@ -52,13 +52,13 @@ def test_a_topic_is_found_configured_changed_and_gone(identity: str) -> None:
 def test_a_slot_used_again_is_another_topic(identity: str) -> None:
     writer = ArenaWriter(identity, 0, 1)
     reader = ArenaReader(identity, 0, 1)
-    ring = LocationRing(writer, 1)
+    ring = LocationRing(writer.heap, 1)
     slot = writer.new_slot()
     for number in range(10_000):  # more changes than the change list holds: the reader has to look at all slots
         descriptor = writer.store_descriptor(Descriptor(f"t{number}", TopicConfig()))
         writer.publish(slot, view_of(ring, descriptor, topic_id=number + 1))
         writer.announce(slot)
-        writer.free(*descriptor)
+        writer.heap.free(*descriptor)
     assert reader.find("t9999") == slot
     assert reader.find("t0") is None
     assert len(reader.names) == 1
@@ -70,7 +70,7 @@ class Directory:
     def __init__(self, identity: str) -> None:
         self.writer = ArenaWriter(identity, 0, 1)
         self.slots: dict[str, int] = {}
-        self._ring = LocationRing(self.writer, 1)
+        self._ring = LocationRing(self.writer.heap, 1)
         self._last_id = 0
 
     def make(self, name: str) -> None:
@@ -134,8 +134,8 @@ def test_the_location_ring_holds_what_was_appended_and_not_dropped(steps: list[t
     try:
         writer = ArenaWriter(identity, 0, 1)
         reader = ArenaReader(identity, 0, 1)
-        ring = LocationRing(writer, 1)
-        other = LocationRing(writer, 1)
+        ring = LocationRing(writer.heap, 1)
+        other = LocationRing(writer.heap, 1)
         rows: dict[int, tuple[int, int, int]] = {}
         for ts, (count, drop) in enumerate(steps):
             offset_len, file_flags = columns(count, ring.next_seq * 100)
@@ -162,7 +162,7 @@ def test_the_location_ring_holds_what_was_appended_and_not_dropped(steps: list[t
 def test_an_old_view_of_a_ring_that_moved_is_refused(identity: str) -> None:
     writer = ArenaWriter(identity, 0, 1)
     reader = ArenaReader(identity, 0, 1)
-    ring = LocationRing(writer, 1)
+    ring = LocationRing(writer.heap, 1)
     ring.reserve(16)
     ring.append(1, *columns(16, 0))
     old = view_of(ring, (0, 0))
@@ -176,7 +176,7 @@ def test_an_old_view_of_a_ring_that_moved_is_refused(identity: str) -> None:
 def _write_for_ever(identity: str, ready: multiprocessing.synchronize.Event) -> None:  # type: ignore[name-defined]
     writer = ArenaWriter(identity, 0, 1)
     slot = writer.new_slot()
-    ring = LocationRing(writer, 1)
+    ring = LocationRing(writer.heap, 1)
     descriptor = writer.store_descriptor(Descriptor("t", TopicConfig()))
     number = 0
     while True:
@@ -212,6 +212,6 @@ def test_a_view_is_never_half_of_two_states_also_when_the_writer_is_killed(ident
 
 
 def test_a_reader_of_another_version_is_refused(identity: str) -> None:
-    ArenaWriter(identity, 0, 1).words[1] = 99
+    ArenaWriter(identity, 0, 1)._words[1] = 99
     with pytest.raises(ValueError, match="not an index arena of this version"):
         ArenaReader(identity, 0, 1)

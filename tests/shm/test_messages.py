@@ -2,64 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.shm import messages
-from topics.shm.messages import AppendReply
-from topics.storage.frame import lay_out
-
-names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,40}", fullmatch=True)
-
-
-@given(
-    name=names,
-    create=st.booleans(),
-    if_head_seq=st.none() | st.integers(0, 2**64 - 1),
-    key=st.binary(max_size=300),
-    config=st.none() | st.builds(TopicConfig, ttl_ms=st.integers(0, 2**63)),
-    data=st.lists(st.binary(min_size=1, max_size=50), min_size=1, max_size=20),
-)
-def test_append_round_trip(
-    name: str, create: bool, if_head_seq: int | None, key: bytes, config: TopicConfig | None, data: list[bytes]
-) -> None:
-    laid_out = lay_out([(b"n", b"", piece, b"") for piece in data])
-    parts = messages.encode_append(
-        7, name.encode(), create, if_head_seq, key, config, laid_out.offset_len, laid_out.flags, laid_out.buffer
-    )
-    message = memoryview(b"".join(parts))
-    assert messages.head(message) == (messages.Kind.APPEND, 7, len(data))
-    request = messages.decode_append(message)
-    assert (request.name, request.create, request.if_head_seq) == (name, create, if_head_seq)
-    assert (request.key, request.config, request.count) == (key, config, len(data))
-    assert request.offset_len == laid_out.offset_len
-    assert (request.record_flags, request.frames) == (laid_out.flags, laid_out.buffer)
-
-
-@pytest.mark.parametrize("durability", messages.CLASSES)
-def test_append_reply_round_trip_and_times(durability: str) -> None:
-    reply = AppendReply(5, 3, 7, True, False, durability, 0, 0)
-    encoded = messages.encode_append_reply(9, reply)
-    assert messages.decode_append_reply(memoryview(encoded)) == reply
-    messages.add_times(encoded, 11, 22)
-    timed = messages.decode_append_reply(memoryview(encoded))
-    assert (timed.wal_us, timed.fsync_us, timed.first_seq) == (11, 22, 5)
+from topics.shm.topic_messages import PutTopic
+from topics.shm.watch_messages import Hello, SessionClose, SessionLook, SessionOpenReply, Watch
 
 
 def test_calls_replies_errors_and_notices() -> None:
     for call in (
-        messages.PutTopic("t", TopicConfig(), True),
-        messages.Watch(3, "t", 1, 2),
-        messages.SessionLook("w"),
-        messages.SessionClose("w", 1, {"t": 5}),
-        messages.Hello(4),
+        PutTopic("t", TopicConfig(), True),
+        Watch(3, "t", 1, 2),
+        SessionLook("w"),
+        SessionClose("w", 1, {"t": 5}),
+        Hello(4),
     ):
         message = memoryview(b"".join(messages.encode_call(1, call)))
         assert messages.decode_call(message) == call
-    reply = messages.SessionOpenReply(b"body", {"t": 1}, True)
+    reply = SessionOpenReply(b"body", {"t": 1}, True)
     assert messages.decode_reply(memoryview(messages.encode_reply(1, reply))) == reply
     error = messages.decode_error(memoryview(messages.encode_error(2, TopicsError("head_mismatch", "m", {"a": 1}))))
     assert (error.code, error.message, error.detail) == ("head_mismatch", "m", {"a": 1})

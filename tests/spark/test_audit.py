@@ -16,7 +16,7 @@ from tests.storage.segments import Record, make_segment
 from topics.client import Client, NewRecord
 from topics.client import segment_calls as calls
 from topics.client.segment_calls import Segment
-from topics.core.topic import LOCATION_DELETED
+from topics.core.location import LOCATION_DELETED
 from topics.spark.jobs import audit
 from topics.spark.options import Directories
 from topics.spark.segment_audit import Audited, audit_segment

@@ -11,7 +11,8 @@ import pytest
 from tests.storage.logs import TOPIC_ID, TS_MS
 from tests.storage.segments import Logged, Record, logged
 from topics.client.segment_calls import Segment
-from topics.core.topic import LOCATION_DELETED, LOCATION_LOST, EvictReason
+from topics.core.floors import EvictReason
+from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.spark.offsets import Gap, Range
 from topics.spark.options import Directories, ReadOptions, read_options
 from topics.spark.segment_read import ROWS_PER_BATCH, read_segment

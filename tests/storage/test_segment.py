@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tests.storage.faults import ERRNOS, Crash, Fault, FaultyFileSystem
 from tests.storage.logs import TOPIC_ID, TS_MS
 from tests.storage.segments import Record, logged, make_segment
-from topics.core.topic import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST, EvictReason
+from topics.core.floors import EvictReason
+from topics.core.location import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import FLAG_META, FLAG_NODE, FLAG_TAG

@@ -12,11 +12,13 @@ import pytest
 from tests.storage.faults import FaultyFileSystem
 from tests.storage.logs import TOPIC_ID, TS_MS, appends, commit, kill, open_writer, topic_create
 from tests.storage.segments import Record, logged, make_segment
-from topics.core.fold import DeleteBody, Fold, MarkBody, encode_body
+from topics.core.control_bodies import DeleteBody, MarkBody, encode_body
+from topics.core.floors import Floors
+from topics.core.fold import Fold
 from topics.core.runs import encode_runs
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.core.segment_list import SEALED as SEALED_FLAG
-from topics.core.shard_state import Floors, ShardState
+from topics.core.shard_state import ShardState
 from topics.core.unlocated_index import UnlocatedIndex
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem, boot_id
@@ -32,7 +34,8 @@ from topics.storage.segment_deletes import mark_deleted
 from topics.storage.segment_writer import SegmentWriter
 from topics.storage.snapshot import read_snapshot, save_snapshot
 from topics.storage.state import decode_parts, encode_part, encode_parts
-from topics.storage.verify import Finding, Kind, NotADataDir, Report, verify
+from topics.storage.verify import NotADataDir, verify
+from topics.storage.verify_report import Finding, Kind, Report
 
 SEALED = [Record(b'"a"', b"n", b"t"), Record(b'"b"', tag=b"u"), Record(b'"c"', tag=b"t", meta=b'{"k":1}')]
 ACTIVE = [Record(b'"d"'), Record(b'"e"', tag=b"v")]

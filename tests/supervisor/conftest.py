@@ -100,10 +100,14 @@ class Service:
         return self.wait_exit()
 
     def insist(self) -> int:
-        """SIGTERM again and again, as somebody who does not want to wait for the drain; the exit code."""
+        """SIGTERM again and again, as somebody who does not want to wait for the drain; the exit code.
+
+        Not once it has said that it stops at once: an interpreter that ends has no handlers any more.
+        """
 
         def gone() -> bool:
-            self.signal(signal.SIGTERM)
+            if not self.log("stopped"):
+                self.signal(signal.SIGTERM)
             return self.process.poll() is not None
 
         poll("the impatient stop", gone, STOP_DEADLINE_S, every_s=0.05)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from topics.settings import MIB, Settings, load
+from topics.setting_values import MIB
+from topics.settings import Settings, load
 from topics.shm import names
 from topics.shm.control import EXIT_REFUSED
 from topics.shm.instance import SharedMemory

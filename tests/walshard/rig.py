@@ -11,11 +11,12 @@ from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.settings import Settings
 from topics.settings import load as load_settings
-from topics.shm import messages, names
+from topics.shm import append_messages, messages, names
+from topics.shm.append_messages import AppendReply, JobAttributes
 from topics.shm.arena import ArenaReader, TopicView
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
-from topics.shm.messages import AppendReply, Call, JobAttributes, Kind
+from topics.shm.messages import Call, Kind
 from topics.shm.queue_messages import Dealt
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import HEADER, HEADER_LEN, lay_out
@@ -114,7 +115,7 @@ class Rig:
         self._next_id += 1
         laid_out = lay_out([(b"", tag, piece, b"") for piece in data])
         assert self.shared.rings[0][0].requests.push(
-            *messages.encode_append(
+            *append_messages.encode_append(
                 self._next_id,
                 name.encode(),
                 create,
@@ -142,13 +143,13 @@ class Rig:
                 # As a frontend does: a second answer (the shard died before it freed the request) is dropped.
                 # It must say the same.
                 if kind == Kind.APPEND:
-                    again = messages.decode_append_reply(message)
+                    again = append_messages.decode_append_reply(message)
                     assert again.first_seq == self.replies[request_id].first_seq
                 ring.consume(position)
                 continue
             match kind:
                 case Kind.APPEND:
-                    self.replies[request_id] = messages.decode_append_reply(message)
+                    self.replies[request_id] = append_messages.decode_append_reply(message)
                 case Kind.CALL:
                     self.replies[request_id] = messages.decode_reply(message)
                 case Kind.ERROR:

@@ -14,9 +14,9 @@ from tests.walshard.rig import Rig
 from tests.walshard.test_routing import route
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.core.topic import EvictReason
+from topics.core.floors import EvictReason
 from topics.shm.arena import TopicView
-from topics.shm.messages import DeleteRecords, PutTopic
+from topics.shm.topic_messages import DeleteRecords, PutTopic
 
 EPHEMERAL = TopicConfig(durability="ephemeral")
 

@@ -14,15 +14,12 @@ from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.shm.arena import TopicView
-from topics.shm.messages import DeleteTopic, Hello, PutTopic
+from topics.shm.cursor_messages import CursorAdvance, CursorLook, CursorPut
 from topics.shm.queue_messages import (
     Ack,
     AckReply,
     Bury,
     Claim,
-    CursorAdvance,
-    CursorLook,
-    CursorPut,
     Dealt,
     Exhume,
     Extend,
@@ -33,6 +30,8 @@ from topics.shm.queue_messages import (
     WorkClose,
     WorkOpen,
 )
+from topics.shm.topic_messages import DeleteTopic, PutTopic
+from topics.shm.watch_messages import Hello
 from topics.storage.layout import list_log_files, ram_group_dir
 
 MINUTE_MS = 60_000

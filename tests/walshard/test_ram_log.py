@@ -17,8 +17,10 @@ from tests.walshard.rig import Rig
 from tests.walshard.test_killed_anywhere import NOT_REACHED, in_a_process, kill_at_line, serve
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.shm.append_messages import AppendReply
 from topics.shm.arena import TopicView
-from topics.shm.messages import AppendReply, DeleteTopic, PutTopic, SessionClose, SessionOpen, SessionPut
+from topics.shm.topic_messages import DeleteTopic, PutTopic
+from topics.shm.watch_messages import SessionClose, SessionOpen, SessionPut
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.walshard import recovery

@@ -13,7 +13,7 @@ from tests.walshard.rig import Rig
 from topics.core.names import owner_shard
 from topics.settings import Settings
 from topics.settings import load as load_settings
-from topics.shm.messages import DeleteRecords, DeleteTopic
+from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id
 from topics.storage.reshard import finish_swap, needs_reshard, reshard

@@ -12,19 +12,11 @@ from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.routers import RouterSpec
-from topics.shm import messages
+from topics.shm import append_messages
 from topics.shm.memory import SharedObject
-from topics.shm.messages import (
-    CatchUp,
-    DeleteRecords,
-    DeleteRouter,
-    DeleteTopic,
-    EnsureTopic,
-    PutRouter,
-    PutTopic,
-    SyncRouters,
-)
+from topics.shm.router_messages import CatchUp, DeleteRouter, PutRouter, SyncRouters
 from topics.shm.router_table import RouterTable
+from topics.shm.topic_messages import DeleteRecords, DeleteTopic, EnsureTopic, PutTopic
 from topics.storage.frame import FLAG_MORE, FrameType, lay_out, scan
 from topics.storage.layout import group_dir, log_path, ram_group_dir
 from topics.walshard.feeds import Feeds
@@ -50,7 +42,7 @@ def append_tagged(rig: Rig, name: str, *records: tuple[bytes, bytes]) -> None:
     """(tag, data) each."""
     laid_out = lay_out([(b"", tag, data, b"") for tag, data in records])
     rig._next_id += 1
-    message = messages.encode_append(
+    message = append_messages.encode_append(
         rig._next_id, name.encode(), True, None, b"", None, laid_out.offset_len, laid_out.flags, laid_out.buffer
     )
     assert rig.shared.rings[0][0].requests.push(*message)
@@ -157,7 +149,7 @@ def test_nothing_is_released_before_the_routers_are_known(rig: Rig) -> None:
 
 
 def test_the_hold_of_a_source_follows_the_log(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topics.walshard.feeds.LOG_CURSOR_SEQS", 100)
+    monkeypatch.setattr("topics.walshard.copy_log.LOG_CURSOR_SEQS", 100)
     put(rig, "a", cap_records=1)
     route(rig, "r", "a", "b")
     for _ in range(50):
@@ -171,12 +163,12 @@ def test_the_hold_of_a_source_follows_the_log(rig: Rig, monkeypatch: pytest.Monk
 
 
 def test_copies_take_a_bounded_part_of_memory(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topics.walshard.feeds.UNLOGGED_BYTES_MAX", 100_000)
+    monkeypatch.setattr("topics.walshard.copy_log.UNLOGGED_BYTES_MAX", 100_000)
     for at in range(3):
         route(rig, f"r{at}", "a", f"b{at}")
     for _ in range(100):
         rig.append("a", b'"' + b"x" * 1000 + b'"')
-        assert feeds(rig).unlogged_bytes <= 100_000
+        assert rig.shard.routing.copy_log.unlogged_bytes <= 100_000
     assert all(len(rig.read(f"b{at}")) == 100 for at in range(3))
     rig.restart_service()
     rig.run()
@@ -184,7 +176,7 @@ def test_copies_take_a_bounded_part_of_memory(rig: Rig, monkeypatch: pytest.Monk
 
 
 def test_the_ram_log_is_trimmed_and_keeps_what_only_it_has(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topics.walshard.feeds.UNLOGGED_BYTES_MAX", 200_000)
+    monkeypatch.setattr("topics.walshard.copy_log.UNLOGGED_BYTES_MAX", 200_000)
     rig.shard._ram_trim._file_bytes = rig.shard._ram_trim._next_after_bytes = 100_000
     put(rig, "e", durability="ephemeral")
     route(rig, "r", "a", "b")

@@ -16,7 +16,8 @@ from tests.walshard.rig import Rig
 from tests.walshard.test_killed_anywhere import NOT_REACHED, in_a_process, kill_at_line, serve
 from tests.walshard.test_routing import put, route
 from topics.core.routers import RouterSpec
-from topics.shm.messages import CatchUp, DeleteRecords, PutRouter
+from topics.shm.router_messages import CatchUp, PutRouter
+from topics.shm.topic_messages import DeleteRecords
 
 DESTS = ("b", "c", "wide")
 

@@ -14,7 +14,8 @@ from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from tests.walshard.test_routing import Model, append_tagged, feeds, logged_types, put, route
 from topics.core.config import U64_MAX
-from topics.shm.messages import CatchUp, DeleteRecords, DeleteRouter, Expire, SyncRouters
+from topics.shm.router_messages import CatchUp, DeleteRouter, SyncRouters
+from topics.shm.topic_messages import DeleteRecords, Expire
 from topics.storage.frame import FrameType
 from topics.storage.verify import verify
 

@@ -13,17 +13,11 @@ from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.segment_list import SEALED
-from topics.shm.messages import (
-    Checkpoint,
-    CheckpointReply,
-    DeleteRecords,
-    DeleteTopic,
-    Expire,
-    PutTopic,
-    TopicCheckpoint,
-)
+from topics.shm.compactor_messages import Checkpoint, CheckpointReply, TopicCheckpoint
+from topics.shm.topic_messages import DeleteRecords, DeleteTopic, Expire, PutTopic
 from topics.storage import kill_points, layout
 from topics.storage.kill_points import KillPoint
+from topics.storage.recovery import BATCH_FRAMES
 
 
 @pytest.fixture
@@ -75,6 +69,15 @@ def test_a_start_reads_the_snapshot_and_what_follows_it(compaction: Compaction) 
         frames.append(len(compaction.segments("t")))
         assert numbers(compaction) == list(range(1, 24))
     assert frames == [3, 3]
+
+
+def test_a_long_log_is_read_in_steps_that_can_be_stopped_between(compaction: Compaction) -> None:
+    """A stop gives the compactor little time: it must notice that within what one batch takes."""
+    compaction.cut()
+    fill(compaction, 4 * BATCH_FRAMES)
+    steps = compaction.life.steps
+    compaction.compactor.follow(0)
+    assert compaction.life.steps - steps >= 4
 
 
 def test_log_files_go_once_two_snapshots_have_what_they_say(compaction: Compaction) -> None:

@@ -9,13 +9,10 @@ import pytest
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.shm import messages
-from topics.shm.messages import (
-    DeleteRecords,
-    DeleteTopic,
-    Expire,
+from topics.shm import append_messages, messages
+from topics.shm.topic_messages import DeleteRecords, DeleteTopic, Expire, PutTopic
+from topics.shm.watch_messages import (
     Hello,
-    PutTopic,
     SessionAbandon,
     SessionClose,
     SessionLook,
@@ -246,7 +243,7 @@ def test_an_answer_too_long_for_the_ring_goes_by_reference(rig: Rig) -> None:
 
 def test_a_request_by_reference(rig: Rig, tmp_path: object) -> None:
     laid_out = lay_out([(b"", b"", b"1" * 500_000, b"")])
-    parts = messages.encode_append(
+    parts = append_messages.encode_append(
         99, b"t", True, None, b"", None, laid_out.offset_len, laid_out.flags, laid_out.buffer
     )
     spill = f"{tmp_path}/spill"
@@ -261,12 +258,9 @@ def test_a_request_by_reference(rig: Rig, tmp_path: object) -> None:
 
 
 def post_tagged(rig: Rig, name: str, *tags: bytes) -> None:
-    from topics.shm import messages
-    from topics.storage.frame import lay_out
-
     laid_out = lay_out([(b"", tag, b"%d" % number, b"") for number, tag in enumerate(tags)])
     assert rig.shared.rings[0][0].requests.push(
-        *messages.encode_append(
+        *append_messages.encode_append(
             10**6, name.encode(), True, None, b"", None, laid_out.offset_len, laid_out.flags, laid_out.buffer
         )
     )

@@ -16,17 +16,9 @@ from tests.walshard.test_killed_anywhere import MODULES, NOT_REACHED, in_a_proce
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.frontend.stages import Stages
-from topics.shm.messages import (
-    Call,
-    PutTopic,
-    StagePublish,
-    StagesOver,
-    TxnBegin,
-    TxnEnd,
-    TxnForget,
-    TxnLook,
-    TxnPending,
-)
+from topics.shm.messages import Call
+from topics.shm.topic_messages import PutTopic
+from topics.shm.txn_messages import StagePublish, StagesOver, TxnBegin, TxnEnd, TxnForget, TxnLook, TxnPending
 from topics.storage.frame import lay_out
 
 KILLED_IN = (*MODULES, "/topics/storage/filesystem.py")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from topics.storage.lock import DataDirLocked
-from topics.storage.verify import NotADataDir, Report, verify
+from topics.storage.verify import NotADataDir, verify
+from topics.storage.verify_report import Report
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -96,8 +96,10 @@ class Shift:
         while True:
             if self._stopping:
                 return None
-            if self._waiting:
-                return self._waiting.popleft()
+            while self._waiting:
+                job = self._waiting.popleft()
+                if self.holds(job):  # by now it may be known to be somebody else's
+                    return job
             if self._failure is not None:
                 raise self._failure
             self._news.clear()

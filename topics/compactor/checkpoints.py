@@ -18,17 +18,18 @@ from topics.compactor.log_buffers import LogBuffers
 from topics.compactor.segments import BufferOf, SealAt, SegmentAppender
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
+from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_IN_RAM_LOG
 from topics.core.segment_list import SEALED, SegmentInfo
-from topics.core.topic import ENTRY_WORDS, LOCATION_DELETED, LOCATION_IN_RAM_LOG, Topic
+from topics.core.topic import Topic
 from topics.log import get_logger
-from topics.shm.messages import Checkpoint, CheckpointReply, TopicCheckpoint
+from topics.shm.compactor_messages import Checkpoint, CheckpointReply, TopicCheckpoint
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.kill_points import reached
 
 TOPICS_PER_SYNC: Final = 4096
 SYNC_ONE_BY_ONE_MAX: Final = 64
-"""Topics whose files are synced one after the other; for more, one sync of the file system is less."""
+"""Segments whose files are synced one after the other; for more, one sync of the file system is less."""
 TOPICS_PER_MESSAGE: Final = 256
 """A shard takes some ms for so many."""
 RECORDS_PER_STEP: Final = 1 << 16
@@ -112,7 +113,7 @@ class Checkpoints:
 
     def _step(self, follower: Follower, topics: list[Topic], buffer_of: BufferOf, now_ms: int) -> list[_Step]:
         """Records of each of them are in segments, on the disk."""
-        one_by_one = len(topics) <= SYNC_ONE_BY_ONE_MAX
+        one_by_one = sum(self._segments_due(follower, topic) for topic in topics) <= SYNC_ONE_BY_ONE_MAX
         fs = self._fs if one_by_one else deferring_syncs(self._fs)
         appender = SegmentAppender(fs, self._data_dir, self._seal_at)
         steps = []
@@ -124,6 +125,11 @@ class Checkpoints:
         if not one_by_one and steps:
             self._fs.sync_all(layout.topics_dir(self._data_dir))
         return steps
+
+    def _segments_due(self, follower: Follower, topic: Topic) -> int:
+        """About how many are written to."""
+        records = topic.head_seq - max(topic.earliest_seq - 1, follower.index_of(topic).segments.last_seq)
+        return 1 + min(records, RECORDS_PER_STEP) // self._seal_at.records
 
     def _topic(
         self, follower: Follower, topic: Topic, appender: SegmentAppender, buffer_of: BufferOf, now_ms: int

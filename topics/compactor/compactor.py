@@ -15,27 +15,29 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from typing import Final
 
-from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Checkpoints, Refused
+from topics.compactor.checkpoints import Checkpoints, Refused
+from topics.compactor.durable_marks import DurableMarks
 from topics.compactor.follower import Follower
 from topics.compactor.leftovers import Leftovers, TopicFiles
 from topics.compactor.log_buffers import LogBuffers
-from topics.compactor.marked_index import MarkedIndex
 from topics.compactor.relocation import Relocation, object_names
 from topics.compactor.rewrites import Rewriting
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
-from topics.core.segment_list import COLD, SegmentInfo
 from topics.log import get_logger
+from topics.shm.compactor_messages import Trim
 from topics.shm.control import ProcessCell
-from topics.shm.messages import Done, Trim
-from topics.storage import layout
+from topics.shm.messages import Done
 from topics.storage.filesystem import FileSystem
 from topics.storage.kill_points import reached
 from topics.storage.logfile import WalPosition
-from topics.storage.segment_deletes import sync_segment
 from topics.storage.snapshot import save_snapshot
 from topics.storage.state import ShardPart, encode_part, encode_parts, load
+
+LOOKS_PER_STEP: Final = 16
+"""Segments that are so small that the rate at which they may be rewritten is no bound."""
 
 log = get_logger()
 
@@ -51,6 +53,7 @@ class Compactor:
         log_dirs: list[tuple[str, str]],
         kept: dict[int, WalPosition],
         checkpoints: Checkpoints,
+        marks: DurableMarks,
         leftovers: Leftovers,
         rewriting: Rewriting,
         relocation: Relocation | None,
@@ -64,6 +67,7 @@ class Compactor:
         self._log_dirs = log_dirs
         self._kept = kept
         self._checkpoints = checkpoints
+        self._marks = marks
         self._leftovers = leftovers
         self._rewriting = rewriting
         self._relocation = relocation
@@ -77,13 +81,15 @@ class Compactor:
             until = follower.link.committed
             follower.link.take_notices()
             if until is not None and _bytes_between(follower.position, until) >= step_bytes:
-                follower.catch_up(until)
-                self._alive()
+                follower.catch_up(until, self._alive)
 
     def upkeep(self) -> int | None:
         """A step of what can wait; in how many ms the next one is due, None without one. Raises OSError, Refused."""
-        if self._rewriting.step(self._followers):
-            self._cell.add("segments_rewritten")
+        for _ in range(LOOKS_PER_STEP):
+            if self._rewriting.step(self._followers):
+                self._cell.add("segments_rewritten")
+            if self._rewriting.due_in_ms() != 0:
+                break
         if self._relocation is not None:
             self._cell.add("segments_relocated", self._relocation.step(self._followers))
         return self._rewriting.due_in_ms()
@@ -119,9 +125,12 @@ class Compactor:
             if until is None:
                 log.info("a shard recovers, its part of the last snapshot stays", shard=follower.shard)
                 continue
-            follower.catch_up(until)
+            follower.catch_up(until, self._alive)
             try:
                 self._checkpoint(follower)
+            except OSError:
+                self._marks.doubt()
+                raise
             except Refused as error:
                 self._cell.add("failures")
                 log.error("a checkpoint was refused, the log stays as long as it is", reason=str(error))
@@ -162,29 +171,13 @@ class Compactor:
         self._cell.add("segments_sealed", written.sealed)
 
     def _sync_marks(self, shards: Iterable[int]) -> None:
-        """Deletions that the snapshot takes for done are on the disk: nobody will read the log for them."""
-        marked: list[tuple[int, SegmentInfo]] = []
-        indexes: list[MarkedIndex] = []
-        for shard in shards:
-            follower = self._followers[shard]
-            for topic_id in follower.shrunk:
-                topic = follower.fold.topics.get(topic_id)
-                if topic is None:
-                    continue
-                index = follower.index_of(topic)
-                infos = [info for seq in sorted(index.marked) if (info := index.segments.at(seq)) is not None]
-                marked += [(topic_id, info) for info in infos]
-                for info in infos:
-                    self._rewriting.consider(follower, topic_id, info.first_seq)
-                indexes.append(index)
-        if len(marked) > SYNC_ONE_BY_ONE_MAX:
-            self._fs.sync_all(layout.topics_dir(self._data_dir))
-        else:
-            for topic_id, info in marked:
-                directory = layout.topic_dir(self._data_dir, topic_id)
-                sync_segment(self._fs, directory, info.first_seq, info.version, cold=bool(info.flags & COLD))
-        for index in indexes:
-            index.marked.clear()
+        try:
+            marked = self._marks.sync([self._followers[shard] for shard in shards])
+        except OSError:
+            self._marks.doubt()
+            raise
+        for follower, topic_id, info in marked:
+            self._rewriting.consider(follower, topic_id, info.first_seq)
 
     def _save(self, parts: dict[int, ShardPart]) -> None:
         """What of a shard is not in `parts` is taken over from the newest snapshot."""
@@ -230,7 +223,11 @@ class Compactor:
         self._cell.set("orphans", self._leftovers.unexplained)
         if self._relocation is not None:
             names = [object_names(topic_id, *name) for topic_id, name in removed]
-            self._relocation.sweep(self._files_of, itertools.chain.from_iterable(names))
+            try:
+                self._relocation.sweep(self._files_of, itertools.chain.from_iterable(names))
+            except OSError as error:
+                self._cell.add("failures")
+                log.error("what is superfluous in the cold directory stays for now", reason=str(error))
 
     def _files_of(self, topic_id: int) -> TopicFiles | None:
         for follower in self._followers:

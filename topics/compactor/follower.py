@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from topics.compactor.marked_index import MarkedIndex
 from topics.compactor.shard_link import ShardLink
 from topics.compactor.tail import LogTail, kinds_and_topics
@@ -51,9 +53,13 @@ class Follower:
     def log_id(self) -> int:
         return self._tail.log_id()
 
-    def catch_up(self, until: WalPosition) -> None:
-        """Reads on. Raises TailLost, FoldError, OSError: then this object is of no use any more."""
+    def catch_up(self, until: WalPosition, alive: Callable[[], None]) -> None:
+        """Reads on; `alive` is called between batches, for it may take long.
+
+        Raises TailLost, FoldError, OSError: then this object is of no use any more.
+        """
         for batch in self._tail.read(until):
+            alive()
             fold_frames(self.fold, batch, in_ram=False)
             for kind, topic_id in kinds_and_topics(batch.frames):
                 self.touched.add(topic_id)

@@ -11,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from topics.compactor.checkpoints import Checkpoints, Refused, tell
+from topics.compactor.cold_fetch import ColdFetch
 from topics.compactor.compactor import Compactor
+from topics.compactor.durable_marks import DurableMarks
 from topics.compactor.follower import Follower
 from topics.compactor.leftovers import Leftovers
 from topics.compactor.marked_index import MarkedIndex
@@ -24,7 +26,7 @@ from topics.core.clock import Clock, SystemClock
 from topics.core.fold import Fold, FoldError
 from topics.log import get_logger
 from topics.settings import Settings
-from topics.shm.control import OVER_LIVES, ProcessCell, ProcessState, Role
+from topics.shm.control import ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.wake import Wake
 from topics.storage import kill_points, layout
@@ -39,8 +41,10 @@ HEARTBEAT_MS: Final = 250
 ANSWER_POLL_MS: Final = 10
 FOLLOW_BYTES: Final = 2 * 2**20
 RETRY_MS: Final = 2_000
-NICENESS: Final = 10
-"""Who waits for a write comes first."""
+NICENESS: Final = 5
+"""Who waits for a write comes first. But a busy machine must not starve this process: the logs would grow without end,
+and with them the next start.
+"""
 
 log = get_logger()
 
@@ -54,8 +58,9 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     kill_points.arm_as_told(settings.test_kill_at, incarnation)
     clock = SystemClock()
     cell = shared.control.cell(Role.COMPACTOR, 0)
-    _start(cell, incarnation, clock)
+    cell.begin_life(incarnation, clock.now_ms(), ProcessState.STARTING)
     os.nice(NICENESS)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # its waking up interrupts nobody
     life = _Life(shared, cell, clock, settings.compactor_grace_ms)
     helper = ThreadPoolExecutor(1, "cold")
     try:
@@ -100,7 +105,7 @@ def build(
         while committed is None:
             life.wait()
             committed = follower.link.committed
-        follower.catch_up(committed)
+        follower.catch_up(committed, life.alive)
     seal_at = SealAt(settings.segment_max_events, settings.segment_max_bytes, settings.segment_max_age_ms)
     clock = life.clock
     pins = pins_dir(shared.ram_dir)
@@ -108,11 +113,12 @@ def build(
     def pinned() -> Pinned:
         return read_pinned(fs, pins, clock.monotonic_ms())
 
-    relocation = None
+    relocation = fetch = None
     if settings.cold_dir is not None:
         retention = HotRetention(settings.hot_retain_segments, settings.hot_retain_bytes)
         store = LocalStore(fs, layout.topics_dir(settings.cold_dir))
         relocation = Relocation(fs, settings.data_dir, store, retention, helper, clock, pinned)
+        fetch = ColdFetch(fs, settings.data_dir, store, helper)
     compactor = Compactor(
         fs,
         settings.data_dir,
@@ -120,8 +126,9 @@ def build(
         log_dirs,
         {shard: part.position for shard, part in parts.items()},
         Checkpoints(fs, settings.data_dir, seal_at, clock, life.alive),
+        DurableMarks(fs, settings.data_dir, shared.shards, life.alive),
         Leftovers(fs, settings.data_dir, pinned),
-        Rewriting(fs, settings.data_dir, settings.segment_rewrite_dead_ratio, clock),
+        Rewriting(fs, settings.data_dir, settings.segment_rewrite_dead_ratio, clock, fetch),
         relocation,
         life.cell,
         clock,
@@ -142,7 +149,7 @@ def _follow(fs: FileSystem, shared: SharedMemory, link: ShardLink, directory: st
 
 def _serve(compactor: Compactor, settings: Settings, life: _Life, cell: ProcessCell, clock: Clock) -> None:
     last_cut_ms = clock.monotonic_ms()
-    not_before_ms = 0
+    cut_not_before_ms = upkeep_not_before_ms = 0
     pause_ms = min(HEARTBEAT_MS, settings.checkpoint_interval_ms)
     while not life.stopping:
         life.alive()
@@ -152,15 +159,22 @@ def _serve(compactor: Compactor, settings: Settings, life: _Life, cell: ProcessC
         try:
             due = now_ms - last_cut_ms >= settings.checkpoint_interval_ms
             due = due or compactor.new_bytes >= settings.checkpoint_wal_bytes
-            if due and now_ms >= not_before_ms:
+            if due and now_ms >= cut_not_before_ms:
                 if compactor.has_news and not compactor.cut():
-                    not_before_ms = clock.monotonic_ms() + RETRY_MS
+                    cut_not_before_ms = clock.monotonic_ms() + RETRY_MS
                 last_cut_ms = clock.monotonic_ms()
-            upkeep_in_ms = compactor.upkeep()
         except (OSError, Refused) as error:
             cell.add("failures")
-            not_before_ms = clock.monotonic_ms() + RETRY_MS
+            cut_not_before_ms = clock.monotonic_ms() + RETRY_MS
             log.error("a checkpoint failed and will be repeated", reason=str(error))
+        try:
+            # What fails here, a cold directory for one, holds up no checkpoint.
+            if now_ms >= upkeep_not_before_ms:
+                upkeep_in_ms = compactor.upkeep()
+        except (OSError, Refused) as error:
+            cell.add("failures")
+            upkeep_not_before_ms = clock.monotonic_ms() + RETRY_MS
+            log.error("a segment could not be rewritten or relocated, which will be repeated", reason=str(error))
         if not life.stopping:
             life.sleep(pause_ms if upkeep_in_ms is None else min(pause_ms, max(1, upkeep_in_ms)))
     cell.set("state", ProcessState.DRAINING)
@@ -206,12 +220,3 @@ class _Life:
         self._deadline_ms = self._deadline_ms or self.clock.monotonic_ms() + self._grace_ms
         self.stopping = True
         self._wake.signal_always()
-
-
-def _start(cell: ProcessCell, incarnation: int, clock: Clock) -> None:
-    cell.clear(OVER_LIVES[Role.COMPACTOR])
-    cell.set("incarnation", incarnation)
-    cell.set("pid", os.getpid())
-    cell.set("started_ms", clock.now_ms())
-    cell.set("heartbeat_ms", clock.now_ms())
-    cell.set("state", ProcessState.STARTING)

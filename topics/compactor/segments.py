@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_IN_RAM_LOG
 from topics.core.segment_list import SEALED, SegmentInfo
-from topics.core.topic import ENTRY_WORDS, LOCATION_IN_RAM_LOG
 from topics.log import get_logger
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
@@ -25,8 +25,7 @@ from topics.storage.postings import write_postings
 from topics.storage.segment import CorruptSegment, SegmentReader, is_gone
 from topics.storage.segment_writer import SegmentWriter
 
-_FLAGS_SHIFT: Final = 32
-_IN_RAM: Final = LOCATION_IN_RAM_LOG << _FLAGS_SHIFT
+_IN_RAM: Final = LOCATION_IN_RAM_LOG << FLAGS_SHIFT
 _FILE_MASK: Final = _IN_RAM | 0xFFFF_FFFF
 
 log = get_logger()
@@ -184,4 +183,4 @@ def _end(entries: array[int]) -> int:
     gone = {word for word in set(file_words) if is_gone(word)}
     if gone:
         offset_lens = [at for at, word in zip(offset_lens, file_words, strict=True) if word not in gone]
-    return max([(at & 0xFFFF_FFFF) + (at >> _FLAGS_SHIFT) for at in offset_lens], default=0)
+    return max([(at & 0xFFFF_FFFF) + (at >> 32) for at in offset_lens], default=0)

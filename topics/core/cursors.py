@@ -5,11 +5,16 @@ it, so of two readers one gets the records and the other tries again behind them
 no lock for a dead reader to keep. What differs is when a move is in the log:
 
     strictly_at_once   each move, and on the disk, before the reader may pass on what it read: nothing comes twice
-    at_least_once      every `persist_every`-th move: a crash takes back the moves since, so nothing is left out
+    at_least_once      when `persist_every` answers have been passed on since the last time, up to the first one that
+                       has not: a crash takes back what comes after it, so nothing is left out
+
+Between its move and the word that its answer was passed on, a read is *under way*. If that fails, or its frontend dies,
+the cursor goes back to where it began.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final, Literal
 
 import msgspec
@@ -33,7 +38,17 @@ class CursorBody(msgspec.Struct, frozen=True):
 class Cursor:
     """`seq` is the last seq that was read. `revision` changes whenever it is moved by anything but a reader."""
 
-    __slots__ = ("consistency", "name", "persist_every", "persisted_seq", "revision", "seq", "unpersisted_reads")
+    __slots__ = (
+        "_passed_on",
+        "_reads",
+        "_under_way",
+        "consistency",
+        "name",
+        "persist_every",
+        "persisted_seq",
+        "revision",
+        "seq",
+    )
 
     def __init__(self, body: CursorBody, revision: int) -> None:
         assert body.consistency is not None
@@ -42,41 +57,76 @@ class Cursor:
         self.persist_every = body.persist_every
         self.seq = self.persisted_seq = body.seq
         self.revision = revision
-        self.unpersisted_reads = 0
+        self._reads = 0
+        self._under_way: dict[int, tuple[int, int]] = {}
+        """By number of the read: (its frontend, where it began)."""
+        self._passed_on = 0
+        """Answers since the position was last logged."""
 
     @property
     def strict(self) -> bool:
         """Whether no record may come twice."""
         return self.consistency == "strictly_at_once"
 
+    @property
+    def settled_seq(self) -> int:
+        """Everything up to here has been passed on, as far as that matters."""
+        return min((began for _, began in self._under_way.values()), default=self.seq)
+
     def body(self) -> CursorBody:
         """As it is logged."""
-        return CursorBody(self.name, self.consistency, self.persist_every, self.seq)
+        return CursorBody(self.name, self.consistency, self.persist_every, self.settled_seq)
 
-    def advance(self, revision: int, from_seq: int, to_seq: int) -> bool:
-        """Moves on what a reader found at `from_seq`; False when it is not there any more."""
+    def advance(self, revision: int, from_seq: int, to_seq: int, frontend: int) -> int | None:
+        """Moves on what a reader found at `from_seq`; None when it is not there any more. The read's number, which is 0
+        when it does not matter what becomes of its answer.
+        """
         if (revision, from_seq) != (self.revision, self.seq) or to_seq < from_seq:
-            return False
+            return None
         self.seq = to_seq
-        self.unpersisted_reads += 1
-        return True
+        if self.strict:
+            return 0
+        self._reads += 1
+        self._under_way[self._reads] = (frontend, from_seq)
+        return self._reads
+
+    def passed_on(self, revision: int, read: int) -> None:
+        """The answer of that read was given to its connection."""
+        if revision == self.revision and self._under_way.pop(read, None) is not None:
+            self._passed_on += 1
+
+    def failed(self, revision: int, read: int) -> None:
+        """The answer of that read never was."""
+        if revision == self.revision and read in self._under_way:
+            self.take_back(self._under_way[read][1])
+
+    def frontend_died(self, frontend: int) -> None:
+        """And with it all answers that it had not passed on."""
+        begins = [began for of, began in self._under_way.values() if of == frontend]
+        if begins:
+            self.take_back(min(begins))
+
+    def take_back(self, seq: int) -> None:
+        """What was read behind it is to be read again."""
+        self.seq = min(self.seq, seq)
+        self._under_way = {read: (of, began) for read, (of, began) in self._under_way.items() if began < seq}
 
     @property
     def to_persist(self) -> bool:
-        """Whether the last move has to be logged."""
-        return self.seq != self.persisted_seq and (self.strict or self.unpersisted_reads >= self.persist_every)
+        """Whether it is to be logged where it is."""
+        return self.settled_seq != self.persisted_seq and (self.strict or self._passed_on >= self.persist_every)
 
     def persisting(self) -> None:
-        """The next move is counted from here: what is logged now covers those so far."""
-        self.unpersisted_reads = 0
+        """The next answers are counted from here: what is logged now covers those so far."""
+        self._passed_on = 0
 
     def persisted(self, seq: int) -> None:
         """The log has it."""
         self.persisted_seq = seq
 
-    def take_back(self, seq: int) -> None:
-        """The log does not have it: the reader that moved it from `seq` gets an error."""
-        self.seq = min(self.seq, seq)
+    def not_persisted(self) -> None:
+        """The log does not have it: it is tried again with the next answer."""
+        self._passed_on += self.persist_every
 
 
 class Cursors:
@@ -90,6 +140,9 @@ class Cursors:
 
     def __len__(self) -> int:
         return len(self._by_name)
+
+    def __iter__(self) -> Iterator[Cursor]:
+        return iter(self._by_name.values())
 
     def get(self, topic: str, name: str) -> Cursor:
         """`404 cursor_not_found` without it."""

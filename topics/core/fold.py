@@ -1,40 +1,35 @@
 """The fold: what a shard's log says, one frame after the other. Pure; recovery and the compactor use the same.
 
-Bodies of control frames (msgpack maps; a writer in another language needs nothing else):
-
-    TOPIC_CREATE     topic_id                 {"name": str, "config": {…}, "recreated": bool}
-    CONFIG_UPDATE    topic_id                 {"config": {…}}               fields at their default are left out
-    TOPIC_DELETE     topic_id                 -
-    DELETE           topic_id, seq = head     {"below_seq": u64, "runs": [u64, …], "floors": […]}
-    EVICT_WATERMARK  topic_id, seq = floor    {"floors": […]}
-    CHECKPOINT_MARK  topic_id, seq            {"segments": [[…], …], "floors": […]}   records up to seq are in segments
-    HEAD_WATERMARK   topic_id, seq            {"exact": bool}               no seq above was assigned in RAM
-    IDEMPOTENCY      topic_id, seq = first    count u32 | key bytes         first frame of the write it names
-    LEASE, JOB_ATTRIBUTES, ACK, CURSOR        see `core/queue_log.py`
-    RAM_STATE        topic_id                 {"earliest_seq": u64, "evict_floor": u64, …}, see RamStateBody
-    ROUTER_…         see core/router_state.py
-    SESSION          0                        {"wid": str, "body": bytes | nil, "positions": {…}, "exact": bool}
-
-`floors` are what the topic is afterwards (`shard_state.Floors`), `segments` what is new or changed
-(`segment_list.SegmentInfo`), both as arrays. `runs` are the seqs that a DELETE took above `below_seq`: how many to pass
-over (from 1 on at first), how many it took, and so on. So nothing is worked out again when the log is read: records may
-be marked, evicted or rewritten by then.
-
-A run of frames may come twice (a file whose sync failed is copied into the next one): the second changes nothing.
-Floors whose revision is not above the topic's are passed over with all that their frame says.
+`core/control_bodies.py` says what is in the frames. A run of them may come twice (a file whose sync failed is copied
+into the next one): the second changes nothing. Floors whose revision is not above the topic's are passed over with all
+that their frame says.
 """
 
 from __future__ import annotations
 
-import struct
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from topics.core.config import U64_MAX, TopicConfig
+from topics.core.config import U64_MAX
+from topics.core.control_bodies import (
+    RamStateBody,
+    SessionBody,
+    decode_config,
+    decode_create,
+    decode_delete,
+    decode_evict,
+    decode_head,
+    decode_idempotency,
+    decode_mark,
+    decode_ram_state,
+    decode_session,
+)
+from topics.core.floors import EvictReason, Floors
 from topics.core.idempotency import Outcome
+from topics.core.location import ENTRY_WORDS, LOCATION_IN_RAM_LOG, dense_run, in_order, lost_entries
 from topics.core.queue_log import (
     consumer_state,
     decode_ack,
@@ -43,85 +38,13 @@ from topics.core.queue_log import (
     fold_lease,
     restore_consumers,
 )
-from topics.core.queue_state import ConsumerState
+from topics.core.ram_periods import RamPeriods
 from topics.core.record_index import RecordIndex
 from topics.core.router_state import RouterState, decode_feed
 from topics.core.runs import decode_runs
-from topics.core.segment_list import SegmentInfo
-from topics.core.seq_set import Run, SeqSet, runs_of, seqs_of
-from topics.core.shard_state import Floors, ShardState, TopicState
-from topics.core.topic import ENTRY_WORDS, LOCATION_IN_RAM_LOG, LOCATION_LOST, EvictReason, Topic
-
-_COUNT = struct.Struct("<I")
-
-
-class CreateBody(msgspec.Struct):
-    name: str
-    config: TopicConfig
-    recreated: bool = False
-
-
-class ConfigBody(msgspec.Struct):
-    config: TopicConfig
-
-
-class DeleteBody(msgspec.Struct):
-    """Everything below `below_seq` is gone (0: nothing of the kind), and what `runs` (`core/runs.py`) has."""
-
-    below_seq: int
-    runs: list[int]
-    floors: Floors
-
-
-class EvictBody(msgspec.Struct):
-    floors: Floors
-
-
-class MarkBody(msgspec.Struct):
-    segments: list[SegmentInfo]
-    floors: Floors
-
-
-class HeadBody(msgspec.Struct):
-    exact: bool
-
-
-class SessionBody(msgspec.Struct):
-    """A watch session as it is logged: `body` on creation, then positions; a nil body on collection."""
-
-    wid: str
-    body: bytes | None
-    positions: dict[str, int] = {}
-    exact: bool = True
-
-
-class RamStateBody(msgspec.Struct):
-    """Of a topic with records in the RAM log: what only files said that are gone now. Keys are (key, first_seq,
-    records, ts), oldest first. `consumers`: attributes of jobs whose records are there.
-    """
-
-    earliest_seq: int
-    evict_floor: int
-    evict_reason: int
-    evict_run_seq: int
-    last_write_ts: int
-    keys: list[tuple[bytes, int, int, int]]
-    consumers: ConsumerState = ConsumerState()
-
-
-encode_body = msgspec.msgpack.Encoder().encode
-_decode_create = msgspec.msgpack.Decoder(CreateBody).decode
-_decode_config = msgspec.msgpack.Decoder(ConfigBody).decode
-_decode_delete = msgspec.msgpack.Decoder(DeleteBody).decode
-_decode_evict = msgspec.msgpack.Decoder(EvictBody).decode
-_decode_mark = msgspec.msgpack.Decoder(MarkBody).decode
-_decode_head = msgspec.msgpack.Decoder(HeadBody).decode
-_decode_ram_state = msgspec.msgpack.Decoder(RamStateBody).decode
-decode_session = msgspec.msgpack.Decoder(SessionBody).decode
-
-
-def encode_idempotency(count: int, key: bytes) -> bytes:
-    return _COUNT.pack(count) + key
+from topics.core.seq_set import seqs_of
+from topics.core.shard_state import ShardState, TopicState
+from topics.core.topic import Topic
 
 
 class FoldError(Exception):
@@ -150,15 +73,10 @@ class Fold:
         self._early_keys: dict[int, list[tuple[bytes, Outcome]]] = {}
         self._early_attributes: dict[int, list[bytes]] = {}
         self._ram_states: dict[int, RamStateBody] = {}
-        self._ephemeral_heads: dict[int, int] = {}
-        self._exact_heads: dict[int, int] = {}
+        self._ram = RamPeriods()
         self.lost_heads: set[int] = set()
         """After `finish`: topics whose heads are what a watermark allows. The log has to say so (an exact one) before
         there is a RAM log again: afterwards nobody could tell what was lost before it from what never was.
-        """
-        self._deleted_in_ram: dict[int, SeqSet] = {}
-        """By topic id: a RAM log is read from its beginning, and what is lost with one is filled in at the end, behind
-        the frames that say so.
         """
         self._uncounted: set[int] = set()
         """Topics whose counts the durable log does not know: records came from RAM, or were lost with it."""
@@ -184,10 +102,10 @@ class Fold:
                     msgspec.structs.replace(topic.floors(), revision=topic.revision),
                     list(topic.index.segments),
                     topic.idempotency.unexpired(topic.last_write_ts, topic.config.idempotency_window_ms),
-                    self._ephemeral_heads.get(topic.id),
+                    self._ram.ceiling(topic.id),
                     consumer_state(topic),
-                    self._deleted_in_ram_of(topic),
-                    self._exact_heads.get(topic.id, 0),
+                    self._ram.deleted_runs(topic),
+                    self._ram.exact_head(topic.id),
                 )
             )
         state = ShardState(topics, [], sorted(self.deleted_names), self.routers)
@@ -218,12 +136,7 @@ class Fold:
         for key, *outcome in kept.keys:
             topic.idempotency.remember(key, Outcome(*outcome))
         restore_consumers(topic, kept.consumers)
-        if kept.deleted_in_ram:
-            self._deleted_in_ram[kept.id] = SeqSet(kept.deleted_in_ram)
-        if kept.ephemeral_head_seq is not None:
-            self._ephemeral_heads[kept.id] = kept.ephemeral_head_seq
-        if kept.exact_head_seq:
-            self._exact_heads[kept.id] = kept.exact_head_seq
+        self._ram.restore(kept)
         held_seq = max(index.segments.last_seq, topic.earliest_seq - 1)
         if held_seq < topic.head_seq:
             raise FoldError(
@@ -244,7 +157,7 @@ class Fold:
     def topic_create(self, topic_id: int, data: bytes) -> None:
         if topic_id in self.created_ids:
             return
-        body = _decode_create(data)
+        body = decode_create(data)
         topic = Topic(topic_id, body.name, body.config, self._make_index(topic_id), body.recreated)
         self.topics[topic_id] = topic
         self.created_ids.add(topic_id)
@@ -262,9 +175,7 @@ class Fold:
             self.deleted_names.add(topic.name)
             self.routers.topic_deleted(topic_id)
             self._pending.pop(topic_id, None)
-            self._ephemeral_heads.pop(topic_id, None)
-            self._exact_heads.pop(topic_id, None)
-            self._deleted_in_ram.pop(topic_id, None)
+            self._ram.forget(topic_id)
             topic.index.drop_before(topic.head_seq + 1)
             del self.topics[topic_id]
 
@@ -273,12 +184,12 @@ class Fold:
         if topic is not None:
             self._settle(topic)
             # Its evictions, if any, are in the log themselves.
-            topic.config = _decode_config(data).config
+            topic.config = decode_config(data).config
 
     def delete(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
-            body = _decode_delete(data)
+            body = decode_delete(data)
             seqs = decode_runs(body.runs)
             self._gone(topic, seqs)
             if self._begins(topic, body.floors.revision, body.floors.earliest_seq):
@@ -288,14 +199,14 @@ class Fold:
     def evict_watermark(self, topic_id: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
-            floors = _decode_evict(data).floors
+            floors = decode_evict(data).floors
             if self._begins(topic, floors.revision, floors.earliest_seq):
                 self._take(topic, floors)
 
     def checkpoint_mark(self, topic_id: int, up_to_seq: int, data: bytes) -> None:
         topic = self._topic(topic_id)
         if topic is not None:
-            body = _decode_mark(data)
+            body = decode_mark(data)
             if self._begins(topic, body.floors.revision, body.floors.earliest_seq):
                 if up_to_seq > topic.head_seq:
                     self._uncounted.add(topic_id)
@@ -306,14 +217,11 @@ class Fold:
 
     def head_watermark(self, topic_id: int, seq: int, data: bytes) -> None:
         if self._topic(topic_id) is not None:
-            if _decode_head(data).exact:
-                self._ephemeral_heads[topic_id] = self._exact_heads[topic_id] = seq
-            else:
-                self._ephemeral_heads[topic_id] = max(seq, self._ephemeral_heads.get(topic_id, 0))
+            self._ram.head(topic_id, seq, decode_head(data).exact)
 
     def idempotency(self, topic_id: int, seq: int, ts: int, data: bytes) -> None:
-        (count,) = _COUNT.unpack_from(data)
-        key, outcome = data[_COUNT.size :], Outcome(seq, count, ts)
+        count, key = decode_idempotency(data)
+        outcome = Outcome(seq, count, ts)
         topic = self.topics.get(topic_id)
         if topic is not None:
             topic.idempotency.remember(key, outcome)
@@ -354,7 +262,7 @@ class Fold:
 
     def ram_state(self, topic_id: int, data: bytes) -> None:
         """The latest one counts, and everything about the topic that the RAM log says after it."""
-        state = _decode_ram_state(data)
+        state = decode_ram_state(data)
         topic = self.topics.get(topic_id)
         if topic is not None:
             self._restore_ram_state(topic, state)
@@ -370,7 +278,7 @@ class Fold:
                 return
             if feed.trimmed and topic.config.durability != "ephemeral":
                 self._settle(topic)
-                topic.skipped(seq, EvictReason.SOURCE_TRIM)
+                topic.skipped(seq, EvictReason(feed.trim_reason or EvictReason.SOURCE_TRIM))
         self.routers.cursor(topic_id, feed, in_ram)
 
     def router_source(self, topic_id: int, hold_seq: int) -> None:
@@ -394,22 +302,22 @@ class Fold:
         """
         for topic in self.topics.values():
             self._settle(topic, at_end=True)
-            head_ceiling = self._ephemeral_heads.get(topic.id, 0)
+            head_ceiling = self._ram.ceiling(topic.id) or 0
             topic.head_ceiling = head_ceiling
             # Only where a loss was accepted: segments go on behind the end of the log.
             if topic.index.segments.last_seq > topic.head_seq:
                 topic.reaches(topic.index.segments.last_seq)
                 self._uncounted.add(topic.id)
-            exact_head_seq = self._exact_heads.get(topic.id, 0)
+            exact_head_seq = self._ram.exact_head(topic.id)
             lost_seq = exact_head_seq if ram_log_survived else head_ceiling
             if lost_seq > topic.head_seq:
                 self._lose(topic, lost_seq)
                 if lost_seq > exact_head_seq:
                     self.lost_heads.add(topic.id)
-            if topic.id in self._deleted_in_ram:
+            if self._ram.has_deleted(topic.id):
                 # What was given up is not lost.
                 self._uncounted.add(topic.id)
-                deleted = list(seqs_of(self._deleted_in_ram_of(topic)))
+                deleted = list(seqs_of(self._ram.deleted_runs(topic)))
                 topic.index.flag_deleted(deleted[: bisect_right(deleted, topic.head_seq)])
             if topic.id in self._uncounted:
                 topic.recount()
@@ -443,13 +351,14 @@ class Fold:
         entries = self._pending.pop(topic.id, None)
         if entries is None:
             return
-        entries = self._in_order(topic, entries)
+        # Repeats (a file that was salvaged into the next one) and known records are left out.
+        entries = in_order(entries, topic.head_seq)
         if any(word >> 32 & LOCATION_IN_RAM_LOG for word in set(entries[3::4])):
             self._uncounted.add(topic.id)
         while entries:
             expected = topic.head_seq + 1
             if entries[0] > expected:
-                if self._ephemeral_heads.get(topic.id, 0) < entries[0] - 1:
+                if (self._ram.ceiling(topic.id) or 0) < entries[0] - 1:
                     if not at_end:
                         self._pending[topic.id] = entries
                         return
@@ -459,21 +368,9 @@ class Fold:
                     )
                 self._lose(topic, entries[0] - 1)
                 continue
-            run = _dense_run(entries)
+            run = dense_run(entries)
             topic.restored(entries[: run * ENTRY_WORDS])
             entries = entries[run * ENTRY_WORDS :]
-
-    def _in_order(self, topic: Topic, entries: array[int]) -> array[int]:
-        """Sorted by seq, repeats (a file that was salvaged into the next one) and known records left out."""
-        seqs = entries[0::4]
-        count = len(seqs)
-        if entries[0] == topic.head_seq + 1 and seqs == array("Q", range(entries[0], entries[0] + count)):
-            return entries
-        rows = {seqs[at]: entries[at * 4 : at * 4 + 4] for at in range(count) if seqs[at] > topic.head_seq}
-        ordered = array("Q")
-        for seq in sorted(rows):
-            ordered.extend(rows[seq])
-        return ordered
 
     def _begins(self, topic: Topic, revision: int, earliest_seq: int) -> bool:
         """Whether a frame with this revision says anything new; the topic has all records before it then."""
@@ -490,19 +387,8 @@ class Fold:
             topic.queue.gone(seqs)
 
     def _flag_deleted(self, topic: Topic, seqs: Sequence[int]) -> None:
-        if topic.id in self._ephemeral_heads:
-            known = self._deleted_in_ram.setdefault(topic.id, SeqSet())
-            for first, last in runs_of(seqs):
-                known.add(first, last)
+        self._ram.deleted(topic.id, seqs)
         topic.index.flag_deleted(seqs[bisect_left(seqs, topic.earliest_seq) : bisect_right(seqs, topic.head_seq)])
-
-    def _deleted_in_ram_of(self, topic: Topic) -> list[Run]:
-        """What segments and floors do not say by now."""
-        known = self._deleted_in_ram.get(topic.id)
-        if known is None:
-            return []
-        known.discard_below(max(topic.earliest_seq, topic.index.segments.last_seq + 1))
-        return known.runs()
 
     def _take(self, topic: Topic, floors: Floors) -> None:
         """Records of an `ephemeral` topic below the floor need not be in any log that is left."""
@@ -531,24 +417,6 @@ class Fold:
         """What was in RAM up to there is gone."""
         self._uncounted.add(topic.id)
         if topic.earliest_seq <= topic.head_seq:
-            self._fill_lost(topic, last_seq)
+            topic.restored(lost_entries(topic.head_seq + 1, last_seq, topic.last_write_ts, EvictReason.RESTART))
         else:
             topic.lost_below(last_seq + 1, EvictReason.RESTART)
-
-    def _fill_lost(self, topic: Topic, last_seq: int) -> None:
-        count = last_seq - topic.head_seq
-        lost = array("Q", bytes(count * ENTRY_WORDS * 8))
-        lost[0::4] = array("Q", range(topic.head_seq + 1, last_seq + 1))
-        lost[1::4] = array("Q", [topic.last_write_ts]) * count
-        lost[2::4] = array("Q", [EvictReason.RESTART]) * count
-        lost[3::4] = array("Q", [LOCATION_LOST << 32]) * count
-        topic.restored(lost)
-
-
-def _dense_run(entries: array[int]) -> int:
-    """How many entries from the start have consecutive seqs."""
-    seqs = entries[0::4]
-    first = seqs[0]
-    if seqs[-1] == first + len(seqs) - 1:
-        return len(seqs)
-    return next(at for at, seq in enumerate(seqs) if seq != first + at)

@@ -1,16 +1,18 @@
 """Remembering keyed writes, so that a retry answers the first outcome (api §0.9).
 
-Two kinds of keys. A client's is UTF-8 and expires with the topic's window. A *pin* is the server's own: it marks a
+Three kinds of keys. A client's is UTF-8 and expires with the topic's window. A *pin* is the server's own: it marks a
 stage that a transaction has published (api §6), must be known for as long as the transaction may be carried out again,
-which no clock can tell, and goes when the sink's next batch comes to the topic or the transaction is over.
+which no clock can tell, and goes when the sink's next batch comes to the topic or the transaction is over. A producer's
+(`producers.py`) expires like a client's, but for its last one, which says where the producer is.
 """
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-_PIN: Final = b"\xff"
-"""Never in UTF-8."""
+from topics.core.key_marks import KeyMark
+from topics.core.producers import FORGOTTEN_AFTER_MS, Turn, is_producer_key, parse_key, producer_key
+
 _BATCH_LEN: Final = 8
 
 
@@ -32,30 +34,42 @@ def pin(sink: str, batch: int, stage: str) -> bytes:
 
 def pins_of(sink: str) -> bytes:
     """What all pins of a sink begin with."""
-    return _PIN + sink.encode() + b"\x00"
+    return KeyMark.PIN + sink.encode() + b"\x00"
 
 
 def is_pin(key: bytes) -> bool:
-    return key.startswith(_PIN)
+    return key.startswith(KeyMark.PIN)
 
 
 class IdempotencyWindow:
     """Keys of the last `window_ms`, oldest first: commit times never decrease, so expiry is from the front. And pins,
-    by sink, each sink's of one batch.
+    by sink, each sink's of one batch. And where producers are, by their ids.
     """
 
-    __slots__ = ("_outcomes", "_pins")
+    __slots__ = ("_outcomes", "_pins", "_producers")
 
     def __init__(self) -> None:
         self._outcomes: dict[bytes, Outcome] = {}
         self._pins: dict[bytes, dict[bytes, Outcome]] = {}
+        self._producers: dict[bytes, tuple[Turn, Outcome]] = {}
 
     def find(self, key: bytes, now_ms: int, window_ms: int) -> Outcome | None:
         """The outcome of this key, if it is a pin or not older than the window."""
         if is_pin(key):
             return self._pins.get(_sink_of(key), {}).get(key)
         self._expire(now_ms, window_ms)
-        return self._outcomes.get(key)
+        found = self._outcomes.get(key)
+        if found is None and is_producer_key(key):
+            id, turn = parse_key(key)
+            known = self._producers.get(id)
+            if known is not None and known[0] == turn and now_ms - known[1].ts <= FORGOTTEN_AFTER_MS:
+                found = known[1]
+        return found
+
+    def turn_of(self, producer: bytes, now_ms: int) -> Turn | None:
+        """Where this producer is, None for one that is not known, or not any more."""
+        known = self._producers.get(producer)
+        return known[0] if known is not None and now_ms - known[1].ts <= FORGOTTEN_AFTER_MS else None
 
     def remember(self, key: bytes, outcome: Outcome) -> None:
         """Called once the write is committed; a key that expired and came again moves to the end."""
@@ -68,6 +82,12 @@ class IdempotencyWindow:
             return
         self._outcomes.pop(key, None)
         self._outcomes[key] = outcome
+        if is_producer_key(key):
+            id, turn = parse_key(key)
+            known = self._producers.get(id)
+            # What a log says twice comes in its order twice.
+            if known is None or turn >= known[0]:
+                self._producers[id] = (turn, outcome)
 
     def unpin(self, sink: str, batch: int) -> None:
         """That batch is over: nothing of it will be published again."""
@@ -79,8 +99,15 @@ class IdempotencyWindow:
     def unexpired(self, now_ms: int, window_ms: int) -> list[tuple[bytes, int, int, int]]:
         """(key, first_seq, records, ts) of all that may still be asked for, oldest first."""
         self._expire(now_ms, window_ms)
-        pinned = [(key, *outcome) for pins in self._pins.values() for key, outcome in pins.items()]
-        return pinned + [(key, *outcome) for key, outcome in self._outcomes.items()]
+        self._producers = {
+            id: known for id, known in self._producers.items() if now_ms - known[1].ts <= FORGOTTEN_AFTER_MS
+        }
+        kept = [(key, *outcome) for pins in self._pins.values() for key, outcome in pins.items()]
+        for id, (turn, outcome) in self._producers.items():
+            key = producer_key(id, turn)
+            if key not in self._outcomes:
+                kept.append((key, *outcome))
+        return kept + [(key, *outcome) for key, outcome in self._outcomes.items()]
 
     def _expire(self, now_ms: int, window_ms: int) -> None:
         outcomes = self._outcomes
@@ -93,7 +120,7 @@ class IdempotencyWindow:
             del outcomes[key]
 
     def __len__(self) -> int:
-        return len(self._outcomes) + sum(map(len, self._pins.values()))
+        return len(self._outcomes) + sum(map(len, self._pins.values())) + len(self._producers)
 
 
 def _sink_of(key: bytes) -> bytes:

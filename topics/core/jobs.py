@@ -66,6 +66,10 @@ class Phase(IntEnum):
     HELD = 5
 
 
+_DUE: Final = (Phase.LEASED, Phase.DELAYED, Phase.HELD)
+"""Phases that may end by the clock; HELD on its way to the dead letters."""
+
+
 class Job:
     """One job that is not fresh. `due_ms` is monotonic: when its lease or delay ends; `deadline_ms` is that instant as
     the wall clock had it.
@@ -313,10 +317,16 @@ class Jobs:
             heappush(self._ready, seq)
 
     def _tidy(self) -> None:
-        """Heaps keep what is over until it comes up: they are made anew before that is most of what they hold."""
-        if len(self._due) > 64 + 4 * (self._counts[Phase.LEASED] + self._counts[Phase.DELAYED]):
-            waiting = (Phase.LEASED, Phase.DELAYED)
-            self._due = [(job.due_ms, seq) for seq, job in self._jobs.items() if job.phase in waiting]
+        """Heaps keep what is over until it comes up: they are made anew before that is most of what they hold. It costs
+        what the heap holds, never all jobs: those that are scheduled may be many more.
+        """
+        counts, jobs = self._counts, self._jobs
+        if len(self._due) > 64 + 4 * sum(counts[phase] for phase in _DUE):
+            self._due = [
+                (at, seq)
+                for at, seq in set(self._due)
+                if (job := jobs.get(seq)) is not None and job.due_ms == at and job.phase in _DUE
+            ]
             heapify(self._due)
         if len(self._tracked) > 1024 + 4 * len(self._jobs):
             self._tracked = sorted(self._jobs)

@@ -16,10 +16,11 @@ from __future__ import annotations
 import msgspec
 
 from topics.core.cursors import CursorBody
+from topics.core.deletion import Deletion
+from topics.core.floors import Floors
 from topics.core.queue_state import ConsumerState, LeaseBody
 from topics.core.seq_set import Run, runs_of, seqs_of
-from topics.core.shard_state import Floors
-from topics.core.topic import Deletion, Topic
+from topics.core.topic import Topic
 
 JobRow = tuple[int, int, str]
 """(seq, deliver_at_ms, order_key)"""

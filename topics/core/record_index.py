@@ -1,4 +1,4 @@
-"""What a topic needs to know of where its records are (`topic.py` has the form of an entry)."""
+"""What a topic needs to know of where its records are (`location.py` has the form of an entry)."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ class FeedRouter(msgspec.Struct, array_like=True):
 
 class FeedBody(msgspec.Struct, omit_defaults=True):
     """How far one dest is with its source. `source_topic_id` 0: the source does not exist yet. `trimmed`: so many seqs
-    of dest, the last of them that of the frame, stand for source records that were gone before they were copied.
-    `revision` counts the cursors of a dest, whichever log they are in.
+    of dest, the last of them that of the frame, stand for records that were not copied: the source had lost them, or
+    for another `trim_reason` (an EvictReason). `revision` counts the cursors of a dest, whichever log they are in.
     """
 
     source: str
@@ -42,6 +42,7 @@ class FeedBody(msgspec.Struct, omit_defaults=True):
     routers: list[FeedRouter]
     revision: int = 0
     trimmed: int = 0
+    trim_reason: int = 0
 
 
 class RouterState(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Ascending seqs as distances and lengths, which are small numbers: what a DELETE took (`core/fold.py`)."""
+"""Ascending seqs as distances and lengths, which are small numbers: what a DELETE took (`core/control_bodies.py`)."""
 
 from __future__ import annotations
 

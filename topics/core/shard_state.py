@@ -12,25 +12,11 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from topics.core.config import TopicConfig
+from topics.core.floors import Floors
 from topics.core.queue_state import ConsumerState
 from topics.core.router_state import RouterState
 from topics.core.segment_list import SegmentInfo
 from topics.core.seq_set import Run
-
-
-class Floors(msgspec.Struct, array_like=True, frozen=True):
-    """What a topic is after a control frame that changed it (`core/topic.py` has the meanings).
-
-    `revision` counts such frames of a topic: one that is not above the topic's changes nothing.
-    """
-
-    revision: int = 0
-    earliest_seq: int = 1
-    evict_floor: int = 1
-    evict_reason: int = 0
-    evict_run_seq: int = 1
-    records: int = 0
-    live_bytes: int = 0
 
 
 class TopicState(msgspec.Struct, array_like=True):

@@ -17,73 +17,21 @@ back takes it as it is, and need not know any record.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence, Set
-from enum import IntEnum
-from typing import Final, NamedTuple
+from collections.abc import Sequence, Set
 
 import msgspec
 
 from topics.core.config import TopicConfig
 from topics.core.cursors import Cursors
+from topics.core.deletion import Deletion, Front
 from topics.core.errors import TopicsError
+from topics.core.floors import EvictReason, Floors
 from topics.core.idempotency import IdempotencyWindow
 from topics.core.leases import Leases
+from topics.core.live_scan import first_live, first_not_older, freeing, front_from, last_undeleted, living
+from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_LOST, lost_entries
 from topics.core.record_index import FindTagged, RecordIndex
-from topics.core.shard_state import Floors
 from topics.core.tags import Match, TagIndex
-
-ENTRY_WORDS: Final = 4
-"""An index entry is 4 words: seq, ts, offset | len_bytes << 32, file_no | flags << 32."""
-_FLAGS_SHIFT: Final = 32
-LOCATION_IN_RAM_LOG: Final = 1
-LOCATION_DELETED: Final = 2
-LOCATION_LOST: Final = 32
-"""A seq whose record is gone for good though its neighbours live; `offset` is then an EvictReason."""
-_GONE: Final = LOCATION_DELETED | LOCATION_LOST
-_LOW_WORD: Final = 0xFFFF_FFFF
-_NEAR: Final = 64
-_SPAN_MAX: Final = 4096
-"""Records that are no further apart are looked up in one go of at most so many entries."""
-
-
-class EvictReason(IntEnum):
-    """Why records below evict_floor are gone; the names are the tombstone's `reason`."""
-
-    NONE = 0
-    CAP = 1
-    TTL = 2
-    MIXED = 3
-    RESTART = 4
-    """Records of an `ephemeral` topic, after the service was restarted."""
-    SOURCE_TRIM = 5
-    """Records that a router's source lost before they were copied."""
-
-
-class Front(NamedTuple):
-    """Where the live records begin, and what was lost just before them: everything below `lost_below_seq` (0: nothing),
-    for `lost_reason`.
-    """
-
-    earliest_seq: int
-    lost_below_seq: int = 0
-    lost_reason: EvictReason = EvictReason.NONE
-
-
-class Deletion(NamedTuple):
-    """What one delete takes: everything below `below_seq`, and `seqs`; so many records and bytes that were live, and
-    where the live ones begin afterwards.
-    """
-
-    below_seq: int
-    seqs: tuple[int, ...]
-    records: int
-    size_bytes: int
-    front: Front
-
-    @property
-    def earliest_seq(self) -> int:
-        return self.front.earliest_seq
 
 
 class Topic:
@@ -214,8 +162,8 @@ class Topic:
         self.index.append_entries(entries)
         self.head_seq += count
         flags = entries[3::4]
-        if any(word >> _FLAGS_SHIFT & LOCATION_LOST for word in flags):
-            live = [at for at, word in enumerate(flags) if not word >> _FLAGS_SHIFT & LOCATION_LOST]
+        if any(word >> FLAGS_SHIFT & LOCATION_LOST for word in flags):
+            live = [at for at, word in enumerate(flags) if not word >> FLAGS_SHIFT & LOCATION_LOST]
             self.records += len(live)
             self.live_bytes += sum(entries[at * 4 + 2] >> 32 for at in live)
         else:
@@ -270,9 +218,15 @@ class Topic:
         if match is None:
             # Lost ones below are given up like those that live.
             records, size_bytes = self._live_below(last_seq + 1)
-            return Deletion(last_seq + 1, (), records, size_bytes, self._front(last_seq + 1, frozenset()))
+            return Deletion(last_seq + 1, (), records, size_bytes, front_from(self.index, last_seq + 1, self.head_seq))
         seqs, size_bytes = self.index.pick_live(find(match, self.earliest_seq, last_seq))
-        return Deletion(0, tuple(seqs), len(seqs), size_bytes, self._front(self.earliest_seq, frozenset(seqs)))
+        return Deletion(
+            0,
+            tuple(seqs),
+            len(seqs),
+            size_bytes,
+            front_from(self.index, self.earliest_seq, self.head_seq, frozenset(seqs)),
+        )
 
     def plan_removal(self, seqs: Sequence[int], dying: Set[int], earliest_seq: int = 0) -> Deletion:
         """Of exactly these live ones, ascending, when all of `dying`, these among them, are on their way out;
@@ -280,49 +234,22 @@ class Topic:
         """
         live: list[int] = []
         size_bytes = 0
-        for seq, offset_len in self._living(seqs):
+        for seq, offset_len in living(self.index, seqs, self.earliest_seq, self.head_seq):
             live.append(seq)
             size_bytes += offset_len >> 32
         earliest_seq = max(earliest_seq, self.earliest_seq)
-        front = self._front(earliest_seq, dying) if earliest_seq in dying else Front(earliest_seq)
+        front = (
+            front_from(self.index, earliest_seq, self.head_seq, dying) if earliest_seq in dying else Front(earliest_seq)
+        )
         return Deletion(0, tuple(live), len(live), size_bytes, front)
 
     def live_from(self, seq: int, most: int) -> list[int]:
         """The first live seqs from `seq` on, ascending, at most so many; fewer: there are no more."""
-        seq = max(seq, self.earliest_seq)
-        found: list[int] = []
-        step = most
-        while len(found) < most and seq <= self.head_seq:
-            last_seq = min(self.head_seq, seq + step - 1)
-            step = max(64, min(4 * step, 4096))  # dead ones are in the way
-            entries = self.index.entries(seq, last_seq)
-            found += [
-                at
-                for at, file_flags in zip(entries[0::4], entries[3::4], strict=True)
-                if not file_flags >> _FLAGS_SHIFT & _GONE
-            ]
-            seq = last_seq + 1
-        return found[:most]
+        return first_live(self.index, max(seq, self.earliest_seq), self.head_seq, most)
 
     def live_of(self, seqs: Sequence[int]) -> list[int]:
         """Those of them (ascending) that are live."""
-        return [seq for seq, _ in self._living(seqs)]
-
-    def _living(self, seqs: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """(seq, offset_len) of the live ones of them. Neighbours are looked up together: a look may be into a file."""
-        at = bisect_left(seqs, self.earliest_seq)
-        stop = bisect_right(seqs, self.head_seq)
-        while at < stop:
-            end = at + 1
-            while end < stop and seqs[end] - seqs[end - 1] <= _NEAR and seqs[end] - seqs[at] < _SPAN_MAX:
-                end += 1
-            first_seq = seqs[at]
-            entries = self.index.entries(first_seq, seqs[end - 1])
-            for seq in seqs[at:end]:
-                word = (seq - first_seq) * ENTRY_WORDS
-                if not entries[word + 3] >> _FLAGS_SHIFT & _GONE:
-                    yield seq, entries[word + 2]
-            at = end
+        return [seq for seq, _ in living(self.index, seqs, self.earliest_seq, self.head_seq)]
 
     def floors_without(self, deletion: Deletion) -> Floors:
         """`floors` once it is carried out. Nobody loses what was given up: evict_floor moves only over what had been
@@ -334,7 +261,7 @@ class Topic:
             records=self.records - deletion.records,
             live_bytes=self.live_bytes - deletion.size_bytes,
         )
-        return _evicted(floors, deletion.front.lost_below_seq, deletion.front.lost_reason)
+        return floors.evicted(deletion.front.lost_below_seq, deletion.front.lost_reason)
 
     def deleted(self, deletion: Deletion, floors: Floors) -> None:
         """It is logged, with these floors."""
@@ -358,25 +285,13 @@ class Topic:
     def _over_cap(self, more_records: int, more_bytes: int) -> tuple[int, int]:
         """(first seq that stays, live bytes below it) if there were so many more."""
         config = self.config
-        seq, freed_bytes = self.earliest_seq, 0
         if config.discard == "reject":
-            return seq, freed_bytes
-        surplus_records = self.records + more_records - config.cap_records if config.cap_records else 0
-        surplus_bytes = self.live_bytes + more_bytes - config.cap_bytes if config.cap_bytes else 0
-        count = 4
-        while (surplus_records > 0 or surplus_bytes > 0) and seq <= self.head_seq:
-            count = min(max(2 * count, surplus_records), 8192)
-            entries = self.index.entries(seq, min(self.head_seq, seq + count - 1))
-            for offset_len, file_flags in zip(entries[2::4], entries[3::4], strict=True):
-                if surplus_records <= 0 and surplus_bytes <= 0:
-                    break
-                seq += 1
-                if file_flags >> _FLAGS_SHIFT & _GONE:
-                    continue
-                surplus_records -= 1
-                surplus_bytes -= offset_len >> 32
-                freed_bytes += offset_len >> 32
-        return seq, freed_bytes
+            return self.earliest_seq, 0
+        records = self.records + more_records - config.cap_records if config.cap_records else 0
+        size_bytes = self.live_bytes + more_bytes - config.cap_bytes if config.cap_bytes else 0
+        if records <= 0 and size_bytes <= 0:
+            return self.earliest_seq, 0
+        return freeing(self.index, self.earliest_seq, self.head_seq, records, size_bytes)
 
     def expired_below(self, now_ms: int) -> int:
         """The first seq that has not outlived `ttl_ms`; earliest_seq when nothing has."""
@@ -390,25 +305,7 @@ class Topic:
             self._front_ts = low, self.index.ts_at(low)
         if now_ms - self._front_ts[1] <= ttl_ms:
             return low  # most often: the sweep of an idle topic looks into no file
-        low, high = self._narrowed(now_ms - ttl_ms, low + 1, high)
-        while low < high:
-            middle = (low + high) // 2
-            if now_ms - self.index.ts_at(middle) > ttl_ms:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
-    def _narrowed(self, oldest_ts: int, low: int, high: int) -> tuple[int, int]:
-        """Where the first seq of low..high - 1 lies that is not older, as far as the list of segments tells."""
-        for segment in self.index.segments:
-            if segment.last_ts < oldest_ts:
-                low = max(low, segment.last_seq + 1)
-            elif segment.first_ts >= oldest_ts:
-                return low, max(low, min(high, segment.first_seq))
-            else:
-                return low, max(low, min(high, segment.last_seq))
-        return low, high
+        return first_not_older(self.index, now_ms - ttl_ms, low + 1, high)
 
     def evict_below(self, seq: int, reason: EvictReason) -> bool:
         """Involuntary loss of everything live below `seq`, which the log does not say yet. True if the floors moved."""
@@ -423,7 +320,7 @@ class Topic:
         if seq <= self.earliest_seq:
             return None
         records, size_bytes = self._live_below(seq)
-        front = self._front(seq, frozenset())
+        front = front_from(self.index, seq, self.head_seq)
         floors = msgspec.structs.replace(
             self.floors(),
             earliest_seq=front.earliest_seq,
@@ -431,15 +328,16 @@ class Topic:
             live_bytes=self.live_bytes - size_bytes,
         )
         if records:
-            floors = _evicted(floors, seq, reason)
-        return _evicted(floors, front.lost_below_seq, front.lost_reason)
+            # What was deleted behind the last of them was not lost.
+            floors = floors.evicted(last_undeleted(self.index, self.earliest_seq, seq - 1) + 1, reason)
+        return floors.evicted(front.lost_below_seq, front.lost_reason)
 
     def lay_open_lost(self) -> None:
         """Recovery: the first records may turn out to be lost."""
-        front = self._front(self.earliest_seq, frozenset())
+        front = front_from(self.index, self.earliest_seq, self.head_seq)
         if front.earliest_seq > self.earliest_seq:
             floors = msgspec.structs.replace(self.floors(), earliest_seq=front.earliest_seq)
-            self._move(_evicted(floors, front.lost_below_seq, front.lost_reason))
+            self._move(floors.evicted(front.lost_below_seq, front.lost_reason))
 
     def _live_below(self, seq: int) -> tuple[int, int]:
         """(records, bytes) that live below `seq`: by looking at these, or at all others if they are fewer."""
@@ -477,34 +375,12 @@ class Topic:
 
     def skipped(self, last_seq: int, reason: EvictReason) -> None:
         """The seqs up to `last_seq` are given to records that are lost; without live ones before, a gap in front."""
-        count = last_seq - self.head_seq
-        if count <= 0:
+        if last_seq <= self.head_seq:
             return
-        entries = array("Q", bytes(count * ENTRY_WORDS * 8))
-        entries[0::4] = array("Q", range(self.head_seq + 1, last_seq + 1))
-        entries[1::4] = array("Q", [self.last_write_ts]) * count
-        entries[2::4] = array("Q", [reason]) * count
-        entries[3::4] = array("Q", [LOCATION_LOST << _FLAGS_SHIFT]) * count
-        self.restored(entries)
+        self.restored(lost_entries(self.head_seq + 1, last_seq, self.last_write_ts, reason))
         if not self.records:
             floors = msgspec.structs.replace(self.floors(), earliest_seq=last_seq + 1)
-            self._move(_evicted(floors, last_seq + 1, reason))
-
-    def _front(self, seq: int, dying: Set[int]) -> Front:
-        """The first seq from `seq` on whose record is neither gone nor about to be deleted."""
-        lost_below_seq, reason = 0, EvictReason.NONE
-        count = 8
-        while seq <= self.head_seq:
-            entries = self.index.entries(seq, min(self.head_seq, seq + count - 1))
-            for at, file_flags in enumerate(entries[3::4]):
-                flags = file_flags >> _FLAGS_SHIFT
-                if not flags & _GONE and seq not in dying:
-                    return Front(seq, lost_below_seq, reason)
-                seq += 1
-                if flags & _GONE == LOCATION_LOST:
-                    lost_below_seq, reason = seq, EvictReason(entries[at * ENTRY_WORDS + 2] & _LOW_WORD)
-            count = min(2 * count, 8192)
-        return Front(seq, lost_below_seq, reason)
+            self._move(floors.evicted(last_seq + 1, reason))
 
     def _settle(self, seq: int) -> None:
         self.earliest_seq = seq
@@ -512,13 +388,3 @@ class Topic:
         if self.queue is not None:
             self.queue.gone_below(seq)
         assert self.evict_floor <= self.earliest_seq <= self.head_seq + 1
-
-
-def _evicted(floors: Floors, seq: int, reason: EvictReason) -> Floors:
-    """With evict_floor at `seq`, if it is not yet."""
-    if seq <= floors.evict_floor:
-        return floors
-    run_seq = floors.evict_run_seq
-    if floors.evict_reason != reason:
-        run_seq = floors.evict_floor if floors.evict_reason != EvictReason.NONE else 1
-    return msgspec.structs.replace(floors, evict_floor=seq, evict_reason=int(reason), evict_run_seq=run_seq)

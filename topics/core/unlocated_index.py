@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
+from topics.core.location import ENTRY_WORDS
 from topics.core.segment_list import SegmentInfo, SegmentList
-from topics.core.topic import ENTRY_WORDS
 
 
 class UnlocatedIndex:

@@ -12,7 +12,7 @@ from starlette.datastructures import QueryParams
 
 from topics.core.errors import TopicsError
 from topics.core.keys import ANYONE, ApiKey, KeyRing, KeyScope
-from topics.frontend.http1_exchange import Scope
+from topics.frontend.asgi import Scope
 from topics.frontend.key_limits import KeyLimits
 from topics.shm.key_counts import Counted
 

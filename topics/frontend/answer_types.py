@@ -25,6 +25,8 @@ class Performance(msgspec.Struct, kw_only=True):
     records_scanned: int = 0
     throttle_wait_ms: float = 0.0
     cold_segments_read: int = 0
+    copies_pending: bool = False
+    """The shard of a router's dest did not answer: what its source has may not be there yet."""
 
 
 class EchoedConfig(TopicConfig, frozen=True):

@@ -11,8 +11,8 @@ from typing import Any, Final
 import msgspec
 
 from topics.core.errors import RETRY_AFTER_S, TopicsError
+from topics.frontend.asgi import Send
 from topics.frontend.bodies import Headers
-from topics.frontend.http1_exchange import Send
 
 HeaderList = list[tuple[bytes, bytes]]
 
@@ -65,10 +65,19 @@ async def send_whole(
 
 
 async def send_object(
-    send: Send, request_headers: Headers, status: int, answer: dict[str, Any], started_ns: int
+    send: Send,
+    request_headers: Headers,
+    status: int,
+    answer: dict[str, Any],
+    started_ns: int,
+    *,
+    with_copies: bool = True,
 ) -> None:
-    """An answer off the hot paths, its `performance` block added (api §0.7)."""
-    answer["performance"] = {"server_total_ms": elapsed_ms(started_ns)}
+    """An answer off the hot paths, with its `performance` (api §0.7). `with_copies`: as `CatchingUp.one` says."""
+    performance: dict[str, Any] = {"server_total_ms": elapsed_ms(started_ns)}
+    if not with_copies:
+        performance["copies_pending"] = True
+    answer["performance"] = performance
     await send_json(send, request_headers, status, encode_json(answer))
 
 

@@ -18,9 +18,9 @@ from topics.core.keys import KeyScope
 from topics.frontend.access import Access
 from topics.frontend.answers import send_error
 from topics.frontend.append import AppendRoute
+from topics.frontend.asgi import ROUTE, Receive, Scope, Send
 from topics.frontend.bodies import ClientGoneError
 from topics.frontend.diff import DiffRoute
-from topics.frontend.http1_exchange import ROUTE, Receive, Scope, Send
 from topics.frontend.openapi import OpenApiRoutes
 from topics.frontend.operations import Endpoint, Operation
 from topics.frontend.websocket import WebSocketRoute, refuse

@@ -10,22 +10,24 @@ from typing import Final
 import msgspec
 from starlette.datastructures import QueryParams
 
-from topics.core.config import TopicConfig, parse_config
+from topics.core.config import U64_MAX, TopicConfig, parse_config
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name, owner_shard
+from topics.core.producers import Turn, producer_key
 from topics.core.routers import META_KEY
-from topics.frontend import wire
+from topics.frontend import long_bodies, wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, encode_json, send_json
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import INLINE_BYTES_MAX, read_body
 from topics.frontend.gateway import Gateway
-from topics.frontend.http1_exchange import Receive, Scope, Send
+from topics.frontend.long_bodies import BodyT
 from topics.frontend.query import flag
 from topics.frontend.wire import AppendBody, RecordBody
 from topics.settings import Settings
+from topics.shm.append_messages import AppendReply, JobAttributes
 from topics.shm.control import ProcessCell
-from topics.shm.messages import AppendReply, JobAttributes
 from topics.storage.frame import LaidOut, lay_out, lay_out_plain
 
 KEY_MAX_CHARS: Final = 256
@@ -87,8 +89,15 @@ class AppendRoute:
         )
 
     def _read(self, body: bytes) -> tuple[AppendBody, LaidOut]:
-        request = wire.decode_append(body)
+        request = self.decode(wire.append_decoder, body)
+        if request.if_head_seq is not None and request.if_head_seq > U64_MAX:
+            wire.check_counts(request)
         return request, self.lay_out(request, len(body))
+
+    def decode(self, decoder: msgspec.json.Decoder[BodyT], body: bytes) -> BodyT:
+        """A body of records; a long one in a thread."""
+        settings = self._settings
+        return long_bodies.decode(decoder, body, settings.max_batch_records, settings.max_record_bytes)
 
     def lay_out(self, request: AppendBody, body_bytes: int) -> LaidOut:
         """Frames of all records of a body so long, each within its limits (api §2.3)."""
@@ -176,8 +185,14 @@ class AppendRoute:
 
 
 def _key(request: AppendBody, header: bytes | None) -> bytes:
-    """The idempotency key, b"" for none; the body's wins over the header's (api §0.9)."""
+    """The idempotency key, b"" for none; the body's wins over the header's (api §0.9); or a producer's."""
     key = request.idempotency_key
+    producer = request.producer
+    if producer is not None:
+        if key is not None or header is not None:
+            raise invalid("a write of a producer is known by its n: send no idempotency key with it", field="producer")
+        wire.check_counts(producer)
+        return producer_key(producer.id.encode(), Turn(producer.epoch, producer.n))
     if key is None:
         if header is None:
             return b""
@@ -193,8 +208,6 @@ def _key(request: AppendBody, header: bytes | None) -> bytes:
 
 
 def _config(request: AppendBody, name: str) -> TopicConfig | None:
-    if wire.given(request.producer):
-        raise invalid("producer: this version has no fenced writers, use idempotency_key", field="producer")
     if not wire.given(request.config):
         return None
     return parse_config(msgspec.json.decode(request.config), name)[0]

@@ -7,7 +7,7 @@ import zlib
 from typing import Final
 
 from topics.core.errors import TopicsError, invalid
-from topics.frontend.http1_exchange import Receive
+from topics.frontend.asgi import Receive
 
 Headers = dict[bytes, bytes]
 
@@ -59,7 +59,8 @@ async def _read_rest(receive: Receive, first: bytes, max_bytes: int) -> bytes:
             raise _too_large(max_bytes)
         chunks.append(chunk)
         if not message.get("more_body"):
-            return b"".join(chunks)
+            # From a MiB on, joining leaves the interpreter to others.
+            return b"".join(chunks) if size <= INLINE_BYTES_MAX else await asyncio.to_thread(b"".join, chunks)
 
 
 def _check_content_type(content_type: bytes | None) -> None:

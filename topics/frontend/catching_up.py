@@ -17,8 +17,8 @@ from topics.frontend.gateway import Gateway
 from topics.frontend.reading import TopicReader
 from topics.shm.control import Role, replay_progress
 from topics.shm.instance import SharedMemory
-from topics.shm.messages import CatchUp, CaughtUp
 from topics.shm.router_board import RouterBoard, RouterProgress
+from topics.shm.router_messages import CatchUp, CaughtUp
 from topics.shm.router_table import RouterTable
 
 WAIT_S: Final = 2.0
@@ -57,11 +57,12 @@ class CatchingUp:
         self._reader = reader
         self._gateway = gateway
 
-    async def one(self, name: str) -> None:
-        """The topic has all that its source has now, and that one its own."""
+    async def one(self, name: str) -> bool:
+        """The topic has all that its source has now, and that one its own; False: it may not, its shard did not answer
+        in time.
+        """
         registry = self._sight.registry()
-        if registry.source_of(name) is not None:
-            await self._chain(registry, name)
+        return registry.source_of(name) is None or await self._chain(registry, name)
 
     async def all(self, names: Iterable[str]) -> None:
         registry = self._sight.registry()
@@ -69,7 +70,7 @@ class CatchingUp:
         if dests:
             await asyncio.gather(*[self._chain(registry, dest) for dest in dests])
 
-    async def _chain(self, registry: RouterRegistry, name: str) -> None:
+    async def _chain(self, registry: RouterRegistry, name: str) -> bool:
         try:
             async with asyncio.timeout(WAIT_S):
                 for dest in reversed(list(registry.upstream(name))):
@@ -79,7 +80,8 @@ class CatchingUp:
                         if reply.done:
                             break
         except (TimeoutError, TopicsError):
-            return
+            return False
+        return True
 
     def _is_behind(self, registry: RouterRegistry, dest: str) -> bool:
         source = registry.source_of(dest)

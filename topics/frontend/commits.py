@@ -18,9 +18,9 @@ from topics.core.names import owner_shard
 from topics.frontend.gateway import Gateway
 from topics.frontend.stages import Stages
 from topics.log import get_logger
-from topics.shm.messages import (
-    AppendReply,
-    Done,
+from topics.shm.append_messages import AppendReply
+from topics.shm.messages import Done
+from topics.shm.txn_messages import (
     StagePublish,
     StagesOver,
     TxnBegin,

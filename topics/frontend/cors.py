@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from topics.core.errors import invalid
 from topics.frontend.answers import error_body
-from topics.frontend.http1_exchange import AsgiApp
+from topics.frontend.asgi import AsgiApp
 
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")
 _REQUEST_HEADERS: Final = ("Authorization", "Cache-Control", "Content-Encoding", "Idempotency-Key", "Last-Event-ID")

@@ -14,24 +14,26 @@ import msgspec
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
-from topics.frontend.answers import elapsed_ms, encode_json, send_json, send_object
+from topics.frontend.answers import elapsed_ms, send_json, send_object
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import read_body
 from topics.frontend.catching_up import CatchingUp
 from topics.frontend.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES, node_set
 from topics.frontend.gateway import Gateway
-from topics.frontend.http1_exchange import Receive, Scope, Send
+from topics.frontend.page_json import PAGE_MEMBERS, page_values
 from topics.frontend.reading import Page, TopicReader
 from topics.frontend.records import CorruptRecordError, PageOptions
 from topics.frontend.wire import Count
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
-from topics.shm.queue_messages import (
+from topics.shm.cursor_messages import (
     CursorAdvance,
     CursorDelete,
     CursorDeleted,
     CursorList,
     CursorLook,
     CursorMoved,
+    CursorPassedOn,
     CursorPut,
     CursorReply,
 )
@@ -63,6 +65,13 @@ class ReadBody(msgspec.Struct, gc=False):
 
 _cursor_decoder = wire.decoder(CursorBody)
 _read_decoder = wire.decoder(ReadBody)
+
+
+_ANSWER: Final = (
+    b'{"topic":"%b","cursor":"%b","cursor_seq":%d,'
+    + PAGE_MEMBERS
+    + b',"performance":{"server_total_ms":%b,"records_scanned":%d}}'
+)
 
 
 class CursorRoutes:
@@ -130,23 +139,32 @@ class CursorRoutes:
             verify=True,
         )
         await self._catching_up.one(name)
-        page, seq = await self._read(name, cursor, options, request.checkpoint)
-        self._cell.add("records_out", page.count)
-        await send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
+        page, seq, moved = await self._read(name, cursor, options, request.checkpoint)
+        passed_on = False
+        try:
+            self._cell.add("records_out", page.count)
+            await send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
+            passed_on = True
+        finally:
+            if moved is not None and moved.read:
+                call = CursorPassedOn(name, cursor, moved.revision, moved.read, passed_on)
+                self._gateway.post(self._owner(name), call)
 
-    async def _read(self, name: str, cursor: str, options: PageOptions, checkpoint: bool) -> tuple[Page, int]:
-        """The page, and where the cursor stands after it."""
+    async def _read(
+        self, name: str, cursor: str, options: PageOptions, checkpoint: bool
+    ) -> tuple[Page, int, CursorMoved | None]:
+        """The page, where the cursor stands after it, and that it was moved if it was."""
         owner = self._owner(name)
         (at,) = (await self._gateway.call(owner, CursorLook(name, cursor), CursorList)).cursors
         seq, revision = at.seq, at.revision
         for _ in range(TRIES_MAX):
             page = await self._page(name, seq, options)
             if not checkpoint or page.next_from_seq <= seq:
-                return page, seq
+                return page, seq, None
             call = CursorAdvance(name, cursor, revision, seq, page.next_from_seq)
             moved = await self._gateway.call(owner, call, CursorMoved)
             if moved.moved:
-                return page, page.next_from_seq
+                return page, page.next_from_seq, moved
             seq, revision = moved.seq, moved.revision
         raise TopicsError(
             "throttled", f"too many readers move cursor {cursor!r} of topic {name!r}", {"retry_after_ms": 10}
@@ -190,23 +208,11 @@ def _shown(cursor: CursorReply) -> dict[str, Any]:
 
 
 def _answer(name: str, cursor: str, page: Page, cursor_seq: int, started_ns: int) -> bytes:
-    return (
-        b'{"topic":"%b","cursor":"%b","cursor_seq":%d,"records":[%b],"next_from_seq":%d,"head_seq":%d,"earliest_seq":%d,'
-        b'"durable_seq":%d,"epoch":"%016x","caught_up":%b,"tombstone":%b,"lag":%d,'
-        b'"performance":{"server_total_ms":%b,"records_scanned":%d}}'
-    ) % (
+    return _ANSWER % (
         name.encode(),
         cursor.encode(),
         cursor_seq,
-        page.body,
-        page.next_from_seq,
-        page.head_seq,
-        page.earliest_seq,
-        page.durable_seq,
-        page.topic_id,
-        b"true" if page.caught_up else b"false",
-        b"null" if page.tombstone is None else encode_json(page.tombstone),
-        page.head_seq - page.next_from_seq,
+        *page_values(page),
         str(elapsed_ms(started_ns)).encode(),
         page.scanned,
     )

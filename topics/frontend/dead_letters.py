@@ -15,12 +15,14 @@ import msgspec
 
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.key_marks import KeyMark
 from topics.core.names import owner_shard
 from topics.frontend.gateway import Gateway
 from topics.frontend.reading import TopicReader
 from topics.frontend.records import PageOptions
 from topics.log import get_logger
-from topics.shm.messages import AppendReply, Done
+from topics.shm.append_messages import AppendReply
+from topics.shm.messages import Done
 from topics.shm.queue_messages import Bury, Dealt, Exhume, Remove, RemoveReply
 from topics.storage.frame import lay_out
 
@@ -32,8 +34,6 @@ FROM: Final = "$dead_letter_from"
 DELIVERIES: Final = "$dead_letter_deliveries"
 SRC_SEQ: Final = "$dead_letter_src_seq"
 _PAGE: Final = PageOptions(limit=256, max_batch_bytes=1 << 20, include_tags=True)
-_INTERNAL_KEY: Final = b"\xfe"
-"""Begins no client's idempotency key, those are UTF-8, and no pin (`core/idempotency.py`)."""
 
 _log = get_logger()
 
@@ -100,7 +100,7 @@ class DeadLetters:
             for seq in dealt.dead:
                 for record in await self._read(name, seq):
                     said = {FROM: name, DELIVERIES: str(deliveries[seq]), SRC_SEQ: str(seq)}
-                    key = _INTERNAL_KEY + b"dead-letter:%d:%d" % (ref.view.topic_id, seq)
+                    key = KeyMark.CARRIED + b"dead-letter:%d:%d" % (ref.view.topic_id, seq)
                     copies.append(Copy(seq, record, record.meta | said, key))
             config = TopicConfig(durability=ref.config.durability)
             return await self._append(dealt.dead_letter, copies, config)
@@ -124,7 +124,7 @@ class DeadLetters:
                     record.seq,
                     record,
                     {key: value for key, value in record.meta.items() if key not in (FROM, DELIVERIES, SRC_SEQ)},
-                    _INTERNAL_KEY + b"redrive:%d:%d" % (ref.view.topic_id, record.seq),
+                    KeyMark.CARRIED + b"redrive:%d:%d" % (ref.view.topic_id, record.seq),
                 )
                 for record in _decode_records(b"[%b]" % page.body)
                 if record.meta.get(FROM) == name

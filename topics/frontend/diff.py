@@ -9,11 +9,12 @@ from typing import Final, NamedTuple
 from topics.core.errors import TopicsError
 from topics.core.names import check_topic_name
 from topics.frontend import wire
-from topics.frontend.answers import elapsed_ms, encode_json, send_json
+from topics.frontend.answers import elapsed_ms, send_json
+from topics.frontend.asgi import ROUTE, Receive, Scope, Send
 from topics.frontend.bodies import ClientGoneError, read_body
 from topics.frontend.catching_up import CatchingUp
 from topics.frontend.gateway import Gateway
-from topics.frontend.http1_exchange import ROUTE, Receive, Scope, Send
+from topics.frontend.page_json import PAGE_MEMBERS, page_values
 from topics.frontend.reading import Page, TopicReader, TopicRef
 from topics.frontend.records import PageOptions
 from topics.frontend.wire import DiffBody
@@ -28,6 +29,9 @@ MAX_BATCH_BYTES: Final = (1 << 20, 8 << 20)
 WAIT_MS_MAX: Final = 30_000
 LONG_POLLS_MAX: Final = 10_000
 """Waiting at once in this process; one more is refused, for each holds a connection and memory."""
+
+
+_ANSWER: Final = b'{"topic":"%b",' + PAGE_MEMBERS + b',"performance":{"server_total_ms":%b,"records_scanned":%d%b%b}}'
 
 
 class Cost(NamedTuple):
@@ -64,7 +68,7 @@ class DiffRoute:
         check_topic_name(name)
         request = wire.decode_diff(await read_body(receive, headers, self._settings.max_body_bytes))
         reader = self._reader
-        await self._catching_up.one(name)
+        with_copies = await self._catching_up.one(name)
         ref = reader.get(name)
         options = self._options(request)
         now_ms = reader.now_ms()
@@ -76,7 +80,7 @@ class DiffRoute:
             scope[ROUTE] = Route.DIFF_WAIT
             page, cost = await self._wait(ref, page, options, min(request.wait_ms, WAIT_MS_MAX), receive)
         self._cell.add("records_out", page.count)
-        await send_json(send, headers, 200, _answer(name, page, cost, started_ns))
+        await send_json(send, headers, 200, _answer(name, page, cost, with_copies, started_ns))
 
     def drain(self) -> None:
         """The process is to stop: every long poll answers now what it has."""
@@ -102,8 +106,15 @@ class DiffRoute:
         loop = asyncio.get_running_loop()
         news = asyncio.Event()
         cost = Cost(page.scanned, page.cold_segments)
-        deadline_s = loop.time() + wait_ms / 1000
-        timer = loop.call_at(deadline_s, news.set)
+        over = False
+
+        def end() -> None:
+            nonlocal over
+            over = True
+            news.set()
+
+        # The timer alone says when it is over: by the loop's clock it may fire before its time, and there is no second.
+        timer = loop.call_later(wait_ms / 1000, end)
         watch = self._gateway.watch(ref.shard, ref.name, ref.view, news.set)
         # Nothing but a disconnect can come behind the body.
         gone = loop.create_task(_disconnect(receive))
@@ -111,7 +122,7 @@ class DiffRoute:
         self._waiting.add(news)
         self._cell.set("long_polls", len(self._waiting))
         try:
-            while not (self._draining or _deliverable(page)) and loop.time() < deadline_s:
+            while not (self._draining or over or _deliverable(page)):
                 if page.caught_up:
                     await news.wait()
                 else:
@@ -149,23 +160,12 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-def _answer(name: str, page: Page, cost: Cost, started_ns: int) -> bytes:
-    return (
-        b'{"topic":"%b","records":[%b],"next_from_seq":%d,"head_seq":%d,"earliest_seq":%d,"durable_seq":%d,'
-        b'"epoch":"%016x","caught_up":%b,"tombstone":%b,"lag":%d,'
-        b'"performance":{"server_total_ms":%b,"records_scanned":%d%b}}'
-    ) % (
+def _answer(name: str, page: Page, cost: Cost, with_copies: bool, started_ns: int) -> bytes:
+    return _ANSWER % (
         name.encode(),
-        page.body,
-        page.next_from_seq,
-        page.head_seq,
-        page.earliest_seq,
-        page.durable_seq,
-        page.topic_id,
-        b"true" if page.caught_up else b"false",
-        b"null" if page.tombstone is None else encode_json(page.tombstone),
-        page.head_seq - page.next_from_seq,
+        *page_values(page),
         str(elapsed_ms(started_ns)).encode(),
         cost.scanned,
         b',"cold_segments_read":%d' % cost.cold_segments if cost.cold_segments else b"",
+        b"" if with_copies else b',"copies_pending":true',
     )

@@ -50,7 +50,6 @@ _FRONTEND: Final[tuple[tuple[str, _Kind, str, str], ...]] = (
 )
 _COMPACTOR: Final[tuple[tuple[str, _Kind, str, str], ...]] = (
     ("snapshots_total", "counter", "snapshots", "Snapshots made"),
-    ("last_snapshot_ms", "gauge", "last_snapshot_ms", "When the newest snapshot was made, ms since 1970; 0: none yet"),
     ("records_total", "counter", "checkpointed_records", "Records taken over from the logs into segments"),
     ("bytes_total", "counter", "checkpointed_bytes", "Bytes of frames written to segments by checkpoints"),
     ("segments_sealed_total", "counter", "segments_sealed", "Segments sealed"),
@@ -61,7 +60,7 @@ _COMPACTOR: Final[tuple[tuple[str, _Kind, str, str], ...]] = (
     ("failures_total", "counter", "failures", "Checkpoints and other work that failed and was repeated later"),
 )
 _TRAFFIC: Final[tuple[tuple[str, str, str], ...]] = (
-    ("requests", "requests", "Requests that reached a route"),
+    ("requests", "requests", "Requests that reached a route, and commands over WebSockets"),
     ("records_written", "records_in", "Records committed for clients"),
     ("records_delivered", "records_out", "Records sent to clients, by diff and watch"),
     ("sse_frames", "sse_frames", "Frames sent on event streams"),
@@ -115,6 +114,9 @@ class ServiceFigures:
         yield single("topics_routers", "gauge", "Routers", _sum(shards, "routers"))
         forwarded = _sum(shards, "router_copies")
         yield single("topics_router_copies_total", "counter", "Copies made by routers", forwarded)
+        oversize = _sum(shards, "router_oversize")
+        help = "Copies left out because their dest could never hold them, however empty"
+        yield single("topics_router_oversize_total", "counter", help, oversize)
         lag = _sum(shards, "router_lag_records")
         yield single(
             "topics_router_lag_records", "gauge", "Source records that are yet to be copied, as of a second ago", lag
@@ -165,6 +167,9 @@ class ServiceFigures:
         behind_ms = max(0, self._now_ms() - since_ms) if any(lag for _, lag in lags) else 0
         help = "Seconds since the newest snapshot was begun, 0 if it has absorbed everything"
         yield single("topics_compactor_lag_seconds", "gauge", help, behind_ms / 1000)
+        help = "When the newest snapshot was made, seconds since 1970; 0: none yet"
+        last_s = cell.get("last_snapshot_ms") / 1000
+        yield single("topics_compactor_last_snapshot_timestamp_seconds", "gauge", help, last_s)
         for name, kind, field, help in _COMPACTOR:
             yield single(f"topics_compactor_{name}", kind, help, cell.get(field))
 

@@ -23,12 +23,14 @@ from topics.frontend.lane import ROOM_WAIT_S, Fate, Lane, Waiter
 from topics.frontend.spills import Spills
 from topics.frontend.watches import Watches, WatchHandle
 from topics.log import get_logger
-from topics.shm import messages
+from topics.shm import append_messages, messages
+from topics.shm.append_messages import AppendReply, JobAttributes
 from topics.shm.arena import TopicView
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
-from topics.shm.messages import AppendReply, Call, JobAttributes, Kind, Part
+from topics.shm.messages import Call, Kind, Part
 from topics.shm.queue_messages import Dealt
+from topics.shm.watch_messages import Hello
 from topics.storage.frame import LaidOut
 
 SWEEP_S: Final = 0.25
@@ -120,7 +122,7 @@ class Gateway:
         self._spills.remove_leftovers()
         for shard, link in enumerate(self._links):
             link.generation = link.cell.get("generation")
-            self.post(shard, messages.Hello(self._incarnation))
+            self.post(shard, Hello(self._incarnation))
         self._loop.add_reader(self._wake.fd, self._on_wake)
         self._sweep_timer = self._loop.call_later(SWEEP_S, self._sweep)
 
@@ -158,7 +160,7 @@ class Gateway:
         """
         self._arenas.require(shard)
         self._last_id = request_id = self._last_id + 1
-        parts = messages.encode_append(
+        parts = append_messages.encode_append(
             request_id, name, create, if_head_seq, key, config, records.offset_len, records.flags, records.buffer, jobs
         )
         return self._submit(shard, request_id, parts, Kind.APPEND, patient)
@@ -332,7 +334,7 @@ class Gateway:
                 return
             message, kind = whole, kind & ~messages.BY_REFERENCE
         if kind == Kind.APPEND:
-            self._answer(request_id, message, messages.decode_append_reply)
+            self._answer(request_id, message, append_messages.decode_append_reply)
         elif kind == Kind.CALL:
             self._answer(request_id, message, messages.decode_reply)
         elif kind == Kind.ERROR:

@@ -17,17 +17,22 @@ import asyncio
 import math
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, cast
+from typing import Any, Final, cast
 from urllib.parse import unquote
 
+from topics.frontend.asgi import AsgiApp, Scope
 from topics.frontend.http1_connections import Connections
-from topics.frontend.http1_exchange import JOIN_MAX_BYTES, AsgiApp, Exchange, Scope, Stage, error_answer
+from topics.frontend.http1_exchange import Exchange, Stage
 from topics.frontend.http1_parser import Head, HttpLimits, Refusal, RequestParser
+from topics.frontend.http1_wire import error_answer
 
 __all__ = ["Connections", "Http1Factory", "Http1Protocol", "HttpLimits"]
 
 HandOver = Callable[[asyncio.Transport, bytes], None]
 """Takes over a transport and the bytes read from it so far."""
+
+JOIN_MAX_BYTES: Final = 16 * 1024
+"""Up to here, joining head and body for one write is cheaper than handing the transport two buffers."""
 
 _ASGI = {"version": "3.0", "spec_version": "2.4"}  # 2.4: send raises OSError when the client is gone
 

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 request and its answer, as ASGI sees them; and the push stream that leaves ASGI behind.
+"""One HTTP/1.1 request and its answer, as ASGI sees them.
 
 An `Exchange` knows ASGI and the shape of an answer; which bytes arrive when, time-outs and the order of requests are
 the connection's (`http1.Http1Protocol`). It holds no reference to its scope: a finished request is freed by reference
@@ -9,60 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Iterable
 from enum import IntEnum
-from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from topics.core.errors import STATUS_BY_CODE
+from topics.frontend.asgi import AsgiApp, Message, Scope
+from topics.frontend.http1_push import PushStream
+from topics.frontend.http1_wire import LAST_CHUNK, STATUS_LINES, chunk, error_answer
 from topics.log import get_logger
 
 if TYPE_CHECKING:
     from topics.frontend.http1 import Http1Protocol
 
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
-ROUTE = "topics.route"
-"""Key of a scope: which `durations.Route` the request turned out to be, None for one whose time says nothing."""
-
-TRANSPORT = "topics.transport"
-"""Key of `scope["state"]`: the asyncio transport of a connection that Hypercorn serves."""
-
 _log = get_logger()
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-LAST_CHUNK = b"0\r\n\r\n"
-JOIN_MAX_BYTES = 16 * 1024
-"""Up to here, joining head and body for one write is cheaper than handing the transport two buffers."""
-
 YIELD_AFTER_BYTES = 256 * 1024
 """A client that reads as fast as the app writes never makes `send` wait; others get their turn after this many."""
 
-_STATUS_LINES = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 _BODYLESS = frozenset({204, 304})
 # Each header must be one whole line of this shape; together with the count of lines this is the defence against
 # response splitting: CR, LF and NUL cannot occur in a value, nor a colon or a blank in a name.
 _HEADER_LINES = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9a-z]+: [\t\x20-\x7e\x80-\xff]*\r\n)*")
-
-
-def error_answer(code: str, message: str, *, with_body: bool = True) -> bytes:
-    """A whole answer that did not come from the app (api §0.6); the connection closes after it."""
-    status = STATUS_BY_CODE[code]
-    body = msgspec.json.encode({"error": {"code": code, "message": message}})
-    allow = b"allow: DELETE, GET, HEAD, OPTIONS, POST, PUT\r\n" if code == "method_not_allowed" else b""
-    retry = b"retry-after: 1\r\n" if status in (429, 503) else b""
-    return b"%bcontent-type: application/json\r\n%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
-        _STATUS_LINES[status],
-        allow,
-        retry,
-        len(body),
-        body if with_body else b"",
-    )
 
 
 class Stage(IntEnum):
@@ -259,7 +228,7 @@ class Exchange:
                 "a push stream begins after http.response.start, before any body, without content-length, not on HEAD"
             )
         self._send_body(b"", more=True)
-        self._push = PushStream(self, self._wire, self._chunked)
+        self._push = PushStream(self._wire, self._chunked, partial(self._send_body, b"", more=False))
         return self._push
 
     def writable_again(self) -> None:
@@ -270,7 +239,7 @@ class Exchange:
     def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         if self.stage is not Stage.WAITING:
             raise RuntimeError("http.response.start was sent twice")
-        status_line = _STATUS_LINES.get(status)
+        status_line = STATUS_LINES.get(status)
         if status_line is None or status < 200:
             raise ValueError(f"status {status!r} is not a final HTTP status")
         self._bodyless = self._head_request or status in _BODYLESS
@@ -299,7 +268,7 @@ class Exchange:
             if self._bodyless or not body:
                 self._wire.write(head + LAST_CHUNK if self._chunked and not more and not self._bodyless else head)
             elif self._chunked:
-                self._wire.write_two(head, _chunk(body) if more else _chunk(body) + LAST_CHUNK)
+                self._wire.write_two(head, chunk(body) if more else chunk(body) + LAST_CHUNK)
             else:
                 self._wire.write_two(head, body)
         elif self.stage is Stage.STREAMING:
@@ -308,7 +277,7 @@ class Exchange:
                     self._length_left -= len(body)
                     self._check_length(more)
                 if body:
-                    self._wire.write(_chunk(body) if self._chunked else body)
+                    self._wire.write(chunk(body) if self._chunked else body)
                 if self._chunked and not more:
                     self._wire.write(LAST_CHUNK)
         else:
@@ -364,71 +333,3 @@ class Exchange:
         self.keep_alive = False
         self._wire.write(error_answer(code, message, with_body=not self._head_request))
         self._done()
-
-
-class PushStream:
-    """Raw writes into one answer, for server push: one chunk, one `transport.write`, no await.
-
-    Writing never blocks and never fails; it is the writer's job to stop while `writable` is false and go on at
-    `on_writable`. `on_close` is called once when the client goes away; after `close()` by the writer nothing is called.
-    The app's coroutine must stay pending meanwhile (`await receive()` ends with `http.disconnect`); when it returns,
-    the stream is closed.
-    """
-
-    __slots__ = ("_chunked", "_exchange", "_wire", "closed", "on_close", "on_writable")
-
-    def __init__(self, exchange: Exchange, wire: Http1Protocol, chunked: bool) -> None:
-        self._exchange = exchange
-        self._wire = wire
-        self._chunked = chunked
-        self.closed = False
-        self.on_writable: Callable[[], None] | None = None
-        self.on_close: Callable[[], None] | None = None
-
-    @property
-    def buffered_bytes(self) -> int:
-        """Bytes that the client has not taken yet and that are kept for it in this process."""
-        return self._wire.buffered_bytes
-
-    @property
-    def writable(self) -> bool:
-        """Below the high-water mark, and still open."""
-        return self._wire.writable and not self.closed
-
-    def write(self, data: bytes) -> None:
-        """Send `data` now, as one chunk. Dropped when the stream is closed; an empty one is no chunk and not sent."""
-        if data and not self.closed:
-            self._wire.write(_shared_chunk(data) if self._chunked else data)
-
-    def close(self) -> None:
-        """The end of the answer; the connection may serve the next request."""
-        if not self.closed:
-            self.closed = True
-            self._exchange._send_body(b"", more=False)
-
-    def abort(self) -> None:
-        """Cut the connection, whatever waits for the client is gone."""
-        self.closed = True
-        self._wire.abort()
-
-    def client_gone(self) -> None:
-        """The connection's call, once, when no more can be delivered."""
-        if not self.closed:
-            self.closed = True
-            if self.on_close is not None:
-                self.on_close()
-
-
-def _chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
-
-
-_last_push: tuple[bytes, bytes] = (b"", b"")
-
-
-def _shared_chunk(data: bytes) -> bytes:
-    """The same frame goes to every watcher in turn, so it is framed once: remembered by identity, one deep."""
-    global _last_push
-    if _last_push[0] is not data:
-        _last_push = (data, _chunk(data))
-    return _last_push[1]

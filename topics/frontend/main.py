@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import signal
 import socket
 from functools import partial
@@ -57,7 +56,7 @@ from topics.frontend.websocket import WebSocketRoute
 from topics.frontend.work import WorkRoutes
 from topics.settings import Settings
 from topics.shm.cap import Cap
-from topics.shm.control import OVER_LIVES, ProcessCell, ProcessState, Role
+from topics.shm.control import ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.key_counts import KeyCounts
 from topics.shm.recency import Recency, RecencyWriter
@@ -81,12 +80,7 @@ def run(
     """The process; 0 when it was told to stop and has."""
     clock = SystemClock()
     cell = shared.control.cell(Role.FRONTEND, index)
-    cell.clear(OVER_LIVES[Role.FRONTEND])
-    cell.set("incarnation", incarnation)
-    cell.set("pid", os.getpid())
-    cell.set("started_ms", clock.now_ms())
-    cell.set("heartbeat_ms", clock.now_ms())
-    cell.set("state", ProcessState.STARTING)
+    cell.begin_life(incarnation, clock.now_ms(), ProcessState.STARTING)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings, keys, shared, index, incarnation, listeners, cell))
     cell.set("state", ProcessState.STOPPED)
@@ -121,7 +115,8 @@ async def _serve(
     access = Access(keys, settings.probe_auth, limits)
     append = AppendRoute(gateway, settings, cell)
     places = _cap("sse_connections", settings.max_sse_connections, "sse_admitted", shared, cell)
-    websocket = WebSocketRoute(reader, append, hub, access, settings, places, catching_up, cell, clock)
+    observe = partial(shared.durations.observe, index)
+    websocket = WebSocketRoute(reader, append, hub, access, settings, places, catching_up, cell, clock, observe)
     topics = TopicRoutes(
         reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms, catching_up, routers
     )
@@ -142,7 +137,7 @@ async def _serve(
         *manifest_operations(_manifest(reader, catching_up, settings, shared, index, clock)),
         *service_operations(ProbeRoutes(shared.control, clock), metrics, settings.probe_auth),
     ]
-    app = App(operations, append, diff, websocket, access, cell, partial(shared.durations.observe, index))
+    app = App(operations, append, diff, websocket, access, cell, observe)
     connections = Connections(_cap("connections", settings.max_connections, "connections_admitted", shared, cell))
 
     def stop() -> None:

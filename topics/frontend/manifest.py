@@ -20,8 +20,8 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.frontend.answers import send_object
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.catching_up import CatchingUp
-from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.query import count
 from topics.frontend.reading import TopicReader, TopicRef
 from topics.storage import layout

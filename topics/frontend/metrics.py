@@ -17,9 +17,9 @@ from topics.frontend import exposition
 from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, send_json, send_whole
 from topics.frontend.arenas import Arenas, live_names
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.exposition import TEXT_TYPE, Family, Sample, single
 from topics.frontend.figures import ServiceFigures
-from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.media import weight
 from topics.shm.arena import TopicView
 

@@ -17,7 +17,7 @@ from topics.core.errors import RETRY_AFTER_S, STATUS_BY_CODE, TopicsError
 from topics.core.keys import KeyScope
 from topics.frontend.answer_types import Error
 from topics.frontend.answers import encode_json, send_whole
-from topics.frontend.http1_exchange import Receive, Scope, Send
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.operations import JSON, Answer, Operation
 from topics.shm.durations import Route
 

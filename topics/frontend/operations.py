@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, NamedTuple
 
 from topics.core.keys import KeyScope
-from topics.frontend.http1_exchange import Receive, Scope, Send
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.shm.durations import Route
 
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from topics.frontend.http1_exchange import Send
+from topics.frontend.asgi import Send
 from topics.frontend.wording import MESSAGE_END
 
 MESSAGES_MAX: Final = 4

@@ -9,7 +9,7 @@ import asyncio
 from typing import Final
 
 from topics.core.errors import TopicsError
-from topics.frontend.http1_exchange import AsgiApp, Message, Receive, Scope, Send
+from topics.frontend.asgi import AsgiApp, Message, Receive, Scope, Send
 from topics.frontend.http1_parser import HttpLimits
 
 DROP_S: Final = 5.0

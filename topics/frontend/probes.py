@@ -9,7 +9,7 @@ from topics import __version__
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.frontend.answers import send_object
-from topics.frontend.http1_exchange import Receive, Scope, Send
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.shm.control import ControlPage, ProcessState, Role, replay_progress
 
 

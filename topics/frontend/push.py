@@ -1,6 +1,6 @@
 """Writing into an open answer, now, without awaiting: what event streams are made with.
 
-Our own HTTP/1.1 protocol offers it as the ASGI extension `topics.push` (`http1_exchange.PushStream`); `AsgiPush` is
+Our own HTTP/1.1 protocol offers it as the ASGI extension `topics.push` (`http1_push.PushStream`); `AsgiPush` is
 the same over plain ASGI, for HTTP/2 and the stock server.
 """
 
@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from topics.frontend.http1_exchange import Receive, Send
+from topics.frontend.asgi import Receive, Send
 
 HIGH_WATER_BYTES: Final = 64 * 1024
 LINGER_S: Final = 10.0

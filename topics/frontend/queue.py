@@ -14,11 +14,11 @@ from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, send_json, send_object
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import Headers, read_body
 from topics.frontend.catching_up import CatchingUp
 from topics.frontend.dead_letters import DeadLetters
 from topics.frontend.gateway import Gateway
-from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.job_channel import JobChannel
 from topics.frontend.job_records import RenderedJobs, fetch_jobs, lease_no
 from topics.frontend.reading import TopicReader

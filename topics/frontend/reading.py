@@ -8,18 +8,21 @@ record (`TopicReader.fetch_page`).
 from __future__ import annotations
 
 import os
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
 from topics.core.clock import Clock
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError, topic_not_found
+from topics.core.floors import EvictReason
+from topics.core.location import LOCATION_LOST
 from topics.core.names import owner_shard
 from topics.core.segment_list import SegmentInfo
-from topics.core.topic import LOCATION_LOST, EvictReason
 from topics.frontend.arenas import Arenas
 from topics.frontend.cold import ColdMissError, ColdTier
+from topics.frontend.floors import Tombstone, floor_tombstone, logical_view
 from topics.frontend.log_files import LogFiles
 from topics.frontend.records import PageOptions, render
 from topics.frontend.segment_files import SegmentFiles
@@ -34,6 +37,7 @@ _STEP_MAX: Final = 1024
 _STEP_MIN: Final = 16
 _TRIES: Final = 8
 _COLD_TRIES: Final = 16
+_T = TypeVar("_T")
 
 _log = get_logger()
 
@@ -47,17 +51,6 @@ class TopicRef(NamedTuple):
     slot: int
     view: TopicView
     config: TopicConfig
-
-
-class Tombstone(msgspec.Struct, frozen=True):
-    """What is gone and was not asked to go (api §3.3)."""
-
-    gap_from: int
-    gap_to: int
-    reason: str
-    missed_estimate: int
-    earliest_seq: int
-    head_seq: int
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -133,33 +126,19 @@ class TopicReader:
 
     def seq_before(self, ref: TopicRef, ts: int) -> int:
         """The cursor whose next record is the first with `$ts >= ts` (api §3 from_ts)."""
-        reason: Exception | None = None
-        for _ in range(_TRIES):
-            try:
-                return self._source(ref).first_seq_at(ts) - 1
-            except (MovedError, FileNotFoundError) as error:
-                reason = error
-            except CorruptSegment as damage:
-                raise _corrupt(ref, damage) from damage
-            ref = self.refresh(ref)
-        raise _unreadable(ref, reason)
+        return self._steady(ref, lambda ref: self._source(ref).first_seq_at(ts) - 1)
 
     def with_segments(self, ref: TopicRef) -> tuple[TopicRef, tuple[SegmentInfo, ...]]:
         """The topic with exact floors, and its segments at the same moment; raises as `read_page`."""
-        reason: Exception | None = None
-        for _ in range(_TRIES):
-            try:
-                view = logical_view(ref, self._source(ref), self.now_ms())
-                segments = ref.arena.segments(ref.slot, ref.view)
-                if segments is not None:
-                    return ref._replace(view=view), segments
-                reason = MovedError()
-            except (MovedError, FileNotFoundError) as error:
-                reason = error
-            except CorruptSegment as damage:
-                raise _corrupt(ref, damage) from damage
-            ref = self.refresh(ref)
-        raise _unreadable(ref, reason)
+
+        def look(ref: TopicRef) -> tuple[TopicRef, tuple[SegmentInfo, ...]]:
+            view = logical_view(ref.view, ref.config.ttl_ms, self._source(ref), self.now_ms())
+            segments = ref.arena.segments(ref.slot, ref.view)
+            if segments is None:
+                raise MovedError
+            return ref._replace(view=view), segments
+
+        return self._steady(ref, look)
 
     def has_expired(self, ref: TopicRef, now_ms: int) -> bool:
         """Whether records have expired that the shard still counts."""
@@ -183,16 +162,7 @@ class TopicReader:
         Raises `topic_not_found` when the topic went away, `storage_unavailable` when a frame cannot be read;
         ColdMissError when the first record is in the cold tier and not at hand (`fetch_page` waits for it).
         """
-        reason: Exception | None = None
-        for _ in range(_TRIES):
-            try:
-                return self._read(ref, from_seq, options, now_ms, up_to_seq)
-            except (MovedError, MismatchError, FileNotFoundError, EOFError) as error:
-                reason = error
-            except CorruptSegment as damage:
-                raise _corrupt(ref, damage) from damage
-            ref = self.refresh(ref)
-        raise _unreadable(ref, reason)
+        return self._steady(ref, lambda ref: self._read(ref, from_seq, options, now_ms, up_to_seq))
 
     async def fetch_page(
         self, ref: TopicRef, from_seq: int, options: PageOptions, now_ms: int, up_to_seq: int | None = None
@@ -218,12 +188,25 @@ class TopicReader:
         assert self._stores.cold is not None
         await self._stores.cold.fetch(miss)
 
+    def _steady(self, ref: TopicRef, look: Callable[[TopicRef], _T]) -> _T:
+        """What `look` finds, which gets a new view of the topic each time it finds that its own is old."""
+        reason: Exception | None = None
+        for _ in range(_TRIES):
+            try:
+                return look(ref)
+            except (MovedError, MismatchError, FileNotFoundError, EOFError) as error:
+                reason = error
+            except CorruptSegment as damage:
+                raise _corrupt(ref, damage) from damage
+            ref = self.refresh(ref)
+        raise _unreadable(ref, reason)
+
     def _source(self, ref: TopicRef) -> Source:
         return Source(self._stores, ref.shard, ref.arena, ref.slot, ref.view)
 
     def _read(self, ref: TopicRef, from_seq: int, options: PageOptions, now_ms: int, up_to_seq: int | None) -> Page:
         source = self._source(ref)
-        view = logical_view(ref, source, now_ms)
+        view = logical_view(ref.view, ref.config.ttl_ms, source, now_ms)
         tombstone = floor_tombstone(view, from_seq)
         if from_seq > view.head_seq:
             from_seq = 0 if view.recreated else view.head_seq
@@ -238,7 +221,8 @@ class TopicReader:
         while not ended and cursor < last_seq and count < options.limit and cursor - start < SCAN_MAX:
             step = min(step_max, max(_STEP_MIN, options.limit - count), last_seq - cursor)
             try:
-                runs = source.runs(cursor + 1, cursor + step, options.max_batch_bytes - size_bytes)
+                room_bytes = options.max_batch_bytes - size_bytes
+                runs = source.runs(cursor + 1, cursor + step, room_bytes, options.verify)
             except (ColdMissError, CorruptSegment) as error:
                 if isinstance(error, CorruptSegment) and step > 1:
                     # Damage keeps nobody from what lies before it.
@@ -279,41 +263,8 @@ class TopicReader:
         )
 
 
-def logical_view(ref: TopicRef, source: Source, now_ms: int) -> TopicView:
-    """`ref.view` with its floors over what has expired since the shard last looked: floors are exact at every answer,
-    only disk space is lazy. `records` and `live_bytes` are not recounted.
-    """
-    view, ttl_ms = ref.view, ref.config.ttl_ms
-    if not ttl_ms or view.earliest_seq > view.head_seq:
-        return view
-    if now_ms - source.ts_at(view.earliest_seq) <= ttl_ms:
-        return view
-    floor = source.first_seq_at(now_ms - ttl_ms)
-    run_seq = view.evict_run_seq
-    if view.evict_reason != EvictReason.TTL:
-        run_seq = view.evict_floor if view.evict_reason != EvictReason.NONE else 1
-    return view._replace(
-        earliest_seq=floor, evict_floor=floor, evict_reason=int(EvictReason.TTL), evict_run_seq=run_seq
-    )
-
-
-def floor_tombstone(view: TopicView, from_seq: int) -> Tombstone | None:
-    """What a reader at `from_seq` has lost to the floors (api §3.3)."""
-    if from_seq > view.head_seq:
-        # Another topic's cursor, if this name had one before; otherwise nobody ever had it from us.
-        if not view.recreated or not view.head_seq:
-            return None
-        return Tombstone(1, view.head_seq, "recreated", view.head_seq, view.earliest_seq, view.head_seq)
-    gap_from = from_seq + 1
-    if gap_from >= view.evict_floor:
-        return None
-    reason = EvictReason.MIXED if gap_from < view.evict_run_seq else EvictReason(view.evict_reason)
-    gap_to = view.earliest_seq - 1
-    return Tombstone(gap_from, gap_to, reason.name.lower(), gap_to - gap_from + 1, view.earliest_seq, view.head_seq)
-
-
 def _lost_run(source: Source, view: TopicView, first_seq: int, last_seq: int) -> Tombstone:
-    """The records from `first_seq` on that are gone though older ones live (core/topic.py LOCATION_LOST)."""
+    """The records from `first_seq` on that are gone though older ones live (LOCATION_LOST)."""
     seq = first_seq
     reason = EvictReason.NONE
     while seq <= last_seq:

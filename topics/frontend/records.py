@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from topics.core.topic import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST
+from topics.core.location import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.storage import segment
 from topics.storage.frame import (
     CHECKSUM,
@@ -51,7 +51,7 @@ class CorruptRecordError(Exception):
 class PageOptions(NamedTuple):
     """What a reader wants: `nodes` are the writers whose records it does not want back (api §4), None for all.
     `extras` are members to add to the records of these seqs, each with a comma before it. `payload_bytes`: of the byte
-    budget only data and meta count; `verify`: checksums are looked at (CorruptRecordError).
+    budget only data and meta count; `verify`: checksums are looked at now, whoever did before (CorruptRecordError).
     """
 
     limit: int
@@ -146,7 +146,7 @@ def _render_any(run: Run, options: PageOptions, count: int, size_bytes: int) -> 
     taken = 0
     full = lost = False
     buffer, (header_len, tail_len, extra_len) = run.buffer, run.kind
-    verify = options.verify and run.kind is LOG_FRAME  # those of segments are, whenever they are read
+    verify = options.verify and run.kind is LOG_FRAME  # those of segments are, before they come here
     unpack = _LENS.unpack_from
     seq = run.first_seq - 1
     for ts, start, length, flags in zip(run.ts, run.starts, run.lengths, run.flags, strict=True):

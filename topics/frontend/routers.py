@@ -15,25 +15,24 @@ from topics.core.routers import Router, parse_router
 from topics.frontend import wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import send_object
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import read_body
 from topics.frontend.catching_up import CatchingUp, RouterSight
 from topics.frontend.gateway import Gateway
-from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.query import name_after, name_cursor, page_size
 from topics.frontend.reading import TopicReader
 from topics.settings import Settings
-from topics.shm.messages import (
+from topics.shm.messages import Done
+from topics.shm.router_messages import (
     DeleteRouter,
     DeleteRouterReply,
-    Done,
-    EnsureTopic,
     PutRouter,
     PutRouterReply,
-    PutTopicReply,
     RemoveRouters,
     SyncRouters,
     SyncRoutersReply,
 )
+from topics.shm.topic_messages import EnsureTopic, PutTopicReply
 
 REGISTRY_SHARD: Final = 0
 BEGIN_WAIT_S: Final = 2.0
@@ -82,9 +81,9 @@ class RouterRoutes:
         started_ns = time.perf_counter_ns()
         name = _router_name(scope)
         router = self._visible(name, caller_of(scope))
-        await self._catching_up.one(router.spec.dest)
+        with_copies = await self._catching_up.one(router.spec.dest)
         answer = self._shown(self._visible(name, caller_of(scope)))
-        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns, with_copies=with_copies)
 
     async def delete(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()

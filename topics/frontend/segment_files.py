@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import mmap
 import os
+from array import array
 from collections import OrderedDict
 from typing import Final
 
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.storage import layout
-from topics.storage.segment import ENTRY_LEN, map_file
+from topics.storage.segment import ENTRY_LEN, entries_of_idx, map_file
 from topics.storage.segment_columns import Columns, check_frames, extent, first_at, read_columns, ts_of
 
 MAPS_MAX: Final = 128
@@ -70,17 +71,30 @@ class OpenSegment:
         """Index entries of these seqs."""
         return read_columns(self._idx, first_seq - self.first_seq, last_seq - first_seq + 1)
 
+    def entries(self, first_seq: int, last_seq: int) -> array[int]:
+        """The same as entries of a record index (`core.location`)."""
+        start = (first_seq - self.first_seq) * ENTRY_LEN
+        return entries_of_idx(self._idx[start : start + (last_seq - first_seq + 1) * ENTRY_LEN], first_seq)
+
     def extent(self, first_seq: int, columns: Columns) -> tuple[list[int], int]:
         """(where the frames of `columns` begin, where the last one ends). Raises CorruptSegment."""
         return extent(columns, self.data_bytes, self.idx_path, (first_seq - self.first_seq) * ENTRY_LEN)
 
-    def check(self, buffer: bytes | mmap.mmap, base: int, first_seq: int, columns: Columns, starts: list[int]) -> None:
-        """That these frames are whole (`segment_columns.check_frames`): once for bytes that are mapped, every time for
-        others. Raises CorruptSegment.
+    def check(
+        self,
+        buffer: bytes | mmap.mmap,
+        base: int,
+        first_seq: int,
+        columns: Columns,
+        starts: list[int],
+        again: bool = False,
+    ) -> None:
+        """That these frames are whole (`segment_columns.check_frames`): once for bytes that are mapped unless it has to
+        be `again`, every time for others. Raises CorruptSegment.
         """
         start = first_seq - self.first_seq
         end = start + len(starts)
-        if self.is_cold or self._checked.find(0, start, end) >= 0:
+        if again or self.is_cold or self._checked.find(0, start, end) >= 0:
             check_frames(self.data_path, buffer, base, first_seq, columns, starts)
             if not self.is_cold:
                 self._checked[start:end] = _CHECKED * (end - start)

@@ -23,11 +23,12 @@ from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
 from hypercorn.config import Config
 
-from topics.frontend import patience
+from topics.frontend import handshake, patience
+from topics.frontend.asgi import TRANSPORT, AsgiApp, Receive, Scope, Send
 from topics.frontend.http1 import Http1Factory
 from topics.frontend.http1_connections import Connections
-from topics.frontend.http1_exchange import TRANSPORT, AsgiApp, Receive, Scope, Send, error_answer
 from topics.frontend.http1_parser import HttpLimits
+from topics.frontend.http1_wire import error_answer
 from topics.log import get_logger
 from topics.shm.cap import Cap
 
@@ -63,6 +64,7 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
     config = _hypercorn_config(limits)
+    handshake.install()
     state: dict[str, Any] = {}
     lifespan = Lifespan(ASGIWrapper(cast(Any, app)), config, loop, state)
     lifespan_task = loop.create_task(lifespan.handle_lifespan())

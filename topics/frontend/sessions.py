@@ -19,8 +19,8 @@ from topics.core.names import owner_shard
 from topics.frontend.arenas import Arenas
 from topics.frontend.gateway import Gateway
 from topics.log import get_logger
-from topics.shm.messages import (
-    Done,
+from topics.shm.messages import Done
+from topics.shm.watch_messages import (
     SessionAbandon,
     SessionClose,
     SessionLook,

@@ -16,8 +16,8 @@ from struct import Struct
 from typing import Final
 
 from topics.core.errors import TopicsError
+from topics.core.location import LOCATION_GONE, LOCATION_IN_RAM_LOG
 from topics.core.segment_list import SegmentInfo
-from topics.core.topic import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.frontend.cold import ColdTier
 from topics.frontend.log_files import LogFiles
 from topics.frontend.records import LOG_FRAME, SEGMENT_FRAME, Run
@@ -28,7 +28,6 @@ from topics.storage.segment_columns import Columns
 _IDENTITY: Final = Struct("<I2xQQ")
 """frame_len, topic_id, seq of a frame in the log."""
 _LENGTH_FIELD_LEN: Final = 4
-_GONE: Final = LOCATION_DELETED | LOCATION_LOST
 _COPY_MAX_BYTES: Final = 256 * 1024
 """Slices of `bytes` cost half of those of a map: so many are copied out of it first, if most of them are wanted."""
 _first_seq = attrgetter("first_seq")
@@ -96,13 +95,13 @@ class Source:
 
     # -- what
 
-    def runs(self, first_seq: int, last_seq: int, room_bytes: int) -> Iterator[Run]:
+    def runs(self, first_seq: int, last_seq: int, room_bytes: int, again: bool = False) -> Iterator[Run]:
         """Records from first_seq on, checked, in one or more runs; not beyond last_seq, and not much more than
-        room_bytes if more than one. At least one record, unless it raises: MovedError, FileNotFoundError, EOFError,
-        CorruptSegment, ColdMissError.
+        room_bytes if more than one. `again`: checksums of segments are looked at whether they were right before or not.
+        At least one record, unless it raises: MovedError, FileNotFoundError, EOFError, CorruptSegment, ColdMissError.
         """
         if first_seq < self._view.base_seq:
-            return iter((self._segment_run(first_seq, last_seq, room_bytes),))
+            return iter((self._segment_run(first_seq, last_seq, room_bytes, again),))
         return self._log_runs(first_seq, last_seq, room_bytes)
 
     def gone(self, first_seq: int, last_seq: int) -> tuple[list[int], list[int]]:
@@ -113,6 +112,23 @@ class Source:
         else:
             columns = self._columns(first_seq, last_seq)[0]
         return columns.flags, columns.offsets
+
+    def entries(self, first_seq: int, last_seq: int) -> array[int]:
+        """Index entries (`core.location`) of records that are there; what locates them means nothing in segments.
+        Raises MovedError, FileNotFoundError, CorruptSegment.
+        """
+        found = array("Q")
+        while first_seq <= last_seq and first_seq < self._view.base_seq:
+            info = self._segment_of(first_seq)
+            end = min(last_seq, info.last_seq)
+            found += self._open(info).entries(first_seq, end)
+            first_seq = end + 1
+        if first_seq <= last_seq:
+            in_log = self._arena.entries(self._view, first_seq, last_seq)
+            if in_log is None:
+                raise MovedError
+            found += in_log
+        return found
 
     # -- in segments
 
@@ -133,7 +149,7 @@ class Source:
     def _open(self, info: SegmentInfo) -> OpenSegment:
         return self._stores.segments.get(self._view.topic_id, info)
 
-    def _segment_run(self, first_seq: int, last_seq: int, room_bytes: int) -> Run:
+    def _segment_run(self, first_seq: int, last_seq: int, room_bytes: int, again: bool) -> Run:
         info = self._segment_of(first_seq)
         opened = self._open(info)
         columns = opened.columns(first_seq, min(last_seq, info.last_seq))
@@ -151,7 +167,7 @@ class Source:
                 buffer, base = opened.data(), 0
             if base:
                 starts = [start - base for start in starts]
-            opened.check(buffer, base, first_seq, columns, starts)
+            opened.check(buffer, base, first_seq, columns, starts, again)
         return Run(first_seq, columns.ts, starts, columns.lengths, columns.flags, buffer, SEGMENT_FRAME)
 
     def _cold_tier(self, opened: OpenSegment) -> ColdTier:
@@ -189,7 +205,7 @@ class Source:
         ts, offsets, lengths, flags = columns
         live: Sequence[int] = range(len(ts))
         if columns.has_gone:
-            live = [number for number, flag in enumerate(flags) if not flag & _GONE]
+            live = [number for number, flag in enumerate(flags) if not flag & LOCATION_GONE]
             if not live:
                 return Run(first_seq, ts, offsets, lengths, flags, b"", LOG_FRAME)
         first, last = live[0], live[-1]
@@ -224,7 +240,7 @@ def _file_ends(flags: list[int], file_nos: list[int]) -> list[int]:
     ends = []
     file: tuple[int, int] | None = None
     for number, (flag, file_no) in enumerate(zip(flags, file_nos, strict=True)):
-        if flag & _GONE:
+        if flag & LOCATION_GONE:
             continue
         this = (file_no, flag & LOCATION_IN_RAM_LOG)
         if file is not None and this != file:

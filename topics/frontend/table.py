@@ -9,8 +9,8 @@ from topics.core.config import GivenConfig
 from topics.core.keys import KeyScope
 from topics.frontend import answer_types as answer
 from topics.frontend.append import AppendRoute
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.diff import DiffRoute
-from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.metrics import MetricsRoute
 from topics.frontend.operations import EVENTS, JSON, TEXT, Answer, Endpoint, Operation, Query, flag_query
 from topics.frontend.probes import ProbeRoutes
@@ -104,6 +104,8 @@ def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) 
                 "topic_not_found",
                 "topic_exists_incompatible",
                 "head_mismatch",
+                "fenced",
+                "out_of_order",
                 "topic_full",
                 *_LOST,
             ),

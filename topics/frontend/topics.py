@@ -19,25 +19,25 @@ from topics.frontend import wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import send_object
 from topics.frontend.arenas import Arenas, live_names
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import read_body
 from topics.frontend.catching_up import CatchingUp
 from topics.frontend.gateway import Gateway
-from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.query import flag, name_after, name_cursor, page_size
 from topics.frontend.reading import TopicReader, TopicRef
 from topics.frontend.routers import RouterRoutes
 from topics.settings import Settings
-from topics.shm.messages import (
+from topics.shm.messages import Done
+from topics.shm.recency import Recency, RecencyWriter
+from topics.shm.topic_messages import (
     DeleteRecords,
     DeleteRecordsReply,
     DeleteTopic,
     DeleteTopicReply,
-    Done,
     Expire,
     PutTopic,
     PutTopicReply,
 )
-from topics.shm.recency import Recency, RecencyWriter
 
 EXPIRE_WAIT_S: Final = 0.25
 """A dead shard must not hold up a state read: it is then answered as the topic was last published."""
@@ -123,7 +123,7 @@ class TopicRoutes:
         started_ns = time.perf_counter_ns()
         name = _topic_name(scope)
         touch = flag(QueryParams(scope["query_string"]), "touch", True)
-        await self._catching_up.one(name)
+        with_copies = await self._catching_up.one(name)
         ref = await self._settled(self._reader.get(name))
         now_ms = self._reader.now_ms()
         view, config = ref.view, ref.config
@@ -151,7 +151,7 @@ class TopicRoutes:
                 "in_flight": view.jobs_in_flight,
                 "dead_lettered": view.jobs_dead_lettered,
             }
-        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns, with_copies=with_copies)
 
     async def list_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()

@@ -15,9 +15,9 @@ from topics.frontend import wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import send_object
 from topics.frontend.append import AppendRoute
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import read_body
 from topics.frontend.commits import Commits
-from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.reading import TopicReader
 from topics.frontend.wire import AppendBody
 from topics.settings import Settings
@@ -114,7 +114,7 @@ class TxnRoutes:
         await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
 
     def _read(self, body: bytes) -> tuple[str, LaidOut]:
-        request = wire.decode_stage(body)
+        request = self._append.decode(wire.stage_decoder, body)
         if any(wire.has_job_attributes(record) for record in request.records):
             raise invalid("a stage keeps no deliver_at, delay_ms or order_key: append such jobs", field="records")
         return _txn(request.txn), self._append.lay_out(AppendBody(request.records, request.node), len(body))

@@ -13,12 +13,12 @@ from topics.core.keys import ANYONE, ApiKey, KeyScope
 from topics.frontend import cursor, wire
 from topics.frontend.access import Access, caller_of
 from topics.frontend.answers import HeaderList, send_object
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import Headers, read_body
 from topics.frontend.catching_up import CatchingUp
 from topics.frontend.channels import Connection
 from topics.frontend.delivery import Hub
 from topics.frontend.following import FollowBody, StartBody, check_starts, check_strong, place, resolve
-from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.media import weight
 from topics.frontend.push import AsgiPush, until_disconnect
 from topics.frontend.query import flag

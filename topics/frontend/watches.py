@@ -10,7 +10,8 @@ from typing import Final
 from topics.frontend.arenas import Arenas
 from topics.log import get_logger
 from topics.shm.arena import TopicView
-from topics.shm.messages import Call, Unwatch, Watch
+from topics.shm.messages import Call
+from topics.shm.watch_messages import Unwatch, Watch
 
 LINGER_S: Final = 10.0
 """A watch outlives its last listener: clients that poll come back."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -21,12 +22,12 @@ from topics.frontend import append, wire
 from topics.frontend.access import Access
 from topics.frontend.answers import send_error
 from topics.frontend.append import AppendRoute
+from topics.frontend.asgi import TRANSPORT, Message, Receive, Scope, Send
 from topics.frontend.bodies import INLINE_BYTES_MAX
 from topics.frontend.catching_up import CatchingUp
 from topics.frontend.channels import Connection
 from topics.frontend.delivery import Hub
 from topics.frontend.following import check_starts, check_strong, place, resolve
-from topics.frontend.http1_exchange import TRANSPORT, Message, Receive, Scope, Send
 from topics.frontend.outbox import Outbox, Subscription
 from topics.frontend.pulse import Stall
 from topics.frontend.reading import TopicReader
@@ -44,10 +45,11 @@ from topics.frontend.websocket_commands import (
 from topics.frontend.wording import MESSAGES
 from topics.log import get_logger
 from topics.settings import Settings
+from topics.shm.append_messages import AppendReply
 from topics.shm.cap import Cap
 from topics.shm.control import ProcessCell
+from topics.shm.durations import Route
 from topics.shm.key_counts import Counted
-from topics.shm.messages import AppendReply
 
 PUBLISHES_MAX: Final = 64
 """On their way to shards, of one socket."""
@@ -77,8 +79,11 @@ class WebSocketRoute:
         catching_up: CatchingUp,
         cell: ProcessCell,
         clock: Clock,
+        observe: Callable[[Route, int], None],
     ) -> None:
-        """`places`: how many sockets and event streams the whole service may have open."""
+        """`places`: how many sockets and event streams the whole service may have open. `observe(route, took_us)` is
+        told of every command that was answered.
+        """
         self.reader = reader
         self.appends = appends
         self.hub = hub
@@ -86,6 +91,7 @@ class WebSocketRoute:
         self.settings = settings
         self.cell = cell
         self.clock = clock
+        self.observe = observe
         self.catching_up = catching_up
         self._places = places
         self._sockets: dict[Socket, None] = {}
@@ -218,9 +224,11 @@ class Socket:
 
     async def _obey(self, message: Message) -> None:
         started_ns = time.perf_counter_ns()
+        self._route.cell.add("requests")
         text = message.get("text")
         body = b"" if text is None else text.encode("utf-8", "surrogatepass")
         request_id: RequestId = None
+        route = Route.OTHER
         try:
             if text is None:
                 raise invalid("a message is JSON text, not binary")
@@ -229,14 +237,23 @@ class Socket:
             except TopicsError:
                 request_id = request_id_of(body)
                 raise
-            request_id = command.request_id
+            request_id, route = command.request_id, command.timed
             await self._do(command, len(body), started_ns)
+            if isinstance(command, Publish):
+                return  # answered by `_acknowledge`
         except TopicsError as error:
-            await self._outbox.put(error_message(request_id, error))
+            await self._refuse(request_id, error)
         except Exception:  # noqa: BLE001 — whatever it is, the client gets an answer and the operator a line
             _log.exception("a WebSocket command failed")
-            failure = TopicsError("internal", "the command failed inside the server")
-            await self._outbox.put(error_message(request_id, failure))
+            await self._refuse(request_id, TopicsError("internal", "the command failed inside the server"))
+        self._observe(route, started_ns)
+
+    async def _refuse(self, request_id: RequestId, error: TopicsError) -> None:
+        self._route.cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
+        await self._outbox.put(error_message(request_id, error))
+
+    def _observe(self, route: Route, started_ns: int) -> None:
+        self._route.observe(route, (time.perf_counter_ns() - started_ns) // 1000)
 
     async def _do(self, command: Command, body_bytes: int, started_ns: int) -> None:
         key = self._route.access.key_of(self._digest)
@@ -316,12 +333,12 @@ class Socket:
         try:
             try:
                 done = await reply
+                self._route.cell.add("records_in", done.count)
+                members = append.members(command.topic, done, command.return_seqs, started_ns)
+                await self._outbox.put(b'{"op":"ack","request_id":%b,%b}' % (_encode(command.request_id), members))
             except TopicsError as error:
-                await self._outbox.put(error_message(command.request_id, error))
-                return
-            self._route.cell.add("records_in", done.count)
-            members = append.members(command.topic, done, command.return_seqs, started_ns)
-            await self._outbox.put(b'{"op":"ack","request_id":%b,%b}' % (_encode(command.request_id), members))
+                await self._refuse(command.request_id, error)
+            self._observe(command.timed, started_ns)
         finally:
             self._may_publish.release()
             self._route.access.limits.give_back(key, Counted.REQUESTS)

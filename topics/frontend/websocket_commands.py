@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, ClassVar, Final
 
 import msgspec
 
@@ -13,6 +13,7 @@ from topics.core.errors import TopicsError, invalid
 from topics.frontend import wire
 from topics.frontend.following import FollowBody, StartBody
 from topics.frontend.wire import AppendBody, Count
+from topics.shm.durations import Route
 
 _Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 RequestId = Annotated[str, msgspec.Meta(max_length=256)] | _Number | None
@@ -21,6 +22,8 @@ RequestId = Annotated[str, msgspec.Meta(max_length=256)] | _Number | None
 
 class Subscribe(FollowBody, tag_field="op", tag="subscribe", kw_only=True):
     """`topic`, or `topics` as names that all start alike or as a map of their own starts."""
+
+    timed: ClassVar[Route] = Route.WS_SUBSCRIBE
 
     request_id: RequestId = None
     topic: str | None = None
@@ -42,6 +45,8 @@ class Subscribe(FollowBody, tag_field="op", tag="subscribe", kw_only=True):
 class Unsubscribe(msgspec.Struct, tag_field="op", tag="unsubscribe", kw_only=True):
     """`topic` or `topics`; one that is not followed is none."""
 
+    timed: ClassVar[Route] = Route.WS_UNSUBSCRIBE
+
     request_id: RequestId = None
     topic: str | None = None
     topics: list[str] | None = None
@@ -53,6 +58,8 @@ class Unsubscribe(msgspec.Struct, tag_field="op", tag="unsubscribe", kw_only=Tru
 class Publish(AppendBody, tag_field="op", tag="publish", kw_only=True):
     """A write (api §2)."""
 
+    timed: ClassVar[Route] = Route.WS_PUBLISH
+
     topic: str
     request_id: RequestId = None
     return_seqs: bool = True
@@ -61,10 +68,13 @@ class Publish(AppendBody, tag_field="op", tag="publish", kw_only=True):
 class Ping(msgspec.Struct, tag_field="op", tag="ping", kw_only=True):
     """Answered with `pong`."""
 
+    timed: ClassVar[Route] = Route.WS_PING
+
     request_id: RequestId = None
 
 
 Command = Subscribe | Unsubscribe | Publish | Ping
+"""`timed`: as what the time until its answer is measured."""
 
 
 class _Any(msgspec.Struct):

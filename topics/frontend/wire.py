@@ -37,7 +37,7 @@ _CONFIG: Final = msgspec.Meta(
     description="of the topic, if this write creates it",
     extra_json_schema={"anyOf": [{"$ref": "#/components/schemas/GivenConfig"}, {"type": "null"}]},
 )
-_PRODUCER: Final = msgspec.Meta(description="not in this version", extra_json_schema={"type": "null"})
+_PRODUCER_ID: Final = msgspec.Meta(min_length=1, max_length=128)
 
 
 class RecordBody(msgspec.Struct, gc=False):
@@ -57,6 +57,14 @@ def has_job_attributes(record: RecordBody) -> bool:
     return record.deliver_at is not None or record.delay_ms is not None or record.order_key is not None
 
 
+class ProducerBody(msgspec.Struct, gc=False):
+    """A fenced writer: `n` counts its writes, `epoch` its instances (api §2)."""
+
+    id: Annotated[str, _PRODUCER_ID]
+    epoch: Count
+    n: Count
+
+
 class AppendBody(msgspec.Struct, gc=False):
     """A write (api §2)."""
 
@@ -67,7 +75,7 @@ class AppendBody(msgspec.Struct, gc=False):
     config: Annotated[Optional, _CONFIG] = msgspec.UNSET
     disable_backpressure: bool = False
     if_head_seq: Count | None = None
-    producer: Annotated[Optional, _PRODUCER] = msgspec.UNSET
+    producer: ProducerBody | None = None
 
 
 class DiffBody(msgspec.Struct, gc=False):
@@ -115,9 +123,9 @@ def decoder(body_type: type[BodyT]) -> msgspec.json.Decoder[BodyT]:
     return msgspec.json.Decoder(body_type)
 
 
-_append_decoder = decoder(AppendBody)
+append_decoder: Final = decoder(AppendBody)
+stage_decoder: Final = decoder(StageBody)
 _diff_decoder = decoder(DiffBody)
-_stage_decoder = decoder(StageBody)
 _drop_decoder = decoder(DropBody)
 _commit_decoder = decoder(CommitBody)
 _delete_decoder = decoder(DeleteBody)
@@ -131,23 +139,12 @@ def decode(json_decoder: msgspec.json.Decoder[BodyT], body: bytes) -> BodyT:
     return value
 
 
-def decode_append(body: bytes) -> AppendBody:
-    request = decode(_append_decoder, body)
-    if request.if_head_seq is not None and request.if_head_seq > U64_MAX:
-        check_counts(request)
-    return request
-
-
 def decode_diff(body: bytes) -> DiffBody:
     request = decode(_diff_decoder, body)
     check_counts(request)
     if request.from_ts is not None and request.from_seq:
         raise invalid("from_ts stands instead of from_seq: give one of the two", field="from_ts")
     return request
-
-
-def decode_stage(body: bytes) -> StageBody:
-    return decode(_stage_decoder, body)
 
 
 def decode_drop(body: bytes) -> DropBody:

@@ -21,10 +21,10 @@ from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend.access import Access
 from topics.frontend.answers import HeaderList
+from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.cold import ColdMissError
 from topics.frontend.dead_letters import DeadLetters
 from topics.frontend.gateway import Gateway
-from topics.frontend.http1_exchange import Receive, Scope, Send
 from topics.frontend.job_channel import JobChannel
 from topics.frontend.job_records import JobRendering, RenderedJobs, fetch_jobs
 from topics.frontend.pulse import STALL_MAX_MS

@@ -5,7 +5,7 @@ Written by the shard alone, mapped by every frontend.
      0        header            magic · version · generation · slots_used · change_count          (u64 words)
      4 KiB    changes           the last CHANGES slot numbers that were made or deleted, a circle
      36 KiB   slots             SLOTS_MAX × SLOT_BYTES, backed by memory as they are used
-     HEAP     blocks            descriptors and location rings, powers of two from 64 bytes
+     HEAP     blocks            descriptors, location rings and tables of segments (`arena_heap.py`)
 
 A slot holds its publication count and two copies of the topic's state. The shard writes the copy that is not
 current and then stores count + 1; a reader takes copy `count & 1` and accepts it if the count is still the same
@@ -15,7 +15,7 @@ afterwards. So readers never wait, and a shard killed in the middle of a write h
 
 A location ring holds the records base_seq..head_seq; seq s lies at index s & (capacity - 1):
 
-    entry  | seq u64 | ts u64 | offset u32 | len_bytes u32 | file_no u32 | flags u32 |      flags: `core/topic.py`
+    entry  | seq u64 | ts u64 | offset u32 | len_bytes u32 | file_no u32 | flags u32 |      flags: `core/location.py`
 
 Records earliest_seq..base_seq - 1 are in segments. A table in the heap lists them, one row of 7 words for each, in the
 order of `core.segment_list.SegmentInfo`; it is never changed in place, a new one comes with a new version:
@@ -31,7 +31,6 @@ Any mismatch means "take a new view", never "wrong data".
 from __future__ import annotations
 
 import contextlib
-import mmap
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -44,9 +43,9 @@ import posix_ipc
 from sortedcontainers import SortedDict
 
 from topics.core.config import TopicConfig
+from topics.core.location import ENTRY_WORDS
 from topics.core.segment_list import SegmentInfo
-from topics.core.topic import ENTRY_WORDS
-from topics.shm.instance import ARENA_RESERVE_BYTES
+from topics.shm.arena_heap import ArenaFullError, ArenaHeap
 from topics.shm.location_ring import copy_entries
 from topics.shm.memory import SharedObject
 from topics.shm.names import shm_name
@@ -65,9 +64,6 @@ _COPY_WORD: Final = 8
 _COPY_WORDS: Final = 24
 _ROW_WORDS: Final = 7
 SEGMENT_ROW_BYTES: Final = _ROW_WORDS * 8
-_BLOCK_MIN_BYTES: Final = 64
-_GIVE_BACK_BYTES: Final = 64 * 1024
-"""Free blocks from this size on hold no memory."""
 _TABLES_KEPT: Final = 1024
 """Topics whose segments a reader remembers."""
 
@@ -138,79 +134,25 @@ class Locations(NamedTuple):
     """file_no | flags << 32"""
 
 
-class ArenaFullError(Exception):
-    """The address space or /dev/shm has no room for another block."""
-
-
 class ArenaWriter:
     """The shard's side."""
 
     def __init__(self, identity: str, shard: int, generation: int) -> None:
         self._shared = SharedObject.create(shm_name(identity, "arena", shard, generation), ARENA_BYTES, _SLOTS_WORD * 8)
-        self.words = self._shared.words
+        self._words = self._shared.words
         self.generation = generation
         self._slots_backed = 0
-        self._heap_next = _HEAP_BYTE
-        self._heap_backed = _HEAP_BYTE
-        self._free_blocks: dict[int, list[int]] = {}
+        self.heap = ArenaHeap(self._shared, _HEAP_BYTE, ARENA_BYTES)
         self._free_slots: list[int] = []
-        self._given_back = 0
         self._published: list[int] = []
-        self.words[_Header.VERSION] = VERSION
-        self.words[_Header.GENERATION] = generation
-        self.words[_Header.MAGIC] = MAGIC
-
-    # -- blocks
-
-    def allocate(self, size_bytes: int) -> int:
-        """Byte offset of a block of at least `size_bytes`."""
-        size = _block_size(size_bytes)
-        free = self._free_blocks.get(size)
-        if free:
-            block = free.pop()
-            if size >= _GIVE_BACK_BYTES:
-                self._back_again(block, size)
-            return block
-        block = self._heap_next
-        if block + size > self._heap_backed:
-            self._back_heap(block + size)
-        self._heap_next += size
-        return block
-
-    def free(self, offset: int, size_bytes: int) -> None:
-        """Takes a block back."""
-        size = _block_size(size_bytes)
-        self._free_blocks.setdefault(size, []).append(offset)
-        if size >= _GIVE_BACK_BYTES:
-            start, end = _whole_pages(offset, size)
-            self._shared.give_back(start, end - start)
-            self._given_back += end - start
-
-    def _back_again(self, block: int, size: int) -> None:
-        start, end = _whole_pages(block, size)
-        try:
-            self._shared.reserve(start, end - start)
-        except OSError as error:
-            self._free_blocks[size].append(block)
-            raise ArenaFullError(f"/dev/shm has no room for {size} more bytes of index: {error.strerror}") from error
-        self._given_back -= end - start
-
-    def _back_heap(self, end: int) -> None:
-        grow = max(end - self._heap_backed, ARENA_RESERVE_BYTES // 2)
-        if self._heap_backed + grow > ARENA_BYTES:
-            raise ArenaFullError(f"index arena {self._shared.name} has used up its {ARENA_BYTES} bytes")
-        try:
-            self._shared.reserve(self._heap_backed, grow)
-        except OSError as error:
-            raise ArenaFullError(f"/dev/shm has no room for {grow} more bytes of index: {error.strerror}") from error
-        self._heap_backed += grow
+        self._words[_Header.VERSION] = VERSION
+        self._words[_Header.GENERATION] = generation
+        self._words[_Header.MAGIC] = MAGIC
 
     @property
     def used_bytes(self) -> int:
         """Memory backing this arena."""
-        return self._slots_backed * SLOT_WORDS * 8 + self._heap_backed - _HEAP_BYTE + _SLOTS_WORD * 8 - self._given_back
-
-    # -- slots
+        return _SLOTS_WORD * 8 + self._slots_backed * SLOT_WORDS * 8 + self.heap.used_bytes
 
     def new_slot(self) -> int:
         """A slot nobody sees until it is published."""
@@ -235,7 +177,7 @@ class ArenaWriter:
     def store_descriptor(self, descriptor: Descriptor) -> tuple[int, int]:
         """(byte offset, length) of a new descriptor block."""
         body = _encode_descriptor(descriptor)
-        offset = self.allocate(len(body))
+        offset = self.heap.allocate(len(body))
         self._shared.bytes[offset : offset + len(body)] = body
         return offset, len(body)
 
@@ -245,8 +187,8 @@ class ArenaWriter:
         if not table:
             return 0, 0
         size_bytes = len(table) * 8
-        offset = self.allocate(size_bytes)
-        self.words[offset >> 3 : (offset >> 3) + len(table)] = table
+        offset = self.heap.allocate(size_bytes)
+        self._words[offset >> 3 : (offset >> 3) + len(table)] = table
         return offset, size_bytes
 
     def publish(self, slot: int, view: TopicView) -> None:
@@ -254,17 +196,17 @@ class ArenaWriter:
         published = self._published[slot] + 1
         word = _SLOTS_WORD + slot * SLOT_WORDS
         copy = word + _COPY_WORD + (published & 1) * _COPY_WORDS
-        self.words[copy : copy + _COPY_WORDS] = array("Q", view)
-        self.words[word] = published
+        self._words[copy : copy + _COPY_WORDS] = array("Q", view)
+        self._words[word] = published
         self._published[slot] = published
 
     def announce(self, slot: int) -> None:
         """Tells readers that this slot's topic was made, or is gone (after `publish`)."""
-        count = self.words[_Header.CHANGE_COUNT]
-        if slot >= self.words[_Header.SLOTS_USED]:
-            self.words[_Header.SLOTS_USED] = slot + 1
-        self.words[_CHANGES_WORD + count % CHANGES] = slot
-        self.words[_Header.CHANGE_COUNT] = count + 1
+        count = self._words[_Header.CHANGE_COUNT]
+        if slot >= self._words[_Header.SLOTS_USED]:
+            self._words[_Header.SLOTS_USED] = slot + 1
+        self._words[_CHANGES_WORD + count % CHANGES] = slot
+        self._words[_Header.CHANGE_COUNT] = count + 1
 
     def unlink(self) -> None:
         """Removes the name; readers keep what they have mapped."""
@@ -275,16 +217,6 @@ def unlink_arena(identity: str, shard: int, generation: int) -> None:
     """Removes an arena's name, if there is one; who has it mapped keeps it."""
     with contextlib.suppress(posix_ipc.ExistentialError):
         posix_ipc.unlink_shared_memory(shm_name(identity, "arena", shard, generation))
-
-
-def _block_size(size_bytes: int) -> int:
-    return max(_BLOCK_MIN_BYTES, 1 << (size_bytes - 1).bit_length())
-
-
-def _whole_pages(offset: int, size: int) -> tuple[int, int]:
-    """The pages that are in a block from end to end."""
-    page = mmap.PAGESIZE
-    return -(-offset // page) * page, (offset + size) // page * page
 
 
 class ArenaReader:
@@ -369,7 +301,7 @@ class ArenaReader:
         return rows
 
     def entries(self, view: TopicView, first_seq: int, last_seq: int) -> array[int] | None:
-        """Index entries (`core.topic`) first_seq..last_seq, ENTRY_WORDS each; None as `locations`."""
+        """Index entries (`core.location`) first_seq..last_seq, ENTRY_WORDS each; None as `locations`."""
         entries = array("Q", copy_entries(self._words, view.ring_word, view.ring_capacity, first_seq, last_seq))
         return entries if entries[0::ENTRY_WORDS] == array("Q", range(first_seq, last_seq + 1)) else None
 

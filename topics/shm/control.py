@@ -11,6 +11,7 @@ own. So each word has one writer, and `status` works while a child is dead or re
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from enum import IntEnum
 from typing import Final
@@ -133,6 +134,7 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "arena_bytes",
         "fsync_us_sum",
         *(f"fsync_us_{bucket:02d}" for bucket in range(LATENCY_BUCKETS)),
+        "router_oversize",
     ),
     Role.COMPACTOR: (
         *_COMMON,
@@ -192,6 +194,7 @@ OVER_LIVES: Final[dict[Role, frozenset[str]]] = {
             "wal_rotations",
             "write_errors",
             "router_copies",
+            "router_oversize",
             "fsync_us_sum",
             *(f"fsync_us_{bucket:02d}" for bucket in range(LATENCY_BUCKETS)),
         )
@@ -253,6 +256,16 @@ class ProcessCell(Cell):
     def __init__(self, words: memoryview, role: Role) -> None:
         super().__init__(words[SUPERVISOR_WORDS:], CHILD_FIELDS[role])
         self.supervisor = Cell(words[:SUPERVISOR_WORDS], SUPERVISOR_FIELDS)
+        self._role = role
+
+    def begin_life(self, incarnation: int, now_ms: int, state: ProcessState) -> None:
+        """This process is the one that writes it from now on; what is not kept over lives begins anew."""
+        self.clear(OVER_LIVES[self._role])
+        self.set("incarnation", incarnation)
+        self.set("pid", os.getpid())
+        self.set("started_ms", now_ms)
+        self.set("heartbeat_ms", now_ms)
+        self.set("state", state)
 
 
 def latency_bucket(latency_us: int) -> int:

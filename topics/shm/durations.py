@@ -47,6 +47,11 @@ class Route(IntEnum):
     GET_ROUTER = 21
     PUT_ROUTER = 22
     DELETE_ROUTER = 23
+    WS_PUBLISH = 24
+    """Commands over a WebSocket, each until its answer is on its way."""
+    WS_SUBSCRIBE = 25
+    WS_UNSUBSCRIBE = 26
+    WS_PING = 27
 
 
 _BLOCK_WORDS: Final = len(Route) * _ROUTE_WORDS

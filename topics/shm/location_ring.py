@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from array import array
-from typing import Final, Protocol
+from typing import Final
 
 from topics.core.config import U64_MAX
-from topics.core.topic import ENTRY_WORDS
+from topics.core.location import ENTRY_WORDS
+from topics.shm.arena_heap import ArenaHeap
 
 RING_MIN_ENTRIES: Final = 16
-
-
-class Blocks(Protocol):
-    """What a ring needs of the arena: its words, and blocks of them."""
-
-    words: memoryview
-
-    def allocate(self, size_bytes: int) -> int: ...
-    def free(self, offset: int, size_bytes: int) -> None: ...
 
 
 class LocationRing:
     """The shard's handle on one topic's ring. Grow first (`reserve`), then `append` cannot fail."""
 
     __slots__ = (
-        "_arena",
+        "_heap",
         "_outgrown",
         "_words",
         "base_seq",
@@ -35,13 +27,13 @@ class LocationRing:
         "word",
     )
 
-    def __init__(self, arena: Blocks, first_seq: int) -> None:
-        self._arena = arena
-        self._words = arena.words
+    def __init__(self, heap: ArenaHeap, first_seq: int) -> None:
+        self._heap = heap
+        self._words = heap.words
         self.base_seq = first_seq
         self.next_seq = first_seq
         self.capacity = RING_MIN_ENTRIES
-        self.word = arena.allocate(RING_MIN_ENTRIES * ENTRY_WORDS * 8) >> 3
+        self.word = heap.allocate(RING_MIN_ENTRIES * ENTRY_WORDS * 8) >> 3
         self._outgrown: list[tuple[int, int]] = []
         self.hold_seq = U64_MAX
         """Entries from here on stay, also of records that are gone: routers may copy them (again)."""
@@ -66,7 +58,7 @@ class LocationRing:
 
     def _move(self, capacity: int) -> None:
         """To another block."""
-        word = self._arena.allocate(capacity * ENTRY_WORDS * 8) >> 3
+        word = self._heap.allocate(capacity * ENTRY_WORDS * 8) >> 3
         old_word, old_capacity = self.word, self.capacity
         columns = self._copy(self.base_seq, self.next_seq - 1) if self.next_seq > self.base_seq else None
         self.word, self.capacity = word, capacity
@@ -78,7 +70,7 @@ class LocationRing:
     def published(self) -> None:
         """Readers know where the ring is now: blocks it has outgrown may be used again."""
         for block in self._outgrown:
-            self._arena.free(*block)
+            self._heap.free(*block)
         self._outgrown.clear()
 
     def append(self, ts: int, offset_len: array[int], file_flags: array[int]) -> None:
@@ -145,7 +137,7 @@ class LocationRing:
     def release(self) -> None:
         """Gives the block back; the topic is gone."""
         self.published()
-        self._arena.free(self.word << 3, self.capacity * ENTRY_WORDS * 8)
+        self._heap.free(self.word << 3, self.capacity * ENTRY_WORDS * 8)
 
     def _copy(self, first_seq: int, last_seq: int) -> array[int]:
         return array("Q", copy_entries(self._words, self.word, self.capacity, first_seq, last_seq))

@@ -1,12 +1,10 @@
-"""What frontends and shards say to each other about queues and named cursors (api §9, §10); `messages.py` carries it.
+"""What frontends and shards say to each other about queues (api §9); `messages.py` carries it.
 
 A `/work` stream, and a claim that waits for its window, are known by the frontend that has them and a number of that
 frontend's own, never used twice. Both are dealt jobs with a `Dealt` that nobody asked for at that moment.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import msgspec
 
@@ -99,55 +97,7 @@ class Remove(msgspec.Struct, tag=True, array_like=True, frozen=True):
     seqs: list[int]
 
 
-class CursorPut(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Make a named cursor or change it. A nil `seq` leaves one that exists where it is, and begins a new one at 0."""
-
-    name: str
-    cursor: str
-    consistency: Literal["strictly_at_once", "at_least_once"]
-    persist_every: int
-    seq: int | None
-    tail: bool
-
-
-class CursorDelete(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    name: str
-    cursor: str
-
-
-class CursorLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Where is it, or where are all (a nil `cursor`)?"""
-
-    name: str
-    cursor: str | None
-
-
-class CursorAdvance(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A reader has read from `from_seq` to `to_seq`: move the cursor, if it is still there."""
-
-    name: str
-    cursor: str
-    revision: int
-    from_seq: int
-    to_seq: int
-
-
-QueueCall = (
-    Claim
-    | Ack
-    | Nack
-    | Extend
-    | Unclaim
-    | WorkOpen
-    | WorkClose
-    | Bury
-    | Exhume
-    | Remove
-    | CursorPut
-    | CursorDelete
-    | CursorLook
-    | CursorAdvance
-)
+QueueCall = Claim | Ack | Nack | Extend | Unclaim | WorkOpen | WorkClose | Bury | Exhume | Remove
 
 
 class Dealt(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -193,34 +143,4 @@ class RemoveReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     count: int
 
 
-class CursorReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A cursor as it is. `revision` is another one whenever it was moved by anything but a reader."""
-
-    cursor: str
-    consistency: Literal["strictly_at_once", "at_least_once"]
-    persist_every: int
-    seq: int
-    persisted_seq: int
-    revision: int
-    created: bool = False
-
-
-class CursorList(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    cursors: list[CursorReply]
-
-
-class CursorDeleted(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    deleted: bool
-
-
-class CursorMoved(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`moved`: what was read is the reader's. Else it is where it is now, for another try."""
-
-    moved: bool
-    seq: int
-    revision: int
-
-
-QueueReply = (
-    Dealt | Waiting | AckReply | ExtendReply | RemoveReply | CursorReply | CursorList | CursorDeleted | CursorMoved
-)
+QueueReply = Dealt | Waiting | AckReply | ExtendReply | RemoveReply

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from topics.client.segment_calls import Segment
-from topics.core.topic import LOCATION_DELETED, LOCATION_LOST
+from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.spark.options import Directories
 from topics.spark.segment_arrow import InconsistentLengthsError, Records, decode
 from topics.storage.postings import CorruptPostings, Postings

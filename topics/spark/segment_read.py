@@ -16,7 +16,8 @@ from typing import Final
 import numpy as np
 
 from topics.client.segment_calls import Segment
-from topics.core.topic import LOCATION_DELETED, LOCATION_LOST, EvictReason
+from topics.core.floors import EvictReason
+from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.spark.errors import OptionError
 from topics.spark.offsets import Gap, Range
 from topics.spark.options import Directories, ReadOptions

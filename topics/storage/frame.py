@@ -50,6 +50,13 @@ HOPS_SHIFT = 5
 LOCATION_HAS_TAG = 4
 LOCATION_HAS_NODE = 8
 LOCATION_HAS_META = 16
+LOCATION_FLAGS = [
+    (LOCATION_HAS_TAG if flags & FLAG_TAG else 0)
+    | (LOCATION_HAS_NODE if flags & FLAG_NODE else 0)
+    | (LOCATION_HAS_META if flags & FLAG_META else 0)
+    for flags in range(256)
+]
+"""By the flags of a frame: those of its location (`core/location.py`) that say what it has."""
 
 NODE_MAX_BYTES = 0xFFFF
 TAG_MAX_BYTES = 0xFFFF
@@ -63,6 +70,7 @@ _IDS = Struct("<QQQ")  # topic_id, seq, ts: what only the shard knows
 _DATA_KEY = b'"data":'
 _META_KEY = b',"meta":'
 _NO_CHECKSUM = bytes(CHECKSUM_LEN)
+_JOINED_AT_ONCE_LEN = 2 << 20
 
 # The header of an unstamped Append, with the room for the checksum of the frame before it: one pack and one join entry
 # less a record than packing the two apart.
@@ -165,12 +173,11 @@ def lay_out(records: Iterable[tuple[bytes, bytes, Bytes, Bytes]]) -> LaidOut:
     if not count:
         return LaidOut(bytearray(), array("Q"), array("Q"), b"", 0)
     add(_NO_CHECKSUM)
-    buffer = bytearray().join(parts)
-    del buffer[:CHECKSUM_LEN]  # the first header has no checksum before it
     offsets = list(accumulate(lengths, initial=0))
     whole_len = offsets.pop()
     if whole_len >> 32:
         raise _write_too_large(whole_len)
+    buffer = _joined(parts, whole_len)
     buffer[offsets[-1] + _FLAGS_AT] &= ~FLAG_MORE & 0xFF
     offset_len = array("Q", [offset | length << 32 for offset, length in zip(offsets, lengths, strict=True)])
     return LaidOut(buffer, array("Q", offsets), offset_len, bytes(flags) if has_attributes else bytes(count), count)
@@ -201,17 +208,30 @@ def lay_out_plain(data: Sequence[Bytes]) -> LaidOut:
     parts: list[Bytes] = [_NO_CHECKSUM] * (2 * count + 1)
     parts[0:-1:2] = [_plain_headers[data_len] for data_len in data_lens]
     parts[1::2] = data
-    buffer = bytearray().join(parts)
-    del buffer[:CHECKSUM_LEN]  # the first header has no checksum before it
-    if len(buffer) >> 32:
-        raise _write_too_large(len(buffer))
     extra_len = OVERHEAD_LEN + len(_DATA_KEY)
     lengths = [data_len + extra_len for data_len in data_lens]
     offsets = list(accumulate(lengths, initial=0))
-    offsets.pop()
+    whole_len = offsets.pop()
+    if whole_len >> 32:
+        raise _write_too_large(whole_len)
+    buffer = _joined(parts, whole_len)
     buffer[offsets[-1] + _FLAGS_AT] &= ~FLAG_MORE & 0xFF
     offset_len = array("Q", [offset | length << 32 for offset, length in zip(offsets, lengths, strict=True)])
     return LaidOut(buffer, array("Q", offsets), offset_len, bytes(count), count)
+
+
+def _joined(parts: list[Bytes], whole_len: int) -> bytearray:
+    """The frames of so many bytes. Long ones piece by piece: joining tens of MB at once would hold up other threads."""
+    if whole_len <= _JOINED_AT_ONCE_LEN:
+        buffer = bytearray().join(parts)
+    else:
+        buffer = bytearray()
+        step = max(1, len(parts) * _JOINED_AT_ONCE_LEN // whole_len)
+        for start in range(0, len(parts), step):
+            buffer += b"".join(parts[start : start + step])
+    del buffer[:CHECKSUM_LEN]  # the first header has no checksum before it
+    assert len(buffer) == whole_len
+    return buffer
 
 
 def _write_too_large(whole_len: int) -> FrameTooLarge:

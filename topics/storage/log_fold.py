@@ -7,29 +7,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from typing import Final
 
 from topics.core.fold import Fold
-from topics.core.topic import LOCATION_IN_RAM_LOG
+from topics.core.location import LOCATION_IN_RAM_LOG
 from topics.storage.frame import (
-    FLAG_META,
-    FLAG_NODE,
-    FLAG_TAG,
     HEADER_LEN,
-    LOCATION_HAS_META,
-    LOCATION_HAS_NODE,
-    LOCATION_HAS_TAG,
+    LOCATION_FLAGS,
     FrameType,
 )
 from topics.storage.recovery import RecoveredFile
-
-_LOCATION_FLAGS: Final = [
-    (LOCATION_HAS_TAG if flags & FLAG_TAG else 0)
-    | (LOCATION_HAS_NODE if flags & FLAG_NODE else 0)
-    | (LOCATION_HAS_META if flags & FLAG_META else 0)
-    for flags in range(256)
-]
-"""Frame flags → location flags."""
 
 
 def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:
@@ -37,7 +23,7 @@ def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:
     ram_flag = LOCATION_IN_RAM_LOG if in_ram else 0
     buffer = batch.buffer
     runs: dict[int, array[int]] = {}
-    words = [batch.file_no | (flags | ram_flag) << 32 for flags in _LOCATION_FLAGS]
+    words = [batch.file_no | (flags | ram_flag) << 32 for flags in LOCATION_FLAGS]
     last_topic_id = -1
     extend: Callable[[tuple[int, int, int, int]], None] | None = None
     for offset, total_len, type_, flags, topic_id, seq, ts, node_len, tag_len, data_len in batch.frames:

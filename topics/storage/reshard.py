@@ -41,7 +41,7 @@ from topics.storage.wal import FILE_BYTES, WalWriter
 
 
 class _CreateName(msgspec.Struct):
-    """What resharding needs of a TOPIC_CREATE's body; `core.fold` owns the rest."""
+    """What resharding needs of a TOPIC_CREATE's body; `core.control_bodies` owns the rest."""
 
     name: str
 

@@ -45,13 +45,12 @@ from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from topics.core.topic import ENTRY_WORDS, LOCATION_DELETED, LOCATION_LOST, EvictReason
+from topics.core.floors import EvictReason
+from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_DELETED, LOCATION_GONE, LOCATION_LOST
 from topics.storage import layout
 from topics.storage.frame import CHECKSUM_LEN as WAL_CHECKSUM_LEN
 from topics.storage.frame import (
-    FLAG_META,
-    FLAG_NODE,
-    FLAG_TAG,
+    LOCATION_FLAGS,
     LOCATION_HAS_META,
     LOCATION_HAS_NODE,
     LOCATION_HAS_TAG,
@@ -77,21 +76,13 @@ _WAL_FLAGS_AT: Final = 5
 _WAL_IDENTITY_AT: Final = 6  # topic_id, seq
 _WAL_IDENTITY_LEN: Final = 16
 _WAL_SEQ_AT: Final = 14
-_FLAGS_SHIFT: Final = 32
-_GONE: Final = LOCATION_DELETED | LOCATION_LOST
-_GONE_FLAGS: Final = frozenset(flags for flags in range(256) if flags & _GONE)
-_KEPT_FLAGS: Final = _GONE | LOCATION_HAS_TAG | LOCATION_HAS_NODE | LOCATION_HAS_META
+_GONE_FLAGS: Final = frozenset(flags for flags in range(256) if flags & LOCATION_GONE)
+_KEPT_FLAGS: Final = LOCATION_GONE | LOCATION_HAS_TAG | LOCATION_HAS_NODE | LOCATION_HAS_META
 _REASONS: Final = frozenset(map(int, EvictReason)) - {EvictReason.NONE}
 _FLAG_BYTES: Final = [bytes((flags,)) for flags in range(256)]
 # The end of a frame and the length of the one behind it: one pack and one join entry less a record.
 _TAIL_AND_NEXT: Final = Struct("<QBI")
 _FRAME_LEN: Final = Struct("<I")
-_LOCATION_FLAGS: Final = [
-    (LOCATION_HAS_TAG if flags & FLAG_TAG else 0)
-    | (LOCATION_HAS_NODE if flags & FLAG_NODE else 0)
-    | (LOCATION_HAS_META if flags & FLAG_META else 0)
-    for flags in range(256)
-]
 
 
 class CorruptSegment(Exception):  # noqa: N818 — named for what it is
@@ -173,7 +164,7 @@ class SegmentReader:
             entries[0::ENTRY_WORDS], entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS], strict=True
         ):
             offset, length = offset_len & 0xFFFF_FFFF, offset_len >> 32
-            if not length or not file_flags >> _FLAGS_SHIFT & LOCATION_HAS_TAG:
+            if not length or not file_flags >> FLAGS_SHIFT & LOCATION_HAS_TAG:
                 continue
             if offset + length > len(data) or length < HEADER_LEN + TAIL_LEN:
                 self.frame(seq)  # says what is wrong
@@ -245,7 +236,7 @@ class SegmentReader:
             reason = "inconsistent lengths"
         elif (frame_seq, frame_ts) != (seq, ts):
             reason = f"holds seq {frame_seq} of {frame_ts}, the index says seq {seq} of {ts}"
-        elif _LOCATION_FLAGS[flags] != location_flags & ~LOCATION_DELETED:
+        elif LOCATION_FLAGS[flags] != location_flags & ~LOCATION_DELETED:
             reason = f"flags {flags:#x}, the index says {location_flags:#x}"
         else:
             node_at = HEADER_LEN - _FLAGS_AT
@@ -282,7 +273,7 @@ def entries_of_idx(part: Bytes, first_seq: int) -> array[int]:
 
 def is_gone(file_flags: int) -> bool:
     """Whether the record of an index entry gets no frame in a segment."""
-    return bool(file_flags >> _FLAGS_SHIFT & _GONE)
+    return bool(file_flags >> FLAGS_SHIFT & LOCATION_GONE)
 
 
 def holds_frame(header: bytes, length: int, seq: int) -> bool:

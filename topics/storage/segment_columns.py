@@ -15,14 +15,9 @@ from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from topics.core.topic import LOCATION_DELETED, LOCATION_LOST
+from topics.core.location import LOCATION_GONE
 from topics.storage.frame import (
-    FLAG_META,
-    FLAG_NODE,
-    FLAG_TAG,
-    LOCATION_HAS_META,
-    LOCATION_HAS_NODE,
-    LOCATION_HAS_TAG,
+    LOCATION_FLAGS,
     Bytes,
 )
 from topics.storage.segment import ENTRY_LEN, HEADER_LEN, TAIL_LEN, CorruptSegment
@@ -30,13 +25,6 @@ from topics.storage.segment import ENTRY_LEN, HEADER_LEN, TAIL_LEN, CorruptSegme
 _LENGTH_FIELD_LEN: Final = 4
 _ENTRY_U32: Final = ENTRY_LEN // 4
 _TS_AT: Final = 8
-_GONE: Final = LOCATION_DELETED | LOCATION_LOST
-_LOCATION_FLAGS: Final = [
-    (LOCATION_HAS_TAG if flags & FLAG_TAG else 0)
-    | (LOCATION_HAS_NODE if flags & FLAG_NODE else 0)
-    | (LOCATION_HAS_META if flags & FLAG_META else 0)
-    for flags in range(256)
-]
 
 
 class Columns(NamedTuple):
@@ -58,7 +46,7 @@ class Columns(NamedTuple):
     @property
     def has_gone(self) -> bool:
         """Whether any is deleted or lost."""
-        return any(flags & _GONE for flags in set(self.flags))
+        return any(flags & LOCATION_GONE for flags in set(self.flags))
 
 
 def read_columns(idx: Bytes | mmap.mmap, first: int, count: int) -> Columns:
@@ -128,7 +116,7 @@ def check_frames(
     ts, _, lengths, flags = columns
     seqs: Sequence[int] = range(first_seq, first_seq + len(ts))
     if columns.has_gone:
-        live = [number for number, flag in enumerate(flags) if not flag & _GONE]
+        live = [number for number, flag in enumerate(flags) if not flag & LOCATION_GONE]
         seqs, ts, flags = [seqs[n] for n in live], [ts[n] for n in live], [flags[n] for n in live]
         starts, lengths = [starts[n] for n in live], [lengths[n] for n in live]
     if not seqs:
@@ -146,7 +134,7 @@ def check_frames(
     wanted = array("Q", bytes(16 * len(bodies)))
     wanted[0::2] = array("Q", seqs)
     wanted[1::2] = array("Q", ts)
-    if digests == stored and identities == wanted.tobytes() and [_LOCATION_FLAGS[body[0]] for body in bodies] == flags:
+    if digests == stored and identities == wanted.tobytes() and [LOCATION_FLAGS[body[0]] for body in bodies] == flags:
         return
     for number, (seq, body) in enumerate(zip(seqs, bodies, strict=True)):
         reason = ""
@@ -155,7 +143,7 @@ def check_frames(
         elif identities[number * 16 : number * 16 + 16] != wanted[number * 2 : number * 2 + 2].tobytes():
             found = array("Q", identities[number * 16 : number * 16 + 16])
             reason = f"holds seq {found[0]} of {found[1]}, the index says seq {seq} of {ts[number]}"
-        elif _LOCATION_FLAGS[body[0]] != flags[number]:
+        elif LOCATION_FLAGS[body[0]] != flags[number]:
             reason = f"flags {body[0]:#x} of seq {seq}, the index says {flags[number]:#x}"
         if reason:
             raise CorruptSegment(path, base + starts[number], reason)

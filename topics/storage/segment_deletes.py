@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from topics.core.topic import LOCATION_DELETED
+from topics.core.location import LOCATION_DELETED
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.logfile import write_fully

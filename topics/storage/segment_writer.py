@@ -9,7 +9,7 @@ from bisect import bisect_right
 from itertools import accumulate
 from typing import Final
 
-from topics.core.topic import ENTRY_WORDS
+from topics.core.location import ENTRY_WORDS
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, make_dirs
 from topics.storage.frame import Bytes

@@ -7,7 +7,8 @@ import resource
 from collections.abc import Callable
 from typing import Final
 
-from topics.settings import MIB, Settings
+from topics.setting_values import MIB
+from topics.settings import Settings
 from topics.shm.instance import SharedMemory
 from topics.shm.names import SHM_ROOT
 

@@ -25,6 +25,9 @@ class Signals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Who asks again for the stop that is over must not make its exit code another one.
+        while self.wait(0) is not None:
+            pass
         signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
 
     def wait(self, timeout_ms: int | None) -> signal.Signals | None:

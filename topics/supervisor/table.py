@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from topics.settings import MIB
+from topics.setting_values import MIB
 from topics.supervisor.children import show_exit
 from topics.supervisor.status import CompactorStatus, FrontendStatus, ProcessStatus, ShardStatus, Status
 

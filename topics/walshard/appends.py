@@ -11,12 +11,13 @@ from array import array
 from collections.abc import Callable
 
 from topics.core.config import TopicConfig
+from topics.core.control_bodies import CreateBody, encode_body, encode_idempotency
 from topics.core.errors import TopicsError, not_a_queue, topic_not_found
-from topics.core.fold import CreateBody, encode_body, encode_idempotency
 from topics.core.idempotency import Outcome, is_pin
-from topics.core.topic import LOCATION_IN_RAM_LOG
-from topics.shm import messages
-from topics.shm.messages import AppendReply, AppendRequest
+from topics.core.location import LOCATION_IN_RAM_LOG
+from topics.core.producers import Turn, check_fence, check_order, is_producer_key, parse_key
+from topics.shm import append_messages
+from topics.shm.append_messages import AppendReply, AppendRequest
 from topics.storage import frame
 from topics.storage.frame import FLAG_DURABLE, FLAG_MORE, Bytes, FrameType
 from topics.walshard.head_marks import ceiling_operation
@@ -42,6 +43,7 @@ class Draft:
         "new",
         "records",
         "ts",
+        "turns",
     )
 
     def __init__(self, hosted: Hosted, now_ms: int, new: bool) -> None:
@@ -58,6 +60,8 @@ class Draft:
         self.claimed_bytes = 0
         """Of what the whole service may hold."""
         self.keys: dict[bytes, Outcome] = {}
+        self.turns: dict[bytes, Turn] = {}
+        """Where producers are that wrote in this group."""
         self.last = Outcome(0, 0, 0)
 
 
@@ -69,7 +73,7 @@ class Appends:
     def __init__(
         self,
         find: Callable[[str], Hosted | None],
-        make_topic: Callable[[str, TopicConfig], Hosted],
+        make_topic: Callable[[str, TopicConfig, int], Hosted],
         abandon_topic: Callable[[Hosted], None],
         host: Callable[[Hosted], None],
         claim_bytes: Callable[[int, Callable[[], int]], int],
@@ -140,17 +144,26 @@ class Appends:
             config = request.config or TopicConfig()
             if not request.create or not config.auto_create:
                 raise topic_not_found(request.name)
-            draft = Draft(self._make_topic(request.name, config), now_ms, new=True)
+            draft = Draft(self._make_topic(request.name, config, now_ms), now_ms, new=True)
         self._drafts[request.name] = draft
         return draft
 
     def _known(self, draft: Draft, request: AppendRequest, now_ms: int) -> Outcome | None:
-        if not request.key:
+        """What the write came to if it is a repeat; `409` for one of a producer that may not write it."""
+        key = request.key
+        if not key:
             return None
-        topic = draft.hosted.topic
-        return draft.keys.get(request.key) or topic.idempotency.find(
-            request.key, now_ms, topic.config.idempotency_window_ms
-        )
+        idempotency = draft.hosted.topic.idempotency
+        window_ms = draft.hosted.topic.config.idempotency_window_ms
+        known = draft.keys.get(key) or idempotency.find(key, now_ms, window_ms)
+        if is_producer_key(key):
+            producer, turn = parse_key(key)
+            last = draft.turns.get(producer) or idempotency.turn_of(producer, now_ms)
+            if last is not None:
+                check_fence(producer, last, turn)
+                if known is None:
+                    check_order(producer, last, turn)
+        return known
 
     def _prepare_durable(self, request: AppendRequest, draft: Draft, answer: Answer) -> None:
         hosted = draft.hosted
@@ -210,6 +223,9 @@ class Appends:
         outcome = draft.last = Outcome(first_seq, request.count, ts)
         if key:
             draft.keys[key] = outcome
+            if is_producer_key(key):
+                producer, turn = parse_key(key)
+                draft.turns[producer] = turn
         draft.head_seq += request.count
         draft.records += request.count
         draft.live_bytes += size_bytes
@@ -230,7 +246,7 @@ class Appends:
     def _reply(self, answer: Answer, outcome: Outcome, draft: Draft, created: bool, deduped: bool) -> bytearray:
         durability = draft.hosted.topic.config.durability
         reply = AppendReply(outcome.first_seq, outcome.records, draft.head_seq, created, deduped, durability, 0, 0)
-        return messages.encode_append_reply(answer.request_id, reply)
+        return append_messages.encode_append_reply(answer.request_id, reply)
 
 
 def _growth(draft: Draft, request: AppendRequest) -> int:

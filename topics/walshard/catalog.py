@@ -10,8 +10,9 @@ from topics.core.clock import Clock
 from topics.core.config import TopicConfig
 from topics.core.fold import Fold, FoldError
 from topics.core.jobs import Now
+from topics.core.location import LOCATION_IN_RAM_LOG
 from topics.core.names import owner_shard
-from topics.core.topic import LOCATION_IN_RAM_LOG, Topic
+from topics.core.topic import Topic
 from topics.core.topic_ids import TopicIds
 from topics.shm.arena import ArenaWriter
 from topics.shm.location_ring import LocationRing
@@ -54,8 +55,18 @@ class Catalog:
         return self._by_id.get(topic_id)
 
     def make(self, name: str, config: TopicConfig, now_ms: int) -> Hosted:
-        """A topic nobody sees yet; ArenaFullError when /dev/shm has no room."""
-        ring = LocationRing(self._arena, 1)
+        """A topic nobody sees yet, then either hosted or abandoned; ArenaFullError when /dev/shm has no room,
+        `throttled` when the service may not have one more.
+        """
+        self._holdings.claim_topic()
+        try:
+            return self._make(name, config, now_ms)
+        except Exception:
+            self._holdings.release_topic()
+            raise
+
+    def _make(self, name: str, config: TopicConfig, now_ms: int) -> Hosted:
+        ring = LocationRing(self._arena.heap, 1)
         try:
             recreated = name in self._deleted_names
             topic_id = self._ids.next(now_ms)
@@ -64,6 +75,11 @@ class Catalog:
         except Exception:
             ring.release()
             raise
+
+    def abandon(self, hosted: Hosted) -> None:
+        """It was made, and its creation did not get into the log."""
+        hosted.abandon()
+        self._holdings.release_topic()
 
     def host(self, hosted: Hosted) -> None:
         assert hosted.topic.name not in self._by_name

@@ -10,23 +10,93 @@ from __future__ import annotations
 from functools import partial
 from typing import Final
 
-from topics.core.fold import MarkBody, encode_body
+from topics.core.control_bodies import MarkBody, encode_body
+from topics.core.errors import TopicsError
+from topics.core.floors import Floors
 from topics.core.segment_list import SegmentList
-from topics.core.shard_state import Floors
+from topics.core.seq_set import seqs_of
 from topics.log import get_logger
-from topics.shm.arena import ArenaFullError
-from topics.shm.messages import TopicCheckpoint
+from topics.shm import messages
+from topics.shm.arena_heap import ArenaFullError
+from topics.shm.compactor_messages import Checkpoint, CheckpointReply, MarkAgain, TopicCheckpoint
+from topics.shm.messages import Done
 from topics.storage import frame
 from topics.storage.frame import FrameType
 from topics.storage.kill_points import reached
 from topics.storage.segment import CorruptSegment
+from topics.walshard.catalog import Catalog
+from topics.walshard.commit import Logs
+from topics.walshard.group_commit import GroupCommit
 from topics.walshard.hosted import Hosted
-from topics.walshard.operation import Operation
+from topics.walshard.operation import Answer, Operation
+from topics.walshard.routing import Routing
 from topics.walshard.segment_files import SegmentFiles
+from topics.walshard.step_clock import StepClock
 
 log = get_logger()
 
 _REFUSED: Final = (ValueError, ArenaFullError, OSError, CorruptSegment)
+
+
+class Checkpoints:
+    """Takes them, one a commit of its own: everything prepared is committed before."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        files: SegmentFiles,
+        logs: Logs,
+        routing: Routing,
+        commits: GroupCommit,
+        time: StepClock,
+    ) -> None:
+        self._catalog = catalog
+        self._files = files
+        self._logs = logs
+        self._routing = routing
+        self._commits = commits
+        self._time = time
+
+    def take(self, call: Checkpoint, answer: Answer) -> None:
+        """Answers, or raises TopicsError."""
+        self._files.mark_again()
+        self._require_marked()
+        held: list[int] = []
+        due: list[tuple[TopicCheckpoint, Hosted | None]] = []
+        for checkpoint in call.topics:
+            hosted = self._catalog.find_id(checkpoint.topic_id)
+            if hosted is not None:
+                self._routing.before_log(hosted)
+                if not self._routing.lets_go(hosted, checkpoint.up_to_seq):
+                    reached("mark.held")
+                    held.append(checkpoint.topic_id)
+                    continue
+            due.append((checkpoint, hosted))
+        # Only now: what is logged for one topic may say floors of another, and marks have floors as well.
+        marks = Marks(self._files, self._time.now.wall_ms)
+        for checkpoint, hosted in due:
+            marks.add(checkpoint, hosted)
+        if marks.operations:
+            if not self._commits.commit(marks.operations, [], marks.marked.keys()):
+                marks.undo()
+        elif not self._logs.sync():
+            raise TopicsError("storage_unavailable", "the log cannot be synced now; see the service's log")
+        answer.reply = messages.encode_reply(answer.request_id, CheckpointReply(marks.gone, marks.refused, held))
+
+    def mark_again(self, call: MarkAgain, answer: Answer) -> None:
+        """Marks deletions that the log tells of, whatever was marked before; of a topic that is deleted, none. Answers,
+        or raises TopicsError when there are some that cannot be marked.
+        """
+        hosted = self._catalog.find_id(call.topic_id)
+        if hosted is not None:
+            hosted.index.flag_moved(list(seqs_of(call.runs)))
+        self._require_marked()
+        answer.reply = messages.encode_reply(answer.request_id, Done())
+
+    def _require_marked(self) -> None:
+        """A snapshot would take for done what only the log says."""
+        if not self._files.is_marked:
+            raise TopicsError("storage_unavailable", "deletions cannot be marked in their segments now")
 
 
 class Marks:

@@ -16,9 +16,9 @@ from typing import Final
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.log import get_logger
+from topics.shm.append_messages import add_times
 from topics.shm.control import ProcessCell, latency_bucket
 from topics.shm.journal import JournalEntry
-from topics.shm.messages import add_times
 from topics.storage.logfile import WalEnd
 from topics.storage.wal import CommitTimes, Moved, Plan, WalSyncError, WalWriteError, WalWriter
 from topics.walshard.operation import Operation

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
+from topics.core.control_bodies import encode_body
 from topics.core.cursors import Cursor, CursorBody
 from topics.core.errors import topic_not_found
-from topics.core.fold import encode_body
 from topics.shm import messages
-from topics.shm.queue_messages import (
+from topics.shm.cursor_messages import (
     CursorAdvance,
+    CursorCall,
     CursorDelete,
     CursorDeleted,
     CursorList,
     CursorLook,
     CursorMoved,
+    CursorPassedOn,
     CursorPut,
     CursorReply,
 )
+from topics.shm.messages import Done
 from topics.storage.frame import FrameType
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer
 from topics.walshard.queue_writes import QueueWrites
 
-CURSOR_CALLS: Final = (CursorPut, CursorDelete, CursorLook, CursorAdvance)
-
-CursorCall = CursorPut | CursorDelete | CursorLook | CursorAdvance
+CURSOR_CALLS: Final = (CursorPut, CursorDelete, CursorLook, CursorAdvance, CursorPassedOn)
 
 
 class NamedCursors:
@@ -36,6 +37,12 @@ class NamedCursors:
         self._find = find
         self._writes = writes
         self._commit = commit
+
+    def frontend_died(self, frontend: int, every: Iterable[Hosted]) -> None:
+        """Answers that it had not passed on are lost."""
+        for hosted in every:
+            for cursor in hosted.topic.cursors:
+                cursor.frontend_died(frontend)
 
     def take(self, call: CursorCall, answer: Answer) -> None:
         """Prepares the answer, and what it has the group write; raises TopicsError, the group being as before."""
@@ -54,6 +61,8 @@ class NamedCursors:
                 answer.reply = messages.encode_reply(answer.request_id, reply)
             case CursorAdvance():
                 self._advance(hosted, call, answer)
+            case CursorPassedOn():
+                self._passed_on(hosted, call, answer)
 
     def _put(self, hosted: Hosted, call: CursorPut, answer: Answer) -> None:
         self._commit()
@@ -64,7 +73,8 @@ class NamedCursors:
         if call.tail:
             seq = topic.head_seq
         elif seq is None:
-            seq = 0 if known is None else known.seq
+            strict = call.consistency == "strictly_at_once"
+            seq = 0 if known is None else known.seq if strict else known.settled_seq
         body = CursorBody(call.cursor, call.consistency, call.persist_every, seq)
         reply = CursorReply(call.cursor, call.consistency, call.persist_every, seq, seq, 0, known is None)
         answer.reply = messages.encode_reply(answer.request_id, reply)
@@ -84,20 +94,28 @@ class NamedCursors:
 
     def _advance(self, hosted: Hosted, call: CursorAdvance, answer: Answer) -> None:
         cursor = hosted.topic.cursors.get(call.name, call.cursor)
-        moved = cursor.advance(call.revision, call.from_seq, call.to_seq)
-        reply = CursorMoved(moved, cursor.seq, cursor.revision)
+        read = cursor.advance(call.revision, call.from_seq, call.to_seq, answer.frontend)
+        reply = CursorMoved(read is not None, cursor.seq, cursor.revision, read or 0)
         answer.reply = messages.encode_reply(answer.request_id, reply)
-        if moved and cursor.to_persist:
+        if read is not None and cursor.strict:
+            self._persist(hosted, cursor, answer, lambda: cursor.take_back(call.from_seq))
+
+    def _passed_on(self, hosted: Hosted, call: CursorPassedOn, answer: Answer) -> None:
+        answer.reply = messages.encode_reply(answer.request_id, Done())
+        cursor = hosted.topic.cursors.find(call.cursor)
+        if cursor is None:
+            return
+        if call.passed_on:
+            cursor.passed_on(call.revision, call.read)
+        else:
+            cursor.failed(call.revision, call.read)
+        self._persist(hosted, cursor, answer, cursor.not_persisted)
+
+    def _persist(self, hosted: Hosted, cursor: Cursor, answer: Answer, undo: Callable[[], None]) -> None:
+        if cursor.to_persist:
             cursor.persisting()
-            seq = cursor.seq
-            self._log(
-                hosted,
-                cursor.body(),
-                lambda: cursor.persisted(seq),
-                lambda: cursor.take_back(call.from_seq),
-                answer,
-                sync=cursor.strict,
-            )
+            body = cursor.body()
+            self._log(hosted, body, lambda: cursor.persisted(body.seq), undo, answer, sync=cursor.strict)
 
     def _log(
         self,

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from typing import Final
 
 from topics.core.config import U64_MAX
+from topics.core.floors import EvictReason
+from topics.core.location import ENTRY_WORDS
 from topics.core.router_state import FeedBody, FeedRouter, encode_router
 from topics.core.routers import HOPS_MAX, Router, with_origin
 from topics.core.tags import Match
-from topics.core.topic import ENTRY_WORDS, Topic
+from topics.core.topic import Topic
 from topics.storage import frame
 from topics.storage.copies import Original, make_copy
 from topics.storage.frame import FrameType
@@ -27,10 +29,11 @@ PAGE_BYTES: Final = 1 << 20
 
 class Page:
     """Copies of consecutive source records up to `source_seq`, as frames and as index entries relative to the first
-    frame. `full`: the dest has no room for the next one.
+    frame. `full`: the dest has no room for the next one. `oversize`: so many copies the next one would have, and the
+    dest could never hold them, however empty.
     """
 
-    __slots__ = ("copies_by_router", "entries", "frames", "full", "size_bytes", "source_seq")
+    __slots__ = ("copies_by_router", "entries", "frames", "full", "oversize", "size_bytes", "source_seq")
 
     def __init__(self, source_seq: int) -> None:
         self.source_seq = source_seq
@@ -39,6 +42,7 @@ class Page:
         self.size_bytes = 0
         self.copies_by_router: dict[int, int] = {}
         self.full = False
+        self.oversize = 0
 
     def __len__(self) -> int:
         return len(self.frames)
@@ -52,7 +56,7 @@ class Page:
 
 
 class Feed:
-    """State of one dest; what changes it is in `feeds.py`."""
+    """State of one dest; `feeds.py` and `copy_log.py` change it when the log says so."""
 
     def __init__(self, hosted: Hosted, body: FeedBody) -> None:
         self.hosted = hosted
@@ -65,6 +69,8 @@ class Feed:
         """Up to where the durable log holds what was copied."""
         self.full = False
         """The dest has had no room for what comes next, and has not caught up since: what the source evicts is lost."""
+        self.leaving_out = False
+        """The last record was more than the dest may ever hold; the log says it of the first of several."""
         self.unlogged_bytes = 0
         self.marks: deque[tuple[int, int]] = deque()
         """(source_seq, head_seq behind its copies) of pages that are not in the log, oldest first."""
@@ -103,15 +109,25 @@ class Feed:
         kept_seq = min(self.source_evict_floor, self.source_head_seq + 1)
         return max(self.source_seq + 1, self.released_seq + 1, kept_seq)
 
-    def body(self, trimmed: int = 0) -> FeedBody:
+    def body(self, trimmed: int = 0, trim_reason: EvictReason = EvictReason.NONE) -> FeedBody:
         """The feed as it is now, the cursor that belongs to the dest's head."""
         routers = [FeedRouter(one.router, one.from_seq, one.forwarded_total) for one in self.routers]
-        return FeedBody(self.source, self.source_topic_id, self.source_seq, routers, self.revision, trimmed)
+        reason = 0 if trim_reason == EvictReason.SOURCE_TRIM else int(trim_reason)
+        return FeedBody(self.source, self.source_topic_id, self.source_seq, routers, self.revision, trimmed, reason)
 
     def cursor_frame(self, body: FeedBody, head_seq: int, ts: int) -> bytes:
         """ROUTER_CURSOR: the end of a write, or a write of its own."""
         data = encode_router(body)
         return frame.encode(FrameType.ROUTER_CURSOR, 0, self.topic.id, head_seq, ts, b"", b"", data)
+
+    def copied(self, page: Page, file_no: int, offset: int, location_flags: int) -> None:
+        """A page was written there: it is in the dest, and the cursor behind it."""
+        self.topic.restored(page.placed(file_no, offset, location_flags))
+        self.topic.evict_over_cap()
+        self.leaving_out = False
+        self.source_seq = page.source_seq
+        for one in self.routers:
+            one.forwarded_total += page.copies_by_router.get(one.router.id, 0)
 
     def registered(self) -> list[Router]:
         return [one.router for one in self.routers]
@@ -129,7 +145,10 @@ class Feed:
             copies = list(self._copies_of(original, seq, type_, topic_id, head_seq + 1, ts))
             size_bytes = sum([len(made) for made, _, _ in copies])
             if len(copies) > room_records or size_bytes > room_bytes:
-                page.full = True
+                if can_never_hold(topic, len(copies), size_bytes):
+                    page.oversize = len(copies)
+                else:
+                    page.full = True
                 break
             room_records -= len(copies)
             room_bytes -= size_bytes
@@ -202,4 +221,12 @@ def room(topic: Topic) -> tuple[int, int]:
     return (
         config.cap_records - topic.records if config.cap_records else U64_MAX,
         config.cap_bytes - topic.live_bytes if config.cap_bytes else U64_MAX,
+    )
+
+
+def can_never_hold(topic: Topic, records: int, size_bytes: int) -> bool:
+    """What a writer would be told with `record_too_large`: a `reject` topic is too small for it even when empty."""
+    config = topic.config
+    return bool(
+        (config.cap_records and records > config.cap_records) or (config.cap_bytes and size_bytes > config.cap_bytes)
     )

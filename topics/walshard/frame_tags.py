@@ -7,7 +7,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Final
 
-from topics.core.topic import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST, Topic
+from topics.core.location import LOCATION_GONE, LOCATION_IN_RAM_LOG
+from topics.core.topic import Topic
 from topics.shm.location_ring import LocationRing
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
@@ -15,7 +16,6 @@ from topics.storage.frame import HEADER, HEADER_LEN, LOCATION_HAS_TAG
 
 _RUN_BYTES: Final = 1 << 20
 _FILES_MAX: Final = 8
-_GONE: Final = LOCATION_DELETED | LOCATION_LOST
 
 
 class FrameTags:
@@ -42,7 +42,7 @@ class FrameTags:
         buffer_at = 0
         for seq, offset_len, file_flags in zip(entries[0::4], entries[2::4], entries[3::4], strict=True):
             flags = file_flags >> 32
-            if not flags & LOCATION_HAS_TAG or flags & _GONE:
+            if not flags & LOCATION_HAS_TAG or flags & LOCATION_GONE:
                 continue
             key = (flags & LOCATION_IN_RAM_LOG, file_flags & 0xFFFF_FFFF)
             offset, length = offset_len & 0xFFFF_FFFF, offset_len >> 32

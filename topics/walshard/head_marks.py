@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from topics.core.fold import HeadBody, encode_body
+from topics.core.control_bodies import HeadBody, encode_body
 from topics.storage import frame
 from topics.storage.frame import FrameType
 from topics.walshard.catalog import Catalog

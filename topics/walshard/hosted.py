@@ -7,7 +7,8 @@ from contextlib import suppress
 from topics.core.config import TopicConfig
 from topics.core.segment_list import SegmentInfo, SegmentList
 from topics.core.topic import Topic
-from topics.shm.arena import SEGMENT_ROW_BYTES, ArenaFullError, ArenaWriter, Descriptor, SlotState, TopicView
+from topics.shm.arena import SEGMENT_ROW_BYTES, ArenaWriter, Descriptor, SlotState, TopicView
+from topics.shm.arena_heap import ArenaFullError
 from topics.shm.location_ring import LocationRing
 from topics.walshard.holdings import Holdings
 from topics.walshard.topic_index import TopicIndex
@@ -129,7 +130,7 @@ class Hosted:
         )
         ring.published()
         for table in self._outdated:
-            self._arena.free(*table)
+            self._arena.heap.free(*table)
         self._outdated.clear()
 
     def prepare_segments(self, segments: SegmentList) -> tuple[int, int]:
@@ -139,7 +140,7 @@ class Hosted:
     def release_segments(self, table: tuple[int, int]) -> None:
         """It was prepared in vain."""
         if table[1]:
-            self._arena.free(*table)
+            self._arena.heap.free(*table)
 
     def checkpointed(self, up_to_seq: int, segments: list[SegmentInfo], table: tuple[int, int]) -> None:
         """They are logged; `publish` shows them."""
@@ -177,7 +178,7 @@ class Hosted:
         return self._arena.store_descriptor(Descriptor(self.topic.name, config))
 
     def configured(self, config: TopicConfig, descriptor: tuple[int, int]) -> None:
-        self._arena.free(*self._descriptor)
+        self._arena.heap.free(*self._descriptor)
         self._descriptor = descriptor
         self._version += 1
         self._holdings.left(self.topic.config)
@@ -188,11 +189,11 @@ class Hosted:
 
     def abandon(self) -> None:
         """A topic that never came to be: nobody has seen its slot."""
-        self._arena.free(*self._descriptor)
+        self._arena.heap.free(*self._descriptor)
         self.index.forget()
         for table in (*self._outdated, self._table):
             if table[1]:
-                self._arena.free(*table)
+                self._arena.heap.free(*table)
         self._outdated.clear()
         self.ring.release()
         self._arena.return_slot(self.slot)

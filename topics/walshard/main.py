@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -11,8 +10,8 @@ from topics.core.clock import Clock, SystemClock
 from topics.core.fold import FoldError
 from topics.log import get_logger
 from topics.settings import Settings
-from topics.shm.arena import ArenaFullError
-from topics.shm.control import EXIT_REFUSED, OVER_LIVES, ProcessCell, ProcessState, Role
+from topics.shm.arena_heap import ArenaFullError
+from topics.shm.control import EXIT_REFUSED, ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.wake import Wake
 from topics.storage.kill_points import arm_as_told
@@ -41,7 +40,7 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
     arm_as_told(settings.test_kill_at, incarnation)
     clock = SystemClock()
     cell = shared.control.cell(Role.WALSHARD, index)
-    _start(cell, incarnation, clock)
+    cell.begin_life(incarnation, clock.now_ms(), ProcessState.RECOVERING)
     wake = shared.shard_wakes[index]
     stop = _StopRequest(wake)
     outbox = Outbox(shared, index)
@@ -109,15 +108,6 @@ def _serve(
                 timeout_ms = max(0, min(timeout_ms, tick_ms - now_ms))
             pressure.sleep(wake, timeout_ms)
         wake.awake()
-
-
-def _start(cell: ProcessCell, incarnation: int, clock: Clock) -> None:
-    cell.clear(OVER_LIVES[Role.WALSHARD])
-    cell.set("incarnation", incarnation)
-    cell.set("pid", os.getpid())
-    cell.set("started_ms", clock.now_ms())
-    cell.set("heartbeat_ms", clock.now_ms())
-    cell.set("state", ProcessState.RECOVERING)
 
 
 class _StopRequest:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from topics.core.config import CLASSES
+from topics.core.location import LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.core.names import owner_shard
 from topics.core.segment_list import SegmentInfo, SegmentList
-from topics.core.topic import LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.settings import Settings
 from topics.shm.arena import ArenaReader
 from topics.shm.control import Role

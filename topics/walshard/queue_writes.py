@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 
-from topics.core.fold import encode_body
-from topics.core.jobs import Now
+from topics.core.control_bodies import encode_body
 from topics.core.queue_log import AckBody
 from topics.storage import frame
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType
 from topics.walshard.appends import Appends
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer, Operation
+from topics.walshard.step_clock import StepClock
 
 
 class QueueWrites:
@@ -25,12 +25,13 @@ class QueueWrites:
         commit: Callable[[], None],
         expire: Callable[[Hosted], None],
         log_copies: Callable[[Hosted], None],
+        time: StepClock,
     ) -> None:
         self._group = group
         self._commit = commit
         self._expire = expire
         self._log_copies = log_copies
-        self._now = Now(0, 0)
+        self._time = time
         self._dying: dict[int, set[int]] = {}
         """By topic id: records whose end is prepared in this group."""
         self._earliest: dict[int, int] = {}
@@ -40,10 +41,6 @@ class QueueWrites:
         self._dead_lettered: dict[int, int] = {}
         """By topic id: as it will be when this group is committed."""
 
-    def at(self, now: Now) -> None:
-        """What time it is for everything until the next call."""
-        self._now = now
-
     def committed(self) -> None:
         """The group is over, whichever way."""
         self._dying.clear()
@@ -51,7 +48,7 @@ class QueueWrites:
         self._revisions.clear()
         self._dead_lettered.clear()
 
-    def settle(self, hosted: Hosted, now: Now) -> None:
+    def settle(self, hosted: Hosted) -> None:
         """What the group so far, or the ttl, may evict is evicted: what is planned now is of what stays."""
         self._log_copies(hosted)
         topic = hosted.topic
@@ -59,7 +56,7 @@ class QueueWrites:
         capped = (config.cap_records or config.cap_bytes) and config.discard == "old"
         if capped and topic.id in self._group.touched:
             self._commit()
-        if config.ttl_ms and topic.expired_below(now.wall_ms) > topic.earliest_seq:
+        if config.ttl_ms and topic.expired_below(self._time.now.wall_ms) > topic.earliest_seq:
             self._commit()
             self._expire(hosted)
 
@@ -130,7 +127,7 @@ class QueueWrites:
         topic = hosted.topic
         last = len(bodies) - 1
         buffers: list[Bytes] = [
-            frame.encode(type_, FLAG_MORE if at < last else 0, topic.id, 0, self._now.wall_ms, b"", b"", body)
+            frame.encode(type_, FLAG_MORE if at < last else 0, topic.id, 0, self._time.now.wall_ms, b"", b"", body)
             for at, (type_, body) in enumerate(bodies)
         ]
 

@@ -15,9 +15,8 @@ from heapq import heappop, heappush
 from typing import Final
 
 from topics.core.config import TopicConfig
+from topics.core.control_bodies import encode_body
 from topics.core.errors import not_a_queue, topic_not_found
-from topics.core.fold import encode_body
-from topics.core.jobs import Now
 from topics.core.leases import Leased, Leases
 from topics.core.queue_log import AckBody
 from topics.core.seq_set import runs_of
@@ -33,6 +32,7 @@ from topics.shm.queue_messages import (
     Extend,
     ExtendReply,
     Nack,
+    QueueCall,
     Remove,
     RemoveReply,
     Unclaim,
@@ -44,11 +44,10 @@ from topics.storage.frame import FrameType
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer
 from topics.walshard.queue_writes import QueueWrites
+from topics.walshard.step_clock import StepClock
 from topics.walshard.work import Worker, Workers
 
 QUEUE_CALLS: Final = (Claim, Ack, Nack, Extend, Unclaim, WorkOpen, WorkClose, Bury, Exhume, Remove)
-
-Call = Claim | Ack | Nack | Extend | Unclaim | WorkOpen | WorkClose | Bury | Exhume | Remove
 
 
 class Queues:
@@ -59,11 +58,12 @@ class Queues:
         find: Callable[[str], Hosted | None],
         writes: QueueWrites,
         push: Callable[[int, Dealt], None],
+        time: StepClock,
     ) -> None:
         self._find = find
         self._writes = writes
         self._push = push
-        self._now = Now(0, 0)
+        self._time = time
         self._workers: dict[int, Workers] = {}
         """By topic id, of queues for which somebody waits."""
         self._changed: dict[int, Hosted] = {}
@@ -72,10 +72,6 @@ class Queues:
         self._timer_of: dict[int, int] = {}
 
     # -- the shard's steps
-
-    def at(self, now: Now) -> None:
-        """What time it is for everything until the next call."""
-        self._now = now
 
     def changed(self, hosted: Hosted) -> None:
         """Something happened to this topic: appends, evictions, deletions, or one of ours."""
@@ -95,9 +91,10 @@ class Queues:
             leases = hosted.topic.queue
             if leases is None or self._find(hosted.topic.name) is not hosted:
                 continue
-            leases.advance(self._now)
+            leases.advance(self._time.now)
             workers = self._workers.get(topic_id)
-            if workers is not None and workers.may_deal(leases.ready, hosted.topic.config.claim_jitter_ms, self._now):
+            jitter_ms = hosted.topic.config.claim_jitter_ms
+            if workers is not None and workers.may_deal(leases.ready, jitter_ms, self._time.now):
                 added |= self._deal(hosted, leases, workers)
             hosted.publish_counts()
             self._set_timer(hosted, leases, workers)
@@ -105,7 +102,7 @@ class Queues:
 
     def tick(self) -> None:
         """Takes note of queues in which something ends or begins at this time; `deal` is next."""
-        while self._timers and self._timers[0][0] <= self._now.mono_ms:
+        while self._timers and self._timers[0][0] <= self._time.now.mono_ms:
             at_ms, topic_id, name = heappop(self._timers)
             if self._timer_of.get(topic_id) == at_ms:
                 del self._timer_of[topic_id]
@@ -140,7 +137,7 @@ class Queues:
 
     # -- requests
 
-    def take(self, call: Call, answer: Answer) -> None:
+    def take(self, call: QueueCall, answer: Answer) -> None:
         """Prepares the answer, and what it has the group write; raises TopicsError, the group being as before."""
         match call:
             case Claim():
@@ -181,8 +178,8 @@ class Queues:
         leases = hosted.topic.queue
         if leases is None:
             raise not_a_queue(name)
-        self._writes.settle(hosted, self._now)
-        leases.advance(self._now)
+        self._writes.settle(hosted)
+        leases.advance(self._time.now)
         self.changed(hosted)
         return hosted, leases
 
@@ -194,8 +191,8 @@ class Queues:
             self._workers.setdefault(hosted.topic.id, Workers()).put(worker)
             answer.reply = messages.encode_reply(answer.request_id, Waiting(config.claim_jitter_ms))
             return
-        seqs, dead = leases.take(call.max, _deliveries_max(config), answer.frontend, self._now)
-        leased = leases.lease(seqs, call.node, call.lease_ms or config.lease_ms, self._now, None)
+        seqs, dead = leases.take(call.max, _deliveries_max(config), answer.frontend, self._time.now)
+        leased = leases.lease(seqs, call.node, call.lease_ms or config.lease_ms, self._time.now, None)
         dealt = _dealt(call.stream, leased, dead, leases, config)
         answer.reply = messages.encode_reply(answer.request_id, dealt)
         self._writes.leases(hosted, seqs, answer, partial(self._unclaim, leases, seqs, dead))
@@ -223,7 +220,7 @@ class Queues:
     def _nack(self, call: Nack, answer: Answer) -> None:
         hosted, leases = self._queue(call.name)
         seqs, skipped = leases.owned(call.node, call.seqs, call.lease_nos)
-        now = self._now
+        now = self._time.now
         if not hosted.topic.config.leases_durable:
             leases.give_back(seqs, call.delay_ms, now)
             reply = AckReply(len(seqs), skipped, leases.ready, leases.in_flight)
@@ -247,8 +244,8 @@ class Queues:
     def _extend(self, call: Extend, answer: Answer) -> None:
         hosted, leases = self._queue(call.name)
         seqs, skipped = leases.owned(call.node, call.seqs, call.lease_nos)
-        former = leases.extend(seqs, call.lease_ms, self._now)
-        reply = ExtendReply(seqs, skipped, self._now.wall_ms + call.lease_ms)
+        former = leases.extend(seqs, call.lease_ms, self._time.now)
+        reply = ExtendReply(seqs, skipped, self._time.now.wall_ms + call.lease_ms)
         answer.reply = messages.encode_reply(answer.request_id, reply)
         self._writes.leases(hosted, seqs, answer, partial(leases.unextend, former))
 
@@ -269,14 +266,14 @@ class Queues:
             workers.remove(where)
             self._forget_if_empty(hosted)
         leases = hosted.topic.queue
-        leases.advance(self._now)
+        leases.advance(self._time.now)
         self._release(hosted, leases, leases.leases_of(where), 0)
 
     def _remove_records(self, call: Remove, answer: Answer) -> None:
         hosted = self._find(call.name)
         if hosted is None:
             raise topic_not_found(call.name)
-        self._writes.settle(hosted, self._now)
+        self._writes.settle(hosted)
         topic = hosted.topic
         wanted = sorted(set(call.seqs) - self._writes.dying(hosted))
         seqs = topic.live_of(wanted)
@@ -284,7 +281,7 @@ class Queues:
         self._writes.removal(hosted, seqs, answer)
 
     def _release(self, hosted: Hosted, leases: Leases, seqs: list[int], delay_ms: int) -> None:
-        leases.give_back(seqs, delay_ms, self._now)
+        leases.give_back(seqs, delay_ms, self._time.now)
         self.changed(hosted)
         self._writes.leases(hosted, seqs)
 
@@ -292,7 +289,7 @@ class Queues:
 
     def _deal(self, hosted: Hosted, leases: Leases, workers: Workers) -> bool:
         config = hosted.topic.config
-        hands = workers.deal(leases, config.lease_ms, _deliveries_max(config), self._now)
+        hands = workers.deal(leases, config.lease_ms, _deliveries_max(config), self._time.now)
         self._forget_if_empty(hosted)
         for worker, leased, dead in hands:
             frontend, stream = worker.where
@@ -317,7 +314,7 @@ class Queues:
 
     def _unclaim(self, leases: Leases, seqs: list[int], dead: list[int]) -> None:
         leases.unclaim(seqs)
-        leases.give_back(dead, 0, self._now)
+        leases.give_back(dead, 0, self._time.now)
 
     def _forget_if_empty(self, hosted: Hosted) -> None:
         workers = self._workers.get(hosted.topic.id)
@@ -325,8 +322,8 @@ class Queues:
             del self._workers[hosted.topic.id]
 
     def _set_timer(self, hosted: Hosted, leases: Leases, workers: Workers | None) -> None:
-        wait_ms = leases.next_due_ms(self._now)
-        at_ms = None if wait_ms is None else self._now.mono_ms + wait_ms
+        wait_ms = leases.next_due_ms(self._time.now)
+        at_ms = None if wait_ms is None else self._time.now.mono_ms + wait_ms
         if workers is not None and workers.window_ends_ms is not None:
             at_ms = workers.window_ends_ms if at_ms is None else min(at_ms, workers.window_ends_ms)
         topic_id = hosted.topic.id

@@ -19,17 +19,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
-from topics.core.fold import RamStateBody, encode_body
+from topics.core.control_bodies import RamStateBody, encode_body
+from topics.core.location import ENTRY_WORDS, LOCATION_IN_RAM_LOG, LOW_WORD
 from topics.core.queue_state import ConsumerState
-from topics.core.topic import ENTRY_WORDS, LOCATION_IN_RAM_LOG
 from topics.log import get_logger
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, read_all
 from topics.storage.frame import HEADER, Bytes, FrameType, encode
 from topics.walshard.catalog import Catalog
 from topics.walshard.commit import Logs
+from topics.walshard.copy_log import CopyLog
+from topics.walshard.feeds import Feeds
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Operation
 from topics.walshard.sessions import Sessions
@@ -42,16 +44,6 @@ DEAD_FILES_MAX: Final = 4
 """Live records are moved out of the oldest files once the log is so many files longer than twice what is live."""
 _CHUNK_ENTRIES: Final = 1 << 16
 _MOVE_ENTRIES: Final = 1 << 10
-_LOW_WORD: Final = 0xFFFF_FFFF
-
-
-class Copies(Protocol):
-    """What routers have put here: see `feeds.py`."""
-
-    unlogged_bytes: int
-
-    def unlogged_runs(self) -> list[tuple[Hosted, int, int]]: ...
-    def ram_frames(self, now_ms: int) -> list[Bytes]: ...
 
 
 class _Moved(NamedTuple):
@@ -74,7 +66,8 @@ class RamTrim:
         logs: Logs,
         catalog: Catalog,
         sessions: Sessions,
-        copies: Copies,
+        feeds: Feeds,
+        copy_log: CopyLog,
     ) -> None:
         self._fs = fs
         self._directory = directory
@@ -82,7 +75,8 @@ class RamTrim:
         self._logs = logs
         self._catalog = catalog
         self._sessions = sessions
-        self._copies = copies
+        self._feeds = feeds
+        self._copy_log = copy_log
         self._written_before = 0
         self._next_after_bytes = file_bytes
         self._repeated_in_file = 0
@@ -111,7 +105,7 @@ class RamTrim:
             buffers.append(encode(FrameType.RAM_STATE, 0, topic.id, 0, now_ms, b"", b"", encode_body(state)))
         for body in self._sessions.bodies():
             buffers.append(encode(FrameType.SESSION, 0, 0, 0, now_ms, b"", b"", encode_body(body)))
-        buffers += self._copies.ram_frames(now_ms)
+        buffers += self._feeds.ram_frames(now_ms)
         self._repeated_bytes = sum(map(len, buffers))
 
         def apply(file_no: int, offset: int) -> None:
@@ -148,14 +142,14 @@ class RamTrim:
         """Of topics that are `ephemeral` now: what others have left in RAM only passes away."""
         topics = [hosted.topic for hosted in self._topics()]
         live_bytes = sum(topic.live_bytes for topic in topics if topic.config.durability == "ephemeral")
-        return live_bytes + self._copies.unlogged_bytes
+        return live_bytes + self._copy_log.unlogged_bytes
 
     def _files_in_use(self) -> set[int]:
         """The files that locations name."""
         words: set[int] = set()
         for _, _, entries in self._entries(_CHUNK_ENTRIES):
             words.update(entries[3::4])
-        return {word & _LOW_WORD for word in words if word >> 32 & LOCATION_IN_RAM_LOG}
+        return {word & LOW_WORD for word in words if word >> 32 & LOCATION_IN_RAM_LOG}
 
     # -- moving records
 
@@ -174,7 +168,7 @@ class RamTrim:
         length = 0
         for hosted, first_seq, entries in self._entries(_MOVE_ENTRIES):
             words = {word for word in set(entries[3::4]) if word >> 32 & LOCATION_IN_RAM_LOG}
-            words = {word for word in words if word & _LOW_WORD in contents}
+            words = {word for word in words if word & LOW_WORD in contents}
             if not words:
                 continue
             topic_id = hosted.topic.id
@@ -182,15 +176,15 @@ class RamTrim:
             rows = [row for row, word in enumerate(file_words) if word in words]
             for row in rows:
                 word = file_words[row]
-                content = contents[word & _LOW_WORD]
-                offset, record_len = offset_lens[row] & _LOW_WORD, offset_lens[row] >> 32
+                content = contents[word & LOW_WORD]
+                offset, record_len = offset_lens[row] & LOW_WORD, offset_lens[row] >> 32
                 _, _, _, found_id, found_seq, *_ = HEADER.unpack_from(content, offset)
                 if found_id != topic_id or found_seq != first_seq + row:
-                    place = f"offset {offset} of file {word & _LOW_WORD}"
+                    place = f"offset {offset} of file {word & LOW_WORD}"
                     raise OSError(5, f"{place} does not hold record {first_seq + row} of topic {hosted.topic.name!r}")
                 buffers.append(content[offset : offset + record_len])
                 offset_lens[row] = record_len << 32 | length
-                file_words[row] = word & ~_LOW_WORD
+                file_words[row] = word & ~LOW_WORD
                 length += record_len
             entries[2::4], entries[3::4] = offset_lens, file_words
             moved.append(_Moved(hosted, first_seq, entries, rows))
@@ -198,7 +192,7 @@ class RamTrim:
 
     def _entries(self, count_max: int) -> Iterator[tuple[Hosted, int, array[int]]]:
         """All locations that may be in RAM, in runs of neighbours: topic, first seq, entries."""
-        ranges = self._copies.unlogged_runs()
+        ranges = self._copy_log.unlogged_runs()
         for hosted in self._topics():
             ring = hosted.ring
             last_seq = min(ring.next_seq - 1, hosted.topic.head_ceiling, hosted.logged_head_seq)

@@ -20,7 +20,7 @@ from topics.shm.control import ProcessCell
 from topics.shm.instance import SharedMemory
 from topics.shm.location_ring import LocationRing
 from topics.storage import layout
-from topics.storage.filesystem import BOOT_ID_PATH, FileSystem
+from topics.storage.filesystem import FileSystem, boot_id
 from topics.storage.layout import snapshot_path
 from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition, read_first_start
@@ -31,10 +31,9 @@ from topics.walshard.background_sync import BackgroundSync
 from topics.walshard.catalog import Catalog
 from topics.walshard.commit import Logs
 from topics.walshard.frame_tags import FrameTags
+from topics.walshard.group_commit import GroupCommit
 from topics.walshard.head_marks import LostHeads
 from topics.walshard.holdings import Holdings
-from topics.walshard.hosted import Hosted
-from topics.walshard.operation import Operation
 from topics.walshard.outbox import Outbox
 from topics.walshard.ram_log import RamTrim
 from topics.walshard.routing_setup import make_routing
@@ -42,9 +41,11 @@ from topics.walshard.segment_files import SegmentFiles
 from topics.walshard.sessions import Sessions
 from topics.walshard.shard import Shard
 from topics.walshard.sinks import Sinks
+from topics.walshard.step_clock import StepClock
 from topics.walshard.tag_search import TagSearch
 from topics.walshard.topic_index import TopicIndex
 from topics.walshard.trimming import LogTrim
+from topics.walshard.watchers import Watchers
 
 log = get_logger()
 
@@ -70,13 +71,12 @@ def recover(
     generation = cell.get("generation") + 1
     unlink_arena(shared.identity, index, generation)  # of an incarnation that died while it recovered
     arena = ArenaWriter(shared.identity, index, generation)
-    with open(BOOT_ID_PATH) as boot_id_file:
-        identity = WalIdentity(index, settings.wal_shards, boot_id_file.read().strip())
+    identity = WalIdentity(index, settings.wal_shards, boot_id())
     directory = layout.group_dir(settings.data_dir, index, settings.wal_shards)
     ram_directory = layout.ram_group_dir(shared.ram_dir, index)
     files = SegmentFiles(fs, settings.data_dir)
     tags = TagSearch(files, FrameTags(fs, directory, ram_directory))
-    fold = Fold(lambda topic_id: TopicIndex(topic_id, LocationRing(arena, 1), files))
+    fold = Fold(lambda topic_id: TopicIndex(topic_id, LocationRing(arena.heap, 1), files))
     start, snapshot_line = _restore(fold, fs, settings.data_dir, directory)
 
     # The RAM log outlives a crash of this process, never a service: a torn end of it is one of a killed process.
@@ -114,20 +114,11 @@ def recover(
         clock,
     )
     syncs = BackgroundSync(logs, syncing, shared.shard_wakes[index], clock.monotonic_ms())
-
-    def commit(durable: list[Operation], ram: list[Operation]) -> bool:
-        return shard.commit_group(durable, ram)
-
-    def show(hosted: Hosted) -> None:
-        shard.copied(hosted)
-
-    def logged(hosted: Hosted) -> None:
-        shard.logged(hosted)
-
-    routing = make_routing(
-        settings, shared, index, fold.routers, catalog, holdings, cell, clock, fs, commit, show, logged
-    )
-    ram_trim = RamTrim(fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions, routing.feeds)
+    time = StepClock(clock)
+    watchers = Watchers(catalog, outbox)
+    commits = GroupCommit(logs, LostHeads(catalog, logs, fold.lost_heads), syncs, outbox, watchers, time)
+    routing = make_routing(settings, shared, index, fold.routers, catalog, holdings, cell, clock, fs, commits)
+    ram_trim = RamTrim(fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions, routing.feeds, routing.copy_log)
     sinks = Sinks(fs, settings.data_dir, index, settings.wal_shards)
     log_trim = LogTrim(logs, catalog, tags)
     shard = Shard(
@@ -142,10 +133,12 @@ def recover(
         log_trim,
         syncs,
         outbox,
+        watchers,
+        commits,
         routing,
         cell,
         clock,
-        LostHeads(catalog, logs, fold.lost_heads),
+        time,
     )
     routing.rederive()
 

@@ -12,7 +12,8 @@ from topics.core.router_state import ROUTERS_SHARD, RouterState, encode_router
 from topics.core.routers import Router, RouterRegistry
 from topics.shm import messages
 from topics.shm.control import ProcessCell
-from topics.shm.messages import DeleteRouter, DeleteRouterReply, Done, PutRouter, PutRouterReply, RemoveRouters
+from topics.shm.messages import Done
+from topics.shm.router_messages import DeleteRouter, DeleteRouterReply, PutRouter, PutRouterReply, RemoveRouters
 from topics.shm.router_table import Change, RouterTableWriter
 from topics.storage import frame
 from topics.storage.frame import FLAG_MORE, FrameType

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import Final
 
 from topics.core.errors import TopicsError
-from topics.core.router_state import FeedBody
 from topics.log import get_logger
 from topics.shm import messages
 from topics.shm.control import ProcessCell
-from topics.shm.messages import (
+from topics.shm.router_messages import (
     CatchUp,
     CaughtUp,
     DeleteRouter,
@@ -25,27 +24,29 @@ from topics.shm.messages import (
     SyncRoutersReply,
 )
 from topics.shm.router_table import RouterTable
-from topics.storage.kill_points import reached
 from topics.walshard import registrar
 from topics.walshard.catalog import Catalog
+from topics.walshard.copier import Copier
+from topics.walshard.copy_log import CopyLog
 from topics.walshard.feed import Feed
 from topics.walshard.feeds import Feeds
 from topics.walshard.followers import Followers
+from topics.walshard.following import Following
 from topics.walshard.hosted import Hosted
 from topics.walshard.links import Changed, Follow, Greet, Held, LetGo, Links, PeerMessage, RoutersGone, Unfollow
 from topics.walshard.operation import Answer
 from topics.walshard.originals import Originals, SourceSight, UnknownError
 from topics.walshard.registrar import Registrar
+from topics.walshard.turns import Turns
 
 log = get_logger()
 
 PAGES_PER_STEP: Final = 4
 """Between which requests have their turn."""
 PAGES_PER_CALL: Final = 64
-HELD_WAIT_MS: Final = 1_000
-"""So long a feed waits for its source to keep what the log does not have; then it logs every copy at once."""
 FAILED_WAIT_MS: Final = 1_000
-FOLLOW_AGAIN_SEQS: Final = 1024
+UNKNOWN_WAIT_MS: Final = 1_000
+"""Until a source is looked for again whose shard has not recovered."""
 DEST_WAIT_MS: Final = 30_000
 """A router whose dest was never made is the remains of a PUT that nobody answered."""
 _IDS_PER_MESSAGE: Final = 256
@@ -61,7 +62,11 @@ class Routing:
         table: RouterTable,
         originals: Originals,
         feeds: Feeds,
+        copier: Copier,
+        copy_log: CopyLog,
         followers: Followers,
+        following: Following,
+        turns: Turns,
         registrar: Registrar | None,
         cell: ProcessCell,
         monotonic_ms: Callable[[], int],
@@ -71,16 +76,14 @@ class Routing:
         self._table = table
         self._originals = originals
         self.feeds = feeds
+        self._copier = copier
+        self.copy_log = copy_log
         self._followers = followers
+        self._following = following
+        self._turns = turns
         self._registrar = registrar
         self._cell = cell
         self._monotonic_ms = monotonic_ms
-        self._ready: dict[int, None] = {}
-        """Dests whose feeds may have something to copy, in the order in which they have their turn."""
-        self._waiting: dict[int, None] = {}
-        """Dests whose feeds try again at their `retry_ms`."""
-        self._let_go: dict[int, int] = {}
-        """Dest → up to where its source wants to keep nothing for it any more."""
         self._due: set[str] = set()
         """Dests whose routers are not yet as the table says."""
         self._missing: dict[str, int] = {}
@@ -88,15 +91,14 @@ class Routing:
         self._dead: set[int] = set()
         """Routers that go with a topic of theirs; shard 0 has been told."""
         self._forwarded_before = cell.get("router_copies")
+        self._left_out_before = cell.get("router_oversize")
 
     # -- told by the shard
 
     def changed(self, hosted: Hosted) -> None:
         """A topic was published: who copies it is told, and it may have room for copies that wait."""
         self._followers.changed(hosted)
-        if self._waiting and hosted.topic.id in self._waiting:
-            del self._waiting[hosted.topic.id]
-            self._ready[hosted.topic.id] = None
+        self._turns.wake(hosted.topic.id)
 
     def came(self, hosted: Hosted) -> None:
         """A topic was made."""
@@ -112,7 +114,7 @@ class Routing:
     def before_log(self, hosted: Hosted) -> None:
         """Something is going to be logged for a topic: its copies come first. `503 storage_unavailable` if not."""
         feed = self.feeds.by_dest.get(hosted.topic.id) if self.feeds.by_dest else None
-        if feed is not None and not self.feeds.prepare(feed):
+        if feed is not None and not self.copy_log.prepare(feed):
             raise TopicsError(
                 "storage_unavailable",
                 f"what routers copied into topic {hosted.topic.name!r} cannot be logged now; see the service's log",
@@ -123,14 +125,10 @@ class Routing:
         self._refresh()
         feed = self.feeds.by_dest.get(hosted.topic.id)
         if feed is not None:
-            self._unfollow(feed)
+            self._following.unfollow(feed)
             self.feeds.forget(feed)
         self._followers.gone(hosted)
         self._bury([router.id for router in self._table.registry.touching(hosted.topic.name)])
-
-    def cursor_at_head(self, dest_topic_id: int) -> FeedBody | None:
-        """See `Feeds.cursor_at_head`."""
-        return self.feeds.cursor_at_head(dest_topic_id)
 
     # -- asked by frontends
 
@@ -169,44 +167,41 @@ class Routing:
         done = call.dest not in self._due
         return SyncRoutersReply(
             done and (not call.router_id or (call.router_id, call.version) in routers),
-            feed is None or feed.held or not feed.source_topic_id or not self._needs_hold(feed),
+            feed is None or self._following.may_log_later(feed),
         )
 
     # -- between groups
 
     @property
     def idle(self) -> bool:
-        return self._links.idle and not self._ready and not self._let_go and not self._table.stale
+        return self._links.idle and not self._turns and not self._following.lets_go and not self._table.stale
 
     @property
     def stuck(self) -> bool:
         """Something waits that no signal announces, and not for long."""
-        return bool(self._waiting) or self._links.stuck
+        return self._turns.anybody_waits or self._links.stuck
 
     def pump(self, pages_max: int = PAGES_PER_STEP) -> bool:
         """Takes what others say and copies some pages; True if there was anything to do."""
         worked = self._turn()
         if self._table.stale or self._due:
             self._reconcile()
-        if self._waiting:
-            now_ms = self._monotonic_ms()
-            for dest_id in [dest_id for dest_id in self._waiting if self._retry_ms(dest_id) <= now_ms]:
-                del self._waiting[dest_id]
-                self._ready[dest_id] = None
+        if self._turns.anybody_waits:
+            self._turns.look(self._monotonic_ms())
         for _ in range(pages_max):
-            if not self._ready:
+            if not self._turns:
                 break
             worked = True
-            dest_id = next(iter(self._ready))
-            del self._ready[dest_id]
+            dest_id = self._turns.take()
             feed = self.feeds.by_dest.get(dest_id)
             if feed is not None and self._advance_guarded(feed):
-                self._ready[dest_id] = None
-        if self._let_go:
-            self._let_sources_go()
+                self._turns.give(dest_id)
+        if self._following.lets_go:
+            self._following.let_sources_go()
         if worked:
-            self.feeds.keep_within_bounds()
-            self._cell.set("router_copies", self._forwarded_before + self.feeds.forwarded)
+            self.copy_log.keep_within_bounds()
+            self._cell.set("router_copies", self._forwarded_before + self.copy_log.written)
+            self._cell.set("router_oversize", self._left_out_before + self._copier.left_out)
             self._links.flush()
         return worked
 
@@ -220,20 +215,20 @@ class Routing:
                 self._bury([router.id for router in self._table.registry.into(dest)])
         self._dead &= {router.id for router in self._table.registry.by_name.values()} if self._dead else set()
         self._tell_dead(sorted(self._dead))
-        self.feeds.sweep()
+        self.copy_log.sweep(self.feeds.by_dest.values())
         lag = 0
         for feed in list(self.feeds.by_dest.values()):
-            self._ready[feed.topic.id] = None
-            self._follow(feed)
+            self._turns.give(feed.topic.id)
+            self._following.follow(feed)
             lag += max(0, feed.source_head_seq - feed.source_seq)
         self._followers.review()
         self._cell.set("router_lag_records", lag)
-        self._cell.set("router_unlogged_bytes", self.feeds.unlogged_bytes)
+        self._cell.set("router_unlogged_bytes", self.copy_log.unlogged_bytes)
         self._links.flush()
 
     def close(self) -> None:
         """A clean end: `ephemeral` dests go on exactly where they are."""
-        self.feeds.sweep()
+        self.copy_log.sweep(self.feeds.by_dest.values())
 
     def rederive(self) -> None:
         """In a new life, before anyone sees it: the copies that were there and are not in the log."""
@@ -242,11 +237,11 @@ class Routing:
             some = False
             for feed in self.feeds.by_dest.values():
                 sight = self._sight(feed)
-                if sight is not None and self.feeds.advance(feed, sight, rederiving=True):
+                if sight is not None and self._copier.advance(feed, sight, rederiving=True):
                     some = True
         for feed in self.feeds.by_dest.values():
             self.feeds.show_progress(feed)
-            self._ready[feed.topic.id] = None
+            self._turns.give(feed.topic.id)
         self._refresh()
         self._due.update(router.spec.dest for router in self._table.registry.by_name.values())
         self._due = {dest for dest in self._due if self._originals.owner(dest) == self._links.shard}
@@ -254,7 +249,7 @@ class Routing:
             if shard != self._links.shard:
                 self._links.send(shard, Greet())
         for feed in self.feeds.by_dest.values():
-            self._follow(feed)
+            self._following.follow(feed)
         self._links.flush()
 
     # -- feeds and the table
@@ -287,7 +282,7 @@ class Routing:
             self._copy_all(feed, PAGES_PER_CALL)
             if not self.feeds.stop(feed):
                 return False
-            self._unfollow(feed)
+            self._following.unfollow(feed)
             feed = None
         if not wanted:
             return True
@@ -295,13 +290,13 @@ class Routing:
         if feed is None:
             if not self.feeds.start(hosted, source, self._originals.look(source), wanted):
                 return False
-            self._follow(self.feeds.by_dest[hosted.topic.id])
+            self._following.follow(self.feeds.by_dest[hosted.topic.id])
         elif feed.registered() != wanted:
             # What was acknowledged before is forwarded by the routers as they were.
             self._copy_all(feed, PAGES_PER_CALL)
             if not self.feeds.reroute(feed, self._originals.look(source), wanted):
                 return False
-        self._ready[hosted.topic.id] = None
+        self._turns.give(hosted.topic.id)
         return True
 
     def _bury(self, router_ids: list[int]) -> None:
@@ -324,27 +319,25 @@ class Routing:
             return self._advance(feed, demanded=False)
         except Exception:
             log.exception("a router failed", source=feed.source, dest=feed.topic.name)
-            feed.retry_ms = self._monotonic_ms() + FAILED_WAIT_MS
-            self._waiting[feed.topic.id] = None
+            self._turns.wait(feed.topic.id, self._monotonic_ms() + FAILED_WAIT_MS)
             return False
 
     def _advance(self, feed: Feed, demanded: bool) -> bool:
         """A page; True when there may be another. `demanded`: somebody waits for it."""
-        feed.retry_ms = 0
+        dest_id = feed.topic.id
+        self._turns.wake(dest_id)
         sight = self._sight(feed)
         if sight is None:
             return False
-        if not feed.held and not demanded and self._needs_hold(feed, sight):
-            now_ms = self._monotonic_ms()
-            if feed.asked_ms is None:
-                feed.asked_ms = now_ms
-            if now_ms - feed.asked_ms < HELD_WAIT_MS:
-                feed.retry_ms = feed.asked_ms + HELD_WAIT_MS
-                self._waiting[feed.topic.id] = None
+        if not (demanded or feed.held):
+            until_ms = self._following.waits_until_ms(feed, sight, self._monotonic_ms())
+            if until_ms:
+                self._turns.wait(dest_id, until_ms)
                 return False
-        more = self.feeds.advance(feed, sight)
+        feed.retry_ms = 0
+        more = self._copier.advance(feed, sight)
         if not more and feed.retry_ms:
-            self._waiting[feed.topic.id] = None
+            self._turns.wait(dest_id, feed.retry_ms)
         return more
 
     def _sight(self, feed: Feed) -> SourceSight | None:
@@ -352,8 +345,7 @@ class Routing:
         try:
             sight = self._originals.look(feed.source)
         except UnknownError:
-            feed.retry_ms = self._monotonic_ms() + HELD_WAIT_MS
-            self._waiting[feed.topic.id] = None
+            self._turns.wait(feed.topic.id, self._monotonic_ms() + UNKNOWN_WAIT_MS)
             return None
         if feed.source_topic_id and (sight is None or sight.topic_id != feed.source_topic_id):
             router_ids = [router.id for router in feed.registered() if router.id not in self._dead]
@@ -365,47 +357,10 @@ class Routing:
         if not feed.source_topic_id:
             if not self.feeds.bind(feed, sight):
                 return None
-            self._follow(feed)
+            self._following.follow(feed)
         return sight
 
-    def _needs_hold(self, feed: Feed, sight: SourceSight | None = None) -> bool:
-        return feed.topic.config.durability != "ephemeral" and not (sight is not None and sight.ephemeral)
-
-    def _retry_ms(self, dest_id: int) -> int:
-        feed = self.feeds.by_dest.get(dest_id)
-        return 0 if feed is None else feed.retry_ms
-
     # -- links
-
-    def _follow(self, feed: Feed) -> None:
-        """Tells the source what is to be kept, when that is not what it knows."""
-        told, needed = feed.told, (feed.source_topic_id, feed.hold_seq)
-        if told is not None and told[0] == needed[0] and feed.held and needed[1] - told[1] < FOLLOW_AGAIN_SEQS:
-            return
-        if told == needed and not feed.source_topic_id:
-            return
-        feed.told = needed
-        message = Follow(feed.source, feed.topic.id, *needed)
-        self._links.send(self._originals.owner(feed.source), message)
-
-    def _let_sources_go(self) -> None:
-        """Gets copies into the log whose source asks for it, as soon as it has been copied up to there, or the dest has
-        to wait: what is not copied then is read from segments.
-        """
-        for dest_id, up_to_seq in list(self._let_go.items()):
-            feed = self.feeds.by_dest.get(dest_id)
-            if feed is not None and feed.source_seq < up_to_seq and dest_id in self._ready:
-                continue
-            del self._let_go[dest_id]
-            if feed is not None and self.feeds.settle(feed):
-                reached("copies.settled")
-                if feed.source_seq < up_to_seq:
-                    feed.released_seq = up_to_seq
-                feed.told = None
-                self._follow(feed)
-
-    def _unfollow(self, feed: Feed) -> None:
-        self._links.send(self._originals.owner(feed.source), Unfollow(feed.source, feed.topic.id))
 
     def _turn(self) -> bool:
         """Takes what has come from other shards; False when it was nothing."""
@@ -417,32 +372,19 @@ class Routing:
         match message:
             case Greet():
                 self._followers.forget(sender)
-                for feed in self.feeds.by_dest.values():
-                    if self._originals.owner(feed.source) == sender:
-                        feed.told = None
-                        self._follow(feed)
-                        self._ready[feed.topic.id] = None
+                self._following.follow_again(sender)
             case Changed():
                 for name in message.names:
                     for dest_id in self.feeds.by_source.get(name, ()):
-                        self._waiting.pop(dest_id, None)
-                        self._ready[dest_id] = None
+                        self._turns.give(dest_id)
             case LetGo():
-                for dest_id, feed in self.feeds.by_source.get(message.name, {}).items():
-                    if feed.source_topic_id == message.source_topic_id:
-                        self._let_go[dest_id] = max(message.up_to_seq, self._let_go.get(dest_id, 0))
-                        self._waiting.pop(dest_id, None)
-                        self._ready[dest_id] = None
+                self._following.let_go(message)
             case Follow():
                 self._followers.follow(sender, message)
             case Unfollow():
                 self._followers.unfollow(message.name, message.dest_topic_id)
             case Held():
-                held_feed = self.feeds.by_dest.get(message.dest_topic_id)
-                if held_feed is not None and held_feed.source_topic_id == message.source_topic_id:
-                    held_feed.held = True
-                    self._waiting.pop(message.dest_topic_id, None)
-                    self._ready[message.dest_topic_id] = None
+                self._following.held(message)
             case RoutersGone():
                 assert self._registrar is not None, "only shard 0 is told that"
                 self._registrar.gone(message.router_ids)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from topics.core.clock import Clock
 from topics.core.router_state import RouterState
 from topics.settings import Settings
@@ -15,15 +13,18 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.walshard import registrar
 from topics.walshard.catalog import Catalog
-from topics.walshard.feeds import Commit, Feeds
+from topics.walshard.copier import Copier
+from topics.walshard.copy_log import CopyLog
+from topics.walshard.feeds import Feeds
 from topics.walshard.followers import Followers
+from topics.walshard.following import Following
+from topics.walshard.group_commit import GroupCommit
 from topics.walshard.holdings import Holdings
-from topics.walshard.hosted import Hosted
 from topics.walshard.links import Links
-from topics.walshard.operation import Operation
 from topics.walshard.originals import Originals
 from topics.walshard.registrar import Registrar
 from topics.walshard.routing import Routing
+from topics.walshard.turns import Turns
 
 
 def make_routing(
@@ -36,34 +37,38 @@ def make_routing(
     cell: ProcessCell,
     clock: Clock,
     fs: FileSystem,
-    commit: Commit,
-    show: Callable[[Hosted], None],
-    logged: Callable[[Hosted], None],
+    commits: GroupCommit,
 ) -> Routing:
-    """`commit`, `show` and `logged` are the shard's, which need not be there yet: nothing is called here."""
-
-    def commit_one(operation: Operation) -> bool:
-        return commit([operation], [])
-
+    """`commits` need not be connected yet: nothing is committed here."""
     originals = Originals(fs, settings, shared, index, catalog)
     links = Links(shared, index)
     table = RouterTable(shared.router_table)
-    feeds = Feeds(
-        originals,
-        RouterBoardWriter(shared.router_boards[index]),
-        fs,
-        layout.ram_group_dir(shared.ram_dir, index),
-        commit,
-        show,
-        logged,
-        holdings.claim_bytes,
-        clock.now_ms,
-        clock.monotonic_ms,
+    ram_directory = layout.ram_group_dir(shared.ram_dir, index)
+    copy_log = CopyLog(fs, ram_directory, commits.commit, commits.show_logged, clock.now_ms)
+    feeds = Feeds(RouterBoardWriter(shared.router_boards[index]), copy_log)
+    copier = Copier(
+        originals, copy_log, commits.show_copied, feeds.show_progress, holdings.claim_bytes, clock.monotonic_ms
     )
     feeds.recovered(state, {hosted.topic.id: hosted for hosted in catalog})
-    followers = Followers(catalog, links, table, state, commit_one, clock.now_ms)
+    turns = Turns()
+    following = Following(links, originals, feeds, copy_log, turns)
+    followers = Followers(catalog, links, table, state, commits.commit_one, clock.now_ms)
     registry: Registrar | None = None
     if index == registrar.SHARD:
         writer = RouterTableWriter(shared.router_table)
-        registry = Registrar(writer, state, cell, settings.max_routers, commit_one, clock.now_ms)
-    return Routing(catalog, links, table, originals, feeds, followers, registry, cell, clock.monotonic_ms)
+        registry = Registrar(writer, state, cell, settings.max_routers, commits.commit_one, clock.now_ms)
+    return Routing(
+        catalog,
+        links,
+        table,
+        originals,
+        feeds,
+        copier,
+        copy_log,
+        followers,
+        following,
+        turns,
+        registry,
+        cell,
+        clock.monotonic_ms,
+    )

@@ -14,8 +14,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_GONE
 from topics.core.segment_list import COLD, SegmentInfo
-from topics.core.topic import ENTRY_WORDS, LOCATION_DELETED, LOCATION_LOST
 from topics.log import get_logger
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
@@ -36,8 +36,7 @@ log = get_logger()
 INDEXES_MAX: Final = 256
 POSTINGS_MAX: Final = 1024
 """So many stay mapped; the postings of a topic are all asked for each delete by tag."""
-_GONE: Final = LOCATION_DELETED | LOCATION_LOST
-_GONE_TABLE: Final = bytes(1 if flags & _GONE else 0 for flags in range(256))
+_GONE_TABLE: Final = bytes(1 if flags & LOCATION_GONE else 0 for flags in range(256))
 
 
 class SegmentKey(NamedTuple):
@@ -116,7 +115,7 @@ class SegmentFiles:
         size_bytes = 0
         for seq in seqs:
             _, length, _, flags = ENTRY.unpack_from(idx, (seq - info.first_seq) * ENTRY_LEN)
-            if not flags & _GONE and seq not in unmarked:
+            if not flags & LOCATION_GONE and seq not in unmarked:
                 live.append(seq)
                 size_bytes += length + LOG_FRAME_EXTRA_LEN
         return live, size_bytes

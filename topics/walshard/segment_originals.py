@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import COLD, SegmentInfo
-from topics.core.topic import LOCATION_LOST
 from topics.storage import layout
 from topics.storage.copies import Original, read_segment_original
 from topics.storage.filesystem import FileSystem

@@ -7,9 +7,9 @@ instead, the stored positions are a lower bound, and the client's Last-Event-ID 
 
 from __future__ import annotations
 
+from topics.core.control_bodies import SessionBody
 from topics.core.errors import TopicsError
-from topics.core.fold import SessionBody
-from topics.shm.messages import SessionOpenReply
+from topics.shm.watch_messages import SessionOpenReply
 
 SESSION_TTL_MS = 300_000
 

@@ -14,9 +14,10 @@ from topics.core.idempotency import pin
 from topics.core.names import owner_shard
 from topics.log import get_logger
 from topics.shm import messages
-from topics.shm.messages import (
-    AppendRequest,
-    Done,
+from topics.shm.append_messages import AppendRequest
+from topics.shm.messages import Done
+from topics.shm.txn_messages import (
+    SinkCall,
     StagePublish,
     TxnBegin,
     TxnEnd,
@@ -43,8 +44,6 @@ from topics.walshard.operation import Answer
 
 log = get_logger()
 
-TxnCall = TxnBegin | TxnEnd | TxnForget | TxnLook | TxnPending
-
 
 class Sinks:
     """The sinks that this shard owns. Their files are read when they are first asked for."""
@@ -57,7 +56,7 @@ class Sinks:
         self._shards = shards
         self._known: dict[str, Sink | None] = {}
 
-    def take(self, call: TxnCall, answer: Answer) -> None:
+    def take(self, call: SinkCall, answer: Answer) -> None:
         """Carries out one call. Raises TopicsError; then nothing has changed, but for `storage_unavailable`, which
         leaves open whether it has: the same call again is right in both cases.
         """

@@ -6,16 +6,22 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from topics.core.location import (
+    ENTRY_WORDS,
+    FLAGS_SHIFT,
+    LOCATION_DELETED,
+    LOCATION_GONE,
+    LOCATION_IN_RAM_LOG,
+    LOCATION_LOST,
+)
 from topics.core.segment_list import SegmentInfo, SegmentList
-from topics.core.topic import ENTRY_WORDS, LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.shm.location_ring import LocationRing
 from topics.walshard.segment_files import SegmentFiles
 
-_FLAGS_SHIFT: Final = 32
-_GONE: Final = LOCATION_DELETED | LOCATION_LOST
 _ELSEWHERE: Final = LOCATION_IN_RAM_LOG | LOCATION_LOST
 _CHUNK_ENTRIES: Final = 8192
 
@@ -48,7 +54,7 @@ class TopicIndex:
         for end in range(ring.next_seq, ring.base_seq, -_CHUNK_ENTRIES):
             start = max(ring.base_seq, end - _CHUNK_ENTRIES)
             words = ring.entries(start, end - 1)[3::4]
-            durable = {word for word in set(words) if not word >> _FLAGS_SHIFT & _ELSEWHERE}
+            durable = {word for word in set(words) if not word >> FLAGS_SHIFT & _ELSEWHERE}
             if durable:
                 return start + max(at for at, word in enumerate(words) if word in durable)
         return self.segments.last_seq
@@ -105,7 +111,7 @@ class TopicIndex:
             lengths = [
                 offset_len >> 32
                 for offset_len, file_flags in zip(entries[2::4], entries[3::4], strict=True)
-                if not file_flags >> _FLAGS_SHIFT & _GONE
+                if not file_flags >> FLAGS_SHIFT & LOCATION_GONE
             ]
             records += len(lengths)
             size_bytes += sum(lengths)
@@ -122,7 +128,7 @@ class TopicIndex:
                 continue
             for seq in part:
                 _, _, offset_len, file_flags = self.ring.entries(seq, seq)
-                if not file_flags >> _FLAGS_SHIFT & _GONE:
+                if not file_flags >> FLAGS_SHIFT & LOCATION_GONE:
                     live.append(seq)
                     size_bytes += offset_len >> 32
         return live, size_bytes
@@ -133,7 +139,7 @@ class TopicIndex:
                 self._files.mark(self.topic_id, info, part)
                 continue
             for seq in part:
-                self.ring.replace(seq, 3, self.ring.entries(seq, seq)[3] | LOCATION_DELETED << _FLAGS_SHIFT)
+                self.ring.replace(seq, 3, self.ring.entries(seq, seq)[3] | LOCATION_DELETED << FLAGS_SHIFT)
 
     def checkpointed(self, up_to_seq: int, segments: Iterable[SegmentInfo]) -> None:
         ring = self.ring
@@ -156,9 +162,13 @@ class TopicIndex:
             ring.skip_to(self.segments.last_seq + 1)
 
     def flag_moved(self, seqs: Sequence[int]) -> None:
-        """Deleted entries of the ring that a segment has now."""
+        """Deleted records, ascending: those that segments have by now are marked there, whatever was before."""
+        start = 0
         for info in self.segments.between(seqs[0], seqs[-1]) if seqs else ():
-            self._files.mark(self.topic_id, info, [seq for seq in seqs if info.first_seq <= seq <= info.last_seq])
+            start = bisect_left(seqs, info.first_seq, start)
+            end = bisect_left(seqs, info.last_seq + 1, start)
+            self._files.mark(self.topic_id, info, seqs[start:end])
+            start = end
 
     def drop_before(self, seq: int) -> None:
         for info in self.segments.drop_below(seq):
@@ -195,4 +205,4 @@ class TopicIndex:
 
 
 def _is_deleted(file_flags: int) -> bool:
-    return bool(file_flags >> _FLAGS_SHIFT & LOCATION_DELETED)
+    return bool(file_flags >> FLAGS_SHIFT & LOCATION_DELETED)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
-from topics.core.topic import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST
+from topics.core.location import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST, LOW_WORD
 from topics.log import get_logger
 from topics.walshard.catalog import Catalog
 from topics.walshard.commit import Logs
@@ -21,7 +21,6 @@ log = get_logger()
 
 TOPICS_PER_STEP: Final = 2048
 _CHUNK_ENTRIES: Final = 1024
-_LOW_WORD: Final = 0xFFFF_FFFF
 
 
 class LogTrim:
@@ -84,5 +83,5 @@ def _first_below(hosted: Hosted, file_no: int) -> int | None:
         entries = ring.entries(first_seq, min(ring.next_seq - 1, first_seq + _CHUNK_ENTRIES - 1))
         for at, word in enumerate(entries[3::4]):
             if not word >> 32 & elsewhere:
-                return first_seq + at if word & _LOW_WORD < file_no else None
+                return first_seq + at if word & LOW_WORD < file_no else None
     return None

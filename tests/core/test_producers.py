@@ -1,0 +1,101 @@
+"""Where producers are: keys of a third kind."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topics.core.errors import TopicsError
+from topics.core.idempotency import IdempotencyWindow, Outcome
+from topics.core.producers import FORGOTTEN_AFTER_MS, Turn, check_fence, check_order, parse_key, producer_key
+
+U64 = st.integers(0, 2**64 - 1)
+
+
+@given(st.text(min_size=1, max_size=128), U64, U64)
+def test_a_key_says_what_it_was_made_of_and_is_no_clients(id: str, epoch: int, n: int) -> None:
+    key = producer_key(id.encode(), Turn(epoch, n))
+    assert parse_key(key) == (id.encode(), Turn(epoch, n))
+    with pytest.raises(UnicodeDecodeError):
+        key.decode()
+
+
+def key(n: int, epoch: int = 1) -> bytes:
+    return producer_key(b"p", Turn(epoch, n))
+
+
+def test_the_last_write_is_known_beyond_the_window_and_others_within_it() -> None:
+    window = IdempotencyWindow()
+    for n in (1, 2):
+        window.remember(key(n), Outcome(n, 1, 1000 + n))
+    assert window.find(key(1), 1050, 100) == Outcome(1, 1, 1001)
+    assert window.find(key(1), 1102, 100) is None
+    assert window.find(key(2), 1_000_000, 100) == Outcome(2, 1, 1002)
+    assert window.turn_of(b"p", 1_000_000) == Turn(1, 2)
+
+
+def test_an_idle_producer_is_forgotten_in_the_end() -> None:
+    window = IdempotencyWindow()
+    window.remember(key(1), Outcome(1, 1, 1000))
+    last_ms = 1000 + FORGOTTEN_AFTER_MS
+    assert window.turn_of(b"p", last_ms) == Turn(1, 1)
+    assert window.find(key(1), last_ms, 0) is not None
+    assert window.turn_of(b"p", last_ms + 1) is None
+    assert window.find(key(1), last_ms + 1, 0) is None
+    assert window.unexpired(last_ms + 1, 0) == []
+    assert len(window) == 0
+
+
+def test_what_is_kept_restores_it() -> None:
+    window = IdempotencyWindow()
+    window.remember(key(7), Outcome(1, 1, 1000))
+    window.remember(producer_key(b"other", Turn(9, 0)), Outcome(2, 3, 5000))
+    window.remember(b"client", Outcome(5, 1, 5001))
+    window.remember(key(1, epoch=2), Outcome(6, 1, 5002))
+    for now_ms, known in ((5002, 3), (5102, 2), (90_000, 2)):
+        again = IdempotencyWindow()
+        kept = window.unexpired(now_ms, 100)
+        assert len(kept) == known
+        for one, *outcome in kept:
+            again.remember(one, Outcome(*outcome))
+        assert again.turn_of(b"p", now_ms) == Turn(2, 1)
+        assert again.turn_of(b"other", now_ms) == Turn(9, 0)
+        assert again.find(key(1, epoch=2), now_ms, 100) == Outcome(6, 1, 5002)
+        assert sorted(again.unexpired(now_ms, 100)) == sorted(kept)
+
+
+def test_an_older_key_that_is_read_again_takes_nobody_back() -> None:
+    """A log may say a write twice; so may a snapshot and the log behind it."""
+    window = IdempotencyWindow()
+    for n in (1, 2, 3, 1, 2):
+        window.remember(key(n), Outcome(n, 1, 1000 + n))
+    assert window.turn_of(b"p", 1003) == Turn(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("given_", "code"),
+    [
+        (Turn(4, 9), "fenced"),
+        (Turn(0, 6), "fenced"),
+        (Turn(5, 6), None),
+        (Turn(5, 7), "out_of_order"),
+        (Turn(5, 5), "out_of_order"),
+        (Turn(5, 0), "out_of_order"),
+        (Turn(6, 0), None),
+        (Turn(6, 77), None),
+    ],
+)
+def test_who_may_write_what(given_: Turn, code: str | None) -> None:
+    last = Turn(5, 5)
+
+    def check() -> None:
+        check_fence(b"p", last, given_)
+        check_order(b"p", last, given_)
+
+    if code is None:
+        check()
+    else:
+        with pytest.raises(TopicsError) as refused:
+            check()
+        assert (refused.value.code, refused.value.detail) == (code, {"producer": "p", "epoch": 5, "n": 5})

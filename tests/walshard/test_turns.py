@@ -1,0 +1,52 @@
+"""Dests of routers have their turn in the order in which something came for them."""
+
+from __future__ import annotations
+
+from topics.walshard.turns import Turns
+
+
+def taken(turns: Turns) -> list[int]:
+    found = []
+    while turns:
+        found.append(turns.take())
+    return found
+
+
+def test_first_come_first_served_and_each_once() -> None:
+    turns = Turns()
+    assert not turns
+    for dest_id in (3, 1, 3, 2):
+        turns.give(dest_id)
+    assert 3 in turns
+    assert taken(turns) == [3, 1, 2]
+    assert 3 not in turns
+
+
+def test_who_waits_has_no_turn_before_its_time() -> None:
+    turns = Turns()
+    turns.give(1)
+    turns.wait(1, until_ms=50)
+    turns.wait(2, until_ms=40)
+    assert turns.anybody_waits
+    assert not turns
+    turns.look(39)
+    assert not turns
+    turns.look(40)
+    assert taken(turns) == [2]
+    turns.look(50)
+    assert taken(turns) == [1]
+    assert not turns.anybody_waits
+
+
+def test_waking_is_for_those_that_wait() -> None:
+    turns = Turns()
+    turns.wake(1)
+    assert not turns
+    turns.wait(1, until_ms=1000)
+    turns.wake(1)
+    assert not turns.anybody_waits
+    assert taken(turns) == [1]
+    turns.wait(1, until_ms=1000)
+    turns.give(1)
+    turns.look(2000)
+    assert taken(turns) == [1]

@@ -1,0 +1,55 @@
+"""An entry of a record index: where a record lies, and what has become of it.
+
+    | seq u64 | ts u64 | offset u32 | len_bytes u32 | file_no u32 | flags u32 |       4 words of 64 bits
+
+In an `array("Q")` of entries words 2 and 3 are `offset | len_bytes << 32` and `file_no | flags << 32`. Flags of its
+frame (`storage/frame.py`, LOCATION_HAS_…) stand beside those below.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Final
+
+ENTRY_WORDS: Final = 4
+FLAGS_SHIFT: Final = 32
+LOW_WORD: Final = 0xFFFF_FFFF
+
+LOCATION_IN_RAM_LOG: Final = 1
+LOCATION_DELETED: Final = 2
+LOCATION_LOST: Final = 32
+"""A seq whose record is gone for good though its neighbours live; `offset` is then an EvictReason."""
+LOCATION_GONE: Final = LOCATION_DELETED | LOCATION_LOST
+
+
+def lost_entries(first_seq: int, last_seq: int, ts: int, reason: int) -> array[int]:
+    """Entries of seqs whose records are gone, for an EvictReason; `ts` is that of the record before them."""
+    count = last_seq + 1 - first_seq
+    entries = array("Q", bytes(count * ENTRY_WORDS * 8))
+    entries[0::4] = array("Q", range(first_seq, last_seq + 1))
+    entries[1::4] = array("Q", [ts]) * count
+    entries[2::4] = array("Q", [reason]) * count
+    entries[3::4] = array("Q", [LOCATION_LOST << FLAGS_SHIFT]) * count
+    return entries
+
+
+def in_order(entries: array[int], head_seq: int) -> array[int]:
+    """Sorted by seq, what is not above `head_seq` left out; of several of one seq the last one."""
+    seqs = entries[0::4]
+    count = len(seqs)
+    if entries[0] == head_seq + 1 and seqs == array("Q", range(entries[0], entries[0] + count)):
+        return entries
+    rows = {seqs[at]: entries[at * 4 : at * 4 + 4] for at in range(count) if seqs[at] > head_seq}
+    ordered = array("Q")
+    for seq in sorted(rows):
+        ordered.extend(rows[seq])
+    return ordered
+
+
+def dense_run(entries: array[int]) -> int:
+    """How many entries from the start have consecutive seqs."""
+    seqs = entries[0::4]
+    first = seqs[0]
+    if seqs[-1] == first + len(seqs) - 1:
+        return len(seqs)
+    return next(at for at, seq in enumerate(seqs) if seq != first + at)

@@ -1,0 +1,18 @@
+"""ASGI as this service speaks it: the types, and the names of what it puts into a scope."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+ROUTE: Final = "topics.route"
+"""Key of a scope: which `durations.Route` the request turned out to be, None for one whose time says nothing."""
+
+TRANSPORT: Final = "topics.transport"
+"""Key of `scope["state"]`: the asyncio transport of a connection that Hypercorn serves."""

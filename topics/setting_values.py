@@ -1,0 +1,169 @@
+"""How the value of a setting may be written, and what it is then: numbers, bytes with units, hosts, origins, keys.
+
+A value comes as text from a flag or the environment, or as TOML has it from a file.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from topics.core.keys import ApiKey, parse_list
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
+
+
+class Variable(NamedTuple):
+    """How one setting is read: `parse` raises ValueError for everything that is not `allowed`."""
+
+    parse: Callable[[object], Any]
+    allowed: str
+    help: str
+
+
+def integer(minimum: int, maximum: int, help: str) -> Variable:
+    return Variable(
+        lambda raw: _within(_to_int(raw), minimum, maximum), f"an integer from {minimum} to {maximum}", help
+    )
+
+
+def byte_size(minimum: int, maximum: int, help: str) -> Variable:
+    allowed = f"a number of bytes from {show_bytes(minimum)} to {show_bytes(maximum)}, plain or with KiB, MiB or GiB"
+    return Variable(lambda raw: _within(_to_bytes(raw), minimum, maximum), allowed, help)
+
+
+def choice(*values: str, help: str) -> Variable:
+    def parse(raw: object) -> str:
+        text = str(raw).lower()
+        if text not in values:
+            raise ValueError
+        return text
+
+    return Variable(parse, " or ".join((", ".join(values[:-1]), values[-1])), help)
+
+
+def flag(help: str) -> Variable:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+    def parse(raw: object) -> bool:
+        try:
+            return words[str(raw).lower()]
+        except KeyError:
+            raise ValueError from None
+
+    return Variable(parse, "1 or 0 (also true/false, yes/no, on/off)", help)
+
+
+def path_name(help: str) -> Variable:
+    def parse(raw: object) -> str:
+        if not isinstance(raw, str) or not raw or "\0" in raw:
+            raise ValueError
+        return os.path.abspath(raw)
+
+    return Variable(parse, "a path", help)
+
+
+def ratio(help: str) -> Variable:
+    def parse(raw: object) -> float:
+        if isinstance(raw, bool) or not isinstance(raw, str | int | float):
+            raise ValueError
+        value = float(raw)
+        if not 0 <= value <= 1:
+            raise ValueError
+        return value
+
+    return Variable(parse, "a number from 0 to 1", help)
+
+
+def address(help: str) -> Variable:
+    """(host, port or None)"""
+    return Variable(_split_host, "a host name or address, with or without :port", help)
+
+
+def origins(help: str) -> Variable:
+    allowed = (
+        "origins such as https://app.example or http://localhost:8080 (no path, no slash at the end), separated by"
+        " commas, or * for all"
+    )
+    return Variable(_split_origins, allowed, help)
+
+
+def keys(help: str) -> Variable:
+    def parse(raw: object) -> tuple[ApiKey, ...]:
+        if not isinstance(raw, str):
+            raise ValueError
+        return parse_list(raw)
+
+    return Variable(parse, "text: key[:scopes[:prefixes]],…", help)
+
+
+def kill_point(help: str) -> Variable:
+    def parse(raw: object) -> str:
+        whose, _, point = str(raw).partition(":")
+        if whose not in ("process", "service") or not point:
+            raise ValueError
+        return str(raw)
+
+    return Variable(parse, "process: or service: and the name of a kill point", help)
+
+
+def show_bytes(count: int) -> str:
+    """`64 MiB` for what is a whole number of them, else in smaller units."""
+    for suffix, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if count and count % factor == 0:
+            return f"{count // factor} {suffix}"
+    return f"{count} bytes"
+
+
+def _to_int(raw: object) -> int:
+    if isinstance(raw, bool) or not isinstance(raw, int | str):
+        raise ValueError
+    if isinstance(raw, str) and not (raw.isascii() and raw.isdigit()):
+        raise ValueError
+    return int(raw)
+
+
+def _to_bytes(raw: object) -> int:
+    for suffix, factor in (("KiB", KIB), ("MiB", MIB), ("GiB", GIB)):
+        if isinstance(raw, str) and raw.endswith(suffix):
+            return _to_int(raw.removesuffix(suffix).rstrip()) * factor
+    return _to_int(raw)
+
+
+def _within(value: int, minimum: int, maximum: int) -> int:
+    if not minimum <= value <= maximum:
+        raise ValueError
+    return value
+
+
+def _split_host(raw: object) -> tuple[str, int | None]:
+    """(host, port or None) of `host`, `host:port`, `::1`, `[::1]` or `[::1]:port`."""
+    if not isinstance(raw, str) or not raw or any(c.isspace() or c in "/@\0" for c in raw):
+        raise ValueError
+    if raw.startswith("["):
+        host, bracket, rest = raw[1:].partition("]")
+        if not bracket or (rest and not rest.startswith(":")):
+            raise ValueError
+        return str(ipaddress.IPv6Address(host)), _within(_to_int(rest[1:]), 0, 65535) if rest else None
+    if raw.count(":") == 1:
+        host, _, port = raw.partition(":")
+        if not host:
+            raise ValueError
+        return host, _within(_to_int(port), 0, 65535)
+    return (str(ipaddress.IPv6Address(raw)) if ":" in raw else raw), None
+
+
+_ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9._~-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
+
+
+def _split_origins(raw: object) -> tuple[str, ...]:
+    """Origins as browsers spell them, or `*` alone."""
+    origins = tuple(part.strip().lower() for part in raw.split(",")) if isinstance(raw, str) else ()
+    if origins != ("*",) and not (origins and all(map(_ORIGIN.fullmatch, origins))):
+        raise ValueError
+    return origins

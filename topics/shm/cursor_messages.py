@@ -1,0 +1,87 @@
+"""What frontends and shards say to each other about named cursors (api §10); `messages.py` carries it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class CursorPut(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Make a named cursor or change it. A nil `seq` leaves one that exists where it is, and begins a new one at 0."""
+
+    name: str
+    cursor: str
+    consistency: Literal["strictly_at_once", "at_least_once"]
+    persist_every: int
+    seq: int | None
+    tail: bool
+
+
+class CursorDelete(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    name: str
+    cursor: str
+
+
+class CursorLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Where is it, or where are all (a nil `cursor`)?"""
+
+    name: str
+    cursor: str | None
+
+
+class CursorAdvance(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A reader has read from `from_seq` to `to_seq`: move the cursor, if it is still there."""
+
+    name: str
+    cursor: str
+    revision: int
+    from_seq: int
+    to_seq: int
+
+
+class CursorPassedOn(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """What became of the answer of a read that CursorMoved has a number for: its connection was given it, or not."""
+
+    name: str
+    cursor: str
+    revision: int
+    read: int
+    passed_on: bool
+
+
+CursorCall = CursorPut | CursorDelete | CursorLook | CursorAdvance | CursorPassedOn
+
+
+class CursorReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A cursor as it is. `revision` is another one whenever it was moved by anything but a reader."""
+
+    cursor: str
+    consistency: Literal["strictly_at_once", "at_least_once"]
+    persist_every: int
+    seq: int
+    persisted_seq: int
+    revision: int
+    created: bool = False
+
+
+class CursorList(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    cursors: list[CursorReply]
+
+
+class CursorDeleted(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    deleted: bool
+
+
+class CursorMoved(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """`moved`: what was read is the reader's, and unless `read` is 0 CursorPassedOn has to follow. Else it is where it
+    is now, for another try.
+    """
+
+    moved: bool
+    seq: int
+    revision: int
+    read: int = 0
+
+
+CursorAnswer = CursorReply | CursorList | CursorDeleted | CursorMoved

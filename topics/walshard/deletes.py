@@ -1,0 +1,107 @@
+"""Taking records away: because somebody asks (api §5), or because their time is over (api §1, `ttl_ms`)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from topics.core.control_bodies import DeleteBody, encode_body
+from topics.core.errors import TopicsError, topic_not_found
+from topics.core.floors import EvictReason, Floors
+from topics.core.runs import encode_runs
+from topics.core.tags import Match
+from topics.log import get_logger
+from topics.shm import messages
+from topics.shm.messages import Done
+from topics.shm.topic_messages import DeleteRecords, DeleteRecordsReply, Expire
+from topics.storage import frame
+from topics.storage.frame import FrameType
+from topics.storage.postings import CorruptPostings
+from topics.storage.segment import CorruptSegment
+from topics.walshard.catalog import Catalog
+from topics.walshard.floor_marks import floor_frame
+from topics.walshard.group_commit import GroupCommit
+from topics.walshard.hosted import Hosted
+from topics.walshard.operation import Answer, Operation
+from topics.walshard.routing import Routing
+from topics.walshard.step_clock import StepClock
+from topics.walshard.tag_search import TagSearch
+
+log = get_logger()
+
+
+class Deletes:
+    """Of one shard's topics, each a commit of its own: everything prepared is committed before."""
+
+    def __init__(
+        self, catalog: Catalog, tags: TagSearch, commits: GroupCommit, routing: Routing, time: StepClock
+    ) -> None:
+        self._catalog = catalog
+        self._tags = tags
+        self._commits = commits
+        self._routing = routing
+        self._time = time
+
+    def take(self, call: DeleteRecords | Expire, answer: Answer) -> None:
+        """Answers, or raises TopicsError."""
+        hosted = self._catalog.find(call.name)
+        if isinstance(call, DeleteRecords):
+            if hosted is None:
+                raise topic_not_found(call.name)
+            self._delete(hosted, call, answer)
+        else:
+            if hosted is not None:
+                self.expire(hosted)
+            answer.reply = messages.encode_reply(answer.request_id, Done())
+
+    def expire(self, hosted: Hosted) -> None:
+        """Moves the floors over what has outlived its ttl; logged, so that they never move back."""
+        topic, now_ms = hosted.topic, self._time.now.wall_ms
+        if topic.expired_below(now_ms) <= topic.earliest_seq:
+            return
+        self._routing.before_log(hosted)
+        floors = topic.plan_eviction(topic.expired_below(now_ms), EvictReason.TTL)
+        if floors is not None:
+            operation = Operation([floor_frame(hosted, floors, now_ms)], partial(self._expired, hosted, floors))
+            self._commits.commit_one(operation, {topic.id})
+
+    def _expired(self, hosted: Hosted, floors: Floors, _file_no: int, _offset: int) -> None:
+        hosted.topic.logged(floors)
+        self._commits.show(hosted)
+
+    def _delete(self, hosted: Hosted, call: DeleteRecords, answer: Answer) -> None:
+        self.expire(hosted)
+        self._routing.before_log(hosted)
+        topic = hosted.topic
+        match = None if call.op is None else Match(call.op, call.pattern)
+        try:
+            deletion = topic.plan_delete(call.before_seq, match, self._tags.of(topic, hosted.index))
+        except (OSError, CorruptSegment, CorruptPostings) as error:
+            log.error("a delete could not find its records", topic=call.name, reason=str(error))
+            raise TopicsError(
+                "storage_unavailable",
+                f"the records of topic {call.name!r} cannot be read to delete them; see the service's log",
+                {"topic": call.name},
+            ) from error
+        answer.reply = messages.encode_reply(
+            answer.request_id,
+            DeleteRecordsReply(
+                deletion.records,
+                deletion.earliest_seq,
+                topic.head_seq,
+                topic.records - deletion.records,
+                topic.live_bytes - deletion.size_bytes,
+            ),
+        )
+        if not deletion.records and deletion.earliest_seq == topic.earliest_seq:
+            return
+        floors = topic.floors_without(deletion)
+        body = encode_body(DeleteBody(deletion.below_seq, encode_runs(deletion.seqs), floors))
+        now_ms = self._time.now.wall_ms
+        entry = frame.encode(FrameType.DELETE, 0, topic.id, topic.head_seq, now_ms, b"", b"", body)
+
+        def apply(_file_no: int, _offset: int) -> None:
+            topic.deleted(deletion, floors)
+            self._commits.show(hosted)
+
+        sync = topic.config.durability == "fsync"
+        self._commits.commit_one(Operation([entry], apply, sync=sync, answer=answer), {topic.id})
