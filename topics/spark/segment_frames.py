@@ -10,16 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from topics.core.topic import LOCATION_DELETED, LOCATION_LOST
+from topics.core.location import LOCATION_GONE
 from topics.storage import segment_columns
-from topics.storage.frame import (
-    FLAG_META,
-    FLAG_NODE,
-    FLAG_TAG,
-    LOCATION_HAS_META,
-    LOCATION_HAS_NODE,
-    LOCATION_HAS_TAG,
-)
+from topics.storage.frame import LOCATION_FLAGS
 from topics.storage.segment import ENTRY, ENTRY_LEN, HEADER, HEADER_LEN, TAIL_LEN
 
 Ints = npt.NDArray[np.int64]
@@ -27,7 +20,6 @@ Bytes8 = npt.NDArray[np.uint8]
 
 Kind = TypeVar("Kind", bound=np.generic)
 
-_GONE: Final = LOCATION_DELETED | LOCATION_LOST
 # With the padding, which is zeros: anything else does not go with its frame.
 _ENTRY: Final[np.dtype[np.void]] = np.dtype(
     {"names": ["offset", "len", "ts", "flags"], "formats": ["<u4", "<u4", "<u8", "<u4"], "offsets": [0, 4, 8, 16]}
@@ -44,15 +36,7 @@ assert (_FRAME.itemsize, HEADER.format) == (HEADER_LEN, "<IBQQHHI")
 _CHECKED_FROM: Final = 4
 _CHECKSUM: Final[np.dtype[np.uint64]] = np.dtype(np.uint64)
 _BYTE: Final[np.dtype[np.uint8]] = np.dtype(np.uint8)
-_LOCATION_FLAGS: Final = np.array(
-    [
-        (LOCATION_HAS_TAG if flags & FLAG_TAG else 0)
-        | (LOCATION_HAS_NODE if flags & FLAG_NODE else 0)
-        | (LOCATION_HAS_META if flags & FLAG_META else 0)
-        for flags in range(256)
-    ],
-    np.int64,
-)
+_LOCATION_FLAGS: Final = np.array(LOCATION_FLAGS, np.int64)
 
 
 class Entries(NamedTuple):
@@ -96,7 +80,7 @@ def extent(entries: Entries, data_bytes: int, idx_path: str, first_entry_at: int
 
 def check_frames(path: str, buffer: bytes, base: int, first_seq: int, entries: Entries, starts: Ints) -> None:
     """As `segment_columns.check_frames`."""
-    live = np.flatnonzero(entries.flags & _GONE == 0)
+    live = np.flatnonzero(entries.flags & LOCATION_GONE == 0)
     if not len(live):
         return
     of_live = Entries(*(column[live] for column in entries))

@@ -17,7 +17,7 @@ import numpy as np
 
 from topics.client.segment_calls import Segment
 from topics.core.floors import EvictReason
-from topics.core.location import LOCATION_DELETED, LOCATION_LOST
+from topics.core.location import LOCATION_GONE, LOCATION_LOST
 from topics.spark.errors import OptionError
 from topics.spark.offsets import Gap, Range
 from topics.spark.options import Directories, ReadOptions
@@ -30,7 +30,6 @@ ROWS_PER_BATCH: Final = 8_000
 BATCH_BYTES: Final = 16 * 2**20
 """About what a batch may take of an executor's memory; one record may be larger."""
 DAMAGED: Final = "damaged"
-_GONE: Final = LOCATION_DELETED | LOCATION_LOST
 
 _log = logging.getLogger("topics.spark")
 
@@ -150,7 +149,7 @@ def _run(
         return
     try:
         buffer, found = files.frames(first_seq, entries)
-        live = np.flatnonzero(entries.flags & _GONE == 0)
+        live = np.flatnonzero(entries.flags & LOCATION_GONE == 0)
         starts, lengths = found[live], entries.lengths[live]
         undeleted = not_deleted(buffer, starts, lengths) if len(live) else np.ones(0, np.bool_)
         if not undeleted.all():
