@@ -135,6 +135,14 @@ def test_partitions_cover_the_ranges_exactly(
         assert len(parts) >= min_partitions
 
 
+@pytest.mark.parametrize(
+    ("records", "parts"), [(0, 0), (1, 1), (50_000, 1), (100_000, 2), (1_000_000, 8), (10_000_000, 25)]
+)
+def test_tasks_are_neither_tiny_nor_endless_unless_told_otherwise(records: int, parts: int) -> None:
+    assert len(split([Range("t", "e", 0, records)] if records else [], None, 1)) == parts
+    assert len(split([Range("t", "e", 0, 1000)], None, 4)) == 4
+
+
 def test_a_gap_stays_with_the_first_part() -> None:
     gap = Gap(3, None, "recreated")
     parts = split([Range("t", "e", 0, 10, gap)], 4, 1)

@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 from topics.spark.errors import DataLossError
 from topics.spark.options import TombstoneMode
 
+PARTITIONS_WANTED = 8
+LEAST_RECORDS = 50_000
+MOST_RECORDS = 400_000
 NO_EPOCH = ""
 LOST_TAIL = "lost_tail"
 
@@ -138,12 +141,15 @@ def data_loss(topic: str, gap: Gap) -> DataLossError:
     return DataLossError(f"topic {topic!r}: {which}; {way_out}")
 
 
-def split(whole: Iterable[Range], max_records: int, min_partitions: int) -> list[Range]:
+def split(whole: Iterable[Range], max_records: int | None, min_partitions: int) -> list[Range]:
     """Ranges of about equal length, at most `max_records` each and at least `min_partitions` of them, if there are
-    that many records; in the order of the topic.
+    that many records; in the order of the topic. `max_records` None: what keeps some cores busy, and is long enough for
+    what Spark and a worker of its Python need for every task (some 0.1 s together) not to count.
     """
     whole = list(whole)
     total = sum(one.to_seq - one.from_seq for one in whole)
+    if max_records is None:
+        max_records = min(max(total // PARTITIONS_WANTED, LEAST_RECORDS), MOST_RECORDS)
     size = max(1, min(max_records, total // min_partitions))
     parts = []
     for one in whole:

@@ -43,7 +43,6 @@ READ_OPTIONS: Final = (
 )
 WRITE_OPTIONS: Final = ("url", "token", "topic", "sink", "recordsPerStage", "recordsPerSecond")
 _SPARKS_OWN: Final = frozenset({"checkpointlocation", "path", "queryname"})
-RECORDS_PER_PARTITION: Final = 100_000
 _TOPIC: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,254}")
 
 
@@ -84,7 +83,8 @@ class ReadOptions(msgspec.Struct, frozen=True):
     starting_ts: int | None
     max_offsets_per_trigger: int | None
     min_partitions: int
-    max_records_per_partition: int
+    max_records_per_partition: int | None
+    """None: by how many there are (`offsets.split`)."""
     tombstones: TombstoneMode
     node: str | None
     include_tags: bool
@@ -131,7 +131,7 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
         starting_ts=starting_ts,
         max_offsets_per_trigger=options.count("maxOffsetsPerTrigger", None, at_least=1),
         min_partitions=options.count("minPartitions", 1, at_least=1),
-        max_records_per_partition=options.count("maxRecordsPerPartition", RECORDS_PER_PARTITION, at_least=1),
+        max_records_per_partition=options.count("maxRecordsPerPartition", None, at_least=1),
         tombstones=_tombstones(options),
         node=options.text("node", "") or None,
         include_tags=options.flag("includeTags", True),
