@@ -49,7 +49,7 @@ class SegmentStore(Protocol):
 
 
 class LocalStore:
-    """A folder, on whatever file system is mounted there. `apart_from`: what it must not be by another name, for whoever
+    """A folder, on whatever file system is mounted there. `apart_from`: what it must not be by another name: who
     puts an object there removes the file that it was made of.
     """
 
