@@ -19,6 +19,7 @@ from topics.client import (
     ConflictError,
     Job,
     LeaseLostError,
+    NewRecord,
     NotFoundError,
 )
 
@@ -89,6 +90,17 @@ def test_leaving_the_loop_gives_back_what_was_not_done(topics: Client, queue: st
     with pytest.raises(KeyError):
         fail()
     wait_counts(topics, queue, (18, 0))
+
+
+def test_jobs_that_are_to_come_later_or_one_after_the_other(topics: Client, topic: str) -> None:
+    topics.put_topic(topic, type="queue")
+    later = NewRecord("later", delay_ms=400)
+    at = NewRecord("at", deliver_at=time.time_ns() // 1_000_000 + 3_600_000)
+    ordered = [NewRecord(f"{key}{n}", order_key=key) for n in range(2) for key in "ab"]
+    topics.append(topic, [at, later, *ordered], create=False)
+    queue = topics.queue(topic)
+    assert [job.data for job in queue.claim(10).claimed] == ["a0", "b0"]
+    assert poll("the later one", lambda: queue.claim(10).claimed or None)[0].data == "later"
 
 
 def test_a_job_that_takes_longer_than_its_lease_is_kept(topics: Client, queue: str) -> None:
