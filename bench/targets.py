@@ -116,7 +116,11 @@ BOUNDS = [
         divided_by=("checkpoint", "16 writers of 10, idle compactor", "p99_us"),
     ),
     Bound("start with 10 M checkpointed, s", 1.0, ("retained", "10 M records", "restart_s")),
-    Bound("memory per retained record of 10 M, B", 50.0, ("retained", "10 M records", "per_record_bytes")),
+    *(
+        Bound(f"memory per retained record of {label}, {when}, B", 50.0, ("retained", f"{label} records", name))
+        for label in ("1 M", "5 M", "10 M")
+        for when, name in (("restarted", "per_record_bytes"), ("live", "live_per_record_bytes"))
+    ),
     Bound("idle service, MiB", 200.0, ("memory", "idle", "held_bytes"), scale=MIB),
 ]
 

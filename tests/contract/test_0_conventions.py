@@ -168,6 +168,30 @@ def test_if_head_seq_that_is_none_is_refused_by_name(client: httpx.Client, topic
     missing(client, topic)
 
 
+@pytest.mark.parametrize("value", [value for value in NOT_COUNTS if value is not True], ids=repr)
+def test_before_seq_that_is_none_is_refused_by_name(client: httpx.Client, topic: str, value: Any) -> None:
+    write(client, topic, 1)
+    error = refused(client.post(f"/v0/topics/{topic}/delete", json={"before_seq": value}), 400, "invalid_request")
+    assert "before_seq" in error["message"] + json.dumps(error.get("detail", {}))
+    assert state(client, topic)["count"] == 1
+
+
+@pytest.mark.parametrize("value", ["-1", "1.5", "x", str(2**64), ""])
+@pytest.mark.parametrize("path", ["/v0/topics", "/v0/routers"])
+def test_a_page_size_that_is_none_is_refused_by_name(client: httpx.Client, path: str, value: str) -> None:
+    error = refused(client.get(path, params={"page_size": value}), 400, "invalid_request")
+    assert "page_size" in error["message"] + json.dumps(error.get("detail", {}))
+
+
+@pytest.mark.parametrize("field", ["priority", "lease_ms", "claim_jitter_ms"])
+@pytest.mark.parametrize("value", [2**31, 2**53 + 1, 2**63, 2**64 - 1])
+def test_what_is_clamped_is_never_an_error(client: httpx.Client, topic: str, field: str, value: int) -> None:
+    most = {"priority": 1000, "lease_ms": 86_400_000, "claim_jitter_ms": 5_000}[field]
+    assert put(client, topic, **{field: value})["config"][field] == most
+    if field == "priority":
+        assert put(client, topic, priority=-value)["config"]["priority"] == -1000
+
+
 def test_seq_is_a_json_number_up_to_u64(client: httpx.Client, topic: str) -> None:
     write(client, topic, 1)
     for largest in (2**53 + 1, 2**64 - 1):

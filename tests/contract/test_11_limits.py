@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import InvalidHandshake, InvalidMessage, InvalidStatus
 
 from tests.contract.asking import diff, envelope, ok, put, refused, write
 from tests.contract.socket_client import Socket
@@ -60,6 +62,84 @@ def test_event_streams_by_key_over_all_frontends(start: Any) -> None:
         assert open_by(other, "other").response.status_code == 200
         admitted[0].close()
         poll("the place to be free", lambda: open_by(one, "one").response.status_code == 200)
+
+
+@pytest.mark.parametrize("killing", [False, True])
+def test_limits_by_key_under_churn(start: Any, killing: bool) -> None:
+    """Streams, sockets and long polls of two keys come and go on both frontends: none holds more than its limit, and
+    when all is over nothing is left counted, also when one of the frontends was killed again and again.
+    """
+    most, threads_each, turns = 2, 4, 6
+    service = start(api_keys="one,other", max_sse_connections_per_key=most, max_inflight_per_key=most)
+    with by(service, "one") as client:
+        put(client, "t")
+    held = {"one": 0, "other": 0}
+    held_most, granted, refusals = dict(held), 0, 0
+    lock = threading.Lock()
+
+    def hold(key: str, by_how_much: int) -> None:
+        nonlocal granted
+        with lock:
+            held[key] += by_how_much
+            held_most[key] = max(held_most[key], held[key])
+            granted += by_how_much > 0
+
+    def come_and_go(key: str, seed: int) -> None:
+        nonlocal refusals
+        random_ = random.Random(seed)
+        headers = {"Authorization": f"Bearer {key}"}
+        client = by(service, key)
+        for _ in range(turns):
+            try:
+                with ExitStack() as stack:
+                    if random_.random() < 0.5:
+                        made = client.post("/v0/watch", json={"topics": {"t": {}}})
+                        if made.status_code == 429:
+                            raise Refused
+                        stream = stack.enter_context(Stream(service.url, ok(made)["wid"], headers))
+                        if stream.response.status_code == 429:
+                            raise Refused
+                        assert stream.response.status_code == 200
+                    else:
+                        stack.enter_context(Socket(service, key=key))
+                    hold(key, 1)
+                    stack.callback(hold, key, -1)
+                    if client.post("/v0/topics/t/diff", json={"wait_ms": random_.randrange(60)}).status_code == 429:
+                        raise Refused
+            except (Refused, InvalidStatus):
+                with lock:
+                    refusals += 1
+            except (httpx.TransportError, OSError, EOFError, InvalidMessage, InvalidHandshake):
+                assert killing
+        client.close()
+
+    with ThreadPoolExecutor(2 * threads_each) as pool:
+        jobs = [pool.submit(come_and_go, key, seed) for seed in range(threads_each) for key in ("one", "other")]
+        for _ in range(3 if killing else 0):
+            service.wait_healed(service.kill("frontend", 1))
+        for job in jobs:
+            job.result()
+    assert granted > turns, granted
+    assert refusals > 0
+    assert not any(held.values())
+    if not killing:  # what a client holds of a frontend that died counts for nobody
+        assert max(held_most.values()) <= most, held_most
+
+    def free(key: str) -> bool:
+        """All of its places at once."""
+        with ExitStack() as stack:
+            headers = {"Authorization": f"Bearer {key}"}
+            client = stack.enter_context(by(service, key))
+            wids = [watch(client, {"t": {}})["wid"] for _ in range(most)]
+            streams = [stack.enter_context(Stream(service.url, wid, headers)) for wid in wids]
+            return all(stream.response.status_code == 200 for stream in streams)
+
+    for key in ("one", "other"):
+        poll(f"every place of {key!r} to be free", lambda key=key: free(key), 20, 0.1)  # type: ignore[misc]
+
+
+class Refused(Exception):  # noqa: N818 - what the test is about
+    """429."""
 
 
 def test_requests_in_flight_by_key_over_all_frontends(start: Any) -> None:
@@ -170,6 +250,54 @@ def test_a_body_that_no_route_reads_holds_nothing_up(start: Any, http2: bool) ->
             except httpx.TransportError:
                 assert not http2
         assert write(client, "t", 1)["count"] == 1
+
+
+def test_every_limit_of_a_write_and_of_a_read_has_a_setting(start: Any) -> None:
+    """api §2.3, §3: each of them narrowed, and said in the refusal."""
+    service = start(
+        max_batch_records=2, max_record_bytes=100, max_meta_bytes=40, max_tag_bytes=3, max_node_bytes=4, max_limit=3
+    )
+    client = service.client
+
+    def post(*records: dict[str, Any], **more: Any) -> httpx.Response:
+        return client.post("/v0/topics/t", json={"records": list(records), **more})
+
+    ok(post({"data": "x" * 50, "tag": "tag", "node": "node", "meta": {"k": "v" * 10}}, {"data": 2}, node="four"))
+    for answer, code, most in (
+        (post({"data": 1}, {"data": 2}, {"data": 3}), "batch_too_large", "2"),
+        (post({"data": "x" * 99}), "record_too_large", "100"),
+        (post({"data": "x" * 60, "meta": {"k": "v" * 31}}), "record_too_large", "100"),
+        (post({"data": 1, "meta": {"k": "v" * 40}}), "invalid_request", "40"),
+        (post({"data": 1, "tag": "four"}), "invalid_request", "3"),
+        (post({"data": 1, "node": "fives"}), "invalid_request", "4"),
+        (post({"data": 1}, node="fives"), "invalid_request", "4"),
+    ):
+        assert most in refused(answer, 400, code)["message"]
+    for n in range(4):
+        ok(post({"data": n}))
+    assert diff(client, "t")["next_from_seq"] == 3
+    assert len(diff(client, "t", limit=1000)["records"]) == 3
+
+
+def test_the_limits_of_watches_and_claims_have_settings(start: Any) -> None:
+    service = start(max_watch_topics=2, max_claim=3)
+    client = service.client
+    names = ["a", "b", "c"]
+    for name in names:
+        put(client, name, type="queue")
+    assert (
+        "2"
+        in refused(client.post("/v0/watch", json={"topics": {name: {} for name in names}}), 400, "invalid_request")[
+            "message"
+        ]
+    )
+    ok(client.post("/v0/watch", json={"topics": {name: {} for name in names[:2]}}))
+    with Socket(service) as ws:
+        assert ws.ask("subscribe", topics=names)["code"] == "invalid_request"
+        assert ws.ask("subscribe", topics=names[:2])["op"] == "subscribed"
+        assert ws.ask("subscribe", topic="c")["code"] == "invalid_request", "what is followed already counts"
+    write(client, "a", *range(5))
+    assert ok(client.post("/v0/topics/a/claim", json={"node": "w", "max": 1000}))["count"] == 3
 
 
 def test_a_large_body_leaves_the_others_their_turn(service: Service, topic: str) -> None:

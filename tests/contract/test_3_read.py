@@ -209,6 +209,18 @@ def test_a_long_poll_at_its_deadline_answers_the_caught_up_shape(client: httpx.C
     assert body["caught_up"] is True
 
 
+def test_every_long_poll_ends_at_its_deadline(service: Service, topic: str) -> None:
+    """Of those that ended when the loop's clock was a rounding error before the deadline, each waited for ever."""
+    write(service.client, topic, 1)
+
+    def wait(_: int) -> list[bool]:
+        with httpx.Client(base_url=service.url, timeout=15) as own:
+            return [diff(own, topic, from_seq=1, wait_ms=wait_ms)["caught_up"] for wait_ms in range(1, 60)]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(all(ended) for ended in pool.map(wait, range(4)))
+
+
 def test_a_long_poll_with_something_to_deliver_does_not_wait(client: httpx.Client, topic: str) -> None:
     write(client, topic, 1)
     body = diff(client, topic, wait_ms=2**63)

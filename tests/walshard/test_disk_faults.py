@@ -13,6 +13,7 @@ from tests.storage.faults import CHANGING_CALLS, Fault, FaultyFileSystem
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.shm.topic_messages import PutTopic
 
 FSYNC = TopicConfig(durability="fsync")
 
@@ -66,6 +67,27 @@ def test_a_failed_write_commits_nothing_and_the_next_one_does(
     rig.boot()
     assert stored(rig) == [b"1", b"2"]
     assert rig.read("new") == [(1, b"3")]
+
+
+def test_a_configuration_that_cannot_be_logged_changes_nothing(rig: Rig, fs: FaultyFileSystem) -> None:
+    """rules.md, Topics: no eviction included, neither now nor after a restart."""
+    rig.append("t", b"1", b"2", b"3")
+    tight = PutTopic("t", TopicConfig(cap_records=1, durability="fsync", ttl_ms=1), False)
+    fs.arm(Fault(1, errno.ENOSPC, calls=frozenset({"pwritev"})))
+    with pytest.raises(TopicsError) as refused:
+        rig.call(tight)
+    assert refused.value.code == "storage_unavailable"
+    fs.arm(None)
+    for boot in (False, True):
+        if boot:
+            rig.boot()
+        view = rig.view("t")
+        assert view is not None
+        assert (view.records, view.earliest_seq, view.evict_floor) == (3, 1, 1)
+        assert stored(rig) == [b"1", b"2", b"3"]
+        assert rig.call(PutTopic("t", TopicConfig(), False)).config == TopicConfig()
+    assert rig.call(PutTopic("t", TopicConfig(cap_records=1), False)).created is False
+    assert stored(rig) == [b"3"]
 
 
 def test_a_full_disk_refuses_until_there_is_room(rig: Rig, fs: FaultyFileSystem) -> None:

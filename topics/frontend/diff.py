@@ -106,8 +106,15 @@ class DiffRoute:
         loop = asyncio.get_running_loop()
         news = asyncio.Event()
         cost = Cost(page.scanned, page.cold_segments)
-        deadline_s = loop.time() + wait_ms / 1000
-        timer = loop.call_at(deadline_s, news.set)
+        over = False
+
+        def end() -> None:
+            nonlocal over
+            over = True
+            news.set()
+
+        # The timer alone says when it is over: by the loop's clock it may fire before its time, and there is no second.
+        timer = loop.call_later(wait_ms / 1000, end)
         watch = self._gateway.watch(ref.shard, ref.name, ref.view, news.set)
         # Nothing but a disconnect can come behind the body.
         gone = loop.create_task(_disconnect(receive))
@@ -115,7 +122,7 @@ class DiffRoute:
         self._waiting.add(news)
         self._cell.set("long_polls", len(self._waiting))
         try:
-            while not (self._draining or _deliverable(page)) and loop.time() < deadline_s:
+            while not (self._draining or over or _deliverable(page)):
                 if page.caught_up:
                     await news.wait()
                 else:
