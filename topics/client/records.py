@@ -63,8 +63,8 @@ class Page(msgspec.Struct, frozen=True):
 class NewRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """One record to write; `data` is any JSON value, or JSON text as `msgspec.Raw`.
 
-    Of a job of a queue: `deliver_at` (ms since the epoch) or `delay_ms` says from when on it may be handed out; of those
-    of one `order_key` one at a time is, in their order.
+    Of a job of a queue: `deliver_at` (ms since the epoch) or `delay_ms` says from when on it may be handed out; of
+    those of one `order_key` one at a time is, in their order.
     """
 
     data: Any
