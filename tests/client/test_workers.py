@@ -131,22 +131,21 @@ def test_a_job_that_was_fetched_ahead_and_is_known_to_be_lost_is_not_begun(
 def test_a_lost_lease_is_said(service: Service, topics: Client, queue: str) -> None:
     with closing(topics.queue(queue).work()) as jobs:
         job = next(jobs)
-        for index in range(service.frontends):
-            service.kill("frontend", index)
+        killed = [service.kill("frontend", index) for index in range(service.frontends)]
         poll("the stream's end to be noticed", lambda: job.lost)
-        # The service releases what was leased over it; whoever comes next gets it, and that may be the worker itself,
-        # even one that was cut off again before it could be told.
+        for pid in killed:  # the next life of a frontend releases what was leased over its streams
+            service.wait_healed(pid)
+        with pytest.raises(LeaseLostError, match=f"job {job.seq} of '{queue}'"):
+            job.ack()
+        # Whoever comes next gets it, and that may be the worker itself, even one that was cut off again before it knew.
         other = topics.queue(queue, node="other")
-        later = next(jobs)
-        found = [later.claimed]
+        found = [next(jobs).claimed]
 
         def taken() -> bool:
             found.extend(other.claim(1).claimed)
             return any(one.seq == job.seq and one.deliveries >= 2 for one in found)
 
         poll("somebody to get the job", taken)
-        with pytest.raises(LeaseLostError, match=f"job {job.seq} of '{queue}'"):
-            job.ack()
 
 
 def test_threads_share_the_jobs_until_they_are_told_to_stop(topics: Client, queue: str) -> None:
