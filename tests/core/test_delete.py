@@ -67,8 +67,7 @@ class Log:
         self.topic.evict_below(seq, EvictReason.TTL)
         for live in lost:
             del self.live[live]
-        if lost:
-            self.evict_floor = max(self.evict_floor, min(seq, len(self.tags) + 1))
+            self.evict_floor = live + 1
 
     def _matches(self, seq: int, match: Match | None) -> bool:
         if match is None:
@@ -108,6 +107,16 @@ def test_deletes_evictions_and_appends_equal_a_model(cap_records: int, script: l
             before_seq, match = step
             log.delete(before_seq, None if match is None else Match(*match))
         log.check()
+
+
+def test_what_was_deleted_behind_the_last_that_expires_is_not_lost() -> None:
+    """Else a reader who stands between the two would be told of a gap that is only a deletion (api §3.2)."""
+    log = Log(ttl_ms=10)
+    log.append([b"", b"x", b"x"])
+    assert log.delete(None, parse_match("x")) == 2
+    log.evict_below(log.topic.expired_below(11))
+    assert (log.topic.evict_floor, log.topic.earliest_seq) == (2, 4)
+    log.check()
 
 
 def test_a_glob_is_a_prefix_and_not_a_word() -> None:

@@ -37,16 +37,19 @@ SETTINGS = {
     "TOPICS_CHECKPOINT_WAL_BYTES": "64KiB",
     "TOPICS_SEGMENT_MAX_EVENTS": "20",
     "TOPICS_SEGMENT_REWRITE_DEAD_RATIO": "0.2",
-    "TOPICS_HOT_RETAIN_SEGMENTS": "6",
+    "TOPICS_HOT_RETAIN_SEGMENTS": "3",
 }
 FILLER = "x" * 2000
 """Makes log files full, so that there is something to trim."""
 
 
 class Ledger:
-    """One client that writes, deletes and evicts, and knows what must be there."""
+    """One client that writes, deletes and evicts, and knows what must be there. `cold_first`: it deletes when some of
+    that is in the cold directory.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, cold_first: bool = False) -> None:
+        self.cold_first = cold_first
         self.numbers = itertools.count()
         self.steps = 0
         self.logs: dict[str, list[str]] = {"disk": [], "fsync": [], "capped": [], "tagged": []}
@@ -85,11 +88,15 @@ class Ledger:
 
     def delete(self, client: httpx.Client) -> None:
         """Late enough that most of it is in sealed segments."""
+        if self.cold_first:
+            poll("segments as they were sealed to be cold", lambda: has_untouched_cold(client, "tagged"), 20.0)
         dropped = {value for value in self.logs["tagged"] if self.tags[value] == "drop"}
         self.maybe_deleted = dropped
         answer = client.post("/v0/topics/tagged/delete", json={"match": "drop"})
         assert answer.status_code == 200, answer.text
         self.deleted, self.maybe_deleted = dropped, set()
+        if self.cold_first:
+            poll("cold segments to be rewritten", lambda: not has_untouched_cold(client, "tagged"), 40.0)
 
     def check(self, client: httpx.Client) -> None:
         """What is read is what was acknowledged; an operation without an answer happened as a whole or not at all.
@@ -127,6 +134,11 @@ class Ledger:
         self.doubts["capped"] = []
 
 
+def has_untouched_cold(client: httpx.Client, topic: str) -> bool:
+    rows = client.get(f"/v0/topics/{topic}/segments").json()["segments"]
+    return any(row["tier"] == "cold" and row["version"] == 0 for row in rows)
+
+
 def unquoted(data: bytes) -> str:
     return data.decode().strip('"')
 
@@ -144,9 +156,10 @@ def everything_left(client: httpx.Client, topic: str) -> list[str]:
             return found
 
 
-def verify(data_dir: Path) -> None:
+def verify(data_dir: Path, cold_dir: Path | None = None) -> None:
+    places = [str(data_dir), *(["--cold-dir", str(cold_dir)] if cold_dir else [])]
     answer = subprocess.run(
-        [sys.executable, "-m", "topics.cli.main", "verify", str(data_dir)],
+        [sys.executable, "-m", "topics.cli.main", "verify", *places],
         capture_output=True,
         text=True,
         timeout=60,
@@ -156,13 +169,16 @@ def verify(data_dir: Path) -> None:
 
 
 def reach(service: Service, ledger: Ledger, killed: Any) -> None:
-    """Goes on until what was to be killed is dead."""
+    """Goes on until what was to be killed is dead; never far ahead of the compactor, or a cut would be without end."""
     end = time.monotonic() + REACH_DEADLINE_S
     try:
         ledger.set_up(service.client)
         while not killed():
             assert time.monotonic() < end, f"the kill point was not reached\n{service.log_tail()}"
             ledger.step(service.client)
+            if ledger.steps % STEPS_PER_DELETE == 0:
+                before = snapshots(service)
+                poll("another snapshot", lambda: killed() or snapshots(service) > before, REACH_DEADLINE_S)  # noqa: B023
     except httpx.TransportError:
         poll("the end of the service", killed)
 
@@ -180,18 +196,18 @@ def came_up(service: Service) -> bool:
 
 def go_on(service: Service, ledger: Ledger) -> None:
     """Until what was killed has done its work twice more."""
-
-    def snapshots() -> int:
-        compactor = status(service).compactor
-        return compactor.snapshots if compactor is not None else 0
-
-    before = snapshots()
+    before = snapshots(service)
 
     def went_on() -> bool:
         ledger.step(service.client)
-        return snapshots() >= before + 2
+        return snapshots(service) >= before + 2
 
     poll("two more snapshots", went_on, REACH_DEADLINE_S)
+
+
+def snapshots(service: Service) -> int:
+    compactor = status(service).compactor
+    return compactor.snapshots if compactor is not None else 0
 
 
 def status(service: Service) -> Status:
@@ -203,18 +219,17 @@ def status(service: Service) -> Status:
 def test_the_process_dies_and_the_others_go_on(point: str, tmp_path: Path) -> None:
     env = {"TOPICS_TEST_KILL_AT": f"process:{point}", "TOPICS_COLD_DIR": str(tmp_path)}
     with Service(shards=2, frontends=1, env=SETTINGS | env) as service:
-        ledger = Ledger()
-
+        ledger = Ledger(point == "rewrite.fetched")
         reach(service, ledger, lambda: any(process.restarts for process in status(service).processes))
         go_on(service, ledger)
         ledger.check(service.client)
         service.kill_group()
-        verify(service.data_dir)
+        verify(service.data_dir, tmp_path)
         del service.env["TOPICS_TEST_KILL_AT"]
         service.start()
         ledger.check(service.client)
         service.stop()
-        verify(service.data_dir)
+        verify(service.data_dir, tmp_path)
 
 
 @pytest.mark.timeout(180)
@@ -222,12 +237,12 @@ def test_the_process_dies_and_the_others_go_on(point: str, tmp_path: Path) -> No
 def test_the_whole_service_dies(point: str, tmp_path: Path) -> None:
     env = {"TOPICS_TEST_KILL_AT": f"service:{point}", "TOPICS_COLD_DIR": str(tmp_path)}
     with closing(Service(shards=2, frontends=1, env=SETTINGS | env)) as service:
-        ledger = Ledger()
+        ledger = Ledger(point == "rewrite.fetched")
         if came_up(service):
             family = service.family()
             reach(service, ledger, lambda: not any(is_running(pid) for pid in family))
         service.was_killed()
-        verify(service.data_dir)
+        verify(service.data_dir, tmp_path)
         del service.env["TOPICS_TEST_KILL_AT"]
         service.start()
         ledger.set_up(service.client)  # it may have died that early
@@ -235,4 +250,4 @@ def test_the_whole_service_dies(point: str, tmp_path: Path) -> None:
         go_on(service, ledger)
         ledger.check(service.client)
         service.stop()
-        verify(service.data_dir)
+        verify(service.data_dir, tmp_path)

@@ -168,6 +168,23 @@ def test_what_expired_is_gone_before_the_shard_looks(hosting: Hosting) -> None:
     assert (seqs(before), before.earliest_seq) == ([4], 4)
 
 
+def test_what_was_deleted_behind_what_expired_is_no_gap(hosting: Hosting) -> None:
+    hosting.make("t", TopicConfig(ttl_ms=150))
+    hosting.write("t", numbered(3))
+    hosting.clock.ms += 100
+    hosting.write("t", numbered(3))
+    for seq in (2, 3, 4):
+        hosting.delete_record("t", seq)
+    hosting.clock.ms += 51
+    before = [page(hosting, "t", from_seq) for from_seq in range(6)]
+    hosting.expire("t")
+    assert [page(hosting, "t", from_seq) for from_seq in range(6)] == before
+    assert {read.earliest_seq for read in before} == {5}
+    assert [read.tombstone is None for read in before] == [False, True, True, True, True, True]
+    assert before[0].tombstone is not None
+    assert (before[0].tombstone.gap_from, before[0].tombstone.gap_to) == (1, 4)
+
+
 def test_an_expired_topic_is_empty_at_its_head(hosting: Hosting) -> None:
     hosting.make("t", TopicConfig(ttl_ms=10))
     hosting.write("t", numbered(3))
@@ -436,9 +453,11 @@ def test_pages_of_any_log_follow_the_rules(
 
         # What the rules say, one record at a time.
         now_ms, head_seq = hosting.clock.ms, len(log)
-        cap_floor = topic.evict_floor
-        ttl_floor = next((seq for seq in range(1, head_seq + 1) if now_ms - log[seq][1] <= ttl_ms), head_seq + 1)
-        floor = max(cap_floor, ttl_floor if ttl_ms else 1)
+        expired = [seq for seq in range(topic.earliest_seq, head_seq + 1) if ttl_ms and now_ms - log[seq][1] > ttl_ms]
+        floor = max([topic.earliest_seq, *[seq + 1 for seq in expired]])
+        evict_floor = max([topic.evict_floor, *[seq + 1 for seq in expired if seq not in deleted]])
+        if expired:
+            floor = next((seq for seq in range(floor, head_seq + 1) if seq not in deleted), head_seq + 1)
         start = min(from_seq, head_seq)
         own = wanted.nodes if wanted.nodes and dedupe_node else frozenset()
         deliverable = [
@@ -464,11 +483,16 @@ def test_pages_of_any_log_follow_the_rules(
         # Gaps: only what was not asked for, and never a silent one.
         if from_seq > head_seq:
             assert (read.tombstone, read.next_from_seq) == (None, head_seq)
-        elif from_seq + 1 < floor:
+        elif from_seq + 1 < evict_floor:
             assert read.tombstone is not None
-            assert (read.tombstone.gap_from, read.tombstone.gap_to) == (from_seq + 1, read.earliest_seq - 1)
+            assert (read.tombstone.gap_from, read.tombstone.gap_to) == (from_seq + 1, floor - 1)
         else:
             assert read.tombstone is None
+        assert read.earliest_seq == floor
+        # The shard, when it comes to it, finds the same.
+        hosting.expire("t")
+        again = page(hosting, "t", from_seq, wanted)
+        assert (again.tombstone, again.earliest_seq) == (read.tombstone, read.earliest_seq)
         # Cursor by cursor, everything comes once.
         paged: list[int] = []
         cursor = start

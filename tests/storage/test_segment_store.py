@@ -55,6 +55,18 @@ def test_what_was_put_is_read_listed_and_deleted(tmp_path: Path) -> None:
             use()
 
 
+def test_what_a_killed_put_left_goes_with_the_object(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    path = tmp_path / "cold/topics" / NAME
+    store.put(OTHER, content())
+    for is_made in (False, True):
+        path.with_name(path.name + ".tmp").touch()
+        if is_made:
+            path.touch()
+        store.delete(NAME)
+        assert [one.name for one in path.parent.iterdir()] == [os.path.basename(OTHER)]
+
+
 def test_the_last_object_of_a_topic_takes_its_folder_along(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     store.put(NAME, content())

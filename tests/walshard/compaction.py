@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import os
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, cast
 
 from tests.walshard.rig import Inline, Rig
@@ -11,7 +12,7 @@ from topics.compactor.main import build
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.shm.control import Role
 from topics.storage import layout
-from topics.storage.segment import SegmentReader
+from topics.storage.segment import ENTRY_LEN, SegmentReader, map_file
 
 
 class Life:
@@ -35,8 +36,9 @@ class Life:
 class Compaction:
     """A rig with a compactor that works when it is told to."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: Rig, helper: Executor | None = None) -> None:
         self.rig = rig
+        self.helper = helper or Inline()
         self._incarnation = 0
         self._compactor: Compactor | None = None
         self.life = Life(rig)
@@ -51,7 +53,7 @@ class Compaction:
             self._incarnation += 1
             self.life = Life(self.rig)
             life = cast(Any, self.life)
-            helper = cast(ThreadPoolExecutor, Inline())
+            helper = cast(ThreadPoolExecutor, self.helper)
             self._compactor = build(self.rig.settings, self.rig.shared, self._incarnation, self.rig.fs, life, helper)
         return self._compactor
 
@@ -95,8 +97,7 @@ class Compaction:
                 continue
             assert info.first_seq <= next_seq, "no seq is missing between earliest and head"
             assert info.last_seq < view.base_seq
-            assert not info.flags & COLD
-            segment = SegmentReader.map(directory, info.first_seq, info.records, info.data_bytes, info.version)
+            segment = self._segment(directory, info)
             for seq in range(next_seq, info.last_seq + 1):
                 if segment.entries(seq, seq)[3] >> 32 & 34:
                     continue
@@ -107,3 +108,13 @@ class Compaction:
             next_seq = info.last_seq + 1
         assert next_seq >= min(view.base_seq, view.head_seq + 1)
         return records + [record for record in self.rig.read_ring(name, view) if record[0] >= view.earliest_seq]
+
+    def _segment(self, directory: str, info: SegmentInfo) -> SegmentReader:
+        if not info.flags & COLD:
+            return SegmentReader.map(directory, info.first_seq, info.records, info.data_bytes, info.version)
+        cold_dir = self.rig.settings.cold_dir
+        assert cold_dir is not None
+        idx_path = layout.segment_idx_path(directory, info.first_seq, info.version)
+        cold = os.path.join(layout.topics_dir(cold_dir), os.path.basename(directory))
+        data = map_file(layout.segment_data_path(cold, info.first_seq, info.version), info.data_bytes)
+        return SegmentReader(cold, info.first_seq, map_file(idx_path, info.records * ENTRY_LEN), data, info.version)

@@ -102,7 +102,15 @@ class Engine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = tempfile.mkdtemp(prefix="topics-model-")
-        self.rig = Rig(self.directory, FaultyFileSystem(), segment_max_events="6", segment_rewrite_dead_ratio="0.3")
+        self.cold_dir = self.directory + "-cold"
+        self.rig = Rig(
+            self.directory,
+            FaultyFileSystem(),
+            segment_max_events="6",
+            segment_rewrite_dead_ratio="0.3",
+            cold_dir=self.cold_dir,
+            hot_retain_segments="1",
+        )
         self.compaction = Compaction(self.rig)
         self.models: dict[str, Model] = {}
         self.written = 0
@@ -110,8 +118,9 @@ class Engine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.rig.shard.close()
         self.rig.close()
-        report = verify(self.directory, lambda _share: None)
+        report = verify(self.directory, lambda _share: None, self.cold_dir)
         shutil.rmtree(self.directory)
+        shutil.rmtree(self.cold_dir, ignore_errors=True)
         assert report.damage == []
 
     @initialize(caps=st.lists(st.sampled_from([0, 0, 5, 12]), min_size=2, max_size=2), ttl=st.sampled_from([0, 50]))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from topics.compactor.checkpoints import Checkpoints, Refused
 from topics.compactor.durable_marks import DurableMarks
@@ -34,6 +35,9 @@ from topics.storage.kill_points import reached
 from topics.storage.logfile import WalPosition
 from topics.storage.snapshot import save_snapshot
 from topics.storage.state import ShardPart, encode_part, encode_parts, load
+
+LOOKS_PER_STEP: Final = 16
+"""Segments that are so small that the rate at which they may be rewritten is no bound."""
 
 log = get_logger()
 
@@ -81,8 +85,11 @@ class Compactor:
 
     def upkeep(self) -> int | None:
         """A step of what can wait; in how many ms the next one is due, None without one. Raises OSError, Refused."""
-        if self._rewriting.step(self._followers):
-            self._cell.add("segments_rewritten")
+        for _ in range(LOOKS_PER_STEP):
+            if self._rewriting.step(self._followers):
+                self._cell.add("segments_rewritten")
+            if self._rewriting.due_in_ms() != 0:
+                break
         if self._relocation is not None:
             self._cell.add("segments_relocated", self._relocation.step(self._followers))
         return self._rewriting.due_in_ms()
@@ -216,7 +223,11 @@ class Compactor:
         self._cell.set("orphans", self._leftovers.unexplained)
         if self._relocation is not None:
             names = [object_names(topic_id, *name) for topic_id, name in removed]
-            self._relocation.sweep(self._files_of, itertools.chain.from_iterable(names))
+            try:
+                self._relocation.sweep(self._files_of, itertools.chain.from_iterable(names))
+            except OSError as error:
+                self._cell.add("failures")
+                log.error("what is superfluous in the cold directory stays for now", reason=str(error))
 
     def _files_of(self, topic_id: int) -> TopicFiles | None:
         for follower in self._followers:

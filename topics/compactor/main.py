@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from topics.compactor.checkpoints import Checkpoints, Refused, tell
+from topics.compactor.cold_fetch import ColdFetch
 from topics.compactor.compactor import Compactor
 from topics.compactor.durable_marks import DurableMarks
 from topics.compactor.follower import Follower
@@ -112,11 +113,12 @@ def build(
     def pinned() -> Pinned:
         return read_pinned(fs, pins, clock.monotonic_ms())
 
-    relocation = None
+    relocation = fetch = None
     if settings.cold_dir is not None:
         retention = HotRetention(settings.hot_retain_segments, settings.hot_retain_bytes)
         store = LocalStore(fs, layout.topics_dir(settings.cold_dir))
         relocation = Relocation(fs, settings.data_dir, store, retention, helper, clock, pinned)
+        fetch = ColdFetch(fs, settings.data_dir, store, helper)
     compactor = Compactor(
         fs,
         settings.data_dir,
@@ -126,7 +128,7 @@ def build(
         Checkpoints(fs, settings.data_dir, seal_at, clock, life.alive),
         DurableMarks(fs, settings.data_dir, shared.shards, life.alive),
         Leftovers(fs, settings.data_dir, pinned),
-        Rewriting(fs, settings.data_dir, settings.segment_rewrite_dead_ratio, clock),
+        Rewriting(fs, settings.data_dir, settings.segment_rewrite_dead_ratio, clock, fetch),
         relocation,
         life.cell,
         clock,
@@ -147,7 +149,7 @@ def _follow(fs: FileSystem, shared: SharedMemory, link: ShardLink, directory: st
 
 def _serve(compactor: Compactor, settings: Settings, life: _Life, cell: ProcessCell, clock: Clock) -> None:
     last_cut_ms = clock.monotonic_ms()
-    not_before_ms = 0
+    cut_not_before_ms = upkeep_not_before_ms = 0
     pause_ms = min(HEARTBEAT_MS, settings.checkpoint_interval_ms)
     while not life.stopping:
         life.alive()
@@ -157,15 +159,22 @@ def _serve(compactor: Compactor, settings: Settings, life: _Life, cell: ProcessC
         try:
             due = now_ms - last_cut_ms >= settings.checkpoint_interval_ms
             due = due or compactor.new_bytes >= settings.checkpoint_wal_bytes
-            if due and now_ms >= not_before_ms:
+            if due and now_ms >= cut_not_before_ms:
                 if compactor.has_news and not compactor.cut():
-                    not_before_ms = clock.monotonic_ms() + RETRY_MS
+                    cut_not_before_ms = clock.monotonic_ms() + RETRY_MS
                 last_cut_ms = clock.monotonic_ms()
-            upkeep_in_ms = compactor.upkeep()
         except (OSError, Refused) as error:
             cell.add("failures")
-            not_before_ms = clock.monotonic_ms() + RETRY_MS
+            cut_not_before_ms = clock.monotonic_ms() + RETRY_MS
             log.error("a checkpoint failed and will be repeated", reason=str(error))
+        try:
+            # What fails here, a cold directory for one, holds up no checkpoint.
+            if now_ms >= upkeep_not_before_ms:
+                upkeep_in_ms = compactor.upkeep()
+        except (OSError, Refused) as error:
+            cell.add("failures")
+            upkeep_not_before_ms = clock.monotonic_ms() + RETRY_MS
+            log.error("a segment could not be rewritten or relocated, which will be repeated", reason=str(error))
         if not life.stopping:
             life.sleep(pause_ms if upkeep_in_ms is None else min(pause_ms, max(1, upkeep_in_ms)))
     cell.set("state", ProcessState.DRAINING)

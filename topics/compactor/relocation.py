@@ -81,7 +81,7 @@ class Relocation:
         self._clock = clock
         self._queue: deque[_Copy] = deque()
         self._copying: tuple[_Copy, Future[None]] | None = None
-        self._deleting: Future[None] | None = None
+        self._deleting: tuple[list[str], Future[None]] | None = None
         self._listing: Future[list[str]] | None = helper.submit(store.list, "")
         self._found: set[str] = set()
         self._due: set[str] = set()
@@ -90,7 +90,10 @@ class Relocation:
     @property
     def waiting(self) -> bool:
         """Whether the next snapshot would let something go."""
-        return bool(self._found or self._due) and (self._deleting is None or self._deleting.done())
+        if self._deleting is None:
+            return bool(self._found or self._due)
+        deleting = self._deleting[1]
+        return deleting.done() and bool(self._found or self._due or deleting.exception() is not None)
 
     def consider(self, follower: Follower, topic: Topic) -> None:
         """Segments of this topic were sealed, or may have been by a former life."""
@@ -125,16 +128,23 @@ class Relocation:
     def sweep(self, files_of: FilesOf, removed: Iterable[str]) -> None:
         """Once a snapshot: copies of `removed` segments, and whatever else is there for nothing, go with the next one.
 
-        Never waits for the cold directory. Raises OSError of an earlier call.
+        Never waits for the cold directory. Raises OSError of an earlier call, which comes again at the next snapshot.
         """
+        self._found.update(removed)
         if self._listing is not None and self._listing.done():
             listing, self._listing = self._listing, None
-            self._found.update(listing.result())
+            try:
+                self._found.update(listing.result())
+            except OSError:
+                self._listing = self._helper.submit(self._store.list, "")
+                raise
         if self._deleting is not None:
-            if not self._deleting.done():
-                self._found.update(removed)
+            names, deleting = self._deleting
+            if not deleting.done():
                 return
-            deleting, self._deleting = self._deleting, None
+            self._deleting = None
+            if deleting.exception() is not None:
+                self._due.update(names)
             deleting.result()
         needless = _needless(files_of, self._being_copied())
         due = {name for name in self._due if needless(name)}
@@ -142,9 +152,9 @@ class Relocation:
         held = {name for name in due if _is_pinned(name, pinned)}
         going = sorted(due - held)
         self._due = held | {name for name in self._found if needless(name)}
-        self._found = set(removed)
+        self._found = set()
         if going:
-            self._deleting = self._helper.submit(self._delete, going)
+            self._deleting = going, self._helper.submit(self._delete, going)
 
     def _being_copied(self) -> frozenset[str]:
         """What must not be deleted behind its copying: it may count by then."""

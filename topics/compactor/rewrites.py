@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future
 from typing import Final, NamedTuple
 
-from topics.compactor.checkpoints import tell
+from topics.compactor.checkpoints import Refused, tell
+from topics.compactor.cold_fetch import ColdFetch, Data
 from topics.compactor.follower import Follower
 from topics.compactor.rewriting import measure, rewrite
 from topics.core.clock import Clock
@@ -22,6 +24,9 @@ from topics.storage.segment import ENTRY_LEN, CorruptSegment
 BYTES_PER_S: Final = 32 * 2**20
 """Read or written on behalf of rewriting: a fraction of what a disk gives to those who wait for it."""
 
+FETCH_AGAIN_MS: Final = 10_000
+"""After a cold directory did not give what it was asked for."""
+
 log = get_logger()
 
 
@@ -32,16 +37,27 @@ class _Candidate(NamedTuple):
 
 
 class Rewriting:
-    """Looks at segments in which records were deleted, one a step, and rewrites those that are worth it."""
+    """Looks at segments in which records were deleted, one a step, and rewrites those that are worth it.
 
-    def __init__(self, fs: FileSystem, data_dir: str, dead_ratio: float, clock: Clock) -> None:
+    Those in the cold directory come back here for that: `fetch` gets what lives of them, one at a time, and nobody
+    waits for it; as the oldest of their topics they are relocated again. Without it they stay as they are.
+    """
+
+    def __init__(
+        self, fs: FileSystem, data_dir: str, dead_ratio: float, clock: Clock, fetch: ColdFetch | None = None
+    ) -> None:
         self._fs = fs
         self._data_dir = data_dir
         self._dead_ratio = dead_ratio
         self._clock = clock
+        self._fetch = fetch
         self._queue: deque[_Candidate] = deque()
         self._queued: set[_Candidate] = set()
         self._next_ms = 0
+        self._cold: dict[_Candidate, None] = {}
+        """Worth it, and to be fetched first; in that order."""
+        self._fetching: tuple[_Candidate, SegmentInfo] | None = None
+        self._fetch_next_ms = 0
 
     def consider(self, follower: Follower, topic_id: int, first_seq: int) -> None:
         """Records of this segment were deleted."""
@@ -54,44 +70,104 @@ class Rewriting:
         """A former life may have known of some."""
         for topic in follower.fold.topics.values():
             for info in follower.index_of(topic).segments:
-                if info.flags & SEALED and not info.flags & COLD:
+                if info.flags & SEALED:
                     self.consider(follower, topic.id, info.first_seq)
 
     def due_in_ms(self) -> int | None:
-        """When there is something to look at again; None: nothing is."""
+        """When there is something to look at again; None: nothing is, but for what may have been fetched."""
         return max(0, self._next_ms - self._clock.monotonic_ms()) if self._queue else None
 
     def step(self, followers: list[Follower]) -> bool:
-        """Looks at one segment, if it is time to; True when it was rewritten. Raises OSError, Refused."""
-        if not self._queue or self._clock.monotonic_ms() < self._next_ms:
+        """Looks at one segment, if it is time to; True when one was rewritten. Raises OSError, Refused: what it was at
+        comes again.
+        """
+        if self._clock.monotonic_ms() < self._next_ms:
+            return False
+        return self._look_at_next(followers) or self._go_on_with_cold(followers)
+
+    def _look_at_next(self, followers: list[Follower]) -> bool:
+        if not self._queue:
             return False
         candidate = self._queue.popleft()
         self._queued.discard(candidate)
         follower = followers[candidate.shard]
-        topic = follower.fold.topics.get(candidate.topic_id)
-        if topic is None:
+        found = self._current(follower, candidate)
+        if found is None:
             return False
-        info = follower.index_of(topic).segments.at(candidate.first_seq)
-        if info is None or info.first_seq != candidate.first_seq or not info.flags & SEALED or info.flags & COLD:
-            return False
+        topic, info = found
         try:
-            return self._rewrite(follower, topic, info)
-        except (CorruptSegment, CorruptPostings) as error:
+            dead = measure(layout.topic_dir(self._data_dir, topic.id), info)
+            if not dead.exceeds(self._dead_ratio):
+                self._pause(info.records * ENTRY_LEN)
+                return False
+            if info.flags & COLD:
+                if self._fetch is not None:
+                    self._cold[candidate] = None
+                return False
+            self._rewrite(follower, topic, info, None)
+        except (CorruptSegment, CorruptPostings, FileNotFoundError) as error:
             log.error("a damaged segment is not rewritten", reason=str(error))
             return False
+        except (OSError, Refused):
+            self._pause(info.data_bytes)
+            self.consider(follower, *candidate[1:])
+            raise
+        return True
 
-    def _rewrite(self, follower: Follower, topic: Topic, info: SegmentInfo) -> bool:
-        directory = layout.topic_dir(self._data_dir, topic.id)
-        dead = measure(directory, info)
-        if not dead.exceeds(self._dead_ratio):
-            self._pause(info.records * ENTRY_LEN)
+    def _go_on_with_cold(self, followers: list[Follower]) -> bool:
+        if self._fetch is None:
             return False
-        rewritten = rewrite(self._fs, directory, info)
+        if self._fetching is not None:
+            future = self._fetch.take()
+            if future is None:
+                return False
+            fetched, self._fetching = self._fetching, None
+            return self._fetched(followers, *fetched, future)
+        if self._cold and self._clock.monotonic_ms() >= self._fetch_next_ms:
+            candidate = next(iter(self._cold))
+            del self._cold[candidate]
+            found = self._current(followers[candidate.shard], candidate)
+            if found is not None and found[1].flags & COLD:
+                self._fetching = candidate, found[1]
+                self._fetch.begin(candidate.topic_id, found[1])
+        return False
+
+    def _fetched(
+        self, followers: list[Follower], candidate: _Candidate, info: SegmentInfo, future: Future[Data]
+    ) -> bool:
+        follower = followers[candidate.shard]
+        reached("rewrite.fetched")
+        try:
+            data = future.result()
+            found = self._current(follower, candidate)
+            if found is None or found[1] != info:
+                return False
+            self._rewrite(follower, found[0], info, data)
+        except (CorruptSegment, CorruptPostings, EOFError) as error:
+            log.error("a damaged segment is not rewritten", reason=str(error))
+            return False
+        except (OSError, Refused):
+            self._fetch_next_ms = self._clock.monotonic_ms() + FETCH_AGAIN_MS
+            self._cold[candidate] = None
+            raise
+        return True
+
+    def _current(self, follower: Follower, candidate: _Candidate) -> tuple[Topic, SegmentInfo] | None:
+        """The segment as it is now, if it is a sealed one."""
+        topic = follower.fold.topics.get(candidate.topic_id)
+        if topic is None:
+            return None
+        info = follower.index_of(topic).segments.at(candidate.first_seq)
+        if info is None or info.first_seq != candidate.first_seq or not info.flags & SEALED:
+            return None
+        return topic, info
+
+    def _rewrite(self, follower: Follower, topic: Topic, info: SegmentInfo, data: Data | None) -> None:
+        rewritten = rewrite(self._fs, layout.topic_dir(self._data_dir, topic.id), info, data)
         self._pause(info.data_bytes + rewritten.data_bytes)
         tell(follower, [TopicCheckpoint(topic.id, follower.index_of(topic).segments.last_seq, [rewritten])])
         reached("rewrite.marked")
         follower.shrunk.add(topic.id)
-        return True
 
     def _pause(self, size_bytes: int) -> None:
         self._next_ms = self._clock.monotonic_ms() + size_bytes * 1000 // BYTES_PER_S

@@ -44,10 +44,22 @@ def measure(directory: str, info: SegmentInfo) -> Dead:
     return Dead(dead, info.data_bytes)
 
 
-def rewrite(fs: FileSystem, directory: str, info: SegmentInfo) -> SegmentInfo:
-    """The new version, on the disk; the old one is as it was. Raises OSError, CorruptSegment, CorruptPostings."""
+def live_pieces(directory: str, info: SegmentInfo) -> list[tuple[int, int]]:
+    """(start, end) in `.data` of what a new version will hold, ascending, neighbours as one. Raises OSError,
+    CorruptSegment.
+    """
     halves = _columns(directory, info)
-    old = map_file(layout.segment_data_path(directory, info.first_seq, info.version), info.data_bytes)
+    deleted = [bool(flag & LOCATION_DELETED) for flag in halves[4::_ENTRY_U32]]
+    return _live_pieces(halves[0::_ENTRY_U32], halves[1::_ENTRY_U32], deleted)
+
+
+def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Bytes | mmap.mmap | None = None) -> SegmentInfo:
+    """The new version, here and on the disk; the old one is as it was. `old` is its `.data` when that is not here, with
+    what `live_pieces` says of it at least. Raises OSError, CorruptSegment, CorruptPostings.
+    """
+    halves = _columns(directory, info)
+    if old is None:
+        old = map_file(layout.segment_data_path(directory, info.first_seq, info.version), info.data_bytes)
     offsets, lengths, flags = halves[0::_ENTRY_U32], halves[1::_ENTRY_U32], halves[4::_ENTRY_U32]
     deleted = [bool(flag & LOCATION_DELETED) for flag in flags]
     pieces = _live_pieces(offsets, lengths, deleted)

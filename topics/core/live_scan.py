@@ -6,13 +6,21 @@ may be into a file.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence, Set
-from typing import Final
+from typing import Final, Protocol
 
 from topics.core.deletion import Front
 from topics.core.floors import EvictReason
-from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_GONE, LOCATION_LOST, LOW_WORD
+from topics.core.location import (
+    ENTRY_WORDS,
+    FLAGS_SHIFT,
+    LOCATION_DELETED,
+    LOCATION_GONE,
+    LOCATION_LOST,
+    LOW_WORD,
+)
 from topics.core.record_index import RecordIndex
 
 _STEP_MAX: Final = 8192
@@ -21,7 +29,13 @@ _SPAN_MAX: Final = 4096
 """Records that are no further apart are looked up in one go of at most so many entries."""
 
 
-def front_from(index: RecordIndex, seq: int, head_seq: int, dying: Set[int] = frozenset()) -> Front:
+class Entries(Protocol):
+    """What of a record index tells who lives."""
+
+    def entries(self, first_seq: int, last_seq: int) -> array[int]: ...
+
+
+def front_from(index: Entries, seq: int, head_seq: int, dying: Set[int] = frozenset()) -> Front:
     """The first seq from `seq` on whose record is neither gone nor about to be deleted."""
     lost_below_seq, reason = 0, EvictReason.NONE
     count = 8
@@ -36,6 +50,20 @@ def front_from(index: RecordIndex, seq: int, head_seq: int, dying: Set[int] = fr
                 lost_below_seq, reason = seq, EvictReason(entries[at * ENTRY_WORDS + 2] & LOW_WORD)
         count = min(2 * count, _STEP_MAX)
     return Front(seq, lost_below_seq, reason)
+
+
+def last_undeleted(index: Entries, first_seq: int, last_seq: int) -> int:
+    """The last seq of first_seq..last_seq that nobody deleted; first_seq - 1 when all were."""
+    count = 8
+    while last_seq >= first_seq:
+        start = max(first_seq, last_seq - count + 1)
+        words = index.entries(start, last_seq)[3::4]
+        for at in range(len(words) - 1, -1, -1):
+            if not words[at] >> FLAGS_SHIFT & LOCATION_DELETED:
+                return start + at
+        last_seq = start - 1
+        count = min(2 * count, _STEP_MAX)
+    return last_seq
 
 
 def first_live(index: RecordIndex, seq: int, head_seq: int, most: int) -> list[int]:

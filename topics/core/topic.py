@@ -28,7 +28,7 @@ from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason, Floors
 from topics.core.idempotency import IdempotencyWindow
 from topics.core.leases import Leases
-from topics.core.live_scan import first_live, first_not_older, freeing, front_from, living
+from topics.core.live_scan import first_live, first_not_older, freeing, front_from, last_undeleted, living
 from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_LOST, lost_entries
 from topics.core.record_index import FindTagged, RecordIndex
 from topics.core.tags import Match, TagIndex
@@ -328,7 +328,8 @@ class Topic:
             live_bytes=self.live_bytes - size_bytes,
         )
         if records:
-            floors = floors.evicted(seq, reason)
+            # What was deleted behind the last of them was not lost.
+            floors = floors.evicted(last_undeleted(self.index, self.earliest_seq, seq - 1) + 1, reason)
         return floors.evicted(front.lost_below_seq, front.lost_reason)
 
     def lay_open_lost(self) -> None:

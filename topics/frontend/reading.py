@@ -16,12 +16,13 @@ import msgspec
 from topics.core.clock import Clock
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError, topic_not_found
-from topics.core.floors import EvictReason, run_after
+from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_LOST
 from topics.core.names import owner_shard
 from topics.core.segment_list import SegmentInfo
 from topics.frontend.arenas import Arenas
 from topics.frontend.cold import ColdMissError, ColdTier
+from topics.frontend.floors import Tombstone, floor_tombstone, logical_view
 from topics.frontend.log_files import LogFiles
 from topics.frontend.records import PageOptions, render
 from topics.frontend.segment_files import SegmentFiles
@@ -50,17 +51,6 @@ class TopicRef(NamedTuple):
     slot: int
     view: TopicView
     config: TopicConfig
-
-
-class Tombstone(msgspec.Struct, frozen=True):
-    """What is gone and was not asked to go (api §3.3)."""
-
-    gap_from: int
-    gap_to: int
-    reason: str
-    missed_estimate: int
-    earliest_seq: int
-    head_seq: int
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -142,7 +132,7 @@ class TopicReader:
         """The topic with exact floors, and its segments at the same moment; raises as `read_page`."""
 
         def look(ref: TopicRef) -> tuple[TopicRef, tuple[SegmentInfo, ...]]:
-            view = logical_view(ref, self._source(ref), self.now_ms())
+            view = logical_view(ref.view, ref.config.ttl_ms, self._source(ref), self.now_ms())
             segments = ref.arena.segments(ref.slot, ref.view)
             if segments is None:
                 raise MovedError
@@ -216,7 +206,7 @@ class TopicReader:
 
     def _read(self, ref: TopicRef, from_seq: int, options: PageOptions, now_ms: int, up_to_seq: int | None) -> Page:
         source = self._source(ref)
-        view = logical_view(ref, source, now_ms)
+        view = logical_view(ref.view, ref.config.ttl_ms, source, now_ms)
         tombstone = floor_tombstone(view, from_seq)
         if from_seq > view.head_seq:
             from_seq = 0 if view.recreated else view.head_seq
@@ -271,37 +261,6 @@ class TopicReader:
             view.topic_id,
             len(source.cold_segments),
         )
-
-
-def logical_view(ref: TopicRef, source: Source, now_ms: int) -> TopicView:
-    """`ref.view` with its floors over what has expired since the shard last looked: floors are exact at every answer,
-    only disk space is lazy. `records` and `live_bytes` are not recounted.
-    """
-    view, ttl_ms = ref.view, ref.config.ttl_ms
-    if not ttl_ms or view.earliest_seq > view.head_seq:
-        return view
-    if now_ms - source.ts_at(view.earliest_seq) <= ttl_ms:
-        return view
-    floor = source.first_seq_at(now_ms - ttl_ms)
-    run_seq = run_after(EvictReason.TTL, view.evict_reason, view.evict_floor, view.evict_run_seq)
-    return view._replace(
-        earliest_seq=floor, evict_floor=floor, evict_reason=int(EvictReason.TTL), evict_run_seq=run_seq
-    )
-
-
-def floor_tombstone(view: TopicView, from_seq: int) -> Tombstone | None:
-    """What a reader at `from_seq` has lost to the floors (api §3.3)."""
-    if from_seq > view.head_seq:
-        # Another topic's cursor, if this name had one before; otherwise nobody ever had it from us.
-        if not view.recreated or not view.head_seq:
-            return None
-        return Tombstone(1, view.head_seq, "recreated", view.head_seq, view.earliest_seq, view.head_seq)
-    gap_from = from_seq + 1
-    if gap_from >= view.evict_floor:
-        return None
-    reason = EvictReason.MIXED if gap_from < view.evict_run_seq else EvictReason(view.evict_reason)
-    gap_to = view.earliest_seq - 1
-    return Tombstone(gap_from, gap_to, reason.name.lower(), gap_to - gap_from + 1, view.earliest_seq, view.head_seq)
 
 
 def _lost_run(source: Source, view: TopicView, first_seq: int, last_seq: int) -> Tombstone:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import mmap
 import os
+from array import array
 from collections import OrderedDict
 from typing import Final
 
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.storage import layout
-from topics.storage.segment import ENTRY_LEN, map_file
+from topics.storage.segment import ENTRY_LEN, entries_of_idx, map_file
 from topics.storage.segment_columns import Columns, check_frames, extent, first_at, read_columns, ts_of
 
 MAPS_MAX: Final = 128
@@ -69,6 +70,11 @@ class OpenSegment:
     def columns(self, first_seq: int, last_seq: int) -> Columns:
         """Index entries of these seqs."""
         return read_columns(self._idx, first_seq - self.first_seq, last_seq - first_seq + 1)
+
+    def entries(self, first_seq: int, last_seq: int) -> array[int]:
+        """The same as entries of a record index (`core.location`)."""
+        start = (first_seq - self.first_seq) * ENTRY_LEN
+        return entries_of_idx(self._idx[start : start + (last_seq - first_seq + 1) * ENTRY_LEN], first_seq)
 
     def extent(self, first_seq: int, columns: Columns) -> tuple[list[int], int]:
         """(where the frames of `columns` begin, where the last one ends). Raises CorruptSegment."""

@@ -113,6 +113,23 @@ class Source:
             columns = self._columns(first_seq, last_seq)[0]
         return columns.flags, columns.offsets
 
+    def entries(self, first_seq: int, last_seq: int) -> array[int]:
+        """Index entries (`core.location`) of records that are there; what locates them means nothing in segments.
+        Raises MovedError, FileNotFoundError, CorruptSegment.
+        """
+        found = array("Q")
+        while first_seq <= last_seq and first_seq < self._view.base_seq:
+            info = self._segment_of(first_seq)
+            end = min(last_seq, info.last_seq)
+            found += self._open(info).entries(first_seq, end)
+            first_seq = end + 1
+        if first_seq <= last_seq:
+            in_log = self._arena.entries(self._view, first_seq, last_seq)
+            if in_log is None:
+                raise MovedError
+            found += in_log
+        return found
+
     # -- in segments
 
     def _segments(self) -> tuple[SegmentInfo, ...]:

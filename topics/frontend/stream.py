@@ -20,7 +20,8 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from topics.frontend.cold import ColdMissError
-from topics.frontend.reading import Page, Tombstone
+from topics.frontend.floors import Tombstone
+from topics.frontend.reading import Page
 from topics.frontend.records import PageOptions
 from topics.frontend.wording import EVENT_STREAM, Wording
 

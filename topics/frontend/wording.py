@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from topics.frontend import cursor
-from topics.frontend.reading import Tombstone
+from topics.frontend.floors import Tombstone
 
 MESSAGE_END: Final = b"\x1e"
 ADVISORY: Final = 429

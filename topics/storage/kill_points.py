@@ -22,6 +22,7 @@ KillPoint = Literal[
     "trim.done",
     "drop.some",  # one file of a segment that is gone for good is removed, the others are not
     "drop.done",
+    "rewrite.fetched",  # the live records of a cold segment are here, under no name
     "rewrite.copied",  # the live records are in new files, which are not synced
     "rewrite.synced",  # they are on the disk; the shard has not heard of them
     "rewrite.marked",  # they take the place of the old ones, which are still there

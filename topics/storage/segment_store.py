@@ -98,9 +98,12 @@ class LocalStore:
 
     def delete(self, name: str) -> None:
         path = self._path(name)
-        try:
-            self._fs.unlink(path)
-        except FileNotFoundError:
+        is_gone = True
+        for found in (path, path + TMP_SUFFIX):  # what a killed `put` left goes as well
+            with suppress(FileNotFoundError):
+                self._fs.unlink(found)
+                is_gone = False
+        if is_gone:
             return
         directory = os.path.dirname(path)
         self._fs.fsync_dir(directory)
