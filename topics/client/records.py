@@ -16,7 +16,8 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     """The JSON text of `data`, byte for byte. `bytes(record.raw)` for keeping: it shares its page's memory."""
     node: str | None = msgspec.field(name="$node", default=None)
     tag: str | None = msgspec.field(name="$tag", default=None)
-    meta: dict[str, str] | None = None
+    meta: dict[str, Any] | None = None
+    """Strings, as writers give them; only what an exactly_once router adds is an object (`_topics_router`, api §6)."""
 
     @property
     def data(self) -> Any:
