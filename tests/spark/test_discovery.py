@@ -13,7 +13,6 @@ import pytest
 
 from tests.spark.conftest import ROOT
 from topics import spark as topics_spark
-from topics.spark.errors import TopicsSparkError
 from topics.spark.source import TopicsDataSource
 
 
@@ -72,9 +71,43 @@ def test_it_can_be_registered_by_hand(spark: object) -> None:
     assert schema.fieldNames()[:2] == ["topic", "seq"]
 
 
-def test_an_older_spark_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    import pyspark
+OLD = """
+import sys, pyspark, pyspark.sql.datasource as sources
+pyspark.__version__ = "{version}"
+for name in {missing}:
+    delattr(sources, name)
+sys.modules["pyspark.sql.streaming.datasource"] = None
+from topics.spark.source import TopicsDataSource
+from pyspark.sql.types import LongType, MapType, StringType, StructField, StructType, TimestampType
+text = StringType()
+kinds = dict(topic=text, seq=LongType(), timestamp=TimestampType(), node=text, tag=text, data=text,
+             meta=MapType(text, text))
+schema = StructType([StructField(name, kind) for name, kind in kinds.items()])
+def attempt(method, options, **more):
+    try:
+        print(type(getattr(TopicsDataSource(options), method)(schema, **more)).__name__)
+    except Exception as error:
+        print(error)
+reading = dict(subscribe="any")
+attempt("reader", reading)
+schema = StructType([StructField("data", text)])
+attempt("writer", dict(topic="any"), overwrite=False)
+attempt("reader", reading | dict(pushFilters="true"))
+attempt("streamReader", reading)
+attempt("streamWriter", dict(topic="any"), overwrite=False)
+"""
 
-    monkeypatch.setattr(pyspark, "__version__", "4.1.2")
-    with pytest.raises(TopicsSparkError, match=r"need PySpark 4\.2 or newer, this is 4\.1\.2"):
-        TopicsDataSource({"subscribe": "any"})
+
+@pytest.mark.parametrize("version", ["4.0.1", "4.1.2"])
+def test_an_older_spark_reads_and_writes_batches_and_is_told_what_it_lacks(version: str) -> None:
+    """`make oldspark` runs the tests of batches on the real ones."""
+    filters = ["EqualTo", "Filter", "GreaterThan", "GreaterThanOrEqual", "In", "LessThan", "LessThanOrEqual"]
+    missing = ["ReadLimit", *([*filters, "DataSourceStreamArrowWriter"] if version.startswith("4.0") else [])]
+    reader, writer, pushing, *streams = run(OLD.format(version=version, missing=missing)).splitlines()
+    assert (reader, writer) == ("BatchReader", "BatchWriter")
+    if version.startswith("4.0"):
+        assert pushing.startswith("the option pushFilters: topics need PySpark 4.1 for it, this is 4.0.1")
+    else:
+        assert pushing == "PushdownBatchReader"
+    assert all(line.startswith(f"streams: topics need PySpark 4.2 for it, this is {version}") for line in streams)
+    assert len(streams) == 2

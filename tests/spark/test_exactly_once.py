@@ -5,12 +5,8 @@ make spark       # 200 batches, some 40 kills
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from tests.harness import Service, poll
-from tests.spark.conftest import ROOT, make_java_home, spark_environment
+from tests.spark.processes import Driver, sigkill
 from topics.client import Client, NewRecord, Record
 
 BATCHES = int(os.environ.get("TOPICS_SPARK_BATCHES", "4"))
@@ -26,61 +22,7 @@ KILLS = int(os.environ.get("TOPICS_SPARK_KILLS", str(max(2, BATCHES // 5))))
 RECORDS_PER_BATCH = 50
 
 
-class Driver:
-    """The query's process, and what Spark starts from it."""
-
-    def __init__(self, service: Service, topic: str, directory: Path, java_home: Path) -> None:
-        self._command = [sys.executable, "-m", "tests.spark.copy_query", service.url, topic, f"{topic}-out"]
-        self._command.append(str(directory / "checkpoint"))
-        self._environment = os.environ | spark_environment(java_home)
-        self._log = directory / "driver.log"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, env=self._environment, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
-            )
-
-    @property
-    def exit_code(self) -> int | None:
-        assert self._process is not None
-        return self._process.poll()
-
-    def kill(self) -> None:
-        """Everything of it at once; gone on return."""
-        assert self._process is not None
-        family = self._family()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        for one in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
-        self._process.wait(30)
-
-    def kill_a_worker(self, chance: random.Random) -> bool:
-        """One of the Python processes in which tasks run, if there is any."""
-        workers = [one for one in self._family() if _is_worker(one)]
-        if workers:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                chance.choice(workers).kill()
-        return bool(workers)
-
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")[-4000:]
-
-    def _family(self) -> list[psutil.Process]:
-        assert self._process is not None
-        try:
-            return psutil.Process(self._process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
-
-
-def _is_worker(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return any("pyspark.daemon" in part or "pyspark.worker" in part for part in process.cmdline())
-    return False
+WHAT = ("driver", "executor", "service", "walshard", "executor", "frontend")
 
 
 def test_the_rows_are_the_oracles_whatever_is_killed(topic: str, tmp_path: Path) -> None:
@@ -88,11 +30,15 @@ def test_the_rows_are_the_oracles_whatever_is_killed(topic: str, tmp_path: Path)
     print(f"TOPICS_SEED={seed}")
     chance = random.Random(seed)
     total = BATCHES * RECORDS_PER_BATCH
+    started_s = time.monotonic()
     with Service(shards=2, frontends=2) as service, Client(service.url) as client:
         client.append(topic, [NewRecord({"n": n}, tag=str(n % 5)) for n in range(total)])
-        driver = Driver(service, topic, tmp_path, make_java_home(tmp_path / "java"))
+        arguments = [service.url, topic, f"{topic}-out", str(tmp_path / "checkpoint")]
+        driver = Driver("tests.spark.copy_query", arguments, tmp_path / "driver.log", tmp_path)
         driver.start()
         kills: Counter[str] = Counter()
+        # All kinds, each as often as the others, in any order.
+        deck = [kind for _ in range(KILLS) for kind in chance.sample(WHAT, len(WHAT))][:KILLS]
         starts = 0
         try:
             while driver.exit_code != 0:
@@ -100,10 +46,12 @@ def test_the_rows_are_the_oracles_whatever_is_killed(topic: str, tmp_path: Path)
                     starts += 1
                     assert starts <= 3 * KILLS, "the query fails by itself"
                     driver.start()  # as a scheduler does when the query has failed or was killed
-                if sum(kills.values()) < KILLS:
-                    _wait_for_progress(service, driver, f"{topic}-out", chance.randrange(1, 3))
-                    time.sleep(chance.random() * 0.3)
-                    kills[_kill_something(service, driver, chance)] += 1
+                if deck:
+                    batches = chance.randrange(1, max(2, 2 * BATCHES // KILLS - 2))
+                    _wait_for_progress(service, driver, f"{topic}-out", batches)
+                    time.sleep(chance.random() * 0.3)  # anywhere in a batch
+                    if _kill(deck[-1], service, driver, chance):
+                        kills[deck.pop()] += 1
                 else:
                     time.sleep(0.1)
         except BaseException as error:
@@ -111,9 +59,10 @@ def test_the_rows_are_the_oracles_whatever_is_killed(topic: str, tmp_path: Path)
             raise
         finally:
             driver.kill()
-        print(dict(kills))
+        print(f"{BATCHES} batches, {starts + 1} drivers, {time.monotonic() - started_s:.0f} s, kills: {dict(kills)}")
         found = Counter(item.data["n"] for item in client.read(f"{topic}-out") if isinstance(item, Record))
         assert found == Counter(range(total))
+        assert kills.total() == KILLS
 
 
 def _wait_for_progress(service: Service, driver: Driver, topic: str, batches: int) -> None:
@@ -121,20 +70,22 @@ def _wait_for_progress(service: Service, driver: Driver, topic: str, batches: in
         answer = service.client.get(f"/v0/topics/{topic}", params={"touch": "false"})
         return int(answer.json()["head_seq"]) if answer.status_code == 200 else 0
 
-    before = head_seq()
-    wanted = before + batches * RECORDS_PER_BATCH
+    wanted = head_seq() + batches * RECORDS_PER_BATCH
     poll("progress of the query", lambda: driver.exit_code is not None or head_seq() >= wanted, 240, 0.05)
 
 
-def _kill_something(service: Service, driver: Driver, chance: random.Random) -> str:
-    what = chance.choice(["driver", "executor", "executor", "walshard", "frontend", "service"])
+def _kill(what: str, service: Service, driver: Driver, chance: random.Random) -> bool:
+    """False when there was nothing of it to kill."""
+    if driver.exit_code is not None:
+        return False
     if what == "driver":
         driver.kill()
     elif what == "executor":
-        return what if driver.kill_a_worker(chance) else "no executor"
+        task = poll("a task", lambda: driver.at_work(service.port) or driver.exit_code is not None, 240, 0.05)
+        return isinstance(task, psutil.Process) and sigkill(task)
     elif what == "service":
         service.kill_group()
         service.start()
     else:
         service.kill(what, chance.randrange(2))
-    return what
+    return True

@@ -104,6 +104,17 @@ def test_a_topic_that_is_gone_is_said_once_and_its_successor_is_new() -> None:
     assert ranges(gone, advance(gone, {"t": Mark(2, "new")}, None)) == [Range("t", "new", 0, 2)]
 
 
+def test_a_head_that_went_back_is_a_gap_and_its_seqs_are_read_again() -> None:
+    """A topic of class `memory` after a crash, or any after a power loss: the seqs will be given out again."""
+    start = {"t": Mark(1200, "e")}
+    shorter = advance(start, {"t": Mark(1000, "e")}, 50)
+    assert shorter == {"t": Mark(1000, "e")}
+    assert ranges(start, shorter) == [Range("t", "e", 1000, 1000, Gap(1001, 1200, "lost_tail"))]
+    with pytest.raises(DataLossError, match=r"records 1001 to 1200 are gone \(reason: lost_tail\)"):
+        check_history(ranges(start, shorter), "fail")
+    assert ranges(shorter, advance(shorter, {"t": Mark(1003, "e")}, 50)) == [Range("t", "e", 1000, 1003)]
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 5000)), max_size=4),
     st.integers(1, 3000),

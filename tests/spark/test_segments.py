@@ -168,6 +168,24 @@ def test_the_same_rows_as_over_http_in_many_states(service: Service, topic: str,
         assert manifest(client, topic).segments
 
 
+def test_what_an_exactly_once_router_adds_to_meta_is_text(service: Service, topic: str) -> None:
+    """It is an object there (api §6); the column is MAP<STRING, STRING> in both modes."""
+    route = {"source": topic, "dest": f"{topic}.d", "guarantee": "exactly_once"}
+    with Client(service.url) as client:
+        client.put_topic(topic)
+        assert service.client.put(f"/v0/routers/{topic}", json=route).status_code == 201
+        metas = [{"k": str(n)} if n % 2 else None for n in range(2 * EVENTS)]
+        client.append(topic, [NewRecord({"n": n}, meta=meta) for n, meta in enumerate(metas)])
+        settle(client, f"{topic}.d", 2)
+    reader = Reader(service, f"{topic}.d")
+    records, gone = reader.from_files(reader.whole())
+    assert (records, gone) == reader.over_http(reader.whole())
+    for (seq, *_, meta), written in zip(records, metas, strict=True):
+        found = dict(meta)
+        assert json.loads(found.pop("_topics_router"))["source_seq"] == seq
+        assert found == (written or {})
+
+
 def read_both(spark: SparkSession, service: Service, topic: str, **more: str) -> tuple[DataFrame, DataFrame]:
     frames = [
         spark.read.format("topics").options(**given(service, topic, **more), **mode).load()
@@ -183,18 +201,29 @@ def test_spark_reads_the_same_from_files(spark: SparkSession, service: Service, 
             client.append(topic, [random_record(random_, first + n) for n in range(100)])
         poll("cold segments", lambda: any(one.tier == "cold" for one in settle(client, topic, 30).segments), 20)
         client.delete_records(topic, match="b")
-    for more in ({}, {"schema": "n INT, text STRING"}, {"node": "me", "includeMeta": "false", "includeTags": "false"}):
+    for more in ({}, {"schema": "n INT, text STRING", "node": "me", "includeMeta": "false", "includeTags": "false"}):
         http, files = read_both(spark, service, topic, maxRecordsPerPartition="333", **more)
         assert http.schema == files.schema
         expected = http.orderBy("seq").collect()
         assert len(expected) > 500
         assert files.orderBy("seq").collect() == expected
-        assert files.rdd.getNumPartitions() == http.rdd.getNumPartitions() == 4
-    for where in ("tag in ('a', 'c:1')", "seq > 400 and seq <= 900", f"topic = '{topic}'"):
-        http, files = read_both(spark, service, topic, pushFilters="true")
-        assert files.where(where).orderBy("seq").collect() == http.where(where).orderBy("seq").collect()
+    assert files.rdd.getNumPartitions() == http.rdd.getNumPartitions() == 4
 
 
+@pytest.mark.spark_since("4.1")
+def test_filters_are_pushed_down_to_files(spark: SparkSession, service: Service, topic: str) -> None:
+    random_ = random.Random(6)
+    with Client(service.url) as client:
+        client.append(topic, [random_record(random_, n) for n in range(6 * EVENTS)])
+        settle(client, topic, 5)
+    http, files = read_both(spark, service, topic, pushFilters="true")
+    where = f"tag in ('a', 'c:1') and seq > 20 and seq <= 190 and topic = '{topic}'"
+    expected = http.where(where).orderBy("seq").collect()
+    assert len(expected) > 20
+    assert files.where(where).orderBy("seq").collect() == expected
+
+
+@pytest.mark.spark_since("4.2")
 def test_a_stream_takes_its_backlog_from_files(
     spark: SparkSession, service: Service, topic: str, tmp_path: Path
 ) -> None:

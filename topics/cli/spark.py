@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 JOBS: Final = {
-    "export": "topics to partitioned Parquet, incrementally",
+    "export": "topics to partitioned Parquet or Delta, incrementally",
     "rollup": "events per tag and window of event time",
-    "replay": "Parquet back into a topic",
+    "replay": "Parquet or a topic back into a topic",
     "audit": "every record of topics checked in their files",
 }
 EXIT_USAGE: Final = 2

@@ -47,6 +47,7 @@ class AsyncClient:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._http = httpx.AsyncClient(**http_options(url, token))
+        self._url = url.rstrip("/")
         self._retry = retry
         self._sleep = sleep
 
@@ -63,7 +64,7 @@ class AsyncClient:
 
     async def call(self, call: Call[T]) -> T:
         """Carries out any call of `topics.client.calls`, with repeats."""
-        attempts = Attempts(self._retry, call.repeatable, f"{call.method} {call.path}", time.monotonic())
+        attempts = Attempts(self._retry, call.repeatable, f"{call.method} {self._url}{call.path}", time.monotonic())
         headers = {} if call.body is None else {"Content-Type": "application/json"}
         while True:
             try:
@@ -203,7 +204,7 @@ class AsyncClient:
             except httpx.TransportError as error:
                 trouble = error
             if attempts is None:
-                attempts = Attempts(self._retry, True, f"GET /v0/watch/{following.wid}", time.monotonic())
+                attempts = Attempts(self._retry, True, f"GET {self._url}/v0/watch/{following.wid}", time.monotonic())
             await self._sleep(attempts.no_answer(trouble, True, time.monotonic(), random.random()))
 
     async def events(

@@ -48,7 +48,7 @@ class _Job:
         return self.claimed.data
 
     @property
-    def meta(self) -> dict[str, str]:
+    def meta(self) -> dict[str, Any]:
         return self.claimed.meta or {}
 
     @property

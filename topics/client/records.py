@@ -16,7 +16,8 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     """The JSON text of `data`, byte for byte. `bytes(record.raw)` for keeping: it shares its page's memory."""
     node: str | None = msgspec.field(name="$node", default=None)
     tag: str | None = msgspec.field(name="$tag", default=None)
-    meta: dict[str, str] | None = None
+    meta: dict[str, Any] | None = None
+    """Strings, as writers give them; only what an exactly_once router adds is an object (`_topics_router`, api §6)."""
 
     @property
     def data(self) -> Any:
@@ -61,12 +62,19 @@ class Page(msgspec.Struct, frozen=True):
 
 
 class NewRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One record to write; `data` is any JSON value, or JSON text as `msgspec.Raw`."""
+    """One record to write; `data` is any JSON value, or JSON text as `msgspec.Raw`.
+
+    Of a job of a queue: `deliver_at` (ms since the epoch) or `delay_ms` says from when on it may be handed out; of
+    those of one `order_key` one at a time is, in their order.
+    """
 
     data: Any
     tag: str | None = None
     node: str | None = None
     meta: dict[str, str] | None = None
+    deliver_at: int | None = None
+    delay_ms: int | None = None
+    order_key: str | None = None
 
 
 class Appended(msgspec.Struct, frozen=True):

@@ -49,6 +49,7 @@ class Client:
     ) -> None:
         self._http = httpx.Client(**http_options(url, token))
         self._again = partial(AsyncClient, url, token=token, retry=retry)
+        self._url = url.rstrip("/")
         self._retry = retry
         self._sleep = sleep
 
@@ -65,7 +66,7 @@ class Client:
 
     def call(self, call: Call[T]) -> T:
         """Carries out any call of `topics.client.calls`, with repeats."""
-        attempts = Attempts(self._retry, call.repeatable, f"{call.method} {call.path}", time.monotonic())
+        attempts = Attempts(self._retry, call.repeatable, f"{call.method} {self._url}{call.path}", time.monotonic())
         headers = {} if call.body is None else {"Content-Type": "application/json"}
         while True:
             try:
@@ -201,7 +202,7 @@ class Client:
             except httpx.TransportError as error:
                 trouble = error
             if attempts is None:
-                attempts = Attempts(self._retry, True, f"GET /v0/watch/{following.wid}", time.monotonic())
+                attempts = Attempts(self._retry, True, f"GET {self._url}/v0/watch/{following.wid}", time.monotonic())
             self._sleep(attempts.no_answer(trouble, True, time.monotonic(), random.random()))
 
     def _events(self, following: Following) -> Iterator[httpx_sse.ServerSentEvent]:

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from pyspark.sql.datasource import (
-    DataSourceReader,
-    EqualTo,
-    Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
-    In,
-    InputPartition,
-    LessThan,
-    LessThanOrEqual,
-)
+from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
 from topics.client import Client
 from topics.spark import planning
 from topics.spark.columns import Columns
-from topics.spark.errors import TopicsSparkError
 from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, connect, read_range
 from topics.spark.offsets import Mark, Range, ranges, split
 from topics.spark.options import Positions, ReadOptions
@@ -68,21 +56,16 @@ class BatchReader(DataSourceReader):
     def __init__(self, schema: StructType, options: ReadOptions) -> None:
         self._schema = schema
         self._options = options
-        self._wanted = Wanted()
+        self.wanted = Wanted()
         Columns(schema, options)  # a schema that cannot be is an error now, not in a task
 
     def partitions(self) -> Sequence[InputPartition]:
-        options, wanted = self._options, self._wanted
+        options, wanted = self._options, self.wanted
         with connect(options.service, PLAN_RETRY) as client:
             found = planning.states(client, options)
             planning.require(found, options)
             start = planning.starts(client, found, options, "earliest")
-            end = planning.resolve(found, options.ending or Positions("latest"))
-            for name, mark in end.items():
-                if mark.seq > found[name].head_seq:
-                    raise TopicsSparkError(
-                        f"endingOffsets: topic {name!r} ends at {found[name].head_seq}, not {mark.seq}"
-                    )
+            end = planning.resolve("endingOffsets", found, options.ending or Positions("latest"))
             end = {name: Mark(max(mark.seq, start[name].seq), mark.epoch) for name, mark in end.items()}
             whole = ranges(start, end)
             whole = [one for one in whole if wanted.topics is None or one.topic in wanted.topics]
@@ -99,68 +82,7 @@ class BatchReader(DataSourceReader):
         return partition.read(self._options, Columns(self._schema, self._options))
 
 
-class PushdownBatchReader(BatchReader):
-    """Spark refuses a reader that takes filters unless `spark.sql.python.filterPushdown.enabled` is on."""
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 — Spark's name
-        """Every filter is left to Spark as well: here they only spare what need not be read."""
-        for one in filters:
-            self._wanted = _narrowed(self._wanted, one)
-        return filters
-
-
 _NOTHING = Range("", "", 0, 0)
-
-
-def _narrowed(wanted: Wanted, one: Filter) -> Wanted:
-    """With one more filter; unchanged if it says nothing about what can be spared."""
-    column = getattr(one, "attribute", ())
-    value = getattr(one, "value", None)
-    if column == ("topic",) or column == ("tag",):
-        names: frozenset[str] | None = None
-        if isinstance(one, EqualTo) and isinstance(value, str):
-            names = frozenset({value})
-        elif isinstance(one, In) and all(isinstance(name, str) for name in one.value):
-            names = frozenset(one.value)
-        if names is not None:
-            if column == ("tag",):
-                return wanted._replace(tags=names if wanted.tags is None else names & wanted.tags)
-            return wanted._replace(topics=names if wanted.topics is None else names & wanted.topics)
-    elif column == ("seq",) and isinstance(value, int):
-        least, most = _bounds(one, value)
-        if least is not None:
-            wanted = wanted._replace(seq_from=max(wanted.seq_from, least))
-        if most is not None:
-            wanted = wanted._replace(seq_to=most if wanted.seq_to is None else min(wanted.seq_to, most))
-    elif column == ("timestamp",) and isinstance(value, datetime.datetime):
-        least, most = _bounds(one, _micros(value))
-        if least is not None:
-            wanted = wanted._replace(time_from_us=max(least, wanted.time_from_us or least))
-        if most is not None:
-            wanted = wanted._replace(time_to_us=min(most, wanted.time_to_us or most))
-    return wanted
-
-
-def _bounds(one: Filter, value: int) -> tuple[int | None, int | None]:
-    """(least, most) that the filter lets pass, None for no bound."""
-    match one:
-        case EqualTo():
-            return value, value
-        case GreaterThan():
-            return value + 1, None
-        case GreaterThanOrEqual():
-            return value, None
-        case LessThan():
-            return None, value - 1
-        case LessThanOrEqual():
-            return None, value
-        case _:
-            return None, None
-
-
-def _micros(time: datetime.datetime) -> int:
-    since = time.astimezone(datetime.UTC) - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
-    return since // datetime.timedelta(microseconds=1)
 
 
 def _clip(client: Client, one: Range, wanted: Wanted) -> Range:

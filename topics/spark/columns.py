@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.pandas.types import to_arrow_schema
@@ -12,6 +14,7 @@ from pyspark.sql.types import StructType
 
 from topics.client import Record
 from topics.spark.errors import OptionError
+from topics.spark.meta_arrow import meta_array
 from topics.spark.offsets import Gap
 from topics.spark.options import ReadOptions
 from topics.spark.parsed import ParsedColumns
@@ -45,7 +48,7 @@ class Columns:
                 f"option schema: {', '.join(twice)} would be there twice; leave it out, or parse the column data "
                 "with from_json under a name of your own"
             )
-        self._arrow = to_arrow_schema(schema, timezone="UTC")
+        self._arrow = _arrow_schema(schema)
         self._with_tags = options.include_tags
         self._with_gaps = options.tombstones == "rows"
         self._parsed = ParsedColumns(schema.fields[_RECORD_COUNT + (_GAP_COUNT if self._with_gaps else 0) :])
@@ -58,7 +61,7 @@ class Columns:
             pa.array([record.node for record in records], pa.string()),
             pa.array([record.tag for record in records], pa.string()),
             pa.array([str(record.raw, "utf-8") for record in records], pa.string()),
-            [None if record.meta is None else list(record.meta.items()) for record in records],
+            _meta_of(records),
         )
 
     def from_arrays(
@@ -69,7 +72,7 @@ class Columns:
         node: pa.Array,
         tag: pa.Array,
         data: pa.Array,
-        metas: Sequence[list[tuple[str, str]] | None],
+        meta: pa.Array,
     ) -> pa.RecordBatch:
         """Of columns that are there already; `data` is JSON text."""
         count = len(seq)
@@ -77,7 +80,7 @@ class Columns:
         if not self._with_tags:
             tag = pa.nulls(count, pa.string())
         topics = pa.repeat(pa.scalar(topic, pa.string()), count)
-        columns: list[pa.Array] = [topics, seq, times, node, tag, data, pa.array(metas, self._arrow.field(6).type)]
+        columns: list[pa.Array] = [topics, seq, times, node, tag, data, meta.cast(self._arrow.field(6).type)]
         if self._with_gaps:
             columns.append(pa.repeat(pa.scalar("record", pa.string()), count))
             columns += [pa.nulls(count, self._arrow.field(at).type) for at in range(8, 11)]
@@ -95,3 +98,15 @@ class Columns:
             "reason": gap.reason,
         }
         return pa.RecordBatch.from_pylist([row], schema=self._arrow)
+
+
+def _meta_of(records: Sequence[Record]) -> pa.Array:
+    with_meta = [(number, record.meta) for number, record in enumerate(records) if record.meta is not None]
+    numbers = np.fromiter((number for number, _ in with_meta), np.int64, len(with_meta))
+    return meta_array(len(records), numbers, [meta for _, meta in with_meta])
+
+
+def _arrow_schema(schema: StructType) -> pa.Schema:
+    """As Spark wants it. Before 4.2 the zone is no parameter, and UTC."""
+    zone: dict[str, Any] = {"timezone": "UTC"} if "timezone" in inspect.signature(to_arrow_schema).parameters else {}
+    return to_arrow_schema(schema, **zone)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
+_OURS = re.compile(r"(^|\s)topics\.[\w.]+Error: ")
+_TRACEBACK = "Traceback (most recent call last):"
+
 
 class TopicsSparkError(Exception):
     """Any error of the data source that a user can do something about."""
@@ -16,10 +21,16 @@ class DataLossError(TopicsSparkError):
 
 
 def plainly(error: BaseException) -> str:
-    """The one line of an error that came through Spark: ours if there is one in it, else its first."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """The one line of an error that came through Spark: ours if there is one in it, or what a traceback of Python in it
+    ends with, or else its first.
+    """
+    lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
     for line in lines:
-        name, _, message = line.partition(": ")
-        if name.startswith("topics.") and name.endswith("Error"):
-            return message
-    return lines[0] if lines else type(error).__name__
+        ours = _OURS.search(line)
+        if ours is not None:
+            return line[ours.end() :]
+    begun = next((number for number, line in enumerate(lines) if line.endswith(_TRACEBACK)), len(lines))
+    for line in lines[begun + 1 :]:
+        if not line.startswith(" "):
+            return line
+    return lines[0].strip() if lines else type(error).__name__

@@ -9,13 +9,13 @@ import pyarrow as pa
 
 from topics.client import Client, NotFoundError, Page, Record, Retry
 from topics.spark.columns import Columns
-from topics.spark.offsets import Gap, Range, data_loss
+from topics.spark.offsets import LOST_TAIL, Gap, Range, data_loss
 from topics.spark.options import ReadOptions, Service
 
 ROWS_PER_BATCH = 8_000
 TASK_RETRY = Retry(total_s=120.0, pause_max_s=5.0)
 """A task that fails is run again from its start: waiting for a service that comes back is cheaper."""
-PLAN_RETRY = Retry(total_s=20.0)
+PLAN_RETRY = Retry(total_s=10.0)
 """Somebody is sitting in front of it."""
 
 _log = logging.getLogger("topics.spark")
@@ -108,7 +108,7 @@ def _break(page: Page, one: Range, cursor: int) -> str | None:
         return "recreated"
     if page.head_seq < one.to_seq and page.next_from_seq <= cursor:
         # A topic of class `memory` that lost its tail: the seqs were there when the range was planned.
-        return "lost_tail"
+        return LOST_TAIL
     return None
 
 

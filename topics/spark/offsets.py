@@ -17,6 +17,7 @@ from topics.spark.errors import DataLossError
 from topics.spark.options import TombstoneMode
 
 NO_EPOCH = ""
+LOST_TAIL = "lost_tail"
 
 
 class Mark(NamedTuple):
@@ -63,7 +64,8 @@ def from_json(content: Mapping[str, Any]) -> Offset:
 def advance(start: Offset, heads: Offset, max_records: int | None) -> Offset:
     """The end of the batch that follows `start`: up to the heads, or `max_records` in all, dealt out by lag.
 
-    Topics that are gone keep their seq without an epoch; new ones, and new instances, are read from their start.
+    Topics that are gone keep their seq without an epoch; new ones, and new instances, are read from their start. A head
+    that went back (a topic that lost its tail, whose seqs will be given out again) takes the query back with it.
     """
     end = {topic: Mark(mark.seq, NO_EPOCH) for topic, mark in start.items() if topic not in heads}
     lags = {}
@@ -78,7 +80,7 @@ def advance(start: Offset, heads: Offset, max_records: int | None) -> Offset:
 
 def _from_seq(start: Mark | None, head: Mark) -> int:
     """Where reading goes on in the instance that `head` is of."""
-    return start.seq if start is not None and start.epoch == head.epoch else 0
+    return min(start.seq, head.seq) if start is not None and start.epoch == head.epoch else 0
 
 
 def _deal(lags: Mapping[str, int], max_records: int | None, turn: int) -> dict[str, int]:
@@ -108,6 +110,8 @@ def ranges(start: Offset, end: Offset) -> list[Range]:
         gap = None
         if before is not None and before.epoch not in (mark.epoch, NO_EPOCH):
             gap = Gap(before.seq + 1, None, "deleted" if mark.epoch == NO_EPOCH else "recreated")
+        elif before is not None and before.epoch == mark.epoch != NO_EPOCH and mark.seq < before.seq:
+            gap = Gap(mark.seq + 1, before.seq, LOST_TAIL)
         from_seq = _from_seq(before, mark)
         to_seq = from_seq if mark.epoch == NO_EPOCH else mark.seq
         if gap is not None or to_seq > from_seq:

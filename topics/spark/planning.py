@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from topics.client import Client, NotFoundError, TopicState
-from topics.spark.errors import TopicsSparkError
+from topics.spark.errors import OptionError, TopicsSparkError
 from topics.spark.offsets import Mark, Offset
 from topics.spark.options import Position, Positions, ReadOptions
 
@@ -42,18 +42,25 @@ def starts(client: Client, found: dict[str, TopicState], options: ReadOptions, d
     """Where reading begins in each topic."""
     if options.starting_ts is not None:
         return {name: Mark(before_ts(client, name, options.starting_ts), found[name].epoch) for name in found}
-    return resolve(found, options.starting or Positions(default))
+    return resolve("startingOffsets", found, options.starting or Positions(default))
 
 
-def resolve(found: dict[str, TopicState], positions: Positions) -> Offset:
-    """Positions as seqs. `earliest` is where the live records begin: what was lost before is nobody's gap."""
+def resolve(option: str, found: dict[str, TopicState], positions: Positions) -> Offset:
+    """Positions as seqs. `earliest` is where the live records begin: what was lost before is nobody's gap. OptionError
+    for one that names another topic, or a seq that is not there yet.
+    """
     offset = {}
+    strangers = sorted(positions.by_topic.keys() - found.keys())
+    if strangers:
+        raise OptionError(f"{option} names the topic {strangers[0]!r}, which is not one of those that are read")
     for name, state in found.items():
         position = positions.of(name)
         if position == "earliest":
             position = state.earliest_seq - 1
         elif position == "latest":
             position = state.head_seq
+        elif position > state.head_seq:
+            raise OptionError(f"{option}: topic {name!r} ends at {state.head_seq}, not {position}")
         offset[name] = Mark(position, state.epoch)
     return offset
 

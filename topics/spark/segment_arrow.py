@@ -10,7 +10,6 @@ borders of the parts of all frames, has each part as an element; `take` copies t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -19,20 +18,16 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from topics.spark.meta_arrow import meta_array
+from topics.spark.segment_frames import Ints, headers, marks
 from topics.storage.frame import FLAG_META, FLAG_NODE, FLAG_TAG
 from topics.storage.segment import DELETED, HEADER_LEN, TAIL_LEN
 
-Ints = npt.NDArray[np.int64]
-
-_LENGTHS_AT: Final = 21
-"""node_len u16, tag_len u16, data_len u32 in a frame."""
-_FLAGS_AT: Final = 4
 _PARTS: Final = 5
 _DATA_KEY_LEN: Final = len(b'"data":')
 _META_KEY: Final = b',"meta":'
 _META_BEGINS: Final = b',"meta":{'
 _decode_metas = msgspec.json.Decoder(list[dict[str, Any]]).decode
-_encode = msgspec.json.Encoder().encode
 
 
 class Records(NamedTuple):
@@ -44,7 +39,7 @@ class Records(NamedTuple):
     tag: pa.Array
     data: pa.Array
     """JSON text"""
-    metas: Sequence[list[tuple[str, str]] | None]
+    meta: pa.Array
 
 
 class InconsistentLengthsError(Exception):
@@ -57,9 +52,8 @@ class InconsistentLengthsError(Exception):
 
 def not_deleted(buffer: bytes, starts: Ints, lengths: Ints) -> npt.NDArray[np.bool_]:
     """Which frames are not marked deleted in the data."""
-    content = np.frombuffer(buffer, np.uint8)
-    marks: npt.NDArray[np.bool_] = content[starts + lengths - 1] != DELETED
-    return marks
+    alive: npt.NDArray[np.bool_] = marks(buffer, starts + lengths) != DELETED
+    return alive
 
 
 def decode(
@@ -76,18 +70,15 @@ def decode(
     """The records of these frames, which begin at `starts` in `buffer`; without those whose tag is not in `tags` (None:
     all are wanted) and those of the node `not_node`. Raises InconsistentLengthsError.
     """
-    content = np.frombuffer(buffer, np.uint8)
-    fields = np.ascontiguousarray(content[starts[:, None] + np.arange(_LENGTHS_AT, HEADER_LEN)])
-    short = fields[:, :4].copy().view("<u2").astype(np.int64)
-    data_len = fields[:, 4:].copy().view("<u4")[:, 0].astype(np.int64)
+    frames = headers(buffer, starts)
     node_at = starts + HEADER_LEN
-    tag_at = node_at + short[:, 0]
-    payload_at = tag_at + short[:, 1]
-    payload_end = payload_at + data_len
+    tag_at = node_at + frames["node_len"]
+    payload_at = tag_at + frames["tag_len"]
+    payload_end = payload_at + frames["data_len"]
     wrong = np.flatnonzero(payload_end + TAIL_LEN != starts + lengths)
     if len(wrong):
         raise InconsistentLengthsError(int(wrong[0]))
-    flags = content[starts + _FLAGS_AT]
+    flags = frames["flags"]
     data_end = payload_end.copy()
     meta_numbers = np.flatnonzero(flags & FLAG_META).tolist()
     meta_ats = [buffer.rfind(_META_BEGINS, payload_at[number], payload_end[number]) for number in meta_numbers]
@@ -117,27 +108,23 @@ def decode(
         kept = np.flatnonzero(wanted.to_numpy(zero_copy_only=False))
         node, tag = node.take(pa.array(kept)), tag.take(pa.array(kept))
         seqs, ts_ms, numbers = seqs[kept], ts_ms[kept], numbers[kept]
-    metas: list[list[tuple[str, str]] | None] = [None] * count
+    metas: list[dict[str, Any]] = []
     if with_meta and meta_numbers:
         texts = [
             buffer[at + len(_META_KEY) : end]
             for at, end in zip(meta_ats, payload_end[meta_numbers].tolist(), strict=True)
         ]
-        for number, meta in zip(meta_numbers, _decode_metas(b"[" + b",".join(texts) + b"]"), strict=True):
-            metas[number] = [(name, _text(value)) for name, value in meta.items()]
+        metas = _decode_metas(b"[" + b",".join(texts) + b"]")
+    meta = meta_array(count, np.asarray(meta_numbers if metas else [], np.int64), metas)
     return Records(
         pa.array(seqs),
         pa.array(ts_ms),
         node,
         tag,
         _taken(parts, numbers + 3),
-        metas if kept is None else [metas[number] for number in kept],
+        meta if kept is None else meta.take(pa.array(kept)),
     )
 
 
 def _taken(parts: pa.Array, numbers: Ints, missing: npt.NDArray[np.bool_] | None = None) -> pa.Array:
     return parts.take(pa.array(numbers, mask=missing)).cast(pa.string())
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else _encode(value).decode()

@@ -17,20 +17,19 @@ import numpy as np
 
 from topics.client.segment_calls import Segment
 from topics.core.floors import EvictReason
-from topics.core.location import LOCATION_DELETED, LOCATION_LOST
+from topics.core.location import LOCATION_GONE, LOCATION_LOST
 from topics.spark.errors import OptionError
 from topics.spark.offsets import Gap, Range
 from topics.spark.options import Directories, ReadOptions
 from topics.spark.segment_arrow import InconsistentLengthsError, Records, decode, not_deleted
+from topics.spark.segment_frames import Entries, Ints, check_frames, extent, read_entries
 from topics.storage.segment import ENTRY_LEN, CorruptSegment
-from topics.storage.segment_columns import Columns as Entries
-from topics.storage.segment_columns import check_frames, extent, index_digest, read_columns
+from topics.storage.segment_columns import index_digest
 
 ROWS_PER_BATCH: Final = 8_000
 BATCH_BYTES: Final = 16 * 2**20
 """About what a batch may take of an executor's memory; one record may be larger."""
 DAMAGED: Final = "damaged"
-_GONE: Final = LOCATION_DELETED | LOCATION_LOST
 
 _log = logging.getLogger("topics.spark")
 
@@ -98,28 +97,28 @@ class _Files:
             raise CorruptSegment(self._idx_path, len(idx), f"the file ends there, {records * ENTRY_LEN} bytes are due")
         if segment.idx_xxh3 is not None and f"{index_digest(idx):016x}" != segment.idx_xxh3:
             raise CorruptSegment(self._idx_path, 0, f"is not the index that the service has ({segment.idx_xxh3})")
-        return read_columns(idx, first_seq - segment.first_seq, last_seq - first_seq + 1)
+        return read_entries(idx, first_seq - segment.first_seq, last_seq - first_seq + 1)
 
-    def frames(self, first_seq: int, entries: Entries) -> tuple[bytes, list[int]]:
+    def frames(self, first_seq: int, entries: Entries) -> tuple[bytes, Ints]:
         """(bytes, where each frame begins in them); those of live records are checked. Raises CorruptSegment."""
         segment = self._segment
         at = (first_seq - segment.first_seq) * ENTRY_LEN
         starts, end = extent(entries, segment.data_bytes, self._idx_path, at)
-        base = starts[0]
+        base = int(starts[0])
         buffer = os.pread(self._data_fd, end - base, base) if end else b""
         while len(buffer) < end - base:
             piece = os.pread(self._data_fd, end - base - len(buffer), base + len(buffer))
             if not piece:
                 raise CorruptSegment(self.data_path, base + len(buffer), f"the file ends there, {end} bytes are due")
             buffer += piece
-        starts = [start - base for start in starts]
+        starts = starts - base
         check_frames(self.data_path, buffer, base, first_seq, entries, starts)
         return buffer, starts
 
 
 def _runs(entries: Entries) -> Iterator[tuple[int, int]]:
     """(start, stop) of runs that are either lost altogether or have no lost record, and are not too long."""
-    lost = np.asarray(entries.flags) & LOCATION_LOST != 0
+    lost = entries.flags & LOCATION_LOST != 0
     ends_bytes = np.cumsum(entries.lengths)
     borders = [0, *(np.flatnonzero(np.diff(lost)) + 1).tolist(), len(lost)]
     for begin, stop in pairwise(borders):
@@ -146,12 +145,12 @@ def _run(
 ) -> Iterator[Records | Gap]:
     count = len(entries.ts)
     if entries.flags[0] & LOCATION_LOST:
-        yield Gap(first_seq, first_seq + count - 1, EvictReason(entries.offsets[0]).name.lower())
+        yield Gap(first_seq, first_seq + count - 1, EvictReason(int(entries.offsets[0])).name.lower())
         return
     try:
         buffer, found = files.frames(first_seq, entries)
-        live = np.flatnonzero(np.asarray(entries.flags) & _GONE == 0)
-        starts, lengths = np.asarray(found, np.int64)[live], np.asarray(entries.lengths, np.int64)[live]
+        live = np.flatnonzero(entries.flags & LOCATION_GONE == 0)
+        starts, lengths = found[live], entries.lengths[live]
         undeleted = not_deleted(buffer, starts, lengths) if len(live) else np.ones(0, np.bool_)
         if not undeleted.all():
             live, starts, lengths = live[undeleted], starts[undeleted], lengths[undeleted]
@@ -160,8 +159,8 @@ def _run(
         try:
             records = decode(
                 buffer,
-                first_seq + live.astype(np.int64),
-                np.asarray(entries.ts, np.int64)[live],
+                first_seq + live,
+                entries.ts[live],
                 starts,
                 lengths,
                 tags=tags,
@@ -170,7 +169,7 @@ def _run(
             )
         except InconsistentLengthsError as wrong:
             reason = "inconsistent lengths"
-            raise CorruptSegment(files.data_path, entries.offsets[int(live[wrong.number])], reason) from wrong
+            raise CorruptSegment(files.data_path, int(entries.offsets[live[wrong.number]]), reason) from wrong
     except CorruptSegment as damage:
         if count == 1:
             yield _damaged(topic, first_seq, first_seq, damage)

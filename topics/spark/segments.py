@@ -182,7 +182,7 @@ def _from_file(
         if isinstance(item, Gap):
             yield item
         else:
-            yield columns.from_arrays(part.topic, item.seq, item.ts_ms, item.node, item.tag, item.data, item.metas)
+            yield columns.from_arrays(part.topic, item.seq, item.ts_ms, item.node, item.tag, item.data, item.meta)
 
 
 def _joined(items: Iterable[pa.RecordBatch | Gap]) -> Iterator[pa.RecordBatch | Gap]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pyspark import TaskContext
-from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from topics.client import Client, ClientError, NewRecord, NotFoundError, calls
@@ -46,7 +46,7 @@ class Stager:
 
     def __init__(self, schema: StructType, options: WriteOptions) -> None:
         self._schema = schema
-        self._options = options
+        self.options = options
         self._job = secrets.token_hex(8)
         Rows(schema, options)  # a frame that cannot be written is an error now, not in a task
 
@@ -54,14 +54,14 @@ class Stager:
         context = TaskContext.get()
         query = None if context is None else context.getLocalProperty(_QUERY_ID)
         staged = Staged(f"{self._job}-{secrets.token_hex(8)}", query, [])
-        rows = Rows(self._schema, self._options)
-        with connect(self._options.service, TASK_RETRY) as client:
+        rows = Rows(self._schema, self.options)
+        with connect(self.options.service, TASK_RETRY) as client:
             try:
                 due_s = time.monotonic()
                 for topic, records in self._groups(rows, iterator):
-                    if self._options.records_per_second:
+                    if self.options.records_per_second:
                         time.sleep(max(0.0, due_s - time.monotonic()))
-                        due_s = max(due_s, time.monotonic()) + len(records) / self._options.records_per_second
+                        due_s = max(due_s, time.monotonic()) + len(records) / self.options.records_per_second
                     check_json(records)
                     answer = client.call(calls.stage(topic, staged.txn, records))
                     staged.stages.append((topic, answer.stage))
@@ -77,15 +77,15 @@ class Stager:
         for topic, record in itertools.chain.from_iterable(map(rows.of, batches)):
             waiting.setdefault(topic, []).append(record)
             sizes[topic] = sizes.get(topic, 0) + len(record.data)
-            if len(waiting[topic]) >= self._options.records_per_stage or sizes[topic] >= _BYTES_PER_STAGE:
+            if len(waiting[topic]) >= self.options.records_per_stage or sizes[topic] >= _BYTES_PER_STAGE:
                 yield topic, waiting.pop(topic)
                 del sizes[topic]
         yield from waiting.items()
 
-    def _commit(self, sink: str, batch: int, messages: list[Staged]) -> bool:
+    def publish(self, sink: str, batch: int, messages: list[Staged]) -> bool:
         """False when the sink has committed this batch before."""
         stages = [stage for message in messages for _topic, stage in message.stages]
-        with connect(self._options.service, TASK_RETRY) as client:
+        with connect(self.options.service, TASK_RETRY) as client:
             told = client.call(calls.commit(sink, batch, stages))
             if told.duplicate:
                 _drop(client, messages)
@@ -96,9 +96,10 @@ class Stager:
                 )
             return not told.duplicate
 
-    def _abort(self, messages: list[Staged | None]) -> None:
-        with contextlib.suppress(ClientError), connect(self._options.service, PLAN_RETRY) as client:
-            _drop(client, [message for message in messages if message is not None])
+    def drop(self, messages: list[WriterCommitMessage | None]) -> None:
+        """What they have staged; those that failed have dropped theirs."""
+        with contextlib.suppress(ClientError), connect(self.options.service, PLAN_RETRY) as client:
+            _drop(client, [message for message in messages if isinstance(message, Staged)])
 
 
 class BatchWriter(Stager, DataSourceArrowWriter):
@@ -106,37 +107,21 @@ class BatchWriter(Stager, DataSourceArrowWriter):
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         sink = f"spark-job.{self._job}"
-        self._commit(sink, 0, _whole(messages))
+        self.publish(sink, 0, whole(messages))
         # Nobody will ask for this job again; but a commit whose answer was lost must not have been the last word.
-        with contextlib.suppress(ClientError), connect(self._options.service, PLAN_RETRY) as client:
+        with contextlib.suppress(ClientError), connect(self.options.service, PLAN_RETRY) as client:
             client.call(calls.forget_sink(sink))
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        self._abort([message for message in messages if isinstance(message, Staged)])
+        self.drop(messages)
 
 
-class StreamWriter(Stager, DataSourceStreamArrowWriter):
-    """Exactly once: the sink is the query (its checkpoint, that is), its batches are Spark's."""
-
-    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 — Spark's name
-        whole = _whole(messages)
-        queries = {message.query for message in whole}
-        if not whole:
-            return
-        query = queries.pop()
-        if queries or query is None:
-            raise TopicsSparkError("Spark did not say which query its tasks belong to; this cannot be exactly once")
-        self._commit(f"{self._options.sink or 'spark'}.{query}", batchId, whole)
-
-    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        self._abort([message for message in messages if isinstance(message, Staged)])
-
-
-def _whole(messages: list[WriterCommitMessage | None]) -> list[Staged]:
-    whole = [message for message in messages if isinstance(message, Staged)]
-    if len(whole) != len(messages):
-        raise TopicsSparkError(f"{len(messages) - len(whole)} tasks have not said what they staged")
-    return whole
+def whole(messages: list[WriterCommitMessage | None]) -> list[Staged]:
+    """What all tasks have staged; TopicsSparkError when one has not said it."""
+    staged = [message for message in messages if isinstance(message, Staged)]
+    if len(staged) != len(messages):
+        raise TopicsSparkError(f"{len(messages) - len(staged)} tasks have not said what they staged")
+    return staged
 
 
 def _drop(client: Client, messages: list[Staged]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-
 import pyspark
 from pyspark.sql.datasource import (
     DataSource,
@@ -17,19 +15,9 @@ from pyspark.sql.types import StructType
 from topics.spark.errors import TopicsSparkError
 from topics.spark.options import ReadOptions, read_options, write_options
 
-_SINCE = (4, 2)
-
 
 class TopicsDataSource(DataSource):
     """`spark.read.format("topics")`, `spark.readStream`, `df.write`, `df.writeStream`."""
-
-    def __init__(self, options: MutableMapping[str, str]) -> None:
-        if tuple(int(part) for part in pyspark.__version__.split(".")[:2]) < _SINCE:
-            raise TopicsSparkError(
-                f"topics need PySpark 4.2 or newer, this is {pyspark.__version__}: sources in Python have no admission "
-                "control, no AvailableNow and no Arrow writers for streams before"
-            )
-        super().__init__(options)
 
     @classmethod
     def name(cls) -> str:
@@ -41,16 +29,22 @@ class TopicsDataSource(DataSource):
         return schema_ddl(self._read_options())
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        from topics.spark.batch import BatchReader, PushdownBatchReader
+        from topics.spark.batch import BatchReader
 
         options = self._read_options()
         if options.max_offsets_per_trigger is not None:
             raise TopicsSparkError("maxOffsetsPerTrigger is for streams; a batch reads up to endingOffsets")
         # Spark 4.3 keeps what the filters of one query left and gives it to the next query of the same DataFrame, also
         # to one without filters: rows would be missing in silence. So filters are taken only from who asks for that.
-        return (PushdownBatchReader if options.push_filters else BatchReader)(schema, options)
+        if not options.push_filters:
+            return BatchReader(schema, options)
+        _require((4, 1), "the option pushFilters", "sources in Python are told no filters before; leave it out")
+        from topics.spark.pushdown import PushdownBatchReader
+
+        return PushdownBatchReader(schema, options)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 — Spark's name
+        _require_streams()
         from topics.spark.stream import StreamReader
 
         options = self._read_options()
@@ -66,7 +60,8 @@ class TopicsDataSource(DataSource):
         return BatchWriter(schema, write_options(self.options))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 — Spark's name
-        from topics.spark.sink import StreamWriter
+        _require_streams()
+        from topics.spark.stream_sink import StreamWriter
 
         if overwrite:
             raise TopicsSparkError("outputMode complete would replace the topic at every batch: use append or update")
@@ -74,3 +69,14 @@ class TopicsDataSource(DataSource):
 
     def _read_options(self) -> ReadOptions:
         return read_options(self.options)
+
+
+def _require(since: tuple[int, int], what: str, why: str) -> None:
+    if tuple(int(part) for part in pyspark.__version__.split(".")[:2]) < since:
+        wanted = ".".join(map(str, since))
+        raise TopicsSparkError(f"{what}: topics need PySpark {wanted} for it, this is {pyspark.__version__}: {why}")
+
+
+def _require_streams() -> None:
+    why = "sources in Python have no admission control and no AvailableNow before; batches can be read and written"
+    _require((4, 2), "streams", why)

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     program.topics_arguments(made)
     made.add_argument("--data-dir", required=True, help="TOPICS_DATA_DIR as it is mounted where tasks run")
     made.add_argument("--cold-dir", default=None, help="TOPICS_COLD_DIR likewise")
-    return program.run("audit", made, _work, arguments, lambda report: EXIT_DAMAGE if report["damage"] else 0)
+    return program.run("audit", made, _work, arguments, exit_code=lambda report: EXIT_DAMAGE if report["damage"] else 0)
 
 
 def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 
 A batch overwrites what an earlier attempt at the same batch has left (the same range of the same records), so a run
 that dies anywhere is repeated to the same files. Spark and other readers of Parquet leave names with `_` alone.
+With `--format delta` it is a Delta table: `delta.py`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from topics.spark.jobs import program
+from topics.spark.jobs import delta, program
 from topics.spark.jobs.compaction import compact
 
 if TYPE_CHECKING:
@@ -26,12 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = program.parser("export", "Export topics to partitioned Parquet (or Delta), incrementally, each record once.")
     program.topics_arguments(made)
     made.add_argument("--out", required=True, help="the directory of the lake")
-    made.add_argument("--format", choices=("parquet", "delta"), default="parquet", help="delta needs its package")
+    made.add_argument("--format", choices=("parquet", "delta"), default="parquet", help="delta: needs topics[delta]")
     made.add_argument("--max-records", type=int, default=1_000_000, help="records a batch")
     made.add_argument("--schema", default=None, help="DDL of columns to parse out of data")
     made.add_argument("--tombstones", choices=("fail", "rows", "ignore"), default="fail", help="what becomes of gaps")
     made.add_argument("--compact", type=int, default=0, metavar="FILES", help="merge days of more files than this")
-    return program.run("export", made, _work, arguments)
+    return program.run("export", made, _work, arguments, check=_check)
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.format == "delta":
+        delta.check(options.out)
 
 
 def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
@@ -43,7 +50,11 @@ def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
         tombstones=options.tombstones,
         format=options.format,
     )
-    days = compact(spark, options.out, options.compact) if options.compact and options.format == "parquet" else 0
+    days = 0
+    if options.compact and options.format == "delta":
+        days = delta.compact(options.out, options.compact)
+    elif options.compact:
+        days = compact(spark, options.out, options.compact)
     return {"out": options.out, "records": written, "days_compacted": days}
 
 
@@ -60,17 +71,17 @@ def export(
     from pyspark.sql import functions as f
 
     written = 0
+    append = delta.DeltaLake(spark, out).append if format == "delta" else partial(_overwrite, out)
 
     def write(batch: DataFrame, batch_id: int) -> None:
         nonlocal written
         # Gaps have no time of their own: they go to the day on which they were found.
         day = f.to_date(f.coalesce(f.col("timestamp"), f.current_timestamp()))
-        frame = batch.withColumn("date", day).withColumn("batch", f.lit(f"{batch_id:010d}")).persist()
+        frame = batch.withColumn("date", day).persist()
         try:
             rows = frame.count()
             if rows:
-                writer = frame.write.partitionBy("topic", "date", "batch").format(format).mode("overwrite")
-                writer.option("partitionOverwriteMode", "dynamic").save(out)
+                append(frame, batch_id)
             written += rows
         finally:
             frame.unpersist()
@@ -84,6 +95,13 @@ def export(
     query = frame.writeStream.foreachBatch(write).option("checkpointLocation", f"{out}/_checkpoint")
     query.trigger(availableNow=True).start().awaitTermination()
     return written
+
+
+def _overwrite(out: str, frame: DataFrame, batch_id: int) -> None:
+    from pyspark.sql import functions as f
+
+    writer = frame.withColumn("batch", f.lit(f"{batch_id:010d}")).write.partitionBy("topic", "date", "batch")
+    writer.mode("overwrite").option("partitionOverwriteMode", "dynamic").parquet(out)
 
 
 if __name__ == "__main__":

@@ -5,17 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from topics.client import ClientError
 from topics.spark import SMALL, register
-from topics.spark.errors import TopicsSparkError, plainly
+from topics.spark.errors import OptionError, TopicsSparkError, plainly
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+EXIT_FAILURE: Final = 1
+_ALWAYS: Final = {
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.execution.pyspark.udf.hideTraceback.enabled": "true",
+    # Reports add up what batches say of themselves; Spark forgets all but 100 of them.
+    "spark.sql.streaming.numRecentProgressUpdates": "10000",
+}
 Work = Callable[["SparkSession", argparse.Namespace], dict[str, Any]]
 
 
@@ -25,8 +33,8 @@ def parser(name: str, about: str) -> argparse.ArgumentParser:
         prog=f"topics spark {name}", description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     made.add_argument("--url", default="http://127.0.0.1:4000", help="the service")
-    made.add_argument("--token", default=None, help="its API key; better in the environment of spark-submit's --conf")
-    made.add_argument("--master", default="local[*]", help="where Spark runs, unless spark-submit says so")
+    made.add_argument("--token-file", default=None, help="file with its API key: an argument could be read by anybody")
+    made.add_argument("--master", default=None, help="where Spark runs, unless spark-submit says it (local[*])")
     made.add_argument("--conf", action="append", default=[], metavar="NAME=VALUE", help="a setting of Spark")
     return made
 
@@ -50,24 +58,42 @@ def service_options(options: argparse.Namespace) -> dict[str, str]:
     return {"url": options.url} | ({} if options.token is None else {"token": options.token})
 
 
+def _token(options: argparse.Namespace) -> str | None:
+    if options.token_file is None:
+        return None
+    try:
+        with open(options.token_file, encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError as error:
+        raise OptionError(f"--token-file {options.token_file}: {error.strerror}") from None
+
+
 def run(
     name: str,
     made: argparse.ArgumentParser,
     work: Work,
     arguments: Sequence[str] | None,
+    *,
+    check: Callable[[argparse.Namespace], None] | None = None,
     exit_code: Callable[[dict[str, Any]], int] = lambda _report: 0,
 ) -> int:
     """The whole program: 0 (or what `exit_code` makes of the report) with the report on stdout; 1 with one line on
-    stderr; 2 for wrong arguments.
+    stderr; 2 for wrong arguments. `check` raises OptionError for what is wrong before Spark is started.
     """
     options = made.parse_args(arguments)
+    try:
+        options.token = _token(options)
+        if check is not None:
+            check(options)
+    except OptionError as error:
+        print(f"topics spark {name}: {error}", file=sys.stderr)
+        return EXIT_FAILURE
     from pyspark.errors import PySparkException
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder.appName(f"topics-{name}")
     if SparkSession.getActiveSession() is None:
-        builder = builder.master(options.master)
-        for setting, value in (SMALL | dict(one.partition("=")[::2] for one in options.conf)).items():
+        for setting, value in settings(options, _submitted()).items():
             builder = builder.config(setting, value)
     spark = builder.getOrCreate()
     # Spark tells of every failed task with a stack of Java's; what went wrong is said below.
@@ -80,6 +106,27 @@ def run(
         print(
             f"topics spark {name}: {plainly(error) if isinstance(error, PySparkException) else error}", file=sys.stderr
         )
-        return 1
+        return EXIT_FAILURE
     print(json.dumps(report))
     return exit_code(report)
+
+
+def settings(options: argparse.Namespace, submitted: Mapping[str, str] | None) -> dict[str, str]:
+    """Of the session: what `--master` and `--conf` say, then what spark-submit has been told (`submitted`, None without
+    it), then what suits a small machine, unless somebody else has chosen the machine.
+    """
+    chosen = dict(one.partition("=")[::2] for one in options.conf)
+    if options.master is not None:
+        chosen["spark.master"] = options.master
+    if submitted is None:
+        return {"spark.master": "local[*]"} | SMALL | _ALWAYS | chosen
+    return {name: value for name, value in _ALWAYS.items() if name not in submitted} | chosen
+
+
+def _submitted() -> dict[str, str] | None:
+    """None without spark-submit, which says that it is there by its gateway's port. Without it, to ask for settings
+    would start Java before any is made.
+    """
+    from pyspark import SparkConf
+
+    return dict(SparkConf().getAll()) if "PYSPARK_GATEWAY_PORT" in os.environ else None

@@ -1,7 +1,8 @@
-"""`topics spark replay`: a lake (or any Parquet with the column `data`) back into a topic, each row once.
+"""`topics spark replay`: a lake (any Parquet with the column `data`), or a topic, back into a topic, each row once.
 
-Files are read as a stream, so a run that dies goes on where it stopped and repeats nothing: its batches are the sink's.
-The rate is that of the whole job; rows of a batch become visible together.
+Of a topic, sealed segments are read from their files when it is said where these are. What is read is read as a stream,
+so a run that dies goes on where it stopped and repeats nothing: its batches are the sink's. The rate is that of the
+whole job; rows of a batch become visible together.
 """
 
 from __future__ import annotations
@@ -11,34 +12,52 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from topics.spark.jobs import program
+from topics.spark.errors import OptionError
+from topics.spark.jobs import delta, program
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 _KEPT = ("data", "tag", "node", "meta")
+_OF_ROUTERS = "_topics_router"
+"""A key of `meta` that only routers may write (api §6)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    made = program.parser("replay", "Replay Parquet into a topic, rate-limited, each row once.")
-    made.add_argument("--lake", required=True, help="the directory of Parquet files")
+    made = program.parser("replay", "Replay Parquet or a topic into a topic, rate-limited, each row once.")
+    source = made.add_mutually_exclusive_group(required=True)
+    source.add_argument("--lake", help="the directory of Parquet files")
+    source.add_argument("--from-topic", help="the topic to read, from its first record to its present head")
+    made.add_argument("--data-dir", default=None, help="of --from-topic: TOPICS_DATA_DIR as it is mounted here")
+    made.add_argument("--cold-dir", default=None, help="TOPICS_COLD_DIR likewise")
     made.add_argument("--to-topic", required=True, help="the topic to write")
     made.add_argument("--checkpoint", required=True, help="directory where the job keeps how far it is")
     made.add_argument("--rate", type=int, default=0, metavar="ROWS", help="rows a second, 0: as fast as it goes")
-    made.add_argument("--files-per-batch", type=int, default=16, help="files that become visible together")
-    return program.run("replay", made, _work, arguments)
+    made.add_argument("--files-per-batch", type=int, default=16, help="files of --lake that become visible together")
+    made.add_argument(
+        "--records-per-batch", type=int, default=100_000, help="records of --from-topic that become visible together"
+    )
+    return program.run("replay", made, _work, arguments, check=_check)
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.from_topic is None and (options.data_dir or options.cold_dir):
+        raise OptionError("--data-dir and --cold-dir go with --from-topic; a lake has its files itself")
+    if options.from_topic is not None and options.from_topic == options.to_topic:
+        raise OptionError(f"--from-topic and --to-topic are both {options.to_topic!r}: it would read what it writes")
+    if options.lake is not None and delta.is_table(options.lake):
+        raise OptionError(
+            f"--lake {options.lake} is a Delta table, whose files are no stream: replay its topic instead"
+        )
 
 
 def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
-    schema = spark.read.parquet(options.lake).schema
-    rows = spark.readStream.schema(schema).option("maxFilesPerTrigger", options.files_per_batch).parquet(options.lake)
-    if "kind" in schema.fieldNames():
-        rows = rows.where("kind = 'record'")
+    rows = _of_lake(spark, options) if options.lake is not None else _of_topic(spark, options)
     if options.rate:
         # One task, so that the rate is one.
         rows = rows.coalesce(1)
     writer = (
-        rows.select(*[name for name in _KEPT if name in schema.fieldNames()])
+        _replayable(rows)
         .writeStream.format("topics")
         .options(**program.service_options(options), topic=options.to_topic, checkpointLocation=options.checkpoint)
     )
@@ -47,6 +66,31 @@ def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
     query = writer.trigger(availableNow=True).start()
     query.awaitTermination()
     return {"to_topic": options.to_topic, "rows": sum(one["numInputRows"] for one in query.recentProgress)}
+
+
+def _of_lake(spark: SparkSession, options: argparse.Namespace) -> DataFrame:
+    schema = spark.read.parquet(options.lake).schema
+    rows = spark.readStream.schema(schema).option("maxFilesPerTrigger", options.files_per_batch).parquet(options.lake)
+    return rows.where("kind = 'record'") if "kind" in schema.fieldNames() else rows
+
+
+def _of_topic(spark: SparkSession, options: argparse.Namespace) -> DataFrame:
+    source = program.service_options(options) | {"subscribe": options.from_topic, "startingOffsets": "earliest"}
+    if options.data_dir is not None:
+        source |= {"mode": "segments", "dataDir": options.data_dir}
+        source |= {} if options.cold_dir is None else {"coldDir": options.cold_dir}
+    reader = spark.readStream.format("topics").options(**source)
+    return reader.option("maxOffsetsPerTrigger", options.records_per_batch).load()
+
+
+def _replayable(rows: DataFrame) -> DataFrame:
+    """The columns that a record is made of, as far as they are there."""
+    from pyspark.sql import functions as f
+
+    kept = rows.select(*[name for name in _KEPT if name in rows.columns])
+    if "meta" not in rows.columns:
+        return kept
+    return kept.withColumn("meta", f.map_filter("meta", lambda key, _: key != _OF_ROUTERS))
 
 
 if __name__ == "__main__":

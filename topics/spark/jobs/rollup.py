@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from topics.spark.errors import OptionError
-from topics.spark.jobs import program
+from topics.spark.jobs import delta, program
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -32,15 +32,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--checkpoint", default=None, help="directory of the query's state (live topics)")
     made.add_argument("--to-topic", default=None, help="topic for the counts")
     made.add_argument("--to-parquet", default=None, help="directory for the counts")
-    return program.run("rollup", made, _work, arguments)
+    return program.run("rollup", made, _work, arguments, check=_check)
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.to_topic is None and options.to_parquet is None:
+        raise OptionError("where to? Give --to-topic, --to-parquet or both")
+    if options.lake is None and (options.checkpoint is None or options.to_topic is None):
+        raise OptionError("a live roll-up needs --checkpoint and --to-topic; export that topic for Parquet")
 
 
 def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
-    if options.to_topic is None and options.to_parquet is None:
-        raise OptionError("where to? Give --to-topic, --to-parquet or both")
     time = event_time(options.time_field)
     if options.lake is not None:
-        counts = by_window(spark.read.parquet(options.lake), time, options.window, options.start).persist()
+        events = delta.read(spark, options.lake) if delta.is_table(options.lake) else spark.read.parquet(options.lake)
+        counts = by_window(events, time, options.window, options.start).persist()
         if options.to_parquet is not None:
             counts.coalesce(1).write.mode("overwrite").parquet(options.to_parquet)
         if options.to_topic is not None:
@@ -48,8 +54,6 @@ def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
                 **program.service_options(options), topic=options.to_topic
             ).mode("append").save()
         return {"windows": counts.count(), "late_events": 0}
-    if options.checkpoint is None or options.to_topic is None:
-        raise OptionError("a live roll-up needs --checkpoint and --to-topic; export that topic for Parquet")
     source = program.service_options(options) | {"subscribe": options.topics, "startingOffsets": "earliest"}
     events = spark.readStream.format("topics").options(**source).load()
     events = events.withColumn("event_time", time).withWatermark("event_time", options.watermark)

@@ -1,0 +1,86 @@
+"""Executors are killed while they read: a query ends with the rows of the topic, each once, in both modes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from tests.harness import Service, poll
+from tests.spark.processes import Driver, sigkill, talks_to
+from topics.client import Client, NewRecord
+from topics.client import segment_calls as calls
+
+RECORDS = int(os.environ.get("TOPICS_SPARK_RECORDS", "80000"))
+KILLS = int(os.environ.get("TOPICS_SPARK_READ_KILLS", "2"))
+"""In each reading."""
+MASTERS = os.environ.get("TOPICS_SPARK_MASTERS", "local[2,50]").split()
+SEGMENT_EVENTS = 5_000
+PARTITIONS = 8
+
+
+@pytest.mark.parametrize("master", MASTERS)
+def test_rows_are_the_topics_whatever_is_killed(topic: str, tmp_path: Path, master: str) -> None:
+    """Python workers in the middle of their range, and in `local-cluster` every other time their whole executor."""
+    seed = int(os.environ.get("TOPICS_SEED", str(random.randrange(2**32))))
+    print(f"TOPICS_SEED={seed}")
+    chance = random.Random(seed)
+    texts = [f'{{"n": {n}, "text": "{"x" * (n % 97)}"}}' for n in range(RECORDS)]
+    env = {"TOPICS_SEGMENT_MAX_EVENTS": str(SEGMENT_EVENTS), "TOPICS_CHECKPOINT_INTERVAL_MS": "100"}
+    with Service(env=env, wal_file_bytes=None) as service, Client(service.url) as client:
+        for first in range(0, RECORDS, 5_000):
+            client.append(topic, [NewRecord(msgspec.Raw(text.encode())) for text in texts[first : first + 5_000]])
+        poll("segments", lambda: client.call(calls.segments(topic)).http_from_seq > RECORDS - 2 * SEGMENT_EVENTS, 30)
+        http = {"url": service.url, "subscribe": topic, "maxRecordsPerPartition": str(RECORDS // PARTITIONS)}
+        readings = [http, http | {"mode": "segments", "dataDir": str(service.data_dir)}]
+        out = tmp_path / "out"
+        arguments = [master, str(out), json.dumps(readings)]
+        driver = Driver("tests.spark.read_query", arguments, tmp_path / "driver.log", tmp_path)
+        driver.start()
+        try:
+            kills = [_kill_readers(driver, service.port, out / str(number), chance) for number in range(len(readings))]
+            poll("the end of the query", lambda: driver.exit_code is not None, 240, 0.05)
+            assert driver.exit_code == 0
+        except BaseException as error:
+            error.add_note(driver.log())
+            raise
+        finally:
+            driver.kill()
+    print(kills)
+    for number, killed in enumerate(kills):
+        assert killed.total() == KILLS, "a reading ended before all its kills: give it more records"
+        rows = pq.read_table(out / str(number))
+        assert Counter(rows["seq"].to_pylist()) == Counter(range(1, RECORDS + 1))
+        assert [text for _, text in sorted(zip(*rows.to_pydict().values(), strict=True))] == texts
+
+
+def _kill_readers(driver: Driver, port: int, out: Path, chance: random.Random) -> Counter[str]:
+    """KILLS times, something in which a task of the reading into `out` runs; by kind what it was."""
+    killed: Counter[str] = Counter()
+
+    def ended() -> bool:
+        return driver.exit_code is not None or (out / "_SUCCESS").exists()
+
+    while killed.total() < KILLS and not ended():
+        victim = poll("a task that reads", lambda: driver.at_work(port) or ended(), 240, 0.05)
+        if not isinstance(victim, psutil.Process):
+            break
+        time.sleep(chance.random() * 0.2)  # anywhere in its range
+        if not talks_to(victim, port):
+            continue
+        kind = "executor" if killed["worker"] > killed["executor"] and driver.executors() else "worker"
+        killed[kind] += sigkill(_executor_of(victim, driver) if kind == "executor" else victim)
+    return killed
+
+
+def _executor_of(worker: psutil.Process, driver: Driver) -> psutil.Process:
+    above = {parent.pid for parent in worker.parents()}
+    return next((one for one in driver.executors() if one.pid in above), worker)
