@@ -53,7 +53,7 @@ bench: $(STAMP) ## start a server, measure it, print the table (JSON: bench/out/
 
 crash: $(STAMP) ## the end-to-end crash tests, 20 rounds, and a failure and a death at every call of a checkpoint
 	TOPICS_CRASH_ROUNDS=20 TOPICS_CRASH_ALL=1 $(BIN)/pytest tests/e2e/test_crash.py tests/e2e/test_kill_points.py tests/e2e/test_routers.py
-	TOPICS_CALL_STRIDE=1 $(BIN)/pytest --timeout 3600 tests/compactor/test_every_call.py
+	TOPICS_CALL_STRIDE=1 $(BIN)/pytest --timeout 3600 tests/compactor/test_every_call.py tests/compactor/test_cold_rewriting.py
 
 soak: $(STAMP) ## ten minutes of mixed load; memory, shared memory and descriptors have to stay flat
 	TOPICS_SOAK_S=600 $(BIN)/pytest -s tests/e2e/test_soak.py

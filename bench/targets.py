@@ -75,6 +75,16 @@ BOUNDS = [
         ("slow", "one does not", "p99_us"),
         divided_by=("slow", "all 200 read", "p99_us"),
     ),
+    *(
+        Bound(
+            f"goodput of 10 × the writers, {what}",
+            0.8,
+            ("goodput", f"{what}, 10 × writers", "acked_per_s"),
+            divided_by=("goodput", f"{what}, so many writers", "acked_per_s"),
+            at_least=True,
+        )
+        for what in ("100 B, rings as they are", "15 kB, rings of 64 KiB")
+    ),
     Bound("idle event stream, bytes", 30_000.0, ("idle", "2048 streams", "each_bytes")),
     Bound(
         "heartbeats of 1 s, longest gap, ms",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -258,52 +257,3 @@ def test_a_damaged_segment_is_named_and_nothing_is_left_out(tiered: Service, top
     assert error["detail"]["segment"] == f"{path.parent.name}/{path.name}"
     assert 0 < found.start() - error["detail"]["offset"] < 60
     assert diff(client, topic, from_seq=bad_seq)["records"][0]["$seq"] == bad_seq + 1
-
-
-def scan(base_url: str, topic: str, done: threading.Event) -> int:
-    """Reads from the start again and again; how often. Every answer is a good one."""
-    scans = 0
-    with httpx.Client(base_url=base_url, timeout=30.0) as client:
-        while not done.is_set():
-            cursor = 0
-            while True:
-                page = diff(client, topic, from_seq=cursor, limit=90, include_tags=True)
-                floor = page["tombstone"]["gap_to"] if page["tombstone"] else cursor
-                for record in page["records"]:
-                    assert record["data"] == payload(record["$seq"])
-                got = [record["$seq"] for record in page["records"]]
-                # What is missing was to be deleted: everything else between two cursors is there.
-                missing = set(range(floor + 1, page["next_from_seq"] + 1)) - set(got)
-                assert all(seq % 4 == 0 for seq in missing), (cursor, sorted(missing))
-                assert got == sorted(got)
-                cursor = page["next_from_seq"]
-                if page["caught_up"]:
-                    break
-            scans += 1
-    return scans
-
-
-def test_nothing_goes_away_under_a_reader(tiered: Service, topic: str) -> None:
-    """Segments are sealed, rewritten, relocated and dropped, logs trimmed, while readers go over all of it."""
-    client = tiered.client
-    put(client, topic, cap_records=1500)
-    done = threading.Event()
-    with ThreadPoolExecutor(2) as threads:
-        readers = [threads.submit(scan, tiered.url, topic, done) for _ in range(2)]
-        try:
-            for batch in range(40):
-                first = batch * 100 + 1
-                records = [
-                    {"data": payload(seq), "tag": "gone" if seq % 4 == 0 else "kept"}
-                    for seq in range(first, first + 100)
-                ]
-                ok(client.post(f"/v0/topics/{topic}", json={"records": records}))
-                if batch % 3 == 2:
-                    ok(client.post(f"/v0/topics/{topic}/delete", json={"match": "gone"}))
-            before = [tiered.status()["compactor"][what] for what in ("segments_relocated", "segments_dropped")]
-            assert all(before), before
-        finally:
-            done.set()
-        for reader in readers:
-            assert reader.result() >= 1
-    assert diff(client, topic)["tombstone"]["reason"] == "cap"

@@ -13,7 +13,8 @@ def lines_of(action: Any) -> int:
 
     def trace(frame: FrameType, event: str, _arg: object) -> Any:
         nonlocal lines
-        if frame.f_globals.get("__package__") != "topics.core":  # such as a callback of the garbage collector
+        # Not, for instance, those of a callback of the garbage collector.
+        if not (frame.f_globals.get("__package__") or "").startswith("topics."):
             return None
         lines += event == "line"
         return trace

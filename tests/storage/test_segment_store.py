@@ -55,6 +55,17 @@ def test_what_was_put_is_read_listed_and_deleted(tmp_path: Path) -> None:
             use()
 
 
+def test_nothing_is_put_where_it_comes_from(tmp_path: Path) -> None:
+    """The data directory by another name: the copy would be the file that is removed because there is a copy."""
+    (tmp_path / "data/topics").mkdir(parents=True)
+    (tmp_path / "cold").symlink_to(tmp_path / "data")
+    here = str(tmp_path / "data/topics")
+    with pytest.raises(OSError, match=r"is .* by another name"):
+        LocalStore(OsFileSystem(), str(tmp_path / "cold/topics"), apart_from=here).put(NAME, content())
+    assert not list((tmp_path / "data/topics").rglob("*.data"))
+    LocalStore(OsFileSystem(), str(tmp_path / "other/topics"), apart_from=here).put(NAME, content())
+
+
 def test_what_a_killed_put_left_goes_with_the_object(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     path = tmp_path / "cold/topics" / NAME

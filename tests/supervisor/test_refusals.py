@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.supervisor.conftest import Start
 from topics.settings import Settings, load
 from topics.shm.instance import SharedMemory
 from topics.storage.lock import DataDirLock
-from topics.supervisor.check import check
+from topics.supervisor.check import Finding, check
 from topics.supervisor.limits import open_files_shortage, shared_memory_shortage
 from topics.supervisor.listeners import AddressError, listen, listen_for, port_of
 
@@ -156,3 +157,55 @@ def test_check_of_a_data_dir_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (finding, *_) = check(settings(tmp_path, data_dir=str(tmp_path / "file" / "data")))
     assert finding.problem == f"{tmp_path}/file is not a directory; choose another TOPICS_DATA_DIR"
+
+
+def of_cold(settings: Settings) -> Finding:
+    (finding,) = (finding for finding in check(settings) if finding.subject.startswith("cold directory"))
+    return finding
+
+
+def test_check_looks_at_the_cold_directory(tmp_path: Path) -> None:
+    """And makes nothing; `run` would start in any case, but nothing could go there."""
+    cold = tmp_path / "cold"
+    both = settings(tmp_path, cold_dir=str(cold))
+    assert of_cold(both) == Finding(f"cold directory {cold}, on the device of the data directory", None)
+    assert list(tmp_path.iterdir()) == []
+    assert of_cold(settings(tmp_path, cold_dir="/dev/shm/none")).subject.endswith(", on a device of its own")
+    cold.write_text("")
+    assert of_cold(both).problem == f"{cold} is not a directory; choose another TOPICS_COLD_DIR"
+
+
+def test_a_cold_directory_that_nobody_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write everywhere: the system's answer is made up."""
+    cold = tmp_path / "cold"
+    cold.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != cold)
+    problem = of_cold(settings(tmp_path, cold_dir=str(cold))).problem
+    assert problem is not None
+    assert f"may not write {cold}; give it the right or choose another TOPICS_COLD_DIR" in problem
+
+
+def test_a_cold_directory_that_is_the_data_directory_by_another_name(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "cold").symlink_to(tmp_path / "data")
+    problem = of_cold(settings(tmp_path, cold_dir=str(tmp_path / "cold"))).problem
+    assert problem == "is the data directory itself, by another name; choose another TOPICS_COLD_DIR"
+
+
+def test_a_cold_directory_that_hangs_is_waited_for_only_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    is_dir = os.path.isdir
+
+    def hangs(path: str) -> bool:
+        assert not path.endswith("cold") or gate.wait(20)
+        return is_dir(path)
+
+    (tmp_path / "cold").mkdir()
+    monkeypatch.setattr(os.path, "isdir", hangs)
+    monkeypatch.setattr("topics.supervisor.check.COLD_TIMEOUT_S", 0.05)
+    problem = of_cold(settings(tmp_path, cold_dir=str(tmp_path / "cold"))).problem
+    gate.set()
+    assert problem is not None
+    assert "it has not answered within 0.05 s" in problem

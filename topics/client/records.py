@@ -62,12 +62,19 @@ class Page(msgspec.Struct, frozen=True):
 
 
 class NewRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One record to write; `data` is any JSON value, or JSON text as `msgspec.Raw`."""
+    """One record to write; `data` is any JSON value, or JSON text as `msgspec.Raw`.
+
+    Of a job of a queue: `deliver_at` (ms since the epoch) or `delay_ms` says from when on it may be handed out; of
+    those of one `order_key` one at a time is, in their order.
+    """
 
     data: Any
     tag: str | None = None
     node: str | None = None
     meta: dict[str, str] | None = None
+    deliver_at: int | None = None
+    delay_ms: int | None = None
+    order_key: str | None = None
 
 
 class Appended(msgspec.Struct, frozen=True):

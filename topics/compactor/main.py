@@ -116,7 +116,8 @@ def build(
     relocation = fetch = None
     if settings.cold_dir is not None:
         retention = HotRetention(settings.hot_retain_segments, settings.hot_retain_bytes)
-        store = LocalStore(fs, layout.topics_dir(settings.cold_dir))
+        topics_dir = layout.topics_dir(settings.data_dir)
+        store = LocalStore(fs, layout.topics_dir(settings.cold_dir), apart_from=topics_dir)
         relocation = Relocation(fs, settings.data_dir, store, retention, helper, clock, pinned)
         fetch = ColdFetch(fs, settings.data_dir, store, helper)
     compactor = Compactor(

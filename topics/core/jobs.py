@@ -118,6 +118,8 @@ class Jobs:
         self._lines: dict[str, deque[int]] = {}
         """By order_key: all its jobs, oldest first, some of them gone. Only the first can be handed out."""
         self._holders: dict[Holder, set[int]] = {}
+        self._freed: dict[Holder, None] = {}
+        """Those of whom anything has ended since somebody asked."""
         self._started = False
         self._fresh_seq = 1
         self._next_lease_no = 0
@@ -184,6 +186,11 @@ class Jobs:
     def in_flight(self) -> int:
         """Jobs that are leased."""
         return self._counts[Phase.LEASED]
+
+    def take_freed(self) -> Iterable[Holder]:
+        """Who has fewer jobs than when this was asked last."""
+        freed, self._freed = self._freed, {}
+        return freed
 
     def next_due_ms(self, now: Now) -> int | None:
         """In how many ms something happens by itself, at the earliest; None: never."""
@@ -282,6 +289,7 @@ class Jobs:
 
     def _let_go(self, seq: int, job: Job) -> None:
         assert job.holder is not None
+        self._freed[job.holder] = None
         held = self._holders.get(job.holder)
         if held is not None:
             held.discard(seq)

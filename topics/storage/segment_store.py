@@ -49,16 +49,21 @@ class SegmentStore(Protocol):
 
 
 class LocalStore:
-    """A folder, on whatever file system is mounted there."""
+    """A folder, on whatever file system is mounted there. `apart_from`: what it must not be by another name: who
+    puts an object there removes the file that it was made of.
+    """
 
-    def __init__(self, fs: FileSystem, root: str) -> None:
+    def __init__(self, fs: FileSystem, root: str, apart_from: str | None = None) -> None:
         self._fs = fs
         self._root = root
+        self._apart_from = apart_from
 
     def put(self, name: str, pieces: Iterable[Bytes]) -> None:
         fs, path = self._fs, self._path(name)
         directory = os.path.dirname(path)
         make_dirs(fs, directory)
+        if self._apart_from is not None and os.path.samefile(self._root, self._apart_from):
+            raise OSError(errno.EINVAL, f"is {self._apart_from} by another name", self._root)
         tmp_path = path + TMP_SUFFIX
         fd = fs.open(tmp_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:

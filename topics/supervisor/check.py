@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
-from typing import NamedTuple
+from contextlib import suppress
+from threading import Thread
+from typing import Final, NamedTuple
 
 from topics.settings import Settings
 from topics.shm.names import SHM_ROOT
@@ -12,6 +14,9 @@ from topics.storage.lock import holder_pid
 from topics.supervisor import limits
 from topics.supervisor.limits import StatVfs
 from topics.supervisor.listeners import AddressError, listen, show
+
+COLD_VARIABLE: Final = "TOPICS_COLD_DIR"
+COLD_TIMEOUT_S: Final = 5.0
 
 
 class Finding(NamedTuple):
@@ -22,8 +27,13 @@ class Finding(NamedTuple):
 
 
 def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[Finding]:
-    """Looks at the data directory, its lock, the shared memory, the address and the limits."""
-    findings = [Finding(f"data directory {settings.data_dir}", _data_dir_problem(settings.data_dir))]
+    """Looks at the data directory, its lock, the cold directory if there is one, the shared memory, the address and the
+    limits. A cold directory is no obstacle to a start: what is in it is to be read, and what is older goes there later.
+    """
+    problem = _dir_problem(settings.data_dir, "TOPICS_DATA_DIR")
+    findings = [Finding(f"data directory {settings.data_dir}", problem)]
+    if settings.cold_dir is not None:
+        findings.append(_cold_dir(settings.cold_dir, settings.data_dir))
     findings.append(Finding("lock", _lock_problem(settings.data_dir)))
     findings.append(Finding(f"shared memory in {SHM_ROOT}", limits.shared_memory_shortage(settings, statvfs)))
     findings.append(Finding(f"address {show(settings.host, settings.port)}", _address_problem(settings)))
@@ -32,16 +42,49 @@ def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[Finding]:
     return findings
 
 
-def _data_dir_problem(data_dir: str) -> str | None:
+def _dir_problem(path: str, variable: str) -> str | None:
     """Whether it could be made and written; nothing is made."""
-    existing = data_dir
-    while not os.path.lexists(existing):
-        existing = os.path.dirname(existing)
+    existing = _existing(path)
     if not os.path.isdir(existing):
-        return f"{existing} is not a directory; choose another TOPICS_DATA_DIR"
+        return f"{existing} is not a directory; choose another {variable}"
     if not os.access(existing, os.W_OK | os.X_OK):
-        return f"user {os.geteuid()} may not write {existing}; give it the right or choose another TOPICS_DATA_DIR"
+        return f"user {os.geteuid()} may not write {existing}; give it the right or choose another {variable}"
     return None
+
+
+def _existing(path: str) -> str:
+    """The path itself, or the nearest directory above it that is there."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def _cold_dir(cold_dir: str, data_dir: str) -> Finding:
+    """It may be on a disk that hangs: a thread looks at it, and is waited for only so long."""
+    found: list[Finding] = []
+
+    def look() -> None:
+        subject = f"cold directory {cold_dir}"
+        with suppress(OSError):
+            same = os.stat(_existing(cold_dir)).st_dev == os.stat(_existing(data_dir)).st_dev
+            subject += ", on the device of the data directory" if same else ", on a device of its own"
+        found.append(Finding(subject, _dir_problem(cold_dir, COLD_VARIABLE) or _same_dir_problem(cold_dir, data_dir)))
+
+    thread = Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(COLD_TIMEOUT_S)
+    if found:
+        return found[0]
+    return Finding(
+        f"cold directory {cold_dir}",
+        f"it has not answered within {COLD_TIMEOUT_S:g} s; the service starts, but reads of what is in it would fail",
+    )
+
+
+def _same_dir_problem(cold_dir: str, data_dir: str) -> str | None:
+    if not os.path.exists(cold_dir) or not os.path.exists(data_dir) or not os.path.samefile(cold_dir, data_dir):
+        return None
+    return f"is the data directory itself, by another name; choose another {COLD_VARIABLE}"
 
 
 def _lock_problem(data_dir: str) -> str | None:

@@ -92,10 +92,12 @@ class Queues:
             if leases is None or self._find(hosted.topic.name) is not hosted:
                 continue
             leases.advance(self._time.now)
+            freed = leases.take_freed()
             workers = self._workers.get(topic_id)
-            jitter_ms = hosted.topic.config.claim_jitter_ms
-            if workers is not None and workers.may_deal(leases.ready, jitter_ms, self._time.now):
-                added |= self._deal(hosted, leases, workers)
+            if workers is not None:
+                workers.have_room(freed)
+                if workers.may_deal(leases.ready, hosted.topic.config.claim_jitter_ms, self._time.now):
+                    added |= self._deal(hosted, leases, workers)
             hosted.publish_counts()
             self._set_timer(hosted, leases, workers)
         return added

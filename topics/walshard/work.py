@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from topics.core.dealing import deal
@@ -36,10 +38,17 @@ class Hand(NamedTuple):
 
 
 class Workers:
-    """Of one queue; in turn: who got something goes to the end."""
+    """Of one queue; in turn: who got something goes to the end.
+
+    Dealing costs the jobs that are dealt and the claims that are answered, however many streams are open: only those
+    that may have room are looked at, and no more of them than there are jobs.
+    """
 
     def __init__(self) -> None:
         self._workers: dict[Holder, Worker] = {}
+        self._hungry: OrderedDict[Holder, Worker] = OrderedDict()
+        """Those who may have room, in turn. The front of a plain dict is O(n) to find after many removals."""
+        self._claims: dict[Holder, Worker] = {}
         self.window_ends_ms: int | None = None
         """Monotonic; None while nobody waits for the end of a window."""
 
@@ -48,19 +57,31 @@ class Workers:
 
     def put(self, worker: Worker) -> None:
         """One more, or another `most` of one that is there."""
-        self._workers[worker.where] = worker
+        self._workers[worker.where] = self._hungry[worker.where] = worker
+        if worker.once:
+            self._claims[worker.where] = worker
+
+    def have_room(self, holders: Iterable[Holder]) -> None:
+        """Leases of theirs are over."""
+        for where in holders:
+            worker = self._workers.get(where)
+            if worker is not None:
+                self._hungry.setdefault(where, worker)
 
     def remove(self, where: Holder) -> None:
-        self._workers.pop(where, None)
+        for known in (self._workers, self._hungry, self._claims):
+            known.pop(where, None)
 
     def remove_frontend(self, frontend: int) -> None:
         """That process is gone, and all that it had."""
         for where in [where for where in self._workers if where[0] == frontend]:
-            del self._workers[where]
+            self.remove(where)
 
     def clear(self) -> list[Worker]:
         """The queue is gone; returns whom to tell."""
-        workers, self._workers = list(self._workers.values()), {}
+        workers = list(self._workers.values())
+        for known in (self._workers, self._hungry, self._claims):
+            known.clear()
         return workers
 
     def may_deal(self, ready: int, jitter_ms: int, now: Now) -> bool:
@@ -68,8 +89,7 @@ class Workers:
         an answer in any case) and everybody who comes before its end takes part.
         """
         if self.window_ends_ms is None:
-            claims = any(worker.once for worker in self._workers.values())
-            if not claims and not ready:
+            if not self._claims and not (ready and self._hungry):
                 return False
             if not jitter_ms:
                 return True
@@ -79,20 +99,40 @@ class Workers:
     def deal(self, leases: Leases, lease_ms: int, deliveries_max: int, now: Now) -> list[Hand]:
         """Leases what is ready among all of them; claims are over then, whatever they got."""
         self.window_ends_ms = None
-        workers = list(self._workers.values())
-        wanted = [worker.most - (0 if worker.once else leases.held_by(worker.where)) for worker in workers]
-        wanted = [max(0, count) for count in wanted]
-        takers = [(worker, count) for worker, count in zip(workers, wanted, strict=True) if count or worker.once]
+        takers = self._takers(leases)
         if not takers:
             return []
-        seqs, dead = leases.take(sum(count for _, count in takers), deliveries_max, takers[0][0].where[0], now)
+        wanted = list(takers.values())
+        seqs, dead = leases.take(sum(wanted), deliveries_max, next(iter(takers)).where[0], now)
         hands = []
-        for (worker, _), hand in zip(takers, deal(seqs, [count for _, count in takers]), strict=True):
+        for (worker, most), hand in zip(takers.items(), deal(seqs, wanted), strict=True):
             if hand or dead or worker.once:
                 leased = leases.lease(hand, worker.node, worker.lease_ms or lease_ms, now, worker.holder)
                 hands.append(Hand(worker, leased, dead))
                 dead = []
-                del self._workers[worker.where]
-                if not worker.once:
-                    self._workers[worker.where] = worker
+            if worker.once:
+                self.remove(worker.where)
+            elif len(hand) == most:
+                del self._hungry[worker.where]
+            elif hand:
+                self._hungry.move_to_end(worker.where)
         return hands
+
+    def _takers(self, leases: Leases) -> dict[Worker, int]:
+        """Those who can get something or have to be answered, in turn, and how much each has room for."""
+        takers: dict[Worker, int] = {}
+        full = []
+        ready = leases.ready
+        for where, worker in self._hungry.items():
+            if len(takers) >= ready:
+                break
+            most = worker.most if worker.once else worker.most - leases.held_by(where)
+            if most > 0:
+                takers[worker] = most
+            else:
+                full.append(where)
+        for where in full:
+            del self._hungry[where]
+        for worker in self._claims.values():
+            takers.setdefault(worker, worker.most)
+        return takers
