@@ -15,7 +15,7 @@ from topics.spark.options import ReadOptions, Service
 ROWS_PER_BATCH = 8_000
 TASK_RETRY = Retry(total_s=120.0, pause_max_s=5.0)
 """A task that fails is run again from its start: waiting for a service that comes back is cheaper."""
-PLAN_RETRY = Retry(total_s=10.0)
+PLAN_RETRY = Retry(total_s=5.0)
 """Somebody is sitting in front of it."""
 
 _log = logging.getLogger("topics.spark")
