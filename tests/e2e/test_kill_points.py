@@ -1,7 +1,8 @@
 """A crash at every named step of the compactor's work (`storage/kill_points.py`), enumerated: of the process that is at
 it, and of the whole service. Then everything acknowledged is there, once, and `topics verify` finds nothing.
 
-At every second one the process dies, at the others the whole service; with TOPICS_CRASH_ALL=1 (`make crash`) both at each.
+At every second one the process dies, at the others the whole service. With TOPICS_CRASH_ALL=1 (`make crash`) both do at
+each.
 """
 
 from __future__ import annotations
