@@ -46,7 +46,13 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP) $(BROWSER) $(PROMTOOL)
-	$(BIN)/pytest
+	@# Spark waits a lot, and so do services: side by side they take two thirds of the time.
+	@$(BIN)/pytest tests/spark > $(VENV)/spark-tests.log 2>&1 & spark=$$!; \
+	trap 'kill $$spark' INT TERM; \
+	$(BIN)/pytest --ignore=tests/spark; others=$$?; \
+	wait $$spark; of_spark=$$?; \
+	echo "tests/spark:"; cat $(VENV)/spark-tests.log; \
+	test $$others -eq 0 && test $$of_spark -eq 0
 
 bench: $(STAMP) ## start a server, measure it, print the table (JSON: bench/out/latest.json)
 	$(BIN)/python -m bench

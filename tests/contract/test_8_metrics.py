@@ -281,13 +281,22 @@ def test_websocket_commands_are_counted_and_timed_by_their_kind(
 
 def test_sessions_and_streams(service: Service, topic: str) -> None:
     put(service.client, topic)
+    poll("the streams of others to be gone", lambda: value(scrape(service.client), "topics_sse_connections") == 0)
     before = scrape(service.client)
     with follow(service, {topic: {}}) as stream:
         stream.event("caught-up")
         watch(service.client, {topic: {}})
-        during = scrape(service.client)
-        for name, more in (("topics_watch_sessions", 2), ("topics_sse_connections", 1)):
-            assert value(during, name) - value(before, name) == more, name
+        seen: list[Samples] = []
+
+        def counted() -> bool:
+            """A process says what it has counted a little later."""
+            seen.append(scrape(service.client))
+            more = {name: value(seen[-1], name) - value(before, name) for name in wanted}
+            return more == wanted
+
+        wanted = {"topics_watch_sessions": 2.0, "topics_sse_connections": 1.0}
+        poll("session and stream to be counted", counted)
+        during = seen[-1]
         assert total(during, "topics_frontend_sse_connections") == value(during, "topics_sse_connections")
         assert value(during, "topics_sse_frames_total") > value(before, "topics_sse_frames_total")
     poll("the stream to be gone", lambda: value(scrape(service.client), "topics_sse_connections") == 0)

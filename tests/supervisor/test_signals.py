@@ -1,24 +1,41 @@
-"""Signals wait until they are asked for."""
+"""Signals wait until they are asked for. Tried in a process of its own: a signal to this one may reach any thread."""
 
 from __future__ import annotations
 
-import os
 import signal
+import subprocess
+import sys
 
+ONE_AFTER_THE_OTHER = """
+import os, signal
 from topics.supervisor.signals import Signals
+with Signals() as signals:
+    assert signals.wait(0) is None
+    os.kill(os.getpid(), signal.SIGHUP)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert {signals.wait(0), signals.wait(0)} == {signal.SIGHUP, signal.SIGTERM}
+    assert signals.wait(0) is None
+"""
+ASKED_AGAIN_AT_THE_END = """
+import os, signal, sys
+from topics.supervisor.signals import Signals
+with Signals():
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+sys.exit(4)
+"""
+
+
+def exit_code(program: str) -> int:
+    return subprocess.run([sys.executable, "-c", program], timeout=30, check=False).returncode
 
 
 def test_they_come_one_after_the_other_when_asked_for() -> None:
-    with Signals() as signals:
-        assert signals.wait(0) is None
-        os.kill(os.getpid(), signal.SIGHUP)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert {signals.wait(0), signals.wait(0)} == {signal.SIGHUP, signal.SIGTERM}
-        assert signals.wait(0) is None
+    assert exit_code(ONE_AFTER_THE_OTHER) == 0
 
 
 def test_a_stop_asked_for_again_does_not_end_the_process_at_its_end() -> None:
     """It would exit with -15 and not with what the first stop came to."""
-    with Signals():
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
+    assert exit_code(ASKED_AGAIN_AT_THE_END) == 4
+    unheeded = ASKED_AGAIN_AT_THE_END.replace("with Signals():", "if True:")
+    assert exit_code(unheeded) == -signal.SIGTERM
