@@ -46,13 +46,16 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP) $(BROWSER) $(PROMTOOL)
-	@# Spark waits a lot, and so do services: side by side they take two thirds of the time.
+	@# All of them wait a lot, for each other's processes and for the disk: side by side they take half of the time.
 	@$(BIN)/pytest tests/spark > $(VENV)/spark-tests.log 2>&1 & spark=$$!; \
-	trap 'kill $$spark' INT TERM; \
-	$(BIN)/pytest --ignore=tests/spark; others=$$?; \
+	$(BIN)/pytest tests/e2e > $(VENV)/e2e-tests.log 2>&1 & e2e=$$!; \
+	trap 'kill $$spark $$e2e' INT TERM; \
+	$(BIN)/pytest --ignore=tests/spark --ignore=tests/e2e; others=$$?; \
+	wait $$e2e; of_e2e=$$?; \
 	wait $$spark; of_spark=$$?; \
+	echo "tests/e2e:"; cat $(VENV)/e2e-tests.log; \
 	echo "tests/spark:"; cat $(VENV)/spark-tests.log; \
-	test $$others -eq 0 && test $$of_spark -eq 0
+	test $$others -eq 0 && test $$of_e2e -eq 0 && test $$of_spark -eq 0
 
 bench: $(STAMP) ## start a server, measure it, print the table (JSON: bench/out/latest.json)
 	$(BIN)/python -m bench
