@@ -46,15 +46,13 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP) $(BROWSER) $(PROMTOOL)
-	@# All of them wait a lot, for each other's processes and for the disk: side by side they take half of the time.
-	@$(BIN)/pytest tests/spark > $(VENV)/spark-tests.log 2>&1 & spark=$$!; \
-	$(BIN)/pytest tests/e2e > $(VENV)/e2e-tests.log 2>&1 & e2e=$$!; \
-	trap 'kill $$spark $$e2e' INT TERM; \
-	$(BIN)/pytest --ignore=tests/spark --ignore=tests/e2e; others=$$?; \
+	@# End-to-end tests wait a lot, for processes and for the disk: side by side with the others they take half of the time.
+	@$(BIN)/pytest tests/e2e > $(VENV)/e2e-tests.log 2>&1 & e2e=$$!; \
+	trap 'kill $$e2e' INT TERM; \
+	$(BIN)/pytest --ignore=tests/e2e --ignore=tests/spark; others=$$?; \
 	wait $$e2e; of_e2e=$$?; \
-	wait $$spark; of_spark=$$?; \
 	echo "tests/e2e:"; cat $(VENV)/e2e-tests.log; \
-	echo "tests/spark:"; cat $(VENV)/spark-tests.log; \
+	$(BIN)/pytest tests/spark; of_spark=$$?; \
 	test $$others -eq 0 && test $$of_e2e -eq 0 && test $$of_spark -eq 0
 
 bench: $(STAMP) ## start a server, measure it, print the table (JSON: bench/out/latest.json)
