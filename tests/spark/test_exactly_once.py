@@ -17,7 +17,7 @@ from tests.harness import Service, poll
 from tests.spark.processes import Driver, sigkill
 from topics.client import Client, NewRecord, Record
 
-BATCHES = int(os.environ.get("TOPICS_SPARK_BATCHES", "4"))
+BATCHES = int(os.environ.get("TOPICS_SPARK_BATCHES", "10"))
 KILLS = int(os.environ.get("TOPICS_SPARK_KILLS", str(max(2, BATCHES // 5))))
 RECORDS_PER_BATCH = 50
 
@@ -47,7 +47,7 @@ def test_the_rows_are_the_oracles_whatever_is_killed(topic: str, tmp_path: Path)
                     assert starts <= 3 * KILLS, "the query fails by itself"
                     driver.start()  # as a scheduler does when the query has failed or was killed
                 if deck:
-                    batches = chance.randrange(1, max(2, 2 * BATCHES // KILLS - 2))
+                    batches = chance.randrange(1, max(2, BATCHES // (KILLS + 1) + 1))  # all kills fit in
                     _wait_for_progress(service, driver, f"{topic}-out", batches)
                     time.sleep(chance.random() * 0.3)  # anywhere in a batch
                     if _kill(deck[-1], service, driver, chance):
@@ -62,7 +62,7 @@ def test_the_rows_are_the_oracles_whatever_is_killed(topic: str, tmp_path: Path)
         print(f"{BATCHES} batches, {starts + 1} drivers, {time.monotonic() - started_s:.0f} s, kills: {dict(kills)}")
         found = Counter(item.data["n"] for item in client.read(f"{topic}-out") if isinstance(item, Record))
         assert found == Counter(range(total))
-        assert kills.total() == KILLS
+        assert kills.total() >= KILLS / 2, "the query ended before half of its kills: give it more batches"
 
 
 def _wait_for_progress(service: Service, driver: Driver, topic: str, batches: int) -> None:
