@@ -99,7 +99,7 @@ def test_at_least_once_is_persisted_with_exactly_every_nth_read() -> None:
             assert read(service.client, "t", limit=2) == [2 * at - 2, 2 * at - 1]
             # What was passed on is told to the shard behind the answer.
             wanted = 2 * (at - at % 3)
-            poll("it to be persisted", lambda wanted=wanted: look(service.client, "t")["persisted_seq"] == wanted)
+            poll("it to be persisted", lambda wanted=wanted: look(service.client, "t")["persisted_seq"] == wanted)  # type: ignore[misc]
         poll("the frames to be counted", lambda: frames(service) >= before + 3)
         assert frames(service) == before + 3
         assert read(service.client, "t", limit=2, checkpoint=False) == [18, 19]
