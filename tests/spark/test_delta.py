@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +23,6 @@ if TYPE_CHECKING:
 @pytest.fixture
 def jobs(spark: SparkSession, service: Service, tmp_path: Path) -> Jobs:
     return Jobs(service, tmp_path)
-
-
-@pytest.fixture
-def topics(service: Service) -> Iterator[Client]:
-    with Client(service.url) as client:
-        yield client
 
 
 @pytest.fixture

@@ -97,12 +97,6 @@ def jobs(spark: SparkSession, service: Service, tmp_path: Path) -> Jobs:
     return Jobs(service, tmp_path)
 
 
-@pytest.fixture
-def topics(service: Service) -> Iterator[Client]:
-    with Client(service.url) as client:
-        yield client
-
-
 def lake_rows(spark: SparkSession, lake: Path) -> list[Any]:
     return spark.read.parquet(str(lake)).collect()
 
