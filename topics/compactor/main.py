@@ -59,8 +59,7 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     clock = SystemClock()
     cell = shared.control.cell(Role.COMPACTOR, 0)
     cell.begin_life(incarnation, clock.now_ms(), ProcessState.STARTING)
-    os.nice(NICENESS)
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # its waking up interrupts nobody
+    give_way()
     life = _Life(shared, cell, clock, settings.compactor_grace_ms)
     helper = ThreadPoolExecutor(1, "cold")
     try:
@@ -77,6 +76,15 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
         helper.shutdown(wait=False, cancel_futures=True)
     cell.set("state", ProcessState.STOPPED)
     return 0
+
+
+def give_way() -> None:
+    """To those who wait for a write: a lower weight, and its waking up interrupts nobody. A sandbox may forbid it."""
+    try:
+        os.nice(NICENESS)
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except PermissionError as error:
+        log.warning("the compactor cannot give way to the other processes", reason=str(error))
 
 
 def build(
