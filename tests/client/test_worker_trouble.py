@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -106,7 +107,7 @@ def test_an_ack_that_a_hung_shard_leaves_open_is_sent_again(
         job = next(jobs)
         with hung_shard(small):
             acking = pool.submit(job.ack)
-            poll("the ack to be left open", lambda: requests("ack", 503))
+            poll("the ack to be left open", lambda: requests("ack", 503) > 0)
         acking.result(PATIENCE_S)
         assert next(jobs).seq == 2
     wait_counts(small, queue, (4, 0))
@@ -119,7 +120,7 @@ def test_an_ack_left_open_by_a_shard_that_lost_the_lease_says_so(
         job = next(jobs)
         with hung_shard(small):
             acking = pool.submit(job.ack)
-            poll("the ack to be left open", lambda: requests("ack", 503))
+            poll("the ack to be left open", lambda: requests("ack", 503) > 0)
             killed = small.kill("walshard")
             small.wait_healed(killed)
         with pytest.raises(LeaseLostError, match=f"job {job.seq} of '{queue}'"):
@@ -133,7 +134,7 @@ def test_an_ack_left_open_by_a_stream_that_broke_says_so(
         job = next(jobs)
         with hung_shard(small):
             acking = pool.submit(job.ack)
-            poll("the ack to be left open", lambda: requests("ack", 503))
+            poll("the ack to be left open", lambda: requests("ack", 503) > 0)
             killed = small.kill("frontend")
             poll("the stream's end to be noticed", lambda: f"the stream of jobs of {queue} broke" in caplog.text)
         with pytest.raises(LeaseLostError, match=f"job {job.seq} of '{queue}'"):
@@ -148,7 +149,8 @@ class CutOff(AsyncClient):
         super().__init__(url)
         self._arrives = arrives
         self.meanwhile: Callable[[], Awaitable[object]] | None = None
-        self.extended = asyncio.Event()
+        self.extended: list[int] = []
+        """Seqs of which an extension was answered, however."""
 
     async def call(self, call: Call[T]) -> T:
         if call.path.endswith("/ack") and not call.repeatable:
@@ -159,7 +161,8 @@ class CutOff(AsyncClient):
             raise UnreachableError("the answer is lost")
         answer = await super().call(call)
         if call.path.endswith("/extend"):
-            self.extended.set()
+            assert call.body is not None
+            self.extended += json.loads(call.body)["seqs"]
         return answer
 
 
@@ -189,23 +192,26 @@ def test_a_job_that_left_its_worker_while_the_answer_was_awaited_is_lost(small: 
     in_time(body())
 
 
+@pytest.mark.parametrize("arrives", [True, False])
 def test_a_lease_is_kept_until_its_ack_is_answered(
-    small: Service, queue: str, caplog: pytest.LogCaptureFixture
+    small: Service, queue: str, caplog: pytest.LogCaptureFixture, arrives: bool
 ) -> None:
     async def body() -> None:
-        async with CutOff(small.url, arrives=True) as client:
+        async with CutOff(small.url, arrives=arrives) as client:
             async for job in client.queue(queue).work(lease_ms=300):
 
-                async def meanwhile() -> None:
+                async def meanwhile(seq: int = job.seq) -> None:
                     client.extended.clear()
-                    await asyncio.wait_for(client.extended.wait(), PATIENCE_S)
+                    # Of one that was carried out it finds the job skipped: no loss of its lease.
+                    await until("the job's lease to be extended", lambda: seq in client.extended)
 
                 client.meanwhile = meanwhile
-                await job.ack()  # the extension finds it skipped, which is not the loss of its lease here
+                await job.ack()
                 break
 
     in_time(body())
     assert "is lost" not in caplog.text
+    assert small.client.get(f"/v0/topics/{queue}").json()["count"] == len(JOBS) - 1
 
 
 def test_a_job_that_cannot_be_settled_ends_no_worker(
@@ -310,17 +316,28 @@ def test_a_shift_that_is_over_gives_out_nothing(small: Service, queue: str) -> N
     in_time(body())
 
 
-def test_an_interrupted_run_of_threads_fails_no_job(small: Service, queue: str) -> None:
-    seen: list[tuple[int, int]] = []
+def test_an_interrupted_run_of_threads_fails_no_job(
+    small: Service, queue: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupted = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
 
     def handle(job: Job) -> None:
-        seen.append((job.seq, job.deliveries))
-        if len(seen) == 1:
+        if job.seq == 1:
             os.kill(os.getpid(), signal.SIGINT)
+            assert interrupted.wait(PATIENCE_S)
 
-    with Client(small.url) as topics, pytest.raises(KeyboardInterrupt):
-        topics.queue(queue).run(handle)
-    wait_counts(small, queue, (4, 0))
+    former = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with Client(small.url) as topics, pytest.raises(KeyboardInterrupt):
+            topics.queue(queue).run(handle)
+    finally:
+        signal.signal(signal.SIGINT, former)
+    assert "to be repeated" not in caplog.text
+    assert sum(counts(small, queue)) < len(JOBS)
 
 
 # -- the start
