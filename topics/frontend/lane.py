@@ -4,9 +4,9 @@ offer ──▶ [ hasty   ] ─┐                 ┌─▶ ring ──▶ the 
       ──▶ [ patient ] ─┼─ oldest first ──┤
       ──▶ [ posts   ] ─┘                 └─▶ given up, its time is over: nothing of it has reached the shard
 
-Three queues, each by age, so that those whose time is over stand in front; each with a bound of its own, so that a crowd
-of one kind takes no place of another. They are sent in one order, that of `request_id`: a post never overtakes the
-request that it follows, nor the other way round.
+Three queues, each by age, so that those whose time is over stand in front; each with a bound of its own, so that a
+crowd of one kind takes no place of another. They are sent in one order, that of `request_id`: a post never overtakes
+the request that it follows, nor the other way round.
 """
 
 from __future__ import annotations
