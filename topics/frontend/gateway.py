@@ -193,11 +193,26 @@ class Gateway:
 
     # -- sending
 
-    def post(self, shard: int, request: Call) -> None:
-        """Sends a request whose answer does not matter; kept, in order, for as long as the ring is full."""
+    def post(self, shard: int, request: Call) -> bool:
+        """Sends a request whose answer does not matter; kept, in order, for as long as the ring is full. False: it is
+        too long for the ring and /dev/shm has no room for it, so it is not sent.
+        """
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_call(request_id, request)
+        length = sum(map(len, parts))
+        if length > self._links[shard].lane.message_max_bytes:
+            # At once, and not in a thread: what is posted behind it may not overtake it.
+            reference = messages.encode_reference(Kind.CALL, request_id, self._spills.path(request_id))
+            try:
+                self._spills.reserve(request_id, length)
+                self._spills.write(request_id, parts)
+            except OSError as error:
+                self._spills.drop(request_id)
+                _log.warning("no room in shared memory for a long message", error=error.strerror)
+                return False
+            parts = reference
         self._push(shard, Waiter(parts, sum(map(len, parts)), request_id, self._loop.time(), None))
+        return True
 
     def _submit(
         self, shard: int, request_id: int, parts: list[Part], kind: Kind, patient: bool = False
