@@ -43,7 +43,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     """From a head to the end of its body, for a body that comes at less than `body_min_bytes_per_s`."""
     body_min_bytes_per_s: int = 1024
     keep_alive_timeout_ms: int = 75_000
-    write_stall_timeout_ms: int = 60_000
+    write_stall_timeout_ms: int = 30_000
     """How long a client may take nothing of what is waiting for it."""
     linger_ms: int = 1_000
     """How long to go on reading and dropping input after a last answer, so that a reset does not overtake it."""
