@@ -1,8 +1,8 @@
 """Queue requests of one group: each finds what those before it left, though the log has none of it yet.
 
-A model of dictionaries takes the requests in their order, one after the other. Whatever comes together, the answers, the
-counts and what is left must be as if each had been a commit of its own; but what a removal takes may still be handed out
-until the group is committed.
+A model of dictionaries takes the requests in their order, one after the other. Whatever comes together, the answers,
+the counts and what is left must be as if each had been a commit of its own; but what a removal takes may still be
+handed out until the group is committed.
 """
 
 from __future__ import annotations
