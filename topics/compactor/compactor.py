@@ -130,6 +130,7 @@ class Compactor:
                 log.info("a shard recovers, its part of the last snapshot stays", shard=follower.shard)
                 continue
             follower.catch_up(until, self._alive)
+            reached("checkpoint.followed")
             try:
                 self._checkpoint(follower)
             except OSError:
