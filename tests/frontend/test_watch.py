@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 from pathlib import Path
+from typing import NoReturn, cast
 
 import pytest
 
 from tests.frontend.live import Live, on_loop, until
+from tests.storage.faults import Fault, FaultyFileSystem
 from topics.core.errors import TopicsError
+from topics.core.keys import KeyRing
 from topics.frontend import sessions as module
+from topics.frontend import spills
+from topics.frontend.access import Access
+from topics.frontend.asgi import Receive, Send
+from topics.frontend.catching_up import CatchingUp
+from topics.frontend.key_limits import KeyLimits
 from topics.frontend.sessions import SESSION_TTL_MS, Follow, Session, Sessions
-from topics.frontend.watch import accepts_event_stream
+from topics.frontend.watch import WatchRoutes, accepts_event_stream
+from topics.shm.cap import Cap
+from topics.shm.key_counts import KeyCounts
+from topics.shm.names import objects
 from topics.shm.watch_messages import Hello
 
 SESSION = Session({"t": Follow(1, 5)}, [b"me"], 256, 1000, 15_000, False, True, True, False, b"")
@@ -166,5 +179,148 @@ def test_a_restarted_shard_hears_of_the_open_streams(tmp_path: Path, monkeypatch
         sessions.close(opened, {"t": 9})
         assert (await sessions.open(wid)).positions == {"t": 9}
         assert (await refusal(sessions, idle_wid)).code == "not_found"
+
+    on_loop(tmp_path, test)
+
+
+# --- a full ring: what ends a stream is kept for the shard, or the session is never collected
+
+
+def fill(live: Live) -> None:
+    """The shard stands still and its ring is full, at the top of the ladder: whoever may be refused is."""
+    live.shard_up = False
+    while not live.cell.get("ring_full"):
+        live.submit("t", data=b'"%b"' % (b"x" * 100_000)).add_done_callback(lambda future: future.exception())
+    live.gateway.refusing = True
+
+
+def test_the_end_of_a_stream_is_told_however_full_the_ring_is(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        sessions = sessions_of(live)
+        wid = await sessions.create(SESSION)
+        opened = await sessions.open(wid)
+        known = live.rig.shard._sessions._sessions
+        assert known[wid].stream == (0, opened.stream_no)
+        fill(live)
+        sessions.close(opened, {"t": 9})
+        live.shard_up = True
+        await until(lambda: known[wid].stream is None)
+        assert known[wid].positions == {"t": 9}
+        live.clock.ms += SESSION_TTL_MS + 1
+        live.rig.shard.sweep()
+        assert wid not in known
+
+    on_loop(tmp_path, test)
+
+
+def test_a_stream_that_nobody_waits_for_is_abandoned_however_full_the_ring_is(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        sessions = sessions_of(live)
+        wid = await sessions.create(SESSION)
+        live.shard_up = False
+        opening = asyncio.create_task(sessions.open(wid))
+        await asyncio.sleep(0)
+        fill(live)
+        opening.cancel()
+        await asyncio.wait([opening])
+        live.shard_up = True
+        known = live.rig.shard._sessions._sessions
+        await until(lambda: known[wid].newest_stream)
+        await until(lambda: known[wid].stream is None)
+
+    on_loop(tmp_path, test)
+
+
+def test_a_restarted_shard_with_a_full_ring_hears_of_the_open_streams(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        sessions = sessions_of(live)
+        wid = await sessions.create(SESSION)
+        opened = await sessions.open(wid)
+        live.restart_shard()
+        fill(live)
+        sessions._announce()
+        live.shard_up = True
+        known = live.rig.shard._sessions._sessions
+        await until(lambda: known[wid].stream == (0, opened.stream_no))
+
+    on_loop(tmp_path, test)
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["by reference", "no room for that"])
+def test_the_end_of_a_stream_whose_positions_are_too_long_for_the_ring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    positions = {f"{n:0255}": n for n in range(256)}
+    if not room:
+        monkeypatch.setattr(spills, "SPILLED_BYTES_MAX", 0)
+
+    async def test(live: Live) -> None:
+        sessions = sessions_of(live)
+        wid = await sessions.create(SESSION)
+        live.gateway._links[0].lane._ring.message_max_bytes = 16 * 1024
+        sessions.close(await sessions.open(wid), positions)
+        known = live.rig.shard._sessions._sessions
+        await until(lambda: known[wid].stream is None)
+        assert known[wid].positions == (positions if room else {})
+        assert [name for name in objects(live.rig.identity) if "spill" in name] == []
+
+    on_loop(tmp_path, test)
+
+
+def test_a_session_whose_end_cannot_be_logged_is_collected(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        sessions = sessions_of(live)
+        wid = await sessions.create(SESSION)
+        opened = await sessions.open(wid)
+        assert isinstance(live.rig.fs, FaultyFileSystem)
+        live.rig.fs.arm(Fault(1, errno.ENOSPC, always=True, calls=frozenset(["pwritev"])))
+        sessions.close(opened, {"t": 9})
+        known = live.rig.shard._sessions._sessions
+        await until(lambda: known[wid].stream is None)
+        assert not known[wid].exact
+
+    on_loop(tmp_path, test)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_stream_that_sent_nothing_leaves_the_session_as_it_was(tmp_path: Path, exact: bool) -> None:
+    async def test(live: Live) -> None:
+        sessions = sessions_of(live)
+        wid = await sessions.create(SESSION)
+        sessions.close(await sessions.open(wid), {"t": 9})
+        if not exact:
+            await sessions.open(wid)
+            live.gateway.post(0, Hello(2))  # its frontend dies
+        opened = await sessions.open(wid)
+        assert opened.exact is exact
+        sessions.give_back(opened)
+        again = await sessions.open(wid)
+        assert (again.positions, again.exact) == ({"t": 9}, exact)
+        assert again.stream_no > opened.stream_no
+
+    on_loop(tmp_path, test)
+
+
+def test_a_stream_that_cannot_be_resumed_gives_its_session_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_ready(*_: object) -> NoReturn:
+        raise TopicsError("not_ready", "the shard reads its log")
+
+    monkeypatch.setattr(WatchRoutes, "_resume", not_ready)
+
+    async def test(live: Live) -> None:
+        sessions, settings = sessions_of(live), live.rig.settings
+        limits = KeyLimits(KeyCounts(live.rig.shared.key_counts, 1, 0), settings)
+        places = Cap("sse_connections", 0, "sse_admitted", live.cell, [live.cell])
+        catching_up = cast(CatchingUp, None)  # for new sessions only
+        access = Access(KeyRing(()), False, limits)
+        routes = WatchRoutes(live.reader, sessions, live.hub, access, settings, places, catching_up)
+        wid = await sessions.create(SESSION)
+        scope = {"headers": [], "method": "GET", "path_params": {"wid": wid}}
+        with pytest.raises(TopicsError, match="the shard reads its log"):
+            await routes.stream(scope, cast(Receive, None), cast(Send, None))
+        known = live.rig.shard._sessions._sessions
+        await until(lambda: known[wid].stream is None)
 
     on_loop(tmp_path, test)

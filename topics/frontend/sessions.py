@@ -18,7 +18,6 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.names import owner_shard
 from topics.frontend.arenas import Arenas
 from topics.frontend.gateway import Gateway
-from topics.log import get_logger
 from topics.shm.messages import Done
 from topics.shm.watch_messages import (
     SessionAbandon,
@@ -37,8 +36,6 @@ _WID: Final = re.compile(r"wid_[A-Za-z0-9_-]{22}")
 _WID_BYTES: Final = 16
 _STREAM_NO_SHIFT: Final = 20
 """A stream's number is the ms it was opened in, and below that which one of that ms."""
-
-_log = get_logger()
 
 
 class Follow(msgspec.Struct, array_like=True, frozen=True):
@@ -109,7 +106,7 @@ class Sessions:
         return _decode((await self._gateway.call(self._owner(wid), SessionLook(wid), SessionOpenReply)).body)
 
     async def open(self, wid: str) -> Opened:
-        """A stream of the session begins here; to be followed by `close`. `404 not_found` for an unknown one."""
+        """A stream of the session begins here; `close` or `give_back` follows. `404 not_found` for an unknown one."""
         _check(wid)
         # Of all streams of a session, whatever frontends have them, the one opened last has the highest number.
         now = self._clock.monotonic_ms() << _STREAM_NO_SHIFT
@@ -119,7 +116,7 @@ class Sessions:
             reply = await self._gateway.call(self._owner(wid), SessionOpen(wid, stream_no), SessionOpenReply)
         except (TopicsError, asyncio.CancelledError):
             # The shard may have it all the same, or will: a session with a stream is never collected.
-            self._send(SessionAbandon(wid, stream_no))
+            self._gateway.post(self._owner(wid), SessionAbandon(wid, stream_no))
             raise
         self._open[stream_no] = wid
         if self._timer is None:
@@ -129,8 +126,22 @@ class Sessions:
     def close(self, opened: Opened, positions: dict[str, int]) -> None:
         """The stream has ended and sent everything up to `positions`. The shard is told, nobody waits for it."""
         self._announce()
-        del self._open[opened.stream_no]
-        self._send(SessionClose(opened.wid, opened.stream_no, positions))
+        wid, stream_no = opened.wid, opened.stream_no
+        del self._open[stream_no]
+        # Posted, however full the ring is: a session whose stream never ends is never collected. And now, not in a
+        # task: the same client's next GET comes behind it.
+        owner = self._owner(wid)
+        if not self._gateway.post(owner, SessionClose(wid, stream_no, positions)):
+            # The session goes on at an earlier position, or at the client's Last-Event-ID.
+            self._gateway.post(owner, SessionAbandon(wid, stream_no))
+
+    def give_back(self, opened: Opened) -> None:
+        """Instead of `close`, for a stream that has sent nothing: the session is as it was found."""
+        if opened.exact:
+            self.close(opened, opened.positions)
+        else:
+            del self._open[opened.stream_no]
+            self._gateway.post(self._owner(opened.wid), SessionAbandon(opened.wid, opened.stream_no))
 
     def _renew(self) -> None:
         self._announce()
@@ -144,12 +155,7 @@ class Sessions:
             for stream_no, wid in self._open.items():
                 owner = self._owner(wid)
                 if generations.get(owner) != former.get(owner):
-                    self._send(SessionOpen(wid, stream_no))
-
-    def _send(self, request: SessionOpen | SessionClose | SessionAbandon) -> None:
-        # Now, not in a task: the same client's next GET comes behind it.
-        future = self._gateway.submit(self._owner(request.wid), request)
-        future.add_done_callback(lambda done: _note_failure(request, done))
+                    self._gateway.post(owner, SessionOpen(wid, stream_no))
 
     def _owner(self, wid: str) -> int:
         return owner_shard(wid, self._gateway.shards)
@@ -162,10 +168,3 @@ class Sessions:
 def _check(wid: str) -> None:
     if _WID.fullmatch(wid) is None:
         raise TopicsError("not_found", f"no watch session {wid[:64]!r}: POST /v0/watch makes one")
-
-
-def _note_failure(request: SessionOpen | SessionClose | SessionAbandon, done: asyncio.Future[object]) -> None:
-    error = done.exception()
-    if error is not None:
-        # The session goes on at an earlier position, or at the client's Last-Event-ID.
-        _log.debug("a watch session could not be told", request=type(request).__name__, reason=str(error))

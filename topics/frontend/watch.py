@@ -140,9 +140,9 @@ class WatchRoutes:
 
     async def _stream(self, wid: str, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
         opened = await self._sessions.open(wid)
-        stream = self._resume(opened, headers.get(b"last-event-id"))
         connection: Connection | None = None
         try:
+            stream = self._resume(opened, headers.get(b"last-event-id"))
             if self._hub.draining:
                 raise TopicsError("shutting_down", "the service is stopping; ask again when it is back")
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
@@ -154,11 +154,12 @@ class WatchRoutes:
             self._end_if_forbidden(connection, opened.session)
             await (push.run(receive) if isinstance(push, AsgiPush) else until_disconnect(receive))
         finally:
-            if connection is not None:
+            if connection is None:
+                self._sessions.give_back(opened)
+            else:
                 del self._streams[connection]
                 self._hub.close(connection)
-                stream = connection.stream
-            self._sessions.close(opened, stream.places())
+                self._sessions.close(opened, connection.stream.places())
 
     def _admit(self, session: Session, scope: Scope) -> ApiKey:
         """Before anything of the session is touched: whoever learned of a wid without its key must not disturb it."""

@@ -59,7 +59,7 @@ class _Watched:
 class Watches:
     """`post` sends a message to a shard, in order, and does not mind a full ring."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, arenas: Arenas, post: Callable[[int, Call], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, arenas: Arenas, post: Callable[[int, Call], object]) -> None:
         self._loop = loop
         self._arenas = arenas
         self._post = post

@@ -19,6 +19,7 @@ from topics.settings import COMMAND_LINE_ONLY, PREFIX, SECRET, VARIABLES, Settin
 from topics.supervisor.check import check
 from topics.supervisor.main import StartError, serve
 from topics.supervisor.reload import ReloadRefused, reload
+from topics.supervisor.signals import Signals
 from topics.supervisor.status import Status, StatusReader
 from topics.supervisor.stop import stop
 from topics.supervisor.table import render
@@ -31,7 +32,7 @@ EXIT_UNKNOWN: Final = 4
 STOP_MARGIN_MS: Final = 5_000
 RELOAD_PATIENCE_MS: Final = 10_000
 RATE_SAMPLE_S: Final = 0.1
-WATCH_INTERVAL_S: Final = 1.0
+WATCH_INTERVAL_MS: Final = 1_000
 
 _RUN_CODES = """exit codes:
   0  stopped as asked
@@ -102,19 +103,38 @@ def _check(settings: Settings, options: argparse.Namespace) -> int:
 
 def _status(settings: Settings, options: argparse.Namespace) -> int:
     reader = StatusReader(settings.data_dir, SystemClock())
-    while True:
-        try:
+    if options.watch:
+        return _watch(reader, options)
+    try:
+        status = reader.read()
+        if status.processes:
+            time.sleep(RATE_SAMPLE_S)
             status = reader.read()
-            if not options.watch and status.processes:
-                time.sleep(RATE_SAMPLE_S)
+    except (OSError, ValueError) as error:
+        return _cannot_tell(error)
+    _print_status(status, options)
+    return {"running": 0, "stopped": EXIT_NOT_RUNNING}.get(status.state, EXIT_DEGRADED)
+
+
+def _watch(reader: StatusReader, options: argparse.Namespace) -> int:
+    """Until a signal ends it, which waits for the line that is being written: where an exception that interrupts
+    cannot be raised, in a destructor, Python drops it.
+    """
+    with Signals() as signals:
+        while True:
+            try:
                 status = reader.read()
-        except (OSError, ValueError) as error:
-            print(f"topics-supervisor: cannot tell: {error}", file=sys.stderr)
-            return EXIT_UNKNOWN
-        _print_status(status, options)
-        if not options.watch:
-            return {"running": 0, "stopped": EXIT_NOT_RUNNING}.get(status.state, EXIT_DEGRADED)
-        time.sleep(WATCH_INTERVAL_S)
+            except (OSError, ValueError) as error:
+                return _cannot_tell(error)
+            _print_status(status, options)
+            signal = signals.wait(WATCH_INTERVAL_MS)
+            if signal is not None:
+                return 128 + signal
+
+
+def _cannot_tell(error: Exception) -> int:
+    print(f"topics-supervisor: cannot tell: {error}", file=sys.stderr)
+    return EXIT_UNKNOWN
 
 
 def _print_status(status: Status, options: argparse.Namespace) -> None:

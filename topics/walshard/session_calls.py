@@ -52,7 +52,9 @@ class SessionCalls:
                 answer.reply = messages.encode_reply(answer.request_id, Done())
                 closed = sessions.closing(call.wid, answer.frontend, call.stream, call.positions)
                 if closed is not None:
-                    self._log(closed, lambda: sessions.closed(call.wid, call.positions, now_ms), answer)
+                    # That it has ended is so whether or not the log can take how far it came.
+                    ended = partial(sessions.abandoned, call.wid, answer.frontend, call.stream, now_ms)
+                    self._log(closed, lambda: sessions.closed(call.wid, call.positions, now_ms), answer, ended)
             case SessionAbandon():
                 sessions.abandoned(call.wid, answer.frontend, call.stream, now_ms)
 
@@ -61,6 +63,12 @@ class SessionCalls:
         for wid in self._sessions.overdue(self._time.now.mono_ms):
             self._log(SessionBody(wid, None), partial(self._sessions.remove, wid), None)
 
-    def _log(self, body: SessionBody, apply: Callable[[], None], answer: Answer | None) -> None:
+    def _log(
+        self,
+        body: SessionBody,
+        apply: Callable[[], None],
+        answer: Answer | None,
+        undo: Callable[[], None] | None = None,
+    ) -> None:
         entry = frame.encode(FrameType.SESSION, 0, 0, 0, self._time.now.wall_ms, b"", b"", encode_body(body))
-        self._commits.commit([], [Operation([entry], lambda _file_no, _offset: apply(), answer=answer)])
+        self._commits.commit([], [Operation([entry], lambda _file_no, _offset: apply(), answer=answer, undo=undo)])
