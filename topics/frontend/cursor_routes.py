@@ -6,6 +6,8 @@ reads again behind that one. What the answer holds is this reader's alone.
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import time
 from typing import Any, Final, Literal
 
@@ -85,6 +87,7 @@ class CursorRoutes:
         self._reader = reader
         self._settings = settings
         self._cell = cell
+        self._reads = itertools.count(1)
 
     async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -139,21 +142,20 @@ class CursorRoutes:
             verify=True,
         )
         await self._catching_up.one(name)
-        page, seq, moved = await self._read(name, cursor, options, request.checkpoint)
+        page, seq, lost = await self._read(name, cursor, options, request.checkpoint)
         passed_on = False
         try:
             self._cell.add("records_out", page.count)
             await send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
             passed_on = True
         finally:
-            if moved is not None and moved.read:
-                call = CursorPassedOn(name, cursor, moved.revision, moved.read, passed_on)
-                self._gateway.post(self._owner(name), call)
+            if lost is not None:
+                self._gateway.post(self._owner(name), msgspec.structs.replace(lost, passed_on=passed_on))
 
     async def _read(
         self, name: str, cursor: str, options: PageOptions, checkpoint: bool
-    ) -> tuple[Page, int, CursorMoved | None]:
-        """The page, where the cursor stands after it, and that it was moved if it was."""
+    ) -> tuple[Page, int, CursorPassedOn | None]:
+        """The page, where the cursor stands after it, and what to tell the shard if the page gets lost, if it cares."""
         owner = self._owner(name)
         (at,) = (await self._gateway.call(owner, CursorLook(name, cursor), CursorList)).cursors
         seq, revision = at.seq, at.revision
@@ -161,10 +163,17 @@ class CursorRoutes:
             page = await self._page(name, seq, options)
             if not checkpoint or page.next_from_seq <= seq:
                 return page, seq, None
-            call = CursorAdvance(name, cursor, revision, seq, page.next_from_seq)
-            moved = await self._gateway.call(owner, call, CursorMoved)
+            read = next(self._reads)
+            lost = CursorPassedOn(name, cursor, revision, read, False)
+            call = CursorAdvance(name, cursor, revision, seq, page.next_from_seq, read)
+            try:
+                moved = await self._gateway.call(owner, call, CursorMoved)
+            except (TopicsError, asyncio.CancelledError):
+                # Nobody waits for the answer any more, but the shard may still move the cursor: it finds this behind.
+                self._gateway.post(owner, lost)
+                raise
             if moved.moved:
-                return page, page.next_from_seq, moved
+                return page, page.next_from_seq, lost if moved.under_way else None
             seq, revision = moved.seq, moved.revision
         raise TopicsError(
             "throttled", f"too many readers move cursor {cursor!r} of topic {name!r}", {"retry_after_ms": 10}

@@ -94,10 +94,10 @@ class NamedCursors:
 
     def _advance(self, hosted: Hosted, call: CursorAdvance, answer: Answer) -> None:
         cursor = hosted.topic.cursors.get(call.name, call.cursor)
-        read = cursor.advance(call.revision, call.from_seq, call.to_seq, answer.frontend)
-        reply = CursorMoved(read is not None, cursor.seq, cursor.revision, read or 0)
+        moved = cursor.advance(call.revision, call.from_seq, call.to_seq, answer.frontend, call.read)
+        reply = CursorMoved(moved, cursor.seq, cursor.revision, moved and not cursor.strict)
         answer.reply = messages.encode_reply(answer.request_id, reply)
-        if read is not None and cursor.strict:
+        if moved and cursor.strict:
             self._persist(hosted, cursor, answer, lambda: cursor.take_back(call.from_seq))
 
     def _passed_on(self, hosted: Hosted, call: CursorPassedOn, answer: Answer) -> None:
@@ -106,9 +106,9 @@ class NamedCursors:
         if cursor is None:
             return
         if call.passed_on:
-            cursor.passed_on(call.revision, call.read)
+            cursor.passed_on(call.revision, answer.frontend, call.read)
         else:
-            cursor.failed(call.revision, call.read)
+            cursor.failed(call.revision, answer.frontend, call.read)
         self._persist(hosted, cursor, answer, cursor.not_persisted)
 
     def _persist(self, hosted: Hosted, cursor: Cursor, answer: Answer, undo: Callable[[], None]) -> None:
