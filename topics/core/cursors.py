@@ -155,7 +155,11 @@ class Cursors:
 
     def every(self) -> list[Cursor]:
         """In the order of their names."""
-        return [self._by_name[name] for name in sorted(self._by_name)]
+        return self.behind("", CURSORS_MAX)
+
+    def behind(self, name: str, most: int) -> list[Cursor]:
+        """The first so many whose names follow this one, in order."""
+        return [self._by_name[one] for one in sorted(one for one in self._by_name if one > name)[:most]]
 
     def check_room(self, name: str) -> None:
         """`429 throttled` for one more than there may be."""

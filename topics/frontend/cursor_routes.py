@@ -12,6 +12,7 @@ import time
 from typing import Any, Final, Literal
 
 import msgspec
+from starlette.datastructures import QueryParams
 
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name, owner_shard
@@ -23,6 +24,7 @@ from topics.frontend.catching_up import CatchingUp
 from topics.frontend.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES, node_set
 from topics.frontend.gateway import Gateway
 from topics.frontend.page_json import PAGE_MEMBERS, page_values
+from topics.frontend.query import name_after, name_cursor, page_size
 from topics.frontend.reading import Page, TopicReader
 from topics.frontend.records import CorruptRecordError, PageOptions
 from topics.frontend.wire import Count
@@ -100,6 +102,7 @@ class CursorRoutes:
             raise invalid("persist_every must be at least 1", field="persist_every")
         if request.tail and request.from_seq is not None:
             raise invalid("from_seq and tail stand instead of each other: give one of them", field="tail")
+        await self._catching_up.one(name)
         call = CursorPut(name, cursor, request.consistency, request.persist_every, request.from_seq, request.tail)
         reply = await self._gateway.call(self._owner(name), call, CursorReply)
         answer = {"topic": name, **_shown(reply), "created": reply.created}
@@ -114,8 +117,13 @@ class CursorRoutes:
     async def list_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name = check_topic_name(scope["path_params"]["topic"])
-        every = await self._gateway.call(self._owner(name), CursorLook(name, None), CursorList)
-        answer: dict[str, Any] = {"topic": name, "cursors": [_shown(one) for one in every.cursors]}
+        query = QueryParams(scope["query_string"])
+        most = page_size(query)
+        look = CursorLook(name, None, name_after(query.get("cursor"), check_topic_name), most + 1)
+        found = (await self._gateway.call(self._owner(name), look, CursorList)).cursors
+        answer: dict[str, Any] = {"topic": name, "cursors": [_shown(one) for one in found[:most]]}
+        if len(found) > most:
+            answer["next_cursor"] = name_cursor(found[most - 1].cursor)
         await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
 
     async def delete(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -24,10 +24,12 @@ class CursorDelete(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class CursorLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Where is it, or where are all (a nil `cursor`)?"""
+    """Where is it, or (a nil `cursor`) where are the first `most` whose names follow `after`?"""
 
     name: str
     cursor: str | None
+    after: str = ""
+    most: int = 1000
 
 
 class CursorAdvance(msgspec.Struct, tag=True, array_like=True, frozen=True):
