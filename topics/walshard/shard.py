@@ -226,6 +226,7 @@ class Shard:
             case Unwatch():
                 self._watchers.unwatch(call, answer.frontend)
             case Hello():
+                self._commit_group()
                 self._watchers.frontend_died(answer.frontend)
                 self._sessions.frontend_died(answer.frontend, self._time.now.mono_ms)
                 self._queues.frontend_died(answer.frontend, list(self._catalog))
