@@ -2,9 +2,9 @@
 
 The compactor writes everything else in them. A shard marks what it has logged as deleted, at once; the marks are on the
 disk before a snapshot takes them for done, which is the compactor's affair. What an index could not be told is kept and
-told later: until then this process knows of it, and no snapshot is made (`is_marked`). Where a frame could not be marked
-the index has it all the same, and that is enough. Of an index that is missing or too short nobody can read a record, so
-no snapshot waits for that: whoever restores it from a copy later restores what the copy has.
+told later: until then this process knows of it, and no snapshot is made (`is_marked`). Where a frame could not be
+marked the index has it all the same, and that is enough. Of an index that is missing or too short nobody can read a
+record, so no snapshot waits for that: whoever restores it from a copy later restores what the copy has.
 """
 
 from __future__ import annotations
