@@ -21,6 +21,7 @@ from topics.client import (
     NotFoundError,
     Producer,
     ServiceBusyError,
+    cursor_calls,
 )
 from topics.client.cursor_calls import Consistency, CursorPage, put_cursor, read_cursor
 
@@ -69,7 +70,7 @@ def test_a_cursor_is_made_read_looked_at_and_deleted(topics: Client, topic: str,
 
 def test_cursors_begin_and_move_where_they_are_told_to(topics: Client, topic: str) -> None:
     topics.append(topic, range(5))
-    assert topics.list_cursors(topic) == []
+    assert list(topics.list_cursors(topic)) == []
     late = topics.cursor(topic, "late")
     assert late.put(tail=True).cursor_seq == 5
     assert topics.cursor(topic, "from").put(from_seq=3).cursor_seq == 3
@@ -77,6 +78,21 @@ def test_cursors_begin_and_move_where_they_are_told_to(topics: Client, topic: st
     assert (again.cursor_seq, again.created) == (5, False)
     assert late.put(from_seq=0).cursor_seq == 0
     assert [(one.cursor, one.cursor_seq) for one in topics.list_cursors(topic)] == [("from", 3), ("late", 0)]
+
+
+def test_all_cursors_are_listed_over_the_pages(
+    service: Service, topics: Client, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def names() -> list[str]:
+        async with AsyncClient(service.url) as client:
+            return [one.cursor async for one in client.list_cursors(topic)]
+
+    topics.put_topic(topic)
+    for name in "abcde":
+        topics.cursor(topic, name).put()
+    monkeypatch.setattr(cursor_calls, "PAGE_SIZE", 2)
+    assert [one.cursor for one in topics.list_cursors(topic)] == list("abcde")
+    assert asyncio.run(names()) == list("abcde")
 
 
 def test_a_cursor_that_was_overtaken_says_what_is_lost(topics: Client, topic: str) -> None:
@@ -132,7 +148,7 @@ def test_the_asynchronous_cursor_does_the_same(service: Service, topic: str) -> 
             assert data(await cursor.read(checkpoint=False, limit=1)) == [1]
             pages = await asyncio.gather(*(cursor.read(limit=1) for _ in range(4)))
             assert sorted(record.seq for page in pages for record in page.records) == [2, 3, 4, 5]
-            assert [one.cursor_seq for one in await client.list_cursors(topic)] == [5]
+            assert [one.cursor_seq async for one in client.list_cursors(topic)] == [5]
             assert (await cursor.get()).cursor_seq == 5
             assert (await cursor.delete()).deleted
             with pytest.raises(NotFoundError):

@@ -186,9 +186,16 @@ class AsyncClient:
         """A read position that the server keeps (api §10); `put` makes it."""
         return AsyncCursor(self, topic, name)
 
-    async def list_cursors(self, topic: str) -> list[CursorState]:
-        """All of a topic, by name."""
-        return (await self.call(cursor_calls.list_cursors(topic))).cursors
+    async def list_cursors(self, topic: str) -> AsyncIterator[CursorState]:
+        """Every cursor of a topic, by name."""
+        after = None
+        while True:
+            page = await self.call(cursor_calls.list_cursors(topic, after))
+            for state in page.cursors:
+                yield state
+            after = page.next_cursor
+            if after is None:
+                return
 
     # -- live
 

@@ -32,10 +32,11 @@ class CursorMade(CursorState, frozen=True, kw_only=True):
 
 
 class Cursors(msgspec.Struct, frozen=True):
-    """All cursors of a topic, by name."""
+    """A page of the cursors of a topic, by name."""
 
     topic: str
     cursors: list[CursorState]
+    next_cursor: str | None = None
 
 
 class CursorPage(Page, frozen=True, kw_only=True):
@@ -53,10 +54,13 @@ class CursorDeleted(msgspec.Struct, frozen=True):
     deleted: bool
 
 
+PAGE_SIZE = 1000
+"""The most that one list may hold (api §0.8)."""
+
 _encode = msgspec.json.Encoder().encode
 _made = msgspec.json.Decoder(CursorMade).decode
 _state = msgspec.json.Decoder(CursorState).decode
-_all = msgspec.json.Decoder(Cursors).decode
+_cursors = msgspec.json.Decoder(Cursors).decode
 _page = msgspec.json.Decoder(CursorPage).decode
 _deleted = msgspec.json.Decoder(CursorDeleted).decode
 
@@ -83,8 +87,12 @@ def get_cursor(topic: str, cursor: str) -> Call[CursorState]:
     return Call("GET", _cursor_path(topic, cursor), _state)
 
 
-def list_cursors(topic: str) -> Call[Cursors]:
-    return Call("GET", f"{topic_path(topic)}/cursors", _all)
+def list_cursors(topic: str, after: str | None = None) -> Call[Cursors]:
+    """`after`: the `next_cursor` of the page before."""
+    query = {"page_size": str(PAGE_SIZE)}
+    return Call(
+        "GET", f"{topic_path(topic)}/cursors", _cursors, query=query if after is None else query | {"cursor": after}
+    )
 
 
 def delete_cursor(topic: str, cursor: str) -> Call[CursorDeleted]:

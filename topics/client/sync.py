@@ -186,9 +186,15 @@ class Client:
         """A read position that the server keeps (api §10); `put` makes it."""
         return Cursor(self, topic, name)
 
-    def list_cursors(self, topic: str) -> list[CursorState]:
-        """All of a topic, by name."""
-        return (self.call(cursor_calls.list_cursors(topic))).cursors
+    def list_cursors(self, topic: str) -> Iterator[CursorState]:
+        """Every cursor of a topic, by name."""
+        after = None
+        while True:
+            page = self.call(cursor_calls.list_cursors(topic, after))
+            yield from page.cursors
+            after = page.next_cursor
+            if after is None:
+                return
 
     # -- live
 
