@@ -315,6 +315,23 @@ def test_a_stream_gets_what_time_brings(rig: Rig) -> None:
     assert counts(rig) == (0, 2, 0)
 
 
+def test_a_far_moment_is_kept_once_however_many_near_ones_come_before_it(rig: Rig) -> None:
+    queue(rig, 2)
+    claim(rig, lease_ms=10**8)
+    far_ms = rig.clock.ms + 10**8
+    rig.call(WorkOpen("q", 7, "s", 5, 2 * 10**8))
+    for _ in range(300):
+        rig.call(Nack("q", "s", [2], None, 10))
+        rig.clock.ms += 10
+        rig.run()
+        assert counts(rig) == (0, 2, 0)
+    assert len(rig.shard._queues._timers) <= 70
+    rig.dealt.clear()
+    rig.clock.ms = far_ms
+    rig.run()
+    assert [dealt.seqs for dealt in rig.dealt] == [[1]]
+
+
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_frontend_that_was_killed_has_no_leases_left(rig: Rig, durable: bool) -> None:
     queue(rig, 3, leases_durable=durable)

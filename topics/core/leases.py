@@ -6,7 +6,6 @@ and delays run on the monotonic clock; what is told to clients and logged is the
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence, Set
 from heapq import heappush
 from itertools import groupby
@@ -101,7 +100,7 @@ class Leases(Jobs):
 
     def _start_job(self, seq: int, job: Job, now: Now) -> None:
         if job.order_key:
-            self._lines.setdefault(job.order_key, deque()).append(seq)
+            self._line_up(seq, job.order_key)
         if not job.deliveries:
             if not job.order_key or self._lines[job.order_key][0] == seq:
                 self._arm(seq, job)
@@ -204,6 +203,7 @@ class Leases(Jobs):
             job = self._jobs.get(seq)
             if job is not None:
                 self._drop(seq, job)
+        self._tidy()
 
     def give_back(self, seqs: Iterable[int], delay_ms: int, now: Now) -> None:
         """Nobody's any more; ready after `delay_ms`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Final
 
 from topics.core.config import TopicConfig
@@ -340,6 +340,10 @@ class Queues:
         if at_ms is not None and (known is None or at_ms < known):
             self._timer_of[topic_id] = at_ms
             heappush(self._timers, (at_ms, topic_id, hosted.topic.name))
+            if len(self._timers) > 64 + 4 * len(self._timer_of):
+                # A far one is set anew behind each near one that was set before it, and there it stays.
+                self._timers = [timer for timer in set(self._timers) if self._timer_of.get(timer[1]) == timer[0]]
+                heapify(self._timers)
 
 
 def _deliveries_max(config: TopicConfig) -> int:
