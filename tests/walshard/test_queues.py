@@ -396,6 +396,19 @@ def test_jobs_that_never_reached_anybody_count_no_delivery(rig: Rig) -> None:
     assert claim(rig, 2).deliveries == [1, 1]
 
 
+@pytest.mark.parametrize("durable", [False, True])
+def test_jobs_that_could_not_be_sent_wait_and_count_no_delivery(rig: Rig, durable: bool) -> None:
+    queue(rig, 3, leases_durable=durable, max_deliveries=1, dead_letter="dead")
+    rig.call(WorkOpen("q", 7, "s", 1, MINUTE_MS))
+    (dealt,) = rig.dealt
+    rig.call(Unclaim("q", "s", dealt.seqs, lease_nos(dealt), 5_000))
+    assert [dealt.seqs for dealt in rig.dealt] == [[1], [2]], "it makes room"
+    assert counts(rig) == (1, 1, 0)
+    rig.clock.ms += 5_001
+    again = claim(rig, 5)
+    assert (again.seqs, again.deliveries, again.dead) == ([1, 3], [1, 1], [])
+
+
 def test_remove_takes_exactly_what_it_names(rig: Rig) -> None:
     rig.append("log", b"1", b"2", b"3", b"4")
     assert rig.call(Remove("log", [3, 1, 9, 3])).count == 2

@@ -145,13 +145,13 @@ class Leases(Jobs):
         self._tidy()
         return Leased(seqs, first_lease_no, deadline_ms, deliveries)
 
-    def unclaim(self, seqs: Iterable[int]) -> None:
-        """They never reached anybody: as before the claim, but that they come first now."""
+    def unclaim(self, seqs: Iterable[int], delay_ms: int, now: Now) -> None:
+        """They never reached anybody: as before the claim, but that they come first now, or after `delay_ms`."""
         for seq in seqs:
             job = self._jobs.get(seq)
             if job is not None and job.phase in (Phase.LEASED, Phase.HELD):
                 job.deliveries -= 1
-                self._return(seq, job)
+                self.give_back((seq,), delay_ms, now)
 
     def owned(
         self, node: str, seqs: Sequence[int], lease_nos: Sequence[int] | None, dying: Set[int] = frozenset()

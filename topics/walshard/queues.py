@@ -153,7 +153,7 @@ class Queues:
             case Unclaim():
                 hosted, leases = self._queue(call.name)
                 seqs = self._owned(hosted, leases, call).seqs
-                leases.unclaim(seqs)
+                leases.unclaim(seqs, call.delay_ms, self._time.now)
                 self._writes.leases(hosted, seqs)
                 answer.reply = messages.encode_reply(answer.request_id, Done())
             case WorkOpen():
@@ -322,7 +322,7 @@ class Queues:
         self.changed(hosted)
 
     def _unclaim(self, leases: Leases, seqs: list[int], dead: list[int]) -> None:
-        leases.unclaim(seqs)
+        leases.unclaim(seqs, 0, self._time.now)
         leases.give_back(dead, 0, self._time.now)
 
     def _forget_if_empty(self, hosted: Hosted) -> None:
