@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tests.storage.faults import Fault, FaultyFileSystem
 from tests.storage.logs import TOPIC_ID
 from tests.storage.segments import Record, make_segment
 from topics.compactor.leftovers import Leftovers, TopicFiles
-from topics.core.segment_list import COLD, SEALED, SegmentInfo
+from topics.core.segment_list import COLD, SEALED, SegmentInfo, SegmentList
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 
@@ -30,13 +31,14 @@ class Directory:
         self.path = Path(layout.topic_dir(self.data_dir, TOPIC_ID))
         for first_seq in (1, 6, 11):
             make_segment(FS, self.data_dir, [Record(b"1")] * 5, first_seq)
-        self.needed: TopicFiles | None = TopicFiles([info(1, 5), info(6, 10), info(11, 15)], 1)
+        self.needed: TopicFiles | None = TopicFiles(SegmentList([info(1, 5), info(6, 10), info(11, 15)]), 1)
         self.leftovers = Leftovers(FS, self.data_dir)
+        self.failures: list[OSError] = []
 
     def sweep(self) -> list[int]:
         """First seqs of what went."""
         self.leftovers.look_at(TOPIC_ID)
-        removed = self.leftovers.sweep(lambda topic_id: self.needed, lambda: None)
+        removed, self.failures = self.leftovers.sweep(lambda topic_id: self.needed, lambda: None)
         return [name.first_seq for _, name in removed]
 
     def names(self) -> list[str]:
@@ -58,7 +60,7 @@ def test_what_is_needed_stays(directory: Directory) -> None:
 
 
 def test_below_the_floor_it_goes_one_snapshot_later(directory: Directory) -> None:
-    directory.needed = TopicFiles([info(6, 10), info(11, 15)], 6)
+    directory.needed = TopicFiles(SegmentList([info(6, 10), info(11, 15)]), 6)
     assert directory.sweep() == []
     assert directory.names() == files(1, 6, 11)
     assert directory.sweep() == [1]
@@ -68,7 +70,7 @@ def test_below_the_floor_it_goes_one_snapshot_later(directory: Directory) -> Non
 def test_what_is_needed_again_by_then_stays(directory: Directory) -> None:
     """Files behind the end may be those of a checkpoint that was made in between."""
     all_three = directory.needed
-    directory.needed = TopicFiles([info(1, 5), info(6, 10)], 1)
+    directory.needed = TopicFiles(SegmentList([info(1, 5), info(6, 10)]), 1)
     assert directory.sweep() == []
     directory.needed = all_three
     assert directory.sweep() == []
@@ -78,7 +80,7 @@ def test_what_is_needed_again_by_then_stays(directory: Directory) -> None:
 def test_of_a_rewritten_segment_the_old_version_goes(directory: Directory) -> None:
     for kind in ("data", "idx", "tags"):
         (directory.path / f"seg-{6:020d}.1.{kind}").write_bytes(b"")
-    directory.needed = TopicFiles([info(1, 5), info(6, 10, version=1), info(11, 15)], 1)
+    directory.needed = TopicFiles(SegmentList([info(1, 5), info(6, 10, version=1), info(11, 15)]), 1)
     directory.sweep()
     assert directory.sweep() == [6]
     assert directory.names() == sorted([*files(1, 11), *(f"seg-{6:020d}.1.{kind}" for kind in ("data", "idx", "tags"))])
@@ -92,7 +94,7 @@ def test_of_a_rewriting_that_was_never_marked_the_new_version_goes(directory: Di
 
 
 def test_of_a_cold_segment_only_the_data_go(directory: Directory) -> None:
-    directory.needed = TopicFiles([info(1, 5, flags=SEALED | COLD), info(6, 10), info(11, 15)], 1)
+    directory.needed = TopicFiles(SegmentList([info(1, 5, flags=SEALED | COLD), info(6, 10), info(11, 15)]), 1)
     directory.sweep()
     assert directory.sweep() == []
     assert directory.names() == sorted([*files(6, 11), f"seg-{1:020d}.idx", f"seg-{1:020d}.tags"])
@@ -114,7 +116,7 @@ def test_files_of_others_keep_the_directory_of_a_deleted_topic(directory: Direct
 
 
 def test_what_nothing_explains_is_said_and_left(directory: Directory) -> None:
-    directory.needed = TopicFiles([info(1, 5), info(11, 15)], 1)
+    directory.needed = TopicFiles(SegmentList([info(1, 5), info(11, 15)]), 1)
     for _ in range(3):
         assert directory.sweep() == []
     assert directory.names() == files(1, 6, 11)
@@ -137,7 +139,7 @@ def test_a_former_life_s_directories_are_all_looked_at(directory: Directory) -> 
     assert directory.leftovers.waiting
     directory.leftovers.sweep(lambda topic_id: directory.needed, lambda: None)
     assert directory.leftovers.waiting
-    removed = directory.leftovers.sweep(lambda topic_id: directory.needed, lambda: None)
+    removed, _ = directory.leftovers.sweep(lambda topic_id: directory.needed, lambda: None)
     assert {topic_id for topic_id, _ in removed} == {TOPIC_ID}
     assert not directory.leftovers.waiting
 
@@ -145,13 +147,75 @@ def test_a_former_life_s_directories_are_all_looked_at(directory: Directory) -> 
 def test_what_could_not_be_removed_is_tried_again(directory: Directory) -> None:
     fs = FaultyFileSystem()
     directory.leftovers = Leftovers(fs, directory.data_dir)
-    directory.needed = TopicFiles([info(6, 10), info(11, 15)], 6)
+    directory.needed = TopicFiles(SegmentList([info(6, 10), info(11, 15)]), 6)
     directory.sweep()
     fs.arm(Fault(2, errno.EIO, calls=frozenset(("unlink",))))
-    with pytest.raises(OSError, match="Input/output error"):
-        directory.sweep()
+    assert directory.sweep() == []
+    assert [error.errno for error in directory.failures] == [errno.EIO]
     assert directory.leftovers.waiting
     fs.arm(None)
     directory.sweep()
     directory.sweep()
     assert directory.names() == files(6, 11)
+    assert directory.failures == []
+
+
+class Stuck(OsFileSystem):
+    """Some files cannot be removed: they are immutable, say."""
+
+    def __init__(self, stuck: str) -> None:
+        super().__init__()
+        self.stuck = stuck
+
+    def unlink(self, path: str) -> None:
+        if path.endswith(self.stuck):
+            raise PermissionError(errno.EPERM, "Operation not permitted", path)
+        super().unlink(path)
+
+
+@pytest.mark.parametrize("stuck", [f"{1:020d}.data", ".aaa.tmp"])
+def test_a_file_that_cannot_be_removed_keeps_no_other(directory: Directory, stuck: str) -> None:
+    """Nor does it keep the cold directory from hearing what went."""
+    fs = Stuck(stuck)
+    directory.leftovers = Leftovers(fs, directory.data_dir)
+    for name in (".aaa.tmp", "seg.zzz.tmp"):
+        (directory.path / name).write_bytes(b"half")
+    directory.needed = TopicFiles(SegmentList([info(11, 15)]), 11)
+    gone = directory.sweep() + directory.sweep()
+    assert gone == ([6] if stuck.endswith("data") else [1, 6])
+    assert len(directory.failures) == 1
+    kept = files(1, 11) if stuck.endswith("data") else [".aaa.tmp", *files(11)]
+    assert directory.names() == kept
+    assert directory.leftovers.waiting
+    fs.stuck = "none"
+    gone += directory.sweep() + directory.sweep()
+    assert sorted(gone) == [1, 6]
+    assert directory.names() == files(11)
+    assert directory.failures == []
+    assert not directory.leftovers.waiting
+
+
+class Unlisted(OsFileSystem):
+    """One directory cannot be looked into."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__()
+        self.directory = directory
+
+    def listdir(self, path: str) -> list[str]:
+        if path == self.directory:
+            raise OSError(errno.EIO, "Input/output error", path)
+        return super().listdir(path)
+
+
+def test_a_topic_that_cannot_be_looked_into_keeps_no_other(directory: Directory, tmp_path: Path) -> None:
+    other = layout.topic_dir(directory.data_dir, TOPIC_ID + 1)
+    shutil.copytree(directory.path, other)
+    directory.needed = TopicFiles(SegmentList([info(11, 15)]), 11)
+    directory.leftovers = Leftovers(Unlisted(str(directory.path)), directory.data_dir)
+    directory.leftovers.look_at(TOPIC_ID + 1)
+    assert directory.sweep() == []
+    assert directory.sweep() == [1, 6]
+    assert len(directory.failures) == 1
+    assert sorted(path.name for path in Path(other).iterdir()) == files(11)
+    assert directory.names() == files(1, 6, 11)

@@ -12,7 +12,7 @@ from tests.storage.segments import Record, make_segment
 from topics.compactor.leftovers import Leftovers, TopicFiles
 from topics.compactor.relocation import HotRetention, Relocation, object_names
 from topics.core.clock import SystemClock
-from topics.core.segment_list import COLD, SEALED, SegmentInfo
+from topics.core.segment_list import COLD, SEALED, SegmentInfo, SegmentList
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.layout import SegmentName
@@ -95,13 +95,17 @@ class Directory:
         self.leftovers.look_at(TOPIC_ID)
 
     def sweep(self, needed: TopicFiles) -> list[int]:
-        removed = self.leftovers.sweep(lambda topic_id: needed, lambda: None)
+        removed, _ = self.leftovers.sweep(lambda topic_id: needed, lambda: None)
         return [name.first_seq for _, name in removed]
 
 
 @pytest.mark.parametrize(
     "needed",
-    [TopicFiles([], 11), TopicFiles(None, 0), TopicFiles([info(1, 5, version=1), info(6, 10, version=1)], 1)],
+    [
+        TopicFiles(SegmentList([]), 11),
+        TopicFiles(None, 0),
+        TopicFiles(SegmentList([info(1, 5, version=1), info(6, 10, version=1)]), 1),
+    ],
     ids=["evicted", "topic deleted", "rewritten"],
 )
 def test_a_pinned_segment_goes_when_its_pin_is_over(tmp_path: Path, pins: Pins, needed: TopicFiles) -> None:
@@ -120,7 +124,7 @@ def test_a_pinned_segment_goes_when_its_pin_is_over(tmp_path: Path, pins: Pins, 
 
 def test_pinned_data_outlive_their_copy_into_the_cold_tier(tmp_path: Path, pins: Pins) -> None:
     directory = Directory(tmp_path, pins)
-    needed = TopicFiles([info(1, 5, flags=SEALED | COLD), info(6, 10, flags=SEALED | COLD)], 1)
+    needed = TopicFiles(SegmentList([info(1, 5, flags=SEALED | COLD), info(6, 10, flags=SEALED | COLD)]), 1)
     pins.put(new_pin_id(), 1)
     for _ in range(3):
         directory.sweep(needed)
@@ -147,7 +151,7 @@ def test_a_pinned_object_of_the_cold_tier_stays(tmp_path: Path, pins: Pins) -> N
 
         def sweep() -> None:
             helper.submit(lambda: None).result()  # what it was told before is done
-            relocation.sweep(lambda topic_id: TopicFiles([], 11), [])
+            relocation.sweep(lambda topic_id: TopicFiles(SegmentList([]), 11), [])
             helper.submit(lambda: None).result()
 
         for _ in range(4):

@@ -392,6 +392,58 @@ def test_a_claim_does_not_cost_the_jobs_that_are_scheduled() -> None:
     assert most[1] <= most[0] * 1.2, most
 
 
+def test_a_claim_does_not_cost_the_jobs_of_other_kinds_behind_a_plain_one() -> None:
+    """Many that can be handed out, a plain one, and as many again: that one is looked for only as far as it matters."""
+    most: list[int] = []
+    for waiting in (200, 20_000):
+        topic = queue_topic()
+        leases = leases_of(topic)
+        leases.start(START, 1, keep_leases=True)
+        attributed = list(append(topic, waiting))
+        plain = append(topic, 1)[0]
+        attributed += append(topic, waiting)
+        for seq in attributed:
+            leases.add(seq, 0, f"key{seq}")
+        got: list[int] = []
+
+        def claim(leases: Leases = leases, got: list[int] = got) -> None:
+            got += leases.lease(leases.take(10, 0, 0, START)[0], "n", 60_000, START, None).seqs
+
+        most.append(max(lines_of(claim) for _ in range(18)))
+        assert got == list(range(1, 181))
+        for _ in range((waiting - 180) // 10):
+            claim()
+        most.append(max(lines_of(claim) for _ in range(4)))  # the plain one, and those behind it
+        assert got == list(range(1, waiting + 41))
+        assert plain in got
+    few, few_behind, many, many_behind = most
+    assert many <= few * 1.3, most
+    assert many_behind <= few_behind * 1.3, most
+
+
+def test_jobs_that_cannot_be_handed_out_are_passed_over_once() -> None:
+    """Plain ones far apart, and between them only jobs for much later."""
+    topic = queue_topic()
+    leases = leases_of(topic)
+    leases.start(START, 1, keep_leases=True)
+    plain: list[int] = []
+    for _ in range(5):
+        plain += append(topic, 1)
+        for seq in append(topic, 10_000):
+            leases.add(seq, START.wall_ms + 10**9, "")
+    got: list[int] = []
+
+    def claim(most: int) -> None:
+        got.extend(leases.lease(leases.take(most, 0, 0, START)[0], "n", 60_000, START, None).seqs)
+
+    cost = [lines_of(lambda: claim(1)) for _ in range(5)]
+    assert got == plain
+    cost.append(lines_of(lambda: claim(1)))
+    assert sum(cost) < 50_000 * 10, cost
+    assert lines_of(lambda: claim(10)) < 100
+    assert got == plain
+
+
 def test_who_does_not_bring_a_dead_letter_away_loses_it_whatever_else_happened_meanwhile() -> None:
     leases = started(2)
     leases.give_back(leases.lease(leases.take(1, 1, 0, START)[0], "n", 1_000, START, None).seqs, 0, START)

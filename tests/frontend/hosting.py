@@ -164,8 +164,8 @@ class Hosting:
         self._checkpointed(hosted, [rewrite(self.fs, self._topic_dir(hosted), info)])
         self.remove_files(name, info)
 
-    def relocate(self, name: str, seq: int) -> str:
-        """The data of the segment of `seq` into the store; what it is called there."""
+    def relocate(self, name: str, seq: int, keep: bool = False) -> str:
+        """The data of the segment of `seq` into the store; what it is called there. `keep`: not yet gone from here."""
         hosted = self.topics[name]
         info = hosted.index.segments.at(seq)
         assert info is not None
@@ -173,7 +173,8 @@ class Hosting:
         path = layout.segment_data_path(self._topic_dir(hosted), *_name(info))
         self.store.put(object_name, [Path(path).read_bytes()])
         self._checkpointed(hosted, [msgspec.structs.replace(info, flags=info.flags | COLD)])
-        os.unlink(path)
+        if not keep:
+            os.unlink(path)
         return object_name
 
     def remove_files(self, name: str, info: SegmentInfo) -> None:

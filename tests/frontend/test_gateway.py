@@ -293,6 +293,27 @@ def test_who_waits_for_room_is_bounded(shard: Shard, monkeypatch: pytest.MonkeyP
     on_loop(shard, test)
 
 
+def test_a_crowd_that_does_not_wait_long_takes_no_place_of_a_patient_write(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "WAITERS_MAX", 2)
+
+    async def test(gateway: Gateway) -> None:
+        fill(shard, gateway)
+        append(gateway)
+        assert refusal(append(gateway)).code == "throttled", "the crowd is as large as it may be"
+        patient = [append(gateway, patient=True) for _ in range(3)]
+        assert [future.done() for future in patient] == [False, False, True]
+        error = refusal(patient[2])
+        assert error.code == "shard_unavailable"
+        assert "for too long" not in error.message
+        assert "wait already" in error.message
+        await asyncio.wait(patient[:2])
+        assert "for 0.1 s" in refusal(patient[0]).message
+
+    on_loop(shard, test, wait_ms=100)
+
+
 def test_at_the_top_of_the_ladder_a_full_ring_refuses_at_once_who_is_not_patient(shard: Shard) -> None:
     async def test(gateway: Gateway) -> None:
         fill(shard, gateway)

@@ -68,7 +68,7 @@ def test_time_ends_also_behind_somebody_who_has_more_of_it() -> None:
     hasty, _ = road.offer(expires_s=0.25)
     assert [ids(waiters) for waiters in road.lane.retry(0.25)] == [[], [hasty]]
     road.empty()
-    assert [ids(waiters) for waiters in road.lane.retry(99.0)] == [[kept, patient], []]
+    assert [ids(waiters) for waiters in road.lane.retry(4.9)] == [[kept, patient], []]
 
 
 def test_refusing_is_for_a_full_ring_and_for_who_is_not_patient() -> None:
@@ -80,21 +80,53 @@ def test_refusing_is_for_a_full_ring_and_for_who_is_not_patient() -> None:
     assert road.offer(refusing=True, expires_s=None)[1] is Fate.WAITS
 
 
-def test_how_many_wait_and_what_they_hold_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WAITERS_MAX", 3)
+def test_how_many_of_a_kind_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAITERS_MAX", 2)
     road = Road()
     road.fill()
-    fates = [road.offer(patient=patient)[1] for patient in (False, True, True, True, False)]
-    assert fates == [Fate.WAITS] * 3 + [Fate.REFUSED] * 2
-    assert road.offer(expires_s=None)[1] is Fate.WAITS, "what nobody awaits must not be lost"
-    monkeypatch.setattr(module, "WAITERS_MAX", 1000)
-    monkeypatch.setattr(module, "WAITING_BYTES_MAX", 240 * 5)
-    assert [road.offer()[1] for _ in range(2)] == [Fate.WAITS, Fate.REFUSED]
+    assert [road.offer()[1] for _ in range(3)] == [Fate.WAITS, Fate.WAITS, Fate.REFUSED]
+    # A crowd of the hasty takes no place of the patient.
+    assert [road.offer(patient=True)[1] for _ in range(3)] == [Fate.WAITS, Fate.WAITS, Fate.REFUSED]
+    for _ in range(3):
+        assert road.offer(expires_s=None)[1] is Fate.WAITS, "what nobody awaits must not be lost"
+    assert road.lane.waiting == 7
+
+
+def test_what_those_of_a_kind_hold_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAITING_BYTES_MAX", 240 * 2)
+    road = Road()
+    road.fill()
+    for patient in (False, True):
+        assert [road.offer(patient=patient)[1] for _ in range(3)] == [Fate.WAITS, Fate.WAITS, Fate.REFUSED]
     road.empty()
-    road.lane.retry(0.0)
+    assert len(road.lane.retry(0.0)[0]) == 4
     road.empty()
-    road.lane.retry(0.0)
     assert (road.lane.waiting, road.offer()[1]) == (0, Fate.SENT)
+    road.fill()
+    assert [road.offer()[1] for _ in range(3)] == [Fate.WAITS, Fate.WAITS, Fate.REFUSED], "what was sent holds nothing"
+
+
+def test_a_post_in_front_keeps_nobody_whose_time_is_over() -> None:
+    road = Road()
+    road.fill()
+    post, _ = road.offer(expires_s=None)
+    patient, _ = road.offer(expires_s=5.0, patient=True)
+    assert [ids(waiters) for waiters in road.lane.retry(5.0)] == [[], [patient]]
+    assert road.lane.waiting == 1
+    road.empty()
+    assert ids(road.lane.retry(99.0)[0]) == [post]
+
+
+def test_a_post_keeps_its_place_between_the_requests_around_it() -> None:
+    road = Road()
+    road.fill()
+    road.offer()
+    road.offer(expires_s=None)
+    road.offer(patient=True)
+    road.offer(expires_s=None)
+    road.empty()
+    assert ids(road.lane.retry(1.0)[0]) == [5, 6, 7, 8]
+    assert road.empty() == [5, 6, 7, 8]
 
 
 def test_fullness() -> None:

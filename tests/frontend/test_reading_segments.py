@@ -311,6 +311,39 @@ def test_the_hot_copy_of_a_relocated_segment_is_let_go_by_the_next_reader(hostin
     assert path not in Path("/proc/self/maps").read_text()
 
 
+def test_what_is_still_here_is_not_asked_of_the_cold_tier(hosting: Hosting) -> None:
+    """storage.md Tiers: hot wins while both exist."""
+    hosting.make("t")
+    fill(hosting, 20, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    expected = read(hosting)
+    object_name = hosting.relocate("t", 1, keep=True)
+    content = hosting.store.read_range(object_name, 0, hosting.store.len(object_name))
+    hosting.store.delete(object_name)  # whoever asks for it fails
+    for _ in range(2):
+        page = read(hosting)
+        assert (page.body, page.cold_segments) == (expected.body, 0)
+    hosting.delete_record("t", 3)
+    assert 3 not in seqs(read(hosting))
+    hosting.store.put(object_name, [content])
+    hosting.data_path("t", 1).unlink()
+    page = read(hosting)
+    assert (seqs(page)[:3], page.cold_segments) == ([1, 2, 4], 1)
+
+
+def test_what_was_fetched_is_checked_though_it_was_right_when_it_was_here(hosting: Hosting) -> None:
+    hosting.make("t")
+    fill(hosting, 10, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    object_name = hosting.relocate("t", 1, keep=True)
+    assert len(seqs(read(hosting))) == 10
+    damage(Path(hosting.data_dir, "cold", object_name), WHERE["checksum"])
+    hosting.data_path("t", 1).unlink()
+    with pytest.raises(TopicsError) as caught:
+        read(hosting)
+    assert caught.value.code == "storage_unavailable"
+
+
 def test_frames_are_checked_when_they_are_first_read(hosting: Hosting) -> None:
     hosting.make("t")
     fill(hosting, 50, plain=True)

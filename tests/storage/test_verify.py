@@ -324,29 +324,76 @@ def test_a_deletion_under_way_is_no_damage(data_dir: str) -> None:
     assert check(data_dir).damage == []
 
 
+class Cold:
+    """The sealed segment is cold: all three files are in the cold directory, and the data no longer here."""
+
+    def __init__(self, data_dir: str, cold_dir: str) -> None:
+        recovery = recover_group(FaultyFileSystem(), layout.wal_dir(data_dir), WalIdentity(0, 1, boot_id()))
+        for _ in recovery:
+            pass
+        identity = WalIdentity(0, 1, boot_id())
+        writer = open_writer(FaultyFileSystem(), layout.wal_dir(data_dir), recovery.end, identity=identity)
+        self.hot = topic_file(data_dir, 1, "data")
+        sealed = SegmentReader.map(layout.topic_dir(data_dir, TOPIC_ID), 1, 3, self.hot.stat().st_size)
+        commit(writer, mark_frame(3, info_of(sealed, SEALED_FLAG | COLD)))
+        writer.close()
+        self.data_dir, self.cold_dir = data_dir, cold_dir
+        self.there = Path(layout.segment_data_path(layout.topic_dir(cold_dir, TOPIC_ID), 1))
+        self.there.parent.mkdir(parents=True)
+        for kind in ("idx", "tags", "data"):
+            shutil.copy(topic_file(data_dir, 1, kind), self.there.parent)
+
+    def check(self, look: bool = True) -> Report:
+        return verify(self.data_dir, lambda share: None, self.cold_dir if look else None)
+
+
+@pytest.fixture
+def cold(data_dir: str, tmp_path: Path) -> Cold:
+    return Cold(data_dir, str(tmp_path / "cold"))
+
+
 @pytest.mark.parametrize("look", [True, False])
-def test_cold_data_are_checked_where_they_are(data_dir: str, tmp_path: Path, look: bool) -> None:
-    recovery = recover_group(FaultyFileSystem(), layout.wal_dir(data_dir), WalIdentity(0, 1, boot_id()))
-    for _ in recovery:
-        pass
-    writer = open_writer(
-        FaultyFileSystem(), layout.wal_dir(data_dir), recovery.end, identity=WalIdentity(0, 1, boot_id())
-    )
-    sealed = SegmentReader.map(
-        layout.topic_dir(data_dir, TOPIC_ID), 1, 3, topic_file(data_dir, 1, "data").stat().st_size
-    )
-    commit(writer, mark_frame(3, info_of(sealed, SEALED_FLAG | COLD)))
-    writer.close()
-    cold_dir = str(tmp_path / "cold")
-    there = Path(layout.segment_data_path(layout.topic_dir(cold_dir, TOPIC_ID), 1))
-    there.parent.mkdir(parents=True)
-    topic_file(data_dir, 1, "data").rename(there)
-    report = verify(data_dir, lambda share: None, cold_dir if look else None)
+@pytest.mark.parametrize("both", [True, False])
+def test_cold_data_are_checked_where_they_are(cold: Cold, look: bool, both: bool) -> None:
+    if not both:
+        cold.hot.unlink()
+    report = cold.check(look)
     assert report.damage == []
     assert len(report.notes) == (0 if look else 1)
-    there.write_bytes(there.read_bytes().replace(b'"a"', b'"A"'))
-    found = [finding.path for finding in verify(data_dir, lambda share: None, cold_dir if look else None).damage]
-    assert found == ([str(there)] if look else [])
+    content = cold.there.read_bytes()
+    cold.there.write_bytes(content.replace(b'"a"', b'"A"'))
+    assert [finding.path for finding in cold.check(look).damage] == ([str(cold.there)] if look else [])
+    cold.there.unlink()
+    assert [finding.path for finding in cold.check(look).damage] == ([str(cold.there)] if look else [])
+    if both:
+        cold.there.write_bytes(content)
+        cold.hot.write_bytes(content.replace(b'"b"', b'"B"'))
+        assert [finding.path for finding in cold.check(look).damage] == [str(cold.hot)]
+
+
+def test_the_copies_beside_cold_data_are_checked(cold: Cold) -> None:
+    cold.hot.unlink()
+    for kind in ("idx", "tags"):
+        path = cold.there.with_suffix(f".{kind}")
+        content = path.read_bytes()
+        for at in range(len(content)):
+            path.write_bytes(content[:at] + bytes((content[at] ^ 0x40,)) + content[at + 1 :])
+            assert [(found.path, found.offset) for found in cold.check().damage] == [(str(path), at)]
+        for wrong in (content[:-1], content + b"x"):
+            path.write_bytes(wrong)
+            offset = min(len(wrong), len(content))
+            assert [(found.path, found.offset) for found in cold.check().damage] == [(str(path), offset)]
+        path.unlink()
+        assert [found.path for found in cold.check().damage] == [str(path)]
+        path.write_bytes(content)
+    assert cold.check(look=False).damage == []
+
+
+def test_what_was_deleted_since_is_not_marked_in_the_copy_of_an_index(cold: Cold) -> None:
+    mark_deleted(OsFileSystem(), str(cold.hot.parent), 1, [2], cold=True)
+    assert cold.check().damage == []
+    cold.hot.unlink()
+    assert cold.check().damage == []
 
 
 def test_a_trimmed_log_begins_where_the_snapshot_says(data_dir: str) -> None:

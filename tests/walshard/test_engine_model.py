@@ -25,6 +25,7 @@ from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, Expire, PutTopic
+from topics.storage import kill_points
 from topics.storage.verify import verify
 
 NAMES = ("a", "b")
@@ -189,6 +190,32 @@ class Engine(RuleBasedStateMachine):
     @rule()
     def cut(self) -> None:
         self.compaction.cut()
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        before=st.none() | st.integers(0, 60),
+        match=st.none() | st.tuples(st.sampled_from(["eq", "glob"]), st.sampled_from(TAGS)),
+        count=st.integers(0, 9),
+        dies=st.booleans(),
+    )
+    def cut_beside(
+        self, name: str, before: int | None, match: tuple[Literal["eq", "glob"], bytes] | None, count: int, dies: bool
+    ) -> None:
+        """Clients go on when the compactor has read the log: its snapshot is of before, its segments are of after, and
+        perhaps the next start reads both.
+        """
+
+        def act() -> None:
+            kill_points.arm(None, lambda: None)
+            self.delete(name, before, match)
+            if count:
+                self.append(name, count, b"x")
+
+        kill_points.arm("checkpoint.followed", act)
+        self.compaction.cut()
+        kill_points.arm(None, lambda: None)
+        if dies:
+            self.rig.boot()
 
     @rule()
     def upkeep(self) -> None:

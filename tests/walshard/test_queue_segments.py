@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from topics.core.config import TopicConfig
 from topics.shm.cursor_messages import CursorAdvance, CursorDelete, CursorLook, CursorPut
 from topics.shm.queue_messages import Ack, Bury, Claim, Dealt, Exhume, Extend, Nack, Remove
 from topics.shm.topic_messages import DeleteRecords, PutTopic
-from topics.storage import layout
+from topics.storage import kill_points, layout
 from topics.storage.layout import list_log_files
 
 MINUTE_MS = 60_000
@@ -151,7 +152,7 @@ def test_whatever_happens_a_snapshot_says_what_the_log_says(pair: Pair, seed: in
                     rig.run()
             case 13:
                 if chance.randrange(3):
-                    pair.compaction.cut()
+                    cut_beside(pair, chance, Ack(name, "w", leased[name], None))
                 else:
                     pair.restart(whole_service=chance.randrange(2) == 0)
         pair.look(name)
@@ -163,6 +164,27 @@ def test_whatever_happens_a_snapshot_says_what_the_log_says(pair: Pair, seed: in
             pair.call(Claim(name, "w", 100, 500, 1))
 
 
+def cut_beside(pair: Pair, chance: random.Random, ack: Ack) -> None:
+    """Half of the times jobs are done when the compactor has read the log up to where its snapshot will be, and the
+    next start reads of that.
+    """
+
+    def act() -> None:
+        kill_points.arm(None, lambda: None)
+        pair.call(ack)
+
+    if chance.randrange(2):
+        kill_points.arm("checkpoint.followed", act)
+        pair.compaction.cut()
+        kill_points.arm(None, lambda: None)
+        pair.restart(whole_service=False)
+    else:
+        pair.compaction.cut()
+
+
+reads = itertools.count(1)
+
+
 def move_on(pair: Pair, name: str, cursor: str, by: int) -> None:
     """A reader's step, each with the revision that it was told."""
 
@@ -170,7 +192,7 @@ def move_on(pair: Pair, name: str, cursor: str, by: int) -> None:
         found = [one for one in rig.call(CursorLook(name, None)).cursors if one.cursor == cursor]
         if not found:
             return None
-        moved = rig.call(CursorAdvance(name, cursor, found[0].revision, found[0].seq, found[0].seq + by))
+        moved = rig.call(CursorAdvance(name, cursor, found[0].revision, found[0].seq, found[0].seq + by, next(reads)))
         return moved.moved, moved.seq
 
     pair.both(step)

@@ -74,6 +74,8 @@ class Checkpoints:
         self._seal_at = seal_at
         self._clock = clock
         self._alive = alive
+        self._unsealable: set[tuple[int, SegmentInfo]] = set()
+        """Damaged, which was said: they stay as they are, until something is appended to them."""
 
     def run(self, follower: Follower, buffers: LogBuffers) -> Written:
         """Everything the follower has read is in segments afterwards, and the shard's log is synced up to there.
@@ -98,6 +100,11 @@ class Checkpoints:
         reached("checkpoint.marked")
         return written
 
+    def has_old(self, follower: Follower) -> bool:
+        """Whether it is time to seal a segment, though the log may say nothing new."""
+        now_ms = self._clock.now_ms()
+        return any(self._is_old(follower, topic, now_ms) for topic in follower.fold.topics.values())
+
     def _due(self, follower: Follower, now_ms: int) -> Iterator[Topic]:
         """Topics of which the log said something, and those whose active segment is old."""
         topics = follower.fold.topics
@@ -106,10 +113,17 @@ class Checkpoints:
             if topic is not None:
                 yield topic
         for topic in list(topics.values()):
-            last = follower.index_of(topic).segments.last
-            is_old = last is not None and not last.flags & SEALED and self._seal_at.is_old(last, now_ms)
-            if is_old and topic.id not in follower.touched:
+            if topic.id not in follower.touched and self._is_old(follower, topic, now_ms):
                 yield topic
+
+    def _is_old(self, follower: Follower, topic: Topic, now_ms: int) -> bool:
+        last = follower.index_of(topic).segments.last
+        return (
+            last is not None
+            and not last.flags & SEALED
+            and self._seal_at.is_old(last, now_ms)
+            and (topic.id, last) not in self._unsealable
+        )
 
     def _step(self, follower: Follower, topics: list[Topic], buffer_of: BufferOf, now_ms: int) -> list[_Step]:
         """Records of each of them are in segments, on the disk."""
@@ -182,10 +196,11 @@ class Checkpoints:
             gone = array("Q", (topic.head_seq, topic.last_write_ts, 0, LOCATION_DELETED << 32))
             infos = appender.append(topic.id, last, gone, buffer_of, now_ms)
             return _Step(topic, TopicCheckpoint(topic.id, topic.head_seq, infos), 1, has_more=False)
-        if last is not None and not last.flags & SEALED and self._seal_at.is_old(last, now_ms):
+        if last is not None and self._is_old(follower, topic, now_ms):
             sealed = appender.seal(topic.id, last)
             if sealed is not None:
                 return _Step(topic, TopicCheckpoint(topic.id, up_to_seq, [sealed]), 0, has_more=False)
+            self._unsealable.add((topic.id, last))
         return None
 
 

@@ -91,7 +91,9 @@ class Compactor:
             if self._rewriting.due_in_ms() != 0:
                 break
         if self._relocation is not None:
-            self._cell.add("segments_relocated", self._relocation.step(self._followers))
+            step = self._relocation.step(self._followers)
+            self._cell.add("segments_relocated", step.relocated)
+            self._cell.add("failures", step.failed)
         return self._rewriting.due_in_ms()
 
     @property
@@ -104,12 +106,14 @@ class Compactor:
 
     @property
     def has_news(self) -> bool:
-        """Whether a snapshot would say anything that the last one does not, or let files go."""
+        """Whether a snapshot would say anything that the last one does not, or let files go, or segments are old."""
         for follower in self._followers:
             kept = self._kept.get(follower.shard)
             if kept is None or follower.link.committed not in (None, kept):
                 return True
-        return self._leftovers.waiting or (self._relocation is not None and self._relocation.waiting)
+        if self._leftovers.waiting or (self._relocation is not None and self._relocation.waiting):
+            return True
+        return any(map(self._checkpoints.has_old, self._followers))
 
     def cut(self) -> bool:
         """False when a shard could not take part or refused; the cut may be repeated then, and after an OSError.
@@ -126,6 +130,7 @@ class Compactor:
                 log.info("a shard recovers, its part of the last snapshot stays", shard=follower.shard)
                 continue
             follower.catch_up(until, self._alive)
+            reached("checkpoint.followed")
             try:
                 self._checkpoint(follower)
             except OSError:
@@ -218,22 +223,25 @@ class Compactor:
             for topic_id in follower.shrunk:
                 self._leftovers.look_at(topic_id)
             follower.shrunk.clear()
-        removed = self._leftovers.sweep(self._files_of, self._alive)
+        removed, failures = self._leftovers.sweep(self._files_of, self._alive)
+        self._failed("files that nothing needs could not be removed, which will be repeated", failures)
         self._cell.add("segments_dropped", len(removed))
         self._cell.set("orphans", self._leftovers.unexplained)
         if self._relocation is not None:
             names = [object_names(topic_id, *name) for topic_id, name in removed]
-            try:
-                self._relocation.sweep(self._files_of, itertools.chain.from_iterable(names))
-            except OSError as error:
-                self._cell.add("failures")
-                log.error("what is superfluous in the cold directory stays for now", reason=str(error))
+            failures = self._relocation.sweep(self._files_of, itertools.chain.from_iterable(names))
+            self._failed("what is superfluous in the cold directory stays for now", failures)
+
+    def _failed(self, what: str, failures: list[OSError]) -> None:
+        if failures:
+            self._cell.add("failures", len(failures))
+            log.error(what, count=len(failures), reason=str(failures[0]))
 
     def _files_of(self, topic_id: int) -> TopicFiles | None:
         for follower in self._followers:
             topic = follower.fold.topics.get(topic_id)
             if topic is not None:
-                return TopicFiles(list(follower.index_of(topic).segments), topic.earliest_seq)
+                return TopicFiles(follower.index_of(topic).segments, topic.earliest_seq)
             if topic_id in follower.fold.created_ids:
                 return TopicFiles(None, 0)
         return None

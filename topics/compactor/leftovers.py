@@ -11,9 +11,9 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
-from topics.core.segment_list import COLD, SegmentInfo
+from topics.core.segment_list import COLD, SegmentList
 from topics.log import get_logger
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
@@ -30,27 +30,44 @@ log = get_logger()
 class TopicFiles:
     """Which files a topic needs. `segments` None: it was deleted."""
 
-    def __init__(self, segments: list[SegmentInfo] | None, earliest_seq: int) -> None:
+    def __init__(self, segments: SegmentList | None, earliest_seq: int) -> None:
         self.segments = segments
         self.earliest_seq = earliest_seq
+
+    def is_cold(self, name: SegmentName) -> bool:
+        """Whether its data in the cold directory count."""
+        of_same_seq = self.segments.at(name.first_seq) if self.segments is not None else None
+        return (
+            of_same_seq is not None
+            and bool(of_same_seq.flags & COLD)
+            and (of_same_seq.first_seq, of_same_seq.version) == name
+        )
 
     def superfluous(self, name: SegmentName) -> frozenset[str] | None:
         """Which of a segment's files may go; None when nothing says why they are there."""
         if self.segments is None:
             return _ALL
-        of_same_seq = next((info for info in self.segments if info.first_seq == name.first_seq), None)
-        if of_same_seq is not None:
+        of_same_seq = self.segments.at(name.first_seq)
+        if of_same_seq is not None and of_same_seq.first_seq == name.first_seq:
             if of_same_seq.version == name.version:
                 return _DATA if of_same_seq.flags & COLD else frozenset()
             return _ALL
-        last_seq = self.segments[-1].last_seq if self.segments else 0
-        if name.first_seq < self.earliest_seq or name.first_seq > last_seq:
+        if name.first_seq < self.earliest_seq or name.first_seq > self.segments.last_seq:
             return _ALL
         return None
 
 
 FilesOf = Callable[[int], TopicFiles | None]
 """Topic id → what it needs; None for one that no log ever created."""
+
+
+class Swept(NamedTuple):
+    """Which segments went, by topic id (those of which only the data did are none of them), and what could not be
+    removed, or looked at: that is found again.
+    """
+
+    removed: list[tuple[int, SegmentName]]
+    failures: list[OSError]
 
 
 class Leftovers:
@@ -82,54 +99,67 @@ class Leftovers:
         """What former lives left."""
         self._look.update(layout.discover_topics(self._fs, self._data_dir))
 
-    def sweep(self, files_of: FilesOf, alive: Callable[[], None]) -> list[tuple[int, SegmentName]]:
-        """Removes what was found last time and is still superfluous, then looks anew. Returns which segments went, by
-        topic id; those of which only the data did are none of them.
-
-        Raises OSError; what is left is found again.
+    def sweep(self, files_of: FilesOf, alive: Callable[[], None]) -> Swept:
+        """Removes what was found last time and is still superfluous, then looks anew. One file that cannot be removed
+        keeps no other.
         """
-        found, self._found = self._found, {}
-        look, self._look = self._look, set()
+        found, look = self._found, self._look
         try:
-            return self._sweep(found, look, files_of, alive, self._read_pinned() if found else frozenset())
-        except OSError:
-            self._look |= look | found.keys()
-            raise
-
-    def _sweep(
-        self,
-        found: dict[int, dict[SegmentName, frozenset[str]]],
-        look: set[int],
-        files_of: FilesOf,
-        alive: Callable[[], None],
-        pinned: Pinned,
-    ) -> list[tuple[int, SegmentName]]:
-        removed: list[tuple[int, SegmentName]] = []
+            pinned = self._read_pinned() if found else frozenset()
+        except OSError as error:
+            return Swept([], [error])
+        self._found, self._look = {}, set()
+        swept = Swept([], [])
         for topic_id, names in found.items():
-            needed = files_of(topic_id)
-            held = [name for name in names if (topic_id, name) in pinned]
-            if held:
+            if not self._remove_found(topic_id, names, files_of(topic_id), pinned, swept):
                 look.add(topic_id)
-            for name, kinds in names.items():
-                if name in held:
-                    continue
-                now = needed.superfluous(name) if needed is not None else None
-                going = kinds & now if now else None
-                if going:
-                    self._remove(topic_id, name, going)
-                    if "idx" in going:
-                        removed.append((topic_id, name))
-            if needed is not None and needed.segments is None and not held:
-                self._remove_directory(topic_id)
             alive()
         for topic_id in sorted(look):
-            self._look_at(topic_id, files_of(topic_id))
+            try:
+                self._look_at(topic_id, files_of(topic_id), swept)
+            except OSError as error:
+                swept.failures.append(error)
+                self._look.add(topic_id)
             alive()
-        if removed:
+        if swept.removed:
             reached("drop.done")
-        return removed
+        return swept
 
-    def _look_at(self, topic_id: int, needed: TopicFiles | None) -> None:
+    def _remove_found(
+        self,
+        topic_id: int,
+        names: dict[SegmentName, frozenset[str]],
+        needed: TopicFiles | None,
+        pinned: Pinned,
+        swept: Swept,
+    ) -> bool:
+        """False when some of it has to be found again."""
+        is_done = True
+        for name, kinds in names.items():
+            if (topic_id, name) in pinned:
+                is_done = False
+                continue
+            now = needed.superfluous(name) if needed is not None else None
+            going = kinds & now if now else None
+            if not going:
+                continue
+            try:
+                self._remove(topic_id, name, going)
+            except OSError as error:
+                swept.failures.append(error)
+                is_done = False
+            else:
+                if "idx" in going:
+                    swept.removed.append((topic_id, name))
+        if is_done and needed is not None and needed.segments is None:
+            try:
+                self._remove_directory(topic_id)
+            except OSError as error:
+                swept.failures.append(error)
+                is_done = False
+        return is_done
+
+    def _look_at(self, topic_id: int, needed: TopicFiles | None, swept: Swept) -> None:
         directory = layout.topic_dir(self._data_dir, topic_id)
         if not self._fs.exists(directory):
             return
@@ -145,11 +175,15 @@ class Leftovers:
             log.error("files of a segment that belong to nothing: left alone", directory=directory, segment=tuple(name))
         if unexplained:
             self._unexplained[topic_id] = unexplained
-        for name_in in self._fs.listdir(directory):
-            if name_in.endswith(layout.TMP_SUFFIX):  # never came to be
-                self._fs.unlink(os.path.join(directory, name_in))
         if found or (needed is not None and needed.segments is None):
             self._found[topic_id] = found
+        for name_in in self._fs.listdir(directory):
+            if name_in.endswith(layout.TMP_SUFFIX):  # never came to be
+                try:
+                    self._fs.unlink(os.path.join(directory, name_in))
+                except OSError as error:
+                    swept.failures.append(error)
+                    self._look.add(topic_id)
 
     def _remove(self, topic_id: int, name: SegmentName, kinds: frozenset[str]) -> None:
         directory = layout.topic_dir(self._data_dir, topic_id)

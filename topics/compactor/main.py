@@ -126,7 +126,8 @@ def build(
         retention = HotRetention(settings.hot_retain_segments, settings.hot_retain_bytes)
         topics_dir = layout.topics_dir(settings.data_dir)
         store = LocalStore(fs, layout.topics_dir(settings.cold_dir), apart_from=topics_dir)
-        relocation = Relocation(fs, settings.data_dir, store, retention, helper, clock, pinned)
+        wake = shared.compactor_wake.signal_always
+        relocation = Relocation(fs, settings.data_dir, store, retention, helper, clock, pinned, wake)
         fetch = ColdFetch(fs, settings.data_dir, store, helper)
     compactor = Compactor(
         fs,
@@ -183,7 +184,7 @@ def _serve(compactor: Compactor, settings: Settings, life: _Life, cell: ProcessC
         except (OSError, Refused) as error:
             cell.add("failures")
             upkeep_not_before_ms = clock.monotonic_ms() + RETRY_MS
-            log.error("a segment could not be rewritten or relocated, which will be repeated", reason=str(error))
+            log.error("a segment could not be rewritten, which will be repeated", reason=str(error))
         if not life.stopping:
             life.sleep(pause_ms if upkeep_in_ms is None else min(pause_ms, max(1, upkeep_in_ms)))
     cell.set("state", ProcessState.DRAINING)

@@ -15,7 +15,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from topics.compactor.checkpoints import tell
+from topics.compactor.checkpoints import Refused, tell
+from topics.compactor.copy_queue import Copy, CopyQueue
 from topics.compactor.follower import Follower
 from topics.compactor.leftovers import FilesOf
 from topics.core.clock import Clock
@@ -30,7 +31,11 @@ from topics.storage.pins import Pinned, ReadPinned, nothing_pinned
 from topics.storage.segment_store import SegmentStore
 
 PIECE_BYTES: Final = 4 * 2**20
-RETRY_MS: Final = 10_000
+AHEAD_MAX: Final = 32
+AHEAD_BYTES: Final = 64 * 2**20
+"""The helper has so many copies, or one, to go on with: it need not wait for this process between two small ones, and
+what else it is asked for (`cold_fetch.py`) does not wait long.
+"""
 
 log = get_logger()
 
@@ -53,14 +58,17 @@ class HotRetention(NamedTuple):
         return hot[: len(hot) - kept]
 
 
-class _Copy(NamedTuple):
-    shard: int
-    topic_id: int
-    info: SegmentInfo
+class Step(NamedTuple):
+    """What came of a step: how many segments became cold, and how many copies failed and are made again later."""
+
+    relocated: int
+    failed: int
 
 
 class Relocation:
-    """`helper` has one thread. Without a cold directory there is none of these."""
+    """`helper` has one thread, from which `wake` is called when something was copied. Without a cold directory there is
+    none of these.
+    """
 
     def __init__(
         self,
@@ -71,6 +79,7 @@ class Relocation:
         helper: Executor,
         clock: Clock,
         read_pinned: ReadPinned = nothing_pinned,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._fs = fs
         self._data_dir = data_dir
@@ -79,112 +88,154 @@ class Relocation:
         self._helper = helper
         self._read_pinned = read_pinned
         self._clock = clock
-        self._queue: deque[_Copy] = deque()
-        self._copying: tuple[_Copy, Future[None]] | None = None
-        self._deleting: tuple[list[str], Future[None]] | None = None
+        self._wake = wake
+        self._queue = CopyQueue()
+        self._copying: deque[tuple[Copy, Future[None]]] = deque()
+        self._deleting: Future[dict[str, OSError]] | None = None
         self._listing: Future[list[str]] | None = helper.submit(store.list, "")
         self._found: set[str] = set()
         self._due: set[str] = set()
-        self._not_before_ms = 0
 
     @property
     def waiting(self) -> bool:
         """Whether the next snapshot would let something go."""
         if self._deleting is None:
             return bool(self._found or self._due)
-        deleting = self._deleting[1]
-        return deleting.done() and bool(self._found or self._due or deleting.exception() is not None)
+        return self._deleting.done() and bool(self._found or self._due or self._deleting.result())
 
     def consider(self, follower: Follower, topic: Topic) -> None:
         """Segments of this topic were sealed, or may have been by a former life."""
-        queued = {(copy.topic_id, copy.info) for copy in self._queue}
-        if self._copying is not None:
-            queued.add((self._copying[0].topic_id, self._copying[0].info))
         for info in self._retention.excess(follower.index_of(topic).segments):
-            if (topic.id, info) not in queued:
-                self._queue.append(_Copy(follower.shard, topic.id, info))
+            self._queue.add(Copy(follower.shard, topic.id, info))
 
-    def step(self, followers: list[Follower]) -> int:
-        """Takes note of what is done and begins what is next; how many segments became cold. Raises OSError, Refused;
-        a copy that failed is made again later.
-        """
-        relocated = 0
-        if self._copying is not None and self._copying[1].done():
-            copy, future = self._copying
-            self._copying = None
+    def step(self, followers: list[Follower]) -> Step:
+        """Takes note of what is done and begins what is next."""
+        copied: dict[int, list[Copy]] = {}
+        failed = 0
+        while self._copying and self._copying[0][1].done():
+            copy, future = self._copying.popleft()
             try:
                 future.result()
-            except OSError:
-                self._queue.appendleft(copy)
-                self._not_before_ms = self._clock.monotonic_ms() + RETRY_MS
-                raise
-            relocated = self._copied(followers[copy.shard], copy)
-        if self._copying is None and self._queue and self._clock.monotonic_ms() >= self._not_before_ms:
-            copy = self._queue.popleft()
-            if self._current(followers[copy.shard], copy) is not None:
-                self._copying = copy, self._helper.submit(self._copy, copy)
-        return relocated
+            except OSError as error:
+                self._failed(copy, error)
+                failed += 1
+            else:
+                copied.setdefault(copy.shard, []).append(copy)
+        relocated = 0
+        for shard, copies in copied.items():
+            reached("relocate.copied")
+            try:
+                relocated += self._copied(followers[shard], copies)
+            except (OSError, Refused) as refused:
+                for copy in copies:
+                    self._failed(copy, refused)
+                failed += len(copies)
+        self._begin(followers)
+        if self._copying and self._copying[0][1].done():
+            self._wake()  # it said so while the shard was waited for
+        return Step(relocated, failed)
 
-    def sweep(self, files_of: FilesOf, removed: Iterable[str]) -> None:
+    def _begin(self, followers: list[Follower]) -> None:
+        """As much as the helper is to have before it."""
+        ahead_bytes = sum(copy.info.data_bytes for copy, _ in self._copying)
+        now_ms = self._clock.monotonic_ms()
+        while not self._copying or (
+            len(self._copying) < AHEAD_MAX and ahead_bytes < AHEAD_BYTES and not self._queue.in_doubt
+        ):
+            copy = self._queue.take(now_ms)
+            if copy is None:
+                return
+            if self._current(followers[copy.shard], copy) is None:
+                self._queue.dropped(copy)
+                continue
+            future = self._helper.submit(self._copy, copy)
+            future.add_done_callback(lambda _: self._wake())
+            self._copying.append((copy, future))
+            ahead_bytes += copy.info.data_bytes
+
+    def _failed(self, copy: Copy, error: Exception) -> None:
+        log.error(
+            "a segment could not be relocated, which will be repeated",
+            topic_id=f"{copy.topic_id:016x}",
+            first_seq=copy.info.first_seq,
+            reason=str(error),
+        )
+        self._queue.failed(copy, self._clock.monotonic_ms())
+
+    def sweep(self, files_of: FilesOf, removed: Iterable[str]) -> list[OSError]:
         """Once a snapshot: copies of `removed` segments, and whatever else is there for nothing, go with the next one.
 
-        Never waits for the cold directory. Raises OSError of an earlier call, which comes again at the next snapshot.
+        Never waits for the cold directory. Returns what earlier calls met; what failed is tried again, and keeps
+        nothing else.
         """
+        failures: list[OSError] = []
         self._found.update(removed)
         if self._listing is not None and self._listing.done():
             listing, self._listing = self._listing, None
             try:
                 self._found.update(listing.result())
-            except OSError:
+            except OSError as error:
+                failures.append(error)
                 self._listing = self._helper.submit(self._store.list, "")
-                raise
         if self._deleting is not None:
-            names, deleting = self._deleting
-            if not deleting.done():
-                return
-            self._deleting = None
-            if deleting.exception() is not None:
-                self._due.update(names)
-            deleting.result()
+            if not self._deleting.done():
+                return failures
+            kept, self._deleting = self._deleting.result(), None
+            self._due.update(kept)
+            failures += kept.values()
         needless = _needless(files_of, self._being_copied())
         due = {name for name in self._due if needless(name)}
-        pinned = self._read_pinned() if due else frozenset()
+        try:
+            pinned = self._read_pinned() if due else frozenset()
+        except OSError as error:
+            return [*failures, error]
         held = {name for name in due if _is_pinned(name, pinned)}
         going = sorted(due - held)
         self._due = held | {name for name in self._found if needless(name)}
         self._found = set()
         if going:
-            self._deleting = going, self._helper.submit(self._delete, going)
+            self._deleting = self._helper.submit(self._delete, going)
+        return failures
 
     def _being_copied(self) -> frozenset[str]:
         """What must not be deleted behind its copying: it may count by then."""
-        if self._copying is None:
-            return frozenset()
-        copy, _ = self._copying
-        return frozenset(object_names(copy.topic_id, copy.info.first_seq, copy.info.version))
+        return frozenset(
+            name
+            for copy, _ in self._copying
+            for name in object_names(copy.topic_id, copy.info.first_seq, copy.info.version)
+        )
 
-    def _current(self, follower: Follower, copy: _Copy) -> Topic | None:
+    def _current(self, follower: Follower, copy: Copy) -> Topic | None:
         """The topic, if the segment is still as it was when it was to be copied."""
         topic = follower.fold.topics.get(copy.topic_id)
         if topic is None or follower.index_of(topic).segments.at(copy.info.first_seq) != copy.info:
             return None
         return topic
 
-    def _copied(self, follower: Follower, copy: _Copy) -> int:
-        reached("relocate.copied")
-        topic = self._current(follower, copy)
-        if topic is None:  # rewritten, dropped or deleted meanwhile
-            self._found.update(object_names(copy.topic_id, copy.info.first_seq, copy.info.version))
-            return 0
-        cold = msgspec.structs.replace(copy.info, flags=copy.info.flags | COLD)
-        tell(follower, [TopicCheckpoint(topic.id, follower.index_of(topic).segments.last_seq, [cold])])
+    def _copied(self, follower: Follower, copies: list[Copy]) -> int:
+        """Has the shard mark them, in one message. Raises OSError, Refused: all of them may be copied again."""
+        cold: dict[int, list[SegmentInfo]] = {}
+        for copy in copies:
+            if self._current(follower, copy) is None:  # rewritten, dropped or deleted meanwhile
+                self._found.update(object_names(copy.topic_id, copy.info.first_seq, copy.info.version))
+            else:
+                flagged = msgspec.structs.replace(copy.info, flags=copy.info.flags | COLD)
+                cold.setdefault(copy.topic_id, []).append(flagged)
+        checkpoints = []
+        for topic_id, infos in cold.items():
+            last_seq = follower.index_of(follower.fold.topics[topic_id]).segments.last_seq
+            checkpoints.append(TopicCheckpoint(topic_id, last_seq, sorted(infos, key=lambda info: info.first_seq)))
+        if checkpoints:
+            tell(follower, checkpoints)
         reached("relocate.marked")
-        follower.shrunk.add(topic.id)
-        return 1
+        follower.shrunk.update(cold)
+        for copy in copies:
+            self._queue.done(copy)
+        return sum(map(len, cold.values()))
 
     # -- on the helper's thread
 
-    def _copy(self, copy: _Copy) -> None:
+    def _copy(self, copy: Copy) -> None:
         directory = layout.topic_dir(self._data_dir, copy.topic_id)
         for name in object_names(copy.topic_id, copy.info.first_seq, copy.info.version):
             path = os.path.join(directory, os.path.basename(name))
@@ -200,9 +251,15 @@ class Relocation:
         finally:
             self._fs.close(fd)
 
-    def _delete(self, names: list[str]) -> None:
+    def _delete(self, names: list[str]) -> dict[str, OSError]:
+        """What could not be deleted, and why."""
+        kept: dict[str, OSError] = {}
         for name in names:
-            self._store.delete(name)
+            try:
+                self._store.delete(name)
+            except OSError as error:
+                kept[name] = error
+        return kept
 
 
 def object_names(topic_id: int, first_seq: int, version: int) -> list[str]:
@@ -236,7 +293,6 @@ def _needless(files_of: FilesOf, being_copied: frozenset[str]) -> Callable[[str]
         if needed.segments is None:
             return True
         segment_name, _ = parsed
-        cold = any(info.flags & COLD and (info.first_seq, info.version) == segment_name for info in needed.segments)
-        return not cold and needed.superfluous(segment_name) is not None
+        return not needed.is_cold(segment_name) and needed.superfluous(segment_name) is not None
 
     return needless

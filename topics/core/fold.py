@@ -304,9 +304,13 @@ class Fold:
             self._settle(topic, at_end=True)
             head_ceiling = self._ram.ceiling(topic.id) or 0
             topic.head_ceiling = head_ceiling
-            # Only where a loss was accepted: segments go on behind the end of the log.
+            # Only where a loss was accepted: segments go on behind the end of the log, or were made when records were
+            # gone of which it does not say so any more.
             if topic.index.segments.last_seq > topic.head_seq:
                 topic.reaches(topic.index.segments.last_seq)
+                self._uncounted.add(topic.id)
+            if topic.index.segments.dense_from_seq > topic.earliest_seq:
+                topic.missing_below(topic.index.segments.dense_from_seq)
                 self._uncounted.add(topic.id)
             exact_head_seq = self._ram.exact_head(topic.id)
             lost_seq = exact_head_seq if ram_log_survived else head_ceiling

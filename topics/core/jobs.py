@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from heapq import heapify, heappop, heappush, merge
+from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple, Protocol
 
 from topics.core.seq_set import SeqSet
@@ -34,6 +34,9 @@ DEAD_PER_TAKE_MAX: Final = 100
 
 WALL_LOOK_MS: Final = 1_000
 """A wall clock may be set: what waits for it looks that often."""
+
+_LOOK_MAX: Final = 1024
+"""Records looked at in one go where there are only jobs of other kinds."""
 
 Holder = tuple[int, int]
 """(frontend, stream) of a `/work` stream; stream 0: the frontend carries the job to the dead letters."""
@@ -242,33 +245,47 @@ class Jobs:
             seq = heappop(self._ready)
             if seq in self._jobs:
                 ready.append(seq)
-        fresh = self._fresh(wanted)
-        chosen = list(merge(ready, fresh))[:wanted] if ready else fresh
-        last_fresh = next((seq for seq in reversed(chosen) if seq not in self._jobs), None)
-        if last_fresh is not None:
-            self._fresh_seq = last_fresh + 1
-        for seq in ready:
-            if seq > chosen[-1]:
-                heappush(self._ready, seq)
-        return sorted(seqs + chosen), dead
+        fresh = self._fresh(wanted, ready)
+        kept = wanted - len(fresh)
+        for seq in ready[kept:]:
+            heappush(self._ready, seq)
+        return sorted(seqs + ready[:kept] + fresh), dead
 
-    def _fresh(self, most: int) -> list[int]:
-        """The next jobs in order; `_fresh_seq` moves over what is none."""
+    def _fresh(self, most: int, ready: list[int]) -> list[int]:
+        """Those jobs in order that are among the first `most` of them and `ready` (ascending) together: each takes the
+        place of the last of `ready` that has one. `_fresh_seq` moves over all that was looked at, so nothing is looked
+        at twice, however many jobs of other kinds there are.
+        """
         found: list[int] = []
         records, jobs, done = self._records, self._jobs, self.done
         seq = max(self._fresh_seq, records.earliest_seq)
-        while len(found) < most and seq <= records.head_seq:
+        look = most
+        while len(found) < most:
+            place = most - len(found) - 1
+            if seq > (ready[place] if place < len(ready) else records.head_seq):
+                break
             seq = done.next_absent(seq)
-            live = records.live_from(seq, most - len(found))
+            live = records.live_from(seq, max(look, most - len(found)))
             if not live:
                 seq = records.head_seq + 1
                 break
-            if done.count:
-                found += [one for one in live if one not in jobs and one not in done]
-            else:
-                found += [one for one in live if one not in jobs]
             seq = live[-1] + 1
-        self._fresh_seq = found[0] if found else max(self._fresh_seq, seq)
+            if done.count:
+                fresh = [one for one in live if one not in jobs and one not in done]
+            else:
+                fresh = [one for one in live if one not in jobs]
+            if len(ready) + len(found) + len(fresh) <= most:
+                found += fresh
+            else:
+                for one in fresh:
+                    place = most - len(found) - 1
+                    if place < 0 or (place < len(ready) and one > ready[place]):
+                        seq = one
+                        break
+                    found.append(one)
+            if not fresh:
+                look = min(2 * look, _LOOK_MAX)
+        self._fresh_seq = max(self._fresh_seq, seq)
         return found
 
     def _track(self, seq: int, job: Job) -> Job:

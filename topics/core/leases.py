@@ -7,7 +7,7 @@ and delays run on the monotonic clock; what is told to clients and logged is the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from heapq import heappush
 from itertools import groupby
 from typing import Final, NamedTuple
@@ -154,8 +154,10 @@ class Leases(Jobs):
                 job.deliveries -= 1
                 self._return(seq, job)
 
-    def owned(self, node: str, seqs: Sequence[int], lease_nos: Sequence[int] | None) -> Marked:
-        """Those that are leased to `node`, by these very leases if given."""
+    def owned(
+        self, node: str, seqs: Sequence[int], lease_nos: Sequence[int] | None, dying: Set[int] = frozenset()
+    ) -> Marked:
+        """Those that are leased to `node`, by these very leases if given, and not `dying`."""
         found: list[int] = []
         skipped: list[int] = []
         seen: set[int] = set()
@@ -166,6 +168,7 @@ class Leases(Jobs):
                 or job.phase != Phase.LEASED
                 or job.node != node
                 or seq in seen
+                or seq in dying
                 or (lease_nos is not None and lease_nos[at] != job.lease_no)
             ):
                 skipped.append(seq)
@@ -186,10 +189,10 @@ class Leases(Jobs):
             self._set(seq, self._jobs[seq], Phase.HELD)
 
     def unhold(self, seqs: Iterable[int]) -> None:
-        """The log does not have it: leased as before."""
+        """The log does not have it: leased as before, unless it does not have the lease either."""
         for seq in seqs:
             job = self._jobs.get(seq)
-            if job is not None:
+            if job is not None and job.phase == Phase.HELD:
                 self._set(seq, job, Phase.LEASED)
                 heappush(self._due, (job.due_ms, seq))
 

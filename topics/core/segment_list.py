@@ -91,6 +91,14 @@ class SegmentList:
                 return row.last_seq
         return 0
 
+    @property
+    def dense_from_seq(self) -> int:
+        """From there on no seq is missing up to `last_seq`; 1 without any segment."""
+        at = len(self._rows) - 1
+        while at > 0 and self._rows[at - 1].last_seq + 1 == self._rows[at].first_seq:
+            at -= 1
+        return self._rows[at].first_seq if self._rows else 1
+
     def put(self, info: SegmentInfo) -> SegmentInfo | None:
         """Adds a segment, or takes it for the one of that first_seq; returns the one that was replaced.
 

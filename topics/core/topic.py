@@ -373,6 +373,10 @@ class Topic:
         if self.queue is not None:
             self.queue.gone_below(seq)
 
+    def missing_below(self, seq: int) -> None:
+        """Recovery: no segment has what was there, and the log does not say why."""
+        self._move(msgspec.structs.replace(self.floors(), earliest_seq=seq).evicted(seq, EvictReason.MIXED))
+
     def skipped(self, last_seq: int, reason: EvictReason) -> None:
         """The seqs up to `last_seq` are given to records that are lost; without live ones before, a gap in front."""
         if last_seq <= self.head_seq:

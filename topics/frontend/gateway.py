@@ -263,7 +263,7 @@ class Gateway:
 
     def _spill_failed(self, request_id: int, error: OSError) -> None:
         _log.warning("no room in shared memory for a long request", error=error.strerror)
-        self._reject(request_id)
+        self._reject(request_id, f"shared memory has no room for a request so long ({error.strerror})")
 
     def _push(self, shard: int, waiter: Waiter) -> None:
         link = self._links[shard]
@@ -273,7 +273,7 @@ class Gateway:
             return
         self._cell.add("ring_full")
         if fate is Fate.REFUSED:
-            self._reject(waiter.request_id)
+            self._reject(waiter.request_id, "as many requests as may wait for room in the shard's ring wait already")
         elif self._retry_timer is None:
             self._retry_timer = self._loop.call_later(ROOM_RETRY_S, self._retry)
 
@@ -286,7 +286,7 @@ class Gateway:
                 continue
             sent, given_up = link.lane.retry(now_s)
             for waiter in given_up:
-                self._reject(waiter.request_id)
+                self._reject(waiter.request_id, f"the shard's ring has been full for {now_s - waiter.since_s:.1f} s")
             for waiter in sent:
                 pending = self._pending.get(waiter.request_id)
                 if pending is not None:
@@ -296,19 +296,18 @@ class Gateway:
             if link.lane.waiting and self._retry_timer is None:
                 self._retry_timer = self._loop.call_later(ROOM_RETRY_S, self._retry)
 
-    def _reject(self, request_id: int) -> None:
+    def _reject(self, request_id: int, why: str) -> None:
         """Nothing of this request has reached a shard."""
         self._spills.drop(request_id)
         pending = self._pending.pop(request_id, None)
         if pending is None:
             return
         self._cell.add("throttled")
+        what = f"{why}; nothing of this request was done, send it again later"
         if pending.patient:
-            what = "the shard has had more work than it can take for too long; nothing of this request was done"
             _fail(pending.future, TopicsError("shard_unavailable", what))
         else:
-            detail = {"retry_after_ms": self.retry_after_ms}
-            _fail(pending.future, TopicsError("throttled", "the shard has more work than it can take", detail))
+            _fail(pending.future, TopicsError("throttled", what, {"retry_after_ms": self.retry_after_ms}))
 
     def _signal(self, link: _Link) -> None:
         if not link.signal_due:

@@ -84,6 +84,7 @@ class Http1Protocol(asyncio.Protocol):
         self.reading = True
         self._eof = False
         self._ending = False  # the last answer is written, input is dropped
+        self._turned_away = False
         self.writable = True
         self._can_write = asyncio.Event()
         self._discard_left = 0
@@ -107,9 +108,13 @@ class Http1Protocol(asyncio.Protocol):
         self._server = _address(transport.get_extra_info("sockname"))
         if not self._factory.connections.add(self):
             # Many are to be turned away cheaply: no time to read a request, let alone to answer it.
-            self._ending = True
-            self._transport.write(error_answer("throttled", "the service has as many connections as it may have"))
-            self._transport.close()
+            answer, self._turned_away = self._factory.connections.turn_away()
+            self._transport.write(answer)
+            if self._turned_away:
+                self._end()
+            else:
+                self._ending = True
+                self._transport.close()
             return
         self._settle(first_timeout_ms=self._limits.header_timeout_ms)
         if self.draining:
@@ -120,6 +125,7 @@ class Http1Protocol(asyncio.Protocol):
         self._ending = True
         self._disarm()
         self._factory.connections.forget(self)
+        self._factory.connections.turned_away -= self._turned_away
         self._can_write.set()
         self._parser.close()
         self._pending = bytearray()

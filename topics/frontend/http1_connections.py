@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
+from topics.frontend.http1_wire import error_answer
 from topics.shm.cap import Cap
 
 if TYPE_CHECKING:
     from topics.frontend.http1 import Http1Protocol
+
+
+TURNED_AWAY_MAX: Final = 1024
+"""Connections of one process that are told that they are too many and may take their time to read it."""
 
 
 class Connections:
@@ -22,6 +27,7 @@ class Connections:
         self.draining = False
         self.requests = 0
         self.open: set[Http1Protocol] = set()
+        self.turned_away = 0
         self.tasks: set[asyncio.Task[None]] = set()
         """Running app calls; the loop itself keeps only weak references."""
         self._changed = asyncio.Event()
@@ -32,6 +38,13 @@ class Connections:
             return False
         self.open.add(connection)
         return True
+
+    def turn_away(self) -> tuple[bytes, bool]:
+        """(What one too many is told, whether it may stay until it has read that); if so, `turned_away` counts it."""
+        assert self.places is not None
+        reached = self.places.reached()
+        self.turned_away += (stays := self.turned_away < TURNED_AWAY_MAX)
+        return error_answer(reached.code, reached.message, reached.detail), stays
 
     def begin_drain(self) -> None:
         """Close what is idle; what is busy finishes its request with `connection: close`. Can be repeated."""

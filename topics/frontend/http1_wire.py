@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Final
 
@@ -18,10 +19,13 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def error_answer(code: str, message: str, *, with_body: bool = True) -> bytes:
+def error_answer(
+    code: str, message: str, detail: Mapping[str, object] | None = None, *, with_body: bool = True
+) -> bytes:
     """A whole answer that did not come from the app (api §0.6); the connection closes after it."""
     status = STATUS_BY_CODE[code]
-    body = msgspec.json.encode({"error": {"code": code, "message": message}})
+    error = {"code": code, "message": message} | ({"detail": detail} if detail else {})
+    body = msgspec.json.encode({"error": error})
     allow = b"allow: DELETE, GET, HEAD, OPTIONS, POST, PUT\r\n" if code == "method_not_allowed" else b""
     retry = b"retry-after: 1\r\n" if status in (429, 503) else b""
     return b"%bcontent-type: application/json\r\n%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (

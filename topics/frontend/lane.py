@@ -1,8 +1,12 @@
 """The way to one shard: its request ring, and in front of it, bounded, those who found the ring full.
 
-offer ──▶ [ waiting, first come first ] ──▶ ring ──▶ the shard
-               │ ROOM_WAIT_S is over, or too many wait, or the service refuses
-               └─▶ given up: nothing of it has reached the shard
+offer ──▶ [ hasty   ] ─┐                 ┌─▶ ring ──▶ the shard
+      ──▶ [ patient ] ─┼─ oldest first ──┤
+      ──▶ [ posts   ] ─┘                 └─▶ given up, its time is over: nothing of it has reached the shard
+
+Three queues, each by age, so that those whose time is over stand in front; each with a bound of its own, so that a
+crowd of one kind takes no place of another. They are sent in one order, that of `request_id`: a post never overtakes
+the request that it follows, nor the other way round.
 """
 
 from __future__ import annotations
@@ -19,13 +23,14 @@ from topics.shm.ring import Ring
 ROOM_WAIT_S: Final = 0.25
 """How long a request waits for room in a full ring before it is told to come back later."""
 WAITERS_MAX: Final = 1024
-WAITING_BYTES_MAX: Final = 64 * 2**20
-"""What all requests that wait for room in one ring may hold in memory."""
+"""How many of one kind wait for room in one ring."""
+WAITING_BYTES_MAX: Final = 32 * 2**20
+"""What they may hold in memory. Posts have no bound: nobody would know of one that was dropped, and they are short."""
 
 
 class Waiter(msgspec.Struct):
     """A message on its way. Without an end (`expires_s` None) it is kept until there is room: nobody awaits it. A
-    `patient` one is not refused for the ring being full, only when too many wait or its time is over.
+    `patient` one is not refused for the ring being full, only when too many of its kind wait or its time is over.
     """
 
     parts: list[Part]
@@ -42,15 +47,37 @@ class Fate(Enum):
     REFUSED = 2
 
 
+class _Queue:
+    """Waiters of one kind."""
+
+    __slots__ = ("size_bytes", "waiters")
+
+    def __init__(self) -> None:
+        self.waiters: deque[Waiter] = deque()
+        self.size_bytes = 0
+
+    def has_room_for(self, waiter: Waiter) -> bool:
+        return len(self.waiters) < WAITERS_MAX and self.size_bytes + waiter.length_bytes <= WAITING_BYTES_MAX
+
+    def add(self, waiter: Waiter) -> None:
+        self.waiters.append(waiter)
+        self.size_bytes += waiter.length_bytes
+
+    def pop(self) -> Waiter:
+        waiter = self.waiters.popleft()
+        self.size_bytes -= waiter.length_bytes
+        return waiter
+
+
 class Lane:
     """One per shard. `request_id` grows with every message: it is the order among those who wait."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        # Apart, so that those whose time is over are in front of their queue.
-        self._hasty: deque[Waiter] = deque()
-        self._patient: deque[Waiter] = deque()
-        self._waiting_bytes = 0
+        self._hasty = _Queue()
+        self._patient = _Queue()
+        self._posts = _Queue()
+        self._queues = (self._hasty, self._patient, self._posts)
 
     @property
     def message_max_bytes(self) -> int:
@@ -59,7 +86,7 @@ class Lane:
     @property
     def waiting(self) -> int:
         """How many wait for room."""
-        return len(self._hasty) + len(self._patient)
+        return sum([len(queue.waiters) for queue in self._queues])
 
     @property
     def fullness(self) -> float:
@@ -70,13 +97,13 @@ class Lane:
         """Sends it, or lets it wait; when `refusing` who is not patient does not."""
         if not self.waiting and self._ring.push(*waiter.parts):
             return Fate.SENT
-        if waiter.expires_s is not None:
-            too_many = self.waiting >= WAITERS_MAX or self._waiting_bytes + waiter.length_bytes > WAITING_BYTES_MAX
-            if too_many or (refusing and not waiter.patient):
-                return Fate.REFUSED
-        patient = waiter.patient or waiter.expires_s is None
-        (self._patient if patient else self._hasty).append(waiter)
-        self._waiting_bytes += waiter.length_bytes
+        if waiter.expires_s is None:
+            self._posts.add(waiter)
+            return Fate.WAITS
+        queue = self._patient if waiter.patient else self._hasty
+        if not queue.has_room_for(waiter) or (refusing and not waiter.patient):
+            return Fate.REFUSED
+        queue.add(waiter)
         return Fate.WAITS
 
     def retry(self, now_s: float) -> tuple[list[Waiter], list[Waiter]]:
@@ -84,21 +111,11 @@ class Lane:
         sent: list[Waiter] = []
         given_up: list[Waiter] = []
         for queue in (self._hasty, self._patient):
-            while queue and queue[0].expires_s is not None and queue[0].expires_s <= now_s:
-                given_up.append(self._pop(queue))
-        while self.waiting:
-            queue = self._first()
-            if not self._ring.push(*queue[0].parts):
+            while queue.waiters and (queue.waiters[0].expires_s or 0.0) <= now_s:
+                given_up.append(queue.pop())
+        while busy := [queue for queue in self._queues if queue.waiters]:
+            oldest = min(busy, key=lambda queue: queue.waiters[0].request_id)
+            if not self._ring.push(*oldest.waiters[0].parts):
                 break
-            sent.append(self._pop(queue))
+            sent.append(oldest.pop())
         return sent, given_up
-
-    def _first(self) -> deque[Waiter]:
-        if self._hasty and self._patient:
-            return min(self._hasty, self._patient, key=lambda queue: queue[0].request_id)
-        return self._hasty or self._patient
-
-    def _pop(self, queue: deque[Waiter]) -> Waiter:
-        waiter = queue.popleft()
-        self._waiting_bytes -= waiter.length_bytes
-        return waiter

@@ -50,7 +50,7 @@ class OpenSegment:
         self._idx = map_file(self.idx_path, info.records * ENTRY_LEN)
         self._data: mmap.mmap | bytes | None = None
         self.is_cold = False
-        """Only the cold tier has its data."""
+        """The cold tier has its data, and this directory for a while at most."""
         self._checked = bytearray(checked.ljust(info.records, b"\0"))
         """1: the frame of this record was found to be whole since this was mapped."""
 
@@ -61,6 +61,16 @@ class OpenSegment:
         if self._data is None:
             self._data = map_file(self.data_path, self.data_bytes)
         return self._data
+
+    def data_here(self) -> mmap.mmap | bytes | None:
+        """`data`; None when only the cold tier has them. They stay here for a while after they have become cold."""
+        if not self.is_cold:
+            return self.data()
+        self.let_go(unless_there=True)
+        try:
+            return self.data()
+        except FileNotFoundError:
+            return None
 
     def let_go(self, unless_there: bool = False) -> None:
         """A file that was removed takes space until the last map of it is gone."""
@@ -88,15 +98,16 @@ class OpenSegment:
         columns: Columns,
         starts: list[int],
         again: bool = False,
+        fetched: bool = False,
     ) -> None:
         """That these frames are whole (`segment_columns.check_frames`): once for bytes that are mapped unless it has to
-        be `again`, every time for others. Raises CorruptSegment.
+        be `again`, every time for those that were `fetched` from the cold tier. Raises CorruptSegment.
         """
         start = first_seq - self.first_seq
         end = start + len(starts)
-        if again or self.is_cold or self._checked.find(0, start, end) >= 0:
+        if again or fetched or self._checked.find(0, start, end) >= 0:
             check_frames(self.data_path, buffer, base, first_seq, columns, starts)
-            if not self.is_cold:
+            if not fetched:
                 self._checked[start:end] = _CHECKED * (end - start)
 
     @property
@@ -134,8 +145,6 @@ class SegmentFiles:
                 self._open.popitem(last=False)
         self._open.move_to_end(key)
         opened.is_cold = bool(info.flags & COLD)
-        if opened.is_cold:
-            opened.let_go()
         return opened
 
     def sweep(self) -> None:

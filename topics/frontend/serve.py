@@ -12,7 +12,7 @@ import contextlib
 import logging
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Final, Literal, cast
 
@@ -28,9 +28,7 @@ from topics.frontend.asgi import TRANSPORT, AsgiApp, Receive, Scope, Send
 from topics.frontend.http1 import Http1Factory
 from topics.frontend.http1_connections import Connections
 from topics.frontend.http1_parser import HttpLimits
-from topics.frontend.http1_wire import error_answer
 from topics.log import get_logger
-from topics.shm.cap import Cap
 
 HttpProtocol = Literal["httptools", "stock"]
 WS_PING_INTERVAL_S: Final = 30.0
@@ -73,7 +71,7 @@ async def serve(
         lifespan_task.result()  # an app without life span has ended without an error
 
     connections = connections if connections is not None else Connections()
-    others = HypercornConnections(app, config, state, limits, connections.places)
+    others = HypercornConnections(app, config, state, limits, connections)
     factory: Callable[[], asyncio.BaseProtocol] = (
         others.protocol if http_protocol == "stock" else Http1Factory(app, limits, connections, others.take, state)
     )
@@ -175,9 +173,10 @@ class HypercornConnections:
     """Connections that Hypercorn's own protocols serve."""
 
     def __init__(
-        self, app: AsgiApp, config: Config, state: dict[str, Any], limits: HttpLimits, places: Cap | None
+        self, app: AsgiApp, config: Config, state: dict[str, Any], limits: HttpLimits, connections: Connections
     ) -> None:
-        self._places = places
+        self._connections = connections
+        self._places = connections.places
         self._app = app
         self._config = config
         self._state = state
@@ -204,15 +203,33 @@ class HypercornConnections:
         self, context: _ConnectionContext, has_place: bool, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         if self._places is not None and not has_place and not self._places.claim():
-            writer.write(error_answer("throttled", "the service has as many connections as it may have"))
-            writer.close()
+            self._start(context, self._turn_away(reader, writer))
             return
         writer.transport.set_write_buffer_limits(high=self._limits.write_high_water_bytes)
-        task = self._loop.create_task(self._serve(context, reader, writer))
+        self._start(context, self._serve(context, reader, writer))
+
+    def _start(self, context: _ConnectionContext, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
         self.tasks.add(task)
         self._contexts.add(context)
         task.add_done_callback(self.tasks.discard)
         task.add_done_callback(lambda _: self._contexts.discard(context))
+
+    async def _turn_away(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answer, stays = self._connections.turn_away()
+        writer.write(answer)
+        if stays:
+            try:
+                writer.write_eof()
+                # As `Http1Protocol._end`: a reset must not overtake the answer.
+                async with asyncio.timeout(self._limits.linger_ms / 1000):
+                    while await reader.read(self._limits.read_high_water_bytes):
+                        pass
+            except (TimeoutError, OSError):
+                pass
+            finally:
+                self._connections.turned_away -= 1
+        writer.close()
 
     async def _serve(
         self, context: _ConnectionContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -64,7 +64,7 @@ class Source:
         self._view = view
         self._table: tuple[SegmentInfo, ...] | None = None
         self.cold_segments: set[int] = set()
-        """First seqs of those in the cold tier that runs were taken from."""
+        """First seqs of those that runs were taken from the cold tier of."""
 
     # -- when
 
@@ -158,16 +158,17 @@ class Source:
         buffer: bytes | mmap = b""
         base = starts[0]
         if end:
-            if opened.is_cold:
+            data = opened.data_here()
+            if data is None:
                 buffer, base = self._cold_tier(opened).extent(opened.name, base, end, info.data_bytes)
                 self.cold_segments.add(info.first_seq)
             elif end - base <= _COPY_MAX_BYTES:
-                buffer = opened.data()[base:end]
+                buffer = data[base:end]
             else:
-                buffer, base = opened.data(), 0
+                buffer, base = data, 0
             if base:
                 starts = [start - base for start in starts]
-            opened.check(buffer, base, first_seq, columns, starts, again)
+            opened.check(buffer, base, first_seq, columns, starts, again, fetched=data is None)
         return Run(first_seq, columns.ts, starts, columns.lengths, columns.flags, buffer, SEGMENT_FRAME)
 
     def _cold_tier(self, opened: OpenSegment) -> ColdTier:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Final, Literal, get_args
 
 KillPoint = Literal[
+    "checkpoint.followed",  # a cut has read the log up to where it is going to be a snapshot of, and looked no further
     "checkpoint.copied",  # records are in the segment's files, not synced
     "checkpoint.sealed",  # a segment has its postings; its mark is not in the log
     "checkpoint.synced",  # all segments of a cut are on the disk; the shard has not heard of them

@@ -65,6 +65,7 @@ TAIL: Final = Struct("<QB")
 TAIL_LEN: Final = TAIL.size
 ENTRY: Final = Struct("<IIQB3x")
 ENTRY_LEN: Final = ENTRY.size
+ENTRY_FLAGS_AT: Final = 16
 DELETED: Final = 0xD5
 LOG_FRAME_EXTRA_LEN: Final = 8
 """A record's frame in the log is so much longer than its frame here."""

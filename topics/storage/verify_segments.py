@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from topics.core.location import ENTRY_WORDS
+from topics.core.location import ENTRY_WORDS, LOCATION_DELETED
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, read_all
 from topics.storage.postings import CorruptPostings, Postings
-from topics.storage.segment import ENTRY_LEN, SegmentReader
+from topics.storage.segment import ENTRY_FLAGS_AT, ENTRY_LEN, SegmentReader
 from topics.storage.verify_report import Kind, Report
 
 
@@ -34,33 +34,83 @@ class SegmentCheck:
         is_sealed = bool(info.flags & SEALED)
         idx_path = layout.segment_idx_path(directory, *name)
         idx = self._committed(idx_path, info.records * ENTRY_LEN, f"up to seq {info.last_seq}", is_sealed)
-        data_path = layout.segment_data_path(directory, *name)
-        is_cold = bool(info.flags & COLD) and not self._fs.exists(data_path)
-        if is_cold and self._cold_dir is not None:
-            data_path = layout.segment_data_path(layout.topic_dir(self._cold_dir, topic_id), *name)
-        data: bytes | None = None
-        if is_cold and self._cold_dir is None:
-            self._report.note(f"{data_path}: is in the cold directory, which was not looked at")
-        else:
-            data = self._committed(data_path, info.data_bytes, "of this segment", is_sealed)
-        if idx is None or (data is None and not is_cold):
+        if idx is None:
             return
-        reader = SegmentReader(directory, info.first_seq, idx, data or b"", info.version)
-        self._report.segment_records += reader.records
-        whole = data is not None
-        ts = reader.entries(info.first_seq, info.last_seq)[1::ENTRY_WORDS] if reader.records else None
-        if ts is not None and (ts[0], ts[-1]) != (info.first_ts, info.last_ts):
-            whole = False
+        self._report.segment_records += info.records
+        bare = SegmentReader(directory, info.first_seq, idx, b"", info.version)
+        ts = bare.entries(info.first_seq, info.last_seq)[1::ENTRY_WORDS] if info.records else None
+        is_in_time = ts is None or (ts[0], ts[-1]) == (info.first_ts, info.last_ts)
+        if ts is not None and not is_in_time:
             self._report.damaged(
                 Kind.SEGMENT, idx_path, 0, f"is of {ts[0]} to {ts[-1]}, the log says {info.first_ts} to {info.last_ts}"
             )
-        if data is not None:
-            for defect in reader.damage(is_deleting or bool(info.flags & COLD)):
-                whole = False
-                path = data_path if defect.path == reader.data_path else defect.path
-                self._report.damaged(Kind.SEGMENT, path, defect.offset, defect.reason)
+        whole: SegmentReader | None = None
+        said: set[tuple[str, int]] = set()
+        for path in self._places(topic_id, directory, info):
+            reader = self._data(directory, info, idx, path, is_deleting, said)
+            whole = whole or reader
         if is_sealed:
-            self._postings(directory, reader, whole, info.version)
+            self._postings(directory, whole or bare, whole is not None and is_in_time, info.version)
+        if info.flags & COLD and self._cold_dir is not None:
+            self._copies(layout.topic_dir(self._cold_dir, topic_id), directory, name, idx)
+
+    def _places(self, topic_id: int, directory: str, info: SegmentInfo) -> list[str]:
+        """Where its data have to be right: for a while after a segment has become cold, in both directories."""
+        name = (info.first_seq, info.version)
+        hot_path = layout.segment_data_path(directory, *name)
+        if not info.flags & COLD:
+            return [hot_path]
+        places = [hot_path] if self._fs.exists(hot_path) else []
+        if self._cold_dir is None:
+            self._report.note(f"{hot_path}: is in the cold directory, which was not looked at")
+        else:
+            places.append(layout.segment_data_path(layout.topic_dir(self._cold_dir, topic_id), *name))
+        return places
+
+    def _data(
+        self,
+        directory: str,
+        info: SegmentInfo,
+        idx: bytes,
+        path: str,
+        is_deleting: bool,
+        said: set[tuple[str, int]],
+    ) -> SegmentReader | None:
+        """The segment with the data at that place, None when not all of it is right; `said` is what was said of its
+        index already.
+        """
+        try:
+            data = self._committed(path, info.data_bytes, "of this segment", bool(info.flags & SEALED))
+        except FileNotFoundError:
+            self._report.damaged(Kind.SEGMENT, path, 0, "the file is missing")
+            return None
+        if data is None:
+            return None
+        reader = SegmentReader(directory, info.first_seq, idx, data, info.version)
+        whole = True
+        for defect in reader.damage(is_deleting or bool(info.flags & COLD)):
+            whole = False
+            found = (path if defect.path == reader.data_path else defect.path, defect.offset)
+            if found not in said:
+                self._report.damaged(Kind.SEGMENT, *found, defect.reason)
+            if found[0] != path:
+                said.add(found)
+        return reader if whole else None
+
+    def _copies(self, cold: str, directory: str, name: tuple[int, int], idx: bytes) -> None:
+        """What lies beside cold data is what it was copied from, but for deletions: those are marked here alone."""
+        for kind, path_of in ((Kind.SEGMENT, layout.segment_idx_path), (Kind.POSTINGS, layout.segment_tags_path)):
+            path = path_of(cold, *name)
+            try:
+                copy = read_all(self._fs, path)
+                original = idx if kind == Kind.SEGMENT else read_all(self._fs, path_of(directory, *name))
+            except FileNotFoundError as error:
+                if error.filename == path:
+                    self._report.damaged(kind, path, 0, "the file is missing")
+                continue
+            at = _first_difference(copy, original, kind == Kind.SEGMENT)
+            if at is not None:
+                self._report.damaged(kind, path, at, f"is no copy of {path_of(directory, *name)}")
 
     def _committed(self, path: str, length: int, what: str, is_sealed: bool) -> bytes | None:
         """A file without what was being appended when the writer stopped; None when it is shorter than it should be."""
@@ -117,3 +167,14 @@ class SegmentCheck:
                 expected.setdefault(tag, []).append(seq)
             if list(postings.items()) != sorted(expected.items()):
                 self._report.damaged(Kind.POSTINGS, path, 0, "does not list the tags that the segment's records have")
+
+
+def _first_difference(copy: bytes, original: bytes, is_idx: bool) -> int | None:
+    """Where a copy is not what it was made of. In an index, records that were deleted since are none."""
+    if copy == original:
+        return None
+    for at, (copied, there) in enumerate(zip(copy, original, strict=False)):
+        was_deleted = is_idx and at % ENTRY_LEN == ENTRY_FLAGS_AT and copied | LOCATION_DELETED == there
+        if copied != there and not was_deleted:
+            return at
+    return None if len(copy) == len(original) else min(len(copy), len(original))

@@ -80,7 +80,7 @@ class GroupCommit:
                 del self._capped[topic_id]
             durable = self._cap_marks(hosted for id, hosted in told.items() if id not in floors_of) + durable
         failed = self._write(durable, ram)
-        for operation, refusal in failed:
+        for operation, refusal in reversed(failed):  # the last first: each finds what it left behind
             if operation.undo is not None:
                 operation.undo()
             if operation.answer is not None:

@@ -33,6 +33,8 @@ class Outbox:
         self._journal = shared.journals[shard]
         self._long_reply_path = f"{SHM_ROOT}/topics-{shared.identity}-reply-{shard}-"
         self._read = [pair.requests.consumed for pair in self._rings]
+        self._first = 0
+        """The ring that the next group begins with."""
         self._waiting: list[deque[tuple[bytearray | None, int]]] = [deque() for _ in self._rings]
         self._unanswered: list[JournalEntry] = []
         self._group: list[JournalEntry] = []
@@ -45,10 +47,13 @@ class Outbox:
     def requests(self) -> Iterator[tuple[int, memoryview, int]]:
         """(frontend, message, position behind it) of what is new, bounded to one group's worth.
 
-        A frontend that does not take its answers is not read from: the ring behind it fills, and it feels that.
+        A frontend that does not take its answers is not read from: the ring behind it fills, and it feels that. Where
+        a group is full the next one begins with the ring behind, so that one that is never empty starves no other.
         """
         count = size_bytes = 0
-        for frontend, pair in enumerate(self._rings):
+        for turn in range(self._first, self._first + len(self._rings)):
+            frontend = turn % len(self._rings)
+            pair = self._rings[frontend]
             if self._waiting[frontend]:
                 continue
             for message, position in pair.requests.peek(self._read[frontend]):
@@ -59,6 +64,7 @@ class Outbox:
                     break
                 count += 1
                 if count >= REQUESTS_PER_GROUP_MAX or size_bytes >= BYTES_PER_GROUP_MAX:
+                    self._first = (frontend + 1) % len(self._rings)
                     return
 
     @property

@@ -28,7 +28,7 @@ class QueueWrites:
         time: StepClock,
     ) -> None:
         self._group = group
-        self._commit = commit
+        self.commit = commit
         self._expire = expire
         self._log_copies = log_copies
         self._time = time
@@ -55,9 +55,9 @@ class QueueWrites:
         config = topic.config
         capped = (config.cap_records or config.cap_bytes) and config.discard == "old"
         if capped and topic.id in self._group.touched:
-            self._commit()
+            self.commit()
         if config.ttl_ms and topic.expired_below(self._time.now.wall_ms) > topic.earliest_seq:
-            self._commit()
+            self.commit()
             self._expire(hosted)
 
     def dying(self, hosted: Hosted) -> Set[int]:

@@ -17,7 +17,7 @@ from typing import Final
 from topics.core.config import TopicConfig
 from topics.core.control_bodies import encode_body
 from topics.core.errors import not_a_queue, topic_not_found
-from topics.core.leases import Leased, Leases
+from topics.core.leases import Leased, Leases, Marked
 from topics.core.queue_log import AckBody
 from topics.core.seq_set import runs_of
 from topics.shm import messages
@@ -152,7 +152,7 @@ class Queues:
                 self._extend(call, answer)
             case Unclaim():
                 hosted, leases = self._queue(call.name)
-                seqs = leases.owned(call.node, call.seqs, call.lease_nos).seqs
+                seqs = self._owned(hosted, leases, call).seqs
                 leases.unclaim(seqs)
                 self._writes.leases(hosted, seqs)
                 answer.reply = messages.encode_reply(answer.request_id, Done())
@@ -162,12 +162,13 @@ class Queues:
                 self._close(call, answer)
             case Bury():
                 hosted, leases = self._queue(call.name)
-                seqs = leases.carried_by(answer.frontend, call.seqs)
+                seqs = leases.carried_by(answer.frontend, set(call.seqs) - self._writes.dying(hosted))
                 answer.reply = messages.encode_reply(answer.request_id, RemoveReply(len(seqs)))
                 self._writes.removal(hosted, seqs, answer, dead_letters=len(seqs))
             case Exhume():
                 hosted, leases = self._queue(call.name)
-                self._release(hosted, leases, leases.carried_by(answer.frontend, call.seqs), call.delay_ms)
+                seqs = leases.carried_by(answer.frontend, set(call.seqs) - self._writes.dying(hosted))
+                self._release(hosted, leases, seqs, call.delay_ms)
                 answer.reply = messages.encode_reply(answer.request_id, Done())
             case Remove():
                 self._remove_records(call, answer)
@@ -184,6 +185,10 @@ class Queues:
         leases.advance(self._time.now)
         self.changed(hosted)
         return hosted, leases
+
+    def _owned(self, hosted: Hosted, leases: Leases, call: Ack | Nack | Extend | Unclaim) -> Marked:
+        """The jobs it names that are its consumer's. Those whose removal is prepared in this group are nobody's."""
+        return leases.owned(call.node, call.seqs, call.lease_nos, self._writes.dying(hosted))
 
     def _claim(self, call: Claim, answer: Answer) -> None:
         hosted, leases = self._queue(call.name)
@@ -202,7 +207,7 @@ class Queues:
     def _ack(self, call: Ack, answer: Answer) -> None:
         hosted, leases = self._queue(call.name)
         topic = hosted.topic
-        seqs, skipped = leases.owned(call.node, call.seqs, call.lease_nos)
+        seqs, skipped = self._owned(hosted, leases, call)
         leases.hold(seqs)
         reply = AckReply(len(seqs), skipped, leases.ready, leases.in_flight)
         answer.reply = messages.encode_reply(answer.request_id, reply)
@@ -221,7 +226,7 @@ class Queues:
 
     def _nack(self, call: Nack, answer: Answer) -> None:
         hosted, leases = self._queue(call.name)
-        seqs, skipped = leases.owned(call.node, call.seqs, call.lease_nos)
+        seqs, skipped = self._owned(hosted, leases, call)
         now = self._time.now
         if not hosted.topic.config.leases_durable:
             leases.give_back(seqs, call.delay_ms, now)
@@ -245,7 +250,7 @@ class Queues:
 
     def _extend(self, call: Extend, answer: Answer) -> None:
         hosted, leases = self._queue(call.name)
-        seqs, skipped = leases.owned(call.node, call.seqs, call.lease_nos)
+        seqs, skipped = self._owned(hosted, leases, call)
         former = leases.extend(seqs, call.lease_ms, self._time.now)
         reply = ExtendReply(seqs, skipped, self._time.now.wall_ms + call.lease_ms)
         answer.reply = messages.encode_reply(answer.request_id, reply)
@@ -259,6 +264,8 @@ class Queues:
 
     def _close(self, call: WorkClose, answer: Answer) -> None:
         answer.reply = messages.encode_reply(answer.request_id, Done())
+        # An end of a job that is prepared is the job's end; if the log refuses it, the job is this stream's again.
+        self._writes.commit()
         hosted = self._find(call.name)
         if hosted is None or hosted.topic.queue is None:
             return

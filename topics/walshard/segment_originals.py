@@ -50,11 +50,14 @@ class SegmentOriginals:
         path = layout.segment_data_path(layout.topic_dir(self._data_dir, topic_id), info.first_seq, info.version)
         if not start < end <= info.data_bytes:
             raise ValueError(f"{path}: records {first_seq} and following are said to lie at {start}..{end}")
-        if not info.flags & COLD:
+        try:
+            # Also of a cold one: its data are here as well for a while, and need no waiting.
             content = memoryview(self._pread(path, start, end))
-        elif self._cold is None:
-            raise ValueError(f"{path} is in the cold directory, and TOPICS_COLD_DIR is not set")
-        else:
+        except FileNotFoundError:
+            if not info.flags & COLD:
+                raise
+            if self._cold is None:
+                raise ValueError(f"{path} is in the cold directory, and TOPICS_COLD_DIR is not set") from None
             name = layout.segment_data_path(f"{topic_id:016x}", info.first_seq, info.version)
             content = self._cold.get(name, start, end, info.data_bytes)
         for seq, offset_len in enumerate(offset_lens, first_seq):

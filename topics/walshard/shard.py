@@ -226,6 +226,7 @@ class Shard:
             case Unwatch():
                 self._watchers.unwatch(call, answer.frontend)
             case Hello():
+                self._commit_group()
                 self._watchers.frontend_died(answer.frontend)
                 self._sessions.frontend_died(answer.frontend, self._time.now.mono_ms)
                 self._queues.frontend_died(answer.frontend, list(self._catalog))
@@ -291,9 +292,7 @@ class Shard:
     def sweep(self) -> None:
         """Once a second: expiry of topics nobody touches, collection of idle sessions."""
         self._time.look()
-        for hosted in list(self._catalog):
-            if hosted.topic.config.ttl_ms:
-                self._deletes.expire(hosted)
+        self._deletes.sweep()
         self._session_calls.collect()
         self._files.mark_again()
         self.routing.sweep()

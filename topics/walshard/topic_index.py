@@ -163,12 +163,8 @@ class TopicIndex:
 
     def flag_moved(self, seqs: Sequence[int]) -> None:
         """Deleted records, ascending: those that segments have by now are marked there, whatever was before."""
-        start = 0
-        for info in self.segments.between(seqs[0], seqs[-1]) if seqs else ():
-            start = bisect_left(seqs, info.first_seq, start)
-            end = bisect_left(seqs, info.last_seq + 1, start)
-            self._files.mark(self.topic_id, info, seqs[start:end])
-            start = end
+        for info, part in self._in_segments(seqs):
+            self._files.mark(self.topic_id, info, part)
 
     def drop_before(self, seq: int) -> None:
         for info in self.segments.drop_below(seq):
@@ -188,20 +184,25 @@ class TopicIndex:
         if seq > self.ring.next_seq:
             self.ring.skip_to(seq)
 
-    def _by_segment(self, seqs: Sequence[int]) -> Iterable[tuple[SegmentInfo | None, list[int]]]:
-        """The seqs, each with its segment's others; None for those in the ring."""
-        at = 0
-        while at < len(seqs):
-            if seqs[at] >= self.ring.base_seq:
-                yield None, list(seqs[at:])
-                return
-            info = self.segments.at(seqs[at])
-            assert info is not None, (self.topic_id, seqs[at])
-            end = at + 1
-            while end < len(seqs) and seqs[end] <= info.last_seq:
-                end += 1
-            yield info, list(seqs[at:end])
-            at = end
+    def _by_segment(self, seqs: Sequence[int]) -> Iterable[tuple[SegmentInfo | None, Sequence[int]]]:
+        """The seqs, each with its segment's others; None for those in the ring.
+
+        Seqs below the ring that no segment has are gone, and left out: segments of a snapshot are made behind its place
+        in the log, and may lack records of which the log says only then that they go.
+        """
+        in_ring = bisect_left(seqs, self.ring.base_seq)
+        yield from self._in_segments(seqs[:in_ring])
+        if in_ring < len(seqs):
+            yield None, seqs[in_ring:]
+
+    def _in_segments(self, seqs: Sequence[int]) -> Iterable[tuple[SegmentInfo, Sequence[int]]]:
+        start = 0
+        for info in self.segments.between(seqs[0], seqs[-1]) if seqs else ():
+            start = bisect_left(seqs, info.first_seq, start)
+            end = bisect_left(seqs, info.last_seq + 1, start)
+            if end > start:
+                yield info, seqs[start:end]
+            start = end
 
 
 def _is_deleted(file_flags: int) -> bool:

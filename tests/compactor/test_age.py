@@ -1,0 +1,54 @@
+"""A segment is sealed when it is old, whether anything is written or not (storage.md Segments, SEGMENT_MAX_AGE_MS)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.walshard.compaction import Compaction
+from tests.walshard.rig import Rig
+from topics.core.segment_list import SEALED
+
+AGE_MS = 5_000
+
+
+@pytest.fixture
+def compaction(tmp_path: Path) -> Iterator[Compaction]:
+    rig = Rig(str(tmp_path), segment_max_age_ms=str(AGE_MS))
+    yield Compaction(rig)
+    rig.close()
+
+
+def settle(compaction: Compaction) -> None:
+    """What the process does when it is time for a cut, as long as there is reason for one."""
+    for _ in range(5):
+        if not compaction.compactor.has_news:
+            return
+        compaction.cut()
+    pytest.fail("an idle service is cut again and again")
+
+
+def test_an_idle_service_seals_what_is_old(compaction: Compaction) -> None:
+    compaction.rig.append("t", b"1", b"2")
+    settle(compaction)
+    assert [info.flags for info in compaction.segments("t")] == [0]
+    compaction.rig.clock.ms += AGE_MS
+    settle(compaction)
+    assert [info.flags for info in compaction.segments("t")] == [SEALED]
+
+
+def test_one_that_cannot_be_sealed_is_no_news_for_ever(compaction: Compaction) -> None:
+    compaction.rig.append("t", b"1", b"2")
+    settle(compaction)
+    path = next(Path(compaction.rig.settings.data_dir).rglob("*.data"))
+    content = path.read_bytes()
+    path.write_bytes(content[:-5])
+    compaction.rig.clock.ms += AGE_MS
+    settle(compaction)
+    path.write_bytes(content)
+    compaction.rig.append("t", b"3")
+    settle(compaction)
+    assert compaction.segments("t")[0].flags == SEALED
+    assert [seq for seq, _ in compaction.read("t")] == [1, 2, 3]

@@ -1,0 +1,66 @@
+"""Which copy is next, and which comes again when."""
+
+from __future__ import annotations
+
+from topics.compactor.copy_queue import PAUSE_MS, RETRY_MAX_MS, RETRY_MS, Copy, CopyQueue
+from topics.core.segment_list import SEALED, SegmentInfo
+
+
+def copy(number: int) -> Copy:
+    return Copy(0, 7, SegmentInfo(number * 10 + 1, number * 10 + 10, 0, 0, 100, 0, SEALED))
+
+
+def test_each_is_there_once_and_the_oldest_is_first() -> None:
+    queue = CopyQueue()
+    for number in (1, 2, 1, 3, 2):
+        queue.add(copy(number))
+    assert len(queue) == 3
+    first = queue.take(0)
+    assert first == copy(1)
+    queue.add(copy(1))  # while it is being copied
+    assert [queue.take(0), queue.take(0), queue.take(0)] == [copy(2), copy(3), None]
+    queue.done(first)
+    queue.add(first)
+    assert queue.take(0) == first
+
+
+def test_one_that_fails_holds_up_no_other_and_comes_later_each_time() -> None:
+    queue = CopyQueue()
+    for number in range(4):
+        queue.add(copy(number))
+    assert queue.take(0) == copy(0)
+    queue.failed(copy(0), 0)
+    assert queue.take(PAUSE_MS - 1) is None
+    for number in range(1, 4):
+        assert queue.in_doubt == (number == 1)
+        assert queue.take(PAUSE_MS) == copy(number)
+        queue.done(copy(number))
+    now_ms, waits = 0, []
+    for _ in range(7):
+        due_ms = now_ms
+        while queue.take(due_ms) is None:
+            due_ms += 100
+        waits.append(due_ms - now_ms)
+        now_ms = due_ms
+        queue.failed(copy(0), now_ms)
+    assert waits == [RETRY_MS, 2 * RETRY_MS, 4 * RETRY_MS, 8 * RETRY_MS, *[RETRY_MAX_MS] * 3]
+
+
+def test_when_all_fail_less_and_less_is_tried_until_one_succeeds() -> None:
+    queue = CopyQueue()
+    for number in range(100):
+        queue.add(copy(number))
+    tries = now_ms = 0
+    while now_ms < 20 * RETRY_MS:
+        taken = queue.take(now_ms)
+        if taken is not None:
+            tries += 1
+            queue.failed(taken, now_ms)
+        now_ms += 50
+    assert tries < 30
+    assert len(queue) == 100
+    now_ms += RETRY_MS
+    taken = queue.take(now_ms)
+    assert taken is not None
+    queue.done(taken)
+    assert queue.take(now_ms) is not None

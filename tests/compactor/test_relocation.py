@@ -1,0 +1,154 @@
+"""Segments on their way into the cold directory: many at a time, and none that holds up the others."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.harness import poll
+from tests.storage.faults import FaultyFileSystem
+from tests.walshard.compaction import Compaction
+from tests.walshard.rig import Rig
+from topics.compactor.copy_queue import RETRY_MS
+from topics.compactor.relocation import AHEAD_MAX
+from topics.core.segment_list import COLD, SEALED
+from topics.shm.topic_messages import DeleteTopic
+from topics.storage.verify import verify
+
+EVENTS = 2
+HOT = 1
+
+
+class Picky(FaultyFileSystem):
+    """Opening or removing one file fails, as long as it is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unreadable = self.stuck = "none"
+
+    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+        if path.endswith(self.unreadable) and flags & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EIO, "Input/output error", path)
+        return super().open(path, flags, mode)
+
+    def unlink(self, path: str) -> None:
+        if path.endswith(self.stuck):
+            raise OSError(errno.EPERM, "Operation not permitted", path)
+        super().unlink(path)
+
+
+class Tiers:
+    """A topic of sealed segments, of which all but the last may go."""
+
+    def __init__(self, root: Path, helper: Executor | None = None) -> None:
+        self.fs = Picky()
+        self.cold_dir = root / "cold"
+        self.rig = Rig(
+            str(root / "data"),
+            self.fs,
+            segment_max_events=str(EVENTS),
+            cold_dir=str(self.cold_dir),
+            hot_retain_segments=str(HOT),
+        )
+        self.compaction = Compaction(self.rig, helper)
+        self.segments = 0
+
+    def seal(self, segments: int) -> None:
+        for _ in range(segments):
+            self.rig.append("t", *[b"1"] * EVENTS)
+        self.segments += segments
+        self.compaction.cut()
+
+    def cold(self) -> list[int]:
+        """First seqs."""
+        return [info.first_seq for info in self.compaction.segments("t") if info.flags & COLD]
+
+    def all_cold(self) -> bool:
+        return [info.flags for info in self.compaction.segments("t")] == [SEALED | COLD] * (self.segments - HOT) + [
+            SEALED
+        ] * HOT
+
+    def failures(self) -> int:
+        return self.compaction.life.cell.get("failures")
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[Tiers]:
+    (tmp_path / "data").mkdir()
+    tiers = Tiers(tmp_path)
+    yield tiers
+    tiers.rig.shard.close()
+    tiers.rig.close()
+    assert verify(str(tmp_path / "data"), lambda _share: None, str(tiers.cold_dir)).damage == []
+
+
+def test_a_step_takes_note_of_all_copies_that_are_done(tiers: Tiers) -> None:
+    tiers.seal(2 * AHEAD_MAX + HOT)
+    for steps in range(3):
+        tiers.compaction.compactor.upkeep()
+        assert len(tiers.cold()) == steps * AHEAD_MAX
+    assert tiers.all_cold()
+    assert tiers.compaction.life.cell.get("segments_relocated") == 2 * AHEAD_MAX
+
+
+def test_the_end_of_a_copy_wakes_the_compactor(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    with ThreadPoolExecutor(1) as helper:
+        tiers = Tiers(tmp_path, helper)
+        tiers.seal(4)
+        wake = tiers.rig.shared.compactor_wake
+        while not tiers.all_cold():
+            wake.drain()
+            tiers.compaction.compactor.upkeep()
+            if not tiers.all_cold():
+                poll("a signal", lambda: wake_was_signalled(wake.fd), 20.0)
+        tiers.rig.shard.close()
+        tiers.rig.close()
+
+
+def wake_was_signalled(fd: int) -> bool:
+    try:
+        return os.eventfd_read(fd) > 0
+    except BlockingIOError:
+        return False
+
+
+def test_a_file_that_cannot_be_copied_holds_up_no_other(tiers: Tiers) -> None:
+    tiers.fs.unreadable = f"seg-{1:020d}.data"
+    tiers.seal(6)
+    for _ in range(40):
+        tiers.compaction.compactor.upkeep()
+        tiers.rig.clock.ms += 100
+    assert tiers.cold() == [3, 5, 7, 9]
+    assert tiers.failures() == 1
+    tiers.rig.clock.ms += RETRY_MS
+    tiers.compaction.upkeep()
+    assert tiers.failures() == 2
+    tiers.fs.unreadable = "none"
+    tiers.rig.clock.ms += RETRY_MS
+    tiers.compaction.upkeep()
+    assert tiers.cold() == [3, 5, 7, 9], "it is waited longer each time"
+    tiers.rig.clock.ms += RETRY_MS
+    tiers.compaction.upkeep()
+    assert tiers.all_cold()
+
+
+def test_an_object_that_cannot_be_deleted_keeps_no_other(tiers: Tiers) -> None:
+    tiers.seal(4)
+    tiers.compaction.upkeep()
+    assert tiers.all_cold()
+    tiers.fs.stuck = f"cold/topics/{next((tiers.cold_dir / 'topics').iterdir()).name}/seg-{1:020d}.data"
+    tiers.rig.call(DeleteTopic("t", False))
+    for _ in range(5):
+        tiers.compaction.cut()
+    assert [path.name for path in tiers.cold_dir.rglob("seg-*")] == [f"seg-{1:020d}.data"]
+    assert tiers.failures() > 0
+    tiers.fs.stuck = "none"
+    for _ in range(2):
+        tiers.compaction.cut()
+    assert not list(tiers.cold_dir.rglob("seg-*"))

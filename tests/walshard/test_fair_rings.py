@@ -1,0 +1,90 @@
+"""A group takes from every ring in its turn: one that is never empty starves neither the others nor the compactor."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from topics.shm import messages, names
+from topics.shm.instance import SharedMemory
+from topics.shm.topic_messages import DeleteTopic
+from topics.walshard import outbox as module
+from topics.walshard.outbox import Outbox
+
+FRONTENDS = 3
+COMPACTOR = FRONTENDS
+GROUP = 5
+
+
+class Rings:
+    """The rings of one shard, the peers' ends and its own."""
+
+    def __init__(self, identity: str) -> None:
+        self.shared = SharedMemory.create(identity, 1, FRONTENDS, 1 << 16)
+        self.outbox = Outbox(self.shared, 0)
+        self.last_id = 0
+
+    def push(self, peer: int, count: int, name: str = "t") -> None:
+        for _ in range(count):
+            self.last_id += 1
+            request = messages.encode_call(self.last_id, DeleteTopic(name, False))
+            assert self.shared.rings[peer][0].requests.push(*request)
+
+    def group(self) -> list[int]:
+        """Whose requests the next group holds, in order; all are answered."""
+        taken = [(peer, position) for peer, _message, position in self.outbox.requests()]
+        for peer, position in taken:
+            self.outbox.answer(peer, None, position)
+        self.outbox.flush()
+        return [peer for peer, _position in taken]
+
+
+@pytest.fixture
+def rings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rings]:
+    monkeypatch.setattr(module, "REQUESTS_PER_GROUP_MAX", GROUP)
+    identity = secrets.token_hex(8)
+    yield Rings(identity)
+    names.unlink_all(identity)
+
+
+def test_a_ring_that_is_never_empty_starves_nobody(rings: Rings) -> None:
+    rings.push(1, 1)
+    rings.push(2, 1)
+    rings.push(COMPACTOR, 1)
+    for _ in range(2):
+        rings.push(0, GROUP)
+        assert rings.group() != [], "the rings hold requests"
+        rings.push(0, GROUP)
+    # The second group at the latest began behind the ring that filled the first one.
+    assert not any(rings.shared.rings[peer][0].requests.pending_bytes for peer in (1, 2, COMPACTOR))
+
+
+def test_two_busy_rings_take_turns_and_the_last_in_the_row_is_no_exception(rings: Rings) -> None:
+    served = []
+    for _ in range(6):
+        for peer in (0, COMPACTOR):
+            rings.push(peer, GROUP)
+        served.append(rings.group())
+    assert served == [[0] * GROUP, [COMPACTOR] * GROUP] * 3
+
+
+def test_a_group_that_is_full_of_bytes_passes_the_turn_on_too(rings: Rings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BYTES_PER_GROUP_MAX", 1000)
+    rings.push(0, 3, "x" * 600)
+    rings.push(1, 1)
+    assert rings.group() == [0, 0]
+    assert rings.group() == [1, 0]
+
+
+def test_each_ring_keeps_its_own_order(rings: Rings) -> None:
+    for peer in (0, 1, 2):
+        rings.push(peer, 2 * GROUP)
+    seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    while taken := [(peer, messages.head(message)[1], position) for peer, message, position in rings.outbox.requests()]:
+        for peer, request_id, position in taken:
+            seen[peer].append(request_id)
+            rings.outbox.answer(peer, None, position)
+        rings.outbox.flush()
+    assert seen == {peer: list(range(1 + peer * 2 * GROUP, 1 + (peer + 1) * 2 * GROUP)) for peer in (0, 1, 2)}
