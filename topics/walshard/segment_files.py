@@ -34,8 +34,10 @@ from topics.storage.segment_deletes import mark_deleted
 log = get_logger()
 
 INDEXES_MAX: Final = 256
-POSTINGS_MAX: Final = 1024
-"""So many stay mapped; the postings of a topic are all asked for each delete by tag."""
+POSTINGS_MAX: Final = 16384
+"""So many stay mapped, a quarter of what Linux lets a process map. Each delete by tag asks those of all sealed segments of
+its topic: if these were more, every one would be mapped and checked anew each time.
+"""
 _GONE_TABLE: Final = bytes(1 if flags & LOCATION_GONE else 0 for flags in range(256))
 
 
