@@ -81,6 +81,25 @@ def test_where_it_begins(client: httpx.Client, topic: str) -> None:
     assert read(client, topic, "tail") == [5]
 
 
+def test_beyond_the_head_is_the_head(client: httpx.Client, topic: str) -> None:
+    write(client, topic, *range(3))
+    assert make(client, topic, from_seq=5000)["cursor_seq"] == 3
+    assert read(client, topic) == []
+    write(client, topic, 3, 4)
+    assert read(client, topic) == [3, 4]
+
+
+def test_beyond_the_head_of_a_recreated_topic_is_its_beginning(client: httpx.Client, topic: str) -> None:
+    write(client, topic, *range(9))
+    ok(client.delete(f"/v0/topics/{topic}"))
+    write(client, topic, "a", "b", "c")
+    assert make(client, topic, from_seq=7)["cursor_seq"] == 0
+    assert read(client, topic, limit=2) == ["a", "b"]
+    assert read(client, topic) == ["c"]
+    assert read(client, topic) == []
+    assert make(client, topic, from_seq=2)["cursor_seq"] == 2
+
+
 def test_put_again_moves_it_only_when_told_to(client: httpx.Client, topic: str) -> None:
     write(client, topic, *range(5))
     make(client, topic)
@@ -98,6 +117,34 @@ def test_all_are_listed_by_name(client: httpx.Client, topic: str) -> None:
     for name in ("b", "a.1", "Z"):
         make(client, topic, name)
     assert [one["cursor"] for one in ok(client.get(f"/v0/topics/{topic}/cursors"))["cursors"]] == ["Z", "a.1", "b"]
+
+
+def test_the_list_comes_in_pages(client: httpx.Client, topic: str) -> None:
+    """As every list does (api §0.8)."""
+    put(client, topic)
+    names = [f"c{n:03}" for n in range(130)]
+    for name in names:
+        make(client, topic, name)
+    path = f"/v0/topics/{topic}/cursors"
+    first = ok(client.get(path))
+    assert [one["cursor"] for one in first["cursors"]] == names[:100]
+    rest = ok(client.get(path, params={"cursor": first["next_cursor"]}))
+    assert [one["cursor"] for one in rest["cursors"]] == names[100:]
+    assert "next_cursor" not in rest
+    whole = ok(client.get(path, params={"page_size": 130}))
+    assert [one["cursor"] for one in whole["cursors"]] == names
+    assert "next_cursor" not in whole
+    few = ok(client.get(path, params={"page_size": 1, "cursor": first["next_cursor"]}))
+    assert [one["cursor"] for one in few["cursors"]] == ["c100"]
+    refused(client.get(path, params={"cursor": "YWZ0ZXI6"}), 400, "invalid_request")
+    refused(client.get(path, params={"page_size": "-1"}), 400, "invalid_request")
+
+
+def test_deleting_one_of_a_missing_topic_is_no_error(client: httpx.Client, topic: str) -> None:
+    """api §0.9."""
+    gone = ok(client.delete(f"/v0/topics/{topic}/cursors/c"))
+    assert (gone["topic"], gone["cursor"], gone["deleted"]) == (topic, "c", False)
+    refused(client.get(f"/v0/topics/{topic}"), 404, "topic_not_found")
 
 
 def test_checkpoint_false_peeks(client: httpx.Client, topic: str) -> None:

@@ -32,6 +32,7 @@ class CursorMachine(RuleBasedStateMachine):
         self.readings: list[Reading] = []
         self.received: list[int] = []
         self.strict = consistency == "strictly_at_once"
+        self.reads = 0
 
     @property
     def cursor(self) -> Cursor:
@@ -50,10 +51,11 @@ class CursorMachine(RuleBasedStateMachine):
     def read(self, frontend: int, records: int, fails: bool) -> None:
         cursor = self.cursor
         first = cursor.seq
-        assert cursor.advance(cursor.revision, first + 1, first + records, frontend) is None
-        assert cursor.advance(cursor.revision + 1, first, first + records, frontend) is None
-        read = cursor.advance(cursor.revision, first, first + records, frontend)
-        assert read is not None
+        self.reads += 1
+        read = self.reads
+        assert not cursor.advance(cursor.revision, first + 1, first + records, frontend, read)
+        assert not cursor.advance(cursor.revision + 1, first, first + records, frontend, read)
+        assert cursor.advance(cursor.revision, first, first + records, frontend, read)
         if self.strict:
             if fails:  # the log does not have it: the reader gets an error
                 cursor.persisting()
@@ -68,16 +70,16 @@ class CursorMachine(RuleBasedStateMachine):
     def answer_is_passed_on(self, at: int, log_fails: bool) -> None:
         reading = self.readings.pop(at % len(self.readings))
         self.received += range(reading.first_seq, reading.last_seq + 1)
-        if reading.read:
-            self.cursor.passed_on(reading.revision, reading.read)
+        self.cursor.passed_on(reading.revision, 1 - reading.frontend, reading.read)  # another frontend's number
+        self.cursor.passed_on(reading.revision, reading.frontend, reading.read)
+        if not self.strict:
             self.persist(fails=log_fails)
 
     @precondition(lambda self: self.readings)
     @rule(at=st.integers(0, 20))
     def answer_fails(self, at: int) -> None:
         reading = self.readings.pop(at % len(self.readings))
-        if reading.read:
-            self.cursor.failed(reading.revision, reading.read)
+        self.cursor.failed(reading.revision, reading.frontend, reading.read)
 
     @rule(frontend=st.integers(0, 1))
     def frontend_dies(self, frontend: int) -> None:
@@ -117,11 +119,10 @@ def test_a_crash_takes_back_at_most_n_reads_of_one_reader_after_the_other(every:
     cursors.logged(CursorBody("c", "at_least_once", every, 0))
     cursor = cursors.get("t", "c")
     for at in range(reads):
-        read = cursor.advance(cursor.revision, at, at + 1, 0)
-        assert read is not None
+        assert cursor.advance(cursor.revision, at, at + 1, 0, at)
         if lost and at == reads - 1:
             break
-        cursor.passed_on(cursor.revision, read)
+        cursor.passed_on(cursor.revision, 0, at)
         if cursor.to_persist:
             cursor.persisting()
             cursor.persisted(cursor.settled_seq)

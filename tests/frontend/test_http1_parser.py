@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from topics.frontend.http1_chunks import Chunks
 from topics.frontend.http1_parser import Head, HttpLimits, Refusal, RequestParser
 
 LIMITS = HttpLimits(max_header_bytes=2000, max_headers=10, max_uri_bytes=200, max_body_bytes=5000)
@@ -286,6 +287,50 @@ def test_reads_may_be_cut_anywhere(expected: list[tuple[bytes, bytes]], data: st
     assert [request.body for request in parsed] == [body for _, body in expected]
     assert pending == b""
     assert all(request.head.headers[0] == (b"host", b"a") for request in parsed)
+
+
+class CountingLlhttp:
+    """llhttp, and how often it is called."""
+
+    def __init__(self, llhttp: Any) -> None:
+        self._llhttp = llhttp
+        self.calls = 0
+
+    def feed_data(self, data: Any) -> None:
+        self.calls += 1
+        self._llhttp.feed_data(data)
+
+
+@pytest.mark.parametrize("data", [b"\r\n\r\n" * 1000, b"0\r\n\r\n" * 800], ids=["empty lines", "ends"])
+@pytest.mark.parametrize("chunk_bytes", [4000, 500])
+def test_what_a_chunk_holds_costs_nothing(data: bytes, chunk_bytes: int) -> None:
+    """One call into llhttp for a read, one piece for the app: each took microseconds of the loop, a thousand times."""
+    parser = RequestParser(LIMITS)
+    parser.parse_head(CHUNKED)
+    counting = CountingLlhttp(parser._llhttp)
+    parser._llhttp = counting
+    chunks = [data[at : at + chunk_bytes] for at in range(0, len(data), chunk_bytes)]
+    wire = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+    body: list[bytes] = []
+    middle = len(wire) // 2
+    assert parser.read_body(wire[:middle], 0, body.append) == middle
+    assert not parser.complete
+    assert parser.read_body(wire[middle:] + GET, 0, body.append) == len(wire) - middle
+    assert parser.complete
+    assert b"".join(body) == data
+    assert (counting.calls, len(body)) == (2, 2)
+
+
+@pytest.mark.parametrize("llhttp_ends", [True, False])
+def test_two_opinions_on_where_a_body_ends_are_a_refusal(llhttp_ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should llhttp and we ever differ: what follows must not be taken for a request."""
+    wire = CHUNKED + b"1\r\nx\r\n0\r\n\r\n"
+    if llhttp_ends:
+        monkeypatch.setattr(Chunks, "ended", property(lambda _: False, lambda *_: None), raising=False)
+    else:
+        monkeypatch.setattr(RequestParser, "on_message_complete", lambda _: None)
+    with pytest.raises(Refusal, match="its end is not clear"):
+        parse([wire])
 
 
 @given(st.binary(max_size=300), st.booleans())

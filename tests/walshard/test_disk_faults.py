@@ -11,6 +11,7 @@ import pytest
 
 from tests.storage.faults import CHANGING_CALLS, Fault, FaultyFileSystem
 from tests.walshard.rig import Rig
+from tests.walshard.test_routing import route
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.shm.topic_messages import PutTopic
@@ -207,3 +208,32 @@ def test_a_refused_write_is_not_taken_for_committed_by_the_next_incarnation(
     assert rig.replies[other].first_seq == 1
     assert stored(rig) == [b"1", b"2" * 300]
     assert len(rig.read("other")) == 20
+
+
+@pytest.mark.parametrize("durability", ["disk", "ephemeral"])
+def test_copies_that_cannot_be_logged_keep_their_topic_and_no_other_from_expiring(
+    rig: Rig, fs: FaultyFileSystem, durability: Any
+) -> None:
+    """The sweep asks nobody: what it cannot do now it does later, and the shard lives."""
+    ttl = TopicConfig(ttl_ms=1000, durability=durability)
+    rig.call(PutTopic("dest", ttl, False))
+    route(rig, "r", "source", "dest")
+    rig.call(PutTopic("t", TopicConfig(ttl_ms=1000), False))
+    rig.append("source", b"1")
+    rig.append("t", b"1")
+    assert rig.read("dest") == [(1, b"1")]
+    rig.clock.ms += 1001
+    for _ in range(2):
+        fs.arm(Fault(1, errno.ENOSPC, calls=frozenset({"pwritev"})))
+        rig.shard.sweep()
+        assert fs.struck
+    dest, other = rig.view("dest"), rig.view("t")
+    assert dest is not None
+    assert other is not None
+    assert (dest.records, other.records) == (1, 0)
+    fs.arm(None)
+    rig.shard.sweep()
+    rig.boot()
+    dest = rig.view("dest")
+    assert dest is not None
+    assert (dest.records, dest.evict_floor) == (0, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -181,6 +182,9 @@ def cut_beside(pair: Pair, chance: random.Random, ack: Ack) -> None:
         pair.compaction.cut()
 
 
+reads = itertools.count(1)
+
+
 def move_on(pair: Pair, name: str, cursor: str, by: int) -> None:
     """A reader's step, each with the revision that it was told."""
 
@@ -188,7 +192,7 @@ def move_on(pair: Pair, name: str, cursor: str, by: int) -> None:
         found = [one for one in rig.call(CursorLook(name, None)).cursors if one.cursor == cursor]
         if not found:
             return None
-        moved = rig.call(CursorAdvance(name, cursor, found[0].revision, found[0].seq, found[0].seq + by))
+        moved = rig.call(CursorAdvance(name, cursor, found[0].revision, found[0].seq, found[0].seq + by, next(reads)))
         return moved.moved, moved.seq
 
     pair.both(step)

@@ -445,15 +445,15 @@ def test_of_two_readers_one_moves_a_cursor(rig: Rig, fs: FaultyFileSystem) -> No
     rig.append("t", b"1", b"2", b"3", b"4")
     rig.call(CursorPut("t", "c", "strictly_at_once", 1, None, False))
     (cursor,) = rig.call(CursorLook("t", "c")).cursors
-    ids = [rig.post_call(CursorAdvance("t", "c", cursor.revision, 0, to)) for to in (2, 3)]
-    ids.append(rig.post_call(CursorAdvance("t", "c", cursor.revision, 2, 4)))
+    ids = [rig.post_call(CursorAdvance("t", "c", cursor.revision, 0, to, 1)) for to in (2, 3)]
+    ids.append(rig.post_call(CursorAdvance("t", "c", cursor.revision, 2, 4, 1)))
     rig.run()
     assert [(rig.replies[id].moved, rig.replies[id].seq) for id in ids] == [(True, 2), (False, 2), (True, 4)]
     rig.call(CursorPut("t", "c", "strictly_at_once", 1, 0, False))
-    stale = rig.call(CursorAdvance("t", "c", cursor.revision, 0, 1))
+    stale = rig.call(CursorAdvance("t", "c", cursor.revision, 0, 1, 1))
     assert not stale.moved
     fs.arm(Fault(1, errno.EIO, calls=frozenset({"pwritev"})))
-    failing = [rig.post_call(CursorAdvance("t", "c", stale.revision, at, at + 1)) for at in (0, 1)]
+    failing = [rig.post_call(CursorAdvance("t", "c", stale.revision, at, at + 1, 1)) for at in (0, 1)]
     rig.run()
     assert all(isinstance(rig.replies[id], TopicsError) for id in failing)
     fs.arm(None)
@@ -462,4 +462,4 @@ def test_of_two_readers_one_moves_a_cursor(rig: Rig, fs: FaultyFileSystem) -> No
     rig.restart_service()
     (after,) = rig.call(CursorLook("t", "c")).cursors
     assert (after.seq, after.consistency) == (0, "strictly_at_once")
-    assert not rig.call(CursorAdvance("t", "c", cursor.revision, 0, 1)).moved
+    assert not rig.call(CursorAdvance("t", "c", cursor.revision, 0, 1, 1)).moved

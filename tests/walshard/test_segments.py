@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.segment_list import SEALED
-from topics.shm.compactor_messages import Checkpoint, CheckpointReply, TopicCheckpoint
+from topics.shm.compactor_messages import Checkpoint, CheckpointReply, MarkAgain, TopicCheckpoint
+from topics.shm.messages import Done
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, Expire, PutTopic
 from topics.storage import kill_points, layout
 from topics.storage.kill_points import KillPoint
@@ -219,27 +222,68 @@ def test_what_cannot_be_is_refused_and_changes_nothing(compaction: Compaction) -
     assert compaction.segments("t")[-1] == last
 
 
-def test_deletions_that_cannot_be_marked_are_deleted_and_hold_up_snapshots(compaction: Compaction) -> None:
+def segment_path(compaction: Compaction, first_seq: int, path_of: Callable[[str, int], str]) -> str:
+    view = compaction.rig.view("t")
+    assert view is not None
+    return path_of(layout.topic_dir(compaction.rig.settings.data_dir, view.topic_id), first_seq)
+
+
+def test_deletions_that_no_index_can_be_told_hold_up_snapshots_and_nothing_else(compaction: Compaction) -> None:
+    rig = compaction.rig
+    assert isinstance(rig.fs, FaultyFileSystem)
     fill(compaction, 1)
     fill(compaction, 19, start=2, tag=b"x")
     compaction.cut()
-    view = compaction.rig.view("t")
-    assert view is not None
-    directory = layout.topic_dir(compaction.rig.settings.data_dir, view.topic_id)
-    path = layout.segment_data_path(directory, 9)
-    os.rename(path, path + ".away")
-    reply = compaction.rig.call(DeleteRecords("t", None, "eq", b"x"))
+    rig.fs.arm(Fault(1, errno.EMFILE, always=True, calls=frozenset({"open"})))
+    reply = rig.call(DeleteRecords("t", None, "eq", b"x"))
     assert (reply.deleted, reply.records) == (19, 1)
     fill(compaction, 1, start=21)
-    assert compaction.rig.call(DeleteRecords("t", None, "eq", b"x")).deleted == 0
+    assert rig.call(DeleteRecords("t", None, "eq", b"x")).deleted == 0
     with pytest.raises(TopicsError, match="cannot be marked"):
-        compaction.rig.call(Checkpoint([]))
-    os.rename(path + ".away", path)
-    compaction.rig.shard.sweep()
+        rig.call(Checkpoint([]))
+    assert rig.call(Checkpoint([TopicCheckpoint(5, 24, [])])) == CheckpointReply([5], [])
+    assert rig.call(MarkAgain(5, [(1, 2)])) == Done()
+    rig.fs.arm(None)
+    rig.shard.sweep()
     compaction.begin_again()
     compaction.cut()
-    compaction.rig.restart_service()
+    rig.restart_service()
     assert numbers(compaction) == [1, 21]
+
+
+@pytest.mark.parametrize("damage", ["header", "missing", "index gone"])
+def test_a_damaged_segment_keeps_no_deletion_from_readers_and_no_snapshot_from_the_shard(
+    compaction: Compaction, damage: str
+) -> None:
+    """Of the segment with records 9 to 16: a frame in its middle, its data, or its index."""
+    rig = compaction.rig
+    fill(compaction, 8)
+    for number in range(9, 17):
+        fill(compaction, 1, start=number, tag=b"odd" if number % 2 else b"even")
+    fill(compaction, 4, start=17)
+    compaction.cut()
+    data, idx = (segment_path(compaction, 9, of) for of in (layout.segment_data_path, layout.segment_idx_path))
+    assert rig.call(DeleteRecords("t", None, "eq", b"odd")).deleted == 4
+    if damage == "header":
+        with open(data, "r+b") as file:
+            file.seek(os.path.getsize(data) // 8 * 3 + 4)
+            file.write(b"damage")
+    else:
+        os.unlink(data if damage == "missing" else idx)
+    assert rig.call(DeleteRecords("t", None, "eq", b"even")).deleted == 4
+    assert rig.call(DeleteRecords("t", None, "eq", b"even")).deleted == 0
+    if damage != "index gone":
+        with open(idx, "rb") as file:
+            assert {flags & 2 for flags in file.read()[16::20]} == {2}
+    for number in (1, 2):
+        fill(compaction, 1, start=number, name="other")
+        assert compaction.compactor.cut()
+    rig.boot()
+    view = rig.view("t")
+    assert view is not None
+    assert (view.earliest_seq, view.records) == (1, 12)
+    if damage != "index gone":
+        assert rig.call(DeleteRecords("t", 17, None, b"")).deleted == 8
 
 
 def test_a_deleted_topic_and_its_namesake(compaction: Compaction) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -209,7 +209,7 @@ class AsyncClient:
 
     async def events(
         self, path: str, query: Mapping[str, str] = {}, *, headers: Mapping[str, str] = {}, silence_max_s: float
-    ) -> AsyncIterator[httpx_sse.ServerSentEvent]:
+    ) -> AsyncGenerator[httpx_sse.ServerSentEvent, None]:
         """The events of one stream, until it breaks (httpx.TransportError) or ends; ApiError when it is refused."""
         timeout = httpx.Timeout(5.0, read=silence_max_s)
         headers = {"Accept": "text/event-stream"} | dict(headers)

@@ -10,15 +10,15 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from topics.client import queue_calls
 from topics.client.errors import ClientError, LeaseLostError
 from topics.client.queue_calls import Claimed, ClaimedJob, Redriven
-from topics.client.shift import Backoff, Shift
+from topics.client.shift import Backoff, Leased, Shift
 
 if TYPE_CHECKING:
     from topics.client.asynchronous import AsyncClient
@@ -32,8 +32,9 @@ LEASE_MS: Final = 30_000
 class _Job:
     """What both kinds of job have in common."""
 
-    def __init__(self, claimed: ClaimedJob, topic: str, shift: Shift) -> None:
-        self.claimed = claimed
+    def __init__(self, leased: Leased, topic: str, shift: Shift) -> None:
+        self._leased = leased
+        self.claimed = leased.job
         self.topic = topic
         self._shift = shift
         self._settled = False
@@ -63,7 +64,7 @@ class _Job:
     @property
     def key(self) -> str:
         """Names this job for ever, whoever gets it and how often: the idempotency key of its effects."""
-        return f"{self.topic}:{self._shift.epoch}:{self.claimed.seq}"
+        return f"{self.topic}:{self._leased.epoch}:{self.claimed.seq}"
 
     @property
     def lost(self) -> bool:
@@ -98,6 +99,8 @@ class AsyncJob(_Job):
 
     async def _end(self, error: BaseException | None) -> None:
         if self._settled:
+            if isinstance(error, Exception):
+                log.error("%r was settled before its block failed, and is not repeated", self, exc_info=error)
             return
         try:
             if error is None:
@@ -107,13 +110,16 @@ class AsyncJob(_Job):
                 await self.nack()
         except LeaseLostError as lost:
             log.warning("%s", lost)
+        except ClientError as trouble:
+            # The worker goes on: the lease, which is not kept any more, ends by itself.
+            log.error("%r could not be settled, it comes again when its lease ends: %s", self, trouble)
 
 
 class Job(_Job):
     """A job in a `for`. `with job:` settles it at once: done, or failed and to be repeated."""
 
     def __init__(self, job: AsyncJob, loop: _Loop) -> None:
-        super().__init__(job.claimed, job.topic, job._shift)
+        super().__init__(job._leased, job.topic, job._shift)
         self._job = job
         self._loop = loop
 
@@ -175,8 +181,8 @@ class AsyncQueue:
         fetched ahead. An exception that is kept keeps the loop open: where that matters, use `contextlib.aclosing`.
         """
         async with self._shift(max_jobs, lease_ms, backoff) as shift:
-            while (claimed := await shift.next()) is not None:
-                job = AsyncJob(claimed, self.topic, shift)
+            while (leased := await shift.next()) is not None:
+                job = AsyncJob(leased, self.topic, shift)
                 try:
                     yield job
                 except GeneratorExit:
@@ -198,13 +204,7 @@ class AsyncQueue:
         raises is logged, and the job repeated.
         """
         async with self._shift(concurrency, lease_ms, backoff) as shift:
-
-            async def serve() -> None:
-                while (claimed := await shift.next()) is not None:
-                    async with AsyncJob(claimed, self.topic, shift) as job:
-                        await handler(job)
-
-            await asyncio.gather(*(serve() for _ in range(concurrency)))
+            await _serve(shift, self.topic, handler, concurrency)
 
     def stop(self) -> None:
         """Ends `work` and `run` when the jobs at hand are done. What was fetched ahead is given back."""
@@ -213,14 +213,32 @@ class AsyncQueue:
 
     @asynccontextmanager
     async def _shift(self, max_jobs: int, lease_ms: int, backoff: Backoff) -> AsyncIterator[Shift]:
-        async with Shift(
-            self._client, self.topic, self.node, max_jobs=max_jobs, lease_ms=lease_ms, backoff=backoff
-        ) as shift:
-            self._shifts.add(shift)
-            try:
+        shift = Shift(self._client, self.topic, self.node, max_jobs=max_jobs, lease_ms=lease_ms, backoff=backoff)
+        self._shifts.add(shift)
+        try:
+            async with shift:
                 yield shift
-            finally:
-                self._shifts.discard(shift)
+        finally:
+            self._shifts.discard(shift)
+
+
+async def _serve(shift: Shift, topic: str, handler: Callable[[AsyncJob], Awaitable[object]], concurrency: int) -> None:
+    """Hands out the shift's jobs until it is to end. When one hand fails the others finish what they have begun, with
+    their leases kept, before its error is raised.
+    """
+
+    async def serve() -> None:
+        try:
+            while (leased := await shift.next()) is not None:
+                async with AsyncJob(leased, topic, shift) as job:
+                    await handler(job)
+        except BaseException:
+            shift.stop()
+            raise
+
+    for outcome in await asyncio.gather(*(serve() for _ in range(concurrency)), return_exceptions=True):
+        if outcome is not None:
+            raise outcome
 
 
 class Queue:
@@ -229,7 +247,7 @@ class Queue:
     def __init__(self, client: Client, connect: Callable[[], AsyncClient], topic: str, node: str | None) -> None:
         self._client = client
         self._connect = connect
-        self._serving: set[tuple[_Loop, AsyncQueue]] = set()
+        self._serving: set[tuple[_Loop, Shift]] = set()
         self.topic = topic
         self.node = node or _node()
 
@@ -258,10 +276,9 @@ class Queue:
         stop_on: Sequence[signal.Signals] = (),
     ) -> Generator[Job, None, None]:
         """As `AsyncQueue.work`. `stop_on`: signals that `stop` it, to be had in the main thread only."""
-        with self._open(stop_on) as (loop, queue):
-            shift = loop.run(loop.enter(queue._shift(max_jobs, lease_ms, backoff)))
-            while (claimed := loop.run(shift.next())) is not None:
-                job = Job(AsyncJob(claimed, self.topic, shift), loop)
+        with self._open(stop_on, max_jobs, lease_ms, backoff) as (loop, shift):
+            while (leased := loop.run(shift.next())) is not None:
+                job = Job(AsyncJob(leased, self.topic, shift), loop)
                 try:
                     yield job
                 except GeneratorExit:
@@ -285,7 +302,10 @@ class Queue:
         """Hands jobs to `handler` in so many threads, until `stop`; then those that were begun are finished. What it
         raises is logged, and the job repeated.
         """
-        with self._open(stop_on) as (loop, queue), ThreadPoolExecutor(threads, "topics-worker") as pool:
+        with (
+            self._open(stop_on, threads, lease_ms, backoff) as (loop, shift),
+            ThreadPoolExecutor(threads, "topics-worker") as pool,
+        ):
 
             def work(job: AsyncJob) -> None:
                 with Job(job, loop) as mine:
@@ -294,26 +314,34 @@ class Queue:
             async def hand_over(job: AsyncJob) -> None:
                 await asyncio.get_running_loop().run_in_executor(pool, work, job)
 
-            loop.run(queue.run(hand_over, concurrency=threads, lease_ms=lease_ms, backoff=backoff))
+            serving = loop.start(_serve(shift, self.topic, hand_over, threads))
+            try:
+                serving.result()
+            except BaseException:
+                # Ctrl-C: as at a stop what was begun is finished, and nothing is handed to a pool that is gone.
+                loop.call(shift.stop)
+                wait([serving])
+                raise
 
     def stop(self) -> None:
         """Ends `work` and `run` when the jobs at hand are done; from any thread, or a signal handler."""
-        for loop, queue in list(self._serving):
-            loop.call(queue.stop)
+        for loop, shift in list(self._serving):
+            loop.call(shift.stop)
 
     @contextmanager
-    def _open(self, stop_on: Sequence[signal.Signals]) -> Iterator[tuple[_Loop, AsyncQueue]]:
-        with _Loop() as loop:
+    def _open(
+        self, stop_on: Sequence[signal.Signals], max_jobs: int, lease_ms: int, backoff: Backoff
+    ) -> Iterator[tuple[_Loop, Shift]]:
+        with _Loop() as loop, ExitStack() as at_end:
             client = loop.run(loop.enter(self._connect()))
-            serving = loop, AsyncQueue(client, self.topic, self.node)
-            self._serving.add(serving)
-            former = {number: signal.signal(number, lambda *_: self.stop()) for number in stop_on}
-            try:
-                yield serving
-            finally:
-                for number, handler in former.items():
-                    signal.signal(number, handler)
-                self._serving.discard(serving)
+            shift = Shift(client, self.topic, self.node, max_jobs=max_jobs, lease_ms=lease_ms, backoff=backoff)
+            # It can be stopped before it begins: no signal is lost that comes from here on.
+            self._serving.add((loop, shift))
+            at_end.callback(self._serving.discard, (loop, shift))
+            for number in stop_on:
+                at_end.callback(signal.signal, number, signal.signal(number, lambda *_: self.stop()))
+            loop.run(loop.enter(shift))
+            yield loop, shift
 
 
 class _Loop:
@@ -341,7 +369,10 @@ class _Loop:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Its result, waited for in this thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self.start(work).result()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, function: Callable[[], object]) -> None:
         self._loop.call_soon_threadsafe(function)

@@ -13,16 +13,17 @@ import random
 import time
 from collections import deque
 from collections.abc import Coroutine
+from contextlib import aclosing
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 import httpx
 import msgspec
 
-from topics.client import queue_calls
-from topics.client.attempts import Attempts, Retry, describe
+from topics.client import calls, queue_calls
+from topics.client.attempts import NOT_CARRIED_OUT, Attempts, Retry, describe
 from topics.client.calls import Call, topic_path
-from topics.client.errors import ClientError, LeaseLostError, UnreachableError
+from topics.client.errors import LeaseLostError, ServiceBusyError, ServiceFaultError, UnreachableError
 from topics.client.queue_calls import ClaimedJob, Settled, decode_job
 
 if TYPE_CHECKING:
@@ -49,6 +50,13 @@ class Backoff(msgspec.Struct, frozen=True):
         return int(whole_ms * (0.5 + random / 2))
 
 
+class Leased(NamedTuple):
+    """A job as it came over a stream. `epoch` is the instance of its topic: with it a seq names it for ever."""
+
+    job: ClaimedJob
+    epoch: str
+
+
 class Shift:
     """Begins with `async with`; its end closes the stream, which gives back whatever is still held."""
 
@@ -61,45 +69,50 @@ class Shift:
         self._query = {"node": node, "max": str(max_jobs), "lease_ms": str(lease_ms), "heartbeat_ms": "15000"}
         self._lease_ms = lease_ms
         self._backoff = backoff
-        self._waiting: deque[ClaimedJob] = deque()
+        self._waiting: deque[Leased] = deque()
         self._held: dict[int, ClaimedJob] = {}
         """Seq → job: leased to us, settled by nobody yet, `_waiting` ones included."""
+        self._settling: set[str] = set()
+        """Lease ids of those of which the answer is awaited."""
         self._news = asyncio.Event()
         self._stopping = False
         self._failure: Exception | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self.epoch = ""
-        """The instance of the topic: with it a seq names one job for ever."""
+        self._reached = False
+        """The service has answered."""
+        self._heard = False
+        """Something has come over the stream of the moment."""
 
     async def __aenter__(self) -> Self:
-        # Also the first to hear of a wrong url, key or name.
-        self.epoch = (await self._client.get_topic(self._topic, touch=False)).epoch
+        # Waits for nothing: a stop is heard also while the service is down. `next` says what cannot work.
         self._tasks = [asyncio.create_task(self._watched(work)) for work in (self._listen(), self._keep())]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._drop()
 
     def stop(self) -> None:
         """No further job is begun."""
         self._stopping = True
         self._news.set()
 
-    async def next(self) -> ClaimedJob | None:
+    async def next(self) -> Leased | None:
         """The next job, as soon as there is one; None once the shift is to end. Raises what ended the stream for
-        good, an ApiError.
+        good: an ApiError, or UnreachableError when no service was ever reached.
         """
         while True:
             if self._stopping:
                 return None
             while self._waiting:
-                job = self._waiting.popleft()
-                if self.holds(job):  # by now it may be known to be somebody else's
-                    return job
+                leased = self._waiting.popleft()
+                if self.holds(leased.job):  # by now it may be known to be somebody else's
+                    return leased
             if self._failure is not None:
                 raise self._failure
             self._news.clear()
@@ -107,64 +120,109 @@ class Shift:
 
     def holds(self, job: ClaimedJob) -> bool:
         """Whether its lease is still ours, as far as we know."""
-        held = self._held.get(job.seq)
-        return held is not None and held.lease_id == job.lease_id
+        return self._held.get(job.seq) is job
 
     async def ack(self, job: ClaimedJob) -> None:
         """It is done. LeaseLostError when somebody else may have been given it meanwhile."""
-        await self._settle(job, queue_calls.ack(self._topic, self._node, [job]))
+        settled = await self._settle(job, queue_calls.ack(self._topic, self._node, [job]))
+        if settled is None:
+            # What is acked is deleted. With `on_ack: "keep"` it stays and nobody can tell: then this says too much.
+            look = calls.diff(self._topic, job.seq - 1, limit=1, include_meta=False)
+            settled = all(record.seq != job.seq for record in (await self._client.call(look)).records)
+        if not settled:
+            raise LeaseLostError(self._topic, job.seq)
 
     async def nack(self, job: ClaimedJob, delay_ms: int | None = None) -> None:
         """It is to be done again, after a pause that grows with its deliveries unless one is given."""
         if delay_ms is None:
             delay_ms = self._backoff.delay_ms(job.deliveries, random.random())
-        await self._settle(job, queue_calls.nack(self._topic, self._node, [job], delay_ms=delay_ms))
-
-    async def _settle(self, job: ClaimedJob, call: Call[Settled]) -> None:
-        held = self.holds(job)
-        if held:
-            del self._held[job.seq]
-        try:
-            skipped = (await self._client.call(call)).skipped
-        except UnreachableError:
-            # Perhaps it was carried out: then the repeat finds the job skipped.
-            await self._client.call(msgspec.structs.replace(call, repeatable=True))
-            return
-        if skipped:
+        call = queue_calls.nack(self._topic, self._node, [job], delay_ms=delay_ms)
+        if await self._settle(job, call) is False:
             raise LeaseLostError(self._topic, job.seq)
+
+    async def _settle(self, job: ClaimedJob, call: Call[Settled]) -> bool | None:
+        """Whether it was ours to settle; None when it was not at a repeat: the first attempt may have settled it, or a
+        shard that was killed may have forgotten the lease. Until the answer is there the lease is kept.
+        """
+        self._settling.add(job.lease_id)
+        try:
+            try:
+                return not (await self._client.call(call)).skipped
+            except (UnreachableError, ServiceBusyError) as error:
+                if isinstance(error, ServiceBusyError) and error.code in NOT_CARRIED_OUT:
+                    raise
+                held = self.holds(job)
+                skipped = (await self._client.call(msgspec.structs.replace(call, repeatable=True))).skipped
+                if not skipped:
+                    return True
+                return None if held and self.holds(job) else False
+        finally:
+            # Also when it failed: who gave up settling it is done with it, and a lease that is kept would be for ever.
+            self._settling.discard(job.lease_id)
+            if self.holds(job):
+                del self._held[job.seq]
 
     # -- in the background
 
     async def _watched(self, work: Coroutine[None, None, None]) -> None:
-        """What ends it for good is raised to whoever asks for the next job."""
+        """Whatever ends it is raised to whoever asks for the next job: nobody else waits for these tasks."""
         try:
             await work
-        except (ClientError, msgspec.DecodeError) as error:
+        except Exception as error:  # noqa: BLE001
             self._failure = error
             self._news.set()
 
     async def _listen(self) -> None:
         """Takes jobs from the stream, over every disconnect."""
-        path = f"{topic_path(self._topic)}/work"
         attempts: Attempts | None = None
         while True:
             trouble: Exception = httpx.RemoteProtocolError("the stream ended")
+            self._heard = False
             try:
-                async for event in self._client.events(path, self._query, silence_max_s=SILENCE_MAX_S):
-                    attempts = None
-                    if event.event == "job":
-                        job = decode_job(event.data)
-                        self._held[job.seq] = job
-                        self._waiting.append(job)
-                        self._news.set()
+                await self._take_stream()
             except httpx.TransportError as error:
                 trouble = error
-            self._waiting.clear()
-            self._held.clear()
-            attempts = attempts or Attempts(FOR_EVER, True, f"GET work of {self._topic}", time.monotonic())
+            except (UnreachableError, ServiceBusyError) as error:
+                if not self._reached:
+                    raise
+                trouble = error
+            finally:
+                self._drop()
+            if attempts is None or self._heard:
+                attempts = Attempts(FOR_EVER, True, f"GET work of {self._topic}", time.monotonic())
             pause_s = attempts.no_answer(trouble, True, time.monotonic(), random.random())
             log.warning("the stream of jobs of %s broke (%s), again in %.1f s", self._topic, describe(trouble), pause_s)
             await asyncio.sleep(pause_s)
+
+    async def _take_stream(self) -> None:
+        """One stream, until it ends."""
+        epoch = await self._epoch()
+        self._reached = True
+        path = f"{topic_path(self._topic)}/work"
+        known = False
+        async with aclosing(self._client.events(path, self._query, silence_max_s=SILENCE_MAX_S)) as events:
+            async for event in events:
+                self._heard = True
+                if event.event != "job":
+                    continue
+                if not known:
+                    # The same before the stream and in it: so it is the stream's. Else the topic was made anew between.
+                    if await self._epoch() != epoch:
+                        return
+                    known = True
+                job = decode_job(event.data)
+                self._held[job.seq] = job
+                self._waiting.append(Leased(job, epoch))
+                self._news.set()
+
+    async def _epoch(self) -> str:
+        """The instance of the topic as it is now."""
+        return (await self._client.get_topic(self._topic, touch=False)).epoch
+
+    def _drop(self) -> None:
+        """The stream is over, and with it every lease."""
+        self._waiting.clear()
+        self._held.clear()
 
     async def _keep(self) -> None:
         """Extends the leases of everything held, well before they end."""
@@ -176,10 +234,11 @@ class Shift:
                 call = queue_calls.extend(self._topic, self._node, part, lease_ms=self._lease_ms)
                 try:
                     skipped = set((await self._client.call(call)).skipped)
-                except UnreachableError as error:
+                except (UnreachableError, ServiceBusyError, ServiceFaultError) as error:
                     log.warning("leases in %s could not be extended: %s", self._topic, error)
                     continue
                 for job in part:
-                    if job.seq in skipped and self.holds(job):
+                    # One that is being settled is perhaps skipped for that.
+                    if job.seq in skipped and self.holds(job) and job.lease_id not in self._settling:
                         del self._held[job.seq]
                         log.warning("the lease of job %d in %s is lost", job.seq, self._topic)

@@ -40,7 +40,6 @@ class Cursor:
 
     __slots__ = (
         "_passed_on",
-        "_reads",
         "_under_way",
         "consistency",
         "name",
@@ -57,9 +56,8 @@ class Cursor:
         self.persist_every = body.persist_every
         self.seq = self.persisted_seq = body.seq
         self.revision = revision
-        self._reads = 0
-        self._under_way: dict[int, tuple[int, int]] = {}
-        """By number of the read: (its frontend, where it began)."""
+        self._under_way: dict[tuple[int, int], int] = {}
+        """By frontend, and its number of the read: where it began."""
         self._passed_on = 0
         """Answers since the position was last logged."""
 
@@ -71,45 +69,44 @@ class Cursor:
     @property
     def settled_seq(self) -> int:
         """Everything up to here has been passed on, as far as that matters."""
-        return min((began for _, began in self._under_way.values()), default=self.seq)
+        return min(self._under_way.values(), default=self.seq)
 
     def body(self) -> CursorBody:
         """As it is logged."""
         return CursorBody(self.name, self.consistency, self.persist_every, self.settled_seq)
 
-    def advance(self, revision: int, from_seq: int, to_seq: int, frontend: int) -> int | None:
-        """Moves on what a reader found at `from_seq`; None when it is not there any more. The read's number, which is 0
-        when it does not matter what becomes of its answer.
+    def advance(self, revision: int, from_seq: int, to_seq: int, frontend: int, read: int) -> bool:
+        """Moves on what a reader found at `from_seq`; False when it is not there any more. `read` is the frontend's
+        number of this read: unless no record may come twice, it is under way until that was passed on or failed.
         """
         if (revision, from_seq) != (self.revision, self.seq) or to_seq < from_seq:
-            return None
+            return False
         self.seq = to_seq
-        if self.strict:
-            return 0
-        self._reads += 1
-        self._under_way[self._reads] = (frontend, from_seq)
-        return self._reads
+        if not self.strict:
+            self._under_way[frontend, read] = from_seq
+        return True
 
-    def passed_on(self, revision: int, read: int) -> None:
+    def passed_on(self, revision: int, frontend: int, read: int) -> None:
         """The answer of that read was given to its connection."""
-        if revision == self.revision and self._under_way.pop(read, None) is not None:
+        if revision == self.revision and self._under_way.pop((frontend, read), None) is not None:
             self._passed_on += 1
 
-    def failed(self, revision: int, read: int) -> None:
+    def failed(self, revision: int, frontend: int, read: int) -> None:
         """The answer of that read never was."""
-        if revision == self.revision and read in self._under_way:
-            self.take_back(self._under_way[read][1])
+        began = self._under_way.get((frontend, read))
+        if revision == self.revision and began is not None:
+            self.take_back(began)
 
     def frontend_died(self, frontend: int) -> None:
         """And with it all answers that it had not passed on."""
-        begins = [began for of, began in self._under_way.values() if of == frontend]
+        begins = [began for (of, _), began in self._under_way.items() if of == frontend]
         if begins:
             self.take_back(min(begins))
 
     def take_back(self, seq: int) -> None:
         """What was read behind it is to be read again."""
         self.seq = min(self.seq, seq)
-        self._under_way = {read: (of, began) for read, (of, began) in self._under_way.items() if began < seq}
+        self._under_way = {read: began for read, began in self._under_way.items() if began < seq}
 
     @property
     def to_persist(self) -> bool:
@@ -158,7 +155,11 @@ class Cursors:
 
     def every(self) -> list[Cursor]:
         """In the order of their names."""
-        return [self._by_name[name] for name in sorted(self._by_name)]
+        return self.behind("", CURSORS_MAX)
+
+    def behind(self, name: str, most: int) -> list[Cursor]:
+        """The first so many whose names follow this one, in order."""
+        return [self._by_name[one] for one in sorted(one for one in self._by_name if one > name)[:most]]
 
     def check_room(self, name: str) -> None:
         """`429 throttled` for one more than there may be."""

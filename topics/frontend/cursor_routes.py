@@ -6,10 +6,13 @@ reads again behind that one. What the answer holds is this reader's alone.
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import time
 from typing import Any, Final, Literal
 
 import msgspec
+from starlette.datastructures import QueryParams
 
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name, owner_shard
@@ -21,6 +24,7 @@ from topics.frontend.catching_up import CatchingUp
 from topics.frontend.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES, node_set
 from topics.frontend.gateway import Gateway
 from topics.frontend.page_json import PAGE_MEMBERS, page_values
+from topics.frontend.query import name_after, name_cursor, page_size
 from topics.frontend.reading import Page, TopicReader
 from topics.frontend.records import CorruptRecordError, PageOptions
 from topics.frontend.wire import Count
@@ -85,6 +89,7 @@ class CursorRoutes:
         self._reader = reader
         self._settings = settings
         self._cell = cell
+        self._reads = itertools.count(1)
 
     async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -97,6 +102,7 @@ class CursorRoutes:
             raise invalid("persist_every must be at least 1", field="persist_every")
         if request.tail and request.from_seq is not None:
             raise invalid("from_seq and tail stand instead of each other: give one of them", field="tail")
+        await self._catching_up.one(name)
         call = CursorPut(name, cursor, request.consistency, request.persist_every, request.from_seq, request.tail)
         reply = await self._gateway.call(self._owner(name), call, CursorReply)
         answer = {"topic": name, **_shown(reply), "created": reply.created}
@@ -111,8 +117,13 @@ class CursorRoutes:
     async def list_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name = check_topic_name(scope["path_params"]["topic"])
-        every = await self._gateway.call(self._owner(name), CursorLook(name, None), CursorList)
-        answer: dict[str, Any] = {"topic": name, "cursors": [_shown(one) for one in every.cursors]}
+        query = QueryParams(scope["query_string"])
+        most = page_size(query)
+        look = CursorLook(name, None, name_after(query.get("cursor"), check_topic_name), most + 1)
+        found = (await self._gateway.call(self._owner(name), look, CursorList)).cursors
+        answer: dict[str, Any] = {"topic": name, "cursors": [_shown(one) for one in found[:most]]}
+        if len(found) > most:
+            answer["next_cursor"] = name_cursor(found[most - 1].cursor)
         await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
 
     async def delete(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,21 +150,20 @@ class CursorRoutes:
             verify=True,
         )
         await self._catching_up.one(name)
-        page, seq, moved = await self._read(name, cursor, options, request.checkpoint)
+        page, seq, lost = await self._read(name, cursor, options, request.checkpoint)
         passed_on = False
         try:
             self._cell.add("records_out", page.count)
             await send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
             passed_on = True
         finally:
-            if moved is not None and moved.read:
-                call = CursorPassedOn(name, cursor, moved.revision, moved.read, passed_on)
-                self._gateway.post(self._owner(name), call)
+            if lost is not None:
+                self._gateway.post(self._owner(name), msgspec.structs.replace(lost, passed_on=passed_on))
 
     async def _read(
         self, name: str, cursor: str, options: PageOptions, checkpoint: bool
-    ) -> tuple[Page, int, CursorMoved | None]:
-        """The page, where the cursor stands after it, and that it was moved if it was."""
+    ) -> tuple[Page, int, CursorPassedOn | None]:
+        """The page, where the cursor stands after it, and what to tell the shard if the page gets lost, if it cares."""
         owner = self._owner(name)
         (at,) = (await self._gateway.call(owner, CursorLook(name, cursor), CursorList)).cursors
         seq, revision = at.seq, at.revision
@@ -161,10 +171,17 @@ class CursorRoutes:
             page = await self._page(name, seq, options)
             if not checkpoint or page.next_from_seq <= seq:
                 return page, seq, None
-            call = CursorAdvance(name, cursor, revision, seq, page.next_from_seq)
-            moved = await self._gateway.call(owner, call, CursorMoved)
+            read = next(self._reads)
+            lost = CursorPassedOn(name, cursor, revision, read, False)
+            call = CursorAdvance(name, cursor, revision, seq, page.next_from_seq, read)
+            try:
+                moved = await self._gateway.call(owner, call, CursorMoved)
+            except (TopicsError, asyncio.CancelledError):
+                # Nobody waits for the answer any more, but the shard may still move the cursor: it finds this behind.
+                self._gateway.post(owner, lost)
+                raise
             if moved.moved:
-                return page, page.next_from_seq, moved
+                return page, page.next_from_seq, lost if moved.under_way else None
             seq, revision = moved.seq, moved.revision
         raise TopicsError(
             "throttled", f"too many readers move cursor {cursor!r} of topic {name!r}", {"retry_after_ms": 10}

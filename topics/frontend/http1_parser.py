@@ -4,7 +4,7 @@ llhttp (httptools) judges every byte, in its strict mode. It is fed in exact pie
 rest of its body, so it never sees the request behind the current one:
 
     data ─ find_head ─▶ head ─ parse_head ─▶ Head ─ read_body ─▶ pieces … complete ─▶ find_head …
-                                                    (Content-Length: counted; chunked: see _next_empty_line)
+                                                    (Content-Length: counted; chunked: `http1_chunks` follows)
 
 What llhttp lets pass and this service does not, `parse_head` refuses.
 """
@@ -17,6 +17,8 @@ from functools import lru_cache
 
 import httptools
 import msgspec
+
+from topics.frontend.http1_chunks import Chunks, MalformedError
 
 _VIEW_FROM_BYTES = 8 * 1024
 """From here a view is cheaper than a copy."""
@@ -87,13 +89,13 @@ class RequestParser:
     __slots__ = (
         "_body_bytes",
         "_body_left",
-        "_body_tail",
         "_body_wire_bytes",
+        "_chunks",
         "_headers",
         "_limits",
         "_llhttp",
+        "_pieces",
         "_scanned",
-        "_sink",
         "complete",
     )
 
@@ -102,11 +104,12 @@ class RequestParser:
         self._llhttp = httptools.HttpRequestParser(self)
         self._scanned = 0  # bytes known to hold no end of a head
         self._headers: list[tuple[bytes, bytes]] | None = None  # None: what comes now are trailers, and dropped
-        self._sink: Callable[[bytes], None] | None = None
+        self._pieces: list[bytes] = []
+        """Of the body, out of what is being fed."""
         self._body_left: int | None = None  # None: chunked
         self._body_bytes = 0
         self._body_wire_bytes = 0
-        self._body_tail = b""
+        self._chunks = Chunks()
         self.complete = True
         """The current request has been read to its end."""
 
@@ -218,7 +221,8 @@ class RequestParser:
         raw_path, query = _split_target(target)
         self._body_left = None if chunked else length
         self._body_bytes = self._body_wire_bytes = 0
-        self._body_tail = b""
+        if chunked:
+            self._chunks = Chunks()
         keep_alive = not asks_close and (http11 or asks_keep_alive)
         return Head(method.decode(), raw_path, query, http11, headers, keep_alive, expects_continue)
 
@@ -226,24 +230,22 @@ class RequestParser:
         """Give `sink` the pieces of the body in `data[position:]`, without framing. Returns where the unused begins:
         the end of `data`, or of the request, which is then `complete`. Raises Refusal."""
         start = position
-        self._sink = sink
         try:
             if self._body_left is not None:
                 position = min(start + self._body_left, len(data))
                 self._body_left -= position - start
-                large = position - start > _VIEW_FROM_BYTES
-                self._llhttp.feed_data(memoryview(data)[start:position] if large else data[start:position])
             else:
-                tail = self._body_tail
-                while not self.complete and position < len(data):
-                    end = _next_empty_line(tail, data, position)
-                    self._llhttp.feed_data(data[position:end])
-                    position, tail = end, b""
-                self._body_tail = (self._body_tail + data[max(start, position - 3) : position])[-3:]
-        except httptools.HttpParserError as error:
+                position = self._chunks.follow(data, start)
+            large = position - start > _VIEW_FROM_BYTES
+            self._llhttp.feed_data(memoryview(data)[start:position] if large else data[start:position])
+        except (httptools.HttpParserError, MalformedError) as error:
             raise Refusal("invalid_request", f"the chunked body is malformed: {error}") from error
-        finally:
-            self._sink = None
+        if self._body_left is None and self._chunks.ended is not self.complete:
+            # Who believes the one of them and who believes the other would see different requests behind this one.
+            raise Refusal("invalid_request", "the chunked body is malformed: its end is not clear")
+        pieces, self._pieces = self._pieces, []
+        if pieces:
+            sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         self._body_wire_bytes += position - start
         if self._body_bytes > self._limits.max_body_bytes:
             raise Refusal("payload_too_large", f"the body has more than {self._limits.max_body_bytes} bytes")
@@ -265,8 +267,7 @@ class RequestParser:
         """A piece of the body, without its framing."""
         self._body_bytes += len(data)
         if self._body_bytes <= self._limits.max_body_bytes:
-            assert self._sink is not None
-            self._sink(data)
+            self._pieces.append(data)
 
     def on_message_complete(self) -> None:
         """The request is complete."""
@@ -299,20 +300,6 @@ class RequestParser:
         if line_end < 0 or line_end - position > self._limits.max_uri_bytes:
             return self._uri_too_long()
         return Refusal("headers_too_large", f"the head has more than {self._limits.max_header_bytes} bytes")
-
-
-def _next_empty_line(tail: bytes, data: bytes | bytearray, position: int) -> int:
-    """The end of the next CR LF CR LF in `data[position:]`, which may have begun in the `tail` before it; else the end
-    of `data`.
-
-    llhttp does not say where a message ends, but a chunked one always ends in such an empty line: feeding it up to each
-    of them (a body may hold more) stops exactly there.
-    """
-    for split in (3, 2, 1):
-        if tail.endswith(b"\r\n\r\n"[:split]) and data.startswith(b"\r\n\r\n"[split:], position):
-            return position + 4 - split
-    end = data.find(b"\r\n\r\n", position)
-    return len(data) if end < 0 else end + 4
 
 
 @lru_cache(maxsize=256)

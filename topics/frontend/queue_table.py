@@ -110,11 +110,12 @@ class PutCursorAnswer(CursorAnswer, kw_only=True):
 
 
 class CursorListAnswer(msgspec.Struct):
-    """By name."""
+    """A page, ordered by name; `next_cursor` only when there are more."""
 
     topic: str
     cursors: list[CursorState]
     performance: Performance
+    next_cursor: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class DeleteCursorAnswer(msgspec.Struct):
@@ -232,8 +233,12 @@ def cursor_operations(cursors: CursorRoutes) -> list[Operation]:
             KeyScope.READ,
             "cursors",
             "List the cursors of a topic by name",
-            {200: _json("All of them", CursorListAnswer)},
+            {200: _json("A page of cursors", CursorListAnswer)},
             ("topic_not_found", *_LOST),
+            query=(
+                Query("page_size", _COUNT | {"default": 100}, "at most 1000"),
+                Query("cursor", {"type": "string"}, "next_cursor of the page before"),
+            ),
         ),
         Operation(
             "GET",
@@ -267,8 +272,8 @@ def cursor_operations(cursors: CursorRoutes) -> list[Operation]:
             KeyScope.DELETE,
             "cursors",
             "Delete a cursor",
-            {200: _json("It is gone", DeleteCursorAnswer)},
-            ("topic_not_found", *_LOST),
+            {200: _json("It is gone, or never was", DeleteCursorAnswer)},
+            _LOST,
         ),
         Operation(
             "POST",

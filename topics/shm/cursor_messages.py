@@ -24,24 +24,31 @@ class CursorDelete(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class CursorLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Where is it, or where are all (a nil `cursor`)?"""
+    """Where is it, or (a nil `cursor`) where are the first `most` whose names follow `after`?"""
 
     name: str
     cursor: str | None
+    after: str = ""
+    most: int = 1000
 
 
 class CursorAdvance(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A reader has read from `from_seq` to `to_seq`: move the cursor, if it is still there."""
+    """A reader has read from `from_seq` to `to_seq`: move the cursor, if it is still there. `read` is a number that the
+    frontend has not used before.
+    """
 
     name: str
     cursor: str
     revision: int
     from_seq: int
     to_seq: int
+    read: int
 
 
 class CursorPassedOn(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """What became of the answer of a read that CursorMoved has a number for: its connection was given it, or not."""
+    """What became of the answer of a read: its connection was given it, or not. It follows each CursorAdvance whose
+    answer says so, or never came: the shard may have moved the cursor all the same, or be going to.
+    """
 
     name: str
     cursor: str
@@ -74,14 +81,14 @@ class CursorDeleted(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class CursorMoved(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`moved`: what was read is the reader's, and unless `read` is 0 CursorPassedOn has to follow. Else it is where it
-    is now, for another try.
+    """`moved`: what was read is the reader's, and if it is `under_way` CursorPassedOn has to follow. Else it is where
+    it is now, for another try.
     """
 
     moved: bool
     seq: int
     revision: int
-    read: int = 0
+    under_way: bool = False
 
 
 CursorAnswer = CursorReply | CursorList | CursorDeleted | CursorMoved

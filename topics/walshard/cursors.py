@@ -48,6 +48,9 @@ class NamedCursors:
         """Prepares the answer, and what it has the group write; raises TopicsError, the group being as before."""
         hosted = self._find(call.name)
         if hosted is None:
+            if isinstance(call, CursorDelete):  # api §0.9
+                answer.reply = messages.encode_reply(answer.request_id, CursorDeleted(False))
+                return
             raise topic_not_found(call.name)
         match call:
             case CursorPut():
@@ -56,7 +59,10 @@ class NamedCursors:
                 self._delete(hosted, call, answer)
             case CursorLook():
                 cursors = hosted.topic.cursors
-                found = cursors.every() if call.cursor is None else [cursors.get(call.name, call.cursor)]
+                if call.cursor is None:
+                    found = cursors.behind(call.after, call.most)
+                else:
+                    found = [cursors.get(call.name, call.cursor)]
                 reply = CursorList([_shown(cursor) for cursor in found])
                 answer.reply = messages.encode_reply(answer.request_id, reply)
             case CursorAdvance():
@@ -75,6 +81,8 @@ class NamedCursors:
         elif seq is None:
             strict = call.consistency == "strictly_at_once"
             seq = 0 if known is None else known.seq if strict else known.settled_seq
+        elif seq > topic.head_seq:  # as a diff from there: it was never read from this topic
+            seq = 0 if topic.recreated else topic.head_seq
         body = CursorBody(call.cursor, call.consistency, call.persist_every, seq)
         reply = CursorReply(call.cursor, call.consistency, call.persist_every, seq, seq, 0, known is None)
         answer.reply = messages.encode_reply(answer.request_id, reply)
@@ -94,10 +102,10 @@ class NamedCursors:
 
     def _advance(self, hosted: Hosted, call: CursorAdvance, answer: Answer) -> None:
         cursor = hosted.topic.cursors.get(call.name, call.cursor)
-        read = cursor.advance(call.revision, call.from_seq, call.to_seq, answer.frontend)
-        reply = CursorMoved(read is not None, cursor.seq, cursor.revision, read or 0)
+        moved = cursor.advance(call.revision, call.from_seq, call.to_seq, answer.frontend, call.read)
+        reply = CursorMoved(moved, cursor.seq, cursor.revision, moved and not cursor.strict)
         answer.reply = messages.encode_reply(answer.request_id, reply)
-        if read is not None and cursor.strict:
+        if moved and cursor.strict:
             self._persist(hosted, cursor, answer, lambda: cursor.take_back(call.from_seq))
 
     def _passed_on(self, hosted: Hosted, call: CursorPassedOn, answer: Answer) -> None:
@@ -106,9 +114,9 @@ class NamedCursors:
         if cursor is None:
             return
         if call.passed_on:
-            cursor.passed_on(call.revision, call.read)
+            cursor.passed_on(call.revision, answer.frontend, call.read)
         else:
-            cursor.failed(call.revision, call.read)
+            cursor.failed(call.revision, answer.frontend, call.read)
         self._persist(hosted, cursor, answer, cursor.not_persisted)
 
     def _persist(self, hosted: Hosted, cursor: Cursor, answer: Answer, undo: Callable[[], None]) -> None:

@@ -40,6 +40,8 @@ class Deletes:
         self._commits = commits
         self._routing = routing
         self._time = time
+        self._kept: set[int] = set()
+        """Topics whose log could not be written when they were to expire: said once."""
 
     def take(self, call: DeleteRecords | Expire, answer: Answer) -> None:
         """Answers, or raises TopicsError."""
@@ -54,7 +56,7 @@ class Deletes:
             answer.reply = messages.encode_reply(answer.request_id, Done())
 
     def expire(self, hosted: Hosted) -> None:
-        """Moves the floors over what has outlived its ttl; logged, so that they never move back."""
+        """Moves the floors over what has outlived its ttl; logged, so that they never move back. Raises TopicsError."""
         topic, now_ms = hosted.topic, self._time.now.wall_ms
         if topic.expired_below(now_ms) <= topic.earliest_seq:
             return
@@ -63,6 +65,21 @@ class Deletes:
         if floors is not None:
             operation = Operation([floor_frame(hosted, floors, now_ms)], partial(self._expired, hosted, floors))
             self._commits.commit_one(operation, {topic.id})
+
+    def sweep(self) -> None:
+        """Expiry of topics that nobody touches. One whose log cannot be written now has to wait for the next sweep."""
+        kept = set()
+        for hosted in list(self._catalog):
+            topic = hosted.topic
+            if not topic.config.ttl_ms:
+                continue
+            try:
+                self.expire(hosted)
+            except TopicsError as error:
+                kept.add(topic.id)
+                if topic.id not in self._kept:
+                    log.error("what has outlived its ttl_ms stays for now", topic=topic.name, reason=error.message)
+        self._kept = kept
 
     def _expired(self, hosted: Hosted, floors: Floors, _file_no: int, _offset: int) -> None:
         hosted.topic.logged(floors)

@@ -1,8 +1,10 @@
 """The files of segments as a shard uses them: entries of their indexes, deletions marked in them, their tags.
 
 The compactor writes everything else in them. A shard marks what it has logged as deleted, at once; the marks are on the
-disk before a snapshot takes them for done, which is the compactor's affair. One that could not be made is kept and made
-later: until then this process knows of it, and takes over no checkpoint, so that no snapshot is made (`is_marked`).
+disk before a snapshot takes them for done, which is the compactor's affair. What an index could not be told is kept and
+told later: until then this process knows of it, and no snapshot is made (`is_marked`). Where a frame could not be
+marked the index has it all the same, and that is enough. Of an index that is missing or too short nobody can read a
+record, so no snapshot waits for that: whoever restores it from a copy later restores what the copy has.
 """
 
 from __future__ import annotations
@@ -49,6 +51,14 @@ class SegmentKey(NamedTuple):
     version: int
 
 
+class _Due(NamedTuple):
+    """Deleted records (ascending seqs) of a segment that are not marked everywhere; whether snapshots wait for it."""
+
+    info: SegmentInfo
+    seqs: list[int]
+    holds_up: bool
+
+
 class SegmentFiles:
     """Of all topics of one shard.
 
@@ -62,9 +72,8 @@ class SegmentFiles:
         self._data_dir = data_dir
         self._indexes: OrderedDict[SegmentKey, mmap.mmap | bytes] = OrderedDict()
         self._postings: OrderedDict[SegmentKey, Postings] = OrderedDict()
-        self._unmarked: dict[tuple[int, int], list[int]] = {}
-        """(topic id, first seq) → ascending seqs that are deleted and not marked."""
-        self._infos: dict[tuple[int, int], SegmentInfo] = {}
+        self._due: dict[tuple[int, int], _Due] = {}
+        """By topic id and first seq."""
         self._unreadable: set[SegmentKey] = set()
         """Said once each."""
 
@@ -153,20 +162,25 @@ class SegmentFiles:
         if not seqs:
             return
         place = (topic_id, info.first_seq)
-        unmarked = self._unmarked.pop(place, None)
-        if unmarked is not None:
-            seqs = sorted({*unmarked, *seqs})
+        due = self._due.pop(place, None)
+        if due is not None:
+            seqs = sorted({*due.seqs, *seqs})
         cold = bool(info.flags & COLD)
         directory = layout.topic_dir(self._data_dir, topic_id)
         try:
-            mark_deleted(self._fs, directory, info.first_seq, seqs, info.version, cold=cold)
-        except (OSError, CorruptSegment) as error:
-            if place not in self._infos:  # it is tried again every second
+            defect = mark_deleted(self._fs, directory, info.first_seq, seqs, info.version, cold=cold)
+        except (FileNotFoundError, CorruptSegment) as error:
+            self._say_unreadable(topic_id, info, error)
+            self._due[place] = _Due(info, list(seqs), False)
+        except OSError as error:
+            if due is None or not due.holds_up:  # it is tried again every second
                 log.error("deletions could not be marked in a segment", error=str(error), records=len(seqs))
-            self._unmarked[place] = list(seqs)
-            self._infos[place] = info
-            return
-        self._infos.pop(place, None)
+            self._due[place] = _Due(info, list(seqs), True)
+        else:
+            if defect is not None:
+                self._say_unreadable(topic_id, info, defect)
+            if isinstance(defect, OSError):
+                self._due[place] = _Due(info, list(seqs), False)
 
     def replaced(self, topic_id: int, old: SegmentInfo, new: SegmentInfo) -> None:
         """The segment is another file now, or longer: what was deleted in the old one is in the new one."""
@@ -177,8 +191,9 @@ class SegmentFiles:
                 seqs = []  # read back from the log: all this was done before the old files went
             self.forget(topic_id, old, with_marks=False)
             self.mark(topic_id, new, seqs)
-        if self._unmarked.get((topic_id, old.first_seq)):
-            self.mark(topic_id, new, self._unmarked.pop((topic_id, old.first_seq)))
+        due = self._due.pop((topic_id, old.first_seq), None)
+        if due is not None:
+            self.mark(topic_id, new, due.seqs)
 
     def forget(self, topic_id: int, info: SegmentInfo, *, with_marks: bool = True) -> None:
         """The segment is no more, or is another file."""
@@ -187,18 +202,21 @@ class SegmentFiles:
         self._postings.pop(key, None)
         self._unreadable.discard(key)
         if with_marks:
-            self._unmarked.pop((topic_id, info.first_seq), None)
-            self._infos.pop((topic_id, info.first_seq), None)
+            self._due.pop((topic_id, info.first_seq), None)
 
     def mark_again(self) -> None:
         """What could not be marked before."""
-        for (topic_id, first_seq), info in list(self._infos.items()):
-            self.mark(topic_id, info, self._unmarked.pop((topic_id, first_seq)))
+        for (topic_id, _), due in list(self._due.items()):
+            self.mark(topic_id, due.info, due.seqs)
 
     @property
     def is_marked(self) -> bool:
-        """Everything that is deleted is marked."""
-        return not self._unmarked
+        """Everything that is deleted is marked in the indexes that there are."""
+        return not any(due.holds_up for due in self._due.values())
+
+    def is_marked_of(self, topic_id: int) -> bool:
+        """The same of one topic."""
+        return not any(due.holds_up for (id, _), due in self._due.items() if id == topic_id)
 
     # -- files
 
@@ -206,11 +224,14 @@ class SegmentFiles:
         try:
             return self._part(topic_id, info, first_seq, last_seq)
         except (OSError, CorruptSegment) as error:
-            key = SegmentKey(topic_id, info.first_seq, info.version)
-            if key not in self._unreadable:
-                log.error("the index of a segment cannot be read", topic_id=f"{topic_id:016x}", reason=str(error))
-                self._unreadable.add(key)
+            self._say_unreadable(topic_id, info, error)
             return None
+
+    def _say_unreadable(self, topic_id: int, info: SegmentInfo, error: OSError | CorruptSegment) -> None:
+        key = SegmentKey(topic_id, info.first_seq, info.version)
+        if key not in self._unreadable:
+            log.error("a segment cannot be used as a whole", topic_id=f"{topic_id:016x}", reason=str(error))
+            self._unreadable.add(key)
 
     def _part(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> bytes:
         start = (first_seq - info.first_seq) * ENTRY_LEN
@@ -231,10 +252,10 @@ class SegmentFiles:
         return idx
 
     def _unmarked_between(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> list[int]:
-        unmarked = self._unmarked.get((topic_id, info.first_seq)) if self._unmarked else None
-        if not unmarked:
+        due = self._due.get((topic_id, info.first_seq)) if self._due else None
+        if due is None:
             return []
-        return unmarked[bisect_left(unmarked, first_seq) : bisect_right(unmarked, last_seq)]
+        return due.seqs[bisect_left(due.seqs, first_seq) : bisect_right(due.seqs, last_seq)]
 
 
 def _mean_len(info: SegmentInfo) -> int:

@@ -292,9 +292,7 @@ class Shard:
     def sweep(self) -> None:
         """Once a second: expiry of topics nobody touches, collection of idle sessions."""
         self._time.look()
-        for hosted in list(self._catalog):
-            if hosted.topic.config.ttl_ms:
-                self._deletes.expire(hosted)
+        self._deletes.sweep()
         self._session_calls.collect()
         self._files.mark_again()
         self.routing.sweep()
