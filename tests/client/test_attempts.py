@@ -54,6 +54,7 @@ def test_what_may_have_been_carried_out_is_not_repeated_without_a_key() -> None:
 def test_a_resource_cap_does_not_pass_by_waiting() -> None:
     with pytest.raises(ServiceBusyError, match="throttled"):
         attempts(True).refused(429, {}, refusal("throttled", limit="topics", max=3), 100.0, 0.0)
+    assert attempts(False).refused(429, {}, refusal("throttled", limit="inflight_per_key", max=3), 100.0, 0.0) > 0
 
 
 @pytest.mark.parametrize(("status", "kind"), [(404, NotFoundError), (500, ServiceFaultError), (418, ServiceFaultError)])

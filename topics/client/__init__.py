@@ -2,6 +2,8 @@
 
 from topics.client.asynchronous import AsyncClient
 from topics.client.attempts import Retry
+from topics.client.cursor import AsyncCursor, Cursor
+from topics.client.cursor_calls import CursorMade, CursorPage, CursorState
 from topics.client.errors import (
     ApiError,
     ClientError,
@@ -23,6 +25,7 @@ from topics.client.records import (
     Item,
     NewRecord,
     Page,
+    Producer,
     Record,
     Tombstone,
     TopicEntry,
@@ -37,6 +40,7 @@ __all__ = [
     "ApiError",
     "Appended",
     "AsyncClient",
+    "AsyncCursor",
     "AsyncJob",
     "AsyncQueue",
     "Backoff",
@@ -45,6 +49,10 @@ __all__ = [
     "Client",
     "ClientError",
     "ConflictError",
+    "Cursor",
+    "CursorMade",
+    "CursorPage",
+    "CursorState",
     "GapError",
     "InvalidRequestError",
     "Item",
@@ -54,6 +62,7 @@ __all__ = [
     "NotAllowedError",
     "NotFoundError",
     "Page",
+    "Producer",
     "Queue",
     "Record",
     "Retry",

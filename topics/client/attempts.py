@@ -15,6 +15,8 @@ import msgspec
 from topics.client.errors import ApiError, ClientError, UnreachableError, api_error
 
 NOT_CARRIED_OUT = frozenset({"throttled", "not_ready", "shutting_down", "storage_unavailable"})
+PASSES_BY_WAITING = "inflight_per_key"
+"""A key's requests under way, which end by themselves."""
 
 
 class Retry(msgspec.Struct, frozen=True):
@@ -66,8 +68,8 @@ class Attempts:
         error = error_of(status, body)
         if status not in (429, 503) or not (self._repeatable or error.code in NOT_CARRIED_OUT):
             raise error
-        if "limit" in error.detail:
-            # A cap on resources (api §11) does not pass by waiting.
+        if error.detail.get("limit") not in (None, PASSES_BY_WAITING):
+            # The other caps on resources (api §11) are not below their limit again for having waited.
             raise error
         return self._pause(error, _asked_for_s(headers, error), now_s, random)
 

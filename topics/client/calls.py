@@ -16,6 +16,7 @@ from topics.client.records import (
     Configured,
     NewRecord,
     Page,
+    Producer,
     RecordsDeleted,
     SinkForgotten,
     SinkState,
@@ -90,14 +91,22 @@ def append(
     create: bool = True,
     config: Mapping[str, Any] | None = None,
     if_head_seq: int | None = None,
+    producer: Producer | None = None,
 ) -> Call[Appended]:
     """One atomic write (api §2). A record is a NewRecord, or the `data` of one that has nothing else."""
+    if idempotency_key is None and producer is None:
+        idempotency_key = new_key()
     body: dict[str, Any] = {
         "records": [record if isinstance(record, NewRecord) else NewRecord(record) for record in records],
-        "idempotency_key": new_key() if idempotency_key is None else idempotency_key,
         "create": create,
     }
-    optional = {"node": node, "config": config, "if_head_seq": if_head_seq}
+    optional = {
+        "idempotency_key": idempotency_key,
+        "producer": producer,
+        "node": node,
+        "config": config,
+        "if_head_seq": if_head_seq,
+    }
     body |= {name: value for name, value in optional.items() if value is not None}
     return Call("POST", topic_path(topic), _appended, _encode(body), {"return_seqs": "false"})
 

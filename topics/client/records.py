@@ -77,6 +77,16 @@ class NewRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     order_key: str | None = None
 
 
+class Producer(msgspec.Struct, frozen=True):
+    """Who writes, and which of its writes this is (api §2): that identifies it, as a key would. `epoch` rises with each
+    life of the writer and shuts out those before; `n` rises by one with each write, and may begin anywhere.
+    """
+
+    id: str
+    epoch: int
+    n: int
+
+
 class Appended(msgspec.Struct, frozen=True):
     """A committed write: records first_seq..last_seq. `deduped`: an earlier attempt had committed them."""
 

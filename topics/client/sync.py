@@ -12,11 +12,13 @@ from typing import Any, Self, TypeVar
 import httpx
 import httpx_sse
 
-from topics.client import calls
+from topics.client import calls, cursor_calls
 from topics.client.asynchronous import AsyncClient
 from topics.client.attempts import Attempts, Retry, error_of
 from topics.client.calls import Call
 from topics.client.connection import http_options
+from topics.client.cursor import Cursor
+from topics.client.cursor_calls import CursorState
 from topics.client.errors import GapError, NotFoundError, ServiceBusyError
 from topics.client.following import SILENCE_MAX_S, Following
 from topics.client.queue import Queue
@@ -25,6 +27,7 @@ from topics.client.records import (
     Configured,
     Item,
     Page,
+    Producer,
     RecordsDeleted,
     Tombstones,
     TopicDeleted,
@@ -118,11 +121,13 @@ class Client:
         create: bool = True,
         config: Mapping[str, Any] | None = None,
         if_head_seq: int | None = None,
+        producer: Producer | None = None,
     ) -> Appended:
         """Writes all records or none. A record is a NewRecord, or just its `data`.
 
         It is repeated until it is answered, under one idempotency key, so it is committed once. A key of your own
-        makes repeats of yours safe as well, over restarts of your program.
+        makes repeats of yours safe as well, over restarts of your program. A `producer` also keeps its writes in their
+        order and former lives of itself out: ConflictError `fenced` or `out_of_order`, whose `detail` says where it is.
         """
         return self.call(
             calls.append(
@@ -133,6 +138,7 @@ class Client:
                 create=create,
                 config=config,
                 if_head_seq=if_head_seq,
+                producer=producer,
             )
         )
 
@@ -173,6 +179,22 @@ class Client:
     def queue(self, topic: str, *, node: str | None = None) -> Queue:
         """A queue as a worker sees it; `node` is the worker's name, made up unless given."""
         return Queue(self, self._again, topic, node)
+
+    # -- named cursors
+
+    def cursor(self, topic: str, name: str) -> Cursor:
+        """A read position that the server keeps (api §10); `put` makes it."""
+        return Cursor(self, topic, name)
+
+    def list_cursors(self, topic: str) -> Iterator[CursorState]:
+        """Every cursor of a topic, by name."""
+        after = None
+        while True:
+            page = self.call(cursor_calls.list_cursors(topic, after))
+            yield from page.cursors
+            after = page.next_cursor
+            if after is None:
+                return
 
     # -- live
 
