@@ -75,6 +75,11 @@ def write_postings(
 
     Raises OSError; the file is there as a whole or not at all.
     """
+    replace_file(fs, layout.segment_tags_path(directory, first_seq, version), encode(first_seq, records, tagged))
+
+
+def encode(first_seq: int, records: int, tagged: Iterable[tuple[int, bytes]]) -> bytes:
+    """The whole file; `tagged` are (seq, tag) by ascending seq."""
     lists: dict[bytes, array[int]] = {}
     for seq, tag in tagged:
         if tag not in lists:
@@ -87,7 +92,7 @@ def write_postings(
     header = HEADER.pack(MAGIC, VERSION, records, first_seq, len(tags), sum(map(len, seq_lists)), len(text))
     body = b"".join((array("I", accumulate(map(len, tags))), list_ends, *seq_lists, text))
     checksum = CHECKSUM.pack(xxh3_64_intdigest(header + body))
-    replace_file(fs, layout.segment_tags_path(directory, first_seq, version), header + checksum + body)
+    return header + checksum + body
 
 
 class Postings:

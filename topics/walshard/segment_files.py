@@ -17,12 +17,14 @@ from collections.abc import Sequence
 from itertools import compress, islice
 from typing import Final, NamedTuple
 
-from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_GONE
+from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_DELETED, LOCATION_GONE
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.log import get_logger
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
-from topics.storage.postings import Postings
+from topics.storage.frame import LOCATION_HAS_TAG
+from topics.storage.postings import CorruptPostings, Postings, UnknownPostingsVersion
+from topics.storage.postings import encode as encode_postings
 from topics.storage.segment import (
     ENTRY,
     ENTRY_FLAGS_AT,
@@ -145,16 +147,40 @@ class SegmentFiles:
         return sorted({*found, *self._unmarked_between(topic_id, info, info.first_seq, info.last_seq)})
 
     def postings(self, topic_id: int, info: SegmentInfo) -> Postings:
-        """The tags of a sealed segment. Raises CorruptPostings as well."""
+        """The tags of a sealed segment; where the file is missing or damaged, as its frames have them.
+
+        Raises CorruptPostings as well: where these are cold, damaged too, or the file is of another release.
+        """
         key = SegmentKey(topic_id, info.first_seq, info.version)
         postings = self._postings.get(key)
         if postings is None:
             directory = layout.topic_dir(self._data_dir, topic_id)
-            postings = self._postings[key] = Postings.map(directory, info.first_seq, info.version)
+            try:
+                postings = Postings.map(directory, info.first_seq, info.version)
+            except UnknownPostingsVersion:
+                raise
+            except (OSError, CorruptPostings) as error:
+                postings = self._postings_of_frames(topic_id, info, error)
+            self._postings[key] = postings
             if len(self._postings) > POSTINGS_MAX:
                 self._postings.popitem(last=False)
         self._postings.move_to_end(key)
         return postings
+
+    def _postings_of_frames(self, topic_id: int, info: SegmentInfo, error: OSError | CorruptPostings) -> Postings:
+        """In memory: the file is the compactor's. Every frame that counts is checked: its tag decides about it."""
+        try:
+            reader = self.reader(topic_id, info)
+        except FileNotFoundError:
+            raise error from None
+        words = reader.entries(info.first_seq, info.last_seq)[3::ENTRY_WORDS]
+        flags = [(seq, word >> FLAGS_SHIFT) for seq, word in enumerate(words, info.first_seq)]
+        live = [seq for seq, flag in flags if flag & LOCATION_HAS_TAG and not flag & LOCATION_GONE]
+        frames = map(reader.frame, live)
+        tagged = [(frame.seq, frame.tag) for frame in frames if frame is not None]
+        log.error("a segment's tags are taken from its frames", topic_id=f"{topic_id:016x}", reason=str(error))
+        path = layout.segment_tags_path(layout.topic_dir(self._data_dir, topic_id), info.first_seq, info.version)
+        return Postings(path, encode_postings(info.first_seq, info.records, tagged))
 
     def reader(self, topic_id: int, info: SegmentInfo) -> SegmentReader:
         """Index and frames; not of a cold segment."""
