@@ -24,6 +24,8 @@ from tests.harness import Service
 WAITING: Final = 1_000_000
 LEASED: Final = 100_000
 SHALLOW: Final = 64
+MIXED: Final = 200_000
+"""With a moment before which they must not be handed out, and which is over: before a plain one, and as many behind."""
 BATCH: Final = 16
 CLAIM_MAX: Final = 1000
 LEASE_MS: Final = 3_600_000
@@ -194,22 +196,27 @@ def _next_job(stream: Connection) -> bytes:
 
 
 def queue_depth(bench: Bench) -> list[Figure]:
-    """Claims, acks and nacks at a queue with a million jobs waiting and a hundred thousand leased."""
+    """Claims, acks and nacks at a queue with a million jobs waiting and a hundred thousand leased, and at one where a
+    plain job waits among many that ask for something.
+    """
     waiting, label = scaled(bench, WAITING)
     leased = LEASED * waiting // WAITING
     figures = []
     with service_with(bench, NO_CHECKPOINTS) as service:
         config = {"type": "queue", "lease_ms": LEASE_MS}
-        for queue in ("deep", "shallow"):
+        for queue in ("deep", "mixed", "shallow"):
             service.client.put(f"/v0/topics/{queue}", json=config).raise_for_status()
         bench.fill(service, ["deep"], waiting + leased)
         bench.run(service, [[wire.write("shallow", SHALLOW)]], 1)
+        asking, many = _write_asking("mixed"), scaled(bench, MIXED)[0] // CLAIM_MAX
+        for request, times in ((asking, many), (wire.write("mixed", 1), 1), (asking, many)):
+            bench.run(service, [[request]], times)
         before = machine.memory_of(service.family(), service.shared_memory())
         lease_many(service, "deep", leased)
         after = machine.memory_of(service.family(), service.shared_memory())
         state = service.client.get("/v0/topics/deep").raise_for_status().json()["queue"]
         assert (state["ready"], state["in_flight"]) == (waiting, leased), state
-        plan = DepthPlan(service.port, ("deep", "shallow"), 100 if bench.quick else 1000)
+        plan = DepthPlan(service.port, ("deep", "mixed", "shallow"), 100 if bench.quick else 1000)
         found = bench.pool.submit(ask_in_turns, plan).result()
         memory = {"per_lease_bytes": (after.held - before.held) / leased}
         figures.append(Figure("depth", f"{label} waiting, {leased // 1000} k leased", memory))
@@ -217,6 +224,12 @@ def queue_depth(bench: Bench) -> list[Figure]:
         for what, (p50_us, p99_us) in kinds.items():
             figures.append(Figure("depth", f"{queue}, {what}", {"p50_us": p50_us, "p99_us": p99_us}))
     return figures
+
+
+def _write_asking(queue: str) -> bytes:
+    """Jobs of the same length as `wire.write` writes."""
+    records = b",".join(b'{"data":%b,"deliver_at":1}' % wire.data(n) for n in range(CLAIM_MAX))
+    return wire.post(f"/v0/topics/{queue}?return_seqs=false", b'{"records":[%b]}' % records)
 
 
 def lease_many(service: Service, queue: str, count: int) -> None:

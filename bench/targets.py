@@ -95,11 +95,12 @@ BOUNDS = [
     Bound("delivery beside 2048 idle streams, p50 ms", 5.0, ("idle", "delivery beside them", "p50_us"), scale=MS),
     *(
         Bound(
-            f"{what} of a deep queue / a shallow one, p50",
+            f"{what} of a {queue} queue / a shallow one, p50",
             1.25,
-            ("depth", f"deep, {what}", "p50_us"),
+            ("depth", f"{queue}, {what}", "p50_us"),
             divided_by=("depth", f"shallow, {what}", "p50_us"),
         )
+        for queue in ("deep", "mixed")
         for what in ("claim 1", "claim 16", "ack 1", "ack 16", "nack 1", "nack 16")
     ),
     Bound(

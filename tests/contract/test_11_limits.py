@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import json
 import random
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +23,7 @@ from tests.contract.asking import diff, envelope, ok, put, refused, write
 from tests.contract.socket_client import Socket
 from tests.contract.stream import Stream, watch
 from tests.harness import Service, poll
+from topics.frontend.body_budget import BODIES_MAX_BYTES
 
 
 @pytest.fixture
@@ -320,6 +323,42 @@ def test_a_large_body_leaves_the_others_their_turn(service: Service, topic: str)
             time.sleep(0.005)
         assert ok(upload.result())["count"] == 10_000
     assert len(diff(service.client, topic, limit=2)["records"]) == 2
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that a process ever had."""
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+def test_bombs_in_great_numbers_are_bounded_together(start: Any) -> None:
+    """api §0.2: each of them is within the limit of a body, all of them unpacked would be 1.6 GB out of 1.6 MB."""
+    service = start(frontends=1)
+    body = gzip.compress(b'{"records":[{"data":1}]' + b" " * (64 * 2**20 - 100) + b"}")
+    assert len(body) < 70_000
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    pid = service.pid_of("frontend")
+    before_bytes = peak_bytes(pid)
+    with ExitStack() as stack:
+        connections = [http.client.HTTPConnection("127.0.0.1", service.port, timeout=60) for _ in range(24)]
+        for connection in connections:
+            stack.callback(connection.close)
+            connection.request("POST", "/v0/topics/t", body=body, headers=headers)
+        assert write(service.client, "small", 1)["count"] == 1
+        accepted = 0
+        for connection in connections:
+            answer = connection.getresponse()
+            content = answer.read()
+            if answer.status == 429:
+                error = envelope(content, answer.getheader("content-type", ""), "throttled")
+                assert error["detail"] == {"limit": "body_bytes", "max": 4 * 64 * 2**20}
+                assert int(answer.getheader("retry-after", "0")) >= 1
+            else:
+                assert answer.status in (200, 201)
+                accepted += 1
+    assert accepted >= 4, "there is room for so many at once"
+    assert diff(service.client, "t")["head_seq"] == accepted, "what was refused has done nothing"
+    assert peak_bytes(pid) - before_bytes <= 3 * BODIES_MAX_BYTES
 
 
 def test_a_head_that_never_ends_is_cut(service: Service) -> None:

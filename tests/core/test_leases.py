@@ -6,12 +6,14 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.core.cost import lines_of
 from tests.core.list_index import ListIndex
+from topics.core import jobs
 from topics.core.config import TopicConfig
 from topics.core.floors import EvictReason
 from topics.core.jobs import Now
@@ -89,8 +91,11 @@ class Model:
 class LeaseMachine(RuleBasedStateMachine):
     """Real `Topic` and `Leases`; the steps are what a shard does with them."""
 
-    @initialize(keep=st.booleans(), deliveries_max=st.sampled_from([0, 0, 2]))
-    def begin(self, keep: bool, deliveries_max: int) -> None:
+    @initialize(keep=st.booleans(), deliveries_max=st.sampled_from([0, 0, 2]), tidy=st.booleans())
+    def begin(self, keep: bool, deliveries_max: int, tidy: bool) -> None:
+        self.patch = pytest.MonkeyPatch()
+        if tidy:  # nothing that is over is kept
+            self.patch.setattr(jobs, "_room", lambda live: live)
         self.keep = keep
         self.deliveries_max = deliveries_max
         self.now = START
@@ -99,6 +104,10 @@ class LeaseMachine(RuleBasedStateMachine):
         self.leases.start(START, 100, keep_leases=True)
         self.model = Model()
         self.done: set[int] = set()
+
+    def teardown(self) -> None:
+        if hasattr(self, "patch"):
+            self.patch.undo()
 
     # -- records
 
@@ -442,6 +451,45 @@ def test_jobs_that_cannot_be_handed_out_are_passed_over_once() -> None:
     assert sum(cost) < 50_000 * 10, cost
     assert lines_of(lambda: claim(10)) < 100
     assert got == plain
+
+
+def held_by(leases: Leases) -> int:
+    """Entries of whatever kind that the machine keeps."""
+    lines = sum(map(len, leases._lines.values()))
+    heaps = (leases._jobs, leases._tracked, leases._returned, leases._ready, leases._due, leases._scheduled)
+    return sum(map(len, heaps)) + lines
+
+
+@pytest.mark.parametrize("kind", ["ready", "returned", "scheduled", "behind", "leased"])
+@pytest.mark.parametrize("end", ["evicted", "deleted", "acknowledged"])
+def test_jobs_that_are_gone_cost_nothing_though_nobody_claims(kind: str, end: str) -> None:
+    """Always 50 there, 5,000 come and go."""
+    topic = queue_topic()
+    leases = leases_of(topic)
+    leases.start(START, 1, keep_leases=True)
+    if kind == "behind":  # one is first for ever
+        leases.add(append(topic, 1)[0], 0, "k")
+    most = 0
+    for _ in range(100):
+        seqs = list(append(topic, 50))
+        for seq in seqs:
+            if kind == "scheduled":
+                leases.add(seq, START.wall_ms + 10**9, "")
+            elif kind != "leased":
+                leases.add(seq, 0, "k" if kind == "behind" else f"k{seq}")
+        if kind in ("leased", "returned"):
+            leases.lease(leases.take(50, 0, 0, START)[0], "n", 10**6, START, None)
+        if kind == "returned":
+            leases.give_back(seqs, 0, START)
+        if end == "evicted" and kind != "behind":
+            topic.evict_below(seqs[-1] + 1, EvictReason.CAP)
+        elif end == "acknowledged":
+            leases.finish([(seqs[0], seqs[-1])])
+        else:
+            topic.removed(topic.plan_removal(seqs, set(seqs)), topic.revision + 1)
+        most = max(most, held_by(leases))
+    assert most < 2_000
+    assert leases.ready == (kind == "behind")
 
 
 def test_who_does_not_bring_a_dead_letter_away_loses_it_whatever_else_happened_meanwhile() -> None:

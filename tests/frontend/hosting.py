@@ -16,6 +16,7 @@ import msgspec
 from topics.compactor.rewriting import rewrite
 from topics.compactor.segments import LogFileKey, SealAt, SegmentAppender
 from topics.core.config import TopicConfig
+from topics.core.expiry_clock import ExpiryClock
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.core.segment_list import COLD, SegmentInfo, SegmentList
@@ -59,9 +60,15 @@ class TestClock:
 
     def __init__(self, now_ms: int = 1_000_000) -> None:
         self.ms = now_ms
+        self.skew_ms = 0
+        """Of the wall clock."""
+        self.warnings: list[str] = []
 
     def now_ms(self) -> int:
-        return self.ms
+        return self.ms + self.skew_ms
+
+    def warn(self, event: str, **_values: object) -> None:
+        self.warnings.append(event)
 
     def monotonic_ms(self) -> int:
         return self.ms
@@ -92,7 +99,8 @@ class Hosting:
         RouterTableWriter(self.shared.router_table).store_all([])
         self.arenas = Arenas(self.shared)
         log_files = LogFiles(data_dir, self.shared.ram_dir, 1, maps_max=2)
-        self.reader = TopicReader(self.arenas, log_files, 1, self.clock, self.cold)
+        expiry = ExpiryClock(self.clock, self.clock.warn)
+        self.reader = TopicReader(self.arenas, log_files, 1, expiry, self.cold)
 
     def close(self) -> None:
         self.arenas.close()

@@ -56,12 +56,13 @@ class Wire:
     def writable(self) -> bool:
         return self._open and not self.ended
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> bool:
         assert not self.ended, "written to after its end"
         self.writes.append(data)
         if not self._open:
             self.buffered_bytes += len(data)
         self.on_write()
+        return self._open
 
     def close(self) -> None:
         self.ended = True
@@ -210,7 +211,7 @@ class Live:
     ) -> tuple[Wire, Connection]:
         """Opens a stream on topics that exist."""
         ids = tuple(self.reader.get(name).view.topic_id for name in starts)
-        plan = self.hub.plan(tuple(starts), ids, options, strong)
+        plan = self.hub.plans.get(tuple(starts), ids, options, strong)
         wire = Wire()
         return wire, self.hub.open(wire, plan.start(dict(starts)), heartbeat_ms)
 

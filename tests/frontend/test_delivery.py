@@ -7,15 +7,19 @@ import gc
 import os
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.frontend.live import OPTIONS, Live, Wire, delivered, on_loop, turns, until
-from topics.frontend import delivery
+from topics.core.priority import AGE_FULL_MS
+from topics.frontend import delivery, room
+from topics.frontend.beats import BEATS_MAX
 from topics.frontend.delivery import FAN_OUT_STEP
-from topics.frontend.pulse import STALL_MAX_MS
+from topics.frontend.pulse import STALL_CUT_MS, STALL_MAX_MS
+from topics.frontend.reading import Page
 
 
 def numbers(last: int, first: int = 1) -> list[int]:
@@ -70,7 +74,11 @@ def test_one_stream_of_many_topics(tmp_path: Path) -> None:
 # --- many streams
 
 
-def test_a_frame_is_made_once_for_all_who_stand_at_the_same_place(tmp_path: Path) -> None:
+def test_a_frame_is_made_once_for_all_who_stand_at_the_same_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "SLICE_S", 0.0)
+
     async def test(live: Live) -> None:
         await live.put("t")
         await live.put("other")
@@ -81,9 +89,8 @@ def test_a_frame_is_made_once_for_all_who_stand_at_the_same_place(tmp_path: Path
         await live.write("t")
         await until(lambda: all(wire.seqs() == [1] for wire in alone + both))
         assert len({id(wire.writes[-1]) for wire in both}) == 1
-        # A slice of work may end between them; within one there is one object.
-        assert len({id(wire.writes[-1]) for wire in alone}) <= 1 + len(alone) // FAN_OUT_STEP
-        assert len({wire.writes[-1] for wire in alone}) == 1
+        # Also when slices of work have ended between them: the topic was the same.
+        assert len({id(wire.writes[-1]) for wire in alone}) == 1
 
     on_loop(tmp_path, test)
 
@@ -265,6 +272,25 @@ def test_a_topic_that_waits_shows_its_age(tmp_path: Path) -> None:
     on_loop(tmp_path, test)
 
 
+def test_age_is_for_all_who_waited_with_the_topic(tmp_path: Path) -> None:
+    """Each page of a backlog is a turn of its own, and yet nobody waits for more than the 10 s."""
+
+    async def test(live: Live) -> None:
+        await live.put("t", priority=-1000)
+        await live.write("t", 3)
+        live.hub.pause(True)
+        wires = [live.follow({"t": 0})[0] for _ in range(40)]
+        await turns()
+        assert not any(wire.kinds() for wire in wires)
+        live.clock.ms += AGE_FULL_MS
+        await until(lambda: all(wire.seqs() == [1, 2, 3] for wire in wires))
+        late, _ = live.follow({"t": 0})
+        await turns()
+        assert late.kinds() == [], "its age is its own"
+
+    on_loop(tmp_path, test)
+
+
 def test_frames_of_one_topic_are_coalesced(tmp_path: Path) -> None:
     async def test(live: Live) -> None:
         await live.put("t")
@@ -352,29 +378,168 @@ def test_a_client_that_stands_still_is_told_and_let_go(tmp_path: Path) -> None:
     on_loop(tmp_path, test)
 
 
-def test_what_waits_for_clients_that_do_not_read_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "STALLED_BYTES_MAX", 250_000)
+LARGE_BYTES = 100_000
+
+
+def full_when_written(wire: Wire) -> None:
+    """It buffers a large frame and takes nothing of it before `read_on`."""
+
+    def on_write() -> None:
+        if len(wire.writes[-1]) > LARGE_BYTES:
+            wire.stop_reading(len(wire.writes[-1]))
+
+    wire.on_write = on_write
+
+
+async def followers_of_large_frames(live: Live, count: int) -> list[Wire]:
+    await live.put("t")
+    wires = [live.follow({"t": 0})[0] for _ in range(count)]
+    await until(lambda: all(wire.kinds() == ["caught-up"] for wire in wires))
+    for wire in wires:
+        full_when_written(wire)
+    return wires
+
+
+def test_large_frames_for_many_wait_for_room_and_cut_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "KEPT_BYTES_MAX", 3 * LARGE_BYTES)
+
+    async def test(live: Live) -> None:
+        wires = await followers_of_large_frames(live, 20)
+        await live.write("t", data=b'"%b"' % (b"x" * LARGE_BYTES))
+        while not all(wire.seqs() == [1] for wire in wires):
+            await turns()
+            full = [wire for wire in wires if not wire.writable]
+            assert 1 <= len(full) <= 2, "the third would be more than may be kept"
+            live.clock.ms += 10  # quick readers, all of them
+            for wire in full:
+                wire.read_on()
+        assert not any(wire.ended for wire in wires)
+        for wire in wires:
+            wire.read_on()
+        await live.write("t")
+        await until(lambda: all(wire.seqs() == [1, 2] for wire in wires))
+
+    on_loop(tmp_path, test)
+
+
+def test_clients_that_do_not_read_hold_up_large_frames_for_a_moment_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "KEPT_BYTES_MAX", 3 * LARGE_BYTES)
+
+    async def test(live: Live) -> None:
+        wires = await followers_of_large_frames(live, 2)
+        await live.write("t", data=b'"%b"' % (b"x" * LARGE_BYTES))
+        await until(lambda: not any(wire.writable for wire in wires))
+        live.clock.ms += STALL_CUT_MS - 1
+        waiting, _ = live.follow({"t": 0})
+        crawling = wires[1]
+        await turns()
+        assert waiting.seqs() == []
+        await live.put("small")
+        small, _ = live.follow({"small": 0})
+        await live.write("small")
+        await delivered(small, [1], "small")
+        crawling.buffered_bytes -= 1
+        live.clock.ms += 1
+        await until(lambda: waiting.seqs() == [1])
+        assert wires[0].aborted, "it has taken nothing"
+        assert not crawling.ended
+        assert live.cell.get("sse_connections") == 3
+        crawling.read_on()
+        await live.write("t")
+        await until(lambda: crawling.seqs() == waiting.seqs() == [1, 2])
+
+    on_loop(tmp_path, test)
+
+
+def test_nobody_is_cut_for_what_nobody_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "KEPT_BYTES_MAX", 3 * LARGE_BYTES)
+
+    async def test(live: Live) -> None:
+        wires = await followers_of_large_frames(live, 2)
+        await live.write("t", data=b'"%b"' % (b"x" * LARGE_BYTES))
+        await until(lambda: not any(wire.writable for wire in wires))
+        live.clock.ms += STALL_MAX_MS - 1
+        live.hub._tick()
+        assert not any(wire.ended for wire in wires)
+        live.clock.ms += 1
+        live.hub._tick()
+        assert [wire.kinds()[-1] for wire in wires] == ["error", "error"]
+        assert not any(wire.aborted for wire in wires)
+
+    on_loop(tmp_path, test)
+
+
+def test_who_waits_for_room_may_leave_or_lose_its_topic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "KEPT_BYTES_MAX", 3 * LARGE_BYTES // 2)
+
+    async def test(live: Live) -> None:
+        wires = await followers_of_large_frames(live, 4)
+        await live.write("t", data=b'"%b"' % (b"x" * LARGE_BYTES))
+        await until(lambda: not all(wire.writable for wire in wires))
+        await turns()
+        (full,) = (wire for wire in wires if not wire.writable)
+        gone, *others = (wire for wire in wires if wire.writable)
+        gone.vanish()
+        await live.delete("t")
+        await turns()
+        assert not any(wire.seqs() for wire in others)
+        full.read_on()
+        await until(lambda: all(wire.kinds()[-1] == "topic-deleted" for wire in [full, *others]))
+
+    on_loop(tmp_path, test)
+
+
+def test_who_waits_for_room_in_one_topic_and_is_full_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "KEPT_BYTES_MAX", 3 * LARGE_BYTES // 2)
 
     async def test(live: Live) -> None:
         await live.put("t")
-        followers = [live.follow({"t": 0}) for _ in range(4)]
-        await until(lambda: all(wire.kinds() == ["caught-up"] for wire, _ in followers))
-        for wire, _ in followers[:3]:
-            live.clock.ms += 1
-            # It is full with the next frame, and nothing is written to it any more.
-            wire.on_write = lambda wire=wire: wire.stop_reading(100_000)
-        await live.write("t")
-        await delivered(followers[3][0], [1])
-        await until(lambda: any(wire.aborted for wire, _ in followers))
-        assert [wire.aborted for wire, _ in followers].count(True) == 1, "one is enough"
-        assert not followers[3][0].aborted
-        assert live.cell.get("sse_connections") == 3
-        kept = [wire for wire, _ in followers if not wire.aborted]
-        await live.write("t")
-        for wire in kept:
-            wire.on_write = lambda: None
-            wire.read_on()
-        await until(lambda: all(wire.seqs() == [1, 2] for wire in kept))
+        await live.put("other")
+        both, _ = live.follow({"t": 0, "other": 0})  # a pass ends with the first comer
+        await until(lambda: both.kinds() == ["caught-up"] * 2)
+        (full,) = await followers_of_large_frames(live, 1)
+        await live.write("t", data=b'"%b"' % (b"x" * LARGE_BYTES))
+        await until(lambda: not full.writable)
+        await turns()
+        both.stop_reading(1)
+        await live.write("other")
+        await turns()
+        both.read_on()
+        full.read_on()
+        await delivered(both, [1], "other")
+        await delivered(both, [1], "t")
+
+    on_loop(tmp_path, test)
+
+
+def test_a_turn_makes_few_pages_however_many_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that stand at the same place and share nothing: each has a page of its own to be made."""
+    monkeypatch.setattr(delivery, "SLICE_S", 0.0)
+
+    async def test(live: Live) -> None:
+        await live.put("t")
+        read_page, reads = live.reader.read_page, 0
+
+        def counted(*args: Any) -> Page:
+            nonlocal reads
+            reads += 1
+            return read_page(*args)
+
+        monkeypatch.setattr(live.reader, "read_page", counted)
+        wires = [live.follow({"t": 0}, OPTIONS._replace(nodes=frozenset([b"%d" % n])))[0] for n in range(64)]
+        await until(lambda: all(wire.kinds() == ["caught-up"] for wire in wires))
+        for seq, (data, most) in enumerate([(b"1", 5), (b'"%b"' % (b"x" * 300_000), 1)], start=1):
+            reads_in_turn = 0
+            await live.write("t", data=data)
+            while not all(wire.seqs() == numbers(seq) for wire in wires):
+                before = reads
+                await asyncio.sleep(0)
+                reads_in_turn = max(reads_in_turn, reads - before)
+            assert 1 <= reads_in_turn <= most
 
     on_loop(tmp_path, test)
 
@@ -391,6 +556,32 @@ def test_a_heartbeat_in_silence(tmp_path: Path) -> None:
         live.clock.ms += 20
         await until(lambda: len(wire.writes) > written)
         assert wire.writes[-1] == b": hb %d\n\n" % live.clock.ms
+
+    on_loop(tmp_path, test)
+
+
+def test_heartbeats_of_many_streams_leave_the_event_loop_its_turns(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.put("t")
+        wires = [live.follow({"t": 0}, heartbeat_ms=20)[0] for _ in range(5 * BEATS_MAX)]
+        await until(lambda: all(wire.kinds() == ["caught-up"] for wire in wires))
+        in_turn, most_in_turn = 0, 0
+
+        def beat() -> None:
+            nonlocal in_turn
+            in_turn += 1
+
+        for wire in wires:
+            wire.on_write = beat
+        before = sum(len(wire.writes) for wire in wires)
+        live.clock.ms += 20
+        while sum(len(wire.writes) for wire in wires) < before + len(wires):
+            in_turn = 0
+            await asyncio.sleep(0)
+            most_in_turn = max(most_in_turn, in_turn)
+        assert most_in_turn <= BEATS_MAX
+        await turns()
+        assert sum(len(wire.writes) for wire in wires) == before + len(wires), "one each"
 
     on_loop(tmp_path, test)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 
 import pytest
 
 from tests.frontend.http1_server import DEADLINE_S, Client, Server, until
+from topics.frontend import http1_connections
 from topics.frontend.http1 import HttpLimits
 
 LOOPS = ["uvloop", "asyncio"]
@@ -405,6 +407,41 @@ class TestTime:
             until(lambda: server.app.errors, "the app is told")
             assert isinstance(server.app.errors[0], ConnectionResetError)
             until(lambda: not server.connections.open, "the connection is cut")
+
+    def test_reader_that_takes_next_to_nothing(self, loop: str) -> None:
+        """Never quite still, but its answer would be kept for hours."""
+        limits = HttpLimits(write_stall_timeout_ms=1000, linger_ms=20, read_min_bytes_per_s=100_000_000)
+        pause = threading.Event()
+        with Server(loop=loop, limits=limits) as server, server.client(receive_buffer_bytes=4096) as client:
+            client.get("/big?30000000")
+            until(lambda: server.connections.open, "the connection")
+            taken = 0
+            with contextlib.suppress(ConnectionResetError):
+                while part := client.socket.recv(100_000):
+                    taken += len(part)
+                    pause.wait(0.02)
+            assert taken < 30_000_000
+            until(lambda: not server.connections.open, "the connection is cut")
+
+    def test_answers_that_nobody_takes_have_a_bound_together(self, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Who has not taken its own for longest is cut for it, and nobody else."""
+        monkeypatch.setattr(http1_connections, "ANSWERS_MAX_BYTES", 70_000_000)
+        with Server(loop=loop) as server, contextlib.ExitStack() as stack:
+            clients = []
+            for count in (1, 2, 3):
+                client = stack.enter_context(server.client(receive_buffer_bytes=4096))
+                client.get("/big?30000000")
+                clients.append(client)
+                until(lambda count=count: len(server.app.scopes) == count, "the request")  # type: ignore[misc]
+                server.settled(lambda: len(server.connections.open))
+            until(lambda: len(server.connections.open) == 2, "the first one is cut")
+            with pytest.raises((ConnectionResetError, AssertionError)):
+                clients[0].answer()
+            for client in clients[1:]:
+                assert len(client.answer().body) == 30_000_000
+            again = stack.enter_context(server.client())
+            assert len(again.get("/big?60000000").answer().body) == 60_000_000, "what was taken is not counted"
+            assert len(server.connections.open) == 3
 
     def test_client_that_never_closes_after_the_last_answer(self, loop: str) -> None:
         limits = HttpLimits(linger_ms=40)

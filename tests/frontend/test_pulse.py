@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.frontend.pulse import STALL_MAX_MS, Heartbeats, Stall, Stalls
+from topics.frontend.pulse import STALL_CUT_MS, STALL_MAX_MS, Heartbeats, Stall, Stalls
+
+MANY = 1_000
 
 
 class Beater:
     def __init__(self, heartbeat_ms: int, idle_since_ms: int = 0) -> None:
         self.heartbeat_ms = heartbeat_ms
         self.idle_since_ms = idle_since_ms
-        self.closed = False
 
 
 def test_a_heartbeat_only_when_idle() -> None:
@@ -21,21 +24,40 @@ def test_a_heartbeat_only_when_idle() -> None:
     heartbeats.add(quiet)
     heartbeats.add(busy)
     busy.idle_since_ms = 600  # written to
-    assert heartbeats.take_due(999) == []
-    assert heartbeats.take_due(1000) == [quiet]
+    assert heartbeats.take_due(999, MANY) == []
+    assert heartbeats.take_due(1000, MANY) == [quiet]
     assert heartbeats.next_ms == 1600
-    assert heartbeats.take_due(1600) == [busy]
-    assert heartbeats.take_due(1999) == []
-    assert heartbeats.take_due(2000) == [quiet]
+    assert heartbeats.take_due(1600, MANY) == [busy]
+    assert heartbeats.take_due(1999, MANY) == []
+    assert heartbeats.take_due(2000, MANY) == [quiet]
 
 
-def test_who_is_closed_is_forgotten() -> None:
+def test_who_is_closed_is_forgotten_at_once() -> None:
     heartbeats: Heartbeats[Beater] = Heartbeats()
-    gone = Beater(1000)
+    gone = Beater(60_000)
     heartbeats.add(gone)
-    gone.closed = True
-    assert heartbeats.take_due(5000) == []
+    heartbeats.end(gone)
+    heartbeats.end(gone)
+    reference = weakref.ref(gone)
+    del gone
+    assert reference() is None, "it is kept until it would have been due"
+    assert heartbeats.take_due(60_000, MANY) == []
     assert heartbeats.next_ms is None
+
+
+def test_many_that_are_due_at_once_are_taken_some_at_a_time() -> None:
+    heartbeats: Heartbeats[Beater] = Heartbeats()
+    beaters = [Beater(1000) for _ in range(100)]
+    for beater in beaters:
+        heartbeats.add(beater)
+    busy = beaters[:50]
+    for beater in busy:
+        beater.idle_since_ms = 500
+    assert heartbeats.take_due(1000, 40) == [], "to look at one is work, too"
+    assert heartbeats.take_due(1000, 40) == beaters[50:80]
+    assert heartbeats.next_ms == 1000, "the others are still due"
+    assert heartbeats.take_due(1000, 40) == beaters[80:]
+    assert heartbeats.next_ms == 1500
 
 
 @given(
@@ -54,7 +76,7 @@ def test_silence_is_never_longer_than_the_heartbeat(intervals_ms: list[int], tur
         now_ms += step_ms
         for index in written & set(range(len(beaters))):
             beaters[index].idle_since_ms = heard_ms[index] = now_ms
-        for beater in heartbeats.take_due(now_ms):
+        for beater in heartbeats.take_due(now_ms, MANY):
             index = beaters.index(beater)
             assert now_ms - heard_ms[index] >= beater.heartbeat_ms, "it was not idle"
             heard_ms[index] = now_ms
@@ -84,6 +106,26 @@ def test_what_is_kept_for_all_that_stand_still() -> None:
     stalls.end("b")
     stalls.end("b")
     assert stalls.held_bytes == 100
-    assert stalls.take_longest() == "a"
+    stalls.end("a")
     assert stalls.held_bytes == 0
     assert stalls.over(STALL_MAX_MS + 2) == ["socket"]
+
+
+def test_who_is_cut_when_memory_is_wanted() -> None:
+    buffered = {"first": 100, "second": 200, "third": 400, "moving": 800, "fresh": 1600, "socket": -5_000}
+    stalls: Stalls[str] = Stalls(buffered.__getitem__)
+    for one in ("moving", "socket", "first", "second", "third"):
+        stalls.note(one, 0)
+    now_ms = STALL_CUT_MS
+    buffered["moving"] -= 1
+    assert stalls.over(now_ms) == []
+    stalls.note("fresh", now_ms)
+    assert stalls.holding(0, now_ms) == []
+    assert stalls.holding(-1, now_ms) == []
+    assert stalls.holding(1, now_ms - 1) == [], "they have had no time yet"
+    assert stalls.holding(1, now_ms) == ["first"]
+    assert stalls.holding(101, now_ms) == ["first", "second"]
+    assert stalls.holding(10_000, now_ms) == ["first", "second", "third"]
+    buffered["first"] -= 1
+    stalls.over(now_ms + 1)
+    assert stalls.holding(10_000, 2 * now_ms) == ["second", "third", "moving", "fresh"], "one byte is progress"

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.frontend.hosting import Hosting, ServedRecord, Written, served
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.expiry_clock import SETTLE_MS
 from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import SEALED
 from topics.frontend.arenas import Arenas
@@ -183,6 +184,31 @@ def test_what_was_deleted_behind_what_expired_is_no_gap(hosting: Hosting) -> Non
     assert [read.tombstone is None for read in before] == [False, True, True, True, True, True]
     assert before[0].tombstone is not None
     assert (before[0].tombstone.gap_from, before[0].tombstone.gap_to) == (1, 4)
+
+
+def test_readers_expire_nothing_by_a_clock_that_was_put_forward(hosting: Hosting) -> None:
+    """As the shard does not either; and what it was for a while does not stay in anybody's memory."""
+    day_ms = 86_400_000
+    hosting.make("t", TopicConfig(ttl_ms=2 * SETTLE_MS))
+    hosting.write("t", numbered(3))
+    reader = hosting.reader
+
+    def read() -> Page:
+        return reader.read_page(reader.get("t"), 0, ALL, reader.now_ms())
+
+    assert seqs(read()) == [1, 2, 3]
+    hosting.clock.skew_ms += day_ms
+    assert seqs(read()) == [1, 2, 3]
+    assert not reader.has_expired(reader.get("t"), reader.now_ms())
+    hosting.clock.ms += SETTLE_MS - 1
+    hosting.clock.skew_ms -= day_ms
+    assert seqs(read()) == [1, 2, 3]
+    hosting.clock.skew_ms += day_ms
+    assert seqs(read()) == [1, 2, 3]
+    hosting.clock.ms += SETTLE_MS
+    after = read()
+    assert (after.count, after.earliest_seq) == (0, 4)
+    assert len(hosting.clock.warnings) == 4
 
 
 def test_an_expired_topic_is_empty_at_its_head(hosting: Hosting) -> None:

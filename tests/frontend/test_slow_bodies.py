@@ -13,6 +13,7 @@ import pytest
 from tests.frontend.http1_server import Server
 from topics.core.errors import TopicsError
 from topics.frontend import patience
+from topics.frontend.body_time import BodyTime
 from topics.frontend.http1_parser import HttpLimits
 
 HEAD = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
@@ -35,18 +36,53 @@ def test_a_body_that_trickles_is_given_up() -> None:
         assert answer.startswith(b"HTTP/1.1 408")
 
 
-def test_a_large_body_has_time_for_what_has_come() -> None:
-    limits = HttpLimits(body_timeout_ms=100, body_min_bytes_per_s=1000)
-    assert limits.body_time_ms(0) == 100
-    assert limits.body_time_ms(2_000) == 2_100
+def test_what_comes_gives_time_back_and_is_no_credit() -> None:
+    time = BodyTime(HttpLimits(body_timeout_ms=60_000, body_min_bytes_per_s=1000))
+    assert time.left_s(100.0, 0, False) == 60
+    assert time.left_s(110.0, 63_000_000, True) == 60, "however much came: never more than at the beginning"
+    assert time.left_s(130.0, 63_010_000, True) == 50
+    assert time.left_s(500.0, 63_010_000, False) == 50, "we did not wait for the client"
+    assert time.left_s(549.0, 63_011_000, True) == 2
+    assert time.left_s(552.0, 63_011_000, True) == -1
+
+
+def test_at_the_least_rate_a_body_may_go_on_for_ever() -> None:
+    time = BodyTime(HttpLimits(body_timeout_ms=60_000, body_min_bytes_per_s=1000))
+    assert [time.left_s(float(at), at * 1000, True) for at in (0, 100, 5000)] == [60, 60, 60]
+    trickle = BodyTime(HttpLimits(body_timeout_ms=60_000, body_min_bytes_per_s=1000))
+    lefts = [trickle.left_s(float(at), at * 500, True) for at in range(130)]
+    assert next(at for at, left in enumerate(lefts) if left <= 0) == 120, "half the rate: twice the time"
+
+
+def test_a_burst_is_no_credit_for_a_trickle() -> None:
+    """All but the last KB at once, then a byte in 10 ms: a thousand of them would have been 10 s."""
+    with Server(limits=SLOW) as server, server.client() as client:
+        client.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1001000\r\n\r\n" + b"x" * 1_000_000)
+        answer, sent = b"", 0
+        for _ in range(1000):
+            client.send(b"x")
+            sent += 1
+            client.socket.settimeout(0.01)
+            try:
+                answer += client.socket.recv(65_536)
+                break
+            except TimeoutError:
+                continue
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert sent < 500
+
+
+def test_a_large_body_has_time_for_what_comes() -> None:
+    limits = HttpLimits(body_timeout_ms=1000, body_min_bytes_per_s=1000)
     with Server(limits=limits) as server, server.client() as client:
-        client.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 20000\r\n\r\n" + b"x" * 19_999)
-        client.socket.settimeout(0.3)
-        with pytest.raises(TimeoutError):
-            client.socket.recv(1)
+        client.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 20000\r\n\r\n")
+        for _ in range(10):
+            client.socket.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                client.socket.recv(1)
+            client.send(b"x" * 2000)
         client.socket.settimeout(10)
-        client.send(b"x")
-        assert client.answer().body == b"x" * 20_000
+        assert client.answer().body == b"x" * 20_000, "twice the time, a second's worth in each fifth of one"
 
 
 class Stalling:

@@ -31,9 +31,11 @@ class TestClock:
 
     def __init__(self) -> None:
         self.ms = 1_700_000_000_000
+        self.skew_ms = 0
+        """Of the wall clock."""
 
     def now_ms(self) -> int:
-        return self.ms
+        return self.ms + self.skew_ms
 
     def monotonic_ms(self) -> int:
         return self.ms

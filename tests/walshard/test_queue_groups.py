@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -24,7 +24,8 @@ from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.core.leases import CARRY_MS
+from topics.core.jobs import Phase
+from topics.core.leases import CARRY_MS, Leases
 from topics.shm.append_messages import AppendReply
 from topics.shm.arena import TopicView
 from topics.shm.messages import Call
@@ -94,6 +95,36 @@ def check_counts(rig: Rig) -> None:
     assert (shown.records, shown.live_bytes) == (topic.records, topic.live_bytes)
     there = topic.index.live_size(topic.earliest_seq, topic.head_seq) if topic.records else (0, 0)
     assert (topic.records, topic.live_bytes) == there
+
+
+def check_machine(rig: Rig) -> Leases:
+    """Each live job is in one place, and wherever it is looked for there."""
+    hosted = rig.shard._catalog.find("q")
+    assert hosted is not None
+    topic = hosted.topic
+    leases = topic.queue
+    assert leases is not None
+    live = set(topic.live_from(topic.earliest_seq, topic.records + 1))
+    done = {seq for first, last in leases.done.runs() for seq in range(first, last + 1)}
+    assert done <= live
+    assert leases.done.count == len(done)
+    assert leases._jobs.keys() <= live - done
+    of: dict[Phase, set[int]] = {phase: set() for phase in Phase}
+    for seq, job in leases._jobs.items():
+        of[job.phase].add(seq)
+    assert leases._counts == [len(of[phase]) for phase in Phase]
+    fresh = live - done - leases._jobs.keys()
+    assert leases.ready == len(fresh) + len(of[Phase.READY]) + len(of[Phase.RETURNED])
+    assert all(seq >= leases._fresh_seq for seq in fresh)
+    assert of[Phase.READY] <= set(leases._ready)
+    assert of[Phase.RETURNED] <= set(leases._returned)
+    assert len(set(leases._returned)) == len(leases._returned), "it would be handed out twice"
+    due = {(leases._jobs[seq].due_ms, seq) for seq in of[Phase.LEASED] | of[Phase.DELAYED] | of[Phase.HELD]}
+    assert due <= set(leases._due)
+    held = {(seq, job.holder) for seq, job in leases._jobs.items() if job.holder is not None}
+    assert held == {(seq, holder) for holder, seqs in leases._holders.items() for seq in seqs}
+    assert all(leases._jobs[seq].holder is not None for seq in of[Phase.HELD]), "no group is under way"
+    return leases
 
 
 # -- one removal and another of the same record
@@ -214,10 +245,8 @@ class ModelJob:
     carried: bool = False
     done: bool = False
     deliveries: int = 0
-
-    @property
-    def ready(self) -> bool:
-        return not (self.node or self.until_ms or self.carried or self.done)
+    deliver_at_ms: int = 0
+    order_key: str = ""
 
     def free(self) -> None:
         self.node, self.stream, self.until_ms, self.carried = "", 0, 0, False
@@ -230,11 +259,21 @@ class Model:
     """In this group."""
     buried: int = 0
 
+    def ready(self, seq: int, now_ms: int) -> bool:
+        job = self.jobs[seq]
+        if job.node or job.until_ms or job.carried or job.done:
+            return False
+        return job.deliver_at_ms <= now_ms and (not job.order_key or self.first_of(job.order_key) == seq)
+
+    def first_of(self, order_key: str) -> int:
+        return min(seq for seq, job in self.jobs.items() if job.order_key == order_key and not job.done)
+
 
 picks = st.lists(st.integers(0, 7), min_size=1, max_size=3)
 nodes = st.sampled_from(NODES)
 commands = st.one_of(
     st.tuples(st.just("append"), st.integers(1, 3)),
+    st.tuples(st.just("append with"), st.sampled_from([0, 60]), st.sampled_from(["", "a", "b"])),
     st.tuples(st.just("claim"), nodes, st.integers(1, 4)),
     st.tuples(st.just("ack"), picks, st.booleans()),
     st.tuples(st.just("ack"), picks, st.booleans()),
@@ -250,13 +289,23 @@ commands = st.one_of(
 )
 
 
+class Append(NamedTuple):
+    count: int
+    delay_ms: int = 0
+    order_key: str = ""
+
+
+Posted = Call | Append
+
+
 class Groups(RuleBasedStateMachine):
     """What is posted is named by what was known before the group: so requests of a group often name the same jobs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.directory = tempfile.mkdtemp(prefix="topics-groups-")
-        self.rig = Rig(self.directory)
+        self.fs = FaultyFileSystem()
+        self.rig = Rig(self.directory, self.fs)
         self.model = Model()
         self.streams: list[int] = []
         self.last_stream = 100
@@ -283,13 +332,50 @@ class Groups(RuleBasedStateMachine):
     def group(self, group: list[tuple[Any, ...]]) -> None:
         self.settle()
         self.model.removed.clear()
-        posted = [(call, self.post(call)) for command in group if (call := self.call_of(command)) is not None]
+        posted = self.post_all(group)
         self.rig.run()
         for call, request_id in posted:
             self.take(call, self.rig.replies.get(request_id))
         for dealt in self.rig.dealt:
             self.handed_out(dealt, self.node_of(dealt.stream), dealt.stream)
         self.rig.dealt.clear()
+
+    @rule(group=st.lists(commands, min_size=1, max_size=7))
+    def group_is_refused(self, group: list[tuple[Any, ...]]) -> None:
+        """By the log. What is left then is in one place, whatever was undone; the model begins from there."""
+        self.settle()
+        self.post_all(group)
+        self.fs.arm(Fault(1, errno.EIO, calls=frozenset({"pwritev"})))
+        self.rig.run()
+        self.fs.arm(None)
+        self.rig.run()
+        self.rig.dealt.clear()
+        self.begin_from(check_machine(self.rig))
+
+    def begin_from(self, leases: Leases) -> None:
+        topic = leases._records
+        done = {seq for first, last in leases.done.runs() for seq in range(first, last + 1)}
+        known = self.model.jobs
+        self.model.jobs = {}
+        for seq in topic.live_from(topic.earliest_seq, topic.records + 1):
+            job = self.model.jobs[seq] = ModelJob(done=seq in done)
+            if seq in known:
+                job.deliver_at_ms, job.order_key = known[seq].deliver_at_ms, known[seq].order_key
+            entry = leases._jobs.get(seq)
+            if entry is None:
+                continue
+            job.deliver_at_ms, job.order_key, job.deliveries = entry.deliver_at_ms, entry.order_key, entry.deliveries
+            if entry.phase in (Phase.LEASED, Phase.DELAYED, Phase.HELD):
+                job.until_ms = entry.due_ms
+            if entry.phase == Phase.HELD:
+                job.carried = True
+            elif entry.phase == Phase.LEASED:
+                job.node, job.lease_no = entry.node, entry.lease_no
+                job.stream = entry.holder[1] if entry.holder is not None else 0
+        self.model.buried = leases.dead_lettered
+
+    def post_all(self, group: list[tuple[Any, ...]]) -> list[tuple[Posted, int]]:
+        return [(call, self.post(call)) for command in group if (call := self.call_of(command)) is not None]
 
     @rule(ms=st.sampled_from([1, 39, 200, CARRY_MS]))
     def pass_time(self, ms: int) -> None:
@@ -320,11 +406,12 @@ class Groups(RuleBasedStateMachine):
 
     # -- from a command to a request
 
-    def call_of(self, command: tuple[Any, ...]) -> Call | int | None:
-        """An int: append so many."""
+    def call_of(self, command: tuple[Any, ...]) -> Posted | None:
         match command:
             case ("append", count):
-                return int(count)
+                return Append(count)
+            case ("append with", delay_ms, order_key):
+                return Append(1, delay_ms, order_key)
             case ("claim", node, most):
                 return Claim("q", node, most, 100, 1)
             case ("ack" | "nack" | "extend" | "unclaim" as what, picked, *more):
@@ -361,8 +448,11 @@ class Groups(RuleBasedStateMachine):
     def node_of(self, stream: int) -> str:
         return f"stream {stream}"
 
-    def post(self, call: Call | int) -> int:
-        return self.rig.post_append("q", [b"x"] * call) if isinstance(call, int) else self.rig.post_call(call)
+    def post(self, call: Posted) -> int:
+        if not isinstance(call, Append):
+            return self.rig.post_call(call)
+        with_ = [(0, 0, call.delay_ms, call.order_key)] if call.delay_ms or call.order_key else None
+        return self.rig.post_append("q", [b"x"] * call.count, jobs=with_)
 
     # -- what it does to the model
 
@@ -371,14 +461,15 @@ class Groups(RuleBasedStateMachine):
             if job.until_ms and job.until_ms <= self.rig.clock.ms:
                 job.free()
 
-    def take(self, call: Call | int, reply: Any) -> None:
+    def take(self, call: Posted, reply: Any) -> None:
         jobs, now_ms = self.model.jobs, self.rig.clock.ms
         assert not isinstance(reply, TopicsError), reply
         match call:
-            case int():
+            case Append():
                 assert isinstance(reply, AppendReply)
+                deliver_at_ms = now_ms + call.delay_ms if call.delay_ms else 0
                 for seq in range(reply.first_seq, reply.first_seq + reply.count):
-                    jobs[seq] = ModelJob()
+                    jobs[seq] = ModelJob(deliver_at_ms=deliver_at_ms, order_key=call.order_key)
             case Claim():
                 self.handed_out(reply, call.node, 0)
             case Ack():
@@ -437,7 +528,7 @@ class Groups(RuleBasedStateMachine):
             if seq in self.model.removed:
                 continue
             job = self.model.jobs[seq]
-            assert job.ready, f"{seq} is not to be had: {job}"
+            assert self.model.ready(seq, self.rig.clock.ms), f"{seq} is not to be had: {job}"
             job.node, job.stream, job.lease_no = node, stream, dealt.first_lease_no + at
             job.until_ms = self.rig.clock.ms + 100
             job.deliveries += 1
@@ -447,7 +538,7 @@ class Groups(RuleBasedStateMachine):
             if seq in self.model.removed:
                 continue
             job = self.model.jobs[seq]
-            assert job.ready
+            assert self.model.ready(seq, self.rig.clock.ms)
             job.carried, job.until_ms = True, self.rig.clock.ms + CARRY_MS
 
     def owned(self, call: Ack | Nack | Extend | Unclaim, reply: Any) -> list[int]:
@@ -475,8 +566,9 @@ class Groups(RuleBasedStateMachine):
         jobs = self.model.jobs
         assert [seq for seq, _ in self.rig.read("q")] == sorted(jobs)
         check_counts(self.rig)
+        check_machine(self.rig)
         shown = view(self.rig)
-        assert shown.jobs_ready == sum(job.ready for job in jobs.values())
+        assert shown.jobs_ready == sum(self.model.ready(seq, self.rig.clock.ms) for seq in jobs)
         assert shown.jobs_in_flight == sum(bool(job.node) for job in jobs.values())
         assert shown.jobs_dead_lettered == self.model.buried
 

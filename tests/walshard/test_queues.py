@@ -315,6 +315,23 @@ def test_a_stream_gets_what_time_brings(rig: Rig) -> None:
     assert counts(rig) == (0, 2, 0)
 
 
+def test_a_far_moment_is_kept_once_however_many_near_ones_come_before_it(rig: Rig) -> None:
+    queue(rig, 2)
+    claim(rig, lease_ms=10**8)
+    far_ms = rig.clock.ms + 10**8
+    rig.call(WorkOpen("q", 7, "s", 5, 2 * 10**8))
+    for _ in range(300):
+        rig.call(Nack("q", "s", [2], None, 10))
+        rig.clock.ms += 10
+        rig.run()
+        assert counts(rig) == (0, 2, 0)
+    assert len(rig.shard._queues._timers) <= 70
+    rig.dealt.clear()
+    rig.clock.ms = far_ms
+    rig.run()
+    assert [dealt.seqs for dealt in rig.dealt] == [[1]]
+
+
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_frontend_that_was_killed_has_no_leases_left(rig: Rig, durable: bool) -> None:
     queue(rig, 3, leases_durable=durable)
@@ -377,6 +394,19 @@ def test_jobs_that_never_reached_anybody_count_no_delivery(rig: Rig) -> None:
     rig.call(Unclaim("q", "w", dealt.seqs, lease_nos(dealt)))
     assert counts(rig) == (2, 0, 0)
     assert claim(rig, 2).deliveries == [1, 1]
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_jobs_that_could_not_be_sent_wait_and_count_no_delivery(rig: Rig, durable: bool) -> None:
+    queue(rig, 3, leases_durable=durable, max_deliveries=1, dead_letter="dead")
+    rig.call(WorkOpen("q", 7, "s", 1, MINUTE_MS))
+    (dealt,) = rig.dealt
+    rig.call(Unclaim("q", "s", dealt.seqs, lease_nos(dealt), 5_000))
+    assert [dealt.seqs for dealt in rig.dealt] == [[1], [2]], "it makes room"
+    assert counts(rig) == (1, 1, 0)
+    rig.clock.ms += 5_001
+    again = claim(rig, 5)
+    assert (again.seqs, again.deliveries, again.dead) == ([1, 3], [1, 1], [])
 
 
 def test_remove_takes_exactly_what_it_names(rig: Rig) -> None:

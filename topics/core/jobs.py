@@ -119,7 +119,11 @@ class Jobs:
         """(due_ms, seq) of leases and delays, and some that are over."""
         self._scheduled: list[tuple[int, int]] = []
         self._lines: dict[str, deque[int]] = {}
-        """By order_key: all its jobs, oldest first, some of them gone. Only the first can be handed out."""
+        """By order_key: all its jobs, oldest first, some behind the first of them gone. Only that one can be handed
+        out.
+        """
+        self._lined = 0
+        """How many they hold together."""
         self._holders: dict[Holder, set[int]] = {}
         self._freed: dict[Holder, None] = {}
         """Those of whom anything has ended since somebody asked."""
@@ -146,8 +150,7 @@ class Jobs:
         if self._fresh_seq == seq:
             self._fresh_seq += 1
         if order_key:
-            line = self._lines.setdefault(order_key, deque())
-            line.append(seq)
+            line = self._line_up(seq, order_key)
             if line[0] != seq:
                 return
         self._arm(seq, job)
@@ -159,6 +162,7 @@ class Jobs:
             job = self._jobs.get(seq)
             if job is not None:
                 self._drop(seq, job)
+        self._tidy()
 
     def gone_below(self, seq: int) -> None:
         """Nothing below `seq` is live any more. While a log is read it may only look so (records that a RAM log or a
@@ -175,6 +179,7 @@ class Jobs:
             job = self._jobs.get(first)
             if job is not None:
                 self._drop(first, job)
+        self._tidy()
 
     # -- what can be asked
 
@@ -328,10 +333,18 @@ class Jobs:
             return
         while line and line[0] not in self._jobs:
             line.popleft()
+            self._lined -= 1
         if line:
             self._arm(line[0], self._jobs[line[0]])
         else:
             del self._lines[job.order_key]
+
+    def _line_up(self, seq: int, order_key: str) -> deque[int]:
+        """Puts it behind the others of its key; returns them all."""
+        line = self._lines.setdefault(order_key, deque())
+        line.append(seq)
+        self._lined += 1
+        return line
 
     def _arm(self, seq: int, job: Job) -> None:
         """First of its key, or without one: it only waits for its time, if it has one."""
@@ -342,16 +355,37 @@ class Jobs:
             heappush(self._ready, seq)
 
     def _tidy(self) -> None:
-        """Heaps keep what is over until it comes up: they are made anew before that is most of what they hold. It costs
-        what the heap holds, never all jobs: those that are scheduled may be many more.
+        """Heaps keep what is over until it comes up, which may be never: they are made anew before that is most of what
+        they hold. It costs what the heap holds, never all jobs: those that are scheduled may be many more.
         """
         counts, jobs = self._counts, self._jobs
-        if len(self._due) > 64 + 4 * sum(counts[phase] for phase in _DUE):
+        if len(self._due) > _room(sum(counts[phase] for phase in _DUE)):
             self._due = [
                 (at, seq)
                 for at, seq in set(self._due)
                 if (job := jobs.get(seq)) is not None and job.due_ms == at and job.phase in _DUE
             ]
             heapify(self._due)
-        if len(self._tracked) > 1024 + 4 * len(self._jobs):
-            self._tracked = sorted(self._jobs)
+        if len(self._ready) > _room(counts[Phase.READY]):
+            self._ready = self._still(self._ready, Phase.READY)
+        if len(self._returned) > _room(counts[Phase.RETURNED]):
+            self._returned = self._still(self._returned, Phase.RETURNED)
+        if len(self._scheduled) > _room(counts[Phase.BEHIND]):
+            seqs = set(self._still([seq for _, seq in self._scheduled], Phase.BEHIND))
+            self._scheduled = sorted((at, seq) for at, seq in self._scheduled if seq in seqs)
+        if len(self._tracked) > _room(len(jobs)):
+            self._tracked = sorted(jobs)
+        if self._lined > _room(len(jobs)):
+            # Each has a first job that is there; those behind it may be gone.
+            self._lines = {key: deque([seq for seq in line if seq in jobs]) for key, line in self._lines.items()}
+            self._lined = sum(map(len, self._lines.values()))
+
+    def _still(self, seqs: Iterable[int], phase: Phase) -> list[int]:
+        """Those of them, ascending, that are in that phase."""
+        jobs = self._jobs
+        return sorted({seq for seq in seqs if (job := jobs.get(seq)) is not None and job.phase == phase})
+
+
+def _room(live: int) -> int:
+    """What a heap may hold for so many that are not over."""
+    return 64 + 4 * live

@@ -6,7 +6,6 @@ and delays run on the monotonic clock; what is told to clients and logged is the
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence, Set
 from heapq import heappush
 from itertools import groupby
@@ -101,7 +100,7 @@ class Leases(Jobs):
 
     def _start_job(self, seq: int, job: Job, now: Now) -> None:
         if job.order_key:
-            self._lines.setdefault(job.order_key, deque()).append(seq)
+            self._line_up(seq, job.order_key)
         if not job.deliveries:
             if not job.order_key or self._lines[job.order_key][0] == seq:
                 self._arm(seq, job)
@@ -146,13 +145,13 @@ class Leases(Jobs):
         self._tidy()
         return Leased(seqs, first_lease_no, deadline_ms, deliveries)
 
-    def unclaim(self, seqs: Iterable[int]) -> None:
-        """They never reached anybody: as before the claim, but that they come first now."""
+    def unclaim(self, seqs: Iterable[int], delay_ms: int, now: Now) -> None:
+        """They never reached anybody: as before the claim, but that they come first now, or after `delay_ms`."""
         for seq in seqs:
             job = self._jobs.get(seq)
             if job is not None and job.phase in (Phase.LEASED, Phase.HELD):
                 job.deliveries -= 1
-                self._return(seq, job)
+                self.give_back((seq,), delay_ms, now)
 
     def owned(
         self, node: str, seqs: Sequence[int], lease_nos: Sequence[int] | None, dying: Set[int] = frozenset()
@@ -204,6 +203,7 @@ class Leases(Jobs):
             job = self._jobs.get(seq)
             if job is not None:
                 self._drop(seq, job)
+        self._tidy()
 
     def give_back(self, seqs: Iterable[int], delay_ms: int, now: Now) -> None:
         """Nobody's any more; ready after `delay_ms`."""

@@ -8,6 +8,7 @@ from typing import Final
 
 from topics.core.errors import TopicsError, invalid
 from topics.frontend.asgi import Receive
+from topics.frontend.body_budget import COUNTED_FROM_BYTES, bodies
 
 Headers = dict[bytes, bytes]
 
@@ -27,14 +28,17 @@ class ClientGoneError(Exception):
 async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes:
     """The unpacked body, JSON by its content type where there is any (api §0.2).
 
-    Raises `payload_too_large`, `unsupported_media_type`, `invalid_request`; ClientGoneError.
+    A long one is counted in `body_budget` until the current task ends. Raises `payload_too_large`, `throttled`,
+    `unsupported_media_type`, `invalid_request`; ClientGoneError.
     """
     message = await receive()
     if message["type"] == "http.disconnect":
         raise ClientGoneError
     body: bytes = message.get("body", b"")
     if message.get("more_body"):
-        body = await _read_rest(receive, body, max_bytes)
+        body = await _read_rest(receive, body, headers, max_bytes)
+    elif len(body) > COUNTED_FROM_BYTES:
+        await bodies.hold(len(body), max_bytes)
     if len(body) > max_bytes:
         raise _too_large(max_bytes)
     if not body:
@@ -46,10 +50,16 @@ async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes
     return await _unpack(body, encoding, max_bytes)
 
 
-async def _read_rest(receive: Receive, first: bytes, max_bytes: int) -> bytes:
+async def _read_rest(receive: Receive, first: bytes, headers: Headers, max_bytes: int) -> bytes:
     chunks = [first]
     size = len(first)
+    # With a length all of it is asked for at once, so that of those let in none waits again.
+    step = _length(headers, max_bytes) or COUNTED_FROM_BYTES
+    room = COUNTED_FROM_BYTES
     while True:
+        if size >= room:
+            await bodies.hold(step, max_bytes)
+            room += step
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGoneError
@@ -61,6 +71,12 @@ async def _read_rest(receive: Receive, first: bytes, max_bytes: int) -> bytes:
         if not message.get("more_body"):
             # From a MiB on, joining leaves the interpreter to others.
             return b"".join(chunks) if size <= INLINE_BYTES_MAX else await asyncio.to_thread(b"".join, chunks)
+
+
+def _length(headers: Headers, max_bytes: int) -> int:
+    """Of the body, 0 if it is not known; the server has checked it."""
+    length = headers.get(b"content-length", b"")
+    return min(int(length), max_bytes) if length.isdigit() else 0
 
 
 def _check_content_type(content_type: bytes | None) -> None:
@@ -82,18 +98,25 @@ async def _unpack(body: bytes, encoding: bytes, max_bytes: int) -> bytes:
         raise TopicsError("unsupported_media_type", f"Content-Encoding must be gzip or absent, not {shown!r}")
     if len(body) <= _UNZIP_INLINE_BYTES_MAX:
         return unzip(body, max_bytes)
-    return await asyncio.to_thread(unzip, body, max_bytes)
+    # RFC 1952: the last four bytes are the size of what was packed. Who states less gets no more than that unpacked.
+    stated = int.from_bytes(body[-4:], "little")
+    if min(stated, max_bytes) > COUNTED_FROM_BYTES:
+        await bodies.hold(min(stated, max_bytes), max_bytes)
+    return await asyncio.to_thread(unzip, body, max_bytes, stated)
 
 
-def unzip(body: bytes, max_bytes: int) -> bytes:
-    """One gzip member of at most `max_bytes`; never unpacks more than one byte beyond."""
+def unzip(body: bytes, max_bytes: int, stated_bytes: int | None = None) -> bytes:
+    """One gzip member of at most `max_bytes`, and `stated_bytes` if given; unpacks no more than one byte beyond."""
     unpacker = zlib.decompressobj(_GZIP_WBITS)
+    most = max_bytes if stated_bytes is None else min(max_bytes, stated_bytes)
     try:
-        unpacked = unpacker.decompress(body, max_bytes + 1)
+        unpacked = unpacker.decompress(body, most + 1)
     except zlib.error as error:
         raise invalid(f"the body is not gzip: {error}") from None
     if len(unpacked) > max_bytes:
         raise _too_large(max_bytes)
+    if len(unpacked) > most:
+        raise invalid(f"the gzip body holds more than the {most} bytes that its end states")
     if not unpacker.eof:
         raise invalid("the gzip body is cut short")
     if unpacker.unused_data:

@@ -29,7 +29,18 @@ class Connection:
 class Channel:
     """A topic as this frontend's streams follow it."""
 
-    __slots__ = ("backlog", "changed", "current", "held", "members", "name", "served_ms", "todo", "watch")
+    __slots__ = (
+        "backlog",
+        "backlog_due",
+        "changed",
+        "current",
+        "held",
+        "members",
+        "name",
+        "served_ms",
+        "todo",
+        "watch",
+    )
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -47,6 +58,11 @@ class Channel:
         """Whom of `current` this pass has yet to look at."""
         self.backlog: deque[Connection] = deque()
         """Who reads on; some may have left meanwhile."""
+
+        self.backlog_due = 0
+        """How many in front of it stood there when this turn began. Until they have had their page the topic is as old
+        as the turn is: it may be that it gets one only for its age.
+        """
 
     @property
     def has_work(self) -> bool:

@@ -20,6 +20,7 @@ from topics.core.names import owner_shard
 from topics.frontend.gateway import Gateway
 from topics.frontend.reading import TopicReader
 from topics.frontend.records import PageOptions
+from topics.frontend.unreadable import ASIDE_MS, UnreadableJobs
 from topics.log import get_logger
 from topics.shm.append_messages import AppendReply
 from topics.shm.messages import Done
@@ -66,6 +67,7 @@ class DeadLetters:
         self._gateway = gateway
         self._reader = reader
         self._carrying: set[asyncio.Task[None]] = set()
+        self._unreadable = UnreadableJobs()
 
     async def carried(self, name: str, dealt: Dealt) -> None:
         """Brings `dealt.dead` away; returns when that is done or has failed, or goes on after PATIENCE_S."""
@@ -81,32 +83,40 @@ class DeadLetters:
     async def _carry(self, name: str, dealt: Dealt) -> None:
         shard = owner_shard(name, self._gateway.shards)
         try:
-            copied = await self._copy_dead(name, dealt)
-            left = sorted(set(dealt.dead) - set(copied))
+            copied, unreadable = await self._copy_dead(name, dealt)
+            left = sorted(set(dealt.dead).difference(copied, unreadable))
             if copied:
                 await self._gateway.call(shard, Bury(name, copied), RemoveReply)
-            if left:
-                await self._gateway.call(shard, Exhume(name, left, RETRY_MS), Done)
+            for seqs, wait_ms in ((left, RETRY_MS), (unreadable, ASIDE_MS)):
+                if seqs:
+                    await self._gateway.call(shard, Exhume(name, seqs, wait_ms), Done)
         except TopicsError as error:
             # The shard gives them another chance when it has waited for us long enough.
             _log.warning("jobs could not be brought to the dead letters", topic=name, reason=error.message)
 
-    async def _copy_dead(self, name: str, dealt: Dealt) -> list[int]:
-        """The seqs that are in the dead-letter topic now."""
-        deliveries = dict(zip(dealt.dead, dealt.dead_deliveries, strict=True))
+    async def _copy_dead(self, name: str, dealt: Dealt) -> tuple[list[int], list[int]]:
+        """The seqs that are in the dead-letter topic now, and those that cannot be read."""
+        unreadable: list[int] = []
         try:
             ref = self._reader.get(name)
             copies = []
-            for seq in dealt.dead:
-                for record in await self._read(name, seq):
-                    said = {FROM: name, DELIVERIES: str(deliveries[seq]), SRC_SEQ: str(seq)}
+            # At once: each that the cold directory does not answer for takes as long as all of them.
+            found = await asyncio.gather(*[self._read(name, seq) for seq in dealt.dead], return_exceptions=True)
+            for seq, deliveries, records in zip(dealt.dead, dealt.dead_deliveries, found, strict=True):
+                if isinstance(records, BaseException):
+                    if not isinstance(records, TopicsError) or not self._unreadable.concerns(name, seq, records):
+                        raise records
+                    unreadable.append(seq)
+                    continue
+                for record in records:
+                    said = {FROM: name, DELIVERIES: str(deliveries), SRC_SEQ: str(seq)}
                     key = KeyMark.CARRIED + b"dead-letter:%d:%d" % (ref.view.topic_id, seq)
                     copies.append(Copy(seq, record, record.meta | said, key))
             config = TopicConfig(durability=ref.config.durability)
-            return await self._append(dealt.dead_letter, copies, config)
+            return await self._append(dealt.dead_letter, copies, config), unreadable
         except TopicsError as error:
-            _log.warning("dead letters cannot be read", topic=name, reason=error.message)
-            return []
+            _log.warning("dead letters cannot be carried", topic=name, reason=error.message)
+            return [], unreadable
 
     async def redrive(self, name: str, dead_letter: str, most: int) -> int:
         """Moves the oldest `most` dead letters of a queue back to it; returns how many.

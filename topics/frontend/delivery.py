@@ -14,29 +14,29 @@ from __future__ import annotations
 
 import asyncio
 from typing import Final
-from weakref import WeakValueDictionary
 
 from topics.core.clock import Clock
 from topics.core.names import owner_shard
 from topics.core.scheduler import TICK_MS, Scheduler
+from topics.frontend.beats import Beats
 from topics.frontend.channels import Channel, Connection
 from topics.frontend.cold_waits import ColdWaits
 from topics.frontend.gateway import Gateway
 from topics.frontend.held import Held
-from topics.frontend.pulse import STALL_MAX_MS, Heartbeats, Stalls
+from topics.frontend.pulse import STALL_MAX_MS, Stalls
 from topics.frontend.push import Push
-from topics.frontend.records import PageOptions
-from topics.frontend.slice import Slice
+from topics.frontend.room import Room
+from topics.frontend.slice import COST_BYTES, Slice
 from topics.frontend.snapshot import Snapshot, TopicSight
-from topics.frontend.stream import RETRY_AFTER_MS, Outcome, Phase, Plan, Step, Stream
-from topics.frontend.wording import EVENT_STREAM, Wording
+from topics.frontend.stream import RETRY_AFTER_MS, Outcome, Phase, Plans, Step, Stream
+from topics.frontend.wording import EVENT_STREAM
 from topics.shm.control import ProcessCell
 
 SLICE_S: Final = 0.0005
-STALLED_BYTES_MAX: Final = 256 * 2**20
-"""What may wait in this process for clients that do not read; beyond it those who have not for longest are cut off."""
 FAN_OUT_STEP: Final = 64
-"""Connections of one channel that are written to before its backlog has its turn."""
+"""What a pass over one channel may cost before its backlog has its turn, and the clock is looked at."""
+PAGE_COST: Final = 16
+"""What a page costs that is read and put into words, in writes of a small frame."""
 
 
 class Hub:
@@ -48,41 +48,26 @@ class Hub:
         self._topics = topics
         self._cell = cell
         self._clock = clock
-        self._plans: WeakValueDictionary[tuple[object, ...], Plan] = WeakValueDictionary()
         self._connections: dict[Connection, None] = {}
         self._channels: dict[str, Channel] = {}
         self._ready: Scheduler[Channel] = Scheduler(lambda channel: topics.base_priority(channel.name))
         """Channels that have work."""
+        self._snapshot = Snapshot(topics)
         self._failed: dict[tuple[Connection, int], None] = {}
+        self._room: Room[tuple[Connection, int]] = Room()
         self._cold: ColdWaits[tuple[Connection, int]] = ColdWaits(topics.reader.fetch, self._on_fetched)
         self._undurable: dict[Channel, None] = {}
         self._stalls: Stalls[Connection] = Stalls(lambda connection: connection.push.buffered_bytes)
-        self._heartbeats: Heartbeats[Connection] = Heartbeats()
-        self._heartbeat_timer: asyncio.TimerHandle | None = None
-        self._heartbeat_at_ms = 0
+        self._beats = Beats(clock, self._stalls.note)
         self._tick_timer: asyncio.TimerHandle | None = None
         self._age_timer: asyncio.TimerHandle | None = None
         self._held: Held[Channel] = Held()
         self._held_timer: asyncio.TimerHandle | None = None
         self._scheduled = False
+        self.plans = Plans()
         self.coalesce_ms = 0.0
         """Passes over one topic are at least so far apart, so that what it says meanwhile goes out together."""
         self.draining = False
-
-    def plan(
-        self,
-        names: tuple[str, ...],
-        topic_ids: tuple[int, ...],
-        options: PageOptions,
-        strong: bool,
-        wording: Wording = EVENT_STREAM,
-    ) -> Plan:
-        """The one plan that says this: streams of equal plans share what is made for them."""
-        key = (names, topic_ids, options, strong, wording)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = Plan(names, topic_ids, options, strong, wording)
-        return plan
 
     def open(self, push: Push, stream: Stream, heartbeat_ms: int) -> Connection:
         """A stream begins, with its backlog. It ends with `close`, or when the client goes away; then
@@ -100,8 +85,7 @@ class Hub:
                 self._join(name).members[connection] = index
                 self._line_up(connection, index)
         if heartbeat_ms:
-            self._heartbeats.add(connection)
-            self._arm_heartbeats()
+            self._beats.add(connection)
         if self._tick_timer is None:
             self._tick_timer = self._loop.call_later(RETRY_AFTER_MS / 1000, self._tick)
         return connection
@@ -156,6 +140,7 @@ class Hub:
             return
         channel.current.pop(connection, None)
         self._failed.pop((connection, index), None)
+        self._room.end((connection, index))
         if not channel.members:
             assert channel.watch is not None
             channel.watch.cancel()
@@ -173,6 +158,8 @@ class Hub:
         for index in range(len(connection.stream.plan.names)):
             self._leave(connection, index)
         self._stalls.end(connection)
+        self._let_in()
+        self._beats.end(connection)
         del self._connections[connection]
         if connection.stream.plan.wording is EVENT_STREAM:
             self._cell.add("sse_connections", -1)
@@ -210,14 +197,20 @@ class Hub:
     def _on_writable(self, connection: Connection) -> None:
         self._stalls.end(connection)
         for index, in_line in connection.behind.items():
-            if not in_line:
+            if not in_line and (connection, index) not in self._room:
                 self._line_up(connection, index)
+        self._let_in()
 
     def _line_up(self, connection: Connection, index: int) -> None:
         connection.behind[index] = True
         channel = self._channels[connection.stream.plan.names[index]]
         channel.backlog.append(connection)
         self._mark(channel)
+
+    def _let_in(self) -> None:
+        """Large frames for which there is room now."""
+        for connection, index in self._room.take_admitted(self._stalls.held_bytes):
+            self._line_up(connection, index)
 
     def _mark(self, channel: Channel) -> None:
         self._ready.mark(channel, self._clock.monotonic_ms())
@@ -236,6 +229,11 @@ class Hub:
             message = f"the client has read nothing for {STALL_MAX_MS // 1000} s; resume from the last id"
             connection.push.write(connection.stream.plan.wording.final("throttled", message))
             self.close(connection)
+        for connection in self._stalls.holding(self._room.first_missing(self._stalls.held_bytes), now_ms):
+            # Not told: what is kept for it goes only if nobody waits for it to be taken.
+            self._forget(connection)
+            connection.push.abort()
+        self._let_in()
         failed, self._failed = self._failed, {}
         for connection, index in failed:
             self._line_up(connection, index)
@@ -252,32 +250,41 @@ class Hub:
         """One slice: channel after channel, as the scheduler says."""
         self._scheduled = False
         now_ms = self._clock.monotonic_ms()
-        work = Slice(now_ms, Snapshot(self._topics))
+        work = Slice(now_ms)
+        self._snapshot.begin()
         until_s = self._loop.time() + SLICE_S
-        while (channel := self._ready.take(now_ms)) is not None:
-            cost = 0
-            try:
-                if channel.wants_pass:
-                    cost += self._fan_out(channel, work)
-                if channel.backlog:
-                    cost += self._read_on(channel, work)
-            finally:
-                self._ready.served(cost, now_ms, more=channel.has_work, fresh=not channel.todo)
-            if self._loop.time() >= until_s:
-                break
-        for connection in work.full:
-            if not connection.closed:
-                self._stalls.note(connection, now_ms)
-        self._make_room()
-        if work.frames:
-            self._cell.add("sse_frames", work.frames)
-            self._cell.add("records_out", work.records)
-        self._go_on()
+        try:
+            while (channel := self._ready.take(now_ms)) is not None:
+                self._serve(channel, work)
+                if self._loop.time() >= until_s:
+                    break
+            self._let_in()
+        finally:
+            if work.frames:
+                self._cell.add("sse_frames", work.frames)
+                self._cell.add("records_out", work.records)
+            self._go_on()
+
+    def _serve(self, channel: Channel, work: Slice) -> None:
+        """What one channel gets at a time."""
+        cost = 0
+        if not channel.todo and not channel.backlog_due:
+            channel.backlog_due = len(channel.backlog)
+        try:
+            if channel.wants_pass:
+                cost += self._fan_out(channel, work)
+            if channel.backlog:
+                cost += self._read_on(channel, work)
+        finally:
+            fresh = not channel.todo and not channel.backlog_due
+            self._ready.served(cost, work.now_ms, more=channel.has_work, fresh=fresh)
 
     def _go_on(self) -> None:
         if self._ready.eligible:
             self._schedule()
-        elif len(self._ready) and self._age_timer is None:
+            return
+        self._snapshot.clear()
+        if len(self._ready) and self._age_timer is None:
             self._age_timer = self._loop.call_later(TICK_MS / 1000, self._age)
 
     def _age(self) -> None:
@@ -293,22 +300,31 @@ class Hub:
             channel.changed = False
             channel.todo = list(current)
         todo = channel.todo
-        steps = work.snapshot.steps(channel.name)
+        steps = self._snapshot.steps(channel.name)
         cost = 0
-        for _ in range(min(len(todo), FAN_OUT_STEP)):
+        while todo and cost < FAN_OUT_STEP:
             connection = todo.pop()
             index = current.get(connection)
             if index is None:
                 continue
+            cost += 1
             if not connection.push.writable:
                 del current[connection]
                 self._stall(connection, index, work.now_ms)
-                cost += 1
                 continue
             step = steps.get(connection.stream)
             if step is None:
-                step = work.snapshot.step(connection.stream, index)
-            cost += work.send(connection, step)
+                cost += PAGE_COST
+                step = self._snapshot.step(connection.stream, index)
+            len_bytes = len(step.data)
+            if len_bytes >= COST_BYTES:
+                cost += len_bytes // COST_BYTES
+                if not self._room.admits(len_bytes, self._stalls.held_bytes):
+                    del current[connection]
+                    self._wait_for_room(connection, index, len_bytes)
+                    continue
+            if not work.send(connection, step):
+                self._stalls.note(connection, work.now_ms)
             if step.outcome is not Outcome.CURRENT:
                 del current[connection]
                 self._settle(connection, index, step)
@@ -321,15 +337,22 @@ class Hub:
     def _read_on(self, channel: Channel, work: Slice) -> int:
         """One page for the one of the backlog that has waited longest; what it cost."""
         connection = channel.backlog.popleft()
+        channel.backlog_due = max(0, channel.backlog_due - 1)
         index = channel.members.get(connection)
         if index is None:  # it has left meanwhile
             return 1
         if not connection.push.writable:
             self._stall(connection, index, work.now_ms)
             return 1
+        step = self._snapshot.step(connection.stream, index)
+        len_bytes = len(step.data)
+        cost = 1 + PAGE_COST + len_bytes // COST_BYTES
+        if not self._room.admits(len_bytes, self._stalls.held_bytes):
+            self._wait_for_room(connection, index, len_bytes)
+            return cost
         del connection.behind[index]
-        step = work.snapshot.step(connection.stream, index)
-        cost = work.send(connection, step)
+        if not work.send(connection, step):
+            self._stalls.note(connection, work.now_ms)
         self._settle(connection, index, step)
         return cost
 
@@ -369,34 +392,7 @@ class Hub:
         connection.behind[index] = False
         self._stalls.note(connection, now_ms)
 
-    def _make_room(self) -> None:
-        """What is kept for clients that do not read is bounded for all of them together."""
-        while self._stalls.held_bytes > STALLED_BYTES_MAX:
-            connection = self._stalls.take_longest()
-            self._forget(connection)
-            connection.push.abort()
-
-    # -- heartbeats
-
-    def _arm_heartbeats(self) -> None:
-        next_ms = self._heartbeats.next_ms
-        if self._heartbeat_timer is not None:
-            if next_ms is not None and self._heartbeat_at_ms <= next_ms:
-                return
-            self._heartbeat_timer.cancel()
-            self._heartbeat_timer = None
-        if next_ms is not None:
-            self._heartbeat_at_ms = next_ms
-            delay_ms = max(1, next_ms - self._clock.monotonic_ms())
-            self._heartbeat_timer = self._loop.call_later(delay_ms / 1000, self._beat)
-
-    def _beat(self) -> None:
-        self._heartbeat_timer = None
-        now_ms = self._clock.monotonic_ms()
-        comment = EVENT_STREAM.heartbeat(self._clock.now_ms())
-        for connection in self._heartbeats.take_due(now_ms):
-            if connection.push.writable:
-                connection.push.write(comment)
-            else:
-                self._stalls.note(connection, now_ms)
-        self._arm_heartbeats()
+    def _wait_for_room(self, connection: Connection, index: int, len_bytes: int) -> None:
+        """What is next is too large to be kept for it now: `_let_in` will say when to go on there."""
+        connection.behind[index] = False
+        self._room.wait((connection, index), len_bytes)

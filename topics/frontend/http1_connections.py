@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 TURNED_AWAY_MAX: Final = 1024
 """Connections of one process that are told that they are too many and may take their time to read it."""
 
+ANSWERS_MAX_BYTES: Final = 256 * 2**20
+"""What the clients of one process have not taken of answers longer than ANSWER_COUNTED_FROM_BYTES, all together."""
+ANSWER_COUNTED_FROM_BYTES: Final = 1 << 20
+
 
 class Connections:
     """Every HTTP/1.1 connection of this process: counts them, drains them, says when all are gone.
@@ -28,6 +32,8 @@ class Connections:
         self.requests = 0
         self.open: set[Http1Protocol] = set()
         self.turned_away = 0
+        self._holding: dict[Http1Protocol, None] = {}
+        """Those with a long answer that their client has not taken, longest first."""
         self.tasks: set[asyncio.Task[None]] = set()
         """Running app calls; the loop itself keeps only weak references."""
         self._changed = asyncio.Event()
@@ -45,6 +51,20 @@ class Connections:
         reached = self.places.reached()
         self.turned_away += (stays := self.turned_away < TURNED_AWAY_MAX)
         return error_answer(reached.code, reached.message, reached.detail), stays
+
+    def hold(self, connection: Http1Protocol) -> None:
+        """Its client is behind. Where all those answers together are too much, who has been longest is cut."""
+        if connection.buffered_bytes < ANSWER_COUNTED_FROM_BYTES:
+            return
+        self._holding[connection] = None
+        while sum([one.buffered_bytes for one in self._holding]) > ANSWERS_MAX_BYTES:
+            longest = next(iter(self._holding))
+            del self._holding[longest]
+            longest.abort()
+
+    def let_go(self, connection: Http1Protocol) -> None:
+        """Its client has caught up. Can be repeated."""
+        self._holding.pop(connection, None)
 
     def begin_drain(self) -> None:
         """Close what is idle; what is busy finishes its request with `connection: close`. Can be repeated."""
@@ -69,6 +89,7 @@ class Connections:
 
     def forget(self, connection: Http1Protocol, handed_over: bool = False) -> None:
         """The connection is closed, or `handed_over`: no longer ours, and keeps its place. Can be repeated."""
+        self.let_go(connection)
         if connection in self.open:
             self.open.remove(connection)
             if self.places is not None and not handed_over:

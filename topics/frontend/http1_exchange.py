@@ -129,6 +129,11 @@ class Exchange:
         """Bytes of the body that have arrived and the app has not taken."""
         return len(self._body)
 
+    @property
+    def pushing(self) -> bool:
+        """The answer is an event stream."""
+        return self._push is not None
+
     def feed(self, data: bytes) -> None:
         """A piece of the body."""
         if self.stage is Stage.DONE:

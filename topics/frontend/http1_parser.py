@@ -42,11 +42,13 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     """From a head's first byte to its last; also how long a new connection may be silent."""
     body_idle_timeout_ms: int = 30_000
     body_timeout_ms: int = 60_000
-    """From a head to the end of its body, for a body that comes at less than `body_min_bytes_per_s`."""
-    body_min_bytes_per_s: int = 1024
+    """For a body that comes at less than `body_min_bytes_per_s`, as `body_time` says."""
+    body_min_bytes_per_s: int = 64 * 1024
     keep_alive_timeout_ms: int = 75_000
     write_stall_timeout_ms: int = 30_000
     """How long a client may take nothing of what is waiting for it."""
+    read_min_bytes_per_s: int = 16 * 1024
+    """At which it has to take that, beyond `write_stall_timeout_ms` for the whole of it."""
     linger_ms: int = 1_000
     """How long to go on reading and dropping input after a last answer, so that a reset does not overtake it."""
     read_high_water_bytes: int = 64 * 1024
@@ -56,9 +58,9 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     discard_max_bytes: int = 256 * 1024
     """Rest of a body that is read and dropped after an early answer to save the connection; with more it is closed."""
 
-    def body_time_ms(self, came_bytes: int) -> int:
-        """How long a body may take of which so much has come."""
-        return self.body_timeout_ms + came_bytes * 1000 // self.body_min_bytes_per_s
+    def write_time_s(self, waiting_bytes: int) -> float:
+        """How long a client may take for so much."""
+        return self.write_stall_timeout_ms / 1000 + waiting_bytes / self.read_min_bytes_per_s
 
 
 class Refusal(Exception):  # noqa: N818 - to the client it is an answer

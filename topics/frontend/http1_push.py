@@ -10,6 +10,8 @@ from topics.frontend.http1_wire import chunk
 if TYPE_CHECKING:
     from topics.frontend.http1 import Http1Protocol
 
+_last_push: tuple[bytes, bytes] = (b"", b"")
+
 
 class PushStream:
     """Raw writes into one answer, for server push: one chunk, one `transport.write`, no await.
@@ -20,11 +22,12 @@ class PushStream:
     the stream is closed.
     """
 
-    __slots__ = ("_chunked", "_end", "_wire", "closed", "on_close", "on_writable")
+    __slots__ = ("_chunked", "_end", "_wire", "_write", "closed", "on_close", "on_writable")
 
     def __init__(self, wire: Http1Protocol, chunked: bool, end: Callable[[], None]) -> None:
         """`end` writes the end of the answer."""
         self._wire = wire
+        self._write = wire.write_now
         self._end = end
         self._chunked = chunked
         self.closed = False
@@ -41,10 +44,20 @@ class PushStream:
         """Below the high-water mark, and still open."""
         return self._wire.writable and not self.closed
 
-    def write(self, data: bytes) -> None:
-        """Send `data` now, as one chunk. Dropped when the stream is closed; an empty one is no chunk and not sent."""
+    def write(self, data: bytes) -> bool:
+        """Send `data` now, as one chunk. Dropped when the stream is closed; an empty one is no chunk and not sent.
+        False: now more than the high-water mark is kept for the client.
+        """
+        global _last_push
         if data and not self.closed:
-            self._wire.write(_shared_chunk(data) if self._chunked else data)
+            if not self._chunked:
+                self._write(data)
+            else:
+                # The same frame goes to every watcher in turn, so it is framed once: remembered by identity, one deep.
+                if _last_push[0] is not data:
+                    _last_push = (data, chunk(data))
+                self._write(_last_push[1])
+        return self._wire.writable
 
     def close(self) -> None:
         """The end of the answer; the connection may serve the next request."""
@@ -63,14 +76,3 @@ class PushStream:
             self.closed = True
             if self.on_close is not None:
                 self.on_close()
-
-
-_last_push: tuple[bytes, bytes] = (b"", b"")
-
-
-def _shared_chunk(data: bytes) -> bytes:
-    """The same frame goes to every watcher in turn, so it is framed once: remembered by identity, one deep."""
-    global _last_push
-    if _last_push[0] is not data:
-        _last_push = (data, chunk(data))
-    return _last_push[1]

@@ -12,6 +12,7 @@ from typing import Final
 import uvloop
 
 from topics.core.clock import Clock, SystemClock
+from topics.core.expiry_clock import ExpiryClock
 from topics.core.keys import KeyRing
 from topics.frontend import cursor
 from topics.frontend.access import Access
@@ -54,6 +55,7 @@ from topics.frontend.txn_table import txn_operations
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute
 from topics.frontend.work import WorkRoutes
+from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.cap import Cap
 from topics.shm.control import ProcessCell, ProcessState, Role
@@ -67,6 +69,8 @@ from topics.storage.segment_store import LocalStore
 
 HEARTBEAT_S: Final = 0.25
 HEADER_BYTES_MIN: Final = 64 * 1024
+
+log = get_logger()
 
 
 def run(
@@ -103,7 +107,8 @@ async def _serve(
     arenas = Arenas(shared)
     gateway = Gateway(shared, index, incarnation, arenas, cell, settings.shard_wait_ms)
     log_files = LogFiles(settings.data_dir, shared.ram_dir, shards)
-    reader = TopicReader(arenas, log_files, shards, clock, _cold_tier(settings))
+    expiry = ExpiryClock(clock, log.warning, cell.get("clock_offset_ms") or None)
+    reader = TopicReader(arenas, log_files, shards, expiry, _cold_tier(settings))
     recency_writer = RecencyWriter(shared.identity, index, shards)
     router_sight = RouterSight(shared)
     catching_up = CatchingUp(router_sight, reader, gateway)
@@ -150,6 +155,8 @@ async def _serve(
 
     def beat() -> None:
         cell.set("heartbeat_ms", clock.now_ms())
+        expiry.now_ms()  # also when nobody reads
+        cell.set("clock_offset_ms", expiry.offset_ms or 0)
         cell.set("connections", len(connections.open))
         reader.sweep()
         loop.call_later(HEARTBEAT_S, beat)

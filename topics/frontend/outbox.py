@@ -154,12 +154,14 @@ class Subscription:
     def writable(self) -> bool:
         return not self._closed and self._outbox.has_room_for(self)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> bool:
+        """True always: what is kept for the client is bounded by messages, and room is asked for before a step."""
         if not self._closed:
             self._outbox.add(*_messages(data))
+        return True
 
     def abort(self) -> None:
-        """What waits for its client is bounded by messages: a subscription is never cut for that alone."""
+        """As `close`. The hub never does it: there is nothing to free."""
         self.close()
 
     def close(self) -> None:

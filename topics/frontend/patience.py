@@ -10,6 +10,7 @@ from typing import Final
 
 from topics.core.errors import TopicsError
 from topics.frontend.asgi import AsgiApp, Message, Receive, Scope, Send
+from topics.frontend.body_time import BodyTime
 from topics.frontend.http1_parser import HttpLimits
 
 DROP_S: Final = 5.0
@@ -40,7 +41,7 @@ class _Body:
         self._limits = limits
         self._receive = receive
         self._loop = asyncio.get_running_loop()
-        self._began_s = self._loop.time()
+        self._time = BodyTime(limits)
         self._bytes = 0
         self._complete = False
 
@@ -48,12 +49,14 @@ class _Body:
         if self._complete:
             return await self._receive()
         idle_s = self._limits.body_idle_timeout_ms / 1000
-        whole_s = self._began_s + self._limits.body_time_ms(self._bytes) / 1000 - self._loop.time()
+        whole_s = self._time.left_s(self._loop.time(), self._bytes, False)
         try:
             async with asyncio.timeout(min(idle_s, whole_s)):
-                return self._note(await self._receive())
+                message = self._note(await self._receive())
         except TimeoutError:
             raise TopicsError("request_timeout", "the body came too slowly, or not at all") from None
+        self._time.left_s(self._loop.time(), self._bytes, True)
+        return message
 
     async def drop_rest(self) -> None:
         try:

@@ -8,18 +8,20 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from itertools import count
-from typing import Final, Generic, Protocol, TypeVar
+from operator import itemgetter
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 STALL_MAX_MS: Final = 30_000
 """A client that takes nothing for so long is given up (api §7)."""
+STALL_CUT_MS: Final = 2_000
+"""For so long at least, when what is kept for it is wanted for others."""
 
 
 class Beating(Protocol):
-    """Something that wants a heartbeat `heartbeat_ms` after `idle_since_ms`, until it is closed."""
+    """Something that wants a heartbeat `heartbeat_ms` after `idle_since_ms`."""
 
     heartbeat_ms: int
     idle_since_ms: int
-    closed: bool
 
 
 BeatingT = TypeVar("BeatingT", bound=Beating)
@@ -29,24 +31,36 @@ class Heartbeats(Generic[BeatingT]):
     """Who is due when. A write costs nothing here: a connection is looked at when it would be due, and filed anew."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, BeatingT]] = []
+        self._heap: list[list[Any]] = []
+        """[due_ms, serial, connection, None when it is closed]"""
+        self._filed: dict[BeatingT, list[Any]] = {}
         self._serials = count()
 
     def add(self, connection: BeatingT) -> None:
         due_ms = connection.idle_since_ms + connection.heartbeat_ms
-        heapq.heappush(self._heap, (due_ms, next(self._serials), connection))
+        entry = self._filed[connection] = [due_ms, next(self._serials), connection]
+        heapq.heappush(self._heap, entry)
+
+    def end(self, connection: BeatingT) -> None:
+        """It is closed, nothing is kept of it; does nothing when it was not added."""
+        entry = self._filed.pop(connection, None)
+        if entry is not None:
+            entry[2] = None  # its place in the heap goes when it would have been due
 
     @property
     def next_ms(self) -> int | None:
         """When `take_due` is worth the next call; None when there is nobody."""
         return self._heap[0][0] if self._heap else None
 
-    def take_due(self, now_ms: int) -> list[BeatingT]:
-        """Those that are idle for `heartbeat_ms`; each counts as written to now."""
+    def take_due(self, now_ms: int, most: int) -> list[BeatingT]:
+        """Those that are idle for `heartbeat_ms`; each counts as written to now. Looks at `most` and leaves the rest
+        due: streams that follow one topic were all written to in the same moment.
+        """
         due = []
-        while self._heap and self._heap[0][0] <= now_ms:
+        while most and self._heap and self._heap[0][0] <= now_ms:
+            most -= 1
             connection = heapq.heappop(self._heap)[2]
-            if connection.closed:
+            if connection is None:
                 continue
             if connection.idle_since_ms + connection.heartbeat_ms <= now_ms:
                 connection.idle_since_ms = now_ms
@@ -56,28 +70,30 @@ class Heartbeats(Generic[BeatingT]):
 
 
 class Stall:
-    """A client that has more waiting for it than the connection may buffer. Any byte it takes is progress."""
+    """A client that has more waiting for it than the connection may buffer. Any byte it takes is progress;
+    `since_ms` is when it was seen to take the last one.
+    """
 
-    __slots__ = ("_since_ms", "buffered_bytes")
+    __slots__ = ("buffered_bytes", "since_ms")
 
     def __init__(self, buffered_bytes: int, now_ms: int) -> None:
         self.buffered_bytes = buffered_bytes
-        self._since_ms = now_ms
+        self.since_ms = now_ms
 
     def over(self, buffered_bytes: int, now_ms: int) -> bool:
         """True when it has taken nothing for STALL_MAX_MS; `buffered_bytes` is what waits for it now."""
         if buffered_bytes < self.buffered_bytes:
-            self._since_ms = now_ms
+            self.since_ms = now_ms
         self.buffered_bytes = buffered_bytes
-        return now_ms - self._since_ms >= STALL_MAX_MS
+        return now_ms - self.since_ms >= STALL_MAX_MS
 
 
 StallingT = TypeVar("StallingT")
 
 
 class Stalls(Generic[StallingT]):
-    """All that stand still, longest first, and what is kept for them; `buffered_bytes(one)` is that of one (negative:
-    what it counts from has no beginning, and its memory is bounded elsewhere).
+    """All that stand still, and what is kept for them; `buffered_bytes(one)` is that of one (negative: what it counts
+    from has no beginning, and its memory is bounded elsewhere).
     """
 
     def __init__(self, buffered_bytes: Callable[[StallingT], int]) -> None:
@@ -99,7 +115,7 @@ class Stalls(Generic[StallingT]):
             self.held_bytes -= max(0, stall.buffered_bytes)
 
     def over(self, now_ms: int) -> list[StallingT]:
-        """Those who have taken nothing for STALL_MAX_MS."""
+        """Those who have taken nothing for STALL_MAX_MS. To be asked now and then: this is where progress is seen."""
         over = []
         for one, stall in self._stalls.items():
             self.held_bytes -= max(0, stall.buffered_bytes)
@@ -108,8 +124,16 @@ class Stalls(Generic[StallingT]):
             self.held_bytes += max(0, stall.buffered_bytes)
         return over
 
-    def take_longest(self) -> StallingT:
-        """The one that has stood still longest; it counts no more."""
-        one = next(iter(self._stalls))
-        self.end(one)
-        return one
+    def holding(self, bytes_too_many: int, now_ms: int) -> list[StallingT]:
+        """Those whose end would free so much, longest without progress first; nobody who has made some within
+        STALL_CUT_MS, so it may be less.
+        """
+        last_ms = now_ms - STALL_CUT_MS
+        still = [(stall.since_ms, one) for one, stall in self._stalls.items() if stall.buffered_bytes > 0]
+        holding = []
+        for since_ms, one in sorted(still, key=itemgetter(0)):
+            if bytes_too_many <= 0 or since_ms > last_ms:
+                break
+            holding.append(one)
+            bytes_too_many -= self._stalls[one].buffered_bytes
+        return holding

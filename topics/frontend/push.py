@@ -31,7 +31,9 @@ class Push(Protocol):
     @property
     def writable(self) -> bool: ...
 
-    def write(self, data: bytes) -> None: ...
+    def write(self, data: bytes) -> bool:
+        """False: now more is kept for the client than HIGH_WATER_BYTES."""
+        ...
 
     def close(self) -> None: ...
 
@@ -57,11 +59,12 @@ class AsgiPush:
     def writable(self) -> bool:
         return self.buffered_bytes < HIGH_WATER_BYTES and not self._closed
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> bool:
         if data and not self._closed:
             self._pending.append(data)
             self.buffered_bytes += len(data)
             self._news.set()
+        return self.buffered_bytes < HIGH_WATER_BYTES
 
     def close(self) -> None:
         """What is pending still goes out, if the client takes it; then the answer ends."""

@@ -22,6 +22,7 @@ from topics.frontend.gateway import Gateway
 from topics.frontend.job_channel import JobChannel
 from topics.frontend.job_records import RenderedJobs, fetch_jobs, lease_no
 from topics.frontend.reading import TopicReader
+from topics.frontend.unreadable import ASIDE_MS
 from topics.frontend.wire import BodyT, Count
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
@@ -127,7 +128,9 @@ class QueueRoutes:
         try:
             return await fetch_jobs(self._reader, name, dealt)
         except TopicsError:
-            # The first keeps its lease for a while: so a job that cannot be read is in nobody's way.
+            # The first cannot be read: so that it is in nobody's way it waits for a while.
+            aside = Unclaim(name, node, dealt.seqs[:1], [dealt.first_lease_no], ASIDE_MS)
+            self._gateway.post(self._owner(name), aside)
             self._unclaim(name, node, dealt, 1)
             raise
 

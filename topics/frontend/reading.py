@@ -79,7 +79,9 @@ class TopicReader:
     def __init__(
         self, arenas: Arenas, files: LogFiles, shards: int, clock: Clock, cold: ColdTier | None = None
     ) -> None:
-        """`cold`: where segments are that are not in the data directory; None when none ever left it."""
+        """`clock`: of expiry (`core/expiry_clock.py`). `cold`: where segments are that are not in the data directory;
+        None when none ever left it.
+        """
         self._arenas = arenas
         self._stores = Stores(files, SegmentFiles(files.data_dir), cold)
         self._shards = shards

@@ -1,12 +1,10 @@
-"""One slice of delivery: at one moment, with one sight of each topic."""
+"""One slice of delivery: what is sent at one moment."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from topics.frontend.channels import Connection
-from topics.frontend.push import HIGH_WATER_BYTES
-from topics.frontend.snapshot import Snapshot
 from topics.frontend.stream import Step
 
 COST_BYTES: Final = 4096
@@ -16,27 +14,20 @@ COST_BYTES: Final = 4096
 class Slice:
     """One slice of work, and what it has sent."""
 
-    __slots__ = ("frames", "full", "now_ms", "records", "snapshot")
+    __slots__ = ("frames", "now_ms", "records")
 
-    def __init__(self, now_ms: int, snapshot: Snapshot) -> None:
+    def __init__(self, now_ms: int) -> None:
         self.now_ms = now_ms
-        self.snapshot = snapshot
         self.frames = 0
-        self.full: list[Connection] = []
-        """Who has more waiting for it now than it may."""
         self.records = 0
 
-    def send(self, connection: Connection, step: Step) -> int:
-        """Writes it; what that cost."""
+    def send(self, connection: Connection, step: Step) -> bool:
+        """Writes it. False: more waits for its client now than may."""
         connection.stream = step.stream
         data = step.data
         if not data:
-            return 1
-        push = connection.push
-        push.write(data)
-        if push.buffered_bytes > HIGH_WATER_BYTES:
-            self.full.append(connection)
+            return True
         connection.idle_since_ms = self.now_ms
         self.frames += step.frames
         self.records += step.records
-        return 1 + len(data) // COST_BYTES
+        return connection.push.write(data)

@@ -1,9 +1,11 @@
 """Topics as delivery sees them: each looked at once in a slice of work, each page read once and put into words once.
 
-However many connections a slice serves, what is made here depends only on where they stand.
+However many connections are served, what is made here depends only on where they stand.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 from topics.core.errors import TopicsError
 from topics.core.priority import base_priority
@@ -11,10 +13,15 @@ from topics.frontend.arenas import Arenas
 from topics.frontend.cold import ColdMissError
 from topics.frontend.reading import TopicReader, TopicRef
 from topics.frontend.records import PageOptions
-from topics.frontend.stream import Batch, Plan, Step, Stream, batch
+from topics.frontend.stream import Batch, Outcome, Plan, Step, Stream, batch
 from topics.frontend.wording import Wording
 from topics.log import get_logger
 from topics.shm.recency import Recency, RecencyWriter
+
+KEPT_MS: Final = 5
+KEPT_BYTES: Final = 1 * 2**20
+"""So old, or of so many bytes, what is made in one slice is not used in the next."""
+_TRIED_AGAIN: Final = frozenset((Outcome.FAILED, Outcome.COLD))
 
 _log = get_logger()
 
@@ -61,38 +68,88 @@ class TopicSight:
         return max(at_least_seq, view.head_seq)
 
 
+class _Sight:
+    """One topic as it was looked at (`ref` None: there is none), or why it could not be; and what was made of it."""
+
+    __slots__ = ("batches", "error", "lasting", "ref", "slice_no", "steps")
+
+    def __init__(self, ref: TopicRef | None, error: TopicsError | None) -> None:
+        self.ref = ref
+        self.error = error
+        self.steps: dict[Stream, Step] = {}
+        self.batches: dict[tuple[int, PageOptions, bool, Wording], Batch | TopicsError] = {}
+        self.lasting = error is None
+        """What failed is tried again in the next slice."""
+        self.slice_no = 0
+
+
 class Snapshot:
-    """One consistent sight of each topic it is asked about; to be thrown away before the event loop goes on."""
+    """One consistent sight of each topic it is asked about, for one slice of work: `begin` each with it.
+
+    A pass over many connections takes several slices. What was put into words in one is good in the next, if the topic
+    is still the same and not much time has gone by (records expire).
+    """
 
     def __init__(self, topics: TopicSight) -> None:
         self._topics = topics
-        self._now_ms = topics.reader.now_ms()
-        self._refs: dict[str, TopicRef | None] = {}
-        self._steps: dict[str, dict[Stream, Step]] = {}
-        self._batches: dict[tuple[str, int, PageOptions, bool, Wording], Batch | TopicsError] = {}
+        self._sights: dict[str, _Sight] = {}
+        self._slice_no = 0
+        self._now_ms = self._since_ms = 0
+        self._made_bytes = 0
+
+    def begin(self) -> None:
+        """The event loop has gone on: every topic is looked at again."""
+        self._slice_no += 1
+        self._now_ms = self._topics.reader.now_ms()
+        if not 0 <= self._now_ms - self._since_ms <= KEPT_MS or self._made_bytes > KEPT_BYTES:
+            self.clear()
+            self._since_ms = self._now_ms
+
+    def clear(self) -> None:
+        """Nothing is kept for another slice."""
+        self._sights.clear()
+        self._made_bytes = 0
 
     def steps(self, name: str) -> dict[Stream, Step]:
         """The steps made so far in a topic."""
-        steps = self._steps.get(name)
-        if steps is None:
-            steps = self._steps[name] = {}
-        return steps
+        return self._look(name).steps
 
     def step(self, stream: Stream, index: int) -> Step:
         """What follows for every connection that stands at `stream`, in the topic at `index` of its plan."""
-        name = stream.plan.names[index]
-        steps = self.steps(name)
-        step = steps.get(stream)
+        sight = self._look(stream.plan.names[index])
+        step = sight.steps.get(stream)
         if step is None:
-            step = steps[stream] = self._make(stream, index, name)
+            step = sight.steps[stream] = self._make(sight, stream, index)
+            self._made_bytes += len(step.data)
+            if step.outcome in _TRIED_AGAIN:
+                sight.lasting = False
         return step
 
-    def _make(self, stream: Stream, index: int, name: str) -> Step:
-        plan, from_seq = stream.plan, stream.positions[index]
+    def _look(self, name: str) -> _Sight:
+        sight = self._sights.get(name)
+        if sight is not None and sight.slice_no == self._slice_no:
+            return sight
+        ref, error = None, None
         try:
-            ref = self._ref(name)
+            ref = self._topics.see(name)
+        except TopicsError as raised:
+            error = raised
+        except Exception:  # noqa: BLE001 — one topic's fault is not that of all that are delivered
+            _log.exception("a topic could not be looked at", topic=name)
+            error = TopicsError("internal", f"topic {name!r} cannot be read")
+        if sight is None or not sight.lasting or error is not None or sight.ref != ref:
+            sight = self._sights[name] = _Sight(ref, error)
+        sight.slice_no = self._slice_no
+        return sight
+
+    def _make(self, sight: _Sight, stream: Stream, index: int) -> Step:
+        plan, from_seq = stream.plan, stream.positions[index]
+        name, ref = plan.names[index], sight.ref
+        try:
+            if sight.error is not None:
+                raise sight.error
             if ref is not None and ref.view.topic_id == plan.topic_ids[index]:
-                return stream.take(index, self._batch(ref, from_seq, plan))
+                return stream.take(index, self._batch(sight, ref, from_seq, plan))
         except ColdMissError as miss:
             return stream.lack(miss)
         except TopicsError as error:
@@ -103,16 +160,11 @@ class Snapshot:
             return stream.fail(index, "internal", f"topic {name!r} cannot be read")
         return stream.end(index, self._topics.final_head_seq(name, plan.topic_ids[index], from_seq))
 
-    def _ref(self, name: str) -> TopicRef | None:
-        if name not in self._refs:
-            self._refs[name] = self._topics.see(name)
-        return self._refs[name]
-
-    def _batch(self, ref: TopicRef, from_seq: int, plan: Plan) -> Batch:
-        key = (ref.name, from_seq, plan.options, plan.strong, plan.wording)
-        made = self._batches.get(key)
+    def _batch(self, sight: _Sight, ref: TopicRef, from_seq: int, plan: Plan) -> Batch:
+        key = (from_seq, plan.options, plan.strong, plan.wording)
+        made = sight.batches.get(key)
         if made is None:
-            made = self._batches[key] = self._read(ref, from_seq, plan)
+            made = sight.batches[key] = self._read(ref, from_seq, plan)
         if isinstance(made, TopicsError):
             raise made
         return made
@@ -125,4 +177,6 @@ class Snapshot:
             return error
         if page.count:
             self._topics.recency_writer.touch(ref.shard, ref.slot, ref.view.topic_id, self._now_ms)
-        return batch(ref.name, from_seq, page, plan.strong, plan.wording)
+        made = batch(ref.name, from_seq, page, plan.strong, plan.wording)
+        self._made_bytes += len(made.record)
+        return made

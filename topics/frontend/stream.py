@@ -98,7 +98,7 @@ def batch(topic: str, from_seq: int, page: Page, strong: bool, wording: Wording 
 
 
 class Plan:
-    """What a stream follows and how; equal ones are to be one object (the hub sees to that)."""
+    """What a stream follows and how; equal ones are to be one object (`Plans`)."""
 
     __slots__ = ("__weakref__", "_streams", "names", "options", "strong", "topic_ids", "wording")
 
@@ -129,6 +129,28 @@ class Plan:
         if stream is None:
             stream = self._streams[positions, phases] = Stream(self, positions, phases)
         return stream
+
+
+class Plans:
+    """All plans that are followed."""
+
+    def __init__(self) -> None:
+        self._plans: WeakValueDictionary[tuple[object, ...], Plan] = WeakValueDictionary()
+
+    def get(
+        self,
+        names: tuple[str, ...],
+        topic_ids: tuple[int, ...],
+        options: PageOptions,
+        strong: bool,
+        wording: Wording = EVENT_STREAM,
+    ) -> Plan:
+        """The one plan that says this: streams of equal plans share what is made for them."""
+        key = (names, topic_ids, options, strong, wording)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = Plan(names, topic_ids, options, strong, wording)
+        return plan
 
 
 class Stream:

@@ -198,7 +198,7 @@ class WatchRoutes:
                 ref = self._reader.find(name)
                 if ref is not None and ref.view.topic_id == follows[name].topic_id:
                     heads[name] = ref.view.head_seq
-        plan = self._hub.plan(
+        plan = self._hub.plans.get(
             tuple(follows),
             tuple(follow.topic_id for follow in follows.values()),
             PageOptions(

@@ -292,7 +292,7 @@ class Socket:
             return
         options = command.page_options(self._route.settings)
         for name, ref in refs.items():
-            plan = hub.plan((name,), (ref.view.topic_id,), options, command.strong, MESSAGES)
+            plan = hub.plans.get((name,), (ref.view.topic_id,), options, command.strong, MESSAGES)
             push = Subscription(self._outbox, self._ended_by_hub)
             self._subscriptions[name] = hub.open(push, plan.start({name: positions[name]}), 0)
 

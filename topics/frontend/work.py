@@ -32,6 +32,7 @@ from topics.frontend.push import AsgiPush, Push, until_disconnect
 from topics.frontend.query import count
 from topics.frontend.queue import checked_node, clamped_lease_ms
 from topics.frontend.reading import TopicReader
+from topics.frontend.unreadable import ASIDE_MS, UnreadableJobs
 from topics.frontend.watch import HEARTBEAT_MAX_MS, accepts_event_stream
 from topics.frontend.wording import EVENT_STREAM, in_lines
 from topics.settings import Settings
@@ -87,6 +88,7 @@ class WorkRoutes:
         self._access = access
         self._settings = settings
         self._places = places
+        self.unreadable = UnreadableJobs()
         self._streams: set[WorkStream] = set()
         self._draining = False
         access.on_change(self._end_forbidden)
@@ -279,6 +281,10 @@ class WorkStream:
             except ColdMissError:
                 self._fetching = self._loop.create_task(self._fetch(_part(dealt, at, len(dealt.seqs)), push))
                 break
+            except TopicsError as error:
+                if not self._put_aside(one, error):
+                    raise
+                continue
             if rendered.jobs:
                 pieces.append(self._event(rendered, seq))
                 size_bytes += len(pieces[-1])
@@ -288,19 +294,29 @@ class WorkStream:
 
     async def _fetch(self, dealt: Dealt, push: Push) -> None:
         """The first of these is in the cold tier only; what is dealt meanwhile waits behind them."""
+        first = _part(dealt, 0, 1)
+        rendered = None
         try:
-            rendered = await fetch_jobs(self._routes.reader, self.wish.name, _part(dealt, 0, 1))
+            rendered = await fetch_jobs(self._routes.reader, self.wish.name, first)
         except TopicsError as error:
-            self._fetching = None
-            self.end(EVENT_STREAM.final(error.code, error.message))
-            return
+            if not self._put_aside(first, error):
+                self.end(EVENT_STREAM.final(error.code, error.message))
         self._fetching = None
         if self._closed:
             return
-        if rendered.jobs:
+        if rendered is not None and rendered.jobs:
             push.write(self._event(rendered, dealt.seqs[0]))
         self._early.insert(0, _part(dealt, 1, len(dealt.seqs)))
         self._take_early()
+
+    def _put_aside(self, one: Dealt, error: TopicsError) -> bool:
+        """The job cannot be read: it makes room for the next. False: that is not the job's fault."""
+        wish = self.wish
+        if not self._routes.unreadable.concerns(wish.name, one.seqs[0], error):
+            return False
+        unclaim = Unclaim(wish.name, wish.node, one.seqs, [one.first_lease_no], ASIDE_MS)
+        self._routes.gateway.post(self.shard, unclaim)
+        return True
 
     def _take_early(self) -> None:
         early, self._early = self._early, []

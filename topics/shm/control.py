@@ -101,6 +101,7 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "scheduling_us",
         "loop_lag_us",
         "coalesce_us",
+        "clock_offset_ms",
     ),
     Role.WALSHARD: (
         *_COMMON,
@@ -135,6 +136,7 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "fsync_us_sum",
         *(f"fsync_us_{bucket:02d}" for bucket in range(LATENCY_BUCKETS)),
         "router_oversize",
+        "clock_offset_ms",
     ),
     Role.COMPACTOR: (
         *_COMMON,
@@ -155,6 +157,8 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
 }
 """A shard's `committed`: file_no << 32 | offset behind the last frame that is in the log for good; 0 before it has
 recovered. One word, so that nobody sees the file of one and the offset of another.
+
+`clock_offset_ms`: wall minus monotonic time as the process trusts it (`core/expiry_clock.py`); 0 before it looked.
 
 The compactor's `absorbed_bytes_NN`: a shard's `wal_bytes_written` at its last snapshot; what came since is the lag, and
 grows while the compactor is dead. `absorbed_ms`: when that snapshot was begun.
@@ -181,6 +185,7 @@ OVER_LIVES: Final[dict[Role, frozenset[str]]] = {
             "sse_frames",
             "ring_full",
             "throttled",
+            "clock_offset_ms",
         )
     ),
     Role.WALSHARD: frozenset(
@@ -197,6 +202,7 @@ OVER_LIVES: Final[dict[Role, frozenset[str]]] = {
             "router_oversize",
             "fsync_us_sum",
             *(f"fsync_us_{bucket:02d}" for bucket in range(LATENCY_BUCKETS)),
+            "clock_offset_ms",
         )
     ),
     Role.COMPACTOR: frozenset(

@@ -50,12 +50,13 @@ class Extend(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Unclaim(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """These leases never reached their consumer: no delivery of it counts."""
+    """These leases never reached their consumer: no delivery of it counts. They are ready again after `delay_ms`."""
 
     name: str
     node: str
     seqs: list[int]
     lease_nos: list[int]
+    delay_ms: int = 0
 
 
 class WorkOpen(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -57,14 +57,14 @@ class Deletes:
 
     def expire(self, hosted: Hosted) -> None:
         """Moves the floors over what has outlived its ttl; logged, so that they never move back. Raises TopicsError."""
-        topic, now_ms = hosted.topic, self._time.now.wall_ms
-        if topic.expired_below(now_ms) <= topic.earliest_seq:
+        topic, expiry_ms = hosted.topic, self._time.expiry_ms
+        if topic.expired_below(expiry_ms) <= topic.earliest_seq:
             return
         self._routing.before_log(hosted)
-        floors = topic.plan_eviction(topic.expired_below(now_ms), EvictReason.TTL)
+        floors = topic.plan_eviction(topic.expired_below(expiry_ms), EvictReason.TTL)
         if floors is not None:
-            operation = Operation([floor_frame(hosted, floors, now_ms)], partial(self._expired, hosted, floors))
-            self._commits.commit_one(operation, {topic.id})
+            entry = floor_frame(hosted, floors, self._time.now.wall_ms)
+            self._commits.commit_one(Operation([entry], partial(self._expired, hosted, floors)), {topic.id})
 
     def sweep(self) -> None:
         """Expiry of topics that nobody touches. One whose log cannot be written now has to wait for the next sweep."""

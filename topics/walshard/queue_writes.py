@@ -56,7 +56,7 @@ class QueueWrites:
         capped = (config.cap_records or config.cap_bytes) and config.discard == "old"
         if capped and topic.id in self._group.touched:
             self.commit()
-        if config.ttl_ms and topic.expired_below(self._time.now.wall_ms) > topic.earliest_seq:
+        if config.ttl_ms and topic.expired_below(self._time.expiry_ms) > topic.earliest_seq:
             self.commit()
             self._expire(hosted)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Final
 
 from topics.core.config import TopicConfig
@@ -153,7 +153,7 @@ class Queues:
             case Unclaim():
                 hosted, leases = self._queue(call.name)
                 seqs = self._owned(hosted, leases, call).seqs
-                leases.unclaim(seqs)
+                leases.unclaim(seqs, call.delay_ms, self._time.now)
                 self._writes.leases(hosted, seqs)
                 answer.reply = messages.encode_reply(answer.request_id, Done())
             case WorkOpen():
@@ -322,7 +322,7 @@ class Queues:
         self.changed(hosted)
 
     def _unclaim(self, leases: Leases, seqs: list[int], dead: list[int]) -> None:
-        leases.unclaim(seqs)
+        leases.unclaim(seqs, 0, self._time.now)
         leases.give_back(dead, 0, self._time.now)
 
     def _forget_if_empty(self, hosted: Hosted) -> None:
@@ -340,6 +340,10 @@ class Queues:
         if at_ms is not None and (known is None or at_ms < known):
             self._timer_of[topic_id] = at_ms
             heappush(self._timers, (at_ms, topic_id, hosted.topic.name))
+            if len(self._timers) > 64 + 4 * len(self._timer_of):
+                # A far one is set anew behind each near one that was set before it, and there it stays.
+                self._timers = [timer for timer in set(self._timers) if self._timer_of.get(timer[1]) == timer[0]]
+                heapify(self._timers)
 
 
 def _deliveries_max(config: TopicConfig) -> int:

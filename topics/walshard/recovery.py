@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from topics.core.clock import Clock
+from topics.core.expiry_clock import ExpiryClock
 from topics.core.fold import Fold
 from topics.log import get_logger
 from topics.settings import Settings
@@ -114,7 +115,7 @@ def recover(
         clock,
     )
     syncs = BackgroundSync(logs, syncing, shared.shard_wakes[index], clock.monotonic_ms())
-    time = StepClock(clock)
+    time = StepClock(clock, ExpiryClock(clock, log.warning, cell.get("clock_offset_ms") or None))
     watchers = Watchers(catalog, outbox)
     commits = GroupCommit(logs, LostHeads(catalog, logs, fold.lost_heads), syncs, outbox, watchers, time)
     routing = make_routing(settings, shared, index, fold.routers, catalog, holdings, cell, clock, fs, commits)

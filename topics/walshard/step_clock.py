@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from topics.core.clock import Clock
+from topics.core.expiry_clock import ExpiryClock
 from topics.core.jobs import Now
 
 
 class StepClock:
-    """`now` is the same for all of a group: its writes have one commit time, its leases end together."""
+    """`now` is the same for all of a group: its writes have one commit time, its leases end together.
 
-    __slots__ = ("_clock", "now")
+    `expiry_ms` is the wall time by which records have outlived their `ttl_ms`.
+    """
 
-    def __init__(self, clock: Clock) -> None:
+    __slots__ = ("_clock", "_expiry", "expiry_ms", "now")
+
+    def __init__(self, clock: Clock, expiry: ExpiryClock) -> None:
         self._clock = clock
+        self._expiry = expiry
         self.look()
 
     def look(self) -> None:
         """A step begins."""
         self.now = Now(self._clock.now_ms(), self._clock.monotonic_ms())
+        self.expiry_ms = self._expiry.now_ms()
+
+    @property
+    def trusted_offset_ms(self) -> int:
+        """Wall minus monotonic time, for the next life of this process."""
+        return self._expiry.offset_ms or 0

@@ -1,0 +1,229 @@
+"""What long bodies hold in memory together: within its bound whatever comes, in turn, and given back at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from topics.core.errors import TopicsError
+from topics.frontend import bodies as bodies_module
+from topics.frontend import body_budget as module
+from topics.frontend.bodies import ClientGoneError, read_body
+from topics.frontend.body_budget import BodyBudget
+
+MIB = 1 << 20
+MOST = 10 * MIB
+JSON = {b"content-type": b"application/json"}
+GZIP = JSON | {b"content-encoding": b"gzip"}
+
+
+@pytest.fixture
+def budget(monkeypatch: pytest.MonkeyPatch) -> BodyBudget:
+    monkeypatch.setattr(module, "BODIES_MAX_BYTES", MOST)
+    budget = BodyBudget()
+    monkeypatch.setattr(bodies_module, "bodies", budget)
+    return budget
+
+
+class Request:
+    """One that holds so much until it is let go."""
+
+    def __init__(self, budget: BodyBudget, size_bytes: int) -> None:
+        self.held = False
+        self._go = asyncio.Event()
+        self._budget = budget
+        self.task = asyncio.create_task(self._run(size_bytes))
+
+    async def _run(self, size_bytes: int) -> None:
+        await self._budget.hold(size_bytes, MIB)
+        self.held = True
+        await self._go.wait()
+
+    async def end(self) -> None:
+        self._go.set()
+        await self.task
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def on_loop(test: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(20):
+            await test()
+
+    asyncio.run(main())
+
+
+def test_room_is_given_in_turn_and_given_back(budget: BodyBudget) -> None:
+    async def test() -> None:
+        requests = [Request(budget, size * MIB) for size in (6, 4, 5, 1)]
+        await settle()
+        assert [request.held for request in requests] == [True, True, False, False], "the last does not overtake"
+        assert budget.held_bytes == MOST
+        await requests[1].end()
+        await settle()
+        assert [request.held for request in requests[2:]] == [False, False], "4 MiB are not enough for the first"
+        await requests[0].end()
+        await settle()
+        assert [request.held for request in requests[2:]] == [True, True]
+        for request in requests[2:]:
+            await request.end()
+        await settle()
+        assert budget.held_bytes == 0
+
+    on_loop(test)
+
+
+def test_who_waits_too_long_is_throttled_and_makes_room_for_the_next(
+    budget: BodyBudget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ROOM_WAIT_S", 0.05)
+
+    async def test() -> None:
+        first = Request(budget, 6 * MIB)
+        await settle()
+        large = Request(budget, 5 * MIB)
+        await settle()
+        with pytest.raises(TopicsError) as refused:
+            await large.task
+        assert refused.value.code == "throttled"
+        assert refused.value.detail == {"limit": "body_bytes", "max": MOST}
+        small = Request(budget, 4 * MIB)
+        await settle()
+        assert small.held
+        await first.end()
+        await small.end()
+        await settle()
+        assert budget.held_bytes == 0
+
+    on_loop(test)
+
+
+def test_who_is_cancelled_while_it_waits_holds_nothing_and_blocks_nobody(budget: BodyBudget) -> None:
+    async def test() -> None:
+        first = Request(budget, 6 * MIB)
+        await settle()
+        large, small = Request(budget, 5 * MIB), Request(budget, 4 * MIB)
+        await settle()
+        large.task.cancel()
+        await settle()
+        assert small.held
+        # Let in and cancelled in one turn of the loop.
+        last = Request(budget, 6 * MIB)
+        await settle()
+        budget._free(6 * MIB)
+        last.task.cancel()
+        await settle()
+        assert (last.held, budget.held_bytes) == (False, 4 * MIB)
+        budget.held_bytes += 6 * MIB
+        await first.end()
+        await small.end()
+        await settle()
+        assert budget.held_bytes == 0
+
+    on_loop(test)
+
+
+def pieces(body: bytes, size_bytes: int = 65_536, gone: bool = False) -> Callable[[], Awaitable[Any]]:
+    """ASGI `receive` of a body in pieces; `gone`: the client closes instead of the last."""
+    messages = [
+        {"type": "http.request", "body": body[at : at + size_bytes], "more_body": at + size_bytes < len(body)}
+        for at in range(0, len(body), size_bytes)
+    ]
+    if gone:
+        messages[-1] = {"type": "http.disconnect"}
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    return receive
+
+
+def reading(
+    budget: BodyBudget, body: bytes, headers: dict[bytes, bytes], gone: bool = False, max_bytes: int = 2 * MIB
+) -> tuple[int, int]:
+    """(bytes of the body, bytes held when it was read); nothing is held after its request."""
+    seen: list[tuple[int, int]] = []
+
+    async def test() -> None:
+        async def request() -> None:
+            read = await read_body(pieces(body, gone=gone), headers, max_bytes)
+            seen.append((len(read), budget.held_bytes))
+
+        await asyncio.create_task(request())
+
+    try:
+        on_loop(test)
+    finally:
+        assert budget.held_bytes == 0
+    return seen[0]
+
+
+def test_bodies_are_counted_from_a_mib_on(budget: BodyBudget) -> None:
+    length = {b"content-length": b"1500000"}
+    assert reading(budget, b"x" * MIB, JSON) == (MIB, 0)
+    assert reading(budget, b"x" * 1_500_000, JSON | length) == (1_500_000, 1_500_000)
+    assert reading(budget, b"x" * 1_500_000, JSON) == (1_500_000, MIB), (
+        "in chunks: a MiB for each begun beyond the first"
+    )
+    with pytest.raises(ClientGoneError):
+        reading(budget, b"x" * 1_500_000, JSON | length, gone=True)
+
+
+def test_a_zipped_body_is_counted_before_it_is_unpacked(budget: BodyBudget) -> None:
+    packed = gzip.compress(b" " * 2 * MIB)
+    assert len(packed) < 10_000
+    assert reading(budget, packed, GZIP) == (2 * MIB, 2 * MIB)
+    with pytest.raises(TopicsError) as refused:
+        reading(budget, gzip.compress(b" " * (2 * MIB + 1)), GZIP)
+    assert refused.value.code == "payload_too_large"
+
+
+def test_a_zipped_body_that_states_less_than_it_holds_is_not_unpacked_beyond_that(budget: BodyBudget) -> None:
+    packed = gzip.compress(b" " * 2 * MIB)
+    lying = packed[:-4] + (5).to_bytes(4, "little")
+    with pytest.raises(TopicsError) as refused:
+        reading(budget, lying, GZIP)
+    assert refused.value.code == "invalid_request"
+    assert "more than the 5 bytes" in refused.value.message
+
+
+def test_many_bombs_at_once_stay_within_the_bound(budget: BodyBudget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits with what it sent, unpacked are as many as there is room for."""
+    monkeypatch.setattr(module, "ROOM_WAIT_S", 0.2)
+    packed = gzip.compress(b" " * 2 * MIB)
+    most = 0
+    outcomes: list[str] = []
+    go = asyncio.Event()
+
+    async def request() -> None:
+        nonlocal most
+        try:
+            body = await read_body(pieces(packed), GZIP, 2 * MIB)
+        except TopicsError as error:
+            outcomes.append(error.code)
+            return
+        most = max(most, budget.held_bytes)
+        outcomes.append("read")
+        await go.wait()
+        assert len(body) == 2 * MIB
+
+    async def test() -> None:
+        tasks = [asyncio.create_task(request()) for _ in range(100)]
+        while len(outcomes) < 100:
+            await asyncio.sleep(0.01)
+        go.set()
+        await asyncio.gather(*tasks)
+
+    on_loop(test)
+    assert most == MOST
+    assert sorted(set(outcomes)) == ["read", "throttled"]
+    assert outcomes.count("read") == MOST // (2 * MIB)
+    assert budget.held_bytes == 0

@@ -1,0 +1,69 @@
+"""The time by which records expire: the wall clock, but for a while after it was put forward. Pure.
+
+A wall clock that jumps, because a virtual machine was resumed or somebody set it wrong, would have every topic with a
+`ttl_ms` lose its records at once and for good. What tells a jump from time that has passed is the monotonic clock:
+
+    wall            ┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄╭──────────────── forward by more than STEP_MAX_MS
+                                    │        ╭─────── after SETTLE_MS: this is the time
+    expires by      ────────────────┴────────╯        in between: as the monotonic clock has it
+
+If the wall clock is put back within that time, nothing has happened. Steps back, and small ones, are followed at once.
+Only expiry goes by this clock: commit times and schedules are wall times whatever happens to them.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from topics.core.clock import Clock
+
+STEP_MAX_MS: Final = 60_000
+"""So far the two clocks may drift apart between two looks; NTP corrects more than that by a step only."""
+SETTLE_MS: Final = 600_000
+"""Time to notice and to put a clock right."""
+
+
+class Warn(Protocol):
+    """`structlog`'s, for one."""
+
+    def __call__(self, event: str, **values: object) -> object: ...
+
+
+class ExpiryClock:
+    """A `Clock` for expiry, to be looked at now and then: what lies between two looks is one step.
+
+    `offset_ms` is wall minus monotonic time as it is trusted, None before the first look, which trusts the clock. A
+    process that is started again is given what it trusted before.
+    """
+
+    def __init__(self, clock: Clock, warn: Warn, offset_ms: int | None = None) -> None:
+        self.offset_ms = offset_ms
+        self._clock = clock
+        self._warn = warn
+        self._ahead_offset_ms = 0
+        """Where the wall clock was put, and since when it is there (monotonic); None: it is trusted."""
+        self._ahead_since_ms: int | None = None
+
+    def monotonic_ms(self) -> int:
+        return self._clock.monotonic_ms()
+
+    def now_ms(self) -> int:
+        """Milliseconds since the epoch."""
+        mono_ms = self._clock.monotonic_ms()
+        wall_ms = self._clock.now_ms()
+        offset_ms = wall_ms - mono_ms
+        trusted_ms = offset_ms if self.offset_ms is None else self.offset_ms
+        forward_ms = offset_ms - trusted_ms
+        if forward_ms <= STEP_MAX_MS:
+            if self._ahead_since_ms is not None:
+                self._warn("the wall clock was put back, nothing has expired by the time it had")
+        elif self._ahead_since_ms is None or abs(offset_ms - self._ahead_offset_ms) > STEP_MAX_MS:
+            self._ahead_offset_ms, self._ahead_since_ms = offset_ms, mono_ms
+            self._warn("the wall clock was put forward, nothing expires by it yet", by_ms=forward_ms, yet_ms=SETTLE_MS)
+            return mono_ms + trusted_ms
+        elif mono_ms - self._ahead_since_ms < SETTLE_MS:
+            return mono_ms + trusted_ms
+        else:
+            self._warn("the wall clock has stayed where it was put, records expire by it now", by_ms=forward_ms)
+        self.offset_ms, self._ahead_since_ms = offset_ms, None
+        return wall_ms
