@@ -340,6 +340,22 @@ def test_an_interrupted_run_of_threads_fails_no_job(
     assert sum(counts(small, queue)) < len(JOBS)
 
 
+def test_a_handler_that_ends_the_program_ends_the_run(small: Service, queue: str) -> None:
+    both = threading.Barrier(2, timeout=PATIENCE_S)
+    done: list[int] = []
+
+    def handle(job: Job) -> None:
+        both.wait()
+        if job.seq == 1:
+            raise SystemExit(3)
+        done.append(job.seq)
+
+    with Client(small.url) as topics, pytest.raises(SystemExit) as end:
+        topics.queue(queue).run(handle, threads=2)
+    assert end.value.code == 3
+    assert done == [2]
+
+
 # -- the start
 
 
