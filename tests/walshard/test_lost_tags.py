@@ -92,14 +92,20 @@ def test_a_file_of_another_release_is_not_passed_over(compaction: Compaction) ->
     assert len(seqs(compaction)) == RECORDS - 1
 
 
-def test_frames_in_the_cold_directory_are_not_waited_for(tmp_path: Path) -> None:
+@pytest.fixture
+def all_cold(tmp_path: Path) -> Iterator[Compaction]:
     rig = Rig(
         str(tmp_path / "data"),
         segment_max_events=str(EVENTS),
         cold_dir=str(tmp_path / "cold"),
         hot_retain_segments="0",
     )
-    compaction = Compaction(rig)
+    yield Compaction(rig)
+    rig.close()
+
+
+def test_frames_in_the_cold_directory_are_not_waited_for(all_cold: Compaction) -> None:
+    compaction, rig = all_cold, all_cold.rig
     for number in range(1, RECORDS + 1):
         rig.append("t", b"%d" % number, tag=b"odd" if number % 2 else b"")
     compaction.cut()
@@ -118,4 +124,3 @@ def test_frames_in_the_cold_directory_are_not_waited_for(tmp_path: Path) -> None
     assert refused.value.code == "storage_unavailable"
     path.write_bytes(content)
     assert delete(compaction) == 0
-    rig.close()

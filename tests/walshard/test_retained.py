@@ -102,20 +102,25 @@ def test_floors_that_move_far_look_into_the_segment_where_they_stop(
     assert [seq for seq, _ in compaction.read("t")] == list(range(last - 499, last + 1))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_what_lives_in_segments_is_counted_right_whatever_happens_to_them(tmp_path: Path, seed: int) -> None:
-    """Deletions, failed marks, growth, sealing, rewriting, both tiers: always as if it were counted anew."""
-    dice = random.Random(seed)
-    fs = FaultyFileSystem()
+@pytest.fixture
+def tiered(tmp_path: Path) -> Iterator[Compaction]:
     rig = Rig(
         str(tmp_path / "data"),
-        fs,
         segment_max_events="8",
         segment_rewrite_dead_ratio="0.3",
         cold_dir=str(tmp_path / "cold"),
         hot_retain_segments="2",
     )
-    compaction = Compaction(rig)
+    yield Compaction(rig)
+    rig.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_lives_in_segments_is_counted_right_whatever_happens_to_them(tiered: Compaction, seed: int) -> None:
+    """Deletions, failed marks, growth, sealing, rewriting, both tiers: always as if it were counted anew."""
+    dice = random.Random(seed)
+    compaction, rig, fs = tiered, tiered.rig, tiered.rig.fs
+    assert isinstance(fs, FaultyFileSystem)
     count = 0
     for _ in range(60):
         match dice.randrange(6):
@@ -149,4 +154,3 @@ def test_what_lives_in_segments_is_counted_right_whatever_happens_to_them(tmp_pa
         view = rig.view("t")
         assert view is not None
         assert rig.shard._files._due or view.records == len(compaction.read("t"))
-    rig.close()
