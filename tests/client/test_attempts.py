@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import pytest
 
 from topics.client.attempts import Attempts, Retry
+from topics.client.connection import may_have_left
 from topics.client.errors import ApiError, NotFoundError, ServiceBusyError, ServiceFaultError, UnreachableError
 
 RETRY = Retry(total_s=10.0, pause_first_s=0.1, pause_max_s=1.0)
@@ -49,6 +51,15 @@ def test_what_may_have_been_carried_out_is_not_repeated_without_a_key() -> None:
     assert attempts(repeatable=False).no_answer(OSError("refused"), False, 100.0, 0.0) > 0
     assert attempts(repeatable=True).refused(503, {}, refusal("shard_unavailable"), 100.0, 0.0) > 0
     assert attempts(repeatable=False).refused(503, {}, refusal("storage_unavailable"), 100.0, 0.0) > 0
+
+
+def test_a_request_that_found_no_connection_has_not_left() -> None:
+    assert [may_have_left(error("x")) for error in (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)] == [
+        False,
+        False,
+        False,
+    ]
+    assert [may_have_left(error("x")) for error in (httpx.ReadTimeout, httpx.RemoteProtocolError)] == [True, True]
 
 
 def test_a_resource_cap_does_not_pass_by_waiting() -> None:
