@@ -152,9 +152,11 @@ class _Run:
         for n in range(FLOODS):
             await put(setting_up, f"soak.flood.{n}", cap_records=20)
         actors += [self._floods(), self._scrapes(), self._errs(), self._samples()]
+        setting_up.close()
         await asyncio.gather(*actors)
+        looking = Client(self._plan.port)
         for follower in self._followers:
-            await follower.finish(setting_up, FINISH_S)
+            await follower.finish(looking, FINISH_S)
             self._odd += follower.odd
         for writer in writers:
             self._odd += writer.odd

@@ -65,7 +65,8 @@ def test_a_request_that_found_no_connection_has_not_left() -> None:
 def test_a_resource_cap_does_not_pass_by_waiting() -> None:
     with pytest.raises(ServiceBusyError, match="throttled"):
         attempts(True).refused(429, {}, refusal("throttled", limit="topics", max=3), 100.0, 0.0)
-    assert attempts(False).refused(429, {}, refusal("throttled", limit="inflight_per_key", max=3), 100.0, 0.0) > 0
+    for limit in ("inflight_per_key", "connections", "body_bytes"):
+        assert attempts(False).refused(429, {}, refusal("throttled", limit=limit, max=3), 100.0, 0.0) > 0
 
 
 @pytest.mark.parametrize(("status", "kind"), [(404, NotFoundError), (500, ServiceFaultError), (418, ServiceFaultError)])
