@@ -125,6 +125,10 @@ class Writer:
         self.statuses: Counter[int] = Counter()
         self.odd: list[str] = []
         """What the contract does not allow: other errors, a 429 without its fields, an acked record not there."""
+        self.refused_ms: array[float] = array("d")
+        """How long each refusal took to come."""
+        self.write_max_ms = 0.0
+        """The longest that any answer took."""
         self.acked = 0
         self._client = Client(port)
         self._pad = b"x" * pad
@@ -136,9 +140,12 @@ class Writer:
         loop = asyncio.get_running_loop()
         next_s = loop.time()
         while loop.time() < until_s:
+            began_s = time.perf_counter()
             answer = await self._write()
+            self.write_max_ms = max(self.write_max_ms, (time.perf_counter() - began_s) * 1000)
             self.statuses[answer.status] += 1
             if answer.status == 429:
+                self.refused_ms.append((time.perf_counter() - began_s) * 1000)
                 await self._refused(answer)
             elif answer.status // 100 != 2:
                 self.odd.append(f"{answer.status} {answer.body[:300]!r}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
+from array import array
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,14 +34,16 @@ class IdleStreams(NamedTuple):
 
 
 class Idled(NamedTuple):
-    """Bytes that the service took for each stream, heartbeats: how many each stream got at least, the mean and longest
-    time between two in ms; and delivery (p50, p99) in µs beside all those.
+    """Bytes that the service took for each stream; heartbeats: how many each stream got at least, the mean time between
+    two in ms, and the longest that any stream was silent, from the first moment to the last; and delivery (p50, p99) in
+    µs before there was any of those and beside all of them.
     """
 
     bytes_each: float
     heartbeats_min: int
     interval_mean_ms: float
-    interval_max_ms: float
+    silence_max_ms: float
+    alone_us: tuple[float, float]
     delivery_us: tuple[float, float]
     odd: list[str]
     closed: int
@@ -61,6 +65,10 @@ async def _idle(plan: IdleStreams) -> Idled:
     await put(client, "busy")
     probe = await watch(client, plan.port, "busy")
     await until(lambda: probe.caught_up, "the stream of the busy topic")
+    writer = Writer(plan.port, "busy", every_s=plan.every_s)
+    await writer.run(loop.time() + plan.seconds)
+    await until(lambda: len(probe.seqs) >= writer.acked, "every record at the stream")
+    alone = writer.acked
     held_before = held_bytes()
     streams: list[Watcher] = []
 
@@ -72,16 +80,22 @@ async def _idle(plan: IdleStreams) -> Idled:
 
     await asyncio.gather(*[open_some() for _ in range(OPENING_AT_ONCE)])
     await until(lambda: all(stream.caught_up for stream in streams), "every stream to be caught up")
+    # Whoever was opened first has had some already; from here on nobody may miss one.
+    from_s = time.perf_counter()
     for stream in streams:
         stream.heartbeats_s.clear()
     await asyncio.sleep(plan.seconds)
     held_after = held_bytes()
+    to_s = time.perf_counter()
     intervals_s = [later - earlier for stream in streams for earlier, later in itertools.pairwise(stream.heartbeats_s)]
+    silences_s = [
+        later - earlier
+        for stream in streams
+        for earlier, later in itertools.pairwise([from_s, *stream.heartbeats_s, to_s])
+    ]
     heartbeats_min = min(len(stream.heartbeats_s) for stream in streams)
-    writer = Writer(plan.port, "busy", every_s=plan.every_s)
     await writer.run(loop.time() + plan.seconds)
     await until(lambda: len(probe.seqs) >= writer.acked, "every record at the stream")
-    histogram = percentiles(probe.latencies_us)
     closed = sum(stream.closed for stream in streams)
     for stream in [*streams, probe]:
         stream.close()
@@ -89,8 +103,14 @@ async def _idle(plan: IdleStreams) -> Idled:
         (held_after - held_before) / len(streams),
         heartbeats_min,
         sum(intervals_s) / len(intervals_s) * 1000,
-        max(intervals_s) * 1000,
-        (histogram.get_value_at_percentile(50), histogram.get_value_at_percentile(99)),
+        max(silences_s) * 1000,
+        _latencies(probe.latencies_us[:alone]),
+        _latencies(probe.latencies_us[alone:]),
         writer.odd,
         closed,
     )
+
+
+def _latencies(latencies_us: array[int]) -> tuple[float, float]:
+    histogram = percentiles(latencies_us)
+    return histogram.get_value_at_percentile(50), histogram.get_value_at_percentile(99)

@@ -30,6 +30,8 @@ class Overload(NamedTuple):
     pids: tuple[int, ...] = ()
     shared_objects: tuple[Path, ...] = ()
     """What the service consists of, to see what it holds meanwhile; the floods have a cap, so nothing is retained."""
+    name: str = "load"
+    """Of the topics that are watched: another one for each plan of the same service."""
 
 
 class Endured(NamedTuple):
@@ -45,6 +47,8 @@ class Endured(NamedTuple):
     during: list[Sight]
     after: Sight
     held_bytes: list[int]
+    refused_max_ms: float
+    """The longest that a refusal took to come; 0 if there was none."""
 
 
 def endure(plan: Overload) -> Endured:
@@ -60,7 +64,7 @@ async def _endure(plan: Overload) -> Endured:
     for priority, topics in plan.topics:
         watchers[priority] = []
         for n in range(topics):
-            topic = f"load.{priority}.{n}"
+            topic = f"{plan.name}.{priority}.{n}"
             await put(client, topic, priority=priority)
             watchers[priority] += [
                 await watch(client, plan.port, topic, node=f"reader-{k}") for k in range(plan.watchers)
@@ -108,6 +112,7 @@ async def _endure(plan: Overload) -> Endured:
         during,
         after,
         held_bytes,
+        max([max(writer.refused_ms, default=0.0) for writer in writers + floods], default=0.0),
     )
 
 

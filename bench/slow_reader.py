@@ -29,12 +29,14 @@ class SlowReader(NamedTuple):
 
 
 class Undisturbed(NamedTuple):
-    """Delivery (p50, p99) in µs to those who read, before and meanwhile. What the one who did not had got by then, what
+    """Delivery (p50, p99, longest) in µs to those who read, before and meanwhile; the longest that the writer had
+    to wait for an answer meanwhile, in ms. What the one who did not had got by then, what
     it has got at the end, and how many frames that took, of how many records; `odd` and `missing` are empty.
     """
 
-    before_us: tuple[float, float]
-    meanwhile_us: tuple[float, float]
+    before_us: tuple[float, float, int]
+    meanwhile_us: tuple[float, float, int]
+    write_max_ms: float
     held_back: int
     caught_up: int
     records: int
@@ -67,7 +69,9 @@ async def _undisturbed(plan: SlowReader) -> Undisturbed:
     for _ in range(count):
         assert (await client.ask("POST", "/v0/topics/ballast", ballast)).status // 100 == 2
     frames = slow.record_frames
+    writer.write_max_ms = 0.0
     await writer.run(loop.time() + plan.seconds)
+    write_max_ms = writer.write_max_ms
     records = writer.acked
     await until(lambda: all(len(watcher.seqs) >= records for watcher in watchers), "every record at those who read")
     held_back = len(slow.seqs)
@@ -79,6 +83,7 @@ async def _undisturbed(plan: SlowReader) -> Undisturbed:
     return Undisturbed(
         _latencies(watchers, 0, first),
         _latencies(watchers, first, records),
+        write_max_ms,
         held_back,
         len(slow.seqs),
         records,
@@ -88,9 +93,9 @@ async def _undisturbed(plan: SlowReader) -> Undisturbed:
     )
 
 
-def _latencies(watchers: list[Watcher], start: int, end: int) -> tuple[float, float]:
+def _latencies(watchers: list[Watcher], start: int, end: int) -> tuple[float, float, int]:
     every: array[int] = array("Q")
     for watcher in watchers:
         every.extend(watcher.latencies_us[start:end])
     histogram = percentiles(every)
-    return histogram.get_value_at_percentile(50), histogram.get_value_at_percentile(99)
+    return histogram.get_value_at_percentile(50), histogram.get_value_at_percentile(99), max(every)

@@ -19,12 +19,23 @@ from typing import Any, NamedTuple
 import uvloop
 
 from bench import machine, wire
-from bench.crowd import Client, Watcher, Writer, put
+from bench.crowd import Client, Writer, put
+from bench.follower import Follower
 
 CLASSES = ("ephemeral", "memory", "disk", "fsync")
 CONFIG = {"cap_records": 500, "idempotency_window_ms": 2_000}
 SAMPLES = 60
-ALLOWED = frozenset({200, 201, 429})
+ALLOWED = frozenset({200, 201})
+"""After the 429s, which are waited for."""
+RECEIVE_BYTES = 4096
+BALLAST = b'{"records":[{"data":"%b"}]}' % (b"x" * 900_000)
+BALLASTS = 10
+"""Together more than the kernel and a frontend keep for a client that does not read."""
+FLOODS = 48
+FLOOD_BYTES = 15_000
+FLOOD_S = 1.5
+FLOOD_EVERY_S = 20.0
+FINISH_S = 20.0
 QUEUE_CONFIG = {
     "type": "queue",
     "lease_ms": 300,
@@ -69,11 +80,17 @@ class State(NamedTuple):
 
 
 class Soaked(NamedTuple):
-    """`statuses` of all requests by what was asked; `odd` is empty."""
+    """`statuses` of all requests by what was asked; `delivered` are the records that reached the followers, each of
+    which had every one or a tombstone for it; `odd` is empty.
+    """
 
     states: list[State]
     statuses: dict[str, dict[int, int]]
     delivered: int
+    stalls: int
+    """How often one stopped reading for good, and read on."""
+    stalled_over: int
+    """Tombstones it got: what a topic had no room for while its stream was not written to."""
     odd: list[str]
 
 
@@ -99,7 +116,8 @@ class _Run:
         self._statuses: dict[str, Counter[int]] = {}
         self._odd: list[str] = []
         self._states: list[State] = []
-        self._delivered = 0
+        self._followers: list[Follower] = []
+        self._stalls = 0
         self._dice = random.Random(6)
         self._end_s = 0.0
 
@@ -114,7 +132,7 @@ class _Run:
         actors: list[Coroutine[Any, Any, None]] = [writer.run(self._end_s) for writer in writers]
         for topic in topics:
             actors += [self._batches(topic), self._reads(topic), self._waits(topic)]
-            actors += [self._follows(topic, slow) for slow in (False, False, True)]
+            actors += [self._follows(topic) for _ in range(3)]
         await put(setting_up, "soak.dead", cap_records=100)
         for queue, config in QUEUES.items():
             await put(setting_up, queue, **QUEUE_CONFIG, **config)
@@ -125,15 +143,27 @@ class _Run:
         await put(setting_up, "soak.copies", **CONFIG)
         answer = await setting_up.ask("PUT", "/v0/routers/soak", json.dumps(router).encode())
         assert answer.status in (200, 201), answer
-        actors += [self._reads("soak.copies"), self._follows("soak.copies", False)]
+        actors += [self._reads("soak.copies"), self._follows("soak.copies")]
         actors += [self._comes_and_goes(n) for n in range(4)]
-        actors += [self._scrapes(), self._errs(), self._samples()]
+        actors += [self._watches_come_and_go(topic) for topic in topics]
+        await put(setting_up, "soak.ballast", durability="memory", cap_records=20)
+        stalling = Follower(self._plan.port, "soak.disk", "soak.ballast", receive_bytes=RECEIVE_BYTES)
+        actors.append(self._stops_reading(stalling))
+        for n in range(FLOODS):
+            await put(setting_up, f"soak.flood.{n}", cap_records=20)
+        actors += [self._floods(), self._scrapes(), self._errs(), self._samples()]
+        setting_up.close()
         await asyncio.gather(*actors)
+        looking = Client(self._plan.port)
+        for follower in self._followers:
+            await follower.finish(looking, FINISH_S)
+            self._odd += follower.odd
         for writer in writers:
             self._odd += writer.odd
             self._statuses.setdefault("write", Counter()).update(writer.statuses)
         statuses = {what: dict(counts) for what, counts in self._statuses.items()}
-        return Soaked(self._states, statuses, self._delivered, self._odd)
+        delivered = sum(follower.records for follower in self._followers)
+        return Soaked(self._states, statuses, delivered, self._stalls, stalling.tombstones, self._odd)
 
     # -- the actors
 
@@ -147,8 +177,12 @@ class _Run:
         allowed: frozenset[int] = ALLOWED,
     ) -> Any:
         raw = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-        answer = await client.ask(method, path, raw)
-        self._statuses.setdefault(what, Counter())[answer.status] += 1
+        while True:
+            answer = await client.ask(method, path, raw)
+            self._statuses.setdefault(what, Counter())[answer.status] += 1
+            if answer.status != 429:
+                break
+            await asyncio.sleep(answer.json["error"]["detail"]["retry_after_ms"] / 1000)
         if answer.status not in allowed:
             self._odd.append(f"{what}: {answer.status} {answer.body[:300]!r}")
         return answer.json
@@ -183,26 +217,56 @@ class _Run:
             from_seq = page["next_from_seq"]
         client.close()
 
-    async def _follows(self, topic: str, slow: bool) -> None:
-        """One session whose stream is cut and opened again and again; a slow one does not always read."""
-        client = Client(self._plan.port)
-        answer = await client.ask("POST", "/v0/watch", json.dumps({"topics": {topic: {"tail": True}}}).encode())
-        loop = asyncio.get_running_loop()
-        while await self._turns(0.1):
-            _, watcher = await loop.create_connection(lambda: Watcher(topic), "127.0.0.1", self._plan.port)
-            watcher.open(answer.json["stream_url"])
-            await asyncio.sleep(self._dice.uniform(0.2, 2))
-            if slow:
-                watcher.stop_reading()
-                await asyncio.sleep(self._dice.uniform(0.2, 2))
-                watcher.read_on()
-                await asyncio.sleep(0.2)
-            self._delivered += len(watcher.seqs)
-            seqs = list(watcher.seqs)
-            if any(later <= earlier for earlier, later in itertools.pairwise(seqs)):
-                self._odd.append(f"{topic}: a stream went back")
-            watcher.close()
+    async def _follows(self, topic: str) -> None:
+        """One session whose stream is cut and opened again and again, and does not always read."""
+        client, follower = Client(self._plan.port), Follower(self._plan.port, topic)
+        self._followers.append(follower)
+        await follower.begin(client)
         client.close()
+        while await self._turns(0.1):
+            await follower.open()
+            await follower.read(self._dice.uniform(0.2, 2))
+            await asyncio.sleep(self._dice.uniform(0, 0.5))
+            await follower.read(0.2)
+            follower.close()
+
+    async def _stops_reading(self, follower: Follower) -> None:
+        """Stops until its stream is not written to any more, and the topic has let go of what comes next; reads on."""
+        client = Client(self._plan.port)
+        self._followers.append(follower)
+        await follower.begin(client)
+        await follower.open()
+        while await self._turns(1):
+            await follower.read(1)
+            for _ in range(BALLASTS):
+                await self._ask("ballast", client, "POST", "/v0/topics/soak.ballast", BALLAST)
+            await asyncio.sleep(3)
+            self._stalls += 1
+            await follower.read(3)
+        follower.close()
+        client.close()
+
+    async def _watches_come_and_go(self, topic: str) -> None:
+        """Sessions that are used once."""
+        while await self._turns(1):
+            client, follower = Client(self._plan.port), Follower(self._plan.port, topic)
+            await follower.begin(client)
+            await follower.open()
+            await follower.read(5, lambda follower=follower: follower.records > 0)  # type: ignore[misc]
+            follower.close()
+            self._odd += follower.odd
+            client.close()
+
+    async def _floods(self) -> None:
+        """Now and then more is written than fits into the rings."""
+        loop = asyncio.get_running_loop()
+        writers = [Writer(self._plan.port, f"soak.flood.{n}", pad=FLOOD_BYTES) for n in range(FLOODS)]
+        while await self._turns(FLOOD_EVERY_S / 4):
+            await asyncio.gather(*[writer.run(loop.time() + FLOOD_S) for writer in writers])
+            await asyncio.sleep(max(0.0, min(FLOOD_EVERY_S * 3 / 4, self._end_s - loop.time())))
+        for writer in writers:
+            self._odd += writer.odd
+            self._statuses.setdefault("flood", Counter()).update(writer.statuses)
 
     async def _comes_and_goes(self, n: int) -> None:
         """Topics that are made, written, deleted from, and deleted; connections, too."""

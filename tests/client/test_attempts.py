@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import pytest
 
 from topics.client.attempts import Attempts, Retry
+from topics.client.connection import may_have_left
 from topics.client.errors import ApiError, NotFoundError, ServiceBusyError, ServiceFaultError, UnreachableError
 
 RETRY = Retry(total_s=10.0, pause_first_s=0.1, pause_max_s=1.0)
@@ -51,10 +53,20 @@ def test_what_may_have_been_carried_out_is_not_repeated_without_a_key() -> None:
     assert attempts(repeatable=False).refused(503, {}, refusal("storage_unavailable"), 100.0, 0.0) > 0
 
 
+def test_a_request_that_found_no_connection_has_not_left() -> None:
+    assert [may_have_left(error("x")) for error in (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)] == [
+        False,
+        False,
+        False,
+    ]
+    assert [may_have_left(error("x")) for error in (httpx.ReadTimeout, httpx.RemoteProtocolError)] == [True, True]
+
+
 def test_a_resource_cap_does_not_pass_by_waiting() -> None:
     with pytest.raises(ServiceBusyError, match="throttled"):
         attempts(True).refused(429, {}, refusal("throttled", limit="topics", max=3), 100.0, 0.0)
-    assert attempts(False).refused(429, {}, refusal("throttled", limit="inflight_per_key", max=3), 100.0, 0.0) > 0
+    for limit in ("inflight_per_key", "connections", "body_bytes"):
+        assert attempts(False).refused(429, {}, refusal("throttled", limit=limit, max=3), 100.0, 0.0) > 0
 
 
 @pytest.mark.parametrize(("status", "kind"), [(404, NotFoundError), (500, ServiceFaultError), (418, ServiceFaultError)])

@@ -222,6 +222,26 @@ def test_a_follower_is_told_of_gaps_and_of_the_end(topics: Client, topic: str) -
     assert [item for name, item in seen if name == other][-1] == TopicGone(1)
 
 
+def test_a_topic_deleted_while_the_service_was_away_ends_and_the_others_go_on(topic: str) -> None:
+    other = f"{topic}-other"
+    with Service(shards=1, frontends=1) as service, Client(service.url) as topics:
+        topics.append(topic, [1])
+        topics.append(other, ["a"])
+        following = topics.follow({topic: 0, other: 0})
+        seen = [next(following), next(following)]
+        service.restart()
+        topics.delete_topic(topic)
+        topics.append(other, ["b"])
+        seen += [next(following), next(following)]
+        service.restart()
+        topics.delete_topic(other)
+        seen += following
+    assert [item for name, item in seen if name == topic][1:] == [TopicGone(1)]
+    of_other = [item for name, item in seen if name == other]
+    assert records(of_other) == ["a", "b"]
+    assert of_other[-1] == TopicGone(2)
+
+
 def test_the_asynchronous_client_does_the_same(service: Service, topic: str) -> None:
     async def collect(items: AsyncIterator[Any], count: int) -> list[Any]:
         seen = []

@@ -52,6 +52,34 @@ def test_what_failed_is_done_again(seen: SeenJobs) -> None:
     assert have_effect(seen, "a")
 
 
+def test_what_could_not_be_committed_is_undone_and_the_next_job_is_done(seen: SeenJobs) -> None:
+    seen.db.execute("PRAGMA foreign_keys = ON")
+    seen.db.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY)")
+    seen.db.execute("CREATE TABLE bills (of INTEGER REFERENCES orders (id) DEFERRABLE INITIALLY DEFERRED)")
+
+    def bill() -> None:
+        with seen.once(Job("a")) as db:
+            assert db is not None
+            db.execute("INSERT INTO bills VALUES (7)")
+
+    with pytest.raises(sqlite3.IntegrityError):
+        bill()
+    assert have_effect(seen, "b")
+    assert have_effect(seen, "a")
+
+
+def test_a_block_that_ended_its_transaction_says_its_own_error(seen: SeenJobs) -> None:
+    def fail() -> None:
+        with seen.once(Job("a")) as db:
+            assert db is not None
+            db.execute("ROLLBACK")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert have_effect(seen, "a")
+
+
 def test_two_workers_at_the_same_job_have_one_effect(seen: SeenJobs, tmp_path: Path) -> None:
     won: list[bool] = []
     start = threading.Barrier(4)

@@ -41,8 +41,8 @@ JOBS = list(range(5))
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Service]:
-    """One process of each kind, and a frontend that waits for its shard for 200 ms."""
-    with Service(shards=1, frontends=1, env={"TOPICS_SHARD_WAIT_MS": "200"}) as running:
+    """One process of each kind, and a frontend that waits for its shard for 500 ms."""
+    with Service(shards=1, frontends=1, env={"TOPICS_SHARD_WAIT_MS": "500"}) as running:
         yield running
 
 
@@ -198,7 +198,7 @@ def test_a_lease_is_kept_until_its_ack_is_answered(
 ) -> None:
     async def body() -> None:
         async with CutOff(small.url, arrives=arrives) as client:
-            async for job in client.queue(queue).work(lease_ms=300):
+            async for job in client.queue(queue).work(lease_ms=3_000):
 
                 async def meanwhile(seq: int = job.seq) -> None:
                     client.extended.clear()
@@ -270,7 +270,8 @@ def test_what_was_begun_is_finished_before_a_failed_run_ends(
             with pytest.raises(NotFoundError):
                 await running
 
-    small.client.post(f"/v0/topics/{queue}/delete", json={"before_seq": len(JOBS)})  # one is left
+    with Client(small.url) as topics:
+        topics.delete_records(queue, before_seq=len(JOBS))  # one is left
     in_time(body())
     assert ended_early == [False]
 
@@ -340,6 +341,22 @@ def test_an_interrupted_run_of_threads_fails_no_job(
     assert sum(counts(small, queue)) < len(JOBS)
 
 
+def test_a_handler_that_ends_the_program_ends_the_run(small: Service, queue: str) -> None:
+    both = threading.Barrier(2, timeout=PATIENCE_S)
+    done: list[int] = []
+
+    def handle(job: Job) -> None:
+        both.wait()
+        if job.seq == 1:
+            raise SystemExit(3)
+        done.append(job.seq)
+
+    with Client(small.url) as topics, pytest.raises(SystemExit) as end:
+        topics.queue(queue).run(handle, threads=2)
+    assert end.value.code == 3
+    assert done == [2]
+
+
 # -- the start
 
 
@@ -382,9 +399,10 @@ def key_of(service: Service, topic: str, seq: int) -> str:
 
 
 def make_anew(service: Service, topic: str) -> None:
-    service.client.delete(f"/v0/topics/{topic}")
-    service.client.put(f"/v0/topics/{topic}", json={"type": "queue"})
-    service.client.post(f"/v0/topics/{topic}", json={"records": [{"data": "new"}]})
+    with Client(service.url) as topics:
+        topics.delete_topic(topic)
+        topics.put_topic(topic, type="queue")
+        topics.append(topic, ["new"], create=False)
 
 
 def test_a_key_names_the_instance_its_job_came_from(small: Service, queue: str) -> None:

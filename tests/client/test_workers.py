@@ -22,6 +22,7 @@ from topics.client import (
     NewRecord,
     NotFoundError,
 )
+from topics.client.shift import extend_every_s
 
 AT_ONCE = Backoff(first_ms=1, max_ms=2)
 JOBS = list(range(20))
@@ -240,6 +241,11 @@ def test_what_cannot_work_is_said_at_once(topics: Client, topic: str) -> None:
         next(topics.queue(topic).work())
     with pytest.raises(NotFoundError):
         next(topics.queue(f"{topic}.absent").work())
+
+
+@pytest.mark.parametrize(("lease_ms", "every_s"), [(30_000, 10), (10**12, 28_800), (0, 1 / 30)])
+def test_leases_are_extended_within_what_the_service_makes_of_them(lease_ms: int, every_s: float) -> None:
+    assert extend_every_s(lease_ms) == pytest.approx(every_s)
 
 
 def test_the_back_off_doubles_up_to_its_bound() -> None:

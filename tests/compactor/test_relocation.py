@@ -96,19 +96,25 @@ def test_a_step_takes_note_of_all_copies_that_are_done(tiers: Tiers) -> None:
     assert tiers.compaction.life.cell.get("segments_relocated") == 2 * AHEAD_MAX
 
 
-def test_the_end_of_a_copy_wakes_the_compactor(tmp_path: Path) -> None:
+@pytest.fixture
+def threaded(tmp_path: Path) -> Iterator[Tiers]:
+    """With a helper thread as the compactor has it."""
     (tmp_path / "data").mkdir()
     with ThreadPoolExecutor(1) as helper:
         tiers = Tiers(tmp_path, helper)
-        tiers.seal(4)
-        wake = tiers.rig.shared.compactor_wake
-        while not tiers.all_cold():
-            wake.drain()
-            tiers.compaction.compactor.upkeep()
-            if not tiers.all_cold():
-                poll("a signal", lambda: wake_was_signalled(wake.fd), 20.0)
-        tiers.rig.shard.close()
-        tiers.rig.close()
+        yield tiers
+    tiers.rig.shard.close()
+    tiers.rig.close()
+
+
+def test_the_end_of_a_copy_wakes_the_compactor(threaded: Tiers) -> None:
+    threaded.seal(4)
+    wake = threaded.rig.shared.compactor_wake
+    while not threaded.all_cold():
+        wake.drain()
+        threaded.compaction.compactor.upkeep()
+        if not threaded.all_cold():
+            poll("a signal", lambda: wake_was_signalled(wake.fd), 20.0)
 
 
 def wake_was_signalled(fd: int) -> bool:

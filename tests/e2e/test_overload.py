@@ -12,9 +12,16 @@ from bench.idle_streams import IdleStreams, idle
 from bench.overload import Endured, Overload, endure
 from bench.slow_reader import SlowReader, undisturbed
 from tests.harness import Service
+from topics.frontend.lane import ROOM_WAIT_S
 
 IDLE_BYTES_MAX = 30_000
-HELD_SLACK_BYTES = 4 << 20
+HELD_SLACK_BYTES = 6 << 20
+REFUSAL_SLACK_MS = 2000
+"""What a refusal may take beyond the time that its request waited for room: for a machine that is busy with other work,
+and far from the 5 s after which nothing would be waited for any more."""
+HELD_UP_MAX_US = 1_000_000
+"""No client that does nothing may cost another one so much: for a machine that is busy, and far from the 30 s for which
+a client may read nothing."""
 
 
 @pytest.fixture
@@ -50,15 +57,21 @@ def test_more_to_deliver_than_can_be(small: Service) -> None:
 
 def test_more_to_write_than_fits_is_refused_in_time(small: Service) -> None:
     plan = Overload(small.port, ((1000, 2), (-1000, 2)), watchers=4, floods=48, seconds=4.0)
-    endured = endure(plan._replace(pids=tuple(small.family()), shared_objects=tuple(small.shared_memory())))
-    nothing_but_what_is_documented(endured)
-    gave_way_and_recovered(endured)
-    refused = endured.statuses.get(429, 0)
-    assert refused > 0
-    assert endured.after.throttled - endured.before.throttled == refused
-    assert any(sight.deferring for sight in endured.during)
-    half = len(endured.held_bytes) // 2
-    assert max(endured.held_bytes[half:]) <= max(endured.held_bytes[:half]) * 1.05 + HELD_SLACK_BYTES
+    plan = plan._replace(pids=tuple(small.family()), shared_objects=tuple(small.shared_memory()))
+    # The first time it may grow to what it needs for such a load; the second time it has that.
+    first, second = endure(plan), endure(plan._replace(name="again"))
+    refused = 0
+    for endured in (first, second):
+        nothing_but_what_is_documented(endured)
+        gave_way_and_recovered(endured)
+        assert endured.statuses.get(429, 0) > 0
+        assert endured.after.throttled - endured.before.throttled == endured.statuses[429]
+        assert endured.refused_max_ms <= ROOM_WAIT_S * 1000 + REFUSAL_SLACK_MS
+        assert any(sight.deferring for sight in endured.during)
+        refused += endured.statuses[429]
+    requests = sum(second.statuses.values())
+    grown_bytes = max(second.held_bytes) - max(first.held_bytes)
+    assert grown_bytes <= HELD_SLACK_BYTES, f"{grown_bytes / requests:.0f} bytes for each of {requests} requests"
     status = small.status()
     assert status["pressure"] < 0.2
     assert status["deferring"] is False
@@ -70,6 +83,10 @@ def test_one_that_stops_reading_among_200_that_do(small: Service) -> None:
     assert found.odd == []
     assert found.missing == []
     assert found.held_back < found.records == found.caught_up, "it was never behind"
+    # Who reads is served as before, and so is who writes: what a client keeps to itself for 30 s it keeps from nobody.
+    for before_us, meanwhile_us in zip(found.before_us, found.meanwhile_us, strict=True):
+        assert meanwhile_us <= 3 * before_us + HELD_UP_MAX_US, (found.before_us, found.meanwhile_us)
+    assert found.write_max_ms <= HELD_UP_MAX_US / 1000
     assert found.record_frames < (found.records - found.held_back) / 2, "what it missed came in few frames"
 
 
@@ -78,5 +95,8 @@ def test_2000_idle_streams(small: Service) -> None:
     assert found.odd == []
     assert found.closed == 0
     assert found.bytes_each <= IDLE_BYTES_MAX
+    assert found.silence_max_ms < 2000, "a heartbeat was left out"
     assert found.heartbeats_min >= 2
     assert found.interval_mean_ms == pytest.approx(1000, rel=0.05)
+    for alone_us, beside_us in zip(found.alone_us, found.delivery_us, strict=True):
+        assert beside_us <= 3 * alone_us + HELD_UP_MAX_US, (found.alone_us, found.delivery_us)

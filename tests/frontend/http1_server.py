@@ -17,6 +17,7 @@ from topics.frontend.asgi import TRANSPORT, Receive, Scope, Send
 from topics.frontend.http1 import Connections, HttpLimits
 from topics.frontend.http1_push import PushStream
 from topics.frontend.serve import HttpProtocol, serve
+from topics.shm.cap import Cap
 
 DEADLINE_S = 10.0
 JSON = (b"content-type", b"application/json")
@@ -247,10 +248,12 @@ class Server:
         loop: str = "uvloop",
         limits: HttpLimits | None = None,
         grace_ms: int = 2_000,
+        places: Cap | None = None,
     ) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port: int = self._listener.getsockname()[1]
         self._arguments = (http_protocol, limits or HttpLimits(), grace_ms)
+        self._places = places
         self._loop_factory = LOOPS[loop]
         self._ready = threading.Event()
         self._stopping = False
@@ -269,7 +272,7 @@ class Server:
         protocol, limits, grace_ms = self._arguments
         self.loop = asyncio.get_running_loop()
         self.loop.set_exception_handler(lambda _, context: self.loop_errors.append(context))
-        self.app, self.connections, self.shutdown = App(), Connections(), asyncio.Event()
+        self.app, self.connections, self.shutdown = App(), Connections(self._places), asyncio.Event()
         await serve(
             self.app,
             [self._listener],

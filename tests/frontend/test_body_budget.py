@@ -94,7 +94,7 @@ def test_who_waits_too_long_is_throttled_and_makes_room_for_the_next(
         with pytest.raises(TopicsError) as refused:
             await large.task
         assert refused.value.code == "throttled"
-        assert refused.value.detail == {"limit": "body_bytes", "max": MOST}
+        assert refused.value.detail == {"limit": "body_bytes", "max": MOST, "retry_after_ms": 1000}
         small = Request(budget, 4 * MIB)
         await settle()
         assert small.held

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.frontend.live import OPTIONS, Live, Wire, delivered, on_loop, turns, until
 from topics.core.priority import AGE_FULL_MS
-from topics.frontend import delivery, room
+from topics.frontend import delivery, room, snapshot
 from topics.frontend.beats import BEATS_MAX
 from topics.frontend.delivery import FAN_OUT_STEP
 from topics.frontend.pulse import STALL_CUT_MS, STALL_MAX_MS
@@ -91,6 +92,45 @@ def test_a_frame_is_made_once_for_all_who_stand_at_the_same_place(
         assert len({id(wire.writes[-1]) for wire in both}) == 1
         # Also when slices of work have ended between them: the topic was the same.
         assert len({id(wire.writes[-1]) for wire in alone}) == 1
+
+    on_loop(tmp_path, test)
+
+
+def count_reads(live: Live, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many pages have been read so far."""
+    read_page, reads = live.reader.read_page, 0
+
+    def counted(*args: Any) -> Page:
+        nonlocal reads
+        reads += 1
+        return read_page(*args)
+
+    monkeypatch.setattr(live.reader, "read_page", counted)
+    return lambda: reads
+
+
+def test_a_large_page_is_read_once_for_many_and_not_kept_beside_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each write of it is a slice of its own, and it alone is more than what is kept."""
+    monkeypatch.setattr(delivery, "SLICE_S", 0.0)
+    monkeypatch.setattr(snapshot, "KEPT_BYTES", 50_000)
+
+    async def test(live: Live) -> None:
+        await live.put("t")
+        nodes = [None, frozenset([b"a"]), frozenset([b"b"])]
+        groups = [[live.follow({"t": 0}, OPTIONS._replace(nodes=n))[0] for _ in range(20)] for n in nodes]
+        wires = [wire for group in groups for wire in group]
+        await until(lambda: all(wire.kinds() == ["caught-up"] for wire in wires))
+        reads = count_reads(live, monkeypatch)
+        await live.write("t", data=b'"%b"' % (b"x" * 100_000))
+        kept = 0
+        while not all(wire.seqs() == [1] for wire in wires):
+            await asyncio.sleep(0)
+            steps = live.hub._snapshot.steps("t")
+            kept = max(kept, sum(len(step.data) for step in steps.values()))
+        assert reads() == len(groups)
+        assert 100_000 < kept < 150_000, "one page"
 
     on_loop(tmp_path, test)
 
@@ -522,23 +562,16 @@ def test_a_turn_makes_few_pages_however_many_are_wanted(tmp_path: Path, monkeypa
 
     async def test(live: Live) -> None:
         await live.put("t")
-        read_page, reads = live.reader.read_page, 0
-
-        def counted(*args: Any) -> Page:
-            nonlocal reads
-            reads += 1
-            return read_page(*args)
-
-        monkeypatch.setattr(live.reader, "read_page", counted)
+        reads = count_reads(live, monkeypatch)
         wires = [live.follow({"t": 0}, OPTIONS._replace(nodes=frozenset([b"%d" % n])))[0] for n in range(64)]
         await until(lambda: all(wire.kinds() == ["caught-up"] for wire in wires))
         for seq, (data, most) in enumerate([(b"1", 5), (b'"%b"' % (b"x" * 300_000), 1)], start=1):
             reads_in_turn = 0
             await live.write("t", data=data)
             while not all(wire.seqs() == numbers(seq) for wire in wires):
-                before = reads
+                before = reads()
                 await asyncio.sleep(0)
-                reads_in_turn = max(reads_in_turn, reads - before)
+                reads_in_turn = max(reads_in_turn, reads() - before)
             assert 1 <= reads_in_turn <= most
 
     on_loop(tmp_path, test)

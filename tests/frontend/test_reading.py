@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.frontend.hosting import Hosting, ServedRecord, Written, served
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.core.expiry_clock import SETTLE_MS
+from topics.core.expiry_clock import SETTLE_MS, STEP_MAX_MS
 from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import SEALED
 from topics.frontend.arenas import Arenas
@@ -209,6 +209,25 @@ def test_readers_expire_nothing_by_a_clock_that_was_put_forward(hosting: Hosting
     after = read()
     assert (after.count, after.earliest_seq) == (0, 4)
     assert len(hosting.clock.warnings) == 4
+
+
+def test_a_clock_that_goes_back_hides_nothing_that_is_written_then(hosting: Hosting) -> None:
+    """A little: what was gone stays gone. Far: time is what the clock says, and new records do not count as old."""
+    hosting.make("t", TopicConfig(ttl_ms=1000))
+    hosting.write("t", numbered(3))
+    hosting.clock.ms += 1001
+    reader = hosting.reader
+
+    def read() -> Page:
+        return reader.read_page(reader.get("t"), 0, ALL, reader.now_ms())
+
+    assert read().count == 0
+    hosting.clock.skew_ms -= STEP_MAX_MS
+    assert read().count == 0
+    hosting.clock.skew_ms -= 86_400_000
+    hosting.make("u", TopicConfig(ttl_ms=1000))
+    hosting.write("u", numbered(3))
+    assert reader.read_page(reader.get("u"), 0, ALL, reader.now_ms()).count == 3
 
 
 def test_an_expired_topic_is_empty_at_its_head(hosting: Hosting) -> None:

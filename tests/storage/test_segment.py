@@ -6,6 +6,7 @@ import errno
 import os
 import struct
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,9 +20,9 @@ from tests.storage.logs import TOPIC_ID, TS_MS
 from tests.storage.segments import Record, logged, make_segment
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_DELETED, LOCATION_IN_RAM_LOG, LOCATION_LOST
-from topics.storage import layout
+from topics.storage import layout, segment_writer
 from topics.storage.filesystem import OsFileSystem
-from topics.storage.frame import FLAG_META, FLAG_NODE, FLAG_TAG
+from topics.storage.frame import FLAG_META, FLAG_NODE, FLAG_TAG, Bytes
 from topics.storage.segment import DATA_MAX_BYTES, LOG_FRAME_EXTRA_LEN, CorruptSegment, SegmentReader
 from topics.storage.segment_deletes import mark_deleted, sync_segment
 from topics.storage.segment_writer import SegmentWriter
@@ -357,6 +358,31 @@ def test_a_failure_of_any_other_call_is_told(directory: str, call: str) -> None:
     fs.arm(None)
     marked = fill(fs, directory)
     assert read_back(SegmentReader.map(directory, 1, *marked)) == plain
+
+
+def test_no_write_is_longer_than_the_system_takes(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large records are, and a segment may be; a record alone is one write."""
+    written: list[int] = []
+
+    class Recording(OsFileSystem):
+        def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+            written.append(sum(map(len, buffers)))
+            return super().pwritev(fd, buffers, offset)
+
+    monkeypatch.setattr(segment_writer, "_CHUNK_BYTES", 1000)
+    records = [Record(b"1" * length) for length in (300, 300, 300, 1500, 10, 900, 1, 1, 1)]
+    source = logged(records).flagged(6, LOCATION_DELETED)
+    writer = SegmentWriter.create(Recording(), directory, 1)
+    writer.append(source.buffer, TOPIC_ID, source.entries)
+    *data, idx = written
+    assert (idx, sum(data)) == (9 * 20, writer.data_bytes)
+    assert len(data) < len(records), "neighbours go together"
+    assert sorted(data)[-1] > 1500 > 1000 >= sorted(data)[-2]
+    reader = SegmentReader.map(directory, 1, 9, writer.data_bytes)
+    assert list(reader.damage(False)) == []
+    assert [None if (frame := reader.frame(seq)) is None else frame.data for seq in range(1, 10)] == [
+        None if at == 6 else record.payload for at, record in enumerate(records)
+    ]
 
 
 # -- deletions

@@ -6,11 +6,14 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests.harness import COMMAND, Service, is_running, poll
+from topics.shm import names
+from topics.shm.control import ControlPage, Role
 
 
 @pytest.fixture
@@ -111,4 +114,29 @@ def test_a_supervisor_killed_under_load_leaves_nothing_that_hinders_the_next(ser
     poll("its children to end", lambda: not any(is_running(pid) for pid in family))
     service.start()
     assert read(service, "a") == [0, 1, 2, 3, 4]
+    service.stop()
+
+
+def test_a_process_that_starts_again_knows_the_clock_that_its_former_life_trusted(service: Service) -> None:
+    """As if the wall clock had been put forward by a day while it was down."""
+    day_ms = 86_400_000
+    service.shards = service.frontends = 1
+    service.start()
+    service.client.put("/v0/topics/t", json={"ttl_ms": 1}).raise_for_status()
+    control = ControlPage.attach(names.shm_name(names.identity(str(service.data_dir)), "control"))
+    for role in (Role.FRONTEND, Role.WALSHARD):
+        cell = control.cell(role, 0)
+        poll("the clock to be looked at", lambda: cell.get("clock_offset_ms"))  # noqa: B023
+        pid = service.pid_of(role.name.lower())
+        os.kill(pid, signal.SIGSTOP)  # it writes its cell no more
+        cell.set("clock_offset_ms", cell.get("clock_offset_ms") - day_ms)
+        os.kill(pid, signal.SIGKILL)
+        service.wait_healed(pid)
+    write(service, "t", 1)
+    written_ms = time.time() * 1000
+    poll("its ttl to pass", lambda: time.time() * 1000 > written_ms + 50)
+    for _ in range(2):
+        assert read(service, "t") == [0]
+        # The sweep of the shard, after which it says so.
+        poll("both to warn", lambda: service.log_tail().count("the wall clock was put forward") >= 2)
     service.stop()

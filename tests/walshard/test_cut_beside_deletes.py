@@ -66,6 +66,7 @@ class Beside:
 
     def check(self, first_seq: int) -> None:
         """What lives is `first_seq` to the head, now and after every way to start again."""
+        assert verify(self.data_dir, lambda _share: None).damage == []
         expected = [(seq, b"%d" % seq) for seq in range(first_seq, self.head_seq + 1)]
         before = self.view
         rig, compaction = self.rig, self.compaction

@@ -15,7 +15,7 @@ import httpx_sse
 from topics.client import calls, cursor_calls
 from topics.client.attempts import Attempts, Retry, error_of
 from topics.client.calls import Call
-from topics.client.connection import http_options
+from topics.client.connection import http_options, may_have_left
 from topics.client.cursor import AsyncCursor
 from topics.client.cursor_calls import CursorState
 from topics.client.errors import GapError, NotFoundError, ServiceBusyError
@@ -75,8 +75,7 @@ class AsyncClient:
                     call.method, call.path, content=call.body, params=call.query, headers=headers
                 )
             except httpx.TransportError as error:
-                sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-                pause_s = attempts.no_answer(error, sent, time.monotonic(), random.random())
+                pause_s = attempts.no_answer(error, may_have_left(error), time.monotonic(), random.random())
             else:
                 if answer.is_success:
                     return call.read(answer.content)
@@ -211,7 +210,10 @@ class AsyncClient:
         attempts: Attempts | None = None
         while not following.ended():
             if following.wid is None:
-                following.began(await self.call(following.session_call()))
+                for gone in following.began(await self.call(following.session_call())):
+                    yield gone
+                if following.ended():
+                    return
             try:
                 path = f"/v0/watch/{following.wid}"
                 async for event in self.events(path, headers=following.headers(), silence_max_s=SILENCE_MAX_S):

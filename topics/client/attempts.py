@@ -15,7 +15,7 @@ import msgspec
 from topics.client.errors import ApiError, ClientError, UnreachableError, api_error
 
 NOT_CARRIED_OUT = frozenset({"throttled", "not_ready", "shutting_down", "storage_unavailable"})
-PASSES_BY_WAITING = "inflight_per_key"
+PASSES_BY_WAITING = frozenset({"inflight_per_key", "connections", "body_bytes"})
 """A key's requests under way, which end by themselves."""
 
 
@@ -68,7 +68,8 @@ class Attempts:
         error = error_of(status, body)
         if status not in (429, 503) or not (self._repeatable or error.code in NOT_CARRIED_OUT):
             raise error
-        if error.detail.get("limit") not in (None, PASSES_BY_WAITING):
+        limit = error.detail.get("limit")
+        if limit is not None and limit not in PASSES_BY_WAITING:
             # The other caps on resources (api §11) are not below their limit again for having waited.
             raise error
         return self._pause(error, _asked_for_s(headers, error), now_s, random)

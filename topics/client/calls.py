@@ -164,10 +164,10 @@ def delete_records(
     return Call("POST", f"{topic_path(topic)}/delete", _records_deleted, _encode(body), repeatable=match is None)
 
 
-def watch(positions: Mapping[str, int], options: Mapping[str, Any]) -> Call[WatchMade]:
-    """A watch session over these topics, each from behind its seq (api §7)."""
+def watch(positions: Mapping[str, int], options: Mapping[str, Any], *, lenient: bool = False) -> Call[WatchMade]:
+    """A watch session over these topics, each from behind its seq (api §7). `lenient`: over those that exist."""
     body = {"topics": {name: {"from_seq": seq} for name, seq in positions.items()}} | dict(options)
-    return Call("POST", "/v0/watch", _watch, _encode(body))
+    return Call("POST", "/v0/watch", _watch, _encode(body), {"lenient": "true"} if lenient else {})
 
 
 def stage(topic: str, txn: str, records: Iterable[Any]) -> Call[Staged]:

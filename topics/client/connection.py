@@ -12,6 +12,11 @@ ANSWER_MAX_S = 45.0
 """The longest a long poll may take, and room."""
 
 
+def may_have_left(error: httpx.TransportError) -> bool:
+    """Whether the request may have reached the service before this happened."""
+    return not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+
+
 def http_options(url: str, token: str | None) -> dict[str, Any]:
     """What both clients tell the HTTP library. ClientError when `url` is none of a service."""
     try:

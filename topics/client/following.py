@@ -56,17 +56,23 @@ class Following:
         self._options = {"heartbeat_ms": HEARTBEAT_MS, "include_tags": True} | options
         self._last_event_id: str | None = None
         self.wid: str | None = None
+        self._began = False
 
     def ended(self) -> bool:
         """Every topic was deleted."""
         return not self.positions
 
     def session_call(self) -> Call[WatchMade]:
-        return calls.watch(self.positions, self._options)
+        """Of the first session all topics have to exist; later one may have been deleted while there was none."""
+        return calls.watch(self.positions, self._options, lenient=self._began)
 
-    def began(self, session: WatchMade) -> None:
+    def began(self, session: WatchMade) -> Iterator[tuple[str, TopicGone]]:
+        """What this session cannot bring any more."""
         self.wid = session.wid
         self._last_event_id = None
+        self._began = True
+        for name in [name for name in self.positions if name not in session.topics]:
+            yield name, TopicGone(self.positions.pop(name))
 
     def headers(self) -> dict[str, str]:
         """Of the request for the session's stream."""

@@ -8,15 +8,15 @@ import os
 import secrets
 import signal
 import socket
-import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from topics.client import queue_calls
 from topics.client.errors import ClientError, LeaseLostError
+from topics.client.loop_thread import LoopThread
 from topics.client.queue_calls import Claimed, ClaimedJob, Redriven
 from topics.client.shift import Backoff, Leased, Shift
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from topics.client.sync import Client
 
 log = logging.getLogger("topics.worker")
-T = TypeVar("T")
 LEASE_MS: Final = 30_000
 
 
@@ -118,7 +117,7 @@ class AsyncJob(_Job):
 class Job(_Job):
     """A job in a `for`. `with job:` settles it at once: done, or failed and to be repeated."""
 
-    def __init__(self, job: AsyncJob, loop: _Loop) -> None:
+    def __init__(self, job: AsyncJob, loop: LoopThread) -> None:
         super().__init__(job._leased, job.topic, job._shift)
         self._job = job
         self._loop = loop
@@ -247,7 +246,7 @@ class Queue:
     def __init__(self, client: Client, connect: Callable[[], AsyncClient], topic: str, node: str | None) -> None:
         self._client = client
         self._connect = connect
-        self._serving: set[tuple[_Loop, Shift]] = set()
+        self._serving: set[tuple[LoopThread, Shift]] = set()
         self.topic = topic
         self.node = node or _node()
 
@@ -306,10 +305,15 @@ class Queue:
             self._open(stop_on, threads, lease_ms, backoff) as (loop, shift),
             ThreadPoolExecutor(threads, "topics-worker") as pool,
         ):
+            ends: list[BaseException] = []
 
             def work(job: AsyncJob) -> None:
-                with Job(job, loop) as mine:
-                    handler(mine)
+                try:
+                    with Job(job, loop) as mine:
+                        handler(mine)
+                except BaseException as end:  # noqa: BLE001 — sys.exit: in the loop it would end that instead of us
+                    ends.append(end)
+                    loop.call(shift.stop)
 
             async def hand_over(job: AsyncJob) -> None:
                 await asyncio.get_running_loop().run_in_executor(pool, work, job)
@@ -322,6 +326,8 @@ class Queue:
                 loop.call(shift.stop)
                 wait([serving])
                 raise
+            if ends:
+                raise ends[0]
 
     def stop(self) -> None:
         """Ends `work` and `run` when the jobs at hand are done; from any thread, or a signal handler."""
@@ -331,8 +337,8 @@ class Queue:
     @contextmanager
     def _open(
         self, stop_on: Sequence[signal.Signals], max_jobs: int, lease_ms: int, backoff: Backoff
-    ) -> Iterator[tuple[_Loop, Shift]]:
-        with _Loop() as loop, ExitStack() as at_end:
+    ) -> Iterator[tuple[LoopThread, Shift]]:
+        with LoopThread() as loop, ExitStack() as at_end:
             client = loop.run(loop.enter(self._connect()))
             shift = Shift(client, self.topic, self.node, max_jobs=max_jobs, lease_ms=lease_ms, backoff=backoff)
             # It can be stopped before it begins: no signal is lost that comes from here on.
@@ -342,46 +348,6 @@ class Queue:
                 at_end.callback(signal.signal, number, signal.signal(number, lambda *_: self.stop()))
             loop.run(loop.enter(shift))
             yield loop, shift
-
-
-class _Loop:
-    """An event loop in a thread of its own, and what is open in it."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="topics-queue", daemon=True)
-        self._open: list[Any] = []
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            while self._open:
-                self.run(self._open.pop().__aexit__(None, None, None))
-        finally:
-            self.call(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result, waited for in this thread."""
-        return self.start(work).result()
-
-    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def call(self, function: Callable[[], object]) -> None:
-        self._loop.call_soon_threadsafe(function)
-
-    async def enter(self, manager: Any) -> Any:
-        """Opens it, to be closed at the end."""
-        entered = await manager.__aenter__()
-        self._open.append(manager)
-        return entered
 
 
 def _node() -> str:

@@ -37,7 +37,9 @@ class Tombstone(msgspec.Struct, frozen=True):
 
 
 class TopicGone(msgspec.Struct, frozen=True):
-    """A topic that was followed was deleted; nothing more comes of it."""
+    """A topic that was followed was deleted; nothing more comes of it. While the service was away its end was seen by
+    nobody: then `head_seq` is how far it was followed.
+    """
 
     head_seq: int
 

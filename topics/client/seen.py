@@ -53,10 +53,11 @@ class SeenJobs:
             done_ms = time.time_ns() // 1_000_000
             added = db.execute("INSERT OR IGNORE INTO topics_seen_jobs VALUES (?, ?)", (job.key, done_ms)).rowcount
             yield db if added else None
+            db.execute("COMMIT")
         except BaseException:
-            db.execute("ROLLBACK")
+            if db.in_transaction:  # some errors of SQLite have ended it themselves
+                db.execute("ROLLBACK")
             raise
-        db.execute("COMMIT")
 
     def forget_before(self, done_ms: int) -> int:
         """Drops keys of jobs finished before this time (ms since the epoch); how many."""

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("topics.worker")
 
 EXTENDS_PER_LEASE: Final = 3
+LEASE_MS_RANGE: Final = (100, 86_400_000)
+"""What the service makes of a `lease_ms` outside of it is its bound (api §1)."""
 SILENCE_MAX_S: Final = 45.0
 """Three heartbeats: a stream that is silent for longer is dead, whatever TCP believes."""
 EXTEND_MAX_JOBS: Final = 1000
@@ -48,6 +50,12 @@ class Backoff(msgspec.Struct, frozen=True):
         """After delivery number `deliveries`; `random` gives 0 ≤ x < 1."""
         whole_ms = min(self.max_ms, self.first_ms << min(max(deliveries - 1, 0), 40))
         return int(whole_ms * (0.5 + random / 2))
+
+
+def extend_every_s(lease_ms: int) -> float:
+    """The pause between two extensions of a lease that was asked to be so long."""
+    shortest_ms, longest_ms = LEASE_MS_RANGE
+    return max(shortest_ms, min(lease_ms, longest_ms)) / EXTENDS_PER_LEASE / 1000
 
 
 class Leased(NamedTuple):
@@ -68,6 +76,7 @@ class Shift:
         self._node = node
         self._query = {"node": node, "max": str(max_jobs), "lease_ms": str(lease_ms), "heartbeat_ms": "15000"}
         self._lease_ms = lease_ms
+        self._extend_every_s = extend_every_s(lease_ms)
         self._backoff = backoff
         self._waiting: deque[Leased] = deque()
         self._held: dict[int, ClaimedJob] = {}
@@ -227,7 +236,7 @@ class Shift:
     async def _keep(self) -> None:
         """Extends the leases of everything held, well before they end."""
         while True:
-            await asyncio.sleep(self._lease_ms / EXTENDS_PER_LEASE / 1000)
+            await asyncio.sleep(self._extend_every_s)
             jobs = list(self._held.values())
             for first in range(0, len(jobs), EXTEND_MAX_JOBS):
                 part = jobs[first : first + EXTEND_MAX_JOBS]

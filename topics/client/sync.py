@@ -16,7 +16,7 @@ from topics.client import calls, cursor_calls
 from topics.client.asynchronous import AsyncClient
 from topics.client.attempts import Attempts, Retry, error_of
 from topics.client.calls import Call
-from topics.client.connection import http_options
+from topics.client.connection import http_options, may_have_left
 from topics.client.cursor import Cursor
 from topics.client.cursor_calls import CursorState
 from topics.client.errors import GapError, NotFoundError, ServiceBusyError
@@ -77,8 +77,7 @@ class Client:
                     call.method, call.path, content=call.body, params=call.query, headers=headers
                 )
             except httpx.TransportError as error:
-                sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-                pause_s = attempts.no_answer(error, sent, time.monotonic(), random.random())
+                pause_s = attempts.no_answer(error, may_have_left(error), time.monotonic(), random.random())
             else:
                 if answer.is_success:
                     return call.read(answer.content)
@@ -210,7 +209,9 @@ class Client:
         attempts: Attempts | None = None
         while not following.ended():
             if following.wid is None:
-                following.began(self.call(following.session_call()))
+                yield from following.began(self.call(following.session_call()))
+                if following.ended():
+                    return
             try:
                 for event in self._events(following):
                     attempts = None

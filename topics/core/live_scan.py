@@ -107,6 +107,13 @@ def freeing(index: RecordIndex, seq: int, head_seq: int, records: int, size_byte
     freed_bytes = 0
     count = 4
     while (records > 0 or size_bytes > 0) and seq <= head_seq:
+        whole = _whole_segment(index, seq, head_seq, records, size_bytes)
+        if whole is not None:
+            seq, freed_records, freed = whole
+            records -= freed_records
+            size_bytes -= freed
+            freed_bytes += freed
+            continue
         count = min(max(2 * count, records), _STEP_MAX)
         entries = index.entries(seq, min(head_seq, seq + count - 1))
         for offset_len, file_flags in zip(entries[2::4], entries[3::4], strict=True):
@@ -119,6 +126,20 @@ def freeing(index: RecordIndex, seq: int, head_seq: int, records: int, size_byte
             size_bytes -= offset_len >> 32
             freed_bytes += offset_len >> 32
     return seq, freed_bytes
+
+
+def _whole_segment(
+    index: RecordIndex, seq: int, head_seq: int, records: int, size_bytes: int
+) -> tuple[int, int, int] | None:
+    """(seq behind it, live records, their bytes) of the segment from `seq` on, if all of that has to go and more."""
+    segment = index.segments.at(seq)
+    if segment is None or (records <= segment.last_seq - seq and size_bytes <= segment.data_bytes):
+        return None  # most often: a write takes the place of a few
+    last_seq = min(segment.last_seq, head_seq)
+    freed_records, freed_bytes = index.live_size(seq, last_seq)
+    if records <= freed_records and size_bytes <= freed_bytes:
+        return None
+    return last_seq + 1, freed_records, freed_bytes
 
 
 def first_not_older(index: RecordIndex, oldest_ts: int, low: int, high: int) -> int:
@@ -135,11 +156,8 @@ def first_not_older(index: RecordIndex, oldest_ts: int, low: int, high: int) -> 
 
 def _narrowed(index: RecordIndex, oldest_ts: int, low: int, high: int) -> tuple[int, int]:
     """Where that seq lies as far as the list of segments tells."""
-    for segment in index.segments:
-        if segment.last_ts < oldest_ts:
-            low = max(low, segment.last_seq + 1)
-        elif segment.first_ts >= oldest_ts:
-            return low, max(low, min(high, segment.first_seq))
-        else:
-            return low, max(low, min(high, segment.last_seq))
-    return low, high
+    older_seq, segment = index.segments.around(oldest_ts)
+    low = max(low, older_seq + 1)
+    if segment is None:
+        return low, high
+    return low, max(low, min(high, segment.first_seq if segment.first_ts >= oldest_ts else segment.last_seq))

@@ -6,8 +6,9 @@ only below the topic's `earliest_seq`: what was there is gone.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -16,6 +17,7 @@ SEALED: Final = 1
 """Nothing is ever appended to it, and it has tag postings."""
 COLD: Final = 2
 """Its `.data` is in the cold directory; `.idx` and `.tags` are also here, and these count."""
+_last_ts = attrgetter("last_ts")
 
 
 class SegmentInfo(msgspec.Struct, array_like=True, frozen=True, order=False):
@@ -135,6 +137,11 @@ class SegmentList:
         if start and self._rows[start - 1].last_seq >= first_seq:
             start -= 1
         return self._rows[start : bisect_right(self._first_seqs, last_seq)]
+
+    def around(self, ts: int) -> tuple[int, SegmentInfo | None]:
+        """(the last seq of those whose records were all committed before that time, 0 without any; the one behind)."""
+        at = bisect_left(self._rows, ts, key=_last_ts)
+        return self._rows[at - 1].last_seq if at else 0, self._rows[at] if at < len(self._rows) else None
 
     def drop_below(self, seq: int) -> list[SegmentInfo]:
         """Forgets segments that end below `seq`; returns them."""

@@ -25,6 +25,7 @@ them while they are laid out is about twice as much again."""
 COUNTED_FROM_BYTES: Final = 1 << 20
 """What is shorter is not counted: a connection has one of those at most."""
 ROOM_WAIT_S: Final = 2.0
+RETRY_AFTER_MS: Final = 1000
 
 
 class _Waiter(msgspec.Struct, eq=False):
@@ -70,7 +71,8 @@ class BodyBudget:
             if not isinstance(error, TimeoutError):
                 raise
             what = f"the bodies of requests hold all of the {most_bytes} bytes that they may; send it again later"
-            raise TopicsError("throttled", what, {"limit": "body_bytes", "max": most_bytes}) from None
+            detail = {"limit": "body_bytes", "max": most_bytes, "retry_after_ms": RETRY_AFTER_MS}
+            raise TopicsError("throttled", what, detail) from None
 
     def _free(self, size_bytes: int, _task: asyncio.Task[None] | None = None) -> None:
         self.held_bytes -= size_bytes

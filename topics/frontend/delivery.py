@@ -241,6 +241,7 @@ class Hub:
         undurable, self._undurable = self._undurable, {}
         for channel in undurable:
             self._on_change(channel)
+        self._snapshot.clear()
         if self._connections:
             self._tick_timer = self._loop.call_later(RETRY_AFTER_MS / 1000, self._tick)
 
@@ -282,9 +283,7 @@ class Hub:
     def _go_on(self) -> None:
         if self._ready.eligible:
             self._schedule()
-            return
-        self._snapshot.clear()
-        if len(self._ready) and self._age_timer is None:
+        elif len(self._ready) and self._age_timer is None:
             self._age_timer = self._loop.call_later(TICK_MS / 1000, self._age)
 
     def _age(self) -> None:

@@ -273,7 +273,9 @@ class Gateway:
             return
         self._cell.add("ring_full")
         if fate is Fate.REFUSED:
-            self._reject(waiter.request_id, "as many requests as may wait for room in the shard's ring wait already")
+            pressed = self.refusing and not waiter.patient
+            crowd = "as many requests as may wait for room in the shard's ring wait already"
+            self._reject(waiter.request_id, "the shard has more work than it can take" if pressed else crowd)
         elif self._retry_timer is None:
             self._retry_timer = self._loop.call_later(ROOM_RETRY_S, self._retry)
 

@@ -16,6 +16,7 @@ import msgspec
 from topics.core.clock import Clock
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError, topic_not_found
+from topics.core.expiry_clock import STEP_MAX_MS
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_LOST
 from topics.core.names import owner_shard
@@ -94,8 +95,12 @@ class TopicReader:
         self._stores.segments.sweep()
 
     def now_ms(self) -> int:
-        """Wall clock that never goes back: what has expired stays expired."""
-        self._now_ms = max(self._now_ms, self._clock.now_ms())
+        """Milliseconds since the epoch, for expiry: what has expired stays expired when the clock is corrected. A clock
+        that was far ahead is not waited for: what the shard has not expired by it is there again.
+        """
+        now_ms = self._clock.now_ms()
+        if not now_ms < self._now_ms <= now_ms + STEP_MAX_MS:
+            self._now_ms = now_ms
         return self._now_ms
 
     def owner(self, name: str) -> int:

@@ -18,9 +18,10 @@ from topics.frontend.wording import Wording
 from topics.log import get_logger
 from topics.shm.recency import Recency, RecencyWriter
 
-KEPT_MS: Final = 5
+KEPT_MS: Final = 50
+"""What is older is made again: records expire, and a frame may be on its way for so long without anybody noticing."""
 KEPT_BYTES: Final = 1 * 2**20
-"""So old, or of so many bytes, what is made in one slice is not used in the next."""
+"""Of so much that was made nothing is kept beside the next page."""
 _TRIED_AGAIN: Final = frozenset((Outcome.FAILED, Outcome.COLD))
 
 _log = get_logger()
@@ -101,14 +102,14 @@ class Snapshot:
         """The event loop has gone on: every topic is looked at again."""
         self._slice_no += 1
         self._now_ms = self._topics.reader.now_ms()
-        if not 0 <= self._now_ms - self._since_ms <= KEPT_MS or self._made_bytes > KEPT_BYTES:
+        if not 0 <= self._now_ms - self._since_ms <= KEPT_MS:
             self.clear()
-            self._since_ms = self._now_ms
 
     def clear(self) -> None:
-        """Nothing is kept for another slice."""
+        """What was made so far is not used again."""
         self._sights.clear()
         self._made_bytes = 0
+        self._since_ms = self._now_ms
 
     def steps(self, name: str) -> dict[Stream, Step]:
         """The steps made so far in a topic."""
@@ -119,6 +120,11 @@ class Snapshot:
         sight = self._look(stream.plan.names[index])
         step = sight.steps.get(stream)
         if step is None:
+            if self._made_bytes > KEPT_BYTES:
+                for other in self._sights.values():
+                    other.steps.clear()
+                    other.batches.clear()
+                self._made_bytes = 0
             step = sight.steps[stream] = self._make(sight, stream, index)
             self._made_bytes += len(step.data)
             if step.outcome in _TRIED_AGAIN:

@@ -1,4 +1,4 @@
-"""The log file: what surrounds the frames of one `wal-<20 digits>.log`. Version 1.
+"""The log file: what surrounds the frames of one `wal-<20 digits>.log`. Version 2.
 
     ┌────────────┬──────────────────────────────────────────────────┬──────────┬─────────────────────┐
     │ FILE_START │ groups of writes, SYNC_MARKs between them        │ FILE_END │ zeros, never written │

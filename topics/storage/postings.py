@@ -44,6 +44,9 @@ HEADER: Final = Struct("<8sIIQIII4x")
 CHECKSUM: Final = Struct("<Q")
 BODY_AT: Final = HEADER.size + CHECKSUM.size
 _U32_LEN: Final = 4
+_BLOCK_TAGS: Final = 128
+"""A tag in so many is kept in memory: with 10,000 of them in a segment, less than a byte a record."""
+_LET_GO_BYTES: Final = 1 << 15
 
 
 class CorruptPostings(Exception):  # noqa: N818 — named for what it is
@@ -72,6 +75,11 @@ def write_postings(
 
     Raises OSError; the file is there as a whole or not at all.
     """
+    replace_file(fs, layout.segment_tags_path(directory, first_seq, version), encode(first_seq, records, tagged))
+
+
+def encode(first_seq: int, records: int, tagged: Iterable[tuple[int, bytes]]) -> bytes:
+    """The whole file; `tagged` are (seq, tag) by ascending seq."""
     lists: dict[bytes, array[int]] = {}
     for seq, tag in tagged:
         if tag not in lists:
@@ -84,7 +92,7 @@ def write_postings(
     header = HEADER.pack(MAGIC, VERSION, records, first_seq, len(tags), sum(map(len, seq_lists)), len(text))
     body = b"".join((array("I", accumulate(map(len, tags))), list_ends, *seq_lists, text))
     checksum = CHECKSUM.pack(xxh3_64_intdigest(header + body))
-    replace_file(fs, layout.segment_tags_path(directory, first_seq, version), header + checksum + body)
+    return header + checksum + body
 
 
 class Postings:
@@ -110,6 +118,13 @@ class Postings:
             raise CorruptPostings(path, 24, f"the lengths add up to {self._text_at + text_len}, not {len(content)}")
         self._content = content
         self._tag_count = tag_count
+        text_ends = array("I")
+        text_ends.frombytes(content[BODY_AT : self._list_ends_at])
+        self._block_ends = text_ends[_BLOCK_TAGS - 1 :: _BLOCK_TAGS]
+        if tag_count % _BLOCK_TAGS:
+            self._block_ends.append(text_len)
+        self._firsts = [self._tag(number) for number in range(0, tag_count, _BLOCK_TAGS)]
+        """The first tag of each block: most files do not have what is asked for, and one look tells."""
 
     @classmethod
     def map(cls, directory: str, first_seq: int, version: int = 0) -> Postings:
@@ -117,15 +132,29 @@ class Postings:
         path = layout.segment_tags_path(directory, first_seq, version)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return cls(path, mmap.mmap(fd, 0, prot=mmap.PROT_READ) if os.fstat(fd).st_size else b"")
+            content = mmap.mmap(fd, 0, prot=mmap.PROT_READ) if os.fstat(fd).st_size else None
+            postings = cls(path, content or b"")
         finally:
             os.close(fd)
+        if content is not None and len(content) > _LET_GO_BYTES:
+            # All of it was read for the checksum: it stays in the page cache, and is no memory of this process.
+            content.madvise(mmap.MADV_DONTNEED)
+        return postings
 
     def find(self, match: Match) -> list[int]:
         """Seqs of the records with a matching tag, ascending; some may be deleted meanwhile."""
-        numbers = range(self._tag_count)
         tag = match.tag
-        first = bisect_left(numbers, tag, key=self._tag)
+        block = bisect_right(self._firsts, tag) - 1
+        is_in_block = block >= 0 and tag in self._block_text(block)
+        if match.op == "eq":
+            if not is_in_block:
+                return []
+        elif not is_in_block and not any(first.startswith(tag) for first in self._firsts[block + 1 : block + 2]):
+            return []
+        # The text of a block may have it across two tags, or inside one.
+        numbers = range(self._tag_count)
+        low = max(0, block) * _BLOCK_TAGS
+        first = bisect_left(numbers, tag, lo=low, hi=min(self._tag_count, low + _BLOCK_TAGS), key=self._tag)
         if match.op == "eq":
             last = first + (first < self._tag_count and self._tag(first) == tag)
         else:
@@ -140,6 +169,10 @@ class Postings:
         for number in range(self._tag_count):
             at = self._list_ends_at
             yield self._tag(number), self._seqs(self._end(at, number - 1), self._end(at, number))
+
+    def _block_text(self, block: int) -> bytes:
+        start = self._block_ends[block - 1] if block else 0
+        return bytes(self._content[self._text_at + start : self._text_at + self._block_ends[block]])
 
     def _seqs(self, start: int, end: int) -> list[int]:
         offsets = array("I")

@@ -6,6 +6,7 @@ import mmap
 import os
 from array import array
 from bisect import bisect_right
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Final
 
@@ -25,6 +26,8 @@ from topics.storage.segment import (
 )
 
 _CHUNK_RECORDS: Final = 4096  # few enough to be hashed and joined while they are in the cache
+_CHUNK_BYTES: Final = 64 * 1024 * 1024
+"""Linux takes less than 2 GiB by one write, and what is joined takes memory."""
 
 
 class SegmentWriter:
@@ -129,8 +132,7 @@ class SegmentWriter:
         self._has_leftovers = True
         idx = bytearray()
         data_bytes = self.data_bytes
-        for first in range(0, count, _CHUNK_RECORDS):
-            chunk = entries[first * ENTRY_WORDS : (first + _CHUNK_RECORDS) * ENTRY_WORDS]
+        for chunk in _chunks(entries):
             data, idx_part = convert(buffer, topic_id, chunk, data_bytes)
             assert data_bytes + len(data) <= DATA_MAX_BYTES, "see `room`"
             if data:
@@ -166,6 +168,18 @@ class SegmentWriter:
             if self._fs.size_bytes(fd) > length:
                 self._fs.ftruncate(fd, length)
         self._has_leftovers = False
+
+
+def _chunks(entries: array[int]) -> Iterator[array[int]]:
+    """Entries to be written at once: of at most _CHUNK_BYTES, unless it is one record."""
+    at = 0
+    while at < len(entries):
+        chunk = entries[at : at + _CHUNK_RECORDS * ENTRY_WORDS]
+        ends = list(accumulate([offset_len >> 32 for offset_len in chunk[2::ENTRY_WORDS]]))
+        if ends[-1] > _CHUNK_BYTES:
+            chunk = chunk[: max(1, bisect_right(ends, _CHUNK_BYTES)) * ENTRY_WORDS]
+        yield chunk
+        at += len(chunk)
 
 
 def _unseal(fs: FileSystem, directory: str, first_seq: int, version: int) -> bool:

@@ -12,8 +12,8 @@
                only if it is undamaged
 
 The newest valid one counts; one that is not is passed over, and said. A file has its name only once it is whole and on
-the disk. The one before the newest stays as well, to fall back on. It can take the newest one's place only if the logs
-still hold what came after it: trimmed further than that, they refuse to be read from its positions.
+the disk. The valid one before the newest stays as well, to fall back on. It can take the newest one's place only if the
+logs still hold what came after it: trimmed further than that, they refuse to be read from its positions.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Loaded(NamedTuple):
 
 
 def save_snapshot(fs: FileSystem, data_dir: str, body: bytes) -> int:
-    """Makes the next snapshot durably, then removes all but the one before it. Returns its number.
+    """Makes the next snapshot durably, then removes all but the valid one before it. Returns its number.
 
     Raises OSError; the former snapshots are as they were then.
     """
@@ -80,9 +80,27 @@ def save_snapshot(fs: FileSystem, data_dir: str, body: bytes) -> int:
     replace_file(fs, layout.snapshot_path(data_dir, number), prefix + checksum + body)
     # What cannot be removed now is tried again with the next one; the snapshot counts either way.
     with suppress(OSError):
-        for old in numbers[:-1]:
-            fs.unlink(layout.snapshot_path(data_dir, old))
+        kept = _fallbacks(fs, data_dir, numbers)
+        for old in numbers:
+            if old not in kept:
+                fs.unlink(layout.snapshot_path(data_dir, old))
     return number
+
+
+def _fallbacks(fs: FileSystem, data_dir: str, numbers: list[int]) -> set[int]:
+    """The newest valid one, and before it those of which that cannot be told now: a damaged one pushes out no other."""
+    kept: set[int] = set()
+    for number in reversed(numbers):
+        try:
+            read_snapshot(fs, data_dir, number)
+        except BadSnapshot:
+            continue
+        except (OSError, UnknownSnapshotVersion):
+            kept.add(number)
+            continue
+        kept.add(number)
+        break
+    return kept
 
 
 def load_snapshot(

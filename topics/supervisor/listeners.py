@@ -14,10 +14,11 @@ from typing import Final
 
 BACKLOG: Final = 4096
 """Connections the kernel keeps while all frontends are busy or being restarted (net.core.somaxconn may cut it)."""
-GONE_MS: Final = 30_000
+GONE_MS: Final = 45_000
 """How long what was sent may stay unacknowledged, or unsent for want of room at the client, before its connection is
 cut. A host that lost its power sends no reset: TCP by itself would try for a quarter of an hour, in which heartbeats
-and jobs to a worker on it fit into the kernel's buffer, and each lease that ends is one more job dealt to nobody."""
+and jobs to a worker on it fit into the kernel's buffer, and each lease that ends is one more job dealt to nobody.
+Longer than the 30 s for which a client that is there may read nothing: that one is to get its last words (api §7)."""
 _NOT_HERE: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _WAY_OUT: Final = {
     errno.EADDRINUSE: "stop what listens there, or choose another TOPICS_PORT",

@@ -14,16 +14,20 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import compress, islice
 from typing import Final, NamedTuple
 
-from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_GONE
-from topics.core.segment_list import COLD, SegmentInfo
+from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_DELETED, LOCATION_GONE
+from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.log import get_logger
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
-from topics.storage.postings import Postings
+from topics.storage.frame import LOCATION_HAS_TAG
+from topics.storage.postings import CorruptPostings, Postings, UnknownPostingsVersion
+from topics.storage.postings import encode as encode_postings
 from topics.storage.segment import (
     ENTRY,
+    ENTRY_FLAGS_AT,
     ENTRY_LEN,
     LOG_FRAME_EXTRA_LEN,
     CorruptSegment,
@@ -36,9 +40,13 @@ from topics.storage.segment_deletes import mark_deleted
 log = get_logger()
 
 INDEXES_MAX: Final = 256
-POSTINGS_MAX: Final = 1024
-"""So many stay mapped; the postings of a topic are all asked for each delete by tag."""
-_GONE_TABLE: Final = bytes(1 if flags & LOCATION_GONE else 0 for flags in range(256))
+POSTINGS_MAX: Final = 16384
+"""So many stay mapped, a quarter of what Linux lets a process map. Each delete by tag asks those of all sealed segments
+of its topic: if these were more, every one would be mapped and checked anew each time.
+"""
+_COUNTS_AT_ONCE: Final = 32
+"""Segments of 10,000 records: some ms."""
+_LIVE_TABLE: Final = bytes(0 if flags & LOCATION_GONE else 1 for flags in range(256))
 
 
 class SegmentKey(NamedTuple):
@@ -70,6 +78,9 @@ class SegmentFiles:
         self._data_dir = data_dir
         self._indexes: OrderedDict[SegmentKey, mmap.mmap | bytes] = OrderedDict()
         self._postings: OrderedDict[SegmentKey, Postings] = OrderedDict()
+        self._sizes: dict[SegmentKey, tuple[int, int]] = {}
+        """What lives in whole sealed segments: floors that move far cost no look at each record."""
+        self._uncounted: dict[SegmentKey, SegmentInfo] = {}
         self._due: dict[tuple[int, int], _Due] = {}
         """By topic id and first seq."""
         self._unreadable: set[SegmentKey] = set()
@@ -97,24 +108,23 @@ class SegmentFiles:
         return ts
 
     def live_size(self, topic_id: int, info: SegmentInfo, first_seq: int, last_seq: int) -> tuple[int, int]:
-        """(records, bytes in the log) of what is neither deleted nor lost. By column: it may be asked of millions."""
+        """(records, bytes in the log) of what is neither deleted nor lost. All of a sealed segment is most often known;
+        else it is counted, by column.
+        """
+        key = SegmentKey(topic_id, info.first_seq, info.version)
+        is_whole = bool(info.flags & SEALED) and (first_seq, last_seq) == (info.first_seq, info.last_seq)
+        known = self._sizes.get(key) if is_whole else None
+        if known is not None:
+            return known
         part = self._readable_part(topic_id, info, first_seq, last_seq)
         if part is None:
             count = last_seq - first_seq + 1
             return count, count * _mean_len(info)
-        lengths = array("I")
-        lengths.frombytes(part)
-        lengths = lengths[1::5]
-        gone = part[16::ENTRY_LEN].translate(_GONE_TABLE)
-        records, size_bytes = len(lengths), sum(lengths)
         unmarked = self._unmarked_between(topic_id, info, first_seq, last_seq)
-        if gone.count(1) or unmarked:
-            marks = bytearray(gone)
-            for seq in unmarked:
-                marks[seq - first_seq] = 1
-            records = marks.count(0)
-            size_bytes = sum([length for length, mark in zip(lengths, marks, strict=True) if not mark])
-        return records, size_bytes + records * LOG_FRAME_EXTRA_LEN
+        size = _live_size(part, first_seq, unmarked, info.data_bytes if is_whole else None)
+        if is_whole:
+            self._sizes[key] = size
+        return size
 
     def pick_live(self, topic_id: int, info: SegmentInfo, seqs: Sequence[int]) -> tuple[list[int], int]:
         """Which of these seqs (ascending, in that segment) are live, and their bytes in the log."""
@@ -132,26 +142,62 @@ class SegmentFiles:
     def deleted(self, topic_id: int, info: SegmentInfo) -> list[int]:
         """All seqs of the segment that are deleted, whether they have a frame or not."""
         part = self._part(topic_id, info, info.first_seq, info.last_seq)
-        flags = part[16::ENTRY_LEN]
+        flags = part[ENTRY_FLAGS_AT::ENTRY_LEN]
         found = [info.first_seq + at for at, flag in enumerate(flags) if flag & LOCATION_DELETED]
         return sorted({*found, *self._unmarked_between(topic_id, info, info.first_seq, info.last_seq)})
 
     def postings(self, topic_id: int, info: SegmentInfo) -> Postings:
-        """The tags of a sealed segment. Raises CorruptPostings as well."""
+        """The tags of a sealed segment; where the file is missing or damaged, as its frames have them.
+
+        Raises CorruptPostings as well: where these are cold, damaged too, or the file is of another release.
+        """
         key = SegmentKey(topic_id, info.first_seq, info.version)
         postings = self._postings.get(key)
         if postings is None:
             directory = layout.topic_dir(self._data_dir, topic_id)
-            postings = self._postings[key] = Postings.map(directory, info.first_seq, info.version)
+            try:
+                postings = Postings.map(directory, info.first_seq, info.version)
+            except UnknownPostingsVersion:
+                raise
+            except (OSError, CorruptPostings) as error:
+                postings = self._postings_of_frames(topic_id, info, error)
+            self._postings[key] = postings
             if len(self._postings) > POSTINGS_MAX:
                 self._postings.popitem(last=False)
         self._postings.move_to_end(key)
         return postings
 
+    def _postings_of_frames(self, topic_id: int, info: SegmentInfo, error: OSError | CorruptPostings) -> Postings:
+        """In memory: the file is the compactor's. Every frame that counts is checked: its tag decides about it."""
+        try:
+            reader = self.reader(topic_id, info)
+        except FileNotFoundError:
+            raise error from None
+        words = reader.entries(info.first_seq, info.last_seq)[3::ENTRY_WORDS]
+        flags = [(seq, word >> FLAGS_SHIFT) for seq, word in enumerate(words, info.first_seq)]
+        live = [seq for seq, flag in flags if flag & LOCATION_HAS_TAG and not flag & LOCATION_GONE]
+        frames = map(reader.frame, live)
+        tagged = [(frame.seq, frame.tag) for frame in frames if frame is not None]
+        log.error("a segment's tags are taken from its frames", topic_id=f"{topic_id:016x}", reason=str(error))
+        path = layout.segment_tags_path(layout.topic_dir(self._data_dir, topic_id), info.first_seq, info.version)
+        return Postings(path, encode_postings(info.first_seq, info.records, tagged))
+
     def reader(self, topic_id: int, info: SegmentInfo) -> SegmentReader:
         """Index and frames; not of a cold segment."""
         directory = layout.topic_dir(self._data_dir, topic_id)
         return SegmentReader.map(directory, info.first_seq, info.records, info.data_bytes, info.version)
+
+    def sealed(self, topic_id: int, info: SegmentInfo) -> None:
+        """A topic has this segment, which nothing is appended to: what lives in it will be counted."""
+        key = SegmentKey(topic_id, info.first_seq, info.version)
+        if key not in self._sizes:
+            self._uncounted[key] = info
+
+    def count_some(self) -> None:
+        """Of those that were not asked about yet; to be called now and then."""
+        for key in list(islice(self._uncounted, _COUNTS_AT_ONCE)):
+            info = self._uncounted.pop(key)
+            self.live_size(key.topic_id, info, info.first_seq, info.last_seq)
 
     # -- marking
 
@@ -159,6 +205,7 @@ class SegmentFiles:
         """These records of the segment (ascending) are deleted."""
         if not seqs:
             return
+        self._subtract(topic_id, info, seqs)
         place = (topic_id, info.first_seq)
         due = self._due.pop(place, None)
         if due is not None:
@@ -191,6 +238,7 @@ class SegmentFiles:
             self.mark(topic_id, new, seqs)
         due = self._due.pop((topic_id, old.first_seq), None)
         if due is not None:
+            self._sizes.pop(SegmentKey(topic_id, new.first_seq, new.version), None)
             self.mark(topic_id, new, due.seqs)
 
     def forget(self, topic_id: int, info: SegmentInfo, *, with_marks: bool = True) -> None:
@@ -198,6 +246,8 @@ class SegmentFiles:
         key = SegmentKey(topic_id, info.first_seq, info.version)
         self._indexes.pop(key, None)
         self._postings.pop(key, None)
+        self._sizes.pop(key, None)
+        self._uncounted.pop(key, None)
         self._unreadable.discard(key)
         if with_marks:
             self._due.pop((topic_id, info.first_seq), None)
@@ -215,6 +265,18 @@ class SegmentFiles:
     def is_marked_of(self, topic_id: int) -> bool:
         """The same of one topic."""
         return not any(due.holds_up for (id, _), due in self._due.items() if id == topic_id)
+
+    def _subtract(self, topic_id: int, info: SegmentInfo, seqs: Sequence[int]) -> None:
+        """From what is known to live, before these are marked."""
+        key = SegmentKey(topic_id, info.first_seq, info.version)
+        known = self._sizes.pop(key, None)
+        if known is None:
+            return
+        try:
+            live, size_bytes = self.pick_live(topic_id, info, seqs)
+        except (OSError, CorruptSegment):
+            return  # it is counted anew, or estimated
+        self._sizes[key] = known[0] - len(live), known[1] - size_bytes
 
     # -- files
 
@@ -254,6 +316,21 @@ class SegmentFiles:
         if due is None:
             return []
         return due.seqs[bisect_left(due.seqs, first_seq) : bisect_right(due.seqs, last_seq)]
+
+
+def _live_size(part: bytes, first_seq: int, unmarked: list[int], data_bytes: int | None) -> tuple[int, int]:
+    """Of a piece of an index that begins with the entry of `first_seq`; `unmarked` are seqs of it that are gone, too;
+    `data_bytes` of all frames together, where it is all of a segment.
+    """
+    live = bytearray(part[ENTRY_FLAGS_AT::ENTRY_LEN].translate(_LIVE_TABLE))
+    for seq in unmarked:
+        live[seq - first_seq] = 0
+    records = live.count(1)
+    if data_bytes is None or records < len(live):
+        lengths = array("I")
+        lengths.frombytes(part)
+        data_bytes = sum(compress(lengths[1::5], live))
+    return records, data_bytes + records * LOG_FRAME_EXTRA_LEN
 
 
 def _mean_len(info: SegmentInfo) -> int:

@@ -296,6 +296,7 @@ class Shard:
         self._deletes.sweep()
         self._session_calls.collect()
         self._files.mark_again()
+        self._files.count_some()
         self.routing.sweep()
         self._holdings.settle(len(self._sessions))
         self._outbox.flush()

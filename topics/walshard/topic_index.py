@@ -18,7 +18,7 @@ from topics.core.location import (
     LOCATION_IN_RAM_LOG,
     LOCATION_LOST,
 )
-from topics.core.segment_list import SegmentInfo, SegmentList
+from topics.core.segment_list import SEALED, SegmentInfo, SegmentList
 from topics.shm.location_ring import LocationRing
 from topics.walshard.segment_files import SegmentFiles
 
@@ -147,6 +147,8 @@ class TopicIndex:
             old = self.segments.put(info)
             if old is not None:
                 self._files.replaced(self.topic_id, old, info)
+            if info.flags & SEALED and self.segments.at(info.first_seq) is info:
+                self._files.sealed(self.topic_id, info)
         if self.segments.last_seq < ring.base_seq:
             return
         # The compactor may have copied them before they were deleted.

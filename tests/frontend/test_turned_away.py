@@ -1,0 +1,65 @@
+"""One connection too many: it is told why, and has the time to read that, however much it has sent."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from tests.frontend.http1_server import Server, until
+from topics.frontend import http1_connections
+from topics.frontend.http1 import HttpLimits
+from topics.shm.cap import Cap
+from topics.shm.control import Cell
+
+PROTOCOLS = ["httptools", "stock"]
+
+
+def one_place() -> Cap:
+    cell = Cell(memoryview(array("Q", [0])), ("held",))
+    return Cap("connections", 1, "held", cell, [cell])
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_it_stays_until_its_client_has_closed(protocol: str) -> None:
+    limits = HttpLimits(linger_ms=60_000)
+    with Server(protocol, places=one_place(), limits=limits) as server, server.client() as first:  # type: ignore[arg-type]
+        assert first.get("/echo").answer().status == 200
+        with server.client() as second:
+            # More than the socket holds: it gets through only if somebody takes it.
+            second.post("/echo", b"x" * 20_000_000)
+            answer = second.answer()
+            assert (answer.status, answer.code) == (429, "throttled")
+            assert second.is_closed()
+            assert server.connections.turned_away == 1
+        until(lambda: server.connections.turned_away == 0, "it is forgotten")
+        assert first.get("/echo").answer().status == 200
+        first.close()
+
+        def room() -> bool:
+            with server.client() as third:
+                return third.get("/echo").answer().status == 200
+
+        until(room, "its place is free")
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_it_does_not_stay_for_ever(protocol: str) -> None:
+    limits = HttpLimits(linger_ms=50)
+    with Server(protocol, places=one_place(), limits=limits) as server, server.client() as first:  # type: ignore[arg-type]
+        assert first.get("/echo").answer().status == 200
+        with server.client() as second:
+            assert second.answer().status == 429
+            until(lambda: server.connections.turned_away == 0, "it is let go although its client is there")
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_of_too_many_at_once_none_stays(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http1_connections, "TURNED_AWAY_MAX", 0)
+    limits = HttpLimits(linger_ms=60_000)
+    with Server(protocol, places=one_place(), limits=limits) as server, server.client() as first:  # type: ignore[arg-type]
+        assert first.get("/echo").answer().status == 200
+        with server.client() as second:
+            assert second.answer().status == 429
+            assert second.is_closed()
+            assert server.connections.turned_away == 0

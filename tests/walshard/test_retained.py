@@ -1,0 +1,156 @@
+"""What deletes, expiry and caps cost a shard does not grow with what its topics retain (api §5)."""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.storage.faults import Fault, FaultyFileSystem
+from tests.walshard.compaction import Compaction
+from tests.walshard.rig import Rig
+from topics.core.config import TopicConfig
+from topics.core.errors import TopicsError
+from topics.shm.topic_messages import DeleteRecords, PutTopic
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.postings import Postings
+from topics.walshard import segment_files
+from topics.walshard.segment_files import SegmentFiles
+
+
+@pytest.fixture
+def compaction(tmp_path: Path) -> Iterator[Compaction]:
+    rig = Rig(str(tmp_path), segment_max_events="8")
+    yield Compaction(rig)
+    rig.close()
+
+
+class Maps:
+    """How many files of segments were mapped."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        for module, name in ((segment_files, "map_file"), (Postings, "map")):
+            monkeypatch.setattr(module, name, self._counting(getattr(module, name)))
+
+    def _counting(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            self.count += 1
+            return real(*args)
+
+        return counted
+
+    def of(self, action: Callable[[], object]) -> int:
+        before = self.count
+        action()
+        return self.count - before
+
+
+SMALL_SEGMENTS = 1200
+
+
+def fill_small_segments(compaction: Compaction) -> None:
+    """Ten records in the log behind them."""
+    for first in range(1, 8 * SMALL_SEGMENTS + 1, 400):
+        records = [b"%d" % number for number in range(first, first + 400)]
+        compaction.rig.append("t", *records, tag=b"tag-%d" % first)
+    compaction.cut()
+    for number in range(8 * SMALL_SEGMENTS + 1, 8 * SMALL_SEGMENTS + 11):
+        compaction.rig.append("t", b"%d" % number)
+    assert len(compaction.segments("t")) == SMALL_SEGMENTS
+
+
+def test_a_delete_by_tag_opens_no_segment_that_has_nothing_of_it(
+    compaction: Compaction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_small_segments(compaction)
+    maps = Maps(monkeypatch)
+
+    def delete(tag: bytes) -> int:
+        return int(compaction.rig.call(DeleteRecords("t", None, "eq", tag)).deleted)
+
+    assert maps.of(lambda: delete(b"none")) == SMALL_SEGMENTS + 1, "each, once, and where the floor is"
+    assert maps.of(lambda: delete(b"none-2")) == 0
+    assert maps.of(lambda: compaction.rig.call(DeleteRecords("t", None, "glob", b"none"))) == 0
+    assert delete(b"tag-401") == 400
+    assert maps.of(lambda: delete(b"tag-801")) == 50, "the indexes of those that have matches"
+
+
+def test_floors_that_move_far_look_into_the_segment_where_they_stop(
+    compaction: Compaction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_small_segments(compaction)
+    rig = compaction.rig
+    while rig.shard._files._uncounted:
+        rig.shard.sweep()
+    monkeypatch.setattr(segment_files, "INDEXES_MAX", 1)  # whatever is asked is mapped anew
+    maps = Maps(monkeypatch)
+    last = 8 * SMALL_SEGMENTS + 10
+    rig.call(DeleteRecords("t", None, "eq", b"tag-8001"))
+    for before in (last // 4, last // 2, last - 2000):
+        assert maps.of(partial(rig.call, DeleteRecords("t", before, None, b""))) <= 4
+        view = rig.view("t")
+        assert view is not None
+        assert (view.earliest_seq, view.records) == (before, len(compaction.read("t")))
+    assert maps.of(lambda: rig.call(PutTopic("t", TopicConfig(cap_records=500), True))) <= 20
+    assert [seq for seq, _ in compaction.read("t")] == list(range(last - 499, last + 1))
+
+
+@pytest.fixture
+def tiered(tmp_path: Path) -> Iterator[Compaction]:
+    rig = Rig(
+        str(tmp_path / "data"),
+        segment_max_events="8",
+        segment_rewrite_dead_ratio="0.3",
+        cold_dir=str(tmp_path / "cold"),
+        hot_retain_segments="2",
+    )
+    yield Compaction(rig)
+    rig.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_lives_in_segments_is_counted_right_whatever_happens_to_them(tiered: Compaction, seed: int) -> None:
+    """Deletions, failed marks, growth, sealing, rewriting, both tiers: always as if it were counted anew."""
+    dice = random.Random(seed)
+    compaction, rig, fs = tiered, tiered.rig, tiered.rig.fs
+    assert isinstance(fs, FaultyFileSystem)
+    count = 0
+    for _ in range(60):
+        match dice.randrange(6):
+            case 0 | 1:
+                for _ in range(dice.randrange(1, 20)):
+                    count += 1
+                    rig.append("t", b"%d" % count, tag=b"tag-%d" % dice.randrange(4))
+            case 2 if count:
+                if dice.random() < 0.3:
+                    fs.arm(Fault(1, errno.EIO, calls=frozenset(("open",))))
+                with suppress(TopicsError):  # it strikes before the records were found
+                    rig.call(DeleteRecords("t", dice.randrange(1, count + 2), "eq", b"tag-%d" % dice.randrange(4)))
+                fs.arm(None)
+            case 3 if count:
+                rig.call(DeleteRecords("t", dice.randrange(1, count // 2 + 2), None, b""))
+            case 4:
+                rig.shard.sweep()
+                compaction.cut()
+            case 5:
+                compaction.upkeep()
+        if not count:
+            continue
+        hosted = rig.shard._catalog.find("t")
+        assert hosted is not None
+        index = hosted.index
+        anew = SegmentFiles(OsFileSystem(), rig.settings.data_dir)
+        anew._due = rig.shard._files._due
+        for info in index.segments:
+            asked = (index.topic_id, info, info.first_seq, info.last_seq)
+            assert rig.shard._files.live_size(*asked) == anew.live_size(*asked)
+        view = rig.view("t")
+        assert view is not None
+        assert rig.shard._files._due or view.records == len(compaction.read("t"))

@@ -1,0 +1,52 @@
+"""An event loop for programs that have none: what has to go on while their own thread works."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop in a thread of its own, and what is open in it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="topics-queue", daemon=True)
+        self._open: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            while self._open:
+                self.run(self._open.pop().__aexit__(None, None, None))
+        finally:
+            self.call(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Its result, waited for in this thread."""
+        return self.start(work).result()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, function: Callable[[], object]) -> None:
+        self._loop.call_soon_threadsafe(function)
+
+    async def enter(self, manager: Any) -> Any:
+        """Opens it, to be closed at the end."""
+        entered = await manager.__aenter__()
+        self._open.append(manager)
+        return entered
