@@ -27,7 +27,10 @@ CONFIG = {"cap_records": 500, "idempotency_window_ms": 2_000}
 SAMPLES = 60
 ALLOWED = frozenset({200, 201})
 """After the 429s, which are waited for."""
-RECEIVE_BYTES = 4096
+RECEIVE_BYTES = 65536
+"""Of a client that is to stall: little enough to be full soon, and as much as a packet of the loopback holds, or it
+would go on at a packet in each fifth of a second.
+"""
 BALLAST = b'{"records":[{"data":"%b"}]}' % (b"x" * 900_000)
 BALLASTS = 10
 """Together more than the kernel and a frontend keep for a client that does not read."""
@@ -236,13 +239,18 @@ class _Run:
         self._followers.append(follower)
         await follower.begin(client)
         await follower.open()
+        written = 0
         while await self._turns(1):
             await follower.read(1)
             for _ in range(BALLASTS):
                 await self._ask("ballast", client, "POST", "/v0/topics/soak.ballast", BALLAST)
+                written += 1
             await asyncio.sleep(3)
             self._stalls += 1
-            await follower.read(3)
+            await follower.read(FINISH_S, lambda until=written: follower.next_seq["soak.ballast"] > until)  # type: ignore[misc]
+            if follower.next_seq["soak.ballast"] <= written:
+                self._odd.append(f"not within {FINISH_S} s: ballast up to {written}, {follower.next_seq} comes next")
+                break
         follower.close()
         client.close()
 
