@@ -70,8 +70,8 @@ class Soak(NamedTuple):
 
 
 class State(NamedTuple):
-    """What the service held at one moment; `descriptors` without those of log files: frontends keep these mapped, up to
-    a bound of their own, and there are the more of them the more is written.
+    """What the service held at one moment; `descriptors` without those of log files and segments: frontends keep these
+    mapped, up to a bound of their own, and there are the more of them the more is written.
     """
 
     at_s: float
@@ -80,6 +80,8 @@ class State(NamedTuple):
     shm_bytes: int
     descriptors: int
     threads: int
+    segment_files: int = 0
+    """Open ones."""
 
 
 class Soaked(NamedTuple):
@@ -361,14 +363,16 @@ class _Run:
             await asyncio.sleep(every_s)
             anonymous = {pid: machine.memory_of([pid], []).anonymous for pid in self._plan.pids}
             shm = machine.memory_of([], self._plan.shared_objects).shared_objects
-            descriptors = sum(map(_descriptors, self._plan.pids))
+            files = [path for pid in self._plan.pids for path in _open_files(pid)]
+            segments = sum("/topics/" in path for path in files)
+            descriptors = len(files) - segments - sum(path.endswith(".log") for path in files)
             threads = sum(len(os.listdir(f"/proc/{pid}/task")) for pid in self._plan.pids)
-            self._states.append(State(time.monotonic(), anonymous, shm, descriptors, threads))
+            self._states.append(State(time.monotonic(), anonymous, shm, descriptors, threads, segments))
 
 
-def _descriptors(pid: int) -> int:
-    count = 0
+def _open_files(pid: int) -> list[str]:
+    paths = []
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):  # it was closed meanwhile
-            count += not os.readlink(entry.path).endswith(".log")
-    return count
+            paths.append(os.readlink(entry.path))
+    return paths
