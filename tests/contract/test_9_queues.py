@@ -404,6 +404,37 @@ def test_redrive_moves_dead_letters_back(client: httpx.Client, topic: str) -> No
     assert len(claim(client, topic, max=10)) == 3
 
 
+def test_redriven_jobs_of_an_order_key_are_in_flight_one_by_one(client: httpx.Client, topic: str) -> None:
+    dead = f"{topic}-dead"
+    put(client, topic, type="queue", max_deliveries=1, dead_letter=dead)
+    records = [{"data": n, "order_key": "k", "meta": {"n": str(n)}} for n in range(3)]
+    ok(client.post(f"/v0/topics/{topic}", json={"records": records}))
+    for seq in (1, 2):
+        assert seqs(claim(client, topic)) == [seq]
+        ask(client, topic, "nack", seq)
+    assert seqs(claim(client, topic, max=9)) == [3]
+    ask(client, topic, "nack", 3, delay_ms=0)
+    assert [one["meta"]["$dead_letter_order_key"] for one in diff(client, dead)["records"]] == ["k", "k"]
+    assert ok(post(client, topic, "redrive", **{"from": dead}))["redriven"] == 2
+    put(client, topic, type="queue")
+    for seq, n in ((3, "2"), (4, "0"), (5, "1")):
+        (job,) = claim(client, topic, max=9)
+        assert (job["$seq"], job["meta"]) == (seq, {"n": n})
+        assert ask(client, topic, "ack", seq)["acked"] == 1
+    assert state(client, topic)["count"] == 0
+
+
+def test_a_claim_gets_what_waits_behind_nothing_but_dead_letters(client: httpx.Client, topic: str) -> None:
+    put(client, topic, type="queue", max_deliveries=1, dead_letter=f"{topic}-dead")
+    records = [{"data": n, "order_key": "k"} for n in range(3)]
+    ok(client.post(f"/v0/topics/{topic}", json={"records": records}))
+    for seq in (1, 2, 3):
+        assert seqs(claim(client, topic, max=9)) == [seq]
+        ask(client, topic, "nack", seq)
+    assert claim(client, topic, max=9) == []
+    assert counts(client, topic) == (0, 0, 3)
+
+
 # -- scheduled jobs, order, kept jobs [+]
 
 

@@ -28,9 +28,7 @@ class AsyncCursor:
         from_seq: int | None = None,
         tail: bool = False,
     ) -> CursorMade:
-        """Makes it (`at_least_once`, 1), or changes what is given; it stays where it is unless `from_seq` or `tail` says
-        where to go.
-        """
+        """Makes it (`at_least_once`, 1), or changes what is given; `from_seq` or `tail` moves it, else it stays."""
         call = cursor_calls.put_cursor(
             self.topic, self.name, consistency=consistency, persist_every=persist_every, from_seq=from_seq, tail=tail
         )
@@ -70,9 +68,7 @@ class Cursor:
         from_seq: int | None = None,
         tail: bool = False,
     ) -> CursorMade:
-        """Makes it (`at_least_once`, 1), or changes what is given; it stays where it is unless `from_seq` or `tail` says
-        where to go.
-        """
+        """Makes it (`at_least_once`, 1), or changes what is given; `from_seq` or `tail` moves it, else it stays."""
         call = cursor_calls.put_cursor(
             self.topic, self.name, consistency=consistency, persist_every=persist_every, from_seq=from_seq, tail=tail
         )

@@ -74,7 +74,7 @@ def put_cursor(
     from_seq: int | None = None,
     tail: bool = False,
 ) -> Call[CursorMade]:
-    """Makes a cursor (`at_least_once`, 1), or changes of one that exists what is given. `from_seq` or `tail` moves it."""
+    """Makes a cursor (`at_least_once`, 1), or changes what is given. `from_seq` or `tail` moves it."""
     body: dict[str, Any] = {"tail": tail}
     optional = {"consistency": consistency, "persist_every": persist_every, "from_seq": from_seq}
     body |= {name: value for name, value in optional.items() if value is not None}

@@ -8,7 +8,7 @@ import msgspec
 
 
 class CursorPut(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Make a named cursor or change it. What is nil stays as it is; a new one is `at_least_once`, 1, and begins at 0."""
+    """Make a named cursor or change it. What is nil stays as it is; a new one is `at_least_once`, 1, beginning at 0."""
 
     name: str
     cursor: str
