@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -316,6 +317,20 @@ def test_20_jobs_and_4_claimers_of_10_inside_one_window_are_5_each(client: httpx
 def test_a_window_without_jobs_answers_with_none(client: httpx.Client, topic: str) -> None:
     queue(client, topic, claim_jitter_ms=50)
     assert claim(client, topic) == []
+
+
+def test_a_claimer_that_is_gone_takes_nothing_from_its_window(
+    service: Service, client: httpx.Client, topic: str
+) -> None:
+    queue(client, topic, *range(4), claim_jitter_ms=1000)
+    body = json.dumps({"node": "gone", "max": 4, "lease_ms": FOREVER_MS}).encode()
+    head = f"POST /v0/topics/{topic}/claim HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
+    for _ in range(4):
+        with socket.create_connection(("127.0.0.1", service.port)) as gone:
+            gone.sendall(b"%bContent-Length: %d\r\n\r\n%b" % (head.encode(), len(body), body))
+    found: list[dict[str, Any]] = []
+    poll("the others to get every job", lambda: found.extend(claim(client, topic, max=4)) or len(found) == 4, 10.0)
+    assert {(job["$seq"], job["deliveries"]) for job in found} == {(seq, 1) for seq in (1, 2, 3, 4)}
 
 
 # -- dead letters

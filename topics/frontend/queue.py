@@ -97,7 +97,7 @@ class QueueRoutes:
         node = checked_node(request.node, self._settings)
         most = max(1, min(request.max, self._settings.max_claim))
         await self._catching_up.one(name)
-        dealt = await self._claim(name, node, most, clamped_lease_ms(request.lease_ms))
+        dealt = await self._claim(name, node, most, clamped_lease_ms(request.lease_ms), receive)
         count, body, ready = 0, b"", dealt.ready
         if dealt.seqs:
             rendered = await self._fetch(name, node, dealt)
@@ -121,12 +121,12 @@ class QueueRoutes:
                 self._unclaim(name, node, dealt, 0)
             raise
 
-    async def _claim(self, name: str, node: str, most: int, lease_ms: int | None) -> Dealt:
+    async def _claim(self, name: str, node: str, most: int, lease_ms: int | None, receive: Receive) -> Dealt:
         """Jobs, if any are ready: also those that waited behind nothing but dead letters, as long as there is time."""
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + PATIENCE_S
         while True:
-            dealt = await self._channel.claim(name, node, most, lease_ms)
+            dealt = await self._channel.claim(name, node, most, lease_ms, receive)
             if dealt.ended:
                 raise TopicsError("topic_not_found", f"topic {name!r} was deleted meanwhile", {"topic": name})
             if not dealt.dead:
