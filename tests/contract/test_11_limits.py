@@ -361,6 +361,36 @@ def test_bombs_in_great_numbers_are_bounded_together(start: Any) -> None:
     assert peak_bytes(pid) - before_bytes <= 3 * BODIES_MAX_BYTES
 
 
+def test_long_bodies_wait_for_room_and_short_ones_need_none(start: Any) -> None:
+    """While others hold all there is: `throttled` on HTTP and on a WebSocket, which lives on."""
+    service = start(frontends=1)
+    long = [{"data": "x" * 700_000} for _ in range(3)]
+    with ExitStack() as stack:
+        socket_ = stack.enter_context(Socket(service))
+        for _ in range(4):
+            upload = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), timeout=20))
+            upload.sendall(b"POST /v0/topics/t HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+            upload.sendall(b"Content-Length: %d\r\n\r\n" % (64 * 2**20) + b" " * 1_500_000)
+
+        def all_is_held() -> bool:
+            answer = service.client.post("/v0/topics/t", json={"records": long})
+            return answer.status_code == 429 and refused(answer, 429, "throttled")["detail"]["limit"] == "body_bytes"
+
+        poll("every place to be held", all_is_held, 20)
+        answer = socket_.ask("publish", topic="t", records=long, request_id="long")
+        assert (answer["op"], answer["code"], answer["request_id"]) == ("error", "throttled", "long")
+        assert socket_.ask("publish", topic="t", records=[{"data": 1}], request_id="short")["op"] == "ack"
+        assert write(service.client, "t", 1)["count"] == 1
+
+    def there_is_room() -> bool:
+        return service.client.post("/v0/topics/t", json={"records": long}).status_code == 200
+
+    poll("the uploads that were broken off to hold nothing", there_is_room, 20)
+    with Socket(service) as again:
+        for n in range(3):
+            assert again.ask("publish", topic="t", records=long, request_id=n)["op"] == "ack"
+
+
 def test_a_head_that_never_ends_is_cut(service: Service) -> None:
     with socket.create_connection(("127.0.0.1", service.port), timeout=20) as raw:
         raw.sendall(b"GET /v0/health HTTP/1.1\r\nHost: x\r\nX-Slow: ")

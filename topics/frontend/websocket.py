@@ -24,6 +24,7 @@ from topics.frontend.answers import send_error
 from topics.frontend.append import AppendRoute
 from topics.frontend.asgi import TRANSPORT, Message, Receive, Scope, Send
 from topics.frontend.bodies import INLINE_BYTES_MAX
+from topics.frontend.body_budget import COUNTED_FROM_BYTES, bodies
 from topics.frontend.catching_up import CatchingUp
 from topics.frontend.channels import Connection
 from topics.frontend.delivery import Hub
@@ -220,7 +221,16 @@ class Socket:
             message = await self._receive()
             if message["type"] == "websocket.disconnect":
                 return
-            await self._obey(message)
+            if len(message.get("text") or "") <= COUNTED_FROM_BYTES:
+                await self._obey(message)
+            else:
+                await asyncio.create_task(self._obey_long(message))
+
+    async def _obey_long(self, message: Message) -> None:
+        """In a task of its own, at whose end what it holds is counted no more: one at a time, until it is answered."""
+        await self._obey(message)
+        if self._publishes:
+            await asyncio.wait(set(self._publishes))
 
     async def _obey(self, message: Message) -> None:
         started_ns = time.perf_counter_ns()
@@ -233,6 +243,8 @@ class Socket:
             if text is None:
                 raise invalid("a message is JSON text, not binary")
             try:
+                if len(body) > COUNTED_FROM_BYTES:
+                    await bodies.hold(len(body), self._route.settings.max_body_bytes)
                 command = decode(body) if len(body) <= INLINE_BYTES_MAX else await asyncio.to_thread(decode, body)
             except TopicsError:
                 request_id = request_id_of(body)
