@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import httpx
@@ -150,6 +151,36 @@ def test_a_gap_of_both_kinds_is_mixed(client: httpx.Client, topic: str) -> None:
     poll("the rest to expire", lambda: state(client, topic)["count"] == 0)
     assert gap(diff(client, topic)) == ("mixed", 1, 5)
     assert gap(diff(client, topic, from_seq=3)) == ("ttl", 4, 5)
+
+
+def write_and_outlive(client: httpx.Client, topic: str, ttl_ms: int) -> None:
+    """Two records whose time is over, of which the service has not been asked since."""
+    write(client, topic, 1, 2)
+    end = time.time() + ttl_ms / 1000
+    poll("the ttl to be over", lambda: time.time() > end + 0.005)
+
+
+@pytest.mark.parametrize("attempt", range(4))  # the shard's own sweep, once a second, may be first
+def test_what_has_expired_takes_no_room(client: httpx.Client, topic: str, attempt: int) -> None:
+    """Floors are exact at every answer, also that to a write: nobody has read since."""
+    for name, cap in ((f"{topic}.{attempt}r", {"cap_records": 2}), (f"{topic}.{attempt}b", {"cap_bytes": 130})):
+        put(client, name, discard="reject", ttl_ms=100, **cap)
+        write_and_outlive(client, name, 100)
+        assert write(client, name, 3)["seqs"] == [3]
+
+
+@pytest.mark.parametrize("attempt", range(4))
+def test_a_cap_takes_nothing_that_had_expired(client: httpx.Client, topic: str, attempt: int) -> None:
+    put(client, topic, ttl_ms=100, cap_records=3)
+    write_and_outlive(client, topic, 100)
+    write(client, topic, *range(5))
+    page = diff(client, topic)
+    assert (gap(page), gap(diff(client, topic, from_seq=2))) == (("mixed", 1, 4), ("cap", 3, 4))
+    small = f"{topic}.{attempt}"
+    put(client, small, ttl_ms=100, cap_records=2)
+    write_and_outlive(client, small, 100)
+    write(client, small, 3, 4)
+    assert gap(diff(client, small)) == ("ttl", 1, 2)
 
 
 # --- floors and tombstones

@@ -237,6 +237,32 @@ def test_nothing_is_kept_of_who_is_gone(tmp_path: Path) -> None:
     on_loop(tmp_path, test)
 
 
+def test_one_fault_does_not_stop_delivery(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        faults: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(repr(context["exception"])))
+        wires = {}
+        for name in ("high", "low"):
+            await live.put(name, priority=1000 if name == "high" else 0)
+            wires[name] = [live.follow({name: 0})[0] for _ in range(2)]
+        await until(lambda: all(wire.kinds() == ["caught-up"] for pair in wires.values() for wire in pair))
+
+        def fail() -> None:
+            raise RuntimeError("of the transport")
+
+        wires["high"][1].on_write = fail  # the first of its pass, and that the first of the slice
+        live.shard_up = False
+        written = [live.submit(name) for name in wires]
+        live.shard_up = True
+        for future in written:
+            await future
+        for name in wires:
+            await delivered(wires[name][0], [1], name)
+        assert faults == ["RuntimeError('of the transport')"]
+
+    on_loop(tmp_path, test)
+
+
 # --- who is next
 
 

@@ -11,6 +11,7 @@ import pytest
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.floors import EvictReason
 from topics.core.routers import RouterSpec
 from topics.shm import append_messages
 from topics.shm.memory import SharedObject
@@ -255,6 +256,27 @@ def test_routers_of_a_deleted_topic_are_gone_for_good(rig: Rig) -> None:
         assert rig.read("c") == [(1, b"1")]
         assert rig.cell.get("routers") == 0
         rig.call(DeleteTopic("b", if_empty=False))
+
+
+def test_copies_find_room_where_records_have_expired(rig: Rig) -> None:
+    """In a dest that is full of what has outlived its ttl: at the next copy, not at the next sweep."""
+    put(rig, "b", cap_records=2, discard="reject", ttl_ms=100)
+    put(rig, "c", cap_records=3, ttl_ms=100)
+    route(rig, "r", "a", "b")
+    route(rig, "q", "a", "c")
+    rig.append("a", b"1", b"2")
+    rig.run()
+    rig.clock.ms += 101
+    rig.append("a", b"3", b"4")
+    rig.run()
+    assert rig.read("b") == rig.read("c") == [(3, b"3"), (4, b"4")]
+    for name in "bc":
+        view = rig.view(name)
+        assert view is not None
+        assert (view.evict_reason, view.evict_run_seq) == (EvictReason.TTL, 1)
+    rig.restart_service()
+    rig.run()
+    assert rig.read("b") == rig.read("c") == [(3, b"3"), (4, b"4")]
 
 
 def test_a_router_id_is_never_used_again(rig: Rig) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tests.walshard.rig import Rig
-from topics.core.config import TopicConfig
+from topics.core.config import Durability, TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.floors import EvictReason
 from topics.shm import append_messages, messages
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, Expire, PutTopic
 from topics.shm.watch_messages import (
@@ -124,6 +125,56 @@ def test_caps_and_expiry_survive_a_restart(rig: Rig) -> None:
     again = rig.view("t")
     assert again is not None
     assert (again.earliest_seq, again.evict_floor, again.records, again.live_bytes) == (6, 6, 1, view.live_bytes)
+
+
+@pytest.mark.parametrize("durability", ["disk", "ephemeral"])
+@pytest.mark.parametrize("cap", [{"cap_records": 2}, {"cap_bytes": 110}])
+def test_a_full_topic_has_room_again_when_its_records_have_expired(
+    rig: Rig, cap: dict[str, int], durability: Durability
+) -> None:
+    """At the very write: no reader has asked, nothing has swept."""
+    rig.call(PutTopic("t", TopicConfig(**cap, discard="reject", ttl_ms=100, durability=durability), False))
+    rig.append("t", b"1", b"2")
+    rig.clock.ms += 100
+    assert refusal(rig, rig.post_append("t", [b"x"])).code == "topic_full"
+    rig.clock.ms += 1
+    assert rig.append("t", b"3").first_seq == 3
+    rig.boot()
+    assert rig.append("t", b"4").first_seq == 4
+    assert refusal(rig, rig.post_append("t", [b"x"])).code == "topic_full"
+    view = rig.view("t")
+    assert view is not None
+    assert (view.earliest_seq, view.evict_reason, view.records) == (3, EvictReason.TTL, 2)
+
+
+def test_what_had_expired_is_not_what_a_cap_took(rig: Rig) -> None:
+    config = TopicConfig(ttl_ms=100, cap_records=3)
+    rig.call(PutTopic("t", config, False))
+    rig.append("t", b"1", b"2")
+    rig.clock.ms += 101
+    before = rig.post_append("other", [b"1"])
+    writes = [rig.post_append("t", [b"3"]), rig.post_append("t", [b"4"] * 4, key=b"k"), rig.post_append("t", [b"5"])]
+    again = rig.post_append("t", [b"4"] * 4, key=b"k")
+    rig.run()
+    assert [rig.replies[id].first_seq for id in (before, *writes, again)] == [1, 3, 4, 8, 4]
+    view = rig.view("t")
+    assert view is not None
+    assert (view.earliest_seq, view.evict_floor, view.evict_run_seq) == (6, 6, 3), "1..2 by the ttl, 3..5 by the cap"
+    assert view.evict_reason == EvictReason.CAP
+    rig.restart_service()
+    again_view = rig.view("t")
+    assert again_view is not None
+    assert (again_view.evict_floor, again_view.evict_run_seq) == (6, 3)
+
+
+def test_a_write_that_no_cap_minds_logs_no_expiry(rig: Rig) -> None:
+    """A topic whose oldest records go all the time would have two commits for each write."""
+    rig.call(PutTopic("t", TopicConfig(ttl_ms=100, cap_records=9), False))
+    rig.append("t", b"1")
+    rig.clock.ms += 101
+    batches = rig.cell.get("wal_batches")
+    rig.append("t", b"2")
+    assert rig.cell.get("wal_batches") == batches + 1
 
 
 def test_ephemeral_survives_the_shard_and_not_the_service(rig: Rig) -> None:

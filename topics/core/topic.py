@@ -126,6 +126,17 @@ class Topic:
         """
         return size_bytes - self._over_cap(count, size_bytes)[1]
 
+    def caps_see_expired(self, count: int, size_bytes: int, now_ms: int) -> bool:
+        """Whether records that have outlived `ttl_ms` would make a cap refuse so many more, or be what it evicts for
+        them: neither is the cap's affair once their time is over.
+        """
+        config = self.config
+        if not config.ttl_ms:
+            return False
+        full = config.cap_records and self.records + count > config.cap_records
+        full = full or (config.cap_bytes and self.live_bytes + size_bytes > config.cap_bytes)
+        return bool(full) and self.expired_below(now_ms) > self.earliest_seq
+
     def check_head(self, if_head_seq: int | None, pending_head_seq: int) -> None:
         """The writer's condition on the head it has seen (api §2)."""
         if if_head_seq is not None and if_head_seq != pending_head_seq:

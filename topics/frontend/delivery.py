@@ -300,6 +300,7 @@ class Hub:
             channel.todo = list(current)
         todo = channel.todo
         steps = self._snapshot.steps(channel.name)
+        stream: Stream | None = None
         cost = 0
         while todo and cost < FAN_OUT_STEP:
             connection = todo.pop()
@@ -311,11 +312,13 @@ class Hub:
                 del current[connection]
                 self._stall(connection, index, work.now_ms)
                 continue
-            step = steps.get(connection.stream)
-            if step is None:
-                cost += PAGE_COST
-                step = self._snapshot.step(connection.stream, index)
-            len_bytes = len(step.data)
+            if connection.stream is not stream:
+                # Those who stand at one place mostly come one after the other.
+                stream = connection.stream
+                cost += 0 if stream in steps else PAGE_COST
+                step = self._snapshot.step(stream, index)
+                len_bytes = len(step.data)
+                stays = step.outcome is Outcome.CURRENT
             if len_bytes >= COST_BYTES:
                 cost += len_bytes // COST_BYTES
                 if not self._room.admits(len_bytes, self._stalls.held_bytes):
@@ -324,7 +327,7 @@ class Hub:
                     continue
             if not work.send(connection, step):
                 self._stalls.note(connection, work.now_ms)
-            if step.outcome is not Outcome.CURRENT:
+            if not stays:
                 del current[connection]
                 self._settle(connection, index, step)
         if not todo:

@@ -67,7 +67,8 @@ class Draft:
 
 class Appends:
     """Turns append requests into operations. `make_topic` makes a topic that nobody sees yet, which is then either
-    given to `host` or to `abandon_topic`.
+    given to `host` or to `abandon_topic`. `expire_for(topic, records, bytes)` has expired what a cap would find in the
+    way of so many more; True if there was any: the group so far was committed before.
     """
 
     def __init__(
@@ -77,12 +78,14 @@ class Appends:
         abandon_topic: Callable[[Hosted], None],
         host: Callable[[Hosted], None],
         claim_bytes: Callable[[int, Callable[[], int]], int],
+        expire_for: Callable[[Hosted, int, int], bool],
     ) -> None:
         self._find = find
         self._make_topic = make_topic
         self._abandon_topic = abandon_topic
         self._host = host
         self._claim_bytes = claim_bytes
+        self._expire_for = expire_for
         self._drafts: dict[str, Draft] = {}
         self.durable: list[Operation] = []
         self.ram: list[Operation] = []
@@ -101,6 +104,9 @@ class Appends:
         ArenaFullError, the group being as before.
         """
         draft = self._draft(request, now_ms)
+        size_bytes = len(request.frames)
+        if self._expire_for(draft.hosted, draft.records + request.count, draft.live_bytes + size_bytes):
+            draft = self._draft(request, now_ms)
         try:
             known = self._known(draft, request, now_ms)
             if known is not None:
@@ -110,8 +116,8 @@ class Appends:
                 raise not_a_queue(request.name)
             if not is_pin(request.key):
                 draft.hosted.topic.check_head(request.if_head_seq, draft.head_seq)
-                draft.hosted.topic.check_room(request.count, len(request.frames), draft.records, draft.live_bytes)
-                draft.claimed_bytes += self._claim_bytes(len(request.frames), lambda: _growth(draft, request))
+                draft.hosted.topic.check_room(request.count, size_bytes, draft.records, draft.live_bytes)
+                draft.claimed_bytes += self._claim_bytes(size_bytes, lambda: _growth(draft, request))
             elif not request.count:
                 raise TopicsError("not_found", f"a stage for topic {request.name!r} is gone before it was published")
             # A batch that is decided is published: whether there was room was asked when it was staged.

@@ -42,6 +42,8 @@ class Copier:
         self._show_progress = show_progress
         self._claim_bytes = claim_bytes
         self._monotonic_ms = monotonic_ms
+        self.expire_for: Callable[[Hosted, int, int], bool] | None = None
+        """As `Appends` has it; None before the shard is at work: what is made again is what was there."""
         self.left_out = 0
         """Copies that were not made in this life, because their dest could never hold them."""
 
@@ -57,6 +59,11 @@ class Copier:
             feed.backoff_ms, feed.full = 0, False
             self._note_durable(feed, sight)
             return False
+        if self.expire_for is not None:
+            try:
+                self.expire_for(feed.hosted, PAGE_RECORDS, PAGE_BYTES)
+            except TopicsError:
+                return self._wait(feed)
         first_seq = feed.source_seq + 1
         floor = max(sight.base_seq, sight.evict_floor) if feed.full else sight.base_seq
         if first_seq < floor:

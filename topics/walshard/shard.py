@@ -104,7 +104,9 @@ class Shard:
         self._requests = 0
         """In the last group."""
 
-        self._appends = Appends(self._find_to_append, catalog.make, catalog.abandon, self._host, holdings.claim_bytes)
+        self._appends = Appends(
+            self._find_to_append, catalog.make, catalog.abandon, self._host, holdings.claim_bytes, self._expire_for
+        )
         self._deletes = Deletes(catalog, tags, commits, routing, time)
         self._queue_writes = QueueWrites(
             self._appends, self._commit_group, self._deletes.expire, commits.before_log, time
@@ -117,6 +119,7 @@ class Shard:
         self._session_calls = SessionCalls(sessions, holdings, commits, time)
         self._checkpoints = Checkpoints(catalog, files, logs, routing, commits, time)
         commits.connect(self._queues, routing)
+        routing.begin(self._expire_for)
 
         for hosted in catalog:
             self._queues.changed(hosted)
@@ -322,6 +325,16 @@ class Shard:
         if hosted is not None:
             self._commits.before_log(hosted)
         return hosted
+
+    def _expire_for(self, hosted: Hosted, records: int, size_bytes: int) -> bool:
+        """Has expired what a cap would find in the way of so many more; True if there was any: the group so far was
+        committed before.
+        """
+        if not hosted.topic.caps_see_expired(records, size_bytes, self._time.expiry_ms):
+            return False
+        self._commit_group()
+        self._deletes.expire(hosted)
+        return True
 
     def _host(self, hosted: Hosted) -> None:
         """A topic's creation is logged."""
