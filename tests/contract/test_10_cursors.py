@@ -111,6 +111,30 @@ def test_put_again_moves_it_only_when_told_to(client: httpx.Client, topic: str) 
     assert read(client, topic, limit=1) == [1]
 
 
+@BOTH
+def test_put_changes_only_what_it_sends(client: httpx.Client, topic: str, consistency: str) -> None:
+    def config() -> tuple[str, int]:
+        shown = look(client, topic)
+        return shown["consistency"], shown["persist_every"]
+
+    write(client, topic, *range(5))
+    make(client, topic, consistency=consistency, persist_every=3)
+    assert read(client, topic, limit=2) == [0, 1]
+    again = make(client, topic)
+    assert (again["created"], again["cursor_seq"]) == (False, 2)
+    assert (again["consistency"], again["persist_every"]) == config() == (consistency, 3)
+    make(client, topic, from_seq=1)
+    assert config() == (consistency, 3)
+    make(client, topic, persist_every=7)
+    assert config() == (consistency, 7)
+    other = ({"strictly_at_once", "at_least_once"} - {consistency}).pop()
+    make(client, topic, consistency=other)
+    assert config() == (other, 7)
+    make(client, topic, "new")
+    shown = look(client, topic, "new")
+    assert (shown["consistency"], shown["persist_every"]) == ("at_least_once", 1)
+
+
 def test_all_are_listed_by_name(client: httpx.Client, topic: str) -> None:
     put(client, topic)
     assert ok(client.get(f"/v0/topics/{topic}/cursors"))["cursors"] == []

@@ -75,16 +75,18 @@ class NamedCursors:
         topic = hosted.topic
         topic.cursors.check_room(call.cursor)
         known = topic.cursors.find(call.cursor)
+        consistency = call.consistency or (known.consistency if known is not None else "at_least_once")
+        persist_every = call.persist_every or (known.persist_every if known is not None else 1)
         seq = call.seq
         if call.tail:
             seq = topic.head_seq
         elif seq is None:
-            strict = call.consistency == "strictly_at_once"
+            strict = consistency == "strictly_at_once"
             seq = 0 if known is None else known.seq if strict else known.settled_seq
         elif seq > topic.head_seq:  # as a diff from there: it was never read from this topic
             seq = 0 if topic.recreated else topic.head_seq
-        body = CursorBody(call.cursor, call.consistency, call.persist_every, seq)
-        reply = CursorReply(call.cursor, call.consistency, call.persist_every, seq, seq, 0, known is None)
+        body = CursorBody(call.cursor, consistency, persist_every, seq)
+        reply = CursorReply(call.cursor, consistency, persist_every, seq, seq, 0, known is None)
         answer.reply = messages.encode_reply(answer.request_id, reply)
         if known is None or known.body() != body or known.persisted_seq != seq:
             self._log(hosted, body, lambda: topic.cursors.logged(body), None, answer, sync=True)

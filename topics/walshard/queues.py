@@ -361,5 +361,6 @@ def _dealt(stream: int, leased: Leased, dead: list[int], leases: Leases, config:
         leases.ready,
         dead,
         leases.deliveries_of(dead),
+        leases.order_keys_of(dead),
         config.dead_letter or "",
     )
