@@ -271,9 +271,9 @@ class _Run:
         """Now and then more is written than fits into the rings."""
         loop = asyncio.get_running_loop()
         writers = [Writer(self._plan.port, f"soak.flood.{n}", pad=FLOOD_BYTES) for n in range(FLOODS)]
-        while await self._turns(FLOOD_EVERY_S / 4):
+        while loop.time() < self._end_s:  # at once: its connections are there from then on
             await asyncio.gather(*[writer.run(loop.time() + FLOOD_S) for writer in writers])
-            await asyncio.sleep(max(0.0, min(FLOOD_EVERY_S * 3 / 4, self._end_s - loop.time())))
+            await asyncio.sleep(max(0.0, min(FLOOD_EVERY_S, self._end_s - loop.time())))
         for writer in writers:
             self._odd += writer.odd
             self._statuses.setdefault("flood", Counter()).update(writer.statuses)
