@@ -14,7 +14,7 @@ from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.shm.arena import TopicView
-from topics.shm.cursor_messages import CursorAdvance, CursorLook, CursorPut
+from topics.shm.cursor_messages import CursorAdvance, CursorLook, CursorPassedOn, CursorPut
 from topics.shm.queue_messages import (
     Ack,
     AckReply,
@@ -493,3 +493,19 @@ def test_of_two_readers_one_moves_a_cursor(rig: Rig, fs: FaultyFileSystem) -> No
     (after,) = rig.call(CursorLook("t", "c")).cursors
     assert (after.seq, after.consistency) == (0, "strictly_at_once")
     assert not rig.call(CursorAdvance("t", "c", cursor.revision, 0, 1, 1)).moved
+
+
+def test_a_clean_end_logs_a_cursor_up_to_the_first_answer_that_was_not_passed_on(rig: Rig) -> None:
+    rig.append("t", b"1", b"2", b"3", b"4")
+    rig.call(CursorPut("t", "c", "at_least_once", 10, None, False))
+    (cursor,) = rig.call(CursorLook("t", "c")).cursors
+    for read, seq in enumerate((1, 2, 3)):
+        assert rig.call(CursorAdvance("t", "c", cursor.revision, seq - 1, seq, read)).moved
+    for read in (0, 2):
+        rig.call(CursorPassedOn("t", "c", cursor.revision, read, True))
+    (cursor,) = rig.call(CursorLook("t", "c")).cursors
+    assert (cursor.seq, cursor.persisted_seq) == (3, 0)
+    rig.shard.close()
+    rig.restart_service()
+    (after,) = rig.call(CursorLook("t", "c")).cursors
+    assert (after.seq, after.persisted_seq) == (1, 1)
