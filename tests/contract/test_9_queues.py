@@ -487,9 +487,24 @@ def test_job_attributes_are_for_queues(client: httpx.Client, topic: str, extra: 
 
 
 @pytest.mark.parametrize(
-    "extra", [{"deliver_at": 1, "delay_ms": 1}, {"delay_ms": -1}, {"order_key": "k" * 257}, {"deliver_at": 2**64}]
+    ("extra", "field"),
+    [
+        ({"deliver_at": 1, "delay_ms": 1}, "delay_ms"),
+        ({"order_key": "k" * 257}, "order_key"),
+        ({"deliver_at": 2**62}, "deliver_at"),
+        ({"delay_ms": 2**62}, "delay_ms"),
+    ],
 )
-def test_job_attributes_that_make_no_sense_are_400(client: httpx.Client, topic: str, extra: dict[str, Any]) -> None:
+def test_job_attributes_that_make_no_sense_are_400(
+    client: httpx.Client, topic: str, extra: dict[str, Any], field: str
+) -> None:
+    queue(client, topic)
+    answer = client.post(f"/v0/topics/{topic}", json={"records": [{"data": 1, **extra}]})
+    assert refused(answer, 400, "invalid_request")["detail"]["field"].removeprefix("records[0].") == field
+
+
+@pytest.mark.parametrize("extra", [{"delay_ms": -1}, {"deliver_at": 2**64}])
+def test_times_that_are_no_counts_are_400(client: httpx.Client, topic: str, extra: dict[str, Any]) -> None:
     queue(client, topic)
     refused(client.post(f"/v0/topics/{topic}", json={"records": [{"data": 1, **extra}]}), 400, "invalid_request")
 

@@ -189,7 +189,7 @@ class QueueRoutes:
         started_ns = time.perf_counter_ns()
         name, headers = _topic_name(scope), dict(scope["headers"])
         request = await self._body(_redrive_decoder, receive, headers)
-        source = check_topic_name(request.source)
+        source = check_topic_name(request.source, "from")
         caller_of(scope).require(KeyScope.ADMIN, (source,))
         if source == name:
             raise invalid("from must be another topic than the queue itself", field="from")
