@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.contract.asking import diff, ok, put, refused, state, write
-from tests.harness import Service
+from tests.harness import Service, poll
 
 
 def make(client: httpx.Client, topic: str, name: str = "c", **body: Any) -> dict[str, Any]:
@@ -274,8 +274,24 @@ def test_at_least_once_is_persisted_every_n_reads_and_a_crash_takes_back_fewer_t
         service.wait_healed(service.kill("walshard", 0))
         assert look(http, "t")["cursor_seq"] == 24
         assert read(http, "t", limit=1) == [24]
-        service.restart()
+        service.kill_group()
+        service.start()
         assert read(service.client, "t", limit=1) == [24]
+
+
+@pytest.mark.parametrize("durability", ["disk", "ephemeral"])
+def test_a_stop_in_order_takes_back_no_read(durability: str) -> None:
+    with Service(shards=1, frontends=1) as service:
+        client = service.client
+        put(client, "t", durability=durability)
+        write(client, "t", *range(30))
+        make(client, "t", consistency="at_least_once", persist_every=5)
+        for n in range(7):
+            assert read(client, "t", limit=3) == [3 * n, 3 * n + 1, 3 * n + 2]
+        assert poll("5 answers to be passed on", lambda: look(client, "t")["persisted_seq"] == 15)
+        service.restart()
+        shown = look(service.client, "t")
+        assert (shown["cursor_seq"], shown["persisted_seq"]) == (21, 21)
 
 
 def test_strictly_at_once_is_durable_before_the_records_are_sent() -> None:

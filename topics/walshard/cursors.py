@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final
 
 from topics.core.control_bodies import encode_body
@@ -43,6 +44,14 @@ class NamedCursors:
         for hosted in every:
             for cursor in hosted.topic.cursors:
                 cursor.frontend_died(frontend)
+
+    def settle(self, every: Iterable[Hosted]) -> None:
+        """A clean end: each is logged where it is, behind every answer that was passed on and before all others."""
+        for hosted in every:
+            for cursor in hosted.topic.cursors:
+                if cursor.unlogged:
+                    body = cursor.body()
+                    self._log(hosted, body, partial(cursor.persisted, body.seq), None, None, sync=cursor.strict)
 
     def take(self, call: CursorCall, answer: Answer) -> None:
         """Prepares the answer, and what it has the group write; raises TopicsError, the group being as before."""
@@ -133,7 +142,7 @@ class NamedCursors:
         body: CursorBody,
         apply: Callable[[], None],
         undo: Callable[[], None] | None,
-        answer: Answer,
+        answer: Answer | None,
         *,
         sync: bool,
     ) -> None:
