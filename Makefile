@@ -59,7 +59,8 @@ bench: $(STAMP) ## start a server, measure it, print the table (JSON: bench/out/
 	$(BIN)/python -m bench
 
 crash: $(STAMP) ## the end-to-end crash tests, 20 rounds, and a failure and a death at every call of a checkpoint
-	TOPICS_CRASH_ROUNDS=20 TOPICS_CRASH_ALL=1 $(BIN)/pytest tests/e2e/test_crash.py tests/e2e/test_kill_points.py tests/e2e/test_routers.py
+	TOPICS_CRASH_ROUNDS=20 TOPICS_CRASH_ALL=1 TOPICS_STORM_KILLS=60 \
+	  $(BIN)/pytest tests/e2e/test_crash.py tests/e2e/test_kill_points.py tests/e2e/test_routers.py tests/e2e/test_storm.py
 	TOPICS_CALL_STRIDE=1 $(BIN)/pytest --timeout 3600 tests/compactor/test_every_call.py tests/compactor/test_cold_rewriting.py
 
 soak: $(STAMP) ## ten minutes of mixed load; memory, shared memory and descriptors have to stay flat

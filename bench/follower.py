@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.crowd import Client
-from bench.load import LoadError
 
 
 class Follower:
@@ -89,7 +88,7 @@ class Follower:
         await self.read(deadline_s, lambda: all(self.next_seq[topic] > heads[topic] for topic in self._topics))
         self.close()
         if any(self.next_seq[topic] != heads[topic] + 1 for topic in self._topics):
-            raise LoadError(f"not within {deadline_s} s: all up to {heads}; next would have been {self.next_seq}")
+            self.odd.append(f"not within {deadline_s} s: all up to {heads}; next would have been {self.next_seq}")
 
     async def _read_chunk(self) -> None:
         assert self._streams is not None

@@ -27,7 +27,10 @@ CONFIG = {"cap_records": 500, "idempotency_window_ms": 2_000}
 SAMPLES = 60
 ALLOWED = frozenset({200, 201})
 """After the 429s, which are waited for."""
-RECEIVE_BYTES = 4096
+RECEIVE_BYTES = 65536
+"""Of a client that is to stall: little enough to be full soon, and as much as a packet of the loopback holds, or it
+would go on at a packet in each fifth of a second.
+"""
 BALLAST = b'{"records":[{"data":"%b"}]}' % (b"x" * 900_000)
 BALLASTS = 10
 """Together more than the kernel and a frontend keep for a client that does not read."""
@@ -67,8 +70,8 @@ class Soak(NamedTuple):
 
 
 class State(NamedTuple):
-    """What the service held at one moment; `descriptors` without those of log files: frontends keep these mapped, up to
-    a bound of their own, and there are the more of them the more is written.
+    """What the service held at one moment; `descriptors` without those of log files and segments: frontends keep these
+    mapped, up to a bound of their own, and there are the more of them the more is written.
     """
 
     at_s: float
@@ -77,6 +80,8 @@ class State(NamedTuple):
     shm_bytes: int
     descriptors: int
     threads: int
+    segment_files: int = 0
+    """Open ones."""
 
 
 class Soaked(NamedTuple):
@@ -236,13 +241,18 @@ class _Run:
         self._followers.append(follower)
         await follower.begin(client)
         await follower.open()
+        written = 0
         while await self._turns(1):
             await follower.read(1)
             for _ in range(BALLASTS):
                 await self._ask("ballast", client, "POST", "/v0/topics/soak.ballast", BALLAST)
+                written += 1
             await asyncio.sleep(3)
             self._stalls += 1
-            await follower.read(3)
+            await follower.read(FINISH_S, lambda until=written: follower.next_seq["soak.ballast"] > until)  # type: ignore[misc]
+            if follower.next_seq["soak.ballast"] <= written:
+                self._odd.append(f"not within {FINISH_S} s: ballast up to {written}, {follower.next_seq} comes next")
+                break
         follower.close()
         client.close()
 
@@ -261,9 +271,9 @@ class _Run:
         """Now and then more is written than fits into the rings."""
         loop = asyncio.get_running_loop()
         writers = [Writer(self._plan.port, f"soak.flood.{n}", pad=FLOOD_BYTES) for n in range(FLOODS)]
-        while await self._turns(FLOOD_EVERY_S / 4):
+        while loop.time() < self._end_s:  # at once: its connections are there from then on
             await asyncio.gather(*[writer.run(loop.time() + FLOOD_S) for writer in writers])
-            await asyncio.sleep(max(0.0, min(FLOOD_EVERY_S * 3 / 4, self._end_s - loop.time())))
+            await asyncio.sleep(max(0.0, min(FLOOD_EVERY_S, self._end_s - loop.time())))
         for writer in writers:
             self._odd += writer.odd
             self._statuses.setdefault("flood", Counter()).update(writer.statuses)
@@ -353,14 +363,16 @@ class _Run:
             await asyncio.sleep(every_s)
             anonymous = {pid: machine.memory_of([pid], []).anonymous for pid in self._plan.pids}
             shm = machine.memory_of([], self._plan.shared_objects).shared_objects
-            descriptors = sum(map(_descriptors, self._plan.pids))
+            files = [path for pid in self._plan.pids for path in _open_files(pid)]
+            segments = sum("/topics/" in path for path in files)
+            descriptors = len(files) - segments - sum(path.endswith(".log") for path in files)
             threads = sum(len(os.listdir(f"/proc/{pid}/task")) for pid in self._plan.pids)
-            self._states.append(State(time.monotonic(), anonymous, shm, descriptors, threads))
+            self._states.append(State(time.monotonic(), anonymous, shm, descriptors, threads, segments))
 
 
-def _descriptors(pid: int) -> int:
-    count = 0
+def _open_files(pid: int) -> list[str]:
+    paths = []
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):  # it was closed meanwhile
-            count += not os.readlink(entry.path).endswith(".log")
-    return count
+            paths.append(os.readlink(entry.path))
+    return paths

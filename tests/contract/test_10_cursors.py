@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.contract.asking import diff, ok, put, refused, state, write
-from tests.harness import Service
+from tests.harness import Service, poll
 
 
 def make(client: httpx.Client, topic: str, name: str = "c", **body: Any) -> dict[str, Any]:
@@ -109,6 +109,30 @@ def test_put_again_moves_it_only_when_told_to(client: httpx.Client, topic: str) 
     assert (again.json()["cursor_seq"], again.json()["created"]) == (2, False)
     assert make(client, topic, from_seq=1)["cursor_seq"] == 1
     assert read(client, topic, limit=1) == [1]
+
+
+@BOTH
+def test_put_changes_only_what_it_sends(client: httpx.Client, topic: str, consistency: str) -> None:
+    def config() -> tuple[str, int]:
+        shown = look(client, topic)
+        return shown["consistency"], shown["persist_every"]
+
+    write(client, topic, *range(5))
+    make(client, topic, consistency=consistency, persist_every=3)
+    assert read(client, topic, limit=2) == [0, 1]
+    again = make(client, topic)
+    assert (again["created"], again["cursor_seq"]) == (False, 2)
+    assert (again["consistency"], again["persist_every"]) == config() == (consistency, 3)
+    make(client, topic, from_seq=1)
+    assert config() == (consistency, 3)
+    make(client, topic, persist_every=7)
+    assert config() == (consistency, 7)
+    other = ({"strictly_at_once", "at_least_once"} - {consistency}).pop()
+    make(client, topic, consistency=other)
+    assert config() == (other, 7)
+    make(client, topic, "new")
+    shown = look(client, topic, "new")
+    assert (shown["consistency"], shown["persist_every"]) == ("at_least_once", 1)
 
 
 def test_all_are_listed_by_name(client: httpx.Client, topic: str) -> None:
@@ -250,8 +274,24 @@ def test_at_least_once_is_persisted_every_n_reads_and_a_crash_takes_back_fewer_t
         service.wait_healed(service.kill("walshard", 0))
         assert look(http, "t")["cursor_seq"] == 24
         assert read(http, "t", limit=1) == [24]
-        service.restart()
+        service.kill_group()
+        service.start()
         assert read(service.client, "t", limit=1) == [24]
+
+
+@pytest.mark.parametrize("durability", ["disk", "ephemeral"])
+def test_a_stop_in_order_takes_back_no_read(durability: str) -> None:
+    with Service(shards=1, frontends=1) as service:
+        client = service.client
+        put(client, "t", durability=durability)
+        write(client, "t", *range(30))
+        make(client, "t", consistency="at_least_once", persist_every=5)
+        for n in range(7):
+            assert read(client, "t", limit=3) == [3 * n, 3 * n + 1, 3 * n + 2]
+        assert poll("5 answers to be passed on", lambda: look(client, "t")["persisted_seq"] == 15)
+        service.restart()
+        shown = look(service.client, "t")
+        assert (shown["cursor_seq"], shown["persisted_seq"]) == (21, 21)
 
 
 def test_strictly_at_once_is_durable_before_the_records_are_sent() -> None:

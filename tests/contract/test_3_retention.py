@@ -143,6 +143,22 @@ def test_a_tightened_ttl_takes_what_is_stored(client: httpx.Client, topic: str) 
     assert (gap(page), page["records"], page["earliest_seq"]) == (("ttl", 1, 2), [], 3)
 
 
+@pytest.mark.parametrize("ttl_ms", [0, 86_400_000])
+def test_a_longer_ttl_brings_nothing_back(client: httpx.Client, topic: str, ttl_ms: int) -> None:
+    names = [f"{topic}.{number}" for number in range(8)]
+    for name in names:
+        put(client, name, ttl_ms=100)
+        write(client, name, 1, 2, 3)
+    for name in names:
+        # A diff tells nobody else: what it saw is not in the log when the new configuration comes.
+        poll("the records to expire", lambda name=name: diff(client, name)["earliest_seq"] == 4)  # type: ignore[misc]
+        put(client, name, ttl_ms=ttl_ms)
+        page = diff(client, name)
+        assert (gap(page), page["earliest_seq"], page["records"]) == (("ttl", 1, 3), 4, []), name
+        answer = state(client, name)
+        assert (answer["earliest_seq"], answer["count"], answer["bytes"]) == (4, 0, 0)
+
+
 def test_a_gap_of_both_kinds_is_mixed(client: httpx.Client, topic: str) -> None:
     put(client, topic, cap_records=3)
     write(client, topic, *range(5))

@@ -139,7 +139,11 @@ def test_delete_ends_forwarding_and_of_an_absent_one_is_200(client: httpx.Client
 def test_what_is_not_a_router_is_400(client: httpx.Client, topic: str, change: dict[str, Any]) -> None:
     body = {"source": "same", "dest": f"{topic}.d"} | change
     body = {field: value for field, value in body.items() if value is not None}
-    refused(client.put(f"/v0/routers/{topic}", json=body), 400, "invalid_request")
+    answer = refused(client.put(f"/v0/routers/{topic}", json=body), 400, "invalid_request")
+    (field,) = change
+    assert field in answer["message"]
+    if "detail" in answer:
+        assert answer["detail"]["field"] == field
     refused(client.get(f"/v0/routers/{topic}"), 404, "router_not_found")
     missing(client, f"{topic}.d")
 

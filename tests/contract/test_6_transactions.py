@@ -202,3 +202,10 @@ def test_stages_expire(topic: str) -> None:
 
         poll("the stage to expire", is_refused, 10)
         assert service.client.get(f"/v0/topics/{topic}").status_code == 404
+
+
+def test_a_bad_name_is_said_of_the_sink(client: httpx.Client) -> None:
+    for answer in (client.get("/v0/txn/-s"), client.delete("/v0/txn/-s")):
+        error = refused(answer, 400, "invalid_request")
+        assert error["detail"]["field"] == "sink"
+        assert error["message"].startswith("sink name '-s'")

@@ -156,6 +156,32 @@ def test_a_deleted_topic_ends_at_once_and_alone(service: Service, topic: str) ->
         assert stream.event("record").json["topic"] == stays
 
 
+def test_a_session_whose_topics_are_all_gone_knows_that_its_client_was_told(service: Service, topic: str) -> None:
+    gone = {f"{topic}.1", f"{topic}.2"}
+    for name in gone:
+        write(service.client, name, *range(5))
+    wid = watch(service.client, {name: {} for name in gone}, heartbeat_ms=20)["wid"]
+    with Stream(service.url, wid) as stream:
+        stream.records(10)
+        stream.until_caught_up(2)
+        for name in sorted(gone):
+            ok(service.client.delete(f"/v0/topics/{name}"))
+            frame = stream.event("topic-deleted")
+            gone.remove(name)
+            assert frame.json == {"topic": name, "head_seq": 5, "reason": "deleted"}
+            assert frame.positions == dict.fromkeys(gone, 5)
+    write(service.client, f"{topic}.1", "of another instance")
+    for headers in ({}, {"Last-Event-ID": frame.id}):
+        with Stream(service.url, wid, headers) as stream:
+            assert stream.next().raw == b"retry: 2000"
+            assert stream.next().raw.startswith(b": hb ")
+    # Who has not seen the last of it is told again, with where it ended as far as can be told.
+    with Stream(service.url, wid, {"Last-Event-ID": position_id({f"{topic}.2": 5})}) as stream:
+        frame = stream.event("topic-deleted")
+        assert frame.json == {"topic": f"{topic}.2", "head_seq": 5, "reason": "deleted"}
+        assert frame.positions == {}
+
+
 # --- consistency
 
 

@@ -50,6 +50,17 @@ def test_from_seq_is_resolved(client: httpx.Client, topic: str) -> None:
     assert resolved(from_ts=first_ts) == 0
     assert resolved(from_ts=2**53) == head
     assert 1 <= resolved(from_ts=first_ts + 1) < head
+    assert resolved(from_seq=head + 1) == resolved(from_seq=2**64 - 1) == head
+
+
+def test_the_cursor_of_a_former_topic_reads_this_one_from_its_first_record(client: httpx.Client, topic: str) -> None:
+    write(client, topic, *range(9))
+    ok(client.delete(f"/v0/topics/{topic}"))
+    write(client, topic, "a", "b")
+    assert watch(client, {topic: {"from_seq": 9}})["topics"] == {
+        topic: {"from_seq": 0, "head_seq": 2, "earliest_seq": 1}
+    }
+    assert watch(client, {topic: {"from_seq": 1}})["topics"][topic]["from_seq"] == 1
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -318,6 +319,20 @@ def test_a_window_without_jobs_answers_with_none(client: httpx.Client, topic: st
     assert claim(client, topic) == []
 
 
+def test_a_claimer_that_is_gone_takes_nothing_from_its_window(
+    service: Service, client: httpx.Client, topic: str
+) -> None:
+    queue(client, topic, *range(4), claim_jitter_ms=1000)
+    body = json.dumps({"node": "gone", "max": 4, "lease_ms": FOREVER_MS}).encode()
+    head = f"POST /v0/topics/{topic}/claim HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
+    for _ in range(4):
+        with socket.create_connection(("127.0.0.1", service.port)) as gone:
+            gone.sendall(b"%bContent-Length: %d\r\n\r\n%b" % (head.encode(), len(body), body))
+    found: list[dict[str, Any]] = []
+    poll("the others to get every job", lambda: found.extend(claim(client, topic, max=4)) or len(found) == 4, 10.0)
+    assert {(job["$seq"], job["deliveries"]) for job in found} == {(seq, 1) for seq in (1, 2, 3, 4)}
+
+
 # -- dead letters
 
 
@@ -404,6 +419,37 @@ def test_redrive_moves_dead_letters_back(client: httpx.Client, topic: str) -> No
     assert len(claim(client, topic, max=10)) == 3
 
 
+def test_redriven_jobs_of_an_order_key_are_in_flight_one_by_one(client: httpx.Client, topic: str) -> None:
+    dead = f"{topic}-dead"
+    put(client, topic, type="queue", max_deliveries=1, dead_letter=dead)
+    records = [{"data": n, "order_key": "k", "meta": {"n": str(n)}} for n in range(3)]
+    ok(client.post(f"/v0/topics/{topic}", json={"records": records}))
+    for seq in (1, 2):
+        assert seqs(claim(client, topic)) == [seq]
+        ask(client, topic, "nack", seq)
+    assert seqs(claim(client, topic, max=9)) == [3]
+    ask(client, topic, "nack", 3, delay_ms=0)
+    assert [one["meta"]["$dead_letter_order_key"] for one in diff(client, dead)["records"]] == ["k", "k"]
+    assert ok(post(client, topic, "redrive", **{"from": dead}))["redriven"] == 2
+    put(client, topic, type="queue")
+    for seq, n in ((3, "2"), (4, "0"), (5, "1")):
+        (job,) = claim(client, topic, max=9)
+        assert (job["$seq"], job["meta"]) == (seq, {"n": n})
+        assert ask(client, topic, "ack", seq)["acked"] == 1
+    assert state(client, topic)["count"] == 0
+
+
+def test_a_claim_gets_what_waits_behind_nothing_but_dead_letters(client: httpx.Client, topic: str) -> None:
+    put(client, topic, type="queue", max_deliveries=1, dead_letter=f"{topic}-dead")
+    records = [{"data": n, "order_key": "k"} for n in range(3)]
+    ok(client.post(f"/v0/topics/{topic}", json={"records": records}))
+    for seq in (1, 2, 3):
+        assert seqs(claim(client, topic, max=9)) == [seq]
+        ask(client, topic, "nack", seq)
+    assert claim(client, topic, max=9) == []
+    assert counts(client, topic) == (0, 0, 3)
+
+
 # -- scheduled jobs, order, kept jobs [+]
 
 
@@ -441,9 +487,24 @@ def test_job_attributes_are_for_queues(client: httpx.Client, topic: str, extra: 
 
 
 @pytest.mark.parametrize(
-    "extra", [{"deliver_at": 1, "delay_ms": 1}, {"delay_ms": -1}, {"order_key": "k" * 257}, {"deliver_at": 2**64}]
+    ("extra", "field"),
+    [
+        ({"deliver_at": 1, "delay_ms": 1}, "delay_ms"),
+        ({"order_key": "k" * 257}, "order_key"),
+        ({"deliver_at": 2**62}, "deliver_at"),
+        ({"delay_ms": 2**62}, "delay_ms"),
+    ],
 )
-def test_job_attributes_that_make_no_sense_are_400(client: httpx.Client, topic: str, extra: dict[str, Any]) -> None:
+def test_job_attributes_that_make_no_sense_are_400(
+    client: httpx.Client, topic: str, extra: dict[str, Any], field: str
+) -> None:
+    queue(client, topic)
+    answer = client.post(f"/v0/topics/{topic}", json={"records": [{"data": 1, **extra}]})
+    assert refused(answer, 400, "invalid_request")["detail"]["field"].removeprefix("records[0].") == field
+
+
+@pytest.mark.parametrize("extra", [{"delay_ms": -1}, {"deliver_at": 2**64}])
+def test_times_that_are_no_counts_are_400(client: httpx.Client, topic: str, extra: dict[str, Any]) -> None:
     queue(client, topic)
     refused(client.post(f"/v0/topics/{topic}", json={"records": [{"data": 1, **extra}]}), 400, "invalid_request")
 

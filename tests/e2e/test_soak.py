@@ -11,6 +11,8 @@ from bench.soak import SAMPLES, Soak, State, growth_per_min, soak
 from tests.harness import Service
 
 SECONDS = float(os.environ.get("TOPICS_SOAK_S", "12"))
+SEGMENT_FILES_MAX = 200
+"""Open in all processes: there are some 60 topics, each of a few hundred records, and they are rewritten all along."""
 LONG_S = 300.0
 """From here on everything that fills up has filled up by the end of the first third: it has to be flat."""
 MIB = 1 << 20
@@ -69,7 +71,8 @@ def test_mixed_load_leaves_nothing_behind() -> None:
     print(f"descriptors {first.descriptors} → {end.descriptors}, threads {first.threads} → {end.threads}")
     print(soaked.statuses)
     assert max(state.threads for state in last) <= max(state.threads for state in middle) + 2
-    # Connections come and go; sockets, maps and log files that are kept would add up.
+    assert max(state.segment_files for state in soaked.states) <= SEGMENT_FILES_MAX
+    # Connections come and go; sockets and maps that are kept would add up.
     assert max(state.descriptors for state in last) <= max(state.descriptors for state in middle) + 16
     if SECONDS >= LONG_S:
         assert {what: grown for what, grown in growing.items() if grown > GROWTH_MAX_BYTES_PER_MIN} == {}

@@ -67,7 +67,7 @@ def test_a_session_comes_back_as_it_was_made(tmp_path: Path) -> None:
         sessions = sessions_of(live)
         wid = await sessions.create(SESSION)
         opened = await sessions.open(wid)
-        assert (opened.session, opened.positions, opened.exact) == (SESSION, {}, True)
+        assert (opened.session, opened.positions, opened.exact) == (SESSION, None, True)
         sessions.close(opened, {"t": 9})
         again = await sessions.open(wid)
         assert (again.positions, again.exact) == ({"t": 9}, True)
@@ -261,7 +261,7 @@ def test_the_end_of_a_stream_whose_positions_are_too_long_for_the_ring(
         sessions.close(await sessions.open(wid), positions)
         known = live.rig.shard._sessions._sessions
         await until(lambda: known[wid].stream is None)
-        assert known[wid].positions == (positions if room else {})
+        assert known[wid].positions == (positions if room else None)
         assert [name for name in objects(live.rig.identity) if "spill" in name] == []
 
     on_loop(tmp_path, test)

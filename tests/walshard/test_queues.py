@@ -14,7 +14,7 @@ from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.shm.arena import TopicView
-from topics.shm.cursor_messages import CursorAdvance, CursorLook, CursorPut
+from topics.shm.cursor_messages import CursorAdvance, CursorLook, CursorPassedOn, CursorPut
 from topics.shm.queue_messages import (
     Ack,
     AckReply,
@@ -315,6 +315,46 @@ def test_a_stream_gets_what_time_brings(rig: Rig) -> None:
     assert counts(rig) == (0, 2, 0)
 
 
+def test_a_stream_has_room_when_what_it_has_expires(rig: Rig) -> None:
+    queue(rig, 1, ttl_ms=400)
+    rig.call(WorkOpen("q", 7, "s", 1, MINUTE_MS))
+    rig.outbox.flush()
+    rig.take_replies()
+    assert [dealt.seqs for dealt in rig.dealt] == [[1]]
+    written_ms = rig.clock.ms
+    rig.clock.ms += 300
+    rig.answer(rig.post_append("q", [b"2"]))
+    while len(rig.dealt) == 1:
+        due_ms = rig.shard.next_tick_ms
+        assert due_ms is not None
+        assert rig.clock.ms < due_ms <= written_ms + 401
+        rig.clock.ms = due_ms
+        rig.run()
+        rig.outbox.flush()
+        rig.take_replies()
+    assert rig.dealt[1].seqs == [2]
+    assert counts(rig) == (0, 1, 0)
+
+
+def test_a_stream_waits_for_what_expired_until_the_disk_is_back(rig: Rig, fs: FaultyFileSystem) -> None:
+    queue(rig, 1, ttl_ms=400)
+    rig.call(WorkOpen("q", 7, "s", 1, 120 * MINUTE_MS))
+    rig.clock.ms += 300
+    rig.answer(rig.post_append("q", [b"2"]))
+    fs.arm(Fault(1, errno.EIO, calls=frozenset({"pwritev"})))
+    rig.clock.ms += 101
+    rig.run()
+    due_ms = rig.shard.next_tick_ms
+    assert due_ms is not None
+    assert due_ms > rig.clock.ms, "it is asked for over and over"
+    fs.arm(None)
+    rig.shard.sweep()
+    rig.run()
+    rig.outbox.flush()
+    rig.take_replies()
+    assert [dealt.seqs for dealt in rig.dealt] == [[1], [2]]
+
+
 def test_a_far_moment_is_kept_once_however_many_near_ones_come_before_it(rig: Rig) -> None:
     queue(rig, 2)
     claim(rig, lease_ms=10**8)
@@ -493,3 +533,19 @@ def test_of_two_readers_one_moves_a_cursor(rig: Rig, fs: FaultyFileSystem) -> No
     (after,) = rig.call(CursorLook("t", "c")).cursors
     assert (after.seq, after.consistency) == (0, "strictly_at_once")
     assert not rig.call(CursorAdvance("t", "c", cursor.revision, 0, 1, 1)).moved
+
+
+def test_a_clean_end_logs_a_cursor_up_to_the_first_answer_that_was_not_passed_on(rig: Rig) -> None:
+    rig.append("t", b"1", b"2", b"3", b"4")
+    rig.call(CursorPut("t", "c", "at_least_once", 10, None, False))
+    (cursor,) = rig.call(CursorLook("t", "c")).cursors
+    for read, seq in enumerate((1, 2, 3)):
+        assert rig.call(CursorAdvance("t", "c", cursor.revision, seq - 1, seq, read)).moved
+    for read in (0, 2):
+        rig.call(CursorPassedOn("t", "c", cursor.revision, read, True))
+    (cursor,) = rig.call(CursorLook("t", "c")).cursors
+    assert (cursor.seq, cursor.persisted_seq) == (3, 0)
+    rig.shard.close()
+    rig.restart_service()
+    (after,) = rig.call(CursorLook("t", "c")).cursors
+    assert (after.seq, after.persisted_seq) == (1, 1)

@@ -23,12 +23,12 @@ class AsyncCursor:
     async def put(
         self,
         *,
-        consistency: Consistency = "at_least_once",
-        persist_every: int = 1,
+        consistency: Consistency | None = None,
+        persist_every: int | None = None,
         from_seq: int | None = None,
         tail: bool = False,
     ) -> CursorMade:
-        """Makes it, or changes it; it stays where it is unless `from_seq` or `tail` says where to go."""
+        """Makes it (`at_least_once`, 1), or changes what is given; `from_seq` or `tail` moves it, else it stays."""
         call = cursor_calls.put_cursor(
             self.topic, self.name, consistency=consistency, persist_every=persist_every, from_seq=from_seq, tail=tail
         )
@@ -63,12 +63,12 @@ class Cursor:
     def put(
         self,
         *,
-        consistency: Consistency = "at_least_once",
-        persist_every: int = 1,
+        consistency: Consistency | None = None,
+        persist_every: int | None = None,
         from_seq: int | None = None,
         tail: bool = False,
     ) -> CursorMade:
-        """Makes it, or changes it; it stays where it is unless `from_seq` or `tail` says where to go."""
+        """Makes it (`at_least_once`, 1), or changes what is given; `from_seq` or `tail` moves it, else it stays."""
         call = cursor_calls.put_cursor(
             self.topic, self.name, consistency=consistency, persist_every=persist_every, from_seq=from_seq, tail=tail
         )

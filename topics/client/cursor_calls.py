@@ -69,15 +69,15 @@ def put_cursor(
     topic: str,
     cursor: str,
     *,
-    consistency: Consistency = "at_least_once",
-    persist_every: int = 1,
+    consistency: Consistency | None = None,
+    persist_every: int | None = None,
     from_seq: int | None = None,
     tail: bool = False,
 ) -> Call[CursorMade]:
-    """Makes a cursor, or gives one another configuration. `from_seq` or `tail` moves it."""
-    body: dict[str, Any] = {"consistency": consistency, "persist_every": persist_every, "tail": tail}
-    if from_seq is not None:
-        body["from_seq"] = from_seq
+    """Makes a cursor (`at_least_once`, 1), or changes what is given. `from_seq` or `tail` moves it."""
+    body: dict[str, Any] = {"tail": tail}
+    optional = {"consistency": consistency, "persist_every": persist_every, "from_seq": from_seq}
+    body |= {name: value for name, value in optional.items() if value is not None}
     # A second move would undo what others have read since the first.
     moves = tail or from_seq is not None
     return Call("PUT", _cursor_path(topic, cursor), _made, _encode(body), repeatable=not moves)

@@ -124,7 +124,7 @@ def parse_config(given: Any, topic: str) -> tuple[TopicConfig, bool]:
         values["claim_jitter_ms"] = min(CLAIM_JITTER_MS_MAX, values["claim_jitter_ms"])
     dead_letter = values.get("dead_letter")
     if dead_letter is not None:
-        check_topic_name(dead_letter)
+        check_topic_name(dead_letter, "dead_letter")
         if dead_letter == topic:
             raise invalid("config.dead_letter must be another topic than the queue itself", field="dead_letter")
     return TopicConfig(**values), "type" in values

@@ -13,7 +13,7 @@ Msgpack maps, so that a reader in another language needs nothing else:
     LEASE, JOB_ATTRIBUTES, ACK, CURSOR        see `core/queue_log.py`
     RAM_STATE        topic_id                 {"earliest_seq": u64, "evict_floor": u64, …}, see RamStateBody
     ROUTER_…         see core/router_state.py
-    SESSION          0                        {"wid": str, "body": bytes | nil, "positions": {…}, "exact": bool}
+    SESSION          0                        {"wid": str, "body": bytes | nil, "positions": {…} | nil, "exact": bool}
 
 `floors` are what the topic is afterwards (`floors.Floors`), `segments` what is new or changed
 (`segment_list.SegmentInfo`), both as arrays. `runs` are the seqs that a DELETE took above `below_seq`: how many to pass
@@ -67,11 +67,13 @@ class HeadBody(msgspec.Struct):
 
 
 class SessionBody(msgspec.Struct):
-    """A watch session as it is logged: `body` on creation, then positions; a nil body on collection."""
+    """A watch session as it is logged: `body` on creation, then positions; a nil body on collection. `positions`: where
+    its last stream that ended in order came to, without topics that have ended; nil before there was one.
+    """
 
     wid: str
     body: bytes | None
-    positions: dict[str, int] = {}
+    positions: dict[str, int] | None = None
     exact: bool = True
 
 

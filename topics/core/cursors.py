@@ -109,9 +109,14 @@ class Cursor:
         self._under_way = {read: began for read, began in self._under_way.items() if began < seq}
 
     @property
+    def unlogged(self) -> bool:
+        """Whether the log has it somewhere else."""
+        return self.settled_seq != self.persisted_seq
+
+    @property
     def to_persist(self) -> bool:
         """Whether it is to be logged where it is."""
-        return self.settled_seq != self.persisted_seq and (self.strict or self._passed_on >= self.persist_every)
+        return self.unlogged and (self.strict or self._passed_on >= self.persist_every)
 
     def persisting(self) -> None:
         """The next answers are counted from here: what is logged now covers those so far."""

@@ -246,6 +246,10 @@ class Leases(Jobs):
         """How often each of these was handed out."""
         return [self._jobs[seq].deliveries for seq in seqs]
 
+    def order_keys_of(self, seqs: Iterable[int]) -> list[str]:
+        """What each of these was written with, "" for none."""
+        return [self._jobs[seq].order_key for seq in seqs]
+
     def leases_of(self, holder: Holder) -> list[int]:
         """What a stream has, ascending."""
         return sorted(self._holders.get(holder, ()))

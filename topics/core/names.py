@@ -12,12 +12,13 @@ _TOPIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,254}")
 _ROUTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:>-]{0,254}")
 
 
-def check_topic_name(name: str) -> str:
-    """The name itself, or `400 invalid_request`."""
+def check_topic_name(name: str, field: str = "topic") -> str:
+    """The name itself, or `400 invalid_request` for the `field` it was given in. Sinks are named like topics."""
     if _TOPIC.fullmatch(name) is None:
         raise invalid(
-            f"topic name {name[:300]!r} is not valid: 1 to 255 of A-Z a-z 0-9 . _ : -, starting with a letter or digit",
-            field="topic",
+            f"{field} name {name[:300]!r} is not valid: 1 to 255 of A-Z a-z 0-9 . _ : -, starting with a letter or"
+            " digit",
+            field=field,
         )
     return name
 

@@ -81,12 +81,12 @@ def parse_router(name: str, given: dict[str, Any]) -> RouterSpec:
         fields = msgspec.convert(given, GivenRouter)
     except msgspec.ValidationError as error:
         raise invalid(f"router: {error}") from None
-    check_topic_name(fields.source)
-    check_topic_name(fields.dest)
+    check_topic_name(fields.source, "source")
+    check_topic_name(fields.dest, "dest")
     if fields.source == fields.dest:
         raise invalid(f"a router's dest must be another topic than its source, not {fields.dest!r}", field="dest")
     if fields.filter is not None:
-        parse_match(fields.filter)
+        parse_match(fields.filter, "filter")
     return RouterSpec(*(getattr(fields, field) for field in RouterSpec.__struct_fields__))
 
 

@@ -28,21 +28,23 @@ class Match(NamedTuple):
         return tag == self.tag if self.op == "eq" else tag.startswith(self.tag)
 
 
-def parse_match(given: object) -> Match:
-    """From JSON: `["tag","Eq","x"]`, `["tag","Glob","x*"]`, or a bare string (a Glob when it ends in `*`)."""
+def parse_match(given: object, field: str = "match") -> Match:
+    """From JSON: `["tag","Eq","x"]`, `["tag","Glob","x*"]`, or a bare string (a Glob when it ends in `*`);
+    `400 invalid_request` for the `field` it was given in.
+    """
     if isinstance(given, str):
         return Match("glob", given[:-1].encode()) if given.endswith("*") else Match("eq", given.encode())
     if not isinstance(given, list) or len(given) != 3 or not all(isinstance(part, str) for part in given):
-        raise invalid('match must be a string or ["tag", "Eq" or "Glob", text]', field="match")
+        raise invalid(f'{field} must be a string or ["tag", "Eq" or "Glob", text]', field=field)
     subject, op, text = given
     if subject != "tag":
-        raise invalid(f"match: only 'tag' can be matched, not {subject!r}", field="match")
+        raise invalid(f"{field}: only 'tag' can be matched, not {subject!r}", field=field)
     if op == "Eq":
         return Match("eq", text.encode())
     if op != "Glob":
-        raise invalid(f"match: the operator is 'Eq' or 'Glob', not {op!r}", field="match")
+        raise invalid(f"{field}: the operator is 'Eq' or 'Glob', not {op!r}", field=field)
     if not text.endswith("*") or "*" in text[:-1]:
-        raise invalid(f"match: a Glob ends in its only '*', {text!r} does not", field="match")
+        raise invalid(f"{field}: a Glob ends in its only '*', {text!r} does not", field=field)
     return Match("glob", text[:-1].encode())
 
 

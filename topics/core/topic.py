@@ -312,11 +312,20 @@ class Topic:
         low, high = self.earliest_seq, self.head_seq + 1
         if low == high:
             return low
-        if self._front_ts[0] != low:
-            self._front_ts = low, self.index.ts_at(low)
-        if now_ms - self._front_ts[1] <= ttl_ms:
+        if now_ms - self._earliest_ts() <= ttl_ms:
             return low  # most often: the sweep of an idle topic looks into no file
         return first_not_older(self.index, now_ms - ttl_ms, low + 1, high)
+
+    def next_expiry_ms(self) -> int | None:
+        """Wall time at which the first live record has outlived `ttl_ms`; None: none will."""
+        if not self.config.ttl_ms or self.earliest_seq > self.head_seq:
+            return None
+        return self._earliest_ts() + self.config.ttl_ms + 1
+
+    def _earliest_ts(self) -> int:
+        if self._front_ts[0] != self.earliest_seq:
+            self._front_ts = self.earliest_seq, self.index.ts_at(self.earliest_seq)
+        return self._front_ts[1]
 
     def evict_below(self, seq: int, reason: EvictReason) -> bool:
         """Involuntary loss of everything live below `seq`, which the log does not say yet. True if the floors moved."""

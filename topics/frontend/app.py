@@ -67,7 +67,12 @@ class App:
         methods: dict[str, dict[str, Endpoint]] = {}
         for one in (*operations, *documented.operations):
             endpoint = one.endpoint if one.needs is None else self._needing(one.needs, one.endpoint)
-            methods.setdefault(one.path, {})[one.method] = _timed(one.timed, endpoint)
+            of_path = methods.setdefault(one.path, {})
+            of_path[one.method] = _timed(one.timed, endpoint)
+            # The server drops the body (RFC 9110 §9.3.2). To begin a stream is to take jobs, or a session over from
+            # the stream that is open: it has no HEAD.
+            if one.method == "GET" and not one.is_stream:
+                of_path["HEAD"] = of_path["GET"]
         self._router = Router(
             [Path(path, Resource(**of_path)) for path, of_path in methods.items()],
             redirect_slashes=False,
@@ -158,10 +163,7 @@ class Resource:
     """One path: an endpoint for each method it knows."""
 
     def __init__(self, **methods: Endpoint) -> None:
-        self._methods = dict(methods)
-        if "GET" in methods:
-            # The server drops the body (RFC 9110 §9.3.2).
-            self._methods["HEAD"] = methods["GET"]
+        self._methods = methods
         self._allow = ", ".join(sorted([*self._methods, "OPTIONS"]))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -166,8 +166,9 @@ class AppendRoute:
                     field="delay_ms",
                 )
             deliver_at, delay_ms = record.deliver_at or 0, record.delay_ms or 0
-            if max(deliver_at, delay_ms) > TIME_MS_MAX:
-                raise invalid(f"records[{at}]: deliver_at and delay_ms are at most {TIME_MS_MAX}", field="deliver_at")
+            if (time_ms := max(deliver_at, delay_ms)) > TIME_MS_MAX:
+                field = "delay_ms" if delay_ms else "deliver_at"
+                raise invalid(f"records[{at}].{field} is at most {TIME_MS_MAX}, not {time_ms}", field=field)
             order_key = record.order_key or ""
             if len(order_key.encode()) > ORDER_KEY_MAX_BYTES:
                 raise _too_long(f"records[{at}].order_key", len(order_key.encode()), ORDER_KEY_MAX_BYTES)

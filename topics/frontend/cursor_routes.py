@@ -48,10 +48,12 @@ TRIES_MAX: Final = 100
 
 
 class CursorBody(msgspec.Struct, gc=False):
-    """`PUT …/cursors/:name`. Without `from_seq` and `tail` a cursor that exists stays where it is."""
+    """`PUT …/cursors/:name`. What is not sent stays as it is; without `from_seq` and `tail` the cursor stays where it
+    is. A new one is `at_least_once`, persisted with every read, and begins at 0.
+    """
 
-    consistency: Literal["strictly_at_once", "at_least_once"] = "at_least_once"
-    persist_every: Count = 1
+    consistency: Literal["strictly_at_once", "at_least_once"] | None = None
+    persist_every: Count | None = None
     from_seq: Count | None = None
     tail: bool = False
 
@@ -98,7 +100,7 @@ class CursorRoutes:
         body = await read_body(receive, headers, self._settings.max_body_bytes)
         request = wire.decode(_cursor_decoder, body or b"{}")
         wire.check_counts(request)
-        if request.persist_every < 1:
+        if request.persist_every is not None and request.persist_every < 1:
             raise invalid("persist_every must be at least 1", field="persist_every")
         if request.tail and request.from_seq is not None:
             raise invalid("from_seq and tail stand instead of each other: give one of them", field="tail")

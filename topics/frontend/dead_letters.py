@@ -22,7 +22,7 @@ from topics.frontend.reading import TopicReader
 from topics.frontend.records import PageOptions
 from topics.frontend.unreadable import ASIDE_MS, UnreadableJobs
 from topics.log import get_logger
-from topics.shm.append_messages import AppendReply
+from topics.shm.append_messages import AppendReply, JobAttributes
 from topics.shm.messages import Done
 from topics.shm.queue_messages import Bury, Dealt, Exhume, Remove, RemoveReply
 from topics.storage.frame import lay_out
@@ -34,6 +34,9 @@ PATIENCE_S: Final = 1.0
 FROM: Final = "$dead_letter_from"
 DELIVERIES: Final = "$dead_letter_deliveries"
 SRC_SEQ: Final = "$dead_letter_src_seq"
+ORDER_KEY: Final = "$dead_letter_order_key"
+"""Ours: only of jobs that have one, which no record says otherwise."""
+_OURS: Final = (FROM, DELIVERIES, SRC_SEQ, ORDER_KEY)
 _PAGE: Final = PageOptions(limit=256, max_batch_bytes=1 << 20, include_tags=True)
 
 _log = get_logger()
@@ -48,12 +51,13 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 class Copy(NamedTuple):
-    """A record on its way to another topic."""
+    """A record on its way to another topic, where it is a job with `order_key` if that is not ""."""
 
     seq: int
     record: _Record
     meta: dict[str, str]
     key: bytes
+    order_key: str = ""
 
 
 _decode_records = msgspec.json.Decoder(list[_Record]).decode
@@ -102,7 +106,8 @@ class DeadLetters:
             copies = []
             # At once: each that the cold directory does not answer for takes as long as all of them.
             found = await asyncio.gather(*[self._read(name, seq) for seq in dealt.dead], return_exceptions=True)
-            for seq, deliveries, records in zip(dealt.dead, dealt.dead_deliveries, found, strict=True):
+            dead = zip(dealt.dead, dealt.dead_deliveries, dealt.dead_order_keys, found, strict=True)
+            for seq, deliveries, order_key, records in dead:
                 if isinstance(records, BaseException):
                     if not isinstance(records, TopicsError) or not self._unreadable.concerns(name, seq, records):
                         raise records
@@ -110,6 +115,8 @@ class DeadLetters:
                     continue
                 for record in records:
                     said = {FROM: name, DELIVERIES: str(deliveries), SRC_SEQ: str(seq)}
+                    if order_key:
+                        said[ORDER_KEY] = order_key
                     key = KeyMark.CARRIED + b"dead-letter:%d:%d" % (ref.view.topic_id, seq)
                     copies.append(Copy(seq, record, record.meta | said, key))
             config = TopicConfig(durability=ref.config.durability)
@@ -133,8 +140,9 @@ class DeadLetters:
                 Copy(
                     record.seq,
                     record,
-                    {key: value for key, value in record.meta.items() if key not in (FROM, DELIVERIES, SRC_SEQ)},
+                    {key: value for key, value in record.meta.items() if key not in _OURS},
                     KeyMark.CARRIED + b"redrive:%d:%d" % (ref.view.topic_id, record.seq),
+                    record.meta.get(ORDER_KEY, ""),
                 )
                 for record in _decode_records(b"[%b]" % page.body)
                 if record.meta.get(FROM) == name
@@ -171,7 +179,10 @@ class DeadLetters:
             meta = _encode_json(copy.meta) if copy.meta else b""
             laid_out = lay_out([(record.node.encode(), record.tag.encode(), record.data, meta)])
             create = config is not None
-            futures.append(self._gateway.submit_append(shard, name.encode(), create, None, copy.key, config, laid_out))
+            jobs: JobAttributes = [(0, 0, 0, copy.order_key)] if copy.order_key else []
+            futures.append(
+                self._gateway.submit_append(shard, name.encode(), create, None, copy.key, config, laid_out, jobs=jobs)
+            )
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
         done = []
         for copy, outcome in zip(copies, outcomes, strict=True):

@@ -82,14 +82,19 @@ def check_strong(refs: dict[str, TopicRef]) -> None:
 
 
 def resolve(reader: TopicReader, ref: TopicRef, start: StartBody) -> int:
-    """The cursor to start from."""
+    """The cursor to start from: not beyond the head, unless it is that of a former topic of this name, whose reader is
+    to be told (`recreated`).
+    """
+    view = ref.view
     if start.from_ts is not None:
         return reader.seq_before(ref, start.from_ts)
-    return ref.view.head_seq if start.tail else start.from_seq
+    return view.head_seq if start.tail or (start.from_seq > view.head_seq and not view.recreated) else start.from_seq
 
 
 def place(reader: TopicReader, ref: TopicRef, from_seq: int) -> dict[str, int]:
     """A topic as the answer shows it."""
     # The page at the head: no record, but both ends of the topic as they are at this moment.
     page = reader.read_page(ref, ref.view.head_seq, _NO_RECORDS, reader.now_ms())
-    return {"from_seq": from_seq, "head_seq": page.head_seq, "earliest_seq": page.earliest_seq}
+    # A cursor of a former topic of this name reads this one from its first record on.
+    resolved_seq = from_seq if from_seq <= page.head_seq else page.earliest_seq - 1
+    return {"from_seq": resolved_seq, "head_seq": page.head_seq, "earliest_seq": page.earliest_seq}

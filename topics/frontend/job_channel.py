@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from topics.core.names import owner_shard
+from topics.frontend.asgi import Receive
+from topics.frontend.bodies import ClientGoneError
 from topics.frontend.gateway import Gateway
-from topics.shm.queue_messages import Claim, Dealt, Waiting
+from topics.frontend.push import until_disconnect
+from topics.shm.queue_messages import Claim, Dealt, Exhume, Unclaim, Waiting, WorkClose
 
 
 class _RestartedError(Exception):
@@ -37,26 +41,47 @@ class JobChannel:
     def forget(self, number: int) -> None:
         self._listeners.pop(number, None)
 
-    async def claim(self, name: str, node: str, most: int, lease_ms: int | None) -> Dealt:
-        """What a claim gets, at once or at the end of its window. Fails as `Gateway.call` does."""
+    async def claim(self, name: str, node: str, most: int, lease_ms: int | None, receive: Receive) -> Dealt:
+        """What a claim gets, at once or at the end of its window. Fails as `Gateway.call` does; ClientGoneError when
+        its client, as `receive` says, goes away before that: it leaves the window, for those who are still there.
+        """
         shard = owner_shard(name, self._gateway.shards)
-        number = self.number()
+        claim = Claim(name, node, most, lease_ms, self.number())
         while True:
             future: asyncio.Future[Dealt] = asyncio.get_running_loop().create_future()
-            self._claims[number] = (shard, future)
+            self._claims[claim.stream] = (shard, future)
             try:
-                reply = await self._gateway.submit(shard, Claim(name, node, most, lease_ms, number))
+                reply = await self._gateway.submit(shard, claim)
                 if isinstance(reply, Dealt):
                     return reply
                 assert isinstance(reply, Waiting)
-                async with asyncio.timeout(reply.wait_ms / 1000 + self._gateway.shard_wait_s):
-                    return await future
+                longest_s = reply.wait_ms / 1000 + self._gateway.shard_wait_s
+                async with asyncio.timeout(longest_s):
+                    if not await _gone_before(future, receive):
+                        return future.result()
             except _RestartedError:
                 continue
             except TimeoutError:
                 raise self._gateway.no_answer(shard) from None
             finally:
-                del self._claims[number]
+                del self._claims[claim.stream]
+            self._leave(shard, claim, longest_s)
+            if future.done() and not future.exception():
+                self._give_back(shard, claim, future.result())
+            raise ClientGoneError
+
+    def _leave(self, shard: int, claim: Claim, longest_s: float) -> None:
+        """Out of the window; what it may be dealt before the shard knows is given back."""
+        self.listen(claim.stream, partial(self._give_back, shard, claim))
+        asyncio.get_running_loop().call_later(longest_s, self.forget, claim.stream)
+        self._gateway.post(shard, WorkClose(claim.name, claim.stream))
+
+    def _give_back(self, shard: int, claim: Claim, dealt: Dealt) -> None:
+        if dealt.seqs:
+            leases = list(range(dealt.first_lease_no, dealt.first_lease_no + len(dealt.seqs)))
+            self._gateway.post(shard, Unclaim(claim.name, claim.node, dealt.seqs, leases))
+        if dealt.dead:
+            self._gateway.post(shard, Exhume(claim.name, dealt.dead, 0))
 
     def _take(self, dealt: Dealt) -> None:
         listener = self._listeners.get(dealt.stream)
@@ -73,3 +98,13 @@ class JobChannel:
                 future.set_exception(_RestartedError())
                 # Whoever still waits for the first answer gets that one from the restarted shard.
                 future.exception()
+
+
+async def _gone_before(dealt: asyncio.Future[Dealt], receive: Receive) -> bool:
+    """Whether the client is gone, however far `dealt` is; False: it is there and `dealt` is done."""
+    gone = asyncio.create_task(until_disconnect(receive))
+    try:
+        await asyncio.wait((dealt, gone), return_when=asyncio.FIRST_COMPLETED)
+        return gone.done()
+    finally:
+        gone.cancel()

@@ -56,6 +56,11 @@ class Operation(NamedTuple):
     public: bool = False
 
     @property
+    def is_stream(self) -> bool:
+        """Whether what it answers is an event stream."""
+        return any(EVENTS in answer.bodies for answer in self.answers.values())
+
+    @property
     def common_codes(self) -> tuple[str, ...]:
         """What any request of this kind may be answered."""
         codes = ["invalid_request", "throttled", "internal", "shutting_down"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from topics.frontend.answers import elapsed_ms, send_json, send_object
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import Headers, read_body
 from topics.frontend.catching_up import CatchingUp
-from topics.frontend.dead_letters import DeadLetters
+from topics.frontend.dead_letters import PATIENCE_S, DeadLetters
 from topics.frontend.gateway import Gateway
 from topics.frontend.job_channel import JobChannel
 from topics.frontend.job_records import RenderedJobs, fetch_jobs, lease_no
@@ -96,11 +97,7 @@ class QueueRoutes:
         node = checked_node(request.node, self._settings)
         most = max(1, min(request.max, self._settings.max_claim))
         await self._catching_up.one(name)
-        dealt = await self._channel.claim(name, node, most, clamped_lease_ms(request.lease_ms))
-        if dealt.ended:
-            raise TopicsError("topic_not_found", f"topic {name!r} was deleted meanwhile", {"topic": name})
-        if dealt.dead:
-            await self._dead_letters.carried(name, dealt)
+        dealt = await self._claim(name, node, most, clamped_lease_ms(request.lease_ms), receive)
         count, body, ready = 0, b"", dealt.ready
         if dealt.seqs:
             rendered = await self._fetch(name, node, dealt)
@@ -123,6 +120,20 @@ class QueueRoutes:
             if dealt.seqs:
                 self._unclaim(name, node, dealt, 0)
             raise
+
+    async def _claim(self, name: str, node: str, most: int, lease_ms: int | None, receive: Receive) -> Dealt:
+        """Jobs, if any are ready: also those that waited behind nothing but dead letters, as long as there is time."""
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + PATIENCE_S
+        while True:
+            dealt = await self._channel.claim(name, node, most, lease_ms, receive)
+            if dealt.ended:
+                raise TopicsError("topic_not_found", f"topic {name!r} was deleted meanwhile", {"topic": name})
+            if not dealt.dead:
+                return dealt
+            await self._dead_letters.carried(name, dealt)
+            if dealt.seqs or loop.time() >= give_up_s:
+                return dealt
 
     async def _fetch(self, name: str, node: str, dealt: Dealt) -> RenderedJobs:
         try:
@@ -178,7 +189,7 @@ class QueueRoutes:
         started_ns = time.perf_counter_ns()
         name, headers = _topic_name(scope), dict(scope["headers"])
         request = await self._body(_redrive_decoder, receive, headers)
-        source = check_topic_name(request.source)
+        source = check_topic_name(request.source, "from")
         caller_of(scope).require(KeyScope.ADMIN, (source,))
         if source == name:
             raise invalid("from must be another topic than the queue itself", field="from")

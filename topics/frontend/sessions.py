@@ -62,14 +62,14 @@ class Session(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A session as a stream of it begins. `positions`: where the last one that ended in order came to, empty if none
-    did; without `exact` a later one may have come further.
+    """A session as a stream of it begins. `positions`: where the last one that ended in order came to, without topics
+    that had ended; None if none did. Without `exact` a later one may have come further.
     """
 
     wid: str
     stream_no: int
     session: Session
-    positions: dict[str, int]
+    positions: dict[str, int] | None
     exact: bool
 
 
@@ -123,7 +123,7 @@ class Sessions:
             self._timer = self._loop.call_later(RENEW_S, self._renew)
         return Opened(wid, stream_no, _decode(reply.body), reply.positions, reply.exact)
 
-    def close(self, opened: Opened, positions: dict[str, int]) -> None:
+    def close(self, opened: Opened, positions: dict[str, int] | None) -> None:
         """The stream has ended and sent everything up to `positions`. The shard is told, nobody waits for it."""
         self._announce()
         wid, stream_no = opened.wid, opened.stream_no

@@ -73,7 +73,7 @@ class TxnRoutes:
     async def commit(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Publishes all stages and remembers the batch, or nothing; a batch again is a duplicate."""
         started_ns = time.perf_counter_ns()
-        sink, headers = check_topic_name(scope["path_params"]["sink"]), dict(scope["headers"])
+        sink, headers = check_topic_name(scope["path_params"]["sink"], "sink"), dict(scope["headers"])
         body = await read_body(receive, headers, self._settings.max_body_bytes)
         request = wire.decode_commit(body)
         if len(request.stages) > STAGES_MAX:
@@ -102,14 +102,14 @@ class TxnRoutes:
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The latest batch of a sink, null for one that never committed."""
         started_ns = time.perf_counter_ns()
-        sink = check_topic_name(scope["path_params"]["sink"])
+        sink = check_topic_name(scope["path_params"]["sink"], "sink")
         answer: dict[str, Any] = {"sink": sink, "last_batch": await self._commits.look(sink)}
         await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
 
     async def forget(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forgets a sink: its next batch may have any number."""
         started_ns = time.perf_counter_ns()
-        sink = check_topic_name(scope["path_params"]["sink"])
+        sink = check_topic_name(scope["path_params"]["sink"], "sink")
         answer: dict[str, Any] = {"sink": sink, "deleted": await self._commits.forget(sink)}
         await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
 

@@ -115,9 +115,6 @@ class WatchRoutes:
 
     async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        if scope["method"] == "HEAD":
-            # To begin a stream is to take the session over from the one that is open.
-            raise TopicsError("method_not_allowed", "an event stream has no HEAD", {"allow": "GET, OPTIONS"})
         accept = headers.get(b"accept")
         if accept is not None and not accepts_event_stream(accept):
             shown = accept[:100].decode("latin-1")
@@ -190,7 +187,9 @@ class WatchRoutes:
     def _resume(self, opened: Opened, last_event_id: bytes | None) -> Stream:
         """Where the session's stream goes on, given what the client says it has seen."""
         session, follows = opened.session, opened.session.topics
-        stored = opened.positions or {name: follow.from_seq for name, follow in follows.items()}
+        stored = opened.positions
+        if stored is None:
+            stored = {name: follow.from_seq for name, follow in follows.items()}
         seen = None if last_event_id is None else cursor.decode(last_event_id)
         heads = {}
         if seen and not opened.exact:

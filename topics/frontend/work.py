@@ -117,8 +117,6 @@ class WorkRoutes:
             stream.close()
 
     def _wish(self, name: str, key_digest: bytes, scope: Scope) -> WorkWish:
-        if scope["method"] == "HEAD":
-            raise TopicsError("method_not_allowed", "an event stream has no HEAD", {"allow": "GET, OPTIONS"})
         accept = dict(scope["headers"]).get(b"accept")
         if accept is not None and not accepts_event_stream(accept):
             shown = accept[:100].decode("latin-1")

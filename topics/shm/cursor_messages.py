@@ -8,12 +8,12 @@ import msgspec
 
 
 class CursorPut(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Make a named cursor or change it. A nil `seq` leaves one that exists where it is, and begins a new one at 0."""
+    """Make a named cursor or change it. What is nil stays as it is; a new one is `at_least_once`, 1, beginning at 0."""
 
     name: str
     cursor: str
-    consistency: Literal["strictly_at_once", "at_least_once"]
-    persist_every: int
+    consistency: Literal["strictly_at_once", "at_least_once"] | None
+    persist_every: int | None
     seq: int | None
     tail: bool
 

@@ -103,7 +103,8 @@ QueueCall = Claim | Ack | Nack | Extend | Unclaim | WorkOpen | WorkClose | Bury 
 
 class Dealt(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Leased jobs: ascending seqs, their leases `first_lease_no` and up. `dead` were handed out `dead_deliveries`
-    times, which is often enough: the frontend is to bring them to `dead_letter` and then to `Bury` them.
+    times, which is often enough: the frontend is to bring them, with their `dead_order_keys` ("" for none), to
+    `dead_letter` and then to `Bury` them.
     """
 
     stream: int
@@ -114,6 +115,7 @@ class Dealt(msgspec.Struct, tag=True, array_like=True, frozen=True):
     ready: int
     dead: list[int] = []
     dead_deliveries: list[int] = []
+    dead_order_keys: list[str] = []
     dead_letter: str = ""
     ended: bool = False
     """The queue is gone, and the stream with it."""

@@ -50,11 +50,13 @@ class SessionOpen(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class SessionClose(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The stream ended in order; these are the positions it has sent up to."""
+    """The stream ended in order; these are the positions it has sent up to, without topics that have ended. None: it
+    has sent nothing, nor has one before it.
+    """
 
     wid: str
     stream: int
-    positions: dict[str, int]
+    positions: dict[str, int] | None
 
 
 class SessionAbandon(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -70,8 +72,10 @@ WatchCall = Watch | Unwatch | Hello | SessionCall
 
 
 class SessionOpenReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`exact`: the positions are all that was sent; else the client's Last-Event-ID may know more."""
+    """`positions` as SessionClose said them, None before the first. `exact`: they are all that was sent; else the
+    client's Last-Event-ID may know more.
+    """
 
     body: bytes
-    positions: dict[str, int]
+    positions: dict[str, int] | None
     exact: bool

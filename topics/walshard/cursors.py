@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final
 
 from topics.core.control_bodies import encode_body
@@ -44,6 +45,14 @@ class NamedCursors:
             for cursor in hosted.topic.cursors:
                 cursor.frontend_died(frontend)
 
+    def settle(self, every: Iterable[Hosted]) -> None:
+        """A clean end: each is logged where it is, behind every answer that was passed on and before all others."""
+        for hosted in every:
+            for cursor in hosted.topic.cursors:
+                if cursor.unlogged:
+                    body = cursor.body()
+                    self._log(hosted, body, partial(cursor.persisted, body.seq), None, None, sync=cursor.strict)
+
     def take(self, call: CursorCall, answer: Answer) -> None:
         """Prepares the answer, and what it has the group write; raises TopicsError, the group being as before."""
         hosted = self._find(call.name)
@@ -75,16 +84,18 @@ class NamedCursors:
         topic = hosted.topic
         topic.cursors.check_room(call.cursor)
         known = topic.cursors.find(call.cursor)
+        consistency = call.consistency or (known.consistency if known is not None else "at_least_once")
+        persist_every = call.persist_every or (known.persist_every if known is not None else 1)
         seq = call.seq
         if call.tail:
             seq = topic.head_seq
         elif seq is None:
-            strict = call.consistency == "strictly_at_once"
+            strict = consistency == "strictly_at_once"
             seq = 0 if known is None else known.seq if strict else known.settled_seq
         elif seq > topic.head_seq:  # as a diff from there: it was never read from this topic
             seq = 0 if topic.recreated else topic.head_seq
-        body = CursorBody(call.cursor, call.consistency, call.persist_every, seq)
-        reply = CursorReply(call.cursor, call.consistency, call.persist_every, seq, seq, 0, known is None)
+        body = CursorBody(call.cursor, consistency, persist_every, seq)
+        reply = CursorReply(call.cursor, consistency, persist_every, seq, seq, 0, known is None)
         answer.reply = messages.encode_reply(answer.request_id, reply)
         if known is None or known.body() != body or known.persisted_seq != seq:
             self._log(hosted, body, lambda: topic.cursors.logged(body), None, answer, sync=True)
@@ -131,7 +142,7 @@ class NamedCursors:
         body: CursorBody,
         apply: Callable[[], None],
         undo: Callable[[], None] | None,
-        answer: Answer,
+        answer: Answer | None,
         *,
         sync: bool,
     ) -> None:

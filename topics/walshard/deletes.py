@@ -55,16 +55,19 @@ class Deletes:
                 self.expire(hosted)
             answer.reply = messages.encode_reply(answer.request_id, Done())
 
-    def expire(self, hosted: Hosted) -> None:
-        """Moves the floors over what has outlived its ttl; logged, so that they never move back. Raises TopicsError."""
+    def expire(self, hosted: Hosted) -> bool:
+        """Moves the floors over what has outlived its ttl; logged, so that they never move back. False if the log could
+        not take it; raises TopicsError.
+        """
         topic, expiry_ms = hosted.topic, self._time.expiry_ms
         if topic.expired_below(expiry_ms) <= topic.earliest_seq:
-            return
+            return True
         self._routing.before_log(hosted)
         floors = topic.plan_eviction(topic.expired_below(expiry_ms), EvictReason.TTL)
-        if floors is not None:
-            entry = floor_frame(hosted, floors, self._time.now.wall_ms)
-            self._commits.commit_one(Operation([entry], partial(self._expired, hosted, floors)), {topic.id})
+        if floors is None:
+            return True
+        entry = floor_frame(hosted, floors, self._time.now.wall_ms)
+        return self._commits.commit_one(Operation([entry], partial(self._expired, hosted, floors)), {topic.id})
 
     def sweep(self) -> None:
         """Expiry of topics that nobody touches. One whose log cannot be written now has to wait for the next sweep."""

@@ -23,7 +23,7 @@ class QueueWrites:
         self,
         group: Appends,
         commit: Callable[[], None],
-        expire: Callable[[Hosted], None],
+        expire: Callable[[Hosted], object],
         log_copies: Callable[[Hosted], None],
         time: StepClock,
     ) -> None:

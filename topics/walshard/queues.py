@@ -10,13 +10,14 @@ Streams and gathered claims are dealt to after each commit, in `deal`, and when 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Final
 
 from topics.core.config import TopicConfig
 from topics.core.control_bodies import encode_body
-from topics.core.errors import not_a_queue, topic_not_found
+from topics.core.errors import TopicsError, not_a_queue, topic_not_found
 from topics.core.leases import Leased, Leases, Marked
 from topics.core.queue_log import AckBody
 from topics.core.seq_set import runs_of
@@ -110,6 +111,9 @@ class Queues:
                 del self._timer_of[topic_id]
                 hosted = self._find(name)
                 if hosted is not None and hosted.topic.id == topic_id:
+                    # A log that cannot be written keeps what has expired: the sweep says so, and tries again.
+                    with suppress(TopicsError):
+                        self._writes.settle(hosted)
                     self.changed(hosted)
 
     def next_tick_ms(self) -> int | None:
@@ -335,6 +339,11 @@ class Queues:
         at_ms = None if wait_ms is None else self._time.now.mono_ms + wait_ms
         if workers is not None and workers.window_ends_ms is not None:
             at_ms = workers.window_ends_ms if at_ms is None else min(at_ms, workers.window_ends_ms)
+        expiry_ms = hosted.topic.next_expiry_ms() if workers is not None else None
+        if expiry_ms is not None and expiry_ms > self._time.expiry_ms:
+            # What expires is nobody's any more: who had it has room for the next one, before that expires as well.
+            gone_ms = self._time.now.mono_ms + expiry_ms - self._time.expiry_ms
+            at_ms = gone_ms if at_ms is None else min(at_ms, gone_ms)
         topic_id = hosted.topic.id
         known = self._timer_of.get(topic_id)
         if at_ms is not None and (known is None or at_ms < known):
@@ -361,5 +370,6 @@ def _dealt(stream: int, leased: Leased, dead: list[int], leases: Leases, config:
         leases.ready,
         dead,
         leases.deliveries_of(dead),
+        leases.order_keys_of(dead),
         config.dead_letter or "",
     )

@@ -21,7 +21,7 @@ class WatchSession:
 
     __slots__ = ("body", "exact", "idle_since_ms", "newest_stream", "positions", "stream")
 
-    def __init__(self, body: bytes, positions: dict[str, int], exact: bool, now_ms: int) -> None:
+    def __init__(self, body: bytes, positions: dict[str, int] | None, exact: bool, now_ms: int) -> None:
         self.body = body
         self.positions = positions
         self.exact = exact
@@ -46,7 +46,7 @@ class Sessions:
             self._sessions[wid] = WatchSession(session.body, session.positions, False, now_ms)
 
     def put(self, wid: str, body: bytes, now_ms: int) -> None:
-        self._sessions[wid] = WatchSession(body, {}, True, now_ms)
+        self._sessions[wid] = WatchSession(body, None, True, now_ms)
 
     def look(self, wid: str) -> SessionOpenReply:
         """What `open` would answer; `404 not_found` for an unknown session."""
@@ -74,7 +74,7 @@ class Sessions:
             session.stream = None
             session.idle_since_ms = now_ms
 
-    def closing(self, wid: str, frontend: int, stream: int, positions: dict[str, int]) -> SessionBody | None:
+    def closing(self, wid: str, frontend: int, stream: int, positions: dict[str, int] | None) -> SessionBody | None:
         """What to log when this stream ends; None when it is not the session's stream.
 
         One that was replaced, and is closed long after, may not take the positions back: they count as exact.
@@ -84,7 +84,7 @@ class Sessions:
             return None
         return SessionBody(wid, session.body, positions, exact=True)
 
-    def closed(self, wid: str, positions: dict[str, int], now_ms: int) -> None:
+    def closed(self, wid: str, positions: dict[str, int] | None, now_ms: int) -> None:
         session = self._sessions[wid]
         session.stream = None
         session.positions = positions

@@ -305,9 +305,11 @@ class Shard:
         self._outbox.flush()
 
     def close(self) -> None:
-        """A clean end: heads of `ephemeral` topics exactly as they are, everything on the disk."""
+        """A clean end: heads of `ephemeral` topics and named cursors exactly as they are, everything on the disk."""
         self._time.look()
         self.routing.close()
+        self._cursors.settle(self._catalog)
+        self._commit_group()
         now_ms = self._time.now.wall_ms
         marks = [
             Operation([head_mark(hosted, hosted.topic.head_seq, now_ms, 0)], lambda _file_no, _offset: None, sync=True)

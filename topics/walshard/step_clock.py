@@ -25,6 +25,10 @@ class StepClock:
         self.now = Now(self._clock.now_ms(), self._clock.monotonic_ms())
         self.expiry_ms = self._expiry.now_ms()
 
+    def look_at_expiry(self) -> None:
+        """As late as can be: readers have their own clock, and may have been told since the step began."""
+        self.expiry_ms = self._expiry.now_ms()
+
     @property
     def trusted_offset_ms(self) -> int:
         """Wall minus monotonic time, for the next life of this process."""

@@ -95,6 +95,14 @@ class TopicCalls:
         answer.reply = messages.encode_reply(answer.request_id, PutTopicReply(False, config))
         if config == topic.config:
             return
+        # A longer ttl must not bring back what readers were told is gone (api §3.2).
+        self._time.look_at_expiry()
+        if not self._deletes.expire(hosted):
+            raise TopicsError(
+                "storage_unavailable",
+                f"what has expired in topic {call.name!r} cannot be logged now, so its configuration stays as it was;"
+                " see the service's log",
+            )
         self._commits.before_log(hosted)
         descriptor = hosted.prepare_config(config)
         now_ms = self._time.now.wall_ms
