@@ -44,6 +44,7 @@ from topics.frontend.table import service_operations, topic_operations, watch_op
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.txn import TxnRoutes
 from topics.frontend.txn_table import txn_operations
+from topics.frontend.unreadable import UnreadableJobs
 from topics.frontend.watch import WatchRoutes
 from topics.frontend.websocket import WebSocketRoute
 from topics.frontend.work import WorkRoutes
@@ -85,9 +86,10 @@ class Frontend:
         )
         sessions = Sessions(self.gateway, hosting.arenas, hosting.clock)
         watch = WatchRoutes(reader, sessions, hub, access, settings, streams, catching_up)
-        channel, dead_letters = JobChannel(self.gateway, 1), DeadLetters(self.gateway, reader)
-        queues = QueueRoutes(self.gateway, reader, channel, dead_letters, catching_up, settings, self.cell)
-        work = WorkRoutes(self.gateway, reader, channel, dead_letters, access, settings, streams, self.cell)
+        channel, unreadable = JobChannel(self.gateway, 1), UnreadableJobs()
+        dead_letters = DeadLetters(self.gateway, reader, unreadable)
+        queues = QueueRoutes(self.gateway, reader, channel, dead_letters, unreadable, catching_up, settings, self.cell)
+        work = WorkRoutes(self.gateway, reader, channel, dead_letters, unreadable, access, settings, streams, self.cell)
         cursors = CursorRoutes(self.gateway, reader, catching_up, settings, self.cell)
         figures = ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms)
         self.app = App(
