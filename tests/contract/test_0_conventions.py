@@ -125,6 +125,20 @@ def test_bad_names(client: httpx.Client, name: str) -> None:
     refused(client.post("/v0/watch", json={"topics": {name: {}}}), 400, "invalid_request")
 
 
+@pytest.mark.parametrize("name", ["a%2Fb", "a%2fdiff", "%2F", "a%2F"])
+def test_a_slash_in_a_name_parts_nothing(client: httpx.Client, topic: str, name: str) -> None:
+    write(client, topic, 1)
+    name = f"{topic}{name}"
+    for path in (f"/v0/topics/{name}", f"/v0/routers/{name}", f"/v0/topics/{topic}/cursors/{name}"):
+        assert "is not valid" in refused(client.get(path), 400, "invalid_request")["message"]
+    for path in (f"/v0/topics/{name}", f"/v0/topics/{name}/diff", f"/v0/stage/{name}"):
+        refused(client.post(path, json={"records": [{"data": 1}]}), 400, "invalid_request")
+    refused(client.get(f"/v0/topics/{topic}%2Fdiff/x"), 400, "invalid_request")
+    refused(client.get("/v0%2Ftopics"), 404, "not_found")
+    refused(client.post(f"/v0/topics/{topic}/diff%2F", json={}), 404, "not_found")
+    assert state(client, topic)["head_seq"] == 1
+
+
 def test_names_are_case_sensitive_and_percent_decoding_is_transparent(client: httpx.Client, topic: str) -> None:
     lower, upper = f"{topic}:a", f"{topic}:A"
     write(client, lower, "lower")
@@ -158,6 +172,26 @@ def test_a_config_number_that_is_none_is_refused_by_name(
     error = refused(client.put(f"/v0/topics/{topic}", json={field: value}), 400, "invalid_request")
     assert field in error["message"] + json.dumps(error.get("detail", {}))
     missing(client, topic)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("ttl_ms", "1"), ("cap_bytes", 1.5), ("cap_records", None), ("ttl_ms", -1), ("durable", 1), ("discard", "x"),
+     ("type", 3), ("priority", "high"), ("dead_letter", 7), ("on_ack", "x")],
+)  # fmt: skip
+def test_what_is_wrong_in_a_config_is_named_in_detail(client: httpx.Client, topic: str, field: str, value: Any) -> None:
+    error = refused(client.put(f"/v0/topics/{topic}", json={field: value}), 400, "invalid_request")
+    assert error["detail"] == {"field": field}
+    body = {"records": [{"data": 1}], "config": {field: value}}
+    error = refused(client.post(f"/v0/topics/{topic}", json=body), 400, "invalid_request")
+    assert error["detail"] == {"field": field}
+
+
+@pytest.mark.parametrize("meta", [{"k": 1}, [], {f"k{n}": "" for n in range(65)}, {"k": "v" * 16384}])
+def test_what_is_wrong_in_a_meta_is_named_by_its_record(client: httpx.Client, topic: str, meta: Any) -> None:
+    body = {"records": [{"data": 1}, {"data": 2, "meta": meta}]}
+    error = refused(client.post(f"/v0/topics/{topic}", json=body), 400, "invalid_request")
+    assert error["detail"] == {"field": "records[1].meta"}
 
 
 @pytest.mark.parametrize("value", NOT_COUNTS, ids=repr)
@@ -299,7 +333,7 @@ def test_a_body_above_the_limit_is_413_and_the_service_usable(narrow: Service, t
     content = body if transfer == "length" else chunks()
     with httpx.Client(base_url=narrow.url, timeout=10) as client:
         answer = client.post(f"/v0/topics/{topic}", content=content, headers=JSON)
-        refused(answer, 413, "payload_too_large")
+        assert refused(answer, 413, "payload_too_large")["detail"] == {"max_body_bytes": 262_144}
         assert head_seq(client, topic) == 0
         assert write(client, topic, 1)["first_seq"] == 1
 

@@ -296,6 +296,20 @@ def test_corrupt_cursor(client: httpx.Client, cursor: str) -> None:
     refused(client.get("/v0/topics", params={"cursor": cursor}), 400, "invalid_request")
 
 
+@pytest.mark.parametrize("path", ["/v0/topics", "/v0/routers", "/v0/topics/{}/cursors"])
+def test_a_cursor_that_lost_its_end_is_corrupt(client: httpx.Client, topic: str, path: str) -> None:
+    for n in range(3):
+        put(client, f"{topic}.{n}")
+        ok(client.put(f"/v0/routers/{topic}.{n}", json={"source": f"{topic}.{n}", "dest": f"{topic}.d{n}"}))
+        ok(client.put(f"/v0/topics/{topic}.0/cursors/{topic}.{n}", json={}))
+    params = {"prefix": topic, "page_size": "1"}
+    cursor = ok(client.get(path.format(f"{topic}.0"), params=params))["next_cursor"]
+    ok(client.get(path.format(f"{topic}.0"), params=params | {"cursor": cursor}))
+    for end in (1, 2, 3, 4):
+        answer = client.get(path.format(f"{topic}.0"), params=params | {"cursor": cursor[:-end]})
+        assert refused(answer, 400, "invalid_request")["detail"] == {"field": "cursor"}
+
+
 # --- DELETE
 
 

@@ -114,6 +114,16 @@ def test_create_false(client: httpx.Client, topic: str) -> None:
 # --- inline configuration
 
 
+@pytest.mark.parametrize("config", [{"ttl_ms": "x"}, 5, {"dead_letter": ""}, {"durability": "paper"}], ids=repr)
+def test_what_inline_config_is_ignored_is_not_judged(client: httpx.Client, topic: str, config: Any) -> None:
+    body = {"records": [{"data": 1}], "config": config}
+    refused(client.post(f"/v0/topics/{topic}", json=body), 400, "invalid_request")
+    missing(client, topic)
+    put(client, topic, ttl_ms=7_000_000)
+    assert ok(client.post(f"/v0/topics/{topic}", json=body))["first_seq"] == 1
+    assert state(client, topic)["config"]["ttl_ms"] == 7_000_000
+
+
 def test_inline_config_counts_only_for_the_creating_write(client: httpx.Client, topic: str) -> None:
     write(client, topic, 1, config={"durability": "fsync", "priority": 4})
     config = state(client, topic)["config"]

@@ -182,6 +182,20 @@ def test_from_ts_with_a_limit(client: httpx.Client, topic: str) -> None:
     assert seqs(diff(client, topic, from_ts=stamp, limit=2)) == [1, 2]
 
 
+def test_a_long_poll_from_a_ts_yet_to_come_waits_for_it(service: Service, topic: str) -> None:
+    """It starts at the first record with $ts >= from_ts: those before it, written while it waits, are not that."""
+    for attempt in range(3):
+        name = f"{topic}.{attempt}"
+        write(service.client, name, "long ago")
+        from_ts = state(service.client, name)["last_write_ts"] + 300
+        with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=service.url, timeout=35) as own:
+            waiting = pool.submit(diff, own, name, from_ts=from_ts, wait_ms=20_000)
+            while write(service.client, name, "meanwhile") and state(service.client, name)["last_write_ts"] < from_ts:
+                pass
+            delivered = waiting.result()["records"]
+        assert min(record["$ts"] for record in delivered) >= from_ts
+
+
 # --- long poll
 
 

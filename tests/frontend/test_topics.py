@@ -32,6 +32,18 @@ def test_any_other_cursor_is_refused(text: str) -> None:
     assert refused.value.code == "invalid_request"
 
 
+@given(NAMES, st.data())
+def test_a_damaged_cursor_is_refused(name: str, data: st.DataObject) -> None:
+    """Whatever is missing, added or another, though it may be base64 of a name all the same."""
+    cursor = name_cursor(name)
+    at = data.draw(st.integers(0, len(cursor) - 1))
+    other = data.draw(st.sampled_from("AZaz09-_").filter(lambda character: character != cursor[at]))
+    for damaged in (cursor[:at], cursor[:at] + other + cursor[at + 1 :], cursor + other, cursor + "="):
+        if damaged:
+            with pytest.raises(TopicsError, match="cursor"):
+                name_after(damaged, check_topic_name)
+
+
 def test_no_cursor_is_the_beginning() -> None:
     assert name_after(None, check_topic_name) == ""
 

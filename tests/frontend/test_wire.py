@@ -41,8 +41,9 @@ def test_any_json_is_kept_as_it_is(value: object) -> None:
         (b"NaN", 20),
         (b"[1,]", 23),
         (b"01", 21),
-        (b'"\\ud800"', None),
-        (b'"\\udc00x"', 27),
+        (b'"\\ud8', 26),
+        (b'"\\ud83d\\ude00\\x"', 34),
+        (b'"\\\\ud83d\\x"', 29),
         (b'"\xff"', 21),
         (b'"\xed\xa0\x80"', 21),
         (b'{"\xc3":1}', 22),
@@ -55,6 +56,20 @@ def test_what_is_not_json_is_refused_with_its_position(data: bytes, position: in
     if position is not None:
         assert error.detail == {"position": position}
         assert f"at byte {position}" in error.message
+
+
+@pytest.mark.parametrize("before", [b"", b"x" * 30, b"\\ud83d\\ude00", b"\\\\", b"\\n" * 9])
+@pytest.mark.parametrize("after", [b"", b"x", b"x" * 30, b"\\u0041", b"\\n", b"\\ud83d\\ude00"])
+@pytest.mark.parametrize("lone", [b"\\ud800", b"\\uDBFF", b"\\udc00", b"\\uDFFF"])
+def test_an_unpaired_surrogate_is_called_so(before: bytes, lone: bytes, after: bytes) -> None:
+    error = refusal(write_of(b'"' + before + lone + after + b'"'))
+    assert error.detail == {"position": len(b'{"records":[{"data":"') + len(before)}
+    assert f"unpaired surrogate escape ({lone.decode()})" in error.message
+
+
+def test_half_a_pair_that_is_cut_short_is_that() -> None:
+    for cut in (b"", b"\\", b"\\u", b"\\ud", b"\\uDc", b"\\udc0"):
+        assert "truncated" in refusal(b'{"records":[{"data":"\\ud83d' + cut).message
 
 
 def test_bad_utf8_far_into_a_long_body_is_found_where_it_is() -> None:
@@ -124,8 +139,8 @@ def test_diff_counts() -> None:
 
 
 def test_meta_is_an_object_of_strings() -> None:
-    assert wire.decode_meta(msgspec.Raw(b'{"a":"b"}'), "records[0]") == {"a": "b"}
+    assert wire.decode_meta(msgspec.Raw(b'{"a":"b"}'), "records[0].meta") == {"a": "b"}
     for meta in (b"[]", b'"x"', b'{"a":1}', b'{"a":null}', b'{"a":{"b":"c"}}'):
         with pytest.raises(TopicsError) as refused:
-            wire.decode_meta(msgspec.Raw(meta), "records[3]")
+            wire.decode_meta(msgspec.Raw(meta), "records[3].meta")
         assert "records[3].meta" in refused.value.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final, Literal, get_args
 
 import msgspec
@@ -16,6 +17,10 @@ U64_MAX: Final = 2**64 - 1
 PRIORITY_MAX: Final = 1000
 LEASE_MS: Final = (100, 86_400_000)
 CLAIM_JITTER_MS_MAX: Final = 5_000
+
+
+_FIELD: Final = re.compile(r"`\$\.([^`]*)`$")
+"""Where a value does not fit, as msgspec says it."""
 
 
 class TopicConfig(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -100,7 +105,8 @@ def parse_config(given: Any, topic: str) -> tuple[TopicConfig, bool]:
     try:
         fields = msgspec.convert(given, GivenConfig)
     except msgspec.ValidationError as error:
-        raise invalid(f"config: {error}") from None
+        at = _FIELD.search(str(error))
+        raise invalid(f"config: {error}", **({"field": at[1]} if at else {})) from None
     values = {name: getattr(fields, name) for name in fields.__struct_fields__}
     values = {name: value for name, value in values.items() if value is not msgspec.UNSET}
     for name in _UNSIGNED:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
+from urllib.parse import unquote
 
 from starlette.routing import Route as Path
 from starlette.routing import Router
 
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
+from topics.core.names import check_router_name, check_topic_name
 from topics.frontend.access import Access
 from topics.frontend.answers import send_error
 from topics.frontend.append import AppendRoute
@@ -33,6 +35,8 @@ _DIFF: Final = "/diff"
 _WS: Final = "/v0/ws"
 _UNSCOPED_NAMES: Final = frozenset(("cursor", "pin"))
 """What in a path a key's prefixes are not about: a cursor is its topic's, and so is a pin."""
+_NAMED: Final = frozenset((b"topics", b"routers", b"stage", b"txn"))
+"""What names follow in a path."""
 _READ: Final = KeyScope.READ
 _WRITE: Final = KeyScope.WRITE
 
@@ -83,6 +87,8 @@ class App:
         started_ns = time.perf_counter_ns()
         route = Route.OTHER
         try:
+            if b"%2" in scope.get("raw_path", b""):
+                self._check_slashes(scope)
             if scope["method"] == "POST" and scope["path"].startswith(_TOPICS):
                 name: str = scope["path"][len(_TOPICS) :]
                 if name and "/" not in name:
@@ -109,6 +115,18 @@ class App:
             timed_as = scope.get(ROUTE, route)
             if timed_as is not None:
                 self._observe(timed_as, (time.perf_counter_ns() - started_ns) // 1000)
+
+    def _check_slashes(self, scope: Scope) -> None:
+        """A slash that is written %2F belongs to a name, which makes that name wrong (api §0.3): it parts nothing."""
+        kind, *segments = scope["raw_path"].removeprefix(b"/v0/").split(b"/")
+        for at, segment in enumerate((kind, *segments)):
+            if b"%2f" not in segment.lower():
+                continue
+            if at % 2 == 0 or kind not in _NAMED:
+                raise no_such_path(scope)
+            self._access.caller(scope)
+            check_name = check_router_name if kind == b"routers" else check_topic_name
+            check_name(unquote(segment.decode("latin-1")))
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A WebSocket, or the life span, which Starlette's router answers."""

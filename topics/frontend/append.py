@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 from starlette.datastructures import QueryParams
 
-from topics.core.config import U64_MAX, TopicConfig, parse_config
+from topics.core.config import U64_MAX, parse_config
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name, owner_shard
@@ -73,13 +73,21 @@ class AppendRoute:
         Raises TopicsError for what is wrong with it; the future fails as `Gateway.submit_append` says.
         """
         key = _key(request, key_header)
-        config = _config(request, name)
+        config, create = None, request.create
+        if wire.given(request.config):
+            try:
+                config = parse_config(msgspec.json.decode(request.config), name)[0]
+            except TopicsError:
+                # Of a topic that exists it is ignored, whatever it is (`rules.md`, Topics).
+                if not self._gateway.knows(name):
+                    raise
+                create = False
         if config is not None and config.dead_letter is not None:
             caller.require(KeyScope.WRITE, (config.dead_letter,))
         return self._gateway.submit_append(
             owner_shard(name, self._gateway.shards),
             name.encode(),
-            request.create,
+            create,
             request.if_head_seq,
             key,
             config,
@@ -129,15 +137,16 @@ class AppendRoute:
                 raise _too_long(f"records[{at}].tag", len(tag), self._settings.max_tag_bytes)
         if not wire.given(record.meta):
             return node, tag, record.data, b""
-        meta = wire.decode_meta(record.meta, f"records[{at}]")
+        field = f"records[{at}].meta"
+        meta = wire.decode_meta(record.meta, field)
         if META_KEY in meta:
             raise invalid(
-                f"records[{at}].meta.{META_KEY} is the server's: routers write it into copies", field=f"meta.{META_KEY}"
+                f"{field}.{META_KEY} is the server's: routers write it into copies", field=f"{field}.{META_KEY}"
             )
         if len(meta) > META_MAX_KEYS:
-            raise invalid(f"records[{at}].meta has {len(meta)} keys, at most {META_MAX_KEYS} are allowed", field="meta")
+            raise invalid(f"{field} has {len(meta)} keys, at most {META_MAX_KEYS} are allowed", field=field)
         if len(record.meta) > self._settings.max_meta_bytes:
-            raise _too_long(f"records[{at}].meta", len(record.meta), self._settings.max_meta_bytes)
+            raise _too_long(field, len(record.meta), self._settings.max_meta_bytes)
         return node, tag, record.data, record.meta
 
     def _job_attributes(self, name: str, records: list[RecordBody]) -> JobAttributes:
@@ -206,12 +215,6 @@ def _key(request: AppendBody, header: bytes | None) -> bytes:
             f"an idempotency key has 1 to {KEY_MAX_CHARS} characters, not {len(key)}", field="idempotency_key"
         )
     return key.encode()
-
-
-def _config(request: AppendBody, name: str) -> TopicConfig | None:
-    if not wire.given(request.config):
-        return None
-    return parse_config(msgspec.json.decode(request.config), name)[0]
 
 
 def _too_long(field: str, length: int, max_bytes: int) -> TopicsError:

@@ -72,13 +72,13 @@ class DiffRoute:
         ref = reader.get(name)
         options = self._options(request)
         now_ms = reader.now_ms()
-        from_seq = request.from_seq if request.from_ts is None else reader.seq_before(ref, request.from_ts)
-        page = await reader.fetch_page(ref, from_seq, options, now_ms)
+        from_ts = request.from_ts
+        page = await reader.fetch_page(ref, request.from_seq, options, now_ms, from_ts=from_ts)
         cost = Cost(page.scanned, page.cold_segments)
         self._recency.touch(ref.shard, ref.slot, ref.view.topic_id, now_ms)
         if request.wait_ms and not _deliverable(page):
             scope[ROUTE] = Route.DIFF_WAIT
-            page, cost = await self._wait(ref, page, options, min(request.wait_ms, WAIT_MS_MAX), receive)
+            page, cost = await self._wait(ref, page, options, from_ts, min(request.wait_ms, WAIT_MS_MAX), receive)
         self._cell.add("records_out", page.count)
         await send_json(send, headers, 200, _answer(name, page, cost, with_copies, started_ns))
 
@@ -94,9 +94,11 @@ class DiffRoute:
         return PageOptions(limit, max_batch_bytes, node_set(request.node), request.include_tags, request.include_meta)
 
     async def _wait(
-        self, ref: TopicRef, page: Page, options: PageOptions, wait_ms: int, receive: Receive
+        self, ref: TopicRef, page: Page, options: PageOptions, from_ts: int | None, wait_ms: int, receive: Receive
     ) -> tuple[Page, Cost]:
-        """The first page that delivers something, or the last one before the deadline; what all of them took."""
+        """The first page that delivers something, or the last one before the deadline; what all of them took.
+        `from_ts` may be yet to come: what is written before it is not what the reader waits for.
+        """
         if len(self._waiting) >= LONG_POLLS_MAX:
             raise TopicsError(
                 "throttled",
@@ -131,8 +133,9 @@ class DiffRoute:
                 news.clear()
                 if gone.done():
                     raise ClientGoneError
-                page = await self._reader.fetch_page(
-                    self._reader.get(ref.name), page.next_from_seq, options, self._reader.now_ms()
+                reader = self._reader
+                page = await reader.fetch_page(
+                    reader.get(ref.name), page.next_from_seq, options, reader.now_ms(), from_ts=from_ts
                 )
                 cost = Cost(cost.scanned + page.scanned, cost.cold_segments + page.cold_segments)
         finally:

@@ -106,11 +106,19 @@ class Gateway:
     def shards(self) -> int:
         return len(self._links)
 
+    def knows(self, name: str) -> bool:
+        """Whether it is known that this topic exists."""
+        return self._view(name) is not None
+
     def is_log(self, name: str) -> bool:
         """Whether it is known that this topic exists and is no queue."""
+        view = self._view(name)
+        return view is not None and not view.is_queue
+
+    def _view(self, name: str) -> TopicView | None:
         arena = self._arenas.of(owner_shard(name, self.shards))
         found = None if arena is None else arena.look_up(name)
-        return found is not None and not found[1].is_queue
+        return None if found is None else found[1]
 
     @property
     def fullness(self) -> float:

@@ -214,7 +214,7 @@ class Http1Protocol(asyncio.Protocol):
                 if self._exchange is not None and self._parser.complete:
                     break
         except Refusal as refusal:
-            self._refuse(refusal.code, refusal.message)
+            self._refuse(refusal.code, refusal.message, refusal.detail)
             return
         if data is self._pending:
             del self._pending[:position]
@@ -367,13 +367,13 @@ class Http1Protocol(asyncio.Protocol):
         """Close without waiting for the client."""
         self._transport.close()
 
-    def _refuse(self, code: str, message: str) -> None:
+    def _refuse(self, code: str, message: str, detail: dict[str, int] | None = None) -> None:
         exchange, self._exchange, self._start = self._exchange, None, None
         started = exchange is not None and exchange.stage in (Stage.STREAMING, Stage.DONE)
         if exchange is not None:
             exchange.lose()
         if not started:
-            self._transport.write(error_answer(code, message))
+            self._transport.write(error_answer(code, message, detail))
         elif exchange is not None and exchange.stage is Stage.STREAMING:
             self._transport.abort()
             return

@@ -64,12 +64,13 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(Exception):  # noqa: N818 - to the client it is an answer
-    """A request that does not reach the app: the code and message of its answer. Nothing after it can be read."""
+    """A request that does not reach the app: code, message and detail of its answer. Nothing after it can be read."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, **detail: int) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
+        self.detail = detail
 
 
 class Head(msgspec.Struct):
@@ -213,9 +214,7 @@ class RequestParser:
         elif not _is_host(host):
             raise Refusal("invalid_request", f"header Host is {_show(host)}; it is `name` or `name:port`")
         if length is not None and length > self._limits.max_body_bytes:
-            raise Refusal(
-                "payload_too_large", f"the body has {length} bytes; at most {self._limits.max_body_bytes} may be"
-            )
+            raise self._body_too_large(f"the body has {length} bytes; at most {self._limits.max_body_bytes} may be")
         if method == b"CONNECT":
             raise Refusal("method_not_allowed", "CONNECT is for proxies, this is none")
         if upgrade:
@@ -250,7 +249,7 @@ class RequestParser:
             sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         self._body_wire_bytes += position - start
         if self._body_bytes > self._limits.max_body_bytes:
-            raise Refusal("payload_too_large", f"the body has more than {self._limits.max_body_bytes} bytes")
+            raise self._body_too_large(f"the body has more than {self._limits.max_body_bytes} bytes")
         # Chunk extensions and trailers are dropped, but llhttp and we must not be fed them for ever. A chunk of one
         # byte takes six on the wire.
         if self._body_wire_bytes > self._limits.max_header_bytes + 8 * self._body_bytes:
@@ -293,6 +292,9 @@ class RequestParser:
             word = bytes(data[position : position + 33])
             if _METHOD.match(word if b" " in word else word + b" ") is None:
                 raise _not_a_request_line(bytes(data[position:]))
+
+    def _body_too_large(self, message: str) -> Refusal:
+        return Refusal("payload_too_large", message, max_body_bytes=self._limits.max_body_bytes)
 
     def _uri_too_long(self) -> Refusal:
         return Refusal("uri_too_long", f"the request target has more than {self._limits.max_uri_bytes} bytes")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from starlette.datastructures import QueryParams
+from xxhash import xxh32_digest
 
 from topics.core.config import U64_MAX
 from topics.core.errors import TopicsError, invalid
@@ -15,6 +16,7 @@ from topics.core.errors import TopicsError, invalid
 PAGE_SIZE_DEFAULT: Final = 100
 PAGE_SIZE_MAX: Final = 1000
 _CURSOR_MARK: Final = b"after:"
+_CHECKSUM_LEN: Final = 4
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -46,8 +48,9 @@ def page_size(query: QueryParams) -> int:
 
 
 def name_cursor(name: str) -> str:
-    """The cursor of a list that goes on behind this name."""
-    return base64.urlsafe_b64encode(_CURSOR_MARK + name.encode()).decode().rstrip("=")
+    """The cursor of a list that goes on behind this name: base64 of "after:", the name, and XXH32 of both."""
+    content = _CURSOR_MARK + name.encode()
+    return base64.urlsafe_b64encode(content + xxh32_digest(content)).decode().rstrip("=")
 
 
 def name_after(cursor: str | None, check_name: Callable[[str], str]) -> str:
@@ -55,13 +58,11 @@ def name_after(cursor: str | None, check_name: Callable[[str], str]) -> str:
     if cursor is None:
         return ""
     try:
-        content = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True).decode()
-    except (ValueError, binascii.Error):
-        content = ""
-    mark = _CURSOR_MARK.decode()
-    if not content.startswith(mark):
+        content = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True)
+        name = check_name(content[len(_CURSOR_MARK) : -_CHECKSUM_LEN].decode())
+    except (ValueError, binascii.Error, TopicsError):
+        name = ""
+    # One character less or another can still be base64 of a name: the whole has to be what was given.
+    if not name or name_cursor(name) != cursor:
         raise invalid("?cursor is not one that a list gave: take next_cursor as it is", field="cursor")
-    try:
-        return check_name(content.removeprefix(mark))
-    except TopicsError:
-        raise invalid("?cursor is not one that a list gave: take next_cursor as it is", field="cursor") from None
+    return name

@@ -162,23 +162,35 @@ class TopicReader:
             return False
 
     def read_page(
-        self, ref: TopicRef, from_seq: int, options: PageOptions, now_ms: int, up_to_seq: int | None = None
+        self,
+        ref: TopicRef,
+        from_seq: int,
+        options: PageOptions,
+        now_ms: int,
+        up_to_seq: int | None = None,
+        from_ts: int | None = None,
     ) -> Page:
-        """The records that follow `from_seq`, not beyond `up_to_seq`.
+        """The records that follow `from_seq`, not beyond `up_to_seq`, and none before the first with `$ts >= from_ts`.
 
         Raises `topic_not_found` when the topic went away, `storage_unavailable` when a frame cannot be read;
         ColdMissError when the first record is in the cold tier and not at hand (`fetch_page` waits for it).
         """
-        return self._steady(ref, lambda ref: self._read(ref, from_seq, options, now_ms, up_to_seq))
+        return self._steady(ref, lambda ref: self._read(ref, from_seq, options, now_ms, up_to_seq, from_ts))
 
     async def fetch_page(
-        self, ref: TopicRef, from_seq: int, options: PageOptions, now_ms: int, up_to_seq: int | None = None
+        self,
+        ref: TopicRef,
+        from_seq: int,
+        options: PageOptions,
+        now_ms: int,
+        up_to_seq: int | None = None,
+        from_ts: int | None = None,
     ) -> Page:
         """As `read_page`, waiting for the cold tier where it must; then `ref` is to be found again."""
         reason: Exception | None = None
         for _ in range(_COLD_TRIES):
             try:
-                return self.read_page(ref, from_seq, options, now_ms, up_to_seq)
+                return self.read_page(ref, from_seq, options, now_ms, up_to_seq, from_ts)
             except ColdMissError as miss:
                 try:
                     await self.fetch(miss)
@@ -211,8 +223,19 @@ class TopicReader:
     def _source(self, ref: TopicRef) -> Source:
         return Source(self._stores, ref.shard, ref.arena, ref.slot, ref.view)
 
-    def _read(self, ref: TopicRef, from_seq: int, options: PageOptions, now_ms: int, up_to_seq: int | None) -> Page:
+    def _read(
+        self,
+        ref: TopicRef,
+        from_seq: int,
+        options: PageOptions,
+        now_ms: int,
+        up_to_seq: int | None,
+        from_ts: int | None,
+    ) -> Page:
         source = self._source(ref)
+        if from_ts is not None:
+            # In this very view: a record that comes between finding the start and reading may be too early.
+            from_seq = max(from_seq, source.first_seq_at(from_ts) - 1)
         view = logical_view(ref.view, ref.config.ttl_ms, source, now_ms)
         tombstone = floor_tombstone(view, from_seq)
         if from_seq > view.head_seq:

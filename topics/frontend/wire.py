@@ -22,6 +22,12 @@ BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 _UTF8_STEP_BYTES: Final = 1 << 20
 _FIELD: Final = re.compile(r"`\$\.?([^`]*)`$")
+_SURROGATES: Final = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2})?|\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
+_PAIR_LEN: Final = 12
+_CUT_PAIR: Final = re.compile(rb"(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?")
+"""The beginning of what may follow the first half of a pair."""
 _POSITION: Final = re.compile(r"^(?:JSON is malformed: )?(.*?)(?: \(byte (\d+)\))?$")
 
 Optional = msgspec.Raw | msgspec.UnsetType
@@ -177,12 +183,12 @@ def given(raw: Optional) -> TypeGuard[msgspec.Raw]:
     return raw is not msgspec.UNSET and bytes(raw) != b"null"
 
 
-def decode_meta(meta: msgspec.Raw, at: str) -> dict[str, str]:
-    """A record's meta: an object of strings."""
+def decode_meta(meta: msgspec.Raw, field: str) -> dict[str, str]:
+    """A record's meta, in this field: an object of strings."""
     try:
         return _meta_decoder.decode(meta)
     except msgspec.ValidationError as error:
-        raise invalid(f"{at}.meta must be an object whose values are strings: {error}", field=f"{at}.meta") from None
+        raise invalid(f"{field} must be an object whose values are strings: {error}", field=field) from None
 
 
 def check_counts(request: msgspec.Struct) -> None:
@@ -215,7 +221,32 @@ def not_json(body: bytes, reason: str) -> TopicsError:
     match = _POSITION.match(reason)
     assert match is not None
     position = len(body) if match[2] is None else int(match[2])
+    surrogate_at = _unpaired_surrogate(body, position)
+    if surrogate_at is not None:
+        return invalid(
+            f"the body is not accepted: an unpaired surrogate escape ({body[surrogate_at : surrogate_at + 6].decode()})"
+            f" at byte {surrogate_at}, which stands for no character",
+            position=surrogate_at,
+        )
     return invalid(f"the body is not JSON: {match[1]} at byte {position}", position=position)
+
+
+def _unpaired_surrogate(body: bytes, position: int) -> int | None:
+    """Where the surrogate escape is that the parser stumbled over at `position`, None if that was something else.
+
+    It looks for the other half behind the first one, and calls that malformed, cut short, or another escape.
+    """
+    # From so far back on that no half of a whole pair is taken for one that stands alone.
+    for found in _SURROGATES.finditer(body, max(0, position - 2 * _PAIR_LEN)):
+        at = found.start()
+        if at >= position:
+            break
+        if len(found[0]) == _PAIR_LEN or at < position - _PAIR_LEN:
+            continue
+        backslashes = at - len(body[:at].rstrip(b"\\"))
+        if backslashes % 2 == 0 and not _CUT_PAIR.fullmatch(body, found.end()):
+            return at
+    return None
 
 
 def _check_utf8(body: bytes) -> None:
