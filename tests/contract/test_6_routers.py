@@ -350,6 +350,93 @@ def test_a_source_that_evicted_records_gives_a_source_trim_tombstone(client: htt
     assert [(record["$seq"], record["data"]) for record in page["records"]] == [(6, 5), (7, 6)]
 
 
+@pytest.mark.parametrize("durability", ["disk", "ephemeral"])
+def test_what_was_deleted_while_it_waited_is_left_out(client: httpx.Client, topic: str, durability: str) -> None:
+    dest = f"{topic}.d"
+    put(client, topic, durability=durability)
+    put(client, dest, cap_records=1, discard="reject")
+    route(client, topic, topic, dest)
+
+    def make_room() -> list[Any]:
+        ok(client.post(f"/v0/topics/{dest}/delete", json={"before_seq": state(client, dest)["head_seq"] + 1}))
+        return data(client, dest)
+
+    write(client, topic, "first")
+    assert data(client, dest) == ["first"]
+    secret = [{"data": number, "tag": "secret"} for number in range(3)]
+    ok(client.post(f"/v0/topics/{topic}", json={"records": [*secret, {"data": "kept"}, *secret, {"data": "last"}]}))
+    assert data(client, dest) == ["first"]
+    assert ok(client.post(f"/v0/topics/{topic}/delete", json={"match": "secret"}))["deleted"] == 6
+    assert make_room() == ["kept"]
+    assert make_room() == ["last"]
+    write(client, topic, "before", "behind")
+    assert data(client, dest) == ["last"]
+    ok(client.post(f"/v0/topics/{topic}/delete", json={"before_seq": 11}))
+    assert make_room() == ["behind"]
+    # Nothing stands for what was deleted.
+    read = diff(client, dest)
+    assert (read["head_seq"], read["tombstone"]) == (4, None)
+    assert router(client, topic)["forwarded_total"] == 4
+
+
+@pytest.mark.parametrize("end", ["restart", "kill_shards", "kill_group"])
+def test_what_was_deleted_while_it_waited_stays_out_whatever_ends(topic: str, end: str) -> None:
+    with Service() as service:
+        client, dests = service.client, [f"{topic}.d{at}" for at in range(3)]
+        for dest in dests:
+            put(client, dest, cap_records=3, discard="reject")
+            route(client, dest, topic, dest)
+        records = [{"data": at, "tag": "odd" if at % 2 else "even"} for at in range(9)]
+        ok(client.post(f"/v0/topics/{topic}", json={"records": records}))
+        for dest in dests:
+            assert data(client, dest) == [0, 1, 2]
+        # 1 was copied before it was deleted: its copy is the dest's.
+        ok(client.post(f"/v0/topics/{topic}/delete", json={"match": "odd"}))
+        if end == "kill_shards":
+            for shard in range(service.shards):
+                service.kill("walshard", shard)
+        elif end == "restart":
+            service.restart()
+        else:
+            service.kill_group()
+            service.start()
+        client = service.client
+        for dest in dests:
+            poll("the dest", lambda dest=dest: client.get(f"/v0/topics/{dest}").status_code == 200)  # type: ignore[misc]
+            assert data(client, dest) == [0, 1, 2]
+            put(client, dest, cap_records=9, discard="reject")
+            assert data(client, dest) == [0, 1, 2, 4, 6, 8]
+            assert diff(client, dest)["tombstone"] is None
+
+
+@pytest.mark.parametrize("with_records", [True, False])
+def test_what_waits_when_its_source_is_deleted_is_a_gap(client: httpx.Client, topic: str, with_records: bool) -> None:
+    dest = f"{topic}.d"
+    put(client, dest, cap_records=2, discard="reject")
+    route(client, topic, topic, dest)
+    write(client, topic, 1, 2, 3, 4, 5)
+    assert data(client, dest) == [1, 2]
+    if not with_records:
+        # Room for two more, which are the last.
+        ok(client.post(f"/v0/topics/{dest}/delete", json={"before_seq": 3}))
+        assert data(client, dest) == [3, 4]
+    ok(client.delete(f"/v0/topics/{topic}"))
+    head_seq = 5
+    page = diff(client, dest)
+    assert [record["data"] for record in page["records"]] == ([1, 2] if with_records else [3, 4])
+    first_lost_seq = page["records"][-1]["$seq"] + 1
+    page = diff(client, dest, from_seq=page["next_from_seq"])
+    tombstone = page["tombstone"]
+    assert (tombstone["reason"], tombstone["gap_from"], tombstone["gap_to"]) == (
+        "source_trim",
+        first_lost_seq,
+        head_seq,
+    )
+    assert (page["records"], page["head_seq"], page["caught_up"]) == ([], head_seq, True)
+    put(client, dest, cap_records=9, discard="reject")
+    assert write(client, dest, "own")["seqs"] == [head_seq + 1]
+
+
 def test_what_a_dest_can_never_hold_is_a_gap_and_the_rest_follow(client: httpx.Client, topic: str) -> None:
     """Not "full", which passes, but what a writer would be told with record_too_large."""
     dest = f"{topic}.d"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -364,6 +365,96 @@ def test_whatever_happens_the_copies_are_those_of_the_model(tmp_path: Path, seed
                 if model.records[name]:
                     assert rig.read(name) == model.live(name), f"step {step}, topic {name}"
         assert ends > 5
+    finally:
+        rig.close()
+
+
+def test_what_was_copied_after_a_dest_was_full_is_copied_again_though_deleted_since(rig: Rig) -> None:
+    put(rig, "b", cap_records=2, discard="reject")
+    route(rig, "r", "a", "b")
+    rig.append("a", b"1", b"2", b"3")
+    rig.run()
+    assert rig.read("b") == [(1, b"1"), (2, b"2")]
+    rig.call(DeleteRecords("b", 3, None, b""))
+    rig.call(CatchUp("b"))
+    rig.call(DeleteRecords("b", 4, None, b""))
+    rig.append("a", b"4", b"5")
+    rig.run()
+    logged = logged_types(rig).count(FrameType.APPEND)
+    rig.call(DeleteRecords("a", 6, None, b""))
+    assert logged_types(rig).count(FrameType.APPEND) == logged == 5 + 3, "the last two copies are in RAM alone"
+    for end in (rig.boot, rig.restart_service):
+        end()
+        rig.run()
+        assert rig.read("b") == [(4, b"4"), (5, b"5")]
+
+
+@pytest.mark.parametrize("end", [Rig.boot, Rig.restart_service])
+def test_what_was_deleted_while_it_waited_is_known_to_a_life_that_begins_with_room(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, end: Callable[[Rig], None]
+) -> None:
+    put(rig, "b", cap_records=2, discard="reject")
+    route(rig, "r", "a", "b")
+    append_tagged(rig, "a", *[(b"x" if at in (2, 4) else b"y", b"%d" % at) for at in range(6)])
+    rig.run()
+    rig.call(DeleteRecords("a", None, "eq", b"x"))
+    # The shard ends after it made room, and before anything is copied into it.
+    monkeypatch.setattr(rig.shard.routing._copier, "advance", lambda *_, **__: False)
+    rig.call(DeleteRecords("b", 3, None, b""))
+    end(rig)
+    rig.run()
+    assert rig.read("b") == [(3, b"3"), (4, b"5")]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_happens_a_full_dest_gets_what_lives_when_there_is_room(tmp_path: Path, seed: int) -> None:
+    rig = Rig(str(tmp_path))
+    try:
+        chance = random.Random(seed)
+        put(rig, "a", durability=chance.choice(["disk", "fsync", "memory"]))
+        put(rig, "b", cap_records=4, discard="reject")
+        route(rig, "r", "a", "b")
+        waiting: list[tuple[int, bytes, bytes]] = []
+        copies: list[tuple[int, bytes]] = []
+        head_a = head_b = left_out = 0
+        for step in range(150):
+            before = len(waiting)
+            match chance.randrange(9):
+                case 0 | 1 | 2:
+                    new = [(chance.choice([b"x", b"y"]), b"%d.%d" % (step, at)) for at in range(chance.randrange(1, 4))]
+                    append_tagged(rig, "a", *new)
+                    for tag, data in new:
+                        head_a += 1
+                        waiting.append((head_a, tag, data))
+                case 3:
+                    tag = chance.choice([b"x", b"y"])
+                    rig.call(DeleteRecords("a", None, "eq", tag)) if head_a else None
+                    waiting = [one for one in waiting if one[1] != tag]
+                    left_out += before - len(waiting)
+                case 4 if head_a:
+                    before_seq = chance.randrange(1, head_a + 2)
+                    rig.call(DeleteRecords("a", before_seq, None, b""))
+                    waiting = [one for one in waiting if one[0] >= before_seq]
+                    left_out += before - len(waiting)
+                case 5 | 6 if copies:
+                    before_seq = chance.randrange(copies[0][0], head_b + 2)
+                    rig.call(DeleteRecords("b", before_seq, None, b""))
+                    copies = [one for one in copies if one[0] >= before_seq]
+                case 7:
+                    rig.boot()
+                case 8:
+                    rig.restart_service()
+            while waiting and len(copies) < 4:
+                head_b += 1
+                copies.append((head_b, waiting.pop(0)[2]))
+            rig.run()
+            if head_b:
+                rig.call(CatchUp("b"))
+                assert rig.read("b") == copies, f"step {step}"
+                view = rig.view("b")
+                assert view is not None
+                assert (view.head_seq, view.evict_floor) == (head_b, 1), f"step {step}"
+        assert left_out > 5
     finally:
         rig.close()
 

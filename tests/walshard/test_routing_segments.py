@@ -159,7 +159,7 @@ def test_from_cold_segments_as_well_without_waiting_for_them(compaction: Compact
     assert got == [b"%d" % at for at in range(47)]
 
 
-def test_records_without_a_frame_in_their_segment_are_a_gap(compaction: Compaction) -> None:
+def test_what_was_deleted_while_it_waited_and_has_no_frame_in_its_segment_is_left_out(compaction: Compaction) -> None:
     rig = compaction.rig
     put(rig, "b", cap_records=2, discard="reject")
     route(rig, "r", "a", "b")
@@ -179,7 +179,7 @@ def test_records_without_a_frame_in_their_segment_are_a_gap(compaction: Compacti
         rig.shard.sweep()
         rig.run()
         got += compaction.read("b")
-    assert got == [(at + 1, b"%d" % at) for at in range(10) if at not in (4, 5)]
+    assert got == list(enumerate([b"%d" % at for at in range(10) if at not in (4, 5)], 1))
 
 
 def test_a_router_that_is_gone_holds_nothing(compaction: Compaction) -> None:

@@ -33,7 +33,9 @@ class FeedRouter(msgspec.Struct, array_like=True):
 class FeedBody(msgspec.Struct, omit_defaults=True):
     """How far one dest is with its source. `source_topic_id` 0: the source does not exist yet. `trimmed`: so many seqs
     of dest, the last of them that of the frame, stand for records that were not copied: the source had lost them, or
-    for another `trim_reason` (an EvictReason). `revision` counts the cursors of a dest, whichever log they are in.
+    for another `trim_reason` (an EvictReason). `full`: copies wait for room in dest, none is derived behind this
+    cursor, and what the source has lost or deleted by the time there is room is not copied. `revision` counts the
+    cursors of a dest, whichever log they are in.
     """
 
     source: str
@@ -43,6 +45,7 @@ class FeedBody(msgspec.Struct, omit_defaults=True):
     revision: int = 0
     trimmed: int = 0
     trim_reason: int = 0
+    full: bool = False
 
 
 class RouterState(msgspec.Struct):

@@ -8,7 +8,7 @@ from typing import Final
 
 from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
-from topics.core.location import LOCATION_LOST
+from topics.core.location import FLAGS_SHIFT, LOCATION_DELETED, LOCATION_GONE, LOCATION_LOST, LOW_WORD
 from topics.log import get_logger
 from topics.shm.arena_heap import ArenaFullError
 from topics.storage.frame import FrameType
@@ -56,7 +56,9 @@ class Copier:
         if feed.source_seq > sight.head_seq:
             return self._step_back(feed, sight)
         if feed.source_seq == sight.head_seq:
-            feed.backoff_ms, feed.full = 0, False
+            feed.backoff_ms = 0
+            if feed.full and not self._copy_log.log_full(feed, False):
+                return self._wait(feed)
             self._note_durable(feed, sight)
             return False
         if self.expire_for is not None:
@@ -65,21 +67,27 @@ class Copier:
             except TopicsError:
                 return self._wait(feed)
         first_seq = feed.source_seq + 1
-        floor = max(sight.base_seq, sight.evict_floor) if feed.full else sight.base_seq
+        floor = sight.earliest_seq if feed.full else sight.base_seq
+        if first_seq < min(floor, sight.evict_floor):
+            last_seq = min(floor - 1, sight.evict_floor - 1, sight.head_seq)
+            return self._trim(feed, last_seq, EvictReason(sight.evict_reason))
         if first_seq < floor:
-            return self._trim(feed, min(floor - 1, sight.head_seq), EvictReason(sight.evict_reason))
+            return self._give_up(feed, min(floor - 1, sight.head_seq))
         try:
             last_seq = min(sight.head_seq, feed.source_seq + PAGE_RECORDS)
             locations = self._originals.locations(feed.source, sight.topic_id, first_seq, last_seq)
-            lost = _leading_lost(locations)
-            if lost:
-                return self._trim(feed, feed.source_seq + lost, EvictReason(locations.offset_len[0] & 0xFFFF_FFFF))
-            locations = _within_bytes(locations)
+            gone_flags = LOCATION_GONE if feed.full else LOCATION_LOST
+            gone, were_deleted = _leading_gone(locations, gone_flags, first_seq, sight.evict_floor)
+            if gone and were_deleted:
+                return self._give_up(feed, feed.source_seq + gone)
+            if gone:
+                return self._trim(feed, feed.source_seq + gone, EvictReason(locations.offset_len[0] & LOW_WORD))
+            locations = _within_bytes(locations, gone_flags)
             originals = self._originals.read(feed.source, sight.topic_id, first_seq, locations)
             topic = feed.topic
             # What is in a segment, or was released, is held for nobody: it may not be there to be copied again.
             is_held = feed.held and feed.told is not None and first_seq >= feed.told[1]
-            derived = topic.config.durability != "ephemeral" and not sight.ephemeral
+            derived = topic.config.durability != "ephemeral" and not sight.ephemeral and not feed.full
             derived = derived and locations.segment is None and (is_held or rederiving)
             page = feed.copy(originals, FrameType.ROUTER_COPY if derived else FrameType.APPEND)
         except UnknownError:
@@ -87,10 +95,9 @@ class Copier:
         except (OSError, ValueError) as error:
             log.error("a router cannot read its source", topic=feed.topic.name, source=feed.source, error=str(error))
             return self._wait(feed)
-        feed.full |= page.full
         if not len(page):
             if page.source_seq == feed.source_seq:
-                return self._leave_out(feed, page.oversize) if page.oversize else self._wait(feed)
+                return self._leave_out(feed, page.oversize) if page.oversize else self._wait_for_room(feed)
             # No router lets them pass.
             feed.source_seq = page.source_seq
             self._copy_log.passed_over(feed)
@@ -108,7 +115,7 @@ class Copier:
         self._show_progress(feed)
         self._note_durable(feed, sight)
         if page.full:
-            return self._wait(feed)
+            return self._wait_for_room(feed)
         feed.backoff_ms = 0
         return feed.source_seq < sight.head_seq
 
@@ -134,6 +141,29 @@ class Copier:
         if not self._skip(feed, last_source_seq, count, EvictReason.SOURCE_TRIM):
             return self._wait(feed)
         log.warning("a router's source lost records before they were copied", topic=feed.topic.name, records=count)
+        return True
+
+    def _give_up(self, feed: Feed, last_source_seq: int) -> bool:
+        """Records that were deleted before they were copied: nobody misses them (api §5)."""
+        if not self._copy_log.log_given_up(feed, last_source_seq):
+            return self._wait(feed)
+        self._show_progress(feed)
+        return True
+
+    def source_ended(self, feed: Feed) -> bool:
+        """The source was deleted, or another one has its name: what waited to be copied is lost, as if evicted. False
+        if that could not be logged.
+        """
+        # Of what waited before this shard started again nobody knows how many there were.
+        waiting = max(feed.source_head_seq - feed.source_seq, int(feed.full))
+        if waiting <= 0:
+            return True
+        was_full, feed.full = feed.full, False
+        if not self._skip(feed, feed.source_seq + waiting, waiting, EvictReason.SOURCE_TRIM):
+            feed.full = was_full
+            return False
+        feed.source_head_seq = feed.source_seq
+        log.warning("a router's source ended before it was copied", topic=feed.topic.name, records=waiting)
         return True
 
     def _leave_out(self, feed: Feed, copies: int) -> bool:
@@ -178,26 +208,38 @@ class Copier:
         if moved:
             self._show(feed.hosted)
 
+    def _wait_for_room(self, feed: Feed) -> bool:
+        if not feed.full:
+            self._copy_log.log_full(feed, True)
+        return self._wait(feed)
+
     def _wait(self, feed: Feed) -> bool:
         feed.backoff_ms = min(BACKOFF_MS[1], max(BACKOFF_MS[0], 2 * feed.backoff_ms))
         feed.retry_ms = self._monotonic_ms() + feed.backoff_ms
         return False
 
 
-def _leading_lost(locations: Locations) -> int:
-    lost = 0
-    for word in locations.file_flags:
-        if not word >> 32 & LOCATION_LOST:
+def _leading_gone(locations: Locations, gone_flags: int, first_seq: int, evict_floor: int) -> tuple[int, bool]:
+    """(how many of the first records are not there to be copied, whether those were deleted: else they were lost)."""
+    count, were_deleted = 0, False
+    for offset_len, word in zip(locations.offset_len, locations.file_flags, strict=True):
+        flags = word >> FLAGS_SHIFT
+        if not flags & gone_flags:
             break
-        lost += 1
-    return lost
+        # A segment has no frame of what was deleted before it came there, and no reason why.
+        unexplained = not offset_len & LOW_WORD and first_seq + count >= evict_floor
+        deleted = bool(flags & LOCATION_DELETED) or unexplained
+        if count and deleted != were_deleted:
+            break
+        count, were_deleted = count + 1, deleted
+    return count, were_deleted
 
 
-def _within_bytes(locations: Locations) -> Locations:
-    """Up to the first lost record, and to PAGE_BYTES: at least one."""
+def _within_bytes(locations: Locations, gone_flags: int) -> Locations:
+    """Up to the first record that is not to be copied, and to PAGE_BYTES: at least one."""
     size_bytes = 0
     for at, (offset_len, word) in enumerate(zip(locations.offset_len, locations.file_flags, strict=True)):
         size_bytes += offset_len >> 32
-        if word >> 32 & LOCATION_LOST or (at and size_bytes > PAGE_BYTES):
+        if word >> FLAGS_SHIFT & gone_flags or (at and size_bytes > PAGE_BYTES):
             return Locations(locations.offset_len[:at], locations.file_flags[:at], locations.segment)
     return locations

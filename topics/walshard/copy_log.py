@@ -132,6 +132,26 @@ class CopyLog:
             return False
         return True
 
+    def log_given_up(self, feed: Feed, last_source_seq: int) -> bool:
+        """The source's records up to there were deleted before they were copied: nothing stands for them. Logged with
+        the copies before them, or who reads the log again would not know which of what is deleted now was copied.
+        """
+        if not self.log_copies(feed):
+            return False
+        former_seq, feed.source_seq = feed.source_seq, last_source_seq
+        if not self.log_cursor(feed):
+            feed.source_seq = former_seq
+            return False
+        return True
+
+    def log_full(self, feed: Feed, full: bool) -> bool:
+        """`feed.full` is that from now on."""
+        feed.full = full
+        if not (self.log_cursor(feed) if feed.unlogged_seq == U64_MAX else self.log_copies(feed)):
+            feed.full = not full
+            return False
+        return True
+
     # -- copies and cursors that are only in RAM
 
     def log_copies(self, feed: Feed, *, sync: bool = False) -> bool:

@@ -67,8 +67,11 @@ class Feed:
         self.revision = body.revision
         self.logged_source_seq = body.source_seq
         """Up to where the durable log holds what was copied."""
-        self.full = False
-        """The dest has had no room for what comes next, and has not caught up since: what the source evicts is lost."""
+        self.full = body.full
+        """The dest has had no room for what comes next, and has not caught up since: what the source evicts is lost,
+        what it deletes is left out. The log says so before either counts, and no copy is derived meanwhile: so those
+        behind the last cursor are the same whatever was deleted since.
+        """
         self.leaving_out = False
         """The last record was more than the dest may ever hold; the log says it of the first of several."""
         self.unlogged_bytes = 0
@@ -113,7 +116,9 @@ class Feed:
         """The feed as it is now, the cursor that belongs to the dest's head."""
         routers = [FeedRouter(one.router, one.from_seq, one.forwarded_total) for one in self.routers]
         reason = 0 if trim_reason == EvictReason.SOURCE_TRIM else int(trim_reason)
-        return FeedBody(self.source, self.source_topic_id, self.source_seq, routers, self.revision, trimmed, reason)
+        return FeedBody(
+            self.source, self.source_topic_id, self.source_seq, routers, self.revision, trimmed, reason, self.full
+        )
 
     def cursor_frame(self, body: FeedBody, head_seq: int, ts: int) -> bytes:
         """ROUTER_CURSOR: the end of a write, or a write of its own."""

@@ -45,6 +45,7 @@ class SourceSight(NamedTuple):
     """What is below cannot be read any more."""
     ring_base_seq: int
     """What is below is in segments."""
+    earliest_seq: int
     evict_floor: int
     evict_reason: int
     durable_seq: int
@@ -96,6 +97,7 @@ class Originals:
                 topic.head_seq,
                 hosted.index.base_seq,
                 hosted.ring.base_seq,
+                topic.earliest_seq,
                 topic.evict_floor,
                 topic.evict_reason,
                 topic.durable_seq,
@@ -115,6 +117,7 @@ class Originals:
             view.head_seq,
             segments[0].first_seq if segments else view.base_seq,
             view.base_seq,
+            view.earliest_seq,
             view.evict_floor,
             view.evict_reason,
             view.durable_seq,

@@ -352,6 +352,9 @@ class Routing:
             self._turns.wait(feed.topic.id, self._monotonic_ms() + UNKNOWN_WAIT_MS)
             return None
         if feed.source_topic_id and (sight is None or sight.topic_id != feed.source_topic_id):
+            if not self._copier.source_ended(feed):
+                self._turns.wait(feed.topic.id, self._monotonic_ms() + FAILED_WAIT_MS)
+                return None
             router_ids = [router.id for router in feed.registered() if router.id not in self._dead]
             if router_ids:
                 self._bury(router_ids)
