@@ -295,7 +295,7 @@ class Shard:
     def sweep(self) -> None:
         """Once a second: expiry of topics nobody touches, collection of idle sessions."""
         self._time.look()
-        self._cell.set("clock_offset_ms", self._time.trusted_offset_ms)
+        self._cell.clock_offset_ms = self._time.trusted_offset_ms
         self._deletes.sweep()
         self._session_calls.collect()
         self._files.mark_again()
