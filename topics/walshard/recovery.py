@@ -142,6 +142,7 @@ def recover(
         time,
     )
     routing.rederive()
+    shard.begin()
 
     logs.count()  # the compactor reads the log up to there
     holdings.settle(len(sessions))

@@ -119,7 +119,6 @@ class Shard:
         self._session_calls = SessionCalls(sessions, holdings, commits, time)
         self._checkpoints = Checkpoints(catalog, files, logs, routing, commits, time)
         commits.connect(self._queues, routing)
-        routing.begin(self._expire_for)
 
         for hosted in catalog:
             self._queues.changed(hosted)
@@ -127,6 +126,10 @@ class Shard:
         outbox.take_over(committed)
         self._committed_before = {(entry.frontend, entry.ring_position): entry.reply for entry in committed}
         """Requests the former incarnation committed and did not answer: their answers."""
+
+    def begin(self) -> None:
+        """All copies that readers have seen are here again: what a dest has expired makes room for further ones."""
+        self.routing.begin(self._expire_for)
 
     # -- a step
 
