@@ -105,7 +105,13 @@ class Shard:
         """In the last group."""
 
         self._appends = Appends(
-            self._find_to_append, catalog.make, catalog.abandon, self._host, holdings.claim_bytes, self._expire_for
+            self._find_to_append,
+            catalog.make,
+            catalog.abandon,
+            self._host,
+            holdings.claim_bytes,
+            self._expire_for,
+            self._give_way,
         )
         self._deletes = Deletes(catalog, tags, commits, routing, time)
         self._queue_writes = QueueWrites(
@@ -128,8 +134,8 @@ class Shard:
         """Requests the former incarnation committed and did not answer: their answers."""
 
     def begin(self) -> None:
-        """All copies that readers have seen are here again: what a dest has expired makes room for further ones."""
-        self.routing.begin(self._expire_for)
+        """All copies that readers have seen are here again: from now on room is made for further ones."""
+        self.routing.begin(self._expire_for, self._give_way)
 
     # -- a step
 
@@ -340,6 +346,9 @@ class Shard:
         self._commit_group()
         self._deletes.expire(hosted)
         return True
+
+    def _give_way(self, hosted: Hosted, records: int, size_bytes: int) -> bool:
+        return self._queue_writes.give_way(hosted, records, size_bytes)
 
     def _host(self, hosted: Hosted) -> None:
         """A topic's creation is logged."""
