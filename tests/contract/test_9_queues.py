@@ -390,6 +390,7 @@ def test_a_dead_letter_that_cannot_be_written_stays_in_the_queue(client: httpx.C
     ask(client, topic, "nack", 1)
     assert claim(client, topic) == []
     assert state(client, topic)["count"] == 1
+    until_counts(client, topic, 1, 0, 0)
     ok(client.post(f"/v0/topics/{dead}/delete", json={"before_seq": 2}))
     poll("the job to be in the dead letters", lambda: claim(client, topic) == [] and counts(client, topic)[2] == 1)
     assert [record.data for record in diff_records(client, dead)] == [b'"precious"']
@@ -519,6 +520,49 @@ def test_on_ack_keep_leaves_acked_jobs_readable(client: httpx.Client, topic: str
     assert ask(client, topic, "ack", 1)["skipped"] == [1]
     assert counts(client, topic) == (0, 2, 0)
     assert state(client, topic)["config"]["on_ack"] == "keep"
+
+
+def test_kept_jobs_give_way_before_a_write_is_refused(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, "a", "b", "c", on_ack="keep", discard="reject", cap_records=3)
+    refused(client.post(f"/v0/topics/{topic}", json={"records": [{"data": "d"}]}), 422, "topic_full")
+    claim(client, topic, max=3)
+    ask(client, topic, "ack", 2, 3)
+    assert state(client, topic)["count"] == 3
+    write(client, topic, "d")
+    assert [record.seq for record in diff_records(client, topic)] == [1, 3, 4], (
+        "the oldest that was acked, and no other"
+    )
+    refused(client.post(f"/v0/topics/{topic}", json={"records": [{"data": n} for n in "ef"]}), 422, "topic_full")
+    assert [record.seq for record in diff_records(client, topic)] == [1, 3, 4], "it would not have been enough"
+    write(client, topic, "e")
+    answer = diff(client, topic)
+    assert [record["$seq"] for record in answer["records"]] == [1, 4, 5]
+    assert answer["tombstone"] is None
+    assert counts(client, topic) == (2, 1, 0)
+    ask(client, topic, "ack", 1)
+    assert seqs(claim(client, topic, max=9)) == [4, 5]
+    ask(client, topic, "ack", 4)
+    write(client, topic, "f", "g")
+    answer = diff(client, topic)
+    assert ([record["$seq"] for record in answer["records"]], answer["tombstone"]) == ([5, 6, 7], None)
+    assert (answer["earliest_seq"], counts(client, topic)) == (5, (2, 1, 0))
+
+
+def test_kept_jobs_give_way_to_bytes_and_to_what_a_router_brings(client: httpx.Client, topic: str) -> None:
+    source = f"{topic}-source"
+    put(client, source)
+    queue(client, topic, on_ack="keep", discard="reject", cap_bytes=5000)
+    ok(client.put(f"/v0/routers/{topic}-r", json={"source": source, "dest": topic}))
+    write(client, topic, "x" * 2000, "y" * 2000)
+    write(client, source, "z" * 2000, "z" * 2000)
+    assert seqs(claim(client, topic, max=9)) == [1, 2]
+    ask(client, topic, "ack", 1)
+    poll("the first copy to come", lambda: seqs(claim(client, topic, max=9)) == [3] or None)
+    assert [record.seq for record in diff_records(client, topic)] == [2, 3]
+    ask(client, topic, "ack", 2, 3)
+    poll("the second copy to come", lambda: seqs(claim(client, topic, max=9)) == [4] or None)
+    write(client, topic, "w" * 2000)
+    assert [record.seq for record in diff_records(client, topic)] == [4, 5]
 
 
 def test_on_ack_is_shown_only_when_it_is_not_the_default(client: httpx.Client, topic: str) -> None:

@@ -143,6 +143,8 @@ class Engine(RuleBasedStateMachine):
         config = TopicConfig(cap_records=cap, ttl_ms=ttl, durability=durability)
         self.rig.call(PutTopic(name, config, True))
         model = self.models.setdefault(name, Model(config))
+        if config != model.config:  # a longer ttl brings nothing back
+            model.expire(self.rig.clock.ms)
         model.config = config
         model.evict_over_cap()
 

@@ -188,6 +188,30 @@ def test_durable_leases_outlive_a_restart(rig: Rig, durability: Any) -> None:
     assert 4 in claim(rig, 10).seqs
 
 
+def test_kept_jobs_give_way_to_a_group_and_stay_away(rig: Rig, fs: FaultyFileSystem) -> None:
+    queue(rig, 4, on_ack="keep", discard="reject", cap_records=4)
+    claim(rig, 4)
+    ack(rig, 1, 2, 4)
+    fs.arm(Fault(1, errno.EIO, calls=frozenset({"pwritev"})))
+    refused = rig.post_append("q", [b"5"])
+    rig.run()
+    assert isinstance(rig.replies[refused], TopicsError)
+    assert [seq for seq, _ in rig.read("q")] == [1, 2, 3, 4]
+    fs.arm(None)
+    ids = [rig.post_append("q", [b"5"]), rig.post_append("q", [b"6"]), rig.post_append("q", [b"7", b"8"])]
+    rig.run()
+    assert [rig.replies[id].first_seq for id in ids[:2]] == [5, 6]
+    assert rig.replies[ids[2]].code == "topic_full", "one is left that could go, and two are wanted"
+    for life in range(2):
+        assert [seq for seq, _ in rig.read("q")] == [3, 4, 5, 6]
+        assert (view(rig).records, view(rig).earliest_seq, view(rig).evict_floor) == (4, 3, 1)
+        if not life:
+            assert counts(rig) == (2, 1, 0)
+            rig.restart_service()
+    assert counts(rig) == (3, 0, 0)
+    assert claim(rig, 9).seqs == [3, 5, 6]
+
+
 def test_kept_jobs_stay_done_over_a_restart(rig: Rig) -> None:
     queue(rig, 6, on_ack="keep")
     claim(rig, 4)

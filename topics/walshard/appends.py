@@ -68,7 +68,8 @@ class Draft:
 class Appends:
     """Turns append requests into operations. `make_topic` makes a topic that nobody sees yet, which is then either
     given to `host` or to `abandon_topic`. `expire_for(topic, records, bytes)` has expired what a cap would find in the
-    way of so many more; True if there was any: the group so far was committed before.
+    way of so many more, `give_way` has deleted acknowledged jobs that stayed; True if there was any: the group so far
+    was committed before.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Appends:
         host: Callable[[Hosted], None],
         claim_bytes: Callable[[int, Callable[[], int]], int],
         expire_for: Callable[[Hosted, int, int], bool],
+        give_way: Callable[[Hosted, int, int], bool],
     ) -> None:
         self._find = find
         self._make_topic = make_topic
@@ -86,6 +88,7 @@ class Appends:
         self._host = host
         self._claim_bytes = claim_bytes
         self._expire_for = expire_for
+        self._give_way = give_way
         self._drafts: dict[str, Draft] = {}
         self.durable: list[Operation] = []
         self.ram: list[Operation] = []
@@ -105,8 +108,9 @@ class Appends:
         """
         draft = self._draft(request, now_ms)
         size_bytes = len(request.frames)
-        if self._expire_for(draft.hosted, draft.records + request.count, draft.live_bytes + size_bytes):
-            draft = self._draft(request, now_ms)
+        for make_room in (self._expire_for, self._give_way):
+            if make_room(draft.hosted, draft.records + request.count, draft.live_bytes + size_bytes):
+                draft = self._draft(request, now_ms)
         try:
             known = self._known(draft, request, now_ms)
             if known is not None:

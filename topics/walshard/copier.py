@@ -13,7 +13,7 @@ from topics.log import get_logger
 from topics.shm.arena_heap import ArenaFullError
 from topics.storage.frame import FrameType
 from topics.walshard.copy_log import CopyLog
-from topics.walshard.feed import PAGE_BYTES, PAGE_RECORDS, Feed, room
+from topics.walshard.feed import PAGE_BYTES, PAGE_RECORDS, Feed, Page, room
 from topics.walshard.hosted import Hosted
 from topics.walshard.originals import Locations, Originals, SourceSight, UnknownError
 
@@ -43,7 +43,8 @@ class Copier:
         self._claim_bytes = claim_bytes
         self._monotonic_ms = monotonic_ms
         self.expire_for: Callable[[Hosted, int, int], bool] | None = None
-        """As `Appends` has it; None before the shard is at work: what is made again is what was there."""
+        self.give_way: Callable[[Hosted, int, int], bool] | None = None
+        """As `Appends` has them; None before the shard is at work: what is made again is what was there."""
         self.left_out = 0
         """Copies that were not made in this life, because their dest could never hold them."""
 
@@ -97,7 +98,9 @@ class Copier:
             return self._wait(feed)
         if not len(page):
             if page.source_seq == feed.source_seq:
-                return self._leave_out(feed, page.oversize) if page.oversize else self._wait_for_room(feed)
+                if page.oversize:
+                    return self._leave_out(feed, page.oversize)
+                return self._acked_give_way(feed, page) or self._wait_for_room(feed)
             # No router lets them pass.
             feed.source_seq = page.source_seq
             self._copy_log.passed_over(feed)
@@ -118,6 +121,13 @@ class Copier:
             return self._wait_for_room(feed)
         feed.backoff_ms = 0
         return feed.source_seq < sight.head_seq
+
+    def _acked_give_way(self, feed: Feed, page: Page) -> bool:
+        """Whether there is room now for the next record, which had none."""
+        try:
+            return self.give_way is not None and self.give_way(feed.hosted, *page.no_room_for)
+        except TopicsError:
+            return False
 
     def _step_back(self, feed: Feed, sight: SourceSight) -> bool:
         """After a power loss the source may have lost records that were copied: it goes on with those it has now."""

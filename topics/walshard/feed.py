@@ -29,11 +29,11 @@ PAGE_BYTES: Final = 1 << 20
 
 class Page:
     """Copies of consecutive source records up to `source_seq`, as frames and as index entries relative to the first
-    frame. `full`: the dest has no room for the next one. `oversize`: so many copies the next one would have, and the
-    dest could never hold them, however empty.
+    frame. `full`: the dest has no room for the next one, whose (records, bytes) are `no_room_for`. `oversize`: so many
+    copies the next one would have, and the dest could never hold them, however empty.
     """
 
-    __slots__ = ("copies_by_router", "entries", "frames", "full", "oversize", "size_bytes", "source_seq")
+    __slots__ = ("copies_by_router", "entries", "frames", "full", "no_room_for", "oversize", "size_bytes", "source_seq")
 
     def __init__(self, source_seq: int) -> None:
         self.source_seq = source_seq
@@ -42,6 +42,7 @@ class Page:
         self.size_bytes = 0
         self.copies_by_router: dict[int, int] = {}
         self.full = False
+        self.no_room_for = 0, 0
         self.oversize = 0
 
     def __len__(self) -> int:
@@ -154,6 +155,7 @@ class Feed:
                     page.oversize = len(copies)
                 else:
                     page.full = True
+                    page.no_room_for = len(copies), size_bytes
                 break
             room_records -= len(copies)
             room_bytes -= size_bytes

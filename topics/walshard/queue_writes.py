@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 
 from topics.core.control_bodies import encode_body
+from topics.core.kept_jobs import giving_way
 from topics.core.queue_log import AckBody
 from topics.storage import frame
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType
@@ -68,7 +69,7 @@ class QueueWrites:
         self,
         hosted: Hosted,
         seqs: list[int],
-        answer: Answer,
+        answer: Answer | None,
         *,
         dead_letters: int = 0,
         undo: Callable[[], None] | None = None,
@@ -98,6 +99,18 @@ class QueueWrites:
         body = AckBody.removing(topic, deletion, revision, total)
         self.add(hosted, [(FrameType.ACK, encode_body(body))], apply, undo, answer)
         self._group.touched[topic.id] = hosted
+
+    def give_way(self, hosted: Hosted, records: int, size_bytes: int) -> bool:
+        """Has acknowledged jobs that stayed deleted for so many more (`core/kept_jobs.py`). True if there were any: the
+        group so far is committed.
+        """
+        seqs = giving_way(hosted.topic, records, size_bytes, self.dying(hosted))
+        if not seqs:
+            return False
+        self._log_copies(hosted)
+        self.removal(hosted, seqs, None)
+        self.commit()
+        return not hosted.topic.live_of(seqs[:1])
 
     def leases(
         self,

@@ -95,9 +95,11 @@ class Routing:
 
     # -- told by the shard
 
-    def begin(self, expire_for: Callable[[Hosted, int, int], bool]) -> None:
-        """The shard is at work (`Copier.expire_for`)."""
-        self._copier.expire_for = expire_for
+    def begin(
+        self, expire_for: Callable[[Hosted, int, int], bool], give_way: Callable[[Hosted, int, int], bool]
+    ) -> None:
+        """The shard is at work (`Copier.expire_for`, `give_way`)."""
+        self._copier.expire_for, self._copier.give_way = expire_for, give_way
 
     def changed(self, hosted: Hosted) -> None:
         """A topic was published: who copies it is told, and it may have room for copies that wait."""

@@ -105,7 +105,13 @@ class Shard:
         """In the last group."""
 
         self._appends = Appends(
-            self._find_to_append, catalog.make, catalog.abandon, self._host, holdings.claim_bytes, self._expire_for
+            self._find_to_append,
+            catalog.make,
+            catalog.abandon,
+            self._host,
+            holdings.claim_bytes,
+            self._expire_for,
+            self._give_way,
         )
         self._deletes = Deletes(catalog, tags, commits, routing, time)
         self._queue_writes = QueueWrites(
@@ -119,7 +125,7 @@ class Shard:
         self._session_calls = SessionCalls(sessions, holdings, commits, time)
         self._checkpoints = Checkpoints(catalog, files, logs, routing, commits, time)
         commits.connect(self._queues, routing)
-        routing.begin(self._expire_for)
+        routing.begin(self._expire_for, self._queue_writes.give_way)
 
         for hosted in catalog:
             self._queues.changed(hosted)
@@ -337,6 +343,9 @@ class Shard:
         self._commit_group()
         self._deletes.expire(hosted)
         return True
+
+    def _give_way(self, hosted: Hosted, records: int, size_bytes: int) -> bool:
+        return self._queue_writes.give_way(hosted, records, size_bytes)
 
     def _host(self, hosted: Hosted) -> None:
         """A topic's creation is logged."""
