@@ -160,6 +160,42 @@ def test_a_cold_directory_that_cannot_be_written_holds_up_nothing_else(tmp_path:
         poll("relocation", lambda: len(data_files(obstacle)) == 9, DEADLINE_S)
 
 
+def test_a_cold_directory_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
+    """As when its disk is not mounted: nothing goes to another one, neither while it runs nor by a start."""
+    cold, elsewhere = tmp_path / "cold", tmp_path / "elsewhere"
+    env = EAGER | {"TOPICS_COLD_DIR": str(cold), "TOPICS_HOT_RETAIN_SEGMENTS": "1"}
+    with Service(shards=1, frontends=1, env=env) as service:
+        values = [f"{n}" for n in range(1050)]
+
+        def write_on(count: int) -> None:
+            values.extend(f"{n}" for n in range(len(values), len(values) + count))
+            for first in range(len(values) - count, len(values), 50):
+                write(service.client, "t", values[first : first + 50])
+
+        def said(event: str, reason: str) -> bool:
+            lines = [json.loads(line) for line in service.log_path.read_text().splitlines() if line.startswith("{")]
+            return any(line["event"].startswith(event) and reason in line["reason"] for line in lines)
+
+        for first in range(0, 1050, 50):
+            write(service.client, "t", values[first : first + 50])
+        poll("relocation", lambda: len(data_files(cold)) == 9, DEADLINE_S)
+        quiet(service)
+        cold.rename(elsewhere)
+        write_on(300)
+        poll("a copy to fail", lambda: said("a segment could not be relocated", "mount its disk"), DEADLINE_S)
+        service.restart()
+        poll("the start to say it", lambda: said("segments are in the cold tier", str(cold)), DEADLINE_S)
+        failures = compactor(service).failures
+        write_on(300)
+        poll("another copy to fail", lambda: compactor(service).failures > failures, DEADLINE_S)
+        assert not cold.exists()
+        service.stop()
+        elsewhere.rename(cold)
+        service.start()
+        poll("relocation to go on", lambda: len(data_files(cold)) == 15, DEADLINE_S)
+        assert everything_left(service.client, "t") == values
+
+
 def test_an_ephemeral_topic_stays_in_memory_until_it_is_durable() -> None:
     with Service(shards=1, frontends=1, env=EAGER) as service:
         client = service.client

@@ -66,6 +66,34 @@ def test_nothing_is_put_where_it_comes_from(tmp_path: Path) -> None:
     LocalStore(OsFileSystem(), str(tmp_path / "other/topics"), apart_from=here).put(NAME, content())
 
 
+def test_a_folder_that_has_gone_is_not_made_again(tmp_path: Path) -> None:
+    """Its disk may not be mounted: what were put in its place would be on another one."""
+    cold = tmp_path / "cold"
+    store = store_at(tmp_path)
+    store.put(NAME, content())
+    cold.rename(tmp_path / "elsewhere")
+    for again in (False, True):
+        with pytest.raises(FileNotFoundError, match=r"mount its disk .*cold/topics"):
+            store.put(OTHER, content())
+        assert [path.name for path in tmp_path.glob("cold/*")] == []
+        if not again:
+            cold.mkdir()  # as a mount point is, whose disk is not mounted
+    cold.rmdir()
+    (tmp_path / "elsewhere").rename(cold)
+    store.put(OTHER, content())
+    assert store.list("") == [NAME, OTHER]
+
+
+def test_where_something_should_be_no_folder_is_made(tmp_path: Path) -> None:
+    store = LocalStore(OsFileSystem(), str(tmp_path / "cold/topics"), new=False)
+    with pytest.raises(FileNotFoundError):
+        store.put(NAME, content())
+    assert not (tmp_path / "cold").exists()
+    (tmp_path / "cold/topics").mkdir(parents=True)
+    store.put(NAME, content())
+    assert store.list("") == [NAME]
+
+
 def test_what_a_killed_put_left_goes_with_the_object(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     path = tmp_path / "cold/topics" / NAME

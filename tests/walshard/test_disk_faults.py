@@ -91,6 +91,27 @@ def test_a_configuration_that_cannot_be_logged_changes_nothing(rig: Rig, fs: Fau
     assert stored(rig) == [b"3"]
 
 
+def test_a_longer_ttl_waits_until_what_has_expired_can_be_logged(rig: Rig, fs: FaultyFileSystem) -> None:
+    """api §3.2: readers were told that it is gone, by their own clocks."""
+    short = TopicConfig(ttl_ms=100)
+    rig.append("t", b"1", b"2", config=short)
+    rig.clock.ms += 101
+    fs.arm(Fault(1, errno.EIO, calls=frozenset({"pwritev"})))
+    with pytest.raises(TopicsError) as refused:
+        rig.call(PutTopic("t", TopicConfig(), False))
+    assert refused.value.code == "storage_unavailable"
+    found = rig.reader.look_up("t")
+    assert found is not None
+    assert rig.reader.config(*found) == short
+    rig.append("t", b"3")
+    rig.call(PutTopic("t", TopicConfig(), False))
+    for end in (rig.run, rig.boot, rig.restart_service):
+        end()
+        view = rig.view("t")
+        assert view is not None
+        assert (view.earliest_seq, view.evict_floor, stored(rig)) == (3, 3, [b"3"])
+
+
 def test_a_full_disk_refuses_until_there_is_room(rig: Rig, fs: FaultyFileSystem) -> None:
     """The file in use is preallocated, so it is the next one that finds no room."""
     block = b"1" * 200_000

@@ -8,13 +8,14 @@ import os
 import random
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.walshard.rig import Rig
 from tests.walshard.test_killed_anywhere import NOT_REACHED, in_a_process, kill_at_line, serve
-from tests.walshard.test_routing import put, route
+from tests.walshard.test_routing import append_tagged, put, route
 from topics.core.routers import RouterSpec
 from topics.shm.router_messages import CatchUp, PutRouter
 from topics.shm.topic_messages import DeleteRecords
@@ -71,6 +72,54 @@ def check_kill_at(n: int, data_dir: str, whole_service: bool) -> None:
         os._exit(NOT_REACHED)
 
 
+def check_full_kill_at(n: int, data_dir: str, whole_service: bool) -> None:
+    """The same of a dest that is full: what was deleted while it waited never comes, and what is read keeps its seq."""
+    rig = Rig(data_dir)
+    try:
+        put(rig, "b", cap_records=2, discard="reject")
+        route(rig, "r", "a", "b")
+        append_tagged(rig, "a", *[(b"x" if at in (3, 5) else b"y", b"%d" % at) for at in range(8)])
+        assert rig.read("b") == [(1, b"0"), (2, b"1")]
+        rig.call(DeleteRecords("a", None, "eq", b"x"))
+
+        rig.post_call(DeleteRecords("b", 3, None, b""))
+        rig.post_append("a", [b"8"])
+        rig.post_call(DeleteRecords("a", 4, None, b""))
+        rig.post_call(DeleteRecords("b", 4, None, b""))
+        ending = in_a_process(lambda: kill_at_line(n, lambda: serve_and_sweep(rig)))
+        assert ending in (0, -signal.SIGKILL)
+        seen = dict(rig.read("b"))
+        if not whole_service or ending == 0:
+            rig.take_replies()
+            rig.boot()
+            rig.run()
+            seen |= dict(rig.read("b"))
+        if whole_service:
+            rig.restart_service()
+            rig.run()
+        while True:
+            rig.call(CatchUp("b"))
+            page = rig.read("b")
+            for seq, data in page:
+                assert seen.setdefault(seq, data) == data, f"seq {seq} after {ending}"
+            view = rig.view("b")
+            assert view is not None
+            assert view.evict_floor == 1
+            if not page:
+                break
+            rig.call(DeleteRecords("b", view.head_seq + 1, None, b""))
+        head_seq = rig.shard._catalog.find("a").topic.head_seq  # type: ignore[union-attr]
+        copied = {1: b"0", 2: b"1"} | seen
+        kept = [b"%d" % at for at in range(head_seq) if at not in (3, 5)]
+        # The work deleted 2, before or after it was copied; and what was the third copy, perhaps before we looked.
+        possible = [dict(enumerate(one, 1)) for one in (kept, [data for data in kept if data != b"2"])]
+        assert any({3: one[3]} | copied == one for one in possible), f"{copied} after {ending}"
+    finally:
+        rig.close()
+    if ending == 0:
+        os._exit(NOT_REACHED)
+
+
 def serve_and_sweep(rig: Rig) -> None:
     serve(rig)
     rig.shard.sweep()
@@ -79,13 +128,16 @@ def serve_and_sweep(rig: Rig) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("whole_service", [False, True])
-def test_every_line(tmp_path: Path, whole_service: bool) -> None:
+@pytest.mark.parametrize(("check", "lines_min"), [(check_kill_at, 3000), (check_full_kill_at, 1500)])
+def test_every_line(
+    tmp_path: Path, check: Callable[[int, str, bool], None], lines_min: int, whole_service: bool
+) -> None:
     stride = int(os.environ.get("TOPICS_KILL_STRIDE", "197"))
     n, ending = 1 + random.Random(stride).randrange(stride), 0
     while ending == 0:
         data_dir = str(tmp_path / str(n))
-        ending = in_a_process(lambda n=n, data_dir=data_dir: check_kill_at(n, data_dir, whole_service))  # type: ignore[misc]
+        ending = in_a_process(lambda n=n, data_dir=data_dir: check(n, data_dir, whole_service))  # type: ignore[misc]
         assert ending in (0, NOT_REACHED), f"killed at line event {n}"
         shutil.rmtree(data_dir)
         n += stride
-    assert n > 3000, f"only {n} line events: has the work shrunk?"
+    assert n > lines_min, f"only {n} line events: has the work shrunk?"

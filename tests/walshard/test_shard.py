@@ -256,9 +256,9 @@ def test_watchers_hear_of_changes_once_they_have_seen_the_present(rig: Rig) -> N
 
 def test_sessions_know_whether_their_positions_are_exact(rig: Rig) -> None:
     rig.call(SessionPut("w", b"body"))
-    assert rig.call(SessionLook("w")) == rig.call(SessionLook("w")) == SessionOpenReply(b"body", {}, True)
+    assert rig.call(SessionLook("w")) == rig.call(SessionLook("w")) == SessionOpenReply(b"body", None, True)
     first = rig.call(SessionOpen("w", 1))
-    assert (first.body, first.positions, first.exact) == (b"body", {}, True)
+    assert (first.body, first.positions, first.exact) == (b"body", None, True)
     assert not rig.call(SessionLook("w")).exact
     rig.call(SessionClose("w", 1, {"t": 4}))
     assert rig.call(SessionLook("w")) == SessionOpenReply(b"body", {"t": 4}, True)
@@ -288,7 +288,7 @@ def test_an_answer_too_long_for_the_ring_goes_by_reference(rig: Rig) -> None:
     assert messages.head(message)[:2] == (messages.Kind.CALL | messages.BY_REFERENCE, request_id)
     with open(messages.decode_reference(message), "rb") as file:
         reply = messages.decode_reply(memoryview(file.read()))
-    assert reply == SessionOpenReply(b"x" * replies.message_max_bytes, {}, True)
+    assert reply == SessionOpenReply(b"x" * replies.message_max_bytes, None, True)
     replies.consume(position)
 
 

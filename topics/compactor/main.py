@@ -24,6 +24,7 @@ from topics.compactor.shard_link import ShardLink
 from topics.compactor.tail import LogTail, TailLost
 from topics.core.clock import Clock, SystemClock
 from topics.core.fold import Fold, FoldError
+from topics.core.segment_list import COLD
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.control import ProcessCell, ProcessState, Role
@@ -125,7 +126,16 @@ def build(
     if settings.cold_dir is not None:
         retention = HotRetention(settings.hot_retain_segments, settings.hot_retain_bytes)
         topics_dir = layout.topics_dir(settings.data_dir)
-        store = LocalStore(fs, layout.topics_dir(settings.cold_dir), apart_from=topics_dir)
+        cold_topics_dir = layout.topics_dir(settings.cold_dir)
+        has_cold = any(
+            info.flags & COLD
+            for follower in followers
+            for topic in follower.fold.topics.values()
+            for info in follower.index_of(topic).segments
+        )
+        store = LocalStore(fs, cold_topics_dir, apart_from=topics_dir, new=not has_cold)
+        if has_cold:
+            helper.submit(_look_for_cold, fs, cold_topics_dir)
         wake = shared.compactor_wake.signal_always
         relocation = Relocation(fs, settings.data_dir, store, retention, helper, clock, pinned, wake)
         fetch = ColdFetch(fs, settings.data_dir, store, helper)
@@ -146,6 +156,21 @@ def build(
     )
     compactor.look_at_all()
     return compactor
+
+
+def _look_for_cold(fs: FileSystem, cold_topics_dir: str) -> None:
+    """At a start with segments in the cold tier, on the helper's thread: the directory may hang."""
+    try:
+        if fs.listdir(cold_topics_dir):
+            return
+        reason = "it is empty"
+    except OSError as error:
+        reason = str(error)
+    log.error(
+        "segments are in the cold tier, and nothing is in its directory: reads of them fail",
+        reason=reason,
+        way_out="mount its disk or bring it back, which needs no restart, or set TOPICS_COLD_DIR to where it is",
+    )
 
 
 def _follow(fs: FileSystem, shared: SharedMemory, link: ShardLink, directory: str, part: ShardPart | None) -> Follower:

@@ -51,17 +51,34 @@ class SegmentStore(Protocol):
 class LocalStore:
     """A folder, on whatever file system is mounted there. `apart_from`: what it must not be by another name: who
     puts an object there removes the file that it was made of.
+
+    `new`: nothing is known to be in it, so the first `put` makes the folder. Later, or if there should be something, a
+    folder that is missing is an error: its disk may not be mounted, and what is put in its place would go elsewhere.
     """
 
-    def __init__(self, fs: FileSystem, root: str, apart_from: str | None = None) -> None:
+    def __init__(self, fs: FileSystem, root: str, apart_from: str | None = None, *, new: bool = True) -> None:
         self._fs = fs
         self._root = root
         self._apart_from = apart_from
+        self._new = new
 
     def put(self, name: str, pieces: Iterable[Bytes]) -> None:
         fs, path = self._fs, self._path(name)
         directory = os.path.dirname(path)
-        make_dirs(fs, directory)
+        if self._new:
+            make_dirs(fs, self._root)
+        elif not fs.exists(self._root):
+            raise FileNotFoundError(
+                errno.ENOENT,
+                "is missing, and segments were put there: mount its disk or bring it back; only if they are lost for"
+                " good, make this folder anew",
+                self._root,
+            )
+        self._new = False
+        if not fs.exists(directory):
+            with suppress(FileExistsError):  # of a killed `put`
+                fs.mkdir(directory)
+            fs.fsync_dir(self._root)
         if self._apart_from is not None and os.path.samefile(self._root, self._apart_from):
             raise OSError(errno.EINVAL, f"is {self._apart_from} by another name", self._root)
         tmp_path = path + TMP_SUFFIX
