@@ -177,7 +177,8 @@ def test_a_config_number_that_is_none_is_refused_by_name(
 @pytest.mark.parametrize(
     ("field", "value"),
     [("ttl_ms", "1"), ("cap_bytes", 1.5), ("cap_records", None), ("ttl_ms", -1), ("durable", 1), ("discard", "x"),
-     ("type", 3), ("priority", "high"), ("dead_letter", 7), ("on_ack", "x")],
+     ("type", 3), ("priority", "high"), ("on_ack", "x"), ("dead_letter", 7), ("dead_letter", ""),
+     ("dead_letter", "_x")],
 )  # fmt: skip
 def test_what_is_wrong_in_a_config_is_named_in_detail(client: httpx.Client, topic: str, field: str, value: Any) -> None:
     error = refused(client.put(f"/v0/topics/{topic}", json={field: value}), 400, "invalid_request")

@@ -183,6 +183,9 @@ def test_what_has_expired_takes_no_room(client: httpx.Client, topic: str, attemp
         put(client, name, discard="reject", ttl_ms=100, **cap)
         write_and_outlive(client, name, 100)
         assert write(client, name, 3)["seqs"] == [3]
+    put(client, topic, discard="reject", ttl_ms=100, cap_records=2)
+    write_and_outlive(client, topic, 100)
+    assert ok(client.post(f"/v0/stage/{topic}", json={"txn": "t", "records": [{"data": 3}]}))["count"] == 1
 
 
 @pytest.mark.parametrize("attempt", range(4))

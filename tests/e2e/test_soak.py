@@ -49,7 +49,7 @@ def test_mixed_load_leaves_nothing_behind() -> None:
         named = {process["pid"]: f"{process['role']} {process['index']}" for process in service.status()["processes"]}
         soaked = soak(Soak(service.port, service.family(), service.shared_memory(), SECONDS))
         status = service.status()
-    assert soaked.odd == []
+        assert not soaked.odd, "\n".join(soaked.odd[:20])  # in here: the service's log is shown
     assert soaked.delivered > 0
     assert soaked.statuses["flood"].get(429, 0) > 0, "the rings were never full"
     assert soaked.stalls > 0

@@ -101,7 +101,13 @@ class Frontend:
                 *queue_operations(queues, work),
                 *cursor_operations(cursors),
                 *txn_operations(
-                    TxnRoutes(append, Commits(self.gateway, Stages(settings.data_dir, 60_000)), reader, settings)
+                    TxnRoutes(
+                        append,
+                        Commits(self.gateway, Stages(settings.data_dir, 60_000)),
+                        reader,
+                        topics.settled,
+                        settings,
+                    )
                 ),
                 *manifest_operations(
                     ManifestRoutes(

@@ -192,6 +192,22 @@ def test_a_cold_directory_that_is_the_data_directory_by_another_name(tmp_path: P
     assert problem == "is the data directory itself, by another name; choose another TOPICS_COLD_DIR"
 
 
+def test_a_cold_directory_whose_disk_is_not_mounted(tmp_path: Path) -> None:
+    topic, cold = tmp_path / "data/topics" / f"{7:016x}", tmp_path / "cold"
+    topic.mkdir(parents=True)
+    both = settings(tmp_path, cold_dir=str(cold))
+    for name in ("seg-1.data", "seg-1.idx", "seg-2.1.idx"):
+        assert of_cold(both).problem is None
+        (topic / name).touch()
+    for made in (None, cold, cold / "topics"):
+        if made is not None:
+            made.mkdir()
+        problem = of_cold(both).problem
+        assert problem == "nothing is in it, but segments have gone there; mount its disk or bring it back"
+    (cold / "topics" / topic.name).mkdir()
+    assert of_cold(both).problem is None
+
+
 def test_a_cold_directory_that_hangs_is_waited_for_only_so_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

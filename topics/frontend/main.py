@@ -138,7 +138,7 @@ async def _serve(
         *watch_operations(watch),
         *queue_operations(QueueRoutes(gateway, reader, channel, dead_letters, catching_up, settings, cell), work),
         *cursor_operations(CursorRoutes(gateway, reader, catching_up, settings, cell)),
-        *txn_operations(TxnRoutes(append, commits, reader, settings)),
+        *txn_operations(TxnRoutes(append, commits, reader, topics.settled, settings)),
         *manifest_operations(_manifest(reader, catching_up, settings, shared, index, clock)),
         *service_operations(ProbeRoutes(shared.control, clock), metrics, settings.probe_auth),
     ]

@@ -124,7 +124,7 @@ class TopicRoutes:
         name = _topic_name(scope)
         touch = flag(QueryParams(scope["query_string"]), "touch", True)
         with_copies = await self._catching_up.one(name)
-        ref = await self._settled(self._reader.get(name))
+        ref = await self.settled(self._reader.get(name))
         now_ms = self._reader.now_ms()
         view, config = ref.view, ref.config
         if touch:
@@ -196,14 +196,14 @@ class TopicRoutes:
         now_ms = self._reader.now_ms()
         if not any(self._reader.has_expired(ref, now_ms) for ref in refs):
             return refs
-        settled = await asyncio.gather(*[self._settled(ref) for ref in refs], return_exceptions=True)
+        settled = await asyncio.gather(*[self.settled(ref) for ref in refs], return_exceptions=True)
         for outcome in settled:
             if isinstance(outcome, BaseException) and not isinstance(outcome, TopicsError):
                 raise outcome
         # A topic that was deleted meanwhile is not listed.
         return [outcome for outcome in settled if isinstance(outcome, TopicRef)]
 
-    async def _settled(self, ref: TopicRef) -> TopicRef:
+    async def settled(self, ref: TopicRef) -> TopicRef:
         """The topic with its floors, count and bytes exact: the shard evicts what has expired."""
         if not self._reader.has_expired(ref, self._reader.now_ms()):
             return ref

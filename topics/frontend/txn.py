@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from starlette.datastructures import QueryParams
@@ -18,7 +19,7 @@ from topics.frontend.append import AppendRoute
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import read_body
 from topics.frontend.commits import Commits
-from topics.frontend.reading import TopicReader
+from topics.frontend.reading import TopicReader, TopicRef
 from topics.frontend.wire import AppendBody
 from topics.settings import Settings
 from topics.storage.frame import LaidOut
@@ -31,11 +32,20 @@ TXN_MAX_CHARS: Final = 256
 class TxnRoutes:
     """One method for each method of HTTP; routing is the app's."""
 
-    def __init__(self, append: AppendRoute, commits: Commits, reader: TopicReader, settings: Settings) -> None:
+    def __init__(
+        self,
+        append: AppendRoute,
+        commits: Commits,
+        reader: TopicReader,
+        settled: Callable[[TopicRef], Awaitable[TopicRef]],
+        settings: Settings,
+    ) -> None:
+        """`settled(topic)`: with floors, count and bytes exact."""
         self._append = append
         self._commits = commits
         self._stages = commits.stages
         self._reader = reader
+        self._settled = settled
         self._settings = settings
 
     async def stage(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,7 +54,8 @@ class TxnRoutes:
         topic, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
         body = await read_body(receive, headers, self._settings.max_body_bytes)
         txn, records = await asyncio.to_thread(self._read, body)
-        self._check_topic(topic, records.count, len(records.buffer))
+        self._check_topic(topic)
+        await self._check_room(topic, records.count, len(records.buffer))
         stage = await asyncio.to_thread(self._stages.make, topic, txn, records)
         answer: dict[str, Any] = {
             "topic": topic,
@@ -88,7 +99,7 @@ class TxnRoutes:
             topics = {topic for _stage, topic in stages}
             caller_of(scope).require(KeyScope.WRITE, topics)
             for topic in topics:
-                self._check_topic(topic, 0, 0)
+                self._check_topic(topic)
             duplicate, batch, records = await self._commits.commit(sink, request.batch, stages)
         answer: dict[str, Any] = {
             "sink": sink,
@@ -119,21 +130,29 @@ class TxnRoutes:
             raise invalid("a stage keeps no deliver_at, delay_ms or order_key: append such jobs", field="records")
         return _txn(request.txn), self._append.lay_out(AppendBody(request.records, request.node), len(body))
 
-    def _check_topic(self, topic: str, records: int, size_bytes: int) -> None:
+    def _check_topic(self, topic: str) -> None:
         """What would make publishing fail is refused before anything is decided."""
         ref = self._reader.find(topic)
-        if ref is None:
-            return
-        if ref.config.durability == "ephemeral":
+        if ref is not None and ref.config.durability == "ephemeral":
             raise invalid(
                 f"topic {topic!r} is ephemeral: it has nothing that a transaction could promise", field="topic"
             )
-        view, config = ref.view, ref.config
-        if config.discard == "reject" and records:
-            over_records = config.cap_records and view.records + records > config.cap_records
-            over_bytes = config.cap_bytes and view.live_bytes + size_bytes > config.cap_bytes
-            if over_records or over_bytes:
-                raise TopicsError("topic_full", f"topic {topic!r} has no room for {records} records more")
+
+    async def _check_room(self, topic: str, records: int, size_bytes: int) -> None:
+        ref = self._reader.find(topic)
+        if ref is None or not _is_full(ref, records, size_bytes):
+            return
+        # Some of what it holds may have expired.
+        if _is_full(await self._settled(ref), records, size_bytes):
+            raise TopicsError("topic_full", f"topic {topic!r} has no room for {records} records more")
+
+
+def _is_full(ref: TopicRef, records: int, size_bytes: int) -> bool:
+    """Whether it would refuse so many more."""
+    view, config = ref.view, ref.config
+    over = config.cap_records and view.records + records > config.cap_records
+    over = over or (config.cap_bytes and view.live_bytes + size_bytes > config.cap_bytes)
+    return config.discard == "reject" and bool(over)
 
 
 def _txn(txn: str) -> str:

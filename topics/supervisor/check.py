@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import resource
 from contextlib import suppress
+from itertools import islice
 from threading import Thread
 from typing import Final, NamedTuple
 
 from topics.settings import Settings
 from topics.shm.names import SHM_ROOT
+from topics.storage import layout
 from topics.storage.lock import holder_pid
 from topics.supervisor import limits
 from topics.supervisor.limits import StatVfs
@@ -17,6 +19,8 @@ from topics.supervisor.listeners import AddressError, listen, show
 
 COLD_VARIABLE: Final = "TOPICS_COLD_DIR"
 COLD_TIMEOUT_S: Final = 5.0
+TOPICS_LOOKED_AT_MAX: Final = 10_000
+"""For segments that have gone to a cold directory in which there are none."""
 
 
 class Finding(NamedTuple):
@@ -68,7 +72,8 @@ def _cold_dir(cold_dir: str, data_dir: str) -> Finding:
         with suppress(OSError):
             same = os.stat(_existing(cold_dir)).st_dev == os.stat(_existing(data_dir)).st_dev
             subject += ", on the device of the data directory" if same else ", on a device of its own"
-        found.append(Finding(subject, _dir_problem(cold_dir, COLD_VARIABLE) or _same_dir_problem(cold_dir, data_dir)))
+        problem = _dir_problem(cold_dir, COLD_VARIABLE) or _same_dir_problem(cold_dir, data_dir)
+        found.append(Finding(subject, problem or _missing_segments(cold_dir, data_dir)))
 
     thread = Thread(target=look, daemon=True)
     thread.start()
@@ -85,6 +90,19 @@ def _same_dir_problem(cold_dir: str, data_dir: str) -> str | None:
     if not os.path.exists(cold_dir) or not os.path.exists(data_dir) or not os.path.samefile(cold_dir, data_dir):
         return None
     return f"is the data directory itself, by another name; choose another {COLD_VARIABLE}"
+
+
+def _missing_segments(cold_dir: str, data_dir: str) -> str | None:
+    """Whether segments have gone there, of which the data directory has no more than an index, and there are none."""
+    with suppress(OSError):
+        if any(os.scandir(layout.topics_dir(cold_dir))):
+            return None
+    with suppress(OSError):
+        for topic in islice(os.scandir(layout.topics_dir(data_dir)), TOPICS_LOOKED_AT_MAX):
+            files = set(os.listdir(topic))
+            if any(file.endswith(".idx") and f"{file[:-4]}.data" not in files for file in files):
+                return "nothing is in it, but segments have gone there; mount its disk or bring it back"
+    return None
 
 
 def _lock_problem(data_dir: str) -> str | None:
