@@ -82,7 +82,7 @@ class Hosting:
         self.fs = OsFileSystem()
         self.store = LocalStore(self.fs, os.path.join(data_dir, "cold"))
         self.cold = ColdTier(self.store, COLD_TIMEOUT_MS)
-        self.segment_files = SegmentFiles(self.fs, data_dir)
+        self.segment_files = SegmentFiles(self.fs, data_dir, 64)
         self.shared = SharedMemory.create(identity, 1, 1, RING_BYTES)
         self.clock = TestClock()
         self.arena = ArenaWriter(identity, 0, 1)

@@ -69,6 +69,20 @@ def test_the_frames_tell(compaction: Compaction, damage: str) -> None:
     assert seqs(compaction) == left
 
 
+def test_a_file_that_cannot_be_opened_now_is_not_taken_for_damaged(compaction: Compaction) -> None:
+    """A process without open files left must not need more of them for that, nor keep the tags in its memory."""
+    path = file(compaction, "tags")
+    content = path.read_bytes()
+    path.unlink()
+    path.symlink_to(path)  # ELOOP
+    with pytest.raises(TopicsError) as refused:
+        delete(compaction)
+    assert refused.value.code == "storage_unavailable"
+    path.unlink()
+    path.write_bytes(content)
+    assert delete(compaction) == RECORDS // 2
+
+
 def test_damaged_frames_tell_nothing(compaction: Compaction) -> None:
     before = seqs(compaction)
     file(compaction, "tags").unlink()

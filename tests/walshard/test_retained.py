@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -17,11 +19,13 @@ from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.segment_list import SEALED, SegmentInfo
 from topics.shm.topic_messages import DeleteRecords, PutTopic
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.postings import Postings
+from topics.supervisor.limits import OPEN_FILES_MIN
 from topics.walshard import segment_files
-from topics.walshard.segment_files import SegmentFiles
+from topics.walshard.segment_files import SegmentFiles, postings_max
 
 
 @pytest.fixture
@@ -146,7 +150,7 @@ def test_what_lives_in_segments_is_counted_right_whatever_happens_to_them(tiered
         hosted = rig.shard._catalog.find("t")
         assert hosted is not None
         index = hosted.index
-        anew = SegmentFiles(OsFileSystem(), rig.settings.data_dir)
+        anew = SegmentFiles(OsFileSystem(), rig.settings.data_dir, 64)
         anew._due = rig.shard._files._due
         for info in index.segments:
             asked = (index.topic_id, info, info.first_seq, info.last_seq)
@@ -154,3 +158,53 @@ def test_what_lives_in_segments_is_counted_right_whatever_happens_to_them(tiered
         view = rig.view("t")
         assert view is not None
         assert rig.shard._files._due or view.records == len(compaction.read("t"))
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def few_open_files() -> Iterator[int]:
+    """The fewest that the service accepts, on top of those that this process has open already: how many that are."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = open_files()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + OPEN_FILES_MIN, limits[1]))
+    yield before
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_tags_leave_open_files_for_everything_else(few_open_files: int, tmp_path: Path) -> None:
+    """More sealed segments than the process may open files: each keeps one open as long as its tags are mapped."""
+    assert postings_max(resource.RLIM_INFINITY) == postings_max(1 << 20) > postings_max(OPEN_FILES_MIN)
+    compaction = Compaction(Rig(str(tmp_path), segment_max_events="8"))
+    fill_small_segments(compaction)
+    assert SMALL_SEGMENTS > OPEN_FILES_MIN
+    for _ in range(2):
+        assert compaction.rig.call(DeleteRecords("t", None, "eq", b"none")).deleted == 0
+    assert open_files() - few_open_files < OPEN_FILES_MIN
+    assert compaction.rig.call(DeleteRecords("t", None, "eq", b"tag-401")).deleted == 400
+    assert len(compaction.read("t")) == 8 * SMALL_SEGMENTS + 10 - 400
+    compaction.rig.close()
+
+
+def test_a_sweep_counts_so_many_records(tmp_path: Path) -> None:
+    """Or those of one segment, if it has more."""
+    files = SegmentFiles(OsFileSystem(), str(tmp_path), 64)
+    half = 1 << 15
+
+    def uncounted_after(*records: int) -> int:
+        first_seq = 1
+        for count in records:
+            files.sealed(7, SegmentInfo(first_seq, first_seq + count - 1, 0, 0, count, 0, SEALED))
+            first_seq += count
+        files.count_some()
+        left = len(files._uncounted)
+        files._uncounted.clear()
+        files._sizes.clear()
+        return left
+
+    assert uncounted_after(half, half, half) == 1
+    assert uncounted_after(half, half + 1, 1) == 2
+    assert uncounted_after(1_000_000, 1) == 1
+    assert uncounted_after(*[1] * 100) == 100 - 32

@@ -186,6 +186,34 @@ def test_rewritten_segments_keep_what_lives(compaction: Compaction) -> None:
     assert numbers(compaction) == []
 
 
+@pytest.mark.parametrize("damage", ["short", "unreadable"])
+def test_a_former_version_whose_index_is_damaged_keeps_no_shard_from_starting(
+    compaction: Compaction, damage: str
+) -> None:
+    """The log tells of it between the snapshot and the mark of the version that counts."""
+    for number in range(1, 25):
+        compaction.rig.append("t", b"%d" % number, tag=b"a" if number % 4 else b"b")
+    compaction.cut()
+    compaction.rig.call(DeleteRecords("t", None, "eq", b"a"))
+    compaction.cut()
+    compaction.upkeep()
+    assert {info.version for info in compaction.segments("t")} == {1}
+    path = Path(segment_path(compaction, 9, layout.segment_idx_path))
+    if damage == "short":
+        path.write_bytes(path.read_bytes()[:50])
+    else:
+        path.unlink()
+        path.symlink_to(path)  # ELOOP
+    compaction.rig.boot()
+    assert numbers(compaction) == [4, 8, 12, 16, 20, 24]
+    compaction.begin_again()
+    fill(compaction, 1, start=25)
+    for _ in range(3):
+        compaction.cut()
+    compaction.rig.restart_service()
+    assert numbers(compaction) == [4, 8, 12, 16, 20, 24, 25]
+
+
 def test_memory_of_the_ring_is_given_back(tmp_path: Path, compaction: Compaction) -> None:
     compaction.rig.close()
     compaction = Compaction(Rig(str(tmp_path / "roomy")))
@@ -284,6 +312,58 @@ def test_a_damaged_segment_keeps_no_deletion_from_readers_and_no_snapshot_from_t
     assert (view.earliest_seq, view.records) == (1, 12)
     if damage != "index gone":
         assert rig.call(DeleteRecords("t", 17, None, b"")).deleted == 8
+
+
+class Opened(FaultyFileSystem):
+    """Which files were opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths: list[str] = []
+        self.broken = "none"
+
+    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+        self.paths.append(path)
+        if path.endswith(self.broken):
+            raise OSError(errno.EIO, "Input/output error", path)
+        return super().open(path, flags, mode)
+
+
+def test_what_a_try_does_not_help_is_not_tried_for_ever(tmp_path: Path) -> None:
+    """Deletions that the index has and a frame cannot be told: where the file is gone, no more; else ever more seldom.
+    So it is where the index is gone: whoever restores it need not wait long for them.
+    """
+    fs = Opened()
+    compaction = Compaction(Rig(str(tmp_path), fs, segment_max_events="8"))
+    rig = compaction.rig
+    for number in range(1, 25):
+        compaction.rig.append("t", b"%d" % number, tag=b"odd" if number % 2 else b"even" if number % 8 > 1 else b"")
+    compaction.cut()
+    gone = segment_path(compaction, 1, layout.segment_data_path)
+    failing = segment_path(compaction, 9, layout.segment_data_path)
+    lost_idx = segment_path(compaction, 17, layout.segment_idx_path)
+
+    def tried(sweeps: int) -> list[int]:
+        fs.paths.clear()
+        for _ in range(sweeps):
+            rig.shard.sweep()
+        return [fs.paths.count(path) for path in (gone, failing, lost_idx)]
+
+    rig.call(DeleteRecords("t", None, "eq", b"odd"))
+    idx = Path(lost_idx).read_bytes()
+    os.unlink(gone)
+    os.unlink(lost_idx)
+    fs.broken = failing
+    assert rig.call(DeleteRecords("t", None, "eq", b"even")).deleted == 9
+    gone_tried, failing_tried, lost_idx_tried = tried(500)
+    assert gone_tried == 0
+    assert 4 < failing_tried < 20
+    assert 4 < lost_idx_tried < 20
+    Path(lost_idx).write_bytes(idx)
+    fs.broken = "none"
+    assert tried(100) == [0, 1, 1]
+    assert [flags & 2 for flags in Path(lost_idx).read_bytes()[16::20]] == [2] * 7 + [0]
+    rig.close()
 
 
 def test_a_deleted_topic_and_its_namesake(compaction: Compaction) -> None:

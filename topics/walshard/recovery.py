@@ -6,6 +6,7 @@ from the files. Until the new arena is complete, readers keep the old one.
 
 from __future__ import annotations
 
+import resource
 from concurrent.futures import Executor
 from typing import Final
 
@@ -38,7 +39,7 @@ from topics.walshard.holdings import Holdings
 from topics.walshard.outbox import Outbox
 from topics.walshard.ram_log import RamTrim
 from topics.walshard.routing_setup import make_routing
-from topics.walshard.segment_files import SegmentFiles
+from topics.walshard.segment_files import SegmentFiles, postings_max
 from topics.walshard.sessions import Sessions
 from topics.walshard.shard import Shard
 from topics.walshard.sinks import Sinks
@@ -75,7 +76,7 @@ def recover(
     identity = WalIdentity(index, settings.wal_shards, boot_id())
     directory = layout.group_dir(settings.data_dir, index, settings.wal_shards)
     ram_directory = layout.ram_group_dir(shared.ram_dir, index)
-    files = SegmentFiles(fs, settings.data_dir)
+    files = SegmentFiles(fs, settings.data_dir, postings_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
     tags = TagSearch(files, FrameTags(fs, directory, ram_directory))
     fold = Fold(lambda topic_id: TopicIndex(topic_id, LocationRing(arena.heap, 1), files))
     start, snapshot_line = _restore(fold, fs, settings.data_dir, directory)

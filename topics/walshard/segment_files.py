@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import compress, islice
+from resource import RLIM_INFINITY
 from typing import Final, NamedTuple
 
 from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_DELETED, LOCATION_GONE
@@ -40,12 +41,15 @@ from topics.storage.segment_deletes import mark_deleted
 log = get_logger()
 
 INDEXES_MAX: Final = 256
-POSTINGS_MAX: Final = 16384
-"""So many stay mapped, a quarter of what Linux lets a process map. Each delete by tag asks those of all sealed segments
-of its topic: if these were more, every one would be mapped and checked anew each time.
+_POSTINGS_MAX: Final = 16384
+"""So many stay mapped at most, a quarter of what Linux lets a process map. Each delete by tag asks those of all sealed
+segments of its topic: if these were more, every one would be mapped and checked anew each time.
 """
 _COUNTS_AT_ONCE: Final = 32
-"""Segments of 10,000 records: some ms."""
+_COUNTED_RECORDS_AT_ONCE: Final = 1 << 16
+"""So many segments, and as a rule so many records: some ms."""
+_WAIT_MAX: Final = 64
+"""Occasions (`mark_again`) that are let pass, at most, before another try at what a try is not likely to help."""
 _LIVE_TABLE: Final = bytes(0 if flags & LOCATION_GONE else 1 for flags in range(256))
 
 
@@ -58,24 +62,37 @@ class SegmentKey(NamedTuple):
 
 
 class _Due(NamedTuple):
-    """Deleted records (ascending seqs) of a segment that are not marked everywhere; whether snapshots wait for it."""
+    """Deleted records (ascending seqs) of a segment that are not marked everywhere; whether snapshots wait for it.
+
+    It is tried again after `wait` occasions, of which `left` are still to come: at each one if snapshots wait.
+    """
 
     info: SegmentInfo
     seqs: list[int]
     holds_up: bool
+    wait: int = 0
+    left: int = 0
+
+
+def postings_max(open_files: int) -> int:
+    """How many may stay mapped in a process that may open so many files (RLIMIT_NOFILE): each keeps one open. The other
+    three quarters are for indexes, logs and whatever is open for a moment.
+    """
+    return _POSTINGS_MAX if open_files == RLIM_INFINITY else min(_POSTINGS_MAX, open_files // 4)
 
 
 class SegmentFiles:
-    """Of all topics of one shard.
+    """Of all topics of one shard. `postings_max`: so many files of tags stay mapped.
 
     `entries`, `ts_at` and `live_size` raise nothing: floors must move past a damaged segment, and one topic's damage
     take down no shard. Where an index cannot be read, its records count as live, of the segment's mean length and its
     latest time. Marking raises nothing either; everything else OSError and CorruptSegment.
     """
 
-    def __init__(self, fs: FileSystem, data_dir: str) -> None:
+    def __init__(self, fs: FileSystem, data_dir: str, postings_max: int) -> None:
         self._fs = fs
         self._data_dir = data_dir
+        self._postings_max = postings_max
         self._indexes: OrderedDict[SegmentKey, mmap.mmap | bytes] = OrderedDict()
         self._postings: OrderedDict[SegmentKey, Postings] = OrderedDict()
         self._sizes: dict[SegmentKey, tuple[int, int]] = {}
@@ -149,7 +166,8 @@ class SegmentFiles:
     def postings(self, topic_id: int, info: SegmentInfo) -> Postings:
         """The tags of a sealed segment; where the file is missing or damaged, as its frames have them.
 
-        Raises CorruptPostings as well: where these are cold, damaged too, or the file is of another release.
+        Raises CorruptPostings as well: where these are cold, damaged too, or the file is of another release. One that
+        cannot be opened now, for want of open files for one, is neither: OSError.
         """
         key = SegmentKey(topic_id, info.first_seq, info.version)
         postings = self._postings.get(key)
@@ -159,15 +177,17 @@ class SegmentFiles:
                 postings = Postings.map(directory, info.first_seq, info.version)
             except UnknownPostingsVersion:
                 raise
-            except (OSError, CorruptPostings) as error:
+            except (FileNotFoundError, CorruptPostings) as error:
                 postings = self._postings_of_frames(topic_id, info, error)
             self._postings[key] = postings
-            if len(self._postings) > POSTINGS_MAX:
+            if len(self._postings) > self._postings_max:
                 self._postings.popitem(last=False)
         self._postings.move_to_end(key)
         return postings
 
-    def _postings_of_frames(self, topic_id: int, info: SegmentInfo, error: OSError | CorruptPostings) -> Postings:
+    def _postings_of_frames(
+        self, topic_id: int, info: SegmentInfo, error: FileNotFoundError | CorruptPostings
+    ) -> Postings:
         """In memory: the file is the compactor's. Every frame that counts is checked: its tag decides about it."""
         try:
             reader = self.reader(topic_id, info)
@@ -195,8 +215,12 @@ class SegmentFiles:
 
     def count_some(self) -> None:
         """Of those that were not asked about yet; to be called now and then."""
-        for key in list(islice(self._uncounted, _COUNTS_AT_ONCE)):
-            info = self._uncounted.pop(key)
+        records = 0
+        for key, info in list(islice(self._uncounted.items(), _COUNTS_AT_ONCE)):
+            if records and records + info.records > _COUNTED_RECORDS_AT_ONCE:
+                break
+            records += info.records
+            del self._uncounted[key]
             self.live_size(key.topic_id, info, info.first_seq, info.last_seq)
 
     # -- marking
@@ -216,7 +240,7 @@ class SegmentFiles:
             defect = mark_deleted(self._fs, directory, info.first_seq, seqs, info.version, cold=cold)
         except (FileNotFoundError, CorruptSegment) as error:
             self._say_unreadable(topic_id, info, error)
-            self._due[place] = _Due(info, list(seqs), False)
+            self._due[place] = _later(info, seqs, due)
         except OSError as error:
             if due is None or not due.holds_up:  # it is tried again every second
                 log.error("deletions could not be marked in a segment", error=str(error), records=len(seqs))
@@ -224,8 +248,8 @@ class SegmentFiles:
         else:
             if defect is not None:
                 self._say_unreadable(topic_id, info, defect)
-            if isinstance(defect, OSError):
-                self._due[place] = _Due(info, list(seqs), False)
+            if isinstance(defect, OSError) and not isinstance(defect, FileNotFoundError):
+                self._due[place] = _later(info, seqs, due)
 
     def replaced(self, topic_id: int, old: SegmentInfo, new: SegmentInfo) -> None:
         """The segment is another file now, or longer: what was deleted in the old one is in the new one."""
@@ -234,6 +258,11 @@ class SegmentFiles:
                 seqs = self.deleted(topic_id, old)
             except FileNotFoundError:
                 seqs = []  # read back from the log: all this was done before the old files went
+            except (OSError, CorruptSegment) as error:
+                # Read back from the log as well: `Marks` has just read it otherwise. The new version was made from it,
+                # and what the log tells of since is marked or due.
+                self._say_unreadable(topic_id, old, error)
+                seqs = []
             self.forget(topic_id, old, with_marks=False)
             self.mark(topic_id, new, seqs)
         due = self._due.pop((topic_id, old.first_seq), None)
@@ -253,9 +282,12 @@ class SegmentFiles:
             self._due.pop((topic_id, info.first_seq), None)
 
     def mark_again(self) -> None:
-        """What could not be marked before."""
-        for (topic_id, _), due in list(self._due.items()):
-            self.mark(topic_id, due.info, due.seqs)
+        """What could not be marked before; to be called now and then."""
+        for place, due in list(self._due.items()):
+            if due.left:
+                self._due[place] = due._replace(left=due.left - 1)
+            else:
+                self.mark(place[0], due.info, due.seqs)
 
     @property
     def is_marked(self) -> bool:
@@ -316,6 +348,12 @@ class SegmentFiles:
         if due is None:
             return []
         return due.seqs[bisect_left(due.seqs, first_seq) : bisect_right(due.seqs, last_seq)]
+
+
+def _later(info: SegmentInfo, seqs: Sequence[int], before: _Due | None) -> _Due:
+    """No snapshot waits for it, and it is waited longer each time."""
+    wait = min(_WAIT_MAX, 2 * before.wait or 1) if before is not None else 0
+    return _Due(info, list(seqs), False, wait, wait)
 
 
 def _live_size(part: bytes, first_seq: int, unmarked: list[int], data_bytes: int | None) -> tuple[int, int]:
