@@ -51,6 +51,8 @@ class Model:
     def append(self, first_seq: int, data: list[bytes], tag: bytes, ts: int) -> None:
         assert first_seq > self.head_seq, "no seq is given twice"
         in_ram = self.config.durability == "ephemeral"
+        if self.config.cap_records and len(self.live) + len(data) > self.config.cap_records:
+            self.expire(ts)  # what has expired is not what a cap takes
         for seq, piece in enumerate(data, first_seq):
             self.live[seq] = (piece, tag, ts, in_ram)
             if in_ram:
