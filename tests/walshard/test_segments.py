@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.storage.faults import Fault, FaultyFileSystem
@@ -21,6 +23,7 @@ from topics.shm.topic_messages import DeleteRecords, DeleteTopic, Expire, PutTop
 from topics.storage import kill_points, layout
 from topics.storage.kill_points import KillPoint
 from topics.storage.recovery import BATCH_FRAMES
+from topics.walshard.segment_files import SegmentFiles
 
 
 @pytest.fixture
@@ -212,6 +215,25 @@ def test_a_former_version_whose_index_is_damaged_keeps_no_shard_from_starting(
         compaction.cut()
     compaction.rig.restart_service()
     assert numbers(compaction) == [4, 8, 12, 16, 20, 24, 25]
+
+
+def test_a_former_version_that_cannot_be_opened_for_now_is_not_passed_over(compaction: Compaction) -> None:
+    """Its deletions may be nowhere else: it is not damaged where the process may open no more files."""
+    fill(compaction, 8)
+    compaction.cut()
+    view = compaction.rig.view("t")
+    assert view is not None
+    info = compaction.segments("t")[0]
+    files = SegmentFiles(compaction.rig.fs, compaction.rig.settings.data_dir, 64)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            files.replaced(view.topic_id, info, msgspec.structs.replace(info, version=1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_memory_of_the_ring_is_given_back(tmp_path: Path, compaction: Compaction) -> None:
