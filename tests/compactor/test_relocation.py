@@ -16,24 +16,28 @@ from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.compactor.copy_queue import RETRY_MS
 from topics.compactor.relocation import AHEAD_MAX
-from topics.core.segment_list import COLD, SEALED
-from topics.shm.topic_messages import DeleteTopic
+from topics.core.segment_list import COLD, SEALED, SegmentList
+from topics.shm.arena_heap import ArenaFullError
+from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.storage.verify import verify
+from topics.walshard.hosted import Hosted
 
 EVENTS = 2
 HOT = 1
 
 
 class Picky(FaultyFileSystem):
-    """Opening or removing one file fails, as long as it is said."""
+    """Opening, making or removing one file fails, as long as it is said."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.unreadable = self.stuck = "none"
+        self.unreadable = self.stuck = self.full = "none"
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         if path.endswith(self.unreadable) and flags & os.O_ACCMODE == os.O_RDONLY:
             raise OSError(errno.EIO, "Input/output error", path)
+        if path.endswith(self.full) and flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, "No space left on device", path)
         return super().open(path, flags, mode)
 
     def unlink(self, path: str) -> None:
@@ -64,9 +68,9 @@ class Tiers:
         self.segments += segments
         self.compaction.cut()
 
-    def cold(self) -> list[int]:
+    def cold(self, name: str = "t") -> list[int]:
         """First seqs."""
-        return [info.first_seq for info in self.compaction.segments("t") if info.flags & COLD]
+        return [info.first_seq for info in self.compaction.segments(name) if info.flags & COLD]
 
     def all_cold(self) -> bool:
         return [info.flags for info in self.compaction.segments("t")] == [SEALED | COLD] * (self.segments - HOT) + [
@@ -144,6 +148,25 @@ def test_a_file_that_cannot_be_copied_holds_up_no_other(tiers: Tiers) -> None:
     assert tiers.all_cold()
 
 
+def test_segments_go_while_none_can_be_rewritten(tiers: Tiers) -> None:
+    """A full disk is one on which no segment can be rewritten, and which relocation makes room on."""
+    tiers.rig.append("dead", b"1", b"2")
+    tiers.rig.append("dead", b"3", b"4", tag=b"x")
+    tiers.rig.append("dead", b"5")
+    tiers.seal(1)
+    tiers.rig.call(DeleteRecords("dead", None, "eq", b"x"))
+    tiers.fs.full = f"seg-{3:020d}.1.data"
+    tiers.seal(5)
+    for _ in range(10):
+        with pytest.raises(OSError, match="No space left"):
+            tiers.compaction.compactor.upkeep()
+        tiers.rig.clock.ms += 100
+    assert tiers.all_cold()
+    tiers.fs.full = "none"
+    tiers.compaction.upkeep()
+    assert [info.version for info in tiers.compaction.segments("dead")] == [0, 1, 0]
+
+
 def test_an_object_that_cannot_be_deleted_keeps_no_other(tiers: Tiers) -> None:
     tiers.seal(4)
     tiers.compaction.upkeep()
@@ -158,3 +181,28 @@ def test_an_object_that_cannot_be_deleted_keeps_no_other(tiers: Tiers) -> None:
     for _ in range(2):
         tiers.compaction.cut()
     assert not list(tiers.cold_dir.rglob("seg-*"))
+
+
+def test_a_topic_that_the_shard_does_not_mark_leaves_the_others_cold(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("t", "u"):
+        for _ in range(3 + HOT):
+            tiers.rig.append(name, *[b"1"] * EVENTS)
+    tiers.compaction.cut()
+    prepare_segments = Hosted.prepare_segments
+
+    def no_room_for_u(hosted: Hosted, segments: SegmentList) -> tuple[int, int]:
+        if hosted.topic.name == "u":
+            raise ArenaFullError("no room in the arena")
+        return prepare_segments(hosted, segments)
+
+    monkeypatch.setattr(Hosted, "prepare_segments", no_room_for_u)
+    tiers.compaction.upkeep()
+    assert (tiers.cold(), tiers.cold("u")) == ([1, 3, 5], [])
+    assert (tiers.compaction.life.cell.get("segments_relocated"), tiers.failures()) == (3, 3)
+    monkeypatch.undo()
+    tiers.rig.clock.ms += RETRY_MS
+    tiers.compaction.upkeep()
+    assert tiers.cold("u") == [1, 3, 5]
+    assert (tiers.compaction.life.cell.get("segments_relocated"), tiers.failures()) == (6, 3)
