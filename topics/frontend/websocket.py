@@ -221,22 +221,26 @@ class Socket:
             message = await self._receive()
             if message["type"] == "websocket.disconnect":
                 return
-            if len(message.get("text") or "") <= COUNTED_FROM_BYTES:
-                await self._obey(message)
+            text = message.get("text")
+            body = None if text is None else text.encode("utf-8", "surrogatepass")
+            del message, text  # nothing of a message is kept, uncounted, while the next one is awaited
+            if body is None or len(body) <= COUNTED_FROM_BYTES:
+                await self._obey(body)
             else:
-                await asyncio.create_task(self._obey_long(message))
+                await asyncio.create_task(self._obey_long(body))
+            del body
 
-    async def _obey_long(self, message: Message) -> None:
+    async def _obey_long(self, body: bytes) -> None:
         """In a task of its own, at whose end what it holds is counted no more: one at a time, until it is answered."""
-        await self._obey(message)
+        await self._obey(body)
         if self._publishes:
             await asyncio.wait(set(self._publishes))
 
-    async def _obey(self, message: Message) -> None:
+    async def _obey(self, text: bytes | None) -> None:
+        """`text`: a message in UTF-8; None for a binary one."""
         started_ns = time.perf_counter_ns()
         self._route.cell.add("requests")
-        text = message.get("text")
-        body = b"" if text is None else text.encode("utf-8", "surrogatepass")
+        body = text or b""
         request_id: RequestId = None
         route = Route.OTHER
         try:
