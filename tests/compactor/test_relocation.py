@@ -16,9 +16,11 @@ from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.compactor.copy_queue import RETRY_MS
 from topics.compactor.relocation import AHEAD_MAX
-from topics.core.segment_list import COLD, SEALED
+from topics.core.segment_list import COLD, SEALED, SegmentList
+from topics.shm.arena_heap import ArenaFullError
 from topics.shm.topic_messages import DeleteTopic
 from topics.storage.verify import verify
+from topics.walshard.hosted import Hosted
 
 EVENTS = 2
 HOT = 1
@@ -64,9 +66,9 @@ class Tiers:
         self.segments += segments
         self.compaction.cut()
 
-    def cold(self) -> list[int]:
+    def cold(self, name: str = "t") -> list[int]:
         """First seqs."""
-        return [info.first_seq for info in self.compaction.segments("t") if info.flags & COLD]
+        return [info.first_seq for info in self.compaction.segments(name) if info.flags & COLD]
 
     def all_cold(self) -> bool:
         return [info.flags for info in self.compaction.segments("t")] == [SEALED | COLD] * (self.segments - HOT) + [
@@ -158,3 +160,28 @@ def test_an_object_that_cannot_be_deleted_keeps_no_other(tiers: Tiers) -> None:
     for _ in range(2):
         tiers.compaction.cut()
     assert not list(tiers.cold_dir.rglob("seg-*"))
+
+
+def test_a_topic_that_the_shard_does_not_mark_leaves_the_others_cold(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("t", "u"):
+        for _ in range(3 + HOT):
+            tiers.rig.append(name, *[b"1"] * EVENTS)
+    tiers.compaction.cut()
+    prepare_segments = Hosted.prepare_segments
+
+    def no_room_for_u(hosted: Hosted, segments: SegmentList) -> tuple[int, int]:
+        if hosted.topic.name == "u":
+            raise ArenaFullError("no room in the arena")
+        return prepare_segments(hosted, segments)
+
+    monkeypatch.setattr(Hosted, "prepare_segments", no_room_for_u)
+    tiers.compaction.upkeep()
+    assert (tiers.cold(), tiers.cold("u")) == ([1, 3, 5], [])
+    assert (tiers.compaction.life.cell.get("segments_relocated"), tiers.failures()) == (3, 3)
+    monkeypatch.undo()
+    tiers.rig.clock.ms += RETRY_MS
+    tiers.compaction.upkeep()
+    assert tiers.cold("u") == [1, 3, 5]
+    assert (tiers.compaction.life.cell.get("segments_relocated"), tiers.failures()) == (6, 3)

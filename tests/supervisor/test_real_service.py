@@ -117,8 +117,13 @@ def test_a_supervisor_killed_under_load_leaves_nothing_that_hinders_the_next(ser
     service.stop()
 
 
-def test_a_process_that_starts_again_knows_the_clock_that_its_former_life_trusted(service: Service) -> None:
-    """As if the wall clock had been put forward by a day while it was down."""
+@pytest.mark.parametrize("trusted_ms", [None, -5, 0])
+def test_a_process_that_starts_again_knows_the_clock_that_its_former_life_trusted(
+    service: Service, trusted_ms: int | None
+) -> None:
+    """As if the wall clock had been put forward while it was down: by a day, or from `trusted_ms` ahead of the uptime,
+    which is where one is that was never set.
+    """
     day_ms = 86_400_000
     service.shards = service.frontends = 1
     service.start()
@@ -126,10 +131,11 @@ def test_a_process_that_starts_again_knows_the_clock_that_its_former_life_truste
     control = ControlPage.attach(names.shm_name(names.identity(str(service.data_dir)), "control"))
     for role in (Role.FRONTEND, Role.WALSHARD):
         cell = control.cell(role, 0)
-        poll("the clock to be looked at", lambda: cell.get("clock_offset_ms"))  # noqa: B023
+        poll("the clock to be looked at", lambda: cell.clock_offset_ms is not None)  # noqa: B023
         pid = service.pid_of(role.name.lower())
         os.kill(pid, signal.SIGSTOP)  # it writes its cell no more
-        cell.set("clock_offset_ms", cell.get("clock_offset_ms") - day_ms)
+        assert cell.clock_offset_ms is not None
+        cell.clock_offset_ms = cell.clock_offset_ms - day_ms if trusted_ms is None else trusted_ms
         os.kill(pid, signal.SIGKILL)
         service.wait_healed(pid)
     write(service, "t", 1)
@@ -139,4 +145,9 @@ def test_a_process_that_starts_again_knows_the_clock_that_its_former_life_truste
         assert read(service, "t") == [0]
         # The sweep of the shard, after which it says so.
         poll("both to warn", lambda: service.log_tail().count("the wall clock was put forward") >= 2)
+    for role in (Role.FRONTEND, Role.WALSHARD):
+        cell = control.cell(role, 0)
+        beat_ms = cell.get("heartbeat_ms")
+        poll("it to beat on", lambda: cell.get("heartbeat_ms") > beat_ms + 300)  # noqa: B023
+        assert cell.supervisor.get("restarts") == 1
     service.stop()

@@ -92,3 +92,17 @@ def test_while_it_settles_time_goes_on(rig: Rig) -> None:
         rig.clock.skew_ms += DAY_MS
         rig.shard.sweep()
     assert (left(rig), left(rig, "q")) == (0, 1)
+
+
+def test_a_clock_behind_the_uptime_is_a_clock(rig: Rig) -> None:
+    """A machine whose clock was never set: wall minus monotonic time is below zero."""
+    rig.clock.skew_ms = -rig.clock.ms + DAY_MS
+    for _ in range(2):
+        rig.append("t", b"1")
+        rig.shard.sweep()
+        assert rig.cell.clock_offset_ms == rig.clock.skew_ms
+        rig.boot()
+    assert left(rig) == 2
+    rig.clock.skew_ms = 0
+    fill(rig)
+    assert (left(rig), left(rig, "q")) == (4, 2), "set to the right time: a step forward as any other"

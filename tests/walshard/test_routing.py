@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.storage.faults import FaultyFileSystem
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
@@ -19,7 +22,7 @@ from topics.shm.memory import SharedObject
 from topics.shm.router_messages import CatchUp, DeleteRouter, PutRouter, SyncRouters
 from topics.shm.router_table import RouterTable
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, EnsureTopic, PutTopic
-from topics.storage.frame import FLAG_MORE, FrameType, lay_out, scan
+from topics.storage.frame import FLAG_MORE, Bytes, FrameType, lay_out, scan
 from topics.storage.layout import group_dir, log_path, ram_group_dir
 from topics.walshard.feeds import Feeds
 from topics.walshard.links import Follow
@@ -278,6 +281,47 @@ def test_copies_find_room_where_records_have_expired(rig: Rig) -> None:
     rig.restart_service()
     rig.run()
     assert rig.read("b") == rig.read("c") == [(3, b"3"), (4, b"4")]
+
+
+class FullDisk(FaultyFileSystem):
+    """What is below one directory takes no writes, as long as it is said; what is in memory does."""
+
+    full_dir: str | None = None
+
+    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        if self.full_dir is not None and os.readlink(f"/proc/self/fd/{fd}").startswith(self.full_dir):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().pwritev(fd, buffers, offset)
+
+
+def test_copies_that_were_seen_are_made_again_as_they_were_though_others_have_expired(tmp_path: Path) -> None:
+    """Nothing but copies comes of a new life before it is at work: nothing expires to make room for what had room."""
+    fs = FullDisk()
+    rig = Rig(str(tmp_path), fs)
+    put(rig, "b", cap_records=3000, ttl_ms=100)
+    route(rig, "r", "a", "b")
+    rig.append("b", b'"own"')
+    rig.append("a", *[b"1"] * 1500)
+    rig.append("a", *[b"2"] * 1499)
+    rig.clock.ms += 101
+    logged = logged_types(rig)
+    assert logged[-1] == FrameType.APPEND, "no copy is in the log"
+    view = rig.view("b")
+    assert view is not None
+    assert (view.earliest_seq, view.head_seq) == (1, 3000)
+    for full_dir in (None, group_dir(rig.settings.data_dir, 0, 1)):
+        fs.full_dir = full_dir
+        rig.boot()
+        view = rig.view("b")
+        assert view is not None
+        assert (view.earliest_seq, view.head_seq) == (1, 3000)
+        assert logged_types(rig) == logged
+    fs.full_dir = None
+    rig.shard.sweep()
+    view = rig.view("b")
+    assert view is not None
+    assert (view.earliest_seq, view.head_seq) == (3001, 3000)
+    rig.close()
 
 
 def test_a_router_id_is_never_used_again(rig: Rig) -> None:

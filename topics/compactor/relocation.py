@@ -124,12 +124,8 @@ class Relocation:
         relocated = 0
         for shard, copies in copied.items():
             reached("relocate.copied")
-            try:
-                relocated += self._copied(followers[shard], copies)
-            except (OSError, Refused) as refused:
-                for copy in copies:
-                    self._failed(copy, refused)
-                failed += len(copies)
+            step = self._copied(followers[shard], copies)
+            relocated, failed = relocated + step.relocated, failed + step.failed
         self._begin(followers)
         if self._copying and self._copying[0][1].done():
             self._wake()  # it said so while the shard was waited for
@@ -212,8 +208,8 @@ class Relocation:
             return None
         return topic
 
-    def _copied(self, follower: Follower, copies: list[Copy]) -> int:
-        """Has the shard mark them, in one message. Raises OSError, Refused: all of them may be copied again."""
+    def _copied(self, follower: Follower, copies: list[Copy]) -> Step:
+        """Has the shard mark them, in one message. Those that it did not mark, or may not have, are copied again."""
         cold: dict[int, list[SegmentInfo]] = {}
         for copy in copies:
             if self._current(follower, copy) is None:  # rewritten, dropped or deleted meanwhile
@@ -225,13 +221,22 @@ class Relocation:
         for topic_id, infos in cold.items():
             last_seq = follower.index_of(follower.fold.topics[topic_id]).segments.last_seq
             checkpoints.append(TopicCheckpoint(topic_id, last_seq, sorted(infos, key=lambda info: info.first_seq)))
-        if checkpoints:
-            tell(follower, checkpoints)
-        reached("relocate.marked")
-        follower.shrunk.update(cold)
-        for copy in copies:
+        unmarked: list[Copy] = []
+        try:
+            if checkpoints:
+                tell(follower, checkpoints)
+        except (OSError, Refused) as refused:
+            # It may have refused some topics only, or have answered in part before it could not be asked again.
+            unmarked = [copy for copy in copies if self._current(follower, copy) is not None]
+            for copy in unmarked:
+                self._failed(copy, refused)
+        marked = [copy for copy in copies if copy not in unmarked]
+        if marked:
+            reached("relocate.marked")
+            follower.shrunk.update(copy.topic_id for copy in marked)
+        for copy in marked:
             self._queue.done(copy)
-        return sum(map(len, cold.values()))
+        return Step(sum(map(len, cold.values())) - len(unmarked), len(unmarked))
 
     # -- on the helper's thread
 

@@ -47,6 +47,12 @@ class ExpiryClock:
     def monotonic_ms(self) -> int:
         return self._clock.monotonic_ms()
 
+    def look(self) -> int:
+        """Wall minus monotonic time as it is trusted now, for the next life of this process."""
+        self.now_ms()
+        assert self.offset_ms is not None
+        return self.offset_ms
+
     def now_ms(self) -> int:
         """Milliseconds since the epoch."""
         mono_ms = self._clock.monotonic_ms()

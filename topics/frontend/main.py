@@ -107,7 +107,7 @@ async def _serve(
     arenas = Arenas(shared)
     gateway = Gateway(shared, index, incarnation, arenas, cell, settings.shard_wait_ms)
     log_files = LogFiles(settings.data_dir, shared.ram_dir, shards)
-    expiry = ExpiryClock(clock, log.warning, cell.get("clock_offset_ms") or None)
+    expiry = ExpiryClock(clock, log.warning, cell.clock_offset_ms)
     reader = TopicReader(arenas, log_files, shards, expiry, _cold_tier(settings))
     recency_writer = RecencyWriter(shared.identity, index, shards)
     router_sight = RouterSight(shared)
@@ -155,8 +155,7 @@ async def _serve(
 
     def beat() -> None:
         cell.set("heartbeat_ms", clock.now_ms())
-        expiry.now_ms()  # also when nobody reads
-        cell.set("clock_offset_ms", expiry.offset_ms or 0)
+        cell.clock_offset_ms = expiry.look()  # also when nobody reads
         cell.set("connections", len(connections.open))
         reader.sweep()
         loop.call_later(HEARTBEAT_S, beat)

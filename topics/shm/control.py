@@ -158,11 +158,13 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
 """A shard's `committed`: file_no << 32 | offset behind the last frame that is in the log for good; 0 before it has
 recovered. One word, so that nobody sees the file of one and the offset of another.
 
-`clock_offset_ms`: wall minus monotonic time as the process trusts it (`core/expiry_clock.py`); 0 before it looked.
+`clock_offset_ms`: wall minus monotonic time as the process trusts it (`core/expiry_clock.py`), plus CLOCK_BIAS; 0
+before it looked. A clock that was never set is behind the uptime: the words are unsigned.
 
 The compactor's `absorbed_bytes_NN`: a shard's `wal_bytes_written` at its last snapshot; what came since is the lag, and
 grows while the compactor is dead. `absorbed_ms`: when that snapshot was begun.
 """
+CLOCK_BIAS: Final = 1 << 63
 HELD_FIELDS: Final = (
     "topics",
     *(f"topics_{durability}" for durability in CLASSES),
@@ -263,6 +265,16 @@ class ProcessCell(Cell):
         super().__init__(words[SUPERVISOR_WORDS:], CHILD_FIELDS[role])
         self.supervisor = Cell(words[:SUPERVISOR_WORDS], SUPERVISOR_FIELDS)
         self._role = role
+
+    @property
+    def clock_offset_ms(self) -> int | None:
+        """Wall minus monotonic time as this process, or its former life, trusts it; None before it looked."""
+        word = self.get("clock_offset_ms")
+        return word - CLOCK_BIAS if word else None
+
+    @clock_offset_ms.setter
+    def clock_offset_ms(self, offset_ms: int) -> None:
+        self.set("clock_offset_ms", offset_ms + CLOCK_BIAS)
 
     def begin_life(self, incarnation: int, now_ms: int, state: ProcessState) -> None:
         """This process is the one that writes it from now on; what is not kept over lives begins anew."""

@@ -116,7 +116,7 @@ def recover(
         clock,
     )
     syncs = BackgroundSync(logs, syncing, shared.shard_wakes[index], clock.monotonic_ms())
-    time = StepClock(clock, ExpiryClock(clock, log.warning, cell.get("clock_offset_ms") or None))
+    time = StepClock(clock, ExpiryClock(clock, log.warning, cell.clock_offset_ms))
     watchers = Watchers(catalog, outbox)
     commits = GroupCommit(logs, LostHeads(catalog, logs, fold.lost_heads), syncs, outbox, watchers, time)
     routing = make_routing(settings, shared, index, fold.routers, catalog, holdings, cell, clock, fs, commits)
@@ -143,6 +143,7 @@ def recover(
         time,
     )
     routing.rederive()
+    shard.begin()
 
     logs.count()  # the compactor reads the log up to there
     holdings.settle(len(sessions))

@@ -125,7 +125,6 @@ class Shard:
         self._session_calls = SessionCalls(sessions, holdings, commits, time)
         self._checkpoints = Checkpoints(catalog, files, logs, routing, commits, time)
         commits.connect(self._queues, routing)
-        routing.begin(self._expire_for, self._queue_writes.give_way)
 
         for hosted in catalog:
             self._queues.changed(hosted)
@@ -133,6 +132,10 @@ class Shard:
         outbox.take_over(committed)
         self._committed_before = {(entry.frontend, entry.ring_position): entry.reply for entry in committed}
         """Requests the former incarnation committed and did not answer: their answers."""
+
+    def begin(self) -> None:
+        """All copies that readers have seen are here again: from now on room is made for further ones."""
+        self.routing.begin(self._expire_for, self._give_way)
 
     # -- a step
 
@@ -301,7 +304,7 @@ class Shard:
     def sweep(self) -> None:
         """Once a second: expiry of topics nobody touches, collection of idle sessions."""
         self._time.look()
-        self._cell.set("clock_offset_ms", self._time.trusted_offset_ms)
+        self._cell.clock_offset_ms = self._time.trusted_offset_ms
         self._deletes.sweep()
         self._session_calls.collect()
         self._files.mark_again()

@@ -32,4 +32,4 @@ class StepClock:
     @property
     def trusted_offset_ms(self) -> int:
         """Wall minus monotonic time, for the next life of this process."""
-        return self._expiry.offset_ms or 0
+        return self._expiry.look()
