@@ -48,8 +48,8 @@ from topics.frontend.txn import TxnRoutes
 from topics.frontend.txn_table import txn_operations
 from topics.frontend.unreadable import UnreadableJobs
 from topics.frontend.watch import WatchRoutes
-from topics.frontend.websocket import WebSocketRoute
 from topics.frontend.websocket_commands import Command
+from topics.frontend.websocket_route import WebSocketRoute
 from topics.frontend.work import WorkRoutes
 from topics.shm import messages
 from topics.shm.cap import Cap

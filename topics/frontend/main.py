@@ -54,7 +54,7 @@ from topics.frontend.txn import TxnRoutes
 from topics.frontend.txn_table import txn_operations
 from topics.frontend.unreadable import UnreadableJobs
 from topics.frontend.watch import WatchRoutes
-from topics.frontend.websocket import WebSocketRoute
+from topics.frontend.websocket_route import WebSocketRoute
 from topics.frontend.work import WorkRoutes
 from topics.log import get_logger
 from topics.settings import Settings
