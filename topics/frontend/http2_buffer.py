@@ -7,14 +7,18 @@ a client that keeps up, and lets the next message in. A client that gives no win
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import hypercorn.protocol
+from h2.errors import ErrorCodes
 from h2.events import Event, StreamReset
+from h2.exceptions import ProtocolError
 from hypercorn.protocol import h2
-from hypercorn.protocol.events import Body, Data, EndBody, EndData
+from hypercorn.protocol.events import Body, Data, EndBody, EndData, StreamClosed
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
+from hypercorn.protocol.http_stream import HTTPStream
 
 
 class BoundedBuffer(StreamBuffer):
@@ -62,6 +66,13 @@ class BoundedProtocol(H2Protocol):
 
     async def stream_send(self, event: StreamEvent) -> None:
         buffer = self.stream_buffers.get(event.stream_id)
+        answer = isinstance(self.streams.get(event.stream_id), HTTPStream)
+        if isinstance(event, StreamClosed) and answer and buffer is not None and not buffer.complete:
+            # The app is gone before its answer had an end: a client that heard nothing would wait for ever.
+            await buffer.close()
+            with contextlib.suppress(ProtocolError):
+                self.connection.reset_stream(event.stream_id, ErrorCodes.INTERNAL_ERROR)
+                await self._flush()
         ends = isinstance(event, EndBody | EndData)
         if buffer is None or asyncio.current_task() is not self._reader or not (ends or isinstance(event, Body | Data)):
             await super().stream_send(event)
