@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -20,7 +19,7 @@ from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
 from topics.frontend.arenas import Arenas
 from topics.frontend.lane import ROOM_WAIT_S, Fate, Lane, Waiter
-from topics.frontend.spills import Spills
+from topics.frontend.spills import Spills, take_long_reply
 from topics.frontend.watches import Watches, WatchHandle
 from topics.log import get_logger
 from topics.shm import append_messages, messages
@@ -210,15 +209,11 @@ class Gateway:
         length = sum(map(len, parts))
         if length > self._links[shard].lane.message_max_bytes:
             # At once, and not in a thread: what is posted behind it may not overtake it.
-            reference = messages.encode_reference(Kind.CALL, request_id, self._spills.path(request_id))
             try:
-                self._spills.reserve(request_id, length)
-                self._spills.write(request_id, parts)
+                parts = self._spills.put(Kind.CALL, request_id, parts, length)
             except OSError as error:
-                self._spills.drop(request_id)
                 _log.warning("no room in shared memory for a long message", error=error.strerror)
                 return False
-            parts = reference
         self._push(shard, Waiter(parts, sum(map(len, parts)), request_id, self._loop.time(), None))
         return True
 
@@ -244,28 +239,26 @@ class Gateway:
         return Waiter(parts, sum(map(len, parts)), request_id, now_s, expires_s, patient)
 
     def _submit_by_reference(self, shard: int, request_id: int, parts: list[Part], length: int, kind: Kind) -> None:
-        reference = messages.encode_reference(kind, request_id, self._spills.path(request_id))
         try:
-            self._spills.reserve(request_id, length)
             if length <= SPILL_INLINE_BYTES_MAX:
-                self._spills.write(request_id, parts)
-                self._push(shard, self._waiter(request_id, reference))
+                self._push(shard, self._waiter(request_id, self._spills.put(kind, request_id, parts, length)))
                 return
+            self._spills.reserve(request_id, length)
         except OSError as error:
             self._spill_failed(request_id, error)
             return
-        task = self._loop.create_task(self._spill(shard, request_id, reference, parts))
+        task = self._loop.create_task(self._spill(shard, request_id, kind, parts))
         self._spilling.add(task)
         task.add_done_callback(self._spilling.discard)
 
-    async def _spill(self, shard: int, request_id: int, reference: list[Part], parts: list[Part]) -> None:
+    async def _spill(self, shard: int, request_id: int, kind: Kind, parts: list[Part]) -> None:
         try:
             await asyncio.to_thread(self._spills.write, request_id, parts)
         except OSError as error:
             self._spill_failed(request_id, error)
             return
         if request_id in self._pending:
-            self._push(shard, self._waiter(request_id, reference))
+            self._push(shard, self._waiter(request_id, self._spills.reference(kind, request_id)))
         else:  # it took too long: its client has been told
             self._spills.drop(request_id)
 
@@ -353,7 +346,7 @@ class Gateway:
     def _take(self, shard: int, message: memoryview) -> None:
         kind, request_id, _count = messages.head(message)
         if kind & messages.BY_REFERENCE:
-            whole = _read_long_reply(messages.decode_reference(message))
+            whole = take_long_reply(messages.decode_reference(message))
             if whole is None:
                 return
             message, kind = whole, kind & ~messages.BY_REFERENCE
@@ -412,16 +405,3 @@ class Gateway:
 def _fail(future: asyncio.Future[Any], error: TopicsError) -> None:
     if not future.done():
         future.set_exception(error)
-
-
-def _read_long_reply(path: str) -> memoryview | None:
-    """An answer too long for the ring: the shard made the file, it is ours to remove. None: we had it in a former
-    life, which ended before it could free the ring.
-    """
-    try:
-        with open(path, "rb") as file:
-            reply = memoryview(file.read())
-    except FileNotFoundError:
-        return None
-    os.unlink(path)
-    return reply

@@ -7,7 +7,8 @@ import errno
 import os
 from typing import Final
 
-from topics.shm.messages import Part
+from topics.shm import messages
+from topics.shm.messages import Kind, Part
 from topics.shm.names import SHM_ROOT, objects
 
 SPILLED_BYTES_MAX: Final = 256 * 2**20
@@ -30,6 +31,20 @@ class Spills:
         for name in objects(self._identity):
             if name.startswith(self._prefix):
                 os.unlink(f"{SHM_ROOT}/{name}")
+
+    def put(self, kind: Kind, request_id: int, parts: list[Part], length_bytes: int) -> list[Part]:
+        """The whole message in its file, at once; what the ring is to hold. OSError: nothing of it is there."""
+        try:
+            self.reserve(request_id, length_bytes)
+            self.write(request_id, parts)
+        except OSError:
+            self.drop(request_id)
+            raise
+        return self.reference(kind, request_id)
+
+    def reference(self, kind: Kind, request_id: int) -> list[Part]:
+        """What the ring is to hold of a request that is in its file."""
+        return messages.encode_reference(kind, request_id, self.path(request_id))
 
     def path(self, request_id: int) -> str:
         return f"{SHM_ROOT}/{self._prefix}{request_id}"
@@ -54,3 +69,16 @@ class Spills:
             self._bytes -= size_bytes
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path(request_id))
+
+
+def take_long_reply(path: str) -> memoryview | None:
+    """An answer too long for the ring: the shard made the file, it is ours to remove. None: we had it in a former
+    life, which ended before it could free the ring.
+    """
+    try:
+        with open(path, "rb") as file:
+            reply = memoryview(file.read())
+    except FileNotFoundError:
+        return None
+    os.unlink(path)
+    return reply
