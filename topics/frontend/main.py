@@ -113,9 +113,9 @@ async def _serve(
     router_sight = RouterSight(shared)
     catching_up = CatchingUp(router_sight, reader, gateway)
     routers = RouterRoutes(router_sight, catching_up, reader, gateway, settings)
-    diff = DiffRoute(reader, gateway, recency_writer, settings, cell, catching_up)
+    diff = DiffRoute(reader, gateway, recency_writer, settings, cell, catching_up, clock)
     recency = Recency(shared.identity, shared.frontends, shards)
-    hub = Hub(gateway, TopicSight(reader, arenas, recency_writer, recency), cell, clock)
+    hub = Hub(gateway, TopicSight(reader, arenas, recency_writer, recency, clock), cell, clock)
     limits = KeyLimits(KeyCounts(shared.key_counts, shared.frontends, index), settings)
     access = Access(keys, settings.probe_auth, limits)
     append = AppendRoute(gateway, settings, cell)
@@ -123,12 +123,12 @@ async def _serve(
     observe = partial(shared.durations.observe, index)
     websocket = WebSocketRoute(reader, append, hub, access, settings, places, catching_up, cell, clock, observe)
     topics = TopicRoutes(
-        reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms, catching_up, routers
+        reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms, catching_up, routers, clock
     )
     watch = WatchRoutes(reader, Sessions(gateway, arenas, clock), hub, access, settings, places, catching_up)
     channel = JobChannel(gateway, incarnation)
     dead_letters = DeadLetters(gateway, reader)
-    work = WorkRoutes(gateway, reader, channel, dead_letters, access, settings, places, cell)
+    work = WorkRoutes(gateway, reader, channel, dead_letters, access, settings, places, cell, clock)
     figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
     metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
     commits = Commits(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
