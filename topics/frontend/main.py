@@ -107,7 +107,7 @@ async def _serve(
     arenas = Arenas(shared)
     gateway = Gateway(shared, index, incarnation, arenas, cell, settings.shard_wait_ms)
     log_files = LogFiles(settings.data_dir, shared.ram_dir, shards)
-    expiry = ExpiryClock(clock, log.warning, cell.clock_offset_ms)
+    expiry = ExpiryClock(clock, log.warning, shared.control.trusted_offset_ms(Role.FRONTEND, index))
     reader = TopicReader(arenas, log_files, shards, expiry, _cold_tier(settings))
     recency_writer = RecencyWriter(shared.identity, index, shards)
     router_sight = RouterSight(shared)
