@@ -249,6 +249,57 @@ def test_leases_are_extended_again_after_a_time_in_which_they_could_not_be(
         poll("the next one", lambda: requests("extend", 200) > before)
 
 
+class LateLook(AsyncClient):
+    """A worker's second look at its queue, which its first job brings about, is answered when `answer` is set."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.answer = asyncio.Event()
+        self.extended: set[int] = set()
+        self._looks = 0
+
+    async def get_topic(self, *args: Any, **options: Any) -> Any:
+        topic = await super().get_topic(*args, **options)
+        self._looks += 1
+        if self._looks == 2:
+            await self.answer.wait()
+        return topic
+
+    async def call(self, call: Call[T]) -> T:
+        answer = await super().call(call)
+        if call.path.endswith("/extend"):
+            assert call.body is not None
+            self.extended.update(json.loads(call.body)["seqs"])
+        return answer
+
+
+def test_jobs_are_kept_while_a_busy_service_is_asked_whose_they_are(
+    small: Service, queue: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> list[tuple[int, bool]]:
+        begun: list[tuple[int, bool]] = []
+        async with LateLook(small.url) as client:
+
+            async def meanwhile() -> None:
+                await until("the leases of all to be extended", lambda: client.extended >= {1, 2, 3})
+                assert not begun
+                put_off = {"node": "me", "seqs": [1], "delay_ms": 3_600_000}
+                assert small.client.post(f"/v0/topics/{queue}/nack", json=put_off).json()["nacked"] == 1
+                await until("the worker to know that", lambda: f"job 1 in {queue} is lost" in caplog.text)
+                client.answer.set()
+
+            happening = asyncio.create_task(meanwhile())
+            async for job in client.queue(queue, node="me").work(max_jobs=3, lease_ms=3_000):
+                begun.append((job.seq, job.lost))
+                await job.ack()
+                if len(begun) == 2:
+                    break
+            await happening
+        return begun
+
+    assert in_time(body()) == [(2, False), (3, False)]
+
+
 # -- ends
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
+from topics.compactor.checkpoints import SEAL_AGAIN_MAX_MS, SEAL_AGAIN_MS
 from topics.core.segment_list import SEALED
 
 AGE_MS = 5_000
@@ -48,7 +49,27 @@ def test_one_that_cannot_be_sealed_is_no_news_for_ever(compaction: Compaction) -
     compaction.rig.clock.ms += AGE_MS
     settle(compaction)
     path.write_bytes(content)
+    settle(compaction)
     compaction.rig.append("t", b"3")
     settle(compaction)
     assert compaction.segments("t")[0].flags == SEALED
     assert [seq for seq, _ in compaction.read("t")] == [1, 2, 3]
+
+
+def test_one_that_is_repaired_is_sealed_though_nothing_is_written(compaction: Compaction) -> None:
+    compaction.rig.append("t", b"1", b"2")
+    settle(compaction)
+    path = next(Path(compaction.rig.settings.data_dir).rglob("*.data"))
+    content = path.read_bytes()
+    path.unlink()
+    compaction.rig.clock.ms += AGE_MS
+    settle(compaction)
+    snapshots = compaction.life.cell.get("snapshots")
+    for _ in range(10 * SEAL_AGAIN_MAX_MS // SEAL_AGAIN_MS):
+        compaction.rig.clock.ms += SEAL_AGAIN_MS
+        settle(compaction)
+    assert 10 <= compaction.life.cell.get("snapshots") - snapshots <= 20, "it is looked at ever more seldom"
+    path.write_bytes(content)
+    compaction.rig.clock.ms += SEAL_AGAIN_MAX_MS
+    settle(compaction)
+    assert [info.flags for info in compaction.segments("t")] == [SEALED]

@@ -18,7 +18,7 @@ from topics.compactor.copy_queue import RETRY_MS
 from topics.compactor.relocation import AHEAD_MAX
 from topics.core.segment_list import COLD, SEALED, SegmentList
 from topics.shm.arena_heap import ArenaFullError
-from topics.shm.topic_messages import DeleteTopic
+from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.storage.verify import verify
 from topics.walshard.hosted import Hosted
 
@@ -27,15 +27,17 @@ HOT = 1
 
 
 class Picky(FaultyFileSystem):
-    """Opening or removing one file fails, as long as it is said."""
+    """Opening, making or removing one file fails, as long as it is said."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.unreadable = self.stuck = "none"
+        self.unreadable = self.stuck = self.full = "none"
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         if path.endswith(self.unreadable) and flags & os.O_ACCMODE == os.O_RDONLY:
             raise OSError(errno.EIO, "Input/output error", path)
+        if path.endswith(self.full) and flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, "No space left on device", path)
         return super().open(path, flags, mode)
 
     def unlink(self, path: str) -> None:
@@ -144,6 +146,25 @@ def test_a_file_that_cannot_be_copied_holds_up_no_other(tiers: Tiers) -> None:
     tiers.rig.clock.ms += RETRY_MS
     tiers.compaction.upkeep()
     assert tiers.all_cold()
+
+
+def test_segments_go_while_none_can_be_rewritten(tiers: Tiers) -> None:
+    """A full disk is one on which no segment can be rewritten, and which relocation makes room on."""
+    tiers.rig.append("dead", b"1", b"2")
+    tiers.rig.append("dead", b"3", b"4", tag=b"x")
+    tiers.rig.append("dead", b"5")
+    tiers.seal(1)
+    tiers.rig.call(DeleteRecords("dead", None, "eq", b"x"))
+    tiers.fs.full = f"seg-{3:020d}.1.data"
+    tiers.seal(5)
+    for _ in range(10):
+        with pytest.raises(OSError, match="No space left"):
+            tiers.compaction.compactor.upkeep()
+        tiers.rig.clock.ms += 100
+    assert tiers.all_cold()
+    tiers.fs.full = "none"
+    tiers.compaction.upkeep()
+    assert [info.version for info in tiers.compaction.segments("dead")] == [0, 1, 0]
 
 
 def test_an_object_that_cannot_be_deleted_keeps_no_other(tiers: Tiers) -> None:

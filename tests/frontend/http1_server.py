@@ -36,6 +36,8 @@ class App:
 
     def __init__(self) -> None:
         self.scopes: list[Scope] = []
+        self.running = 0
+        """Calls that have not ended."""
         self.disconnects = 0
         self.sent_bytes = 0
         self.errors: list[BaseException] = []
@@ -55,6 +57,7 @@ class App:
                 if stage == "shutdown":
                     return
         self.scopes.append(scope)
+        self.running += 1
         try:
             if scope["type"] == "websocket":
                 await self.websocket(receive, send)
@@ -66,6 +69,8 @@ class App:
         except BaseException as error:
             self.errors.append(error)
             raise
+        finally:
+            self.running -= 1
 
     async def body(self, receive: Receive) -> bytes:
         parts = []

@@ -16,9 +16,11 @@ from topics import settings as settings_module
 from topics.core.config import TopicConfig
 from topics.core.keys import KeyRing
 from topics.frontend import diff as diff_module
+from topics.frontend import websocket, websocket_commands
 from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
+from topics.frontend.body_budget import COUNTED_FROM_BYTES, bodies
 from topics.frontend.catching_up import CatchingUp, RouterSight
 from topics.frontend.commits import Commits
 from topics.frontend.cursor_routes import CursorRoutes
@@ -44,8 +46,10 @@ from topics.frontend.table import service_operations, topic_operations, watch_op
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.txn import TxnRoutes
 from topics.frontend.txn_table import txn_operations
+from topics.frontend.unreadable import UnreadableJobs
 from topics.frontend.watch import WatchRoutes
-from topics.frontend.websocket import WebSocketRoute
+from topics.frontend.websocket_commands import Command
+from topics.frontend.websocket_route import WebSocketRoute
 from topics.frontend.work import WorkRoutes
 from topics.shm import messages
 from topics.shm.cap import Cap
@@ -96,10 +100,11 @@ class Frontend:
         )
         sessions = Sessions(self.gateway, hosting.arenas, hosting.clock)
         watch = WatchRoutes(reader, sessions, hub, access, settings, streams, catching_up)
-        channel, dead_letters = JobChannel(self.gateway, 1), DeadLetters(self.gateway, reader)
-        queues = QueueRoutes(self.gateway, reader, channel, dead_letters, catching_up, settings, self.cell)
+        channel, unreadable = JobChannel(self.gateway, 1), UnreadableJobs()
+        dead_letters = DeadLetters(self.gateway, reader, unreadable)
+        queues = QueueRoutes(self.gateway, reader, channel, dead_letters, unreadable, catching_up, settings, self.cell)
         work = WorkRoutes(
-            self.gateway, reader, channel, dead_letters, access, settings, streams, self.cell, hosting.clock
+            self.gateway, reader, channel, dead_letters, unreadable, access, settings, streams, self.cell, hosting.clock
         )
         cursors = CursorRoutes(self.gateway, reader, catching_up, settings, self.cell)
         figures = ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms)
@@ -410,5 +415,42 @@ def test_when_a_topic_was_read_is_told_by_the_wall_clock(hosting: Hosting) -> No
             assert hosting.reader.now_ms() == hosting.clock.monotonic_ms()
             status, _, answer = await frontend.ask("GET", "/v0/topics/t?touch=false")
             assert answer["last_read_ts"] == hosting.clock.now_ms()
+
+    on_loop(hosting, test)
+
+
+# -- messages of a WebSocket
+
+
+@pytest.mark.parametrize("filling", ["x", "é", "💧"])
+def test_a_long_message_is_counted_until_it_is_answered(
+    hosting: Hosting, monkeypatch: pytest.MonkeyPatch, filling: str
+) -> None:
+    """In bytes, not in characters, and no longer: the socket stays open."""
+    counted: list[int] = []
+
+    def decode(body: bytes) -> Command:
+        counted.append(bodies.held_bytes)
+        return websocket_commands.decode(body)
+
+    monkeypatch.setattr(websocket, "decode", decode)
+    padding = filling * ((COUNTED_FROM_BYTES + 100_000) // len(filling.encode()))
+    text = msgspec.json.encode({"op": "ping", "request_id": 1, "padding": padding}).decode()
+
+    async def test(frontend: Frontend) -> None:
+        sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        received: asyncio.Queue[Any] = asyncio.Queue()
+        scope = {"type": "websocket", "http_version": "1.1", "path": "/v0/ws", "query_string": b"", "headers": []}
+        sent.put_nowait({"type": "websocket.connect"})
+        app = asyncio.create_task(frontend.app(scope, sent.get, received.put))
+        assert (await received.get())["type"] == "websocket.accept"
+        for _ in range(3):
+            sent.put_nowait({"type": "websocket.receive", "text": text})
+            assert msgspec.json.decode((await received.get())["text"]) == {"op": "pong", "request_id": 1}
+        sent.put_nowait({"type": "websocket.receive", "text": '{"op":"ping","request_id":2}'})
+        assert msgspec.json.decode((await received.get())["text"])["request_id"] == 2
+        assert counted == [len(text.encode())] * 3 + [0]
+        sent.put_nowait({"type": "websocket.disconnect"})
+        await app
 
     on_loop(hosting, test)

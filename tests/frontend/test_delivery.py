@@ -488,6 +488,64 @@ def test_large_frames_for_many_wait_for_room_and_cut_nobody(tmp_path: Path, monk
     on_loop(tmp_path, test)
 
 
+def test_a_large_page_is_made_for_who_has_room_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that share nothing, and clients that come and go meanwhile: room is given to one of them, not to all."""
+    monkeypatch.setattr(room, "KEPT_BYTES_MAX", 3 * LARGE_BYTES)
+    monkeypatch.setattr(delivery, "SLICE_S", 0.0)
+    monkeypatch.setattr(snapshot, "KEPT_BYTES", 0)
+
+    async def test(live: Live) -> None:
+        await live.put("t")
+        wires = [live.follow({"t": 0}, OPTIONS._replace(nodes=frozenset([b"%d" % n])))[0] for n in range(20)]
+        await until(lambda: all(wire.kinds() == ["caught-up"] for wire in wires))
+        for wire in wires:
+            full_when_written(wire)
+        await live.put("small")
+        reads = count_reads(live, monkeypatch)
+        await live.write("t", data=b'"%b"' % (b"x" * LARGE_BYTES))
+        await until(lambda: reads() >= 20)
+        await turns()
+        passing = 0
+        while not all(wire.seqs() == [1] for wire in wires):
+            for wire in [wire for wire in wires if not wire.writable]:
+                wire.read_on()
+            leaver, _ = live.follow({"small": 0})
+            leaver.vanish()
+            passing += 1
+            await turns()
+        assert reads() <= 20 + 20 + passing, "one to know how large it is, one to send it"
+
+    on_loop(tmp_path, test)
+
+
+def test_newcomers_do_not_take_the_room_that_another_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "KEPT_BYTES_MAX", 4 * LARGE_BYTES)
+
+    async def test(live: Live) -> None:
+        full = await followers_of_large_frames(live, 3)
+        await live.write("t", data=b'"%b"' % (b"x" * LARGE_BYTES))
+        await until(lambda: not any(wire.writable for wire in full))
+        await live.write("large", data=b'"%b"' % (b"x" * 2 * LARGE_BYTES))
+        waiting, _ = live.follow({"large": 0})
+        await turns()
+        assert waiting.seqs("large") == []
+        for _ in range(5):
+            wire, _ = live.follow({"t": 0})
+            full_when_written(wire)
+            full.append(wire)
+            await turns()
+            next(wire for wire in full if not wire.writable).read_on()
+            await turns()
+        assert waiting.seqs("large") == [1]
+        while not all(wire.seqs() == [1] for wire in full):
+            for wire in full:
+                wire.read_on()
+            await turns()
+        assert not any(wire.ended for wire in full)
+
+    on_loop(tmp_path, test)
+
+
 def test_clients_that_do_not_read_hold_up_large_frames_for_a_moment_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.frontend.http1_server import DEADLINE_S, Client, Server, until
-from topics.frontend import http1_connections
+from topics.frontend import http1_connections, pulse
 from topics.frontend.http1 import HttpLimits
 
 LOOPS = ["uvloop", "asyncio"]
@@ -307,6 +307,18 @@ def test_pipelined_requests_wait_outside(server: Server, client: Client) -> None
         assert client.answer().body == b"x" * 5000
 
 
+def ask_for_long_answers(server: Server, stack: contextlib.ExitStack, *lens_bytes: int) -> list[Client]:
+    """Clients that take nothing of theirs; each was answered before the next one asked."""
+    clients = []
+    for count, len_bytes in enumerate(lens_bytes, start=1):
+        client = stack.enter_context(server.client(receive_buffer_bytes=4096))
+        client.get(f"/big?{len_bytes}")
+        clients.append(client)
+        until(lambda count=count: len(server.app.scopes) == count, "the request")  # type: ignore[misc]
+        server.settled(lambda: len(server.connections.open))
+    return clients
+
+
 class TestTime:
     """Each time-out is short in the server of one test, and all others are long."""
 
@@ -425,15 +437,11 @@ class TestTime:
 
     def test_answers_that_nobody_takes_have_a_bound_together(self, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Who has not taken its own for longest is cut for it, and nobody else."""
-        monkeypatch.setattr(http1_connections, "ANSWERS_MAX_BYTES", 70_000_000)
+        monkeypatch.setattr(http1_connections, "ANSWERS_HIGH_BYTES", 70_000_000)
+        monkeypatch.setattr(http1_connections, "LOOK_S", 0.05)
+        monkeypatch.setattr(pulse, "STALL_CUT_MS", 200)
         with Server(loop=loop) as server, contextlib.ExitStack() as stack:
-            clients = []
-            for count in (1, 2, 3):
-                client = stack.enter_context(server.client(receive_buffer_bytes=4096))
-                client.get("/big?30000000")
-                clients.append(client)
-                until(lambda count=count: len(server.app.scopes) == count, "the request")  # type: ignore[misc]
-                server.settled(lambda: len(server.connections.open))
+            clients = ask_for_long_answers(server, stack, *[30_000_000] * 3)
             until(lambda: len(server.connections.open) == 2, "the first one is cut")
             with pytest.raises((ConnectionResetError, AssertionError)):
                 clients[0].answer()
@@ -442,6 +450,38 @@ class TestTime:
             again = stack.enter_context(server.client())
             assert len(again.get("/big?60000000").answer().body) == 60_000_000, "what was taken is not counted"
             assert len(server.connections.open) == 3
+
+    def test_answers_are_not_cut_while_they_are_taken(self, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of those that are too much together the one that came first is read on, if not quickly."""
+        monkeypatch.setattr(http1_connections, "ANSWERS_HIGH_BYTES", 95_000_000)
+        monkeypatch.setattr(http1_connections, "LOOK_S", 0.05)
+        monkeypatch.setattr(pulse, "STALL_CUT_MS", 1000)
+        with Server(loop=loop) as server, contextlib.ExitStack() as stack:
+            reading, still, fresh = ask_for_long_answers(server, stack, 60_000_000, 30_000_000, 30_000_000)
+            reading.head()
+            answer = bytearray()
+
+            def second_is_cut() -> bool:
+                if len(answer) < 20_000_000:  # the sum stays too high
+                    answer.extend(reading.read(30_000))
+                return len(server.connections.open) == 2
+
+            until(second_is_cut, "the one that takes nothing is cut")
+            with pytest.raises((ConnectionResetError, AssertionError)):
+                still.answer()
+            assert len(fresh.answer().body) == 30_000_000
+            assert len(reading.read(60_000_000 - len(answer))) == 60_000_000 - len(answer)
+
+    def test_answers_have_a_bound_whoever_takes_them(self, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """At once: so much may come within the time that a client has to take something."""
+        monkeypatch.setattr(http1_connections, "ANSWERS_HIGH_BYTES", 30_000_000)
+        monkeypatch.setattr(http1_connections, "ANSWERS_MAX_BYTES", 70_000_000)
+        monkeypatch.setattr(pulse, "STALL_CUT_MS", 3_600_000)
+        with Server(loop=loop) as server, contextlib.ExitStack() as stack:
+            _, *others = ask_for_long_answers(server, stack, *[30_000_000] * 3)
+            until(lambda: len(server.connections.open) == 2, "the first one is cut")
+            for client in others:
+                assert len(client.answer().body) == 30_000_000
 
     def test_client_that_never_closes_after_the_last_answer(self, loop: str) -> None:
         limits = HttpLimits(linger_ms=40)

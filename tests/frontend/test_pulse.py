@@ -126,6 +126,7 @@ def test_who_is_cut_when_memory_is_wanted() -> None:
     assert stalls.holding(1, now_ms) == ["first"]
     assert stalls.holding(101, now_ms) == ["first", "second"]
     assert stalls.holding(10_000, now_ms) == ["first", "second", "third"]
+    assert stalls.holding(10_000, now_ms, still_ms=0) == ["first", "second", "third", "moving", "fresh"]
     buffered["first"] -= 1
     stalls.over(now_ms + 1)
     assert stalls.holding(10_000, 2 * now_ms) == ["second", "third", "moving", "fresh"], "one byte is progress"

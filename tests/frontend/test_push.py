@@ -96,6 +96,29 @@ def test_a_writer_that_heeds_writable_keeps_it_bounded() -> None:
     on_loop(test)
 
 
+def test_a_long_frame_goes_in_pieces_so_that_it_is_seen_how_far_it_is_taken() -> None:
+    async def test(server: Server) -> None:
+        push = server.push
+        running = asyncio.create_task(push.run(server.receive))
+        left: list[int] = []
+        send = server.send
+
+        async def take(message: Any) -> None:
+            left.append(push.buffered_bytes)
+            await send(message)
+
+        push._send = take
+        server.take.set()
+        frame = bytes(range(256)) * 1024
+        push.write(frame)
+        await until(lambda: server.data == frame)
+        assert left == [len(frame) - start for start in range(0, len(frame), module.PIECE_BYTES_MAX)]
+        push.close()
+        await running
+
+    on_loop(test)
+
+
 def test_a_client_that_goes_is_told_of_once() -> None:
     async def test(server: Server) -> None:
         running = asyncio.create_task(server.push.run(server.receive))

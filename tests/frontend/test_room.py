@@ -17,31 +17,67 @@ def _three_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_small_frames_do_not_wait() -> None:
-    waiting: Room[str] = Room()
-    assert waiting.admits(HIGH_WATER_BYTES, held_bytes=100 * LARGE)
-    assert waiting.admits(LARGE, held_bytes=2 * LARGE)
-    assert not waiting.admits(LARGE, held_bytes=2 * LARGE + 1)
+    room: Room[str] = Room()
+    assert room.enter("a", HIGH_WATER_BYTES, held_bytes=100 * LARGE)
+    assert room.enter("a", LARGE, held_bytes=2 * LARGE)
+    assert not room.enter("a", LARGE, held_bytes=2 * LARGE + 1)
+    assert "a" in room
+    assert room.enter("b", HIGH_WATER_BYTES, held_bytes=100 * LARGE)
 
 
 def test_a_frame_larger_than_all_room_goes_when_nothing_is_kept() -> None:
-    waiting: Room[str] = Room()
-    assert waiting.admits(4 * LARGE, held_bytes=0)
-    assert not waiting.admits(4 * LARGE, held_bytes=1)
-    waiting.wait("a", 4 * LARGE)
-    assert waiting.first_missing(1) == 1, "nobody has to go for more than there is"
-    assert waiting.take_admitted(0) == ["a"]
+    room: Room[str] = Room()
+    assert room.enter("a", 4 * LARGE, held_bytes=0)
+    assert not room.enter("a", 4 * LARGE, held_bytes=1)
+    assert room.first_missing(1) == 1, "nobody has to go for more than there is"
+    assert room.take_admitted(0) == ["a"]
 
 
 def test_first_come_first_served() -> None:
-    waiting: Room[str] = Room()
-    assert waiting.first_missing(10 * LARGE) == 0, "nobody waits"
+    room: Room[str] = Room()
+    assert room.first_missing(10 * LARGE) == 0, "nobody waits"
     for name, len_bytes in (("a", 2 * LARGE), ("left", LARGE), ("b", LARGE), ("c", LARGE)):
-        waiting.wait(name, len_bytes)
-    waiting.end("left")
-    waiting.end("left")
-    assert waiting.first_missing(2 * LARGE) == LARGE
-    assert waiting.take_admitted(2 * LARGE) == [], "and what is smaller does not overtake it"
-    assert waiting.take_admitted(0) == ["a", "b"], "each as if the former were kept"
-    assert "c" in waiting
-    assert "a" not in waiting
-    assert len(waiting) == 1
+        assert not room.enter(name, len_bytes, held_bytes=3 * LARGE)
+    room.end("left")
+    room.end("left")
+    assert room.first_missing(2 * LARGE) == LARGE
+    assert room.take_admitted(2 * LARGE) == [], "and what is smaller does not overtake it"
+    assert not room.enter("new", LARGE, held_bytes=2 * LARGE), "nor does who has not waited"
+    assert room.take_admitted(0) == ["a", "b"], "each as if the former were kept"
+    assert "c" in room
+    assert "a" not in room
+
+
+def test_room_is_given_once() -> None:
+    room: Room[str] = Room()
+    for name in "abcdef":
+        assert not room.enter(name, LARGE, held_bytes=3 * LARGE)
+    assert room.take_admitted(LARGE) == ["a", "b"]
+    assert room.take_admitted(LARGE) == [], "it is theirs before they have come"
+    assert room.first_missing(LARGE) <= 0, "nobody is cut for what makes room by itself"
+    assert room.enter("a", LARGE, held_bytes=LARGE)
+    assert room.take_admitted(2 * LARGE) == [], "what was sent is kept now"
+    room.end("b")
+    assert room.take_admitted(2 * LARGE) == ["c"], "it has left, or sends nothing"
+    assert room.enter("c", 10, held_bytes=2 * LARGE)
+    assert room.take_admitted(2 * LARGE) == ["d"], "it sent something smaller"
+    assert room.enter("d", LARGE, held_bytes=100 * LARGE), "small frames of others may have come between"
+    assert room.take_admitted(0) == ["e", "f"]
+    assert not room.enter("new", 2 * LARGE, held_bytes=0), "they have two thirds of it"
+    assert room.enter("e", LARGE, held_bytes=0)
+    assert room.enter("f", LARGE, held_bytes=0)
+    assert room.take_admitted(0) == ["new"]
+
+
+def test_a_frame_that_has_grown_has_the_first_place() -> None:
+    room: Room[str] = Room()
+    for name in "abc":
+        assert not room.enter(name, LARGE, held_bytes=3 * LARGE)
+    assert room.take_admitted(LARGE) == ["a", "b"]
+    assert not room.enter("a", 2 * LARGE, held_bytes=LARGE)
+    assert room.take_admitted(LARGE) == [], "two thirds are kept, or promised"
+    assert room.enter("b", LARGE, held_bytes=LARGE)
+    assert room.take_admitted(LARGE) == ["a"]
+    assert room.enter("a", 2 * LARGE, held_bytes=0)
+    assert room.take_admitted(0) == ["c"]
+    assert room.enter("c", 3 * LARGE, held_bytes=0), "it fits although it has grown"

@@ -46,7 +46,7 @@ def put(data_dir: str, number: int, content: bytes) -> str:
 
 
 def test_every_byte_is_where_the_format_says(data_dir: str) -> None:
-    assert save_snapshot(FS, data_dir, b"body") == 1
+    assert save_snapshot(FS, data_dir, b"body") == (1, None)
     path = Path(data_dir, "meta", "snapshot.00000000000000000001.bin")
     prefix = b"topicSNP" + struct.pack("<I4xQ", 1, 4)
     assert path.read_bytes() == prefix + struct.pack("<Q", xxhash.xxh3_64_intdigest(prefix + b"body")) + b"body"
@@ -68,12 +68,12 @@ def test_a_body_comes_back(body: bytes) -> None:
 
 def test_numbers_increase_and_the_one_before_the_newest_stays(data_dir: str) -> None:
     for number, body in enumerate(BODIES, 1):
-        assert save_snapshot(FS, data_dir, body) == number
+        assert save_snapshot(FS, data_dir, body) == (number, number - 1 or None)
         assert numbers(data_dir) == [one for one in (number - 1, number) if one]
         assert load_snapshot(FS, data_dir) == Loaded(number, body, [])
     assert read_snapshot(FS, data_dir, 2) == b"second"
     os.unlink(layout.snapshot_path(data_dir, 2))
-    assert save_snapshot(FS, data_dir, b"fourth") == 4
+    assert save_snapshot(FS, data_dir, b"fourth") == (4, 3)
 
 
 def test_damaged_ones_are_passed_over_and_named(data_dir: str) -> None:
@@ -107,13 +107,14 @@ def test_a_damaged_one_pushes_out_no_valid_one(data_dir: str, damage: str) -> No
         path.unlink()
     else:
         path.write_bytes(content[:-1] if damage == "short" else bytes([content[0] ^ 1]) + content[1:])
-    number = save_snapshot(FS, data_dir, b"fourth")
+    number, fallback = save_snapshot(FS, data_dir, b"fourth")
+    assert fallback == 2
     assert numbers(data_dir) == [2, number]
     put(data_dir, number, b"")
     loaded = load_snapshot(FS, data_dir)
     assert loaded is not None
     assert loaded[:2] == (2, b"second")
-    assert save_snapshot(FS, data_dir, b"fifth") == number + 1
+    assert save_snapshot(FS, data_dir, b"fifth") == (number + 1, 2)
     assert numbers(data_dir) == [2, number + 1]
     save_snapshot(FS, data_dir, b"sixth")
     assert numbers(data_dir) == [number + 1, number + 2]
@@ -183,7 +184,7 @@ def test_a_failure_is_told_and_the_former_ones_stay(data_dir: str, call: str, er
     fs = FaultyFileSystem()
     fs.arm(Fault(1, error, calls=frozenset({call})))
     if call == "unlink":  # it is saved, and the old one goes with the next
-        assert save_snapshot(fs, data_dir, b"third") == 3
+        assert save_snapshot(fs, data_dir, b"third") == (3, 2)
         assert numbers(data_dir) == [1, 2, 3]
     else:
         with pytest.raises(OSError, match=call):

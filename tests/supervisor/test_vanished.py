@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Service, poll
+from topics.frontend.http1_parser import HttpLimits
+from topics.frontend.pulse import STALL_MAX_MS
+from topics.frontend.stream import RETRY_AFTER_MS
 from topics.supervisor import listeners
 from topics.supervisor.listeners import GONE_MS, listen
 
@@ -92,3 +95,12 @@ def test_the_kernel_cuts_who_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
             with pytest.raises(TimeoutError):
                 accepted.send(b"x")
         assert client.fileno() >= 0
+
+
+def test_who_reads_nothing_has_its_last_words_before_it_is_cut() -> None:
+    """Each in its turn, and all looked at once a second: the hub's `error`, the frontend's cut, the kernel's."""
+    told_by_ms = STALL_MAX_MS + RETRY_AFTER_MS
+    limits = HttpLimits()
+    assert told_by_ms + 10_000 <= limits.write_stall_timeout_ms, "and has some time to read them"
+    assert limits.write_stall_timeout_ms <= GONE_MS
+    assert limits.write_time_s(0) * 1000 == limits.write_stall_timeout_ms

@@ -209,6 +209,19 @@ def test_what_a_stream_put_off_as_it_ended_is_nobodys_until_then(rig: Rig, end: 
     assert (mine.seqs, mine.deliveries) == ([1], [2])
 
 
+def test_streams_that_end_together_are_one_commit(rig: Rig, fs: FaultyFileSystem) -> None:
+    queue(rig, 5, leases_durable=True)
+    for stream in range(1, 6):
+        rig.call(WorkOpen("q", stream, f"s{stream}", 1, MINUTE_MS))
+    assert sorted(seq for dealt in rig.dealt for seq in dealt.seqs) == [1, 2, 3, 4, 5]
+    fs.log.clear()
+    together(rig, *[WorkClose("q", stream) for stream in range(1, 6)])
+    assert fs.log.count("pwritev") == 1
+    assert (view(rig).jobs_ready, view(rig).jobs_in_flight) == (5, 0)
+    rig.boot()
+    assert (view(rig).jobs_ready, view(rig).jobs_in_flight) == (5, 0)
+
+
 # -- a disk that fails
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
-from topics.core.errors import TopicsError
 from topics.core.segment_list import SEALED
-from topics.shm.compactor_messages import Checkpoint, CheckpointReply, MarkAgain, TopicCheckpoint
-from topics.shm.messages import Done
+from topics.shm.compactor_messages import Checkpoint, CheckpointReply, TopicCheckpoint
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, Expire, PutTopic
 from topics.storage import kill_points, layout
 from topics.storage.kill_points import KillPoint
@@ -186,34 +182,6 @@ def test_rewritten_segments_keep_what_lives(compaction: Compaction) -> None:
     assert numbers(compaction) == []
 
 
-@pytest.mark.parametrize("damage", ["short", "unreadable"])
-def test_a_former_version_whose_index_is_damaged_keeps_no_shard_from_starting(
-    compaction: Compaction, damage: str
-) -> None:
-    """The log tells of it between the snapshot and the mark of the version that counts."""
-    for number in range(1, 25):
-        compaction.rig.append("t", b"%d" % number, tag=b"a" if number % 4 else b"b")
-    compaction.cut()
-    compaction.rig.call(DeleteRecords("t", None, "eq", b"a"))
-    compaction.cut()
-    compaction.upkeep()
-    assert {info.version for info in compaction.segments("t")} == {1}
-    path = Path(segment_path(compaction, 9, layout.segment_idx_path))
-    if damage == "short":
-        path.write_bytes(path.read_bytes()[:50])
-    else:
-        path.unlink()
-        path.symlink_to(path)  # ELOOP
-    compaction.rig.boot()
-    assert numbers(compaction) == [4, 8, 12, 16, 20, 24]
-    compaction.begin_again()
-    fill(compaction, 1, start=25)
-    for _ in range(3):
-        compaction.cut()
-    compaction.rig.restart_service()
-    assert numbers(compaction) == [4, 8, 12, 16, 20, 24, 25]
-
-
 def test_memory_of_the_ring_is_given_back(tmp_path: Path, compaction: Compaction) -> None:
     compaction.rig.close()
     compaction = Compaction(Rig(str(tmp_path / "roomy")))
@@ -250,122 +218,6 @@ def test_what_cannot_be_is_refused_and_changes_nothing(compaction: Compaction) -
     assert compaction.segments("t")[-1] == last
 
 
-def segment_path(compaction: Compaction, first_seq: int, path_of: Callable[[str, int], str]) -> str:
-    view = compaction.rig.view("t")
-    assert view is not None
-    return path_of(layout.topic_dir(compaction.rig.settings.data_dir, view.topic_id), first_seq)
-
-
-def test_deletions_that_no_index_can_be_told_hold_up_snapshots_and_nothing_else(compaction: Compaction) -> None:
-    rig = compaction.rig
-    assert isinstance(rig.fs, FaultyFileSystem)
-    fill(compaction, 1)
-    fill(compaction, 19, start=2, tag=b"x")
-    compaction.cut()
-    rig.fs.arm(Fault(1, errno.EMFILE, always=True, calls=frozenset({"open"})))
-    reply = rig.call(DeleteRecords("t", None, "eq", b"x"))
-    assert (reply.deleted, reply.records) == (19, 1)
-    fill(compaction, 1, start=21)
-    assert rig.call(DeleteRecords("t", None, "eq", b"x")).deleted == 0
-    with pytest.raises(TopicsError, match="cannot be marked"):
-        rig.call(Checkpoint([]))
-    assert rig.call(Checkpoint([TopicCheckpoint(5, 24, [])])) == CheckpointReply([5], [])
-    assert rig.call(MarkAgain(5, [(1, 2)])) == Done()
-    rig.fs.arm(None)
-    rig.shard.sweep()
-    compaction.begin_again()
-    compaction.cut()
-    rig.restart_service()
-    assert numbers(compaction) == [1, 21]
-
-
-@pytest.mark.parametrize("damage", ["header", "missing", "index gone"])
-def test_a_damaged_segment_keeps_no_deletion_from_readers_and_no_snapshot_from_the_shard(
-    compaction: Compaction, damage: str
-) -> None:
-    """Of the segment with records 9 to 16: a frame in its middle, its data, or its index."""
-    rig = compaction.rig
-    fill(compaction, 8)
-    for number in range(9, 17):
-        fill(compaction, 1, start=number, tag=b"odd" if number % 2 else b"even")
-    fill(compaction, 4, start=17)
-    compaction.cut()
-    data, idx = (segment_path(compaction, 9, of) for of in (layout.segment_data_path, layout.segment_idx_path))
-    assert rig.call(DeleteRecords("t", None, "eq", b"odd")).deleted == 4
-    if damage == "header":
-        with open(data, "r+b") as file:
-            file.seek(os.path.getsize(data) // 8 * 3 + 4)
-            file.write(b"damage")
-    else:
-        os.unlink(data if damage == "missing" else idx)
-    assert rig.call(DeleteRecords("t", None, "eq", b"even")).deleted == 4
-    assert rig.call(DeleteRecords("t", None, "eq", b"even")).deleted == 0
-    if damage != "index gone":
-        with open(idx, "rb") as file:
-            assert {flags & 2 for flags in file.read()[16::20]} == {2}
-    for number in (1, 2):
-        fill(compaction, 1, start=number, name="other")
-        assert compaction.compactor.cut()
-    rig.boot()
-    view = rig.view("t")
-    assert view is not None
-    assert (view.earliest_seq, view.records) == (1, 12)
-    if damage != "index gone":
-        assert rig.call(DeleteRecords("t", 17, None, b"")).deleted == 8
-
-
-class Opened(FaultyFileSystem):
-    """Which files were opened."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.paths: list[str] = []
-        self.broken = "none"
-
-    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
-        self.paths.append(path)
-        if path.endswith(self.broken):
-            raise OSError(errno.EIO, "Input/output error", path)
-        return super().open(path, flags, mode)
-
-
-def test_what_a_try_does_not_help_is_not_tried_for_ever(tmp_path: Path) -> None:
-    """Deletions that the index has and a frame cannot be told: where the file is gone, no more; else ever more seldom.
-    So it is where the index is gone: whoever restores it need not wait long for them.
-    """
-    fs = Opened()
-    compaction = Compaction(Rig(str(tmp_path), fs, segment_max_events="8"))
-    rig = compaction.rig
-    for number in range(1, 25):
-        compaction.rig.append("t", b"%d" % number, tag=b"odd" if number % 2 else b"even" if number % 8 > 1 else b"")
-    compaction.cut()
-    gone = segment_path(compaction, 1, layout.segment_data_path)
-    failing = segment_path(compaction, 9, layout.segment_data_path)
-    lost_idx = segment_path(compaction, 17, layout.segment_idx_path)
-
-    def tried(sweeps: int) -> list[int]:
-        fs.paths.clear()
-        for _ in range(sweeps):
-            rig.shard.sweep()
-        return [fs.paths.count(path) for path in (gone, failing, lost_idx)]
-
-    rig.call(DeleteRecords("t", None, "eq", b"odd"))
-    idx = Path(lost_idx).read_bytes()
-    os.unlink(gone)
-    os.unlink(lost_idx)
-    fs.broken = failing
-    assert rig.call(DeleteRecords("t", None, "eq", b"even")).deleted == 9
-    gone_tried, failing_tried, lost_idx_tried = tried(500)
-    assert gone_tried == 0
-    assert 4 < failing_tried < 20
-    assert 4 < lost_idx_tried < 20
-    Path(lost_idx).write_bytes(idx)
-    fs.broken = "none"
-    assert tried(100) == [0, 1, 1]
-    assert [flags & 2 for flags in Path(lost_idx).read_bytes()[16::20]] == [2] * 7 + [0]
-    rig.close()
-
-
 def test_a_deleted_topic_and_its_namesake(compaction: Compaction) -> None:
     fill(compaction, 20)
     compaction.cut()
@@ -397,39 +249,6 @@ def test_records_of_an_ephemeral_topic_that_became_durable(compaction: Compactio
         view = rig.view("t")
         assert view is not None
         assert (view.records, view.head_seq, view.earliest_seq) == (12, 12, 1)
-
-
-@pytest.mark.parametrize("damage", ["gone", "short"])
-def test_an_index_that_cannot_be_read_takes_down_nobody(compaction: Compaction, damage: str) -> None:
-    """Caps and expiry move past it; what is asked of it by tag is refused."""
-    rig = compaction.rig
-    rig.call(PutTopic("t", TopicConfig(cap_records=22, ttl_ms=10_000), True))
-    fill(compaction, 20, tag=b"x")
-    compaction.cut()
-    view = rig.view("t")
-    assert view is not None
-    path = layout.segment_idx_path(layout.topic_dir(rig.settings.data_dir, view.topic_id), 1)
-    rig.boot()
-    with open(path, "rb") as file:
-        content = file.read()
-    if damage == "gone":
-        os.unlink(path)
-    else:
-        with open(path, "wb") as file:
-            file.write(content[:50])
-    with pytest.raises(TopicsError, match="cannot be read to delete them"):
-        rig.call(DeleteRecords("t", None, "eq", b"x"))
-    fill(compaction, 5, start=21)
-    view = rig.view("t")
-    assert view is not None
-    assert (view.earliest_seq, view.records, view.evict_floor) == (4, 22, 4)
-    rig.boot()
-    fill(compaction, 5, start=26)
-    rig.clock.ms += 10_001
-    rig.call(Expire("t"))
-    view = rig.view("t")
-    assert view is not None
-    assert (view.earliest_seq, view.records, view.live_bytes) == (31, 0, 0)
 
 
 # -- what happens between the steps

@@ -84,6 +84,10 @@ class Shift:
         self._settling: set[str] = set()
         """Lease ids of those of which the answer is awaited."""
         self._news = asyncio.Event()
+        self._dealt = asyncio.Event()
+        """A job has come over the stream of the moment."""
+        self._confirmed = False
+        """It is known which instance of the topic that stream is of."""
         self._stopping = False
         self._failure: Exception | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -118,7 +122,7 @@ class Shift:
         while True:
             if self._stopping:
                 return None
-            while self._waiting:
+            while self._waiting and self._confirmed:
                 leased = self._waiting.popleft()
                 if self.holds(leased.job):  # by now it may be known to be somebody else's
                     return leased
@@ -207,22 +211,38 @@ class Shift:
         """One stream, until it ends."""
         epoch = await self._epoch()
         self._reached = True
+        # At once: a busy service may let `_confirm` wait for longer than a lease, and what comes meanwhile is held.
+        reading = asyncio.create_task(self._read_stream(epoch))
+        confirming = asyncio.create_task(self._confirm(epoch))
+        try:
+            await asyncio.wait((reading, confirming), return_when=asyncio.FIRST_COMPLETED)
+            if not confirming.done() or confirming.result():
+                await reading
+        finally:
+            for task in (reading, confirming):
+                task.cancel()
+            await asyncio.gather(reading, confirming, return_exceptions=True)
+
+    async def _read_stream(self, epoch: str) -> None:
         path = f"{topic_path(self._topic)}/work"
-        known = False
         async with aclosing(self._client.events(path, self._query, silence_max_s=SILENCE_MAX_S)) as events:
             async for event in events:
                 self._heard = True
-                if event.event != "job":
-                    continue
-                if not known:
-                    # The same before the stream and in it: so it is the stream's. Else the topic was made anew between.
-                    if await self._epoch() != epoch:
-                        return
-                    known = True
-                job = decode_job(event.data)
-                self._held[job.seq] = job
-                self._waiting.append(Leased(job, epoch))
-                self._news.set()
+                if event.event == "job":
+                    job = decode_job(event.data)
+                    self._held[job.seq] = job
+                    self._waiting.append(Leased(job, epoch))
+                    self._dealt.set()
+                    self._news.set()
+
+    async def _confirm(self, epoch: str) -> bool:
+        """Lets the stream's jobs begin. The same instance before the stream and in it: so it is the stream's. False:
+        the topic was made anew between.
+        """
+        await self._dealt.wait()
+        self._confirmed = await self._epoch() == epoch
+        self._news.set()
+        return self._confirmed
 
     async def _epoch(self) -> str:
         """The instance of the topic as it is now."""
@@ -232,6 +252,8 @@ class Shift:
         """The stream is over, and with it every lease."""
         self._waiting.clear()
         self._held.clear()
+        self._dealt.clear()
+        self._confirmed = False
 
     async def _keep(self) -> None:
         """Extends the leases of everything held, well before they end."""

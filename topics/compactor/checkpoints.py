@@ -37,6 +37,9 @@ RECORDS_PER_STEP: Final = 1 << 16
 _IN_RAM: Final = LOCATION_IN_RAM_LOG << 32
 _LOOK_AGAIN_S: Final = 0.001
 _LOOKS: Final = 5000
+SEAL_AGAIN_MS: Final = 60_000
+"""After a segment was found damaged that was to be sealed; doubled each time, up to:"""
+SEAL_AGAIN_MAX_MS: Final = 3_600_000
 _TELL_AGAIN_WAITS: Final = 3
 _TELLS: Final = 50
 """A shard that starts again, and has copies to log, may take longer: then the next cut will do."""
@@ -65,6 +68,13 @@ class _Step(NamedTuple):
     has_more: bool
 
 
+class _Pause(NamedTuple):
+    """`until_ms` of the monotonic clock."""
+
+    pause_ms: int
+    until_ms: int
+
+
 class Checkpoints:
     """Of all shards, one after the other. `alive` is called between steps."""
 
@@ -74,8 +84,8 @@ class Checkpoints:
         self._seal_at = seal_at
         self._clock = clock
         self._alive = alive
-        self._unsealable: set[tuple[int, SegmentInfo]] = set()
-        """Damaged, which was said: they stay as they are, until something is appended to them."""
+        self._unsealable: dict[tuple[int, SegmentInfo], _Pause] = {}
+        """Damaged, which was said: they stay as they are, until something is appended to them or they are repaired."""
 
     def run(self, follower: Follower, buffers: LogBuffers) -> Written:
         """Everything the follower has read is in segments afterwards, and the shard's log is synced up to there.
@@ -122,8 +132,17 @@ class Checkpoints:
             last is not None
             and not last.flags & SEALED
             and self._seal_at.is_old(last, now_ms)
-            and (topic.id, last) not in self._unsealable
+            and self._may_be_sealed(topic.id, last)
         )
+
+    def _may_be_sealed(self, topic_id: int, last: SegmentInfo) -> bool:
+        pause = self._unsealable.get((topic_id, last))
+        return pause is None or self._clock.monotonic_ms() >= pause.until_ms
+
+    def _not_sealed(self, topic_id: int, last: SegmentInfo) -> None:
+        former = self._unsealable.get((topic_id, last))
+        pause_ms = SEAL_AGAIN_MS if former is None else min(SEAL_AGAIN_MAX_MS, 2 * former.pause_ms)
+        self._unsealable[topic_id, last] = _Pause(pause_ms, self._clock.monotonic_ms() + pause_ms)
 
     def _step(self, follower: Follower, topics: list[Topic], buffer_of: BufferOf, now_ms: int) -> list[_Step]:
         """Records of each of them are in segments, on the disk."""
@@ -199,8 +218,9 @@ class Checkpoints:
         if last is not None and self._is_old(follower, topic, now_ms):
             sealed = appender.seal(topic.id, last)
             if sealed is not None:
+                self._unsealable.pop((topic.id, last), None)
                 return _Step(topic, TopicCheckpoint(topic.id, up_to_seq, [sealed]), 0, has_more=False)
-            self._unsealable.add((topic.id, last))
+            self._not_sealed(topic.id, last)
         return None
 
 

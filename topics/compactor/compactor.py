@@ -8,6 +8,9 @@
     4. trim                     log files before P(previous): the previous snapshot stays good for a start
     5. sweep                    files that neither of the two snapshots can ask for
 
+Where the previous snapshot turns out to be damaged, an older one stays to fall back on: then 4 and 5 are left to the
+next cut, for which this snapshot is the previous one.
+
 Killed anywhere, the next life begins with the newest snapshot and does what was not done.
 """
 
@@ -43,7 +46,9 @@ log = get_logger()
 
 
 class Compactor:
-    """`kept`: where the newest snapshot goes on in each shard's log; `log_dirs`: each shard's log and RAM log."""
+    """`newest`: the number of the newest snapshot, `kept`: where it goes on in each shard's log; `log_dirs`: each
+    shard's log and RAM log.
+    """
 
     def __init__(
         self,
@@ -51,6 +56,7 @@ class Compactor:
         data_dir: str,
         followers: list[Follower],
         log_dirs: list[tuple[str, str]],
+        newest: int | None,
         kept: dict[int, WalPosition],
         checkpoints: Checkpoints,
         marks: DurableMarks,
@@ -65,6 +71,7 @@ class Compactor:
         self._data_dir = data_dir
         self._followers = followers
         self._log_dirs = log_dirs
+        self._newest = newest
         self._kept = kept
         self._checkpoints = checkpoints
         self._marks = marks
@@ -85,15 +92,16 @@ class Compactor:
 
     def upkeep(self) -> int | None:
         """A step of what can wait; in how many ms the next one is due, None without one. Raises OSError, Refused."""
+        if self._relocation is not None:
+            # First: a full disk makes rewriting fail, and this makes room.
+            step = self._relocation.step(self._followers)
+            self._cell.add("segments_relocated", step.relocated)
+            self._cell.add("failures", step.failed)
         for _ in range(LOOKS_PER_STEP):
             if self._rewriting.step(self._followers):
                 self._cell.add("segments_rewritten")
             if self._rewriting.due_in_ms() != 0:
                 break
-        if self._relocation is not None:
-            step = self._relocation.step(self._followers)
-            self._cell.add("segments_relocated", step.relocated)
-            self._cell.add("failures", step.failed)
         return self._rewriting.due_in_ms()
 
     @property
@@ -149,14 +157,16 @@ class Compactor:
             return False
         self._sync_marks(parts)
         former = self._kept
-        self._save(parts)
+        former_is_fallback = self._save(parts)
         self._cell.set("absorbed_ms", begun_ms)
         for shard, written in written_bytes.items():
             self._cell.set(f"absorbed_bytes_{shard:02d}", written)
-        self._trim({shard: former[shard] for shard in parts if shard in former})
+        if former_is_fallback:
+            self._trim({shard: former[shard] for shard in parts if shard in former})
         if len(parts) < len(self._followers):
             return False
-        self._sweep()
+        if former_is_fallback:
+            self._sweep()
         return True
 
     def _checkpoint(self, follower: Follower) -> None:
@@ -184,19 +194,27 @@ class Compactor:
         for follower, topic_id, info in marked:
             self._rewriting.consider(follower, topic_id, info.first_seq)
 
-    def _save(self, parts: dict[int, ShardPart]) -> None:
-        """What of a shard is not in `parts` is taken over from the newest snapshot."""
+    def _save(self, parts: dict[int, ShardPart]) -> bool:
+        """What of a shard is not in `parts` is taken over from the newest snapshot. True when that is what is left to
+        fall back on, or there was none.
+        """
         if len(parts) < len(self._followers):
             newest = load(self._fs, self._data_dir)
             assert newest is not None, "this life has saved or loaded it"
             parts = {part.shard: part for part in newest.parts} | parts
         body = encode_parts([parts[shard] for shard in sorted(parts)])
-        number = save_snapshot(self._fs, self._data_dir, body)
+        former = self._newest
+        saved = save_snapshot(self._fs, self._data_dir, body)
+        self._newest = saved.number
         self._kept = {shard: part.position for shard, part in parts.items()}
         self._cell.add("snapshots")
         self._cell.set("last_snapshot_ms", self._clock.now_ms())
-        log.debug("snapshot", number=number, size_bytes=len(body))
+        log.debug("snapshot", number=saved.number, size_bytes=len(body))
         reached("snapshot.saved")
+        if former in (saved.fallback, None):
+            return True
+        log.error("the last snapshot is not the one to fall back on: nothing is removed before the next", number=former)
+        return False
 
     def _trim(self, positions: dict[int, WalPosition]) -> None:
         for shard, position in positions.items():

@@ -42,9 +42,6 @@ class CopyQueue:
         self._failed_in_a_row = 0
         self._not_before_ms = 0
 
-    def __len__(self) -> int:
-        return len(self._ready) + len(self._later)
-
     @property
     def in_doubt(self) -> bool:
         """Whether the last copy failed."""

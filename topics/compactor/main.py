@@ -147,6 +147,7 @@ def build(
         settings.data_dir,
         followers,
         log_dirs,
+        None if snapshot is None else snapshot.number,
         {shard: part.position for shard, part in parts.items()},
         Checkpoints(fs, settings.data_dir, seal_at, clock, life.alive),
         DurableMarks(fs, settings.data_dir, shared.shards, life.alive),

@@ -254,6 +254,10 @@ class Leases(Jobs):
         """What a stream has, ascending."""
         return sorted(self._holders.get(holder, ()))
 
+    def is_ending(self, holder: Holder) -> bool:
+        """Whether the end of anything that a stream has is being committed."""
+        return any(self._jobs[seq].phase == Phase.HELD for seq in self._holders.get(holder, ()))
+
     def holders_at(self, frontend: int) -> list[Holder]:
         """Who has anything by way of this frontend."""
         return [holder for holder in self._holders if holder[0] == frontend]

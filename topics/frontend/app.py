@@ -25,7 +25,7 @@ from topics.frontend.bodies import ClientGoneError
 from topics.frontend.diff import DiffRoute
 from topics.frontend.openapi import OpenApiRoutes
 from topics.frontend.operations import Endpoint, Operation
-from topics.frontend.websocket import WebSocketRoute, refuse
+from topics.frontend.websocket_route import WebSocketRoute, refuse
 from topics.log import get_logger
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route

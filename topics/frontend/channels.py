@@ -21,7 +21,7 @@ class Connection:
         self.idle_since_ms = now_ms
         self.behind: dict[int, bool] = {}
         """Topics (index in the plan) it has to read on in, and whether it stands in that channel's backlog: it does
-        not while it is stalled.
+        not while it is stalled, or waits for room.
         """
         self.closed = False
 

@@ -67,11 +67,11 @@ _encode_json = msgspec.json.Encoder().encode
 class DeadLetters:
     """Of this frontend."""
 
-    def __init__(self, gateway: Gateway, reader: TopicReader) -> None:
+    def __init__(self, gateway: Gateway, reader: TopicReader, unreadable: UnreadableJobs) -> None:
         self._gateway = gateway
         self._reader = reader
+        self._unreadable = unreadable
         self._carrying: set[asyncio.Task[None]] = set()
-        self._unreadable = UnreadableJobs()
 
     async def carried(self, name: str, dealt: Dealt) -> None:
         """Brings `dealt.dead` away; returns when that is done or has failed, or goes on after PATIENCE_S."""

@@ -321,9 +321,9 @@ class Hub:
                 stays = step.outcome is Outcome.CURRENT
             if len_bytes >= COST_BYTES:
                 cost += len_bytes // COST_BYTES
-                if not self._room.admits(len_bytes, self._stalls.held_bytes):
+                if not self._room.enter((connection, index), len_bytes, self._stalls.held_bytes):
                     del current[connection]
-                    self._wait_for_room(connection, index, len_bytes)
+                    connection.behind[index] = False  # until `_let_in`
                     continue
             if not work.send(connection, step):
                 self._stalls.note(connection, work.now_ms)
@@ -344,13 +344,14 @@ class Hub:
         if index is None:  # it has left meanwhile
             return 1
         if not connection.push.writable:
+            self._room.end((connection, index))
             self._stall(connection, index, work.now_ms)
             return 1
         step = self._snapshot.step(connection.stream, index)
         len_bytes = len(step.data)
         cost = 1 + PAGE_COST + len_bytes // COST_BYTES
-        if not self._room.admits(len_bytes, self._stalls.held_bytes):
-            self._wait_for_room(connection, index, len_bytes)
+        if not self._room.enter((connection, index), len_bytes, self._stalls.held_bytes):
+            connection.behind[index] = False  # until `_let_in`
             return cost
         del connection.behind[index]
         if not work.send(connection, step):
@@ -393,8 +394,3 @@ class Hub:
         """It has not taken what it was sent: `on_writable` will say when to go on there, or `_tick` that it is over."""
         connection.behind[index] = False
         self._stalls.note(connection, now_ms)
-
-    def _wait_for_room(self, connection: Connection, index: int, len_bytes: int) -> None:
-        """What is next is too large to be kept for it now: `_let_in` will say when to go on there."""
-        connection.behind[index] = False
-        self._room.wait((connection, index), len_bytes)

@@ -6,9 +6,9 @@
         │ 4xx/505        │ 4xx           │
         └────────────────┴───────────────┴─▶ end: half-close, drop input until the client has closed, too
 
-There is at most one timer. `_settle`, called after every change, derives from the state whether to read on, what is
-awaited and until when; a timer that fires early (the deadline has moved on) re-arms itself, so traffic does not touch
-timers.
+There is at most one timer. `_settle`, called after every change, derives from the state whether to read on and what is
+awaited, `http1_deadlines` until when; a timer that fires early (the deadline has moved on) re-arms itself, so traffic
+does not touch timers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from enum import Enum
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
 from topics.frontend.asgi import AsgiApp, Scope
-from topics.frontend.body_time import BodyTime
 from topics.frontend.http1_connections import Connections
+from topics.frontend.http1_deadlines import Awaited, Deadlines, Verdict
 from topics.frontend.http1_exchange import Exchange, Stage
 from topics.frontend.http1_parser import Head, HttpLimits, Refusal, RequestParser
 from topics.frontend.http1_wire import error_answer
@@ -36,21 +35,6 @@ JOIN_MAX_BYTES: Final = 16 * 1024
 """Up to here, joining head and body for one write is cheaper than handing the transport two buffers."""
 
 _ASGI = {"version": "3.0", "spec_version": "2.4"}  # 2.4: send raises OSError when the client is gone
-
-
-class Awaited(Enum):
-    """What a connection waits for from its client."""
-
-    NOTHING = 0
-    REQUEST = 1
-    REST_OF_HEAD = 2
-    REST_OF_BODY = 3
-    READER = 4  # the client is to take what is buffered for it
-    END = 5  # the last answer is out: the client's end of the connection
-
-
-_FOR_THE_WHOLE = frozenset({Awaited.REST_OF_HEAD, Awaited.READER, Awaited.END})
-"""Their time is for the whole of it: what arrives meanwhile does not prolong it."""
 
 
 class Http1Factory:
@@ -89,14 +73,9 @@ class Http1Protocol(asyncio.Protocol):
         self.writable = True
         self._can_write = asyncio.Event()
         self._discard_left = 0
-        self._body_time = BodyTime(factory.limits)
-        self._awaited = Awaited.NOTHING
-        self._deadline = math.inf
+        self._deadlines = Deadlines(factory.limits, self._loop.time)
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = math.inf
-        self._stalled_at_bytes = 0
-        self._stalled_since_s = 0.0
-        self._taken_by_s = math.inf
+        self._timer_at_s = math.inf
         self._client: tuple[str, int] | None = None
         self._server: tuple[str, int] | None = None
 
@@ -118,7 +97,7 @@ class Http1Protocol(asyncio.Protocol):
                 self._ending = True
                 self._transport.close()
             return
-        self._settle(first_timeout_ms=self._limits.header_timeout_ms)
+        self._settle(first=True)
         if self.draining:
             self._transport.close()
 
@@ -163,8 +142,7 @@ class Http1Protocol(asyncio.Protocol):
         """asyncio: more than `write_high_water_bytes` are buffered for the client."""
         self.writable = False
         self._can_write.clear()
-        self._watch_reader()
-        self._taken_by_s = self._stalled_since_s + self._limits.write_time_s(self.buffered_bytes)
+        self._deadlines.begin_taking(self.buffered_bytes)
         if self._exchange is None or not self._exchange.pushing:  # of streams the hub knows what they hold
             self._factory.connections.hold(self)
         self._settle()
@@ -172,7 +150,7 @@ class Http1Protocol(asyncio.Protocol):
     def resume_writing(self) -> None:
         """asyncio: the client has caught up."""
         self.writable = True
-        self._taken_by_s = math.inf
+        self._deadlines.end_taking()
         self._factory.connections.let_go(self)
         self._can_write.set()
         if self._pending or self._eof:
@@ -227,7 +205,7 @@ class Http1Protocol(asyncio.Protocol):
     def _begin(self, head: Head) -> None:
         complete = self._parser.complete
         if not complete:
-            self._body_time = BodyTime(self._limits)
+            self._deadlines.begin_body()
         self._exchange = exchange = Exchange(
             self,
             http11=head.http11,
@@ -391,7 +369,7 @@ class Http1Protocol(asyncio.Protocol):
             self._transport.close()
         else:
             self._transport.write_eof()
-        self._watch_reader()
+        self._deadlines.watch_reader(self.buffered_bytes)
         self._settle()
 
     def _hand_over(self, data: bytes) -> None:
@@ -405,12 +383,11 @@ class Http1Protocol(asyncio.Protocol):
 
     # What is awaited, and until when.
 
-    def _settle(self, first_timeout_ms: int | None = None) -> None:
+    def _settle(self, first: bool = False) -> None:
         """After every change: derive from the state whether to read on, what is awaited, and until when."""
-        limits = self._limits
         exchange = self._exchange
         unread_bytes = len(self._pending) if exchange is None else max(len(self._pending), exchange.unread_bytes)
-        reading = unread_bytes <= limits.read_high_water_bytes or self._ending
+        reading = unread_bytes <= self._limits.read_high_water_bytes or self._ending
         # After the client's end of file there is nothing to read.
         if reading is not self.reading and not self._eof and not self._transport.is_closing():
             self.reading = reading
@@ -418,70 +395,49 @@ class Http1Protocol(asyncio.Protocol):
                 self._transport.resume_reading()
             else:
                 self._transport.pause_reading()
+        deadlines = self._deadlines
         if self._ending:
-            awaited, timeout_ms = Awaited.END, min(limits.linger_ms, limits.write_stall_timeout_ms)
+            deadlines.wait(Awaited.END)
         elif not self.writable:
-            awaited, timeout_ms = Awaited.READER, min(limits.linger_ms, limits.write_stall_timeout_ms)
+            deadlines.wait(Awaited.READER)
         elif exchange is None:
             if self._pending:
-                awaited, timeout_ms = Awaited.REST_OF_HEAD, limits.header_timeout_ms
+                deadlines.wait(Awaited.REST_OF_HEAD)
             else:
-                awaited, timeout_ms = Awaited.REQUEST, first_timeout_ms or limits.keep_alive_timeout_ms
+                deadlines.wait(Awaited.FIRST_REQUEST if first else Awaited.REQUEST)
         elif not self._parser.complete and self.reading and not exchange.expects_continue:
-            awaited, timeout_ms = Awaited.REST_OF_BODY, limits.body_idle_timeout_ms
+            deadlines.wait(Awaited.REST_OF_BODY, self._parser.body_came_bytes)
         else:
-            self._awaited = Awaited.NOTHING
-            self._deadline = math.inf
-            return
-        if awaited is self._awaited and awaited in _FOR_THE_WHOLE:
-            return
-        now_s = self._loop.time()
-        deadline = now_s + timeout_ms / 1000
-        if awaited is Awaited.REST_OF_BODY:
-            waited = self._awaited is Awaited.REST_OF_BODY
-            deadline = min(deadline, now_s + self._body_time.left_s(now_s, self._parser.body_came_bytes, waited))
-        self._awaited = awaited
-        self._deadline = deadline
-        if self._timer_at > deadline:
+            deadlines.wait(Awaited.NOTHING)
+        if self._timer_at_s > deadlines.at_s:
             if self._timer is not None:
                 self._timer.cancel()
-            self._arm(deadline)
+            self._arm(deadlines.at_s)
 
-    def _arm(self, deadline: float) -> None:
-        self._timer_at = deadline
-        self._timer = self._loop.call_at(deadline, self._time_is_up)
+    def _arm(self, at_s: float) -> None:
+        self._timer_at_s = at_s
+        self._timer = self._loop.call_at(at_s, self._time_is_up)
 
     def _time_is_up(self) -> None:
         self._timer = None
-        self._timer_at = math.inf
-        if self._loop.time() < self._deadline:
-            if self._deadline < math.inf:
-                self._arm(self._deadline)
-            return
-        awaited, self._awaited = self._awaited, Awaited.NOTHING
-        if awaited is Awaited.REQUEST:
-            self.abort()
-        elif awaited is Awaited.REST_OF_HEAD:
-            self._refuse("request_timeout", f"the head took longer than {self._limits.header_timeout_ms} ms")
-        elif awaited is Awaited.REST_OF_BODY:
-            self._refuse("request_timeout", "the body came too slowly, or not at all")
-        elif not self.buffered_bytes:
+        self._timer_at_s = math.inf
+        verdict = self._deadlines.overdue(self.buffered_bytes)
+        if verdict is Verdict.NOTHING_YET:
+            if self._deadlines.at_s < math.inf:
+                self._arm(self._deadlines.at_s)
+        elif verdict is Verdict.LOOK_AGAIN:
+            self._settle()
+        elif verdict is Verdict.CLOSE:
             self._transport.close()
-        else:  # READER, END: a client may be slow, but it must not stand still
-            if self.buffered_bytes < self._stalled_at_bytes:
-                self._watch_reader()
-            now_s = self._loop.time()
-            if now_s >= self._taken_by_s or now_s - self._stalled_since_s >= self._limits.write_stall_timeout_ms / 1000:
-                self._transport.abort()
-            else:
-                self._settle()
-
-    def _watch_reader(self) -> None:
-        self._stalled_at_bytes = self.buffered_bytes
-        self._stalled_since_s = self._loop.time()
+        elif verdict is Verdict.CUT:
+            self.abort()
+        elif verdict is Verdict.REFUSE_HEAD:
+            self._refuse("request_timeout", f"the head took longer than {self._limits.header_timeout_ms} ms")
+        else:
+            self._refuse("request_timeout", "the body came too slowly, or not at all")
 
     def _disarm(self) -> None:
-        self._deadline = math.inf
+        self._deadlines.wait(Awaited.NOTHING)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Final, cast
 
 from topics.frontend.http1_wire import error_answer
+from topics.frontend.pulse import Stalls
 from topics.shm.cap import Cap
 
 if TYPE_CHECKING:
@@ -15,9 +16,13 @@ if TYPE_CHECKING:
 TURNED_AWAY_MAX: Final = 1024
 """Connections of one process that are told that they are too many and may take their time to read it."""
 
-ANSWERS_MAX_BYTES: Final = 256 * 2**20
-"""What the clients of one process have not taken of answers longer than ANSWER_COUNTED_FROM_BYTES, all together."""
+ANSWERS_HIGH_BYTES: Final = 256 * 2**20
+"""What the clients of one process have not taken of answers longer than ANSWER_COUNTED_FROM_BYTES, all together. With
+more, those are cut who have taken nothing for STALL_CUT_MS."""
+ANSWERS_MAX_BYTES: Final = 2 * ANSWERS_HIGH_BYTES
+"""With more than that, others as well: all may have come a moment ago, or take a byte now and then."""
 ANSWER_COUNTED_FROM_BYTES: Final = 1 << 20
+LOOK_S: Final = 1.0
 
 
 class Connections:
@@ -32,8 +37,9 @@ class Connections:
         self.requests = 0
         self.open: set[Http1Protocol] = set()
         self.turned_away = 0
-        self._holding: dict[Http1Protocol, None] = {}
-        """Those with a long answer that their client has not taken, longest first."""
+        self._stalls: Stalls[Http1Protocol] = Stalls(lambda connection: connection.buffered_bytes)
+        """Those with a long answer that their client has not taken."""
+        self._look_timer: asyncio.TimerHandle | None = None
         self.tasks: set[asyncio.Task[None]] = set()
         """Running app calls; the loop itself keeps only weak references."""
         self._changed = asyncio.Event()
@@ -53,18 +59,36 @@ class Connections:
         return error_answer(reached.code, reached.message, reached.detail), stays
 
     def hold(self, connection: Http1Protocol) -> None:
-        """Its client is behind. Where all those answers together are too much, who has been longest is cut."""
-        if connection.buffered_bytes < ANSWER_COUNTED_FROM_BYTES:
-            return
-        self._holding[connection] = None
-        while sum([one.buffered_bytes for one in self._holding]) > ANSWERS_MAX_BYTES:
-            longest = next(iter(self._holding))
-            del self._holding[longest]
-            longest.abort()
+        """Its client is behind."""
+        if connection.buffered_bytes >= ANSWER_COUNTED_FROM_BYTES:
+            loop = asyncio.get_running_loop()
+            self._stalls.note(connection, int(loop.time() * 1000))
+            self._bound(loop)
 
     def let_go(self, connection: Http1Protocol) -> None:
         """Its client has caught up. Can be repeated."""
-        self._holding.pop(connection, None)
+        self._stalls.end(connection)
+
+    def _bound(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Cuts whose answers are too much, longest without progress first, and looks again while they still are."""
+        stalls = self._stalls
+        if stalls.held_bytes <= ANSWERS_HIGH_BYTES:
+            return
+        now_ms = int(loop.time() * 1000)
+        stalls.over(now_ms)
+        self._cut(stalls.holding(stalls.held_bytes - ANSWERS_HIGH_BYTES, now_ms))
+        self._cut(stalls.holding(stalls.held_bytes - ANSWERS_MAX_BYTES, now_ms, still_ms=0))
+        if stalls.held_bytes > ANSWERS_HIGH_BYTES and self._look_timer is None:
+            self._look_timer = loop.call_later(LOOK_S, self._look, loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._look_timer = None
+        self._bound(loop)
+
+    def _cut(self, connections: list[Http1Protocol]) -> None:
+        for connection in connections:
+            self._stalls.end(connection)
+            connection.abort()
 
     def begin_drain(self) -> None:
         """Close what is idle; what is busy finishes its request with `connection: close`. Can be repeated."""

@@ -45,8 +45,9 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     """For a body that comes at less than `body_min_bytes_per_s`, as `body_time` says."""
     body_min_bytes_per_s: int = 64 * 1024
     keep_alive_timeout_ms: int = 75_000
-    write_stall_timeout_ms: int = 30_000
-    """How long a client may take nothing of what is waiting for it."""
+    write_stall_timeout_ms: int = 45_000
+    """How long a client may take nothing of what is waiting for it. Longer than those who push to it wait (30 s, seen a
+    second later at most): they have last words for it (api §7), and it has some time to take them."""
     read_min_bytes_per_s: int = 16 * 1024
     """At which it has to take that, beyond `write_stall_timeout_ms` for the whole of it."""
     linger_ms: int = 1_000

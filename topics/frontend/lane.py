@@ -111,7 +111,11 @@ class Lane:
         sent: list[Waiter] = []
         given_up: list[Waiter] = []
         for queue in (self._hasty, self._patient):
-            while queue.waiters and (queue.waiters[0].expires_s or 0.0) <= now_s:
+            while queue.waiters:
+                expires_s = queue.waiters[0].expires_s
+                assert expires_s is not None, "who waits without an end is a post"
+                if expires_s > now_s:
+                    break
                 given_up.append(queue.pop())
         while busy := [queue for queue in self._queues if queue.waiters]:
             oldest = min(busy, key=lambda queue: queue.waiters[0].request_id)

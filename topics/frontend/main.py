@@ -52,8 +52,9 @@ from topics.frontend.table import service_operations, topic_operations, watch_op
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.txn import TxnRoutes
 from topics.frontend.txn_table import txn_operations
+from topics.frontend.unreadable import UnreadableJobs
 from topics.frontend.watch import WatchRoutes
-from topics.frontend.websocket import WebSocketRoute
+from topics.frontend.websocket_route import WebSocketRoute
 from topics.frontend.work import WorkRoutes
 from topics.log import get_logger
 from topics.settings import Settings
@@ -127,8 +128,10 @@ async def _serve(
     )
     watch = WatchRoutes(reader, Sessions(gateway, arenas, clock), hub, access, settings, places, catching_up)
     channel = JobChannel(gateway, incarnation)
-    dead_letters = DeadLetters(gateway, reader)
-    work = WorkRoutes(gateway, reader, channel, dead_letters, access, settings, places, cell, clock)
+    unreadable = UnreadableJobs()
+    dead_letters = DeadLetters(gateway, reader, unreadable)
+    work = WorkRoutes(gateway, reader, channel, dead_letters, unreadable, access, settings, places, cell, clock)
+    queues = QueueRoutes(gateway, reader, channel, dead_letters, unreadable, catching_up, settings, cell)
     figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
     metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
     commits = Commits(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
@@ -136,7 +139,7 @@ async def _serve(
         *topic_operations(append, diff, topics),
         *router_operations(routers),
         *watch_operations(watch),
-        *queue_operations(QueueRoutes(gateway, reader, channel, dead_letters, catching_up, settings, cell), work),
+        *queue_operations(queues, work),
         *cursor_operations(CursorRoutes(gateway, reader, catching_up, settings, cell)),
         *txn_operations(TxnRoutes(append, commits, reader, topics.settled, settings)),
         *manifest_operations(_manifest(reader, catching_up, settings, shared, index, clock)),

@@ -124,11 +124,11 @@ class Stalls(Generic[StallingT]):
             self.held_bytes += max(0, stall.buffered_bytes)
         return over
 
-    def holding(self, bytes_too_many: int, now_ms: int) -> list[StallingT]:
+    def holding(self, bytes_too_many: int, now_ms: int, still_ms: int | None = None) -> list[StallingT]:
         """Those whose end would free so much, longest without progress first; nobody who has made some within
-        STALL_CUT_MS, so it may be less.
+        `still_ms` (STALL_CUT_MS), so it may be less.
         """
-        last_ms = now_ms - STALL_CUT_MS
+        last_ms = now_ms - (STALL_CUT_MS if still_ms is None else still_ms)
         still = [(stall.since_ms, one) for one, stall in self._stalls.items() if stall.buffered_bytes > 0]
         holding = []
         for since_ms, one in sorted(still, key=itemgetter(0)):

@@ -14,6 +14,8 @@ from typing import Final, Protocol
 from topics.frontend.asgi import Receive, Send
 
 HIGH_WATER_BYTES: Final = 64 * 1024
+PIECE_BYTES_MAX: Final = 64 * 1024
+"""As much is one message to the server."""
 LINGER_S: Final = 10.0
 """How long what is pending at `close` may take to go out."""
 
@@ -43,7 +45,7 @@ class Push(Protocol):
 
 
 class AsgiPush:
-    """A Push over ASGI `send`, which waits: what it has not taken is kept here and joined into one message."""
+    """A Push over ASGI `send`, which waits: what it has not taken is kept here, and joined."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -99,12 +101,15 @@ class AsgiPush:
             self._news.clear()
             if not self._pending:
                 continue
-            data = b"".join(self._pending)
+            data = memoryview(b"".join(self._pending))
             self._pending.clear()
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
-            self.buffered_bytes -= len(data)
-            if self.writable and self.on_writable is not None:
-                self.on_writable()
+            # In pieces: so that a client that takes a long frame slowly is seen to.
+            for start in range(0, len(data), PIECE_BYTES_MAX):
+                piece = bytes(data[start : start + PIECE_BYTES_MAX])
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+                self.buffered_bytes -= len(piece)
+                if self.writable and self.on_writable is not None:
+                    self.on_writable()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _gone(self) -> None:

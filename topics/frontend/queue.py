@@ -23,11 +23,10 @@ from topics.frontend.gateway import Gateway
 from topics.frontend.job_channel import JobChannel
 from topics.frontend.job_records import RenderedJobs, fetch_jobs, lease_no
 from topics.frontend.reading import TopicReader
-from topics.frontend.unreadable import ASIDE_MS
+from topics.frontend.unreadable import ASIDE_MS, UnreadableJobs
 from topics.frontend.wire import BodyT, Count
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
-from topics.shm.messages import Done
 from topics.shm.queue_messages import Ack, AckReply, Dealt, Extend, ExtendReply, Nack, Unclaim
 
 SEQS_MAX: Final = 1000
@@ -78,6 +77,7 @@ class QueueRoutes:
         reader: TopicReader,
         channel: JobChannel,
         dead_letters: DeadLetters,
+        unreadable: UnreadableJobs,
         catching_up: CatchingUp,
         settings: Settings,
         cell: ProcessCell,
@@ -87,6 +87,7 @@ class QueueRoutes:
         self._reader = reader
         self._channel = channel
         self._dead_letters = dead_letters
+        self._unreadable = unreadable
         self._settings = settings
         self._cell = cell
 
@@ -103,8 +104,9 @@ class QueueRoutes:
             rendered = await self._fetch(name, node, dealt)
             count, body = rendered.jobs, rendered.body
             if rendered.unsent:
+                # Not awaited: a full ring would refuse the whole claim, whose jobs are leased.
                 unclaim = Unclaim(name, node, rendered.unsent, rendered.unsent_leases)
-                await self._gateway.call(self._owner(name), unclaim, Done)
+                self._gateway.post(self._owner(name), unclaim)
                 ready += len(rendered.unsent)
             self._cell.add("records_out", count)
         answer = b'{"topic":"%b","claimed":[%b],"count":%d,"ready":%d,"performance":{"server_total_ms":%b}}' % (
@@ -138,11 +140,13 @@ class QueueRoutes:
     async def _fetch(self, name: str, node: str, dealt: Dealt) -> RenderedJobs:
         try:
             return await fetch_jobs(self._reader, name, dealt)
-        except TopicsError:
-            # The first cannot be read: so that it is in nobody's way it waits for a while.
-            aside = Unclaim(name, node, dealt.seqs[:1], [dealt.first_lease_no], ASIDE_MS)
-            self._gateway.post(self._owner(name), aside)
-            self._unclaim(name, node, dealt, 1)
+        except TopicsError as error:
+            aside = 0
+            if self._unreadable.concerns(name, dealt.seqs[0], error):
+                aside = 1
+                unclaim = Unclaim(name, node, dealt.seqs[:aside], [dealt.first_lease_no], ASIDE_MS)
+                self._gateway.post(self._owner(name), unclaim)
+            self._unclaim(name, node, dealt, aside)
             raise
 
     def _unclaim(self, name: str, node: str, dealt: Dealt, but: int) -> None:

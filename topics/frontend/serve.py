@@ -23,7 +23,7 @@ from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
 from hypercorn.config import Config
 
-from topics.frontend import handshake, patience
+from topics.frontend import handshake, http2_buffer, patience
 from topics.frontend.asgi import TRANSPORT, AsgiApp, Receive, Scope, Send
 from topics.frontend.http1 import Http1Factory
 from topics.frontend.http1_connections import Connections
@@ -63,6 +63,7 @@ async def serve(
     loop = asyncio.get_running_loop()
     config = _hypercorn_config(limits)
     handshake.install()
+    http2_buffer.install()
     state: dict[str, Any] = {}
     lifespan = Lifespan(ASGIWrapper(cast(Any, app)), config, loop, state)
     lifespan_task = loop.create_task(lifespan.handle_lifespan())

@@ -16,7 +16,7 @@ from topics.frontend.operations import EVENTS, JSON, TEXT, Answer, Endpoint, Ope
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.topics import TopicRoutes
 from topics.frontend.watch import WatchBody, WatchRoutes
-from topics.frontend.websocket import needs_upgrade
+from topics.frontend.websocket_route import needs_upgrade
 from topics.frontend.wire import AppendBody, DeleteBody, DiffBody
 from topics.shm.durations import Route
 

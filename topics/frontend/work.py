@@ -75,6 +75,7 @@ class WorkRoutes:
         reader: TopicReader,
         channel: JobChannel,
         dead_letters: DeadLetters,
+        unreadable: UnreadableJobs,
         access: Access,
         settings: Settings,
         places: Cap,
@@ -86,12 +87,12 @@ class WorkRoutes:
         self.reader = reader
         self.channel = channel
         self.dead_letters = dead_letters
+        self.unreadable = unreadable
         self.cell = cell
         self.clock = clock
         self._access = access
         self._settings = settings
         self._places = places
-        self.unreadable = UnreadableJobs()
         self._streams: set[WorkStream] = set()
         self._draining = False
         access.on_change(self._end_forbidden)
@@ -296,14 +297,16 @@ class WorkStream:
     async def _fetch(self, dealt: Dealt, push: Push) -> None:
         """The first of these is in the cold tier only; what is dealt meanwhile waits behind them."""
         first = _part(dealt, 0, 1)
-        rendered = None
+        rendered = failure = None
         try:
             rendered = await fetch_jobs(self._routes.reader, self.wish.name, first)
         except TopicsError as error:
-            if not self._put_aside(first, error):
-                self.end(EVENT_STREAM.final(error.code, error.message))
-        self._fetching = None
+            failure = error
+        self._fetching = None  # whatever ends the stream from here on is not to cancel this
         if self._closed:
+            return
+        if failure is not None and not self._put_aside(first, failure):
+            self.end(EVENT_STREAM.final(failure.code, failure.message))
             return
         if rendered is not None and rendered.jobs:
             push.write(self._event(rendered, dealt.seqs[0]))

@@ -67,8 +67,17 @@ class Loaded(NamedTuple):
     skipped: list[BadSnapshot]
 
 
-def save_snapshot(fs: FileSystem, data_dir: str, body: bytes) -> int:
-    """Makes the next snapshot durably, then removes all but the valid one before it. Returns its number.
+class Saved(NamedTuple):
+    """The number of a snapshot that was made, and of the valid one to fall back on: the newest before it, if there is
+    one and that can be told. What that one needs must stay, though it may be older than the one that came before.
+    """
+
+    number: int
+    fallback: int | None
+
+
+def save_snapshot(fs: FileSystem, data_dir: str, body: bytes) -> Saved:
+    """Makes the next snapshot durably, then removes all but the valid one before it.
 
     Raises OSError; the former snapshots are as they were then.
     """
@@ -79,16 +88,18 @@ def save_snapshot(fs: FileSystem, data_dir: str, body: bytes) -> int:
     checksum = CHECKSUM.pack(xxh3_64_intdigest(prefix + body))
     replace_file(fs, layout.snapshot_path(data_dir, number), prefix + checksum + body)
     # What cannot be removed now is tried again with the next one; the snapshot counts either way.
+    kept, fallback = _fallbacks(fs, data_dir, numbers)
     with suppress(OSError):
-        kept = _fallbacks(fs, data_dir, numbers)
         for old in numbers:
             if old not in kept:
                 fs.unlink(layout.snapshot_path(data_dir, old))
-    return number
+    return Saved(number, fallback)
 
 
-def _fallbacks(fs: FileSystem, data_dir: str, numbers: list[int]) -> set[int]:
-    """The newest valid one, and before it those of which that cannot be told now: a damaged one pushes out no other."""
+def _fallbacks(fs: FileSystem, data_dir: str, numbers: list[int]) -> tuple[set[int], int | None]:
+    """The newest valid one, and before it those of which that cannot be told now: a damaged one pushes out no other.
+    Then which one of them it is, None if that cannot be told.
+    """
     kept: set[int] = set()
     for number in reversed(numbers):
         try:
@@ -99,8 +110,8 @@ def _fallbacks(fs: FileSystem, data_dir: str, numbers: list[int]) -> set[int]:
             kept.add(number)
             continue
         kept.add(number)
-        break
-    return kept
+        return kept, number if len(kept) == 1 else None
+    return kept, None
 
 
 def load_snapshot(

@@ -18,7 +18,8 @@ GONE_MS: Final = 45_000
 """How long what was sent may stay unacknowledged, or unsent for want of room at the client, before its connection is
 cut. A host that lost its power sends no reset: TCP by itself would try for a quarter of an hour, in which heartbeats
 and jobs to a worker on it fit into the kernel's buffer, and each lease that ends is one more job dealt to nobody.
-Longer than the 30 s for which a client that is there may read nothing: that one is to get its last words (api §7)."""
+Longer than the 30 s for which a client that is there may read nothing: that one is to get its last words (api §7).
+No shorter than the 45 s after which its frontend cuts it."""
 _NOT_HERE: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _WAY_OUT: Final = {
     errno.EADDRINUSE: "stop what listens there, or choose another TOPICS_PORT",

@@ -268,12 +268,15 @@ class Queues:
 
     def _close(self, call: WorkClose, answer: Answer) -> None:
         answer.reply = messages.encode_reply(answer.request_id, Done())
-        # An end of a job that is prepared is the job's end; if the log refuses it, the job is this stream's again.
-        self._writes.commit()
+        where = (answer.frontend, call.stream)
         hosted = self._find(call.name)
+        if hosted is not None and hosted.topic.queue is not None and hosted.topic.queue.is_ending(where):
+            # An end of a job that is prepared is the job's end; if the log refuses it, the job is this stream's again.
+            # Without one the group goes on: when many streams end at once, each would be a commit.
+            self._writes.commit()
+            hosted = self._find(call.name)
         if hosted is None or hosted.topic.queue is None:
             return
-        where = (answer.frontend, call.stream)
         workers = self._workers.get(hosted.topic.id)
         if workers is not None:
             workers.remove(where)

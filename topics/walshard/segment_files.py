@@ -9,6 +9,7 @@ record, so no snapshot waits for that: whoever restores it from a copy later res
 
 from __future__ import annotations
 
+import errno
 import mmap
 from array import array
 from bisect import bisect_left, bisect_right
@@ -50,6 +51,8 @@ _COUNTED_RECORDS_AT_ONCE: Final = 1 << 16
 """So many segments, and as a rule so many records: some ms."""
 _WAIT_MAX: Final = 64
 """Occasions (`mark_again`) that are let pass, at most, before another try at what a try is not likely to help."""
+_FOR_NOW: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
+"""What these say is about the process, not about a file."""
 _LIVE_TABLE: Final = bytes(0 if flags & LOCATION_GONE else 1 for flags in range(256))
 
 
@@ -259,8 +262,10 @@ class SegmentFiles:
             except FileNotFoundError:
                 seqs = []  # read back from the log: all this was done before the old files went
             except (OSError, CorruptSegment) as error:
+                if isinstance(error, OSError) and error.errno in _FOR_NOW:
+                    raise
                 # Read back from the log as well: `Marks` has just read it otherwise. The new version was made from it,
-                # and what the log tells of since is marked or due.
+                # and what the log tells of since is due, for this one could not be told.
                 self._say_unreadable(topic_id, old, error)
                 seqs = []
             self.forget(topic_id, old, with_marks=False)

@@ -1,0 +1,90 @@
+"""The newest snapshot is damaged at rest, and so is the next one: the one to fall back on still goes with its logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.walshard.compaction import Compaction
+from tests.walshard.rig import Rig
+from topics.shm.topic_messages import DeleteRecords
+from topics.storage import layout
+from topics.storage.verify import verify
+
+BLOCKS = 6
+BLOCK = b"x" * 200_000
+"""So many of them do not go into one log file."""
+
+
+@pytest.fixture
+def compaction(tmp_path: Path) -> Iterator[Compaction]:
+    rig = Rig(str(tmp_path), segment_max_events="4", segment_rewrite_dead_ratio="0.3")
+    yield Compaction(rig)
+    rig.close()
+
+
+def write(compaction: Compaction) -> None:
+    for _ in range(BLOCKS):
+        compaction.rig.append("large", BLOCK)
+
+
+def damage_newest(compaction: Compaction, how: str) -> None:
+    data_dir = compaction.rig.settings.data_dir
+    path = Path(layout.snapshot_path(data_dir, layout.list_snapshots(compaction.rig.fs, data_dir)[-1]))
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+
+
+def first_log_file(compaction: Compaction) -> int:
+    return layout.list_log_files(compaction.rig.fs, layout.group_dir(compaction.rig.settings.data_dir, 0, 1))[0]
+
+
+def versions(compaction: Compaction) -> set[int]:
+    """Of the first segment of topic t, as its files are."""
+    view = compaction.rig.view("t")
+    assert view is not None
+    names = layout.discover_segments(
+        compaction.rig.fs, layout.topic_dir(compaction.rig.settings.data_dir, view.topic_id)
+    )
+    return {name.version for name in names if name.first_seq == 1}
+
+
+@pytest.mark.parametrize("begins_again", [False, True])
+@pytest.mark.parametrize("how", ["short", "gone"])
+def test_what_the_older_snapshot_needs_stays(compaction: Compaction, how: str, begins_again: bool) -> None:
+    rig = compaction.rig
+    for number in range(1, 9):
+        rig.append("t", b"%d" % number, tag=b"" if number % 2 else b"even")
+    compaction.cut()
+    rig.call(DeleteRecords("t", None, "eq", b"even"))
+    write(compaction)
+    compaction.cut()
+    compaction.upkeep()
+    fallback_begins = first_log_file(compaction)
+    write(compaction)
+    compaction.cut()
+    assert versions(compaction) == {0, 1}
+    damage_newest(compaction, how)
+    if begins_again:
+        compaction.begin_again()
+    write(compaction)
+    rig.append("t", b"9")
+    compaction.cut()
+    assert versions(compaction) == {0, 1}
+    damage_newest(compaction, "short")
+    rig.restart_service()
+    compaction.begin_again()
+    assert [seq for seq, _ in compaction.read("t")] == [1, 3, 5, 7, 9]
+    assert len(compaction.read("large")) == 3 * BLOCKS
+    for _ in range(4):
+        write(compaction)
+        compaction.cut()
+    assert versions(compaction) == {1}
+    assert first_log_file(compaction) > fallback_begins + 2
+    assert len(compaction.read("large")) == 7 * BLOCKS
+    rig.shard.close()
+    assert verify(rig.settings.data_dir, lambda _: None).damage == []

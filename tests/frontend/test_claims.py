@@ -1,0 +1,140 @@
+"""Claims whose answer cannot hold, or cannot be, what was leased for them: the jobs are free again, and said once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.frontend.hosting import Hosting, Written
+from tests.frontend.live import until
+from tests.frontend.test_app import Frontend, on_loop
+from tests.frontend.test_reading_segments import damage
+from topics.core.config import TopicConfig
+from topics.frontend.job_records import ANSWER_BYTES_MAX
+from topics.frontend.unreadable import ASIDE_MS
+from topics.shm import messages
+from topics.shm.control import Role
+from topics.shm.messages import Call, Kind
+from topics.shm.queue_messages import Claim, Dealt, Exhume, Unclaim
+from topics.shm.topic_messages import Expire
+
+LEASE_NO = 700
+DEADLINE_MS = 2_000_000
+
+
+class Shard:
+    """The other end of the ring: it takes what comes, and what is taken makes room when the test says so."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._rings = frontend.hosting.shared.rings[0][0]
+        self._read = 0
+
+    def calls(self) -> list[tuple[int, Call]]:
+        """New ones, with their request ids."""
+        found = []
+        for message, position in self._rings.requests.peek(self._read):
+            self._read = position
+            kind, request_id, _ = messages.head(message)
+            if kind == Kind.CALL:
+                found.append((request_id, messages.decode_call(message)))
+        return found
+
+    def free(self) -> None:
+        self._rings.requests.consume(self._read)
+
+    def answer(self, request_id: int, reply: Dealt) -> None:
+        assert self._rings.replies.push(messages.encode_reply(request_id, reply))
+        self._frontend.hosting.shared.frontend_wakes[0].signal_always()
+
+    async def claimed(self) -> int:
+        """The id of the claim that comes next."""
+        found: list[int] = []
+
+        def look() -> bool:
+            found.extend(request_id for request_id, call in self.calls() if isinstance(call, Claim))
+            return bool(found)
+
+        await until(look)
+        return found[0]
+
+
+def queue(hosting: Hosting, records: list[Written]) -> None:
+    hosting.make("q", TopicConfig(type="queue"))
+    hosting.write("q", records)
+
+
+def test_a_claim_is_answered_also_when_the_ring_has_no_room_for_what_did_not_fit(hosting: Hosting) -> None:
+    async def test(frontend: Frontend) -> None:
+        shard = Shard(frontend)
+        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", {"node": "w", "max": 3}))
+        claim_id = await shard.claimed()
+        while frontend.gateway.fullness < 1:
+            frontend.gateway.post(0, Expire("x" * 200))
+        shard.answer(claim_id, Dealt(1, [1, 2, 3], LEASE_NO, DEADLINE_MS, [1, 1, 1], 5))
+        status, _, answer = await asked
+        assert (status, [job["$seq"] for job in answer["claimed"]], answer["ready"]) == (200, [1, 2], 6)
+        given_back: list[Call] = []
+
+        def unclaimed() -> bool:
+            shard.free()
+            given_back.extend(call for _, call in shard.calls() if isinstance(call, Unclaim))
+            return bool(given_back)
+
+        await until(unclaimed)
+        assert given_back == [Unclaim("q", "w", [3], [LEASE_NO + 2])]
+
+    queue(hosting, [Written(b'"' + b"x" * (ANSWER_BYTES_MAX // 2) + b'"')] * 3)
+    on_loop(hosting, test)
+
+
+@pytest.mark.parametrize("fault", ["the shard is started again", "the job is damaged"])
+def test_a_claim_that_fails_puts_a_job_aside_only_for_a_fault_of_its_own(hosting: Hosting, fault: str) -> None:
+    async def test(frontend: Frontend) -> None:
+        shard = Shard(frontend)
+        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", {"node": "w", "max": 2}))
+        claim_id = await shard.claimed()
+        if fault == "the shard is started again":
+            hosting.shared.control.cell(Role.WALSHARD, 0).set("generation", 0)
+        shard.answer(claim_id, Dealt(1, [1, 2], LEASE_NO, DEADLINE_MS, [1, 1], 5))
+        _, _, answer = await asked
+        first, second = LEASE_NO, LEASE_NO + 1
+        given_back = [call for _, call in shard.calls() if isinstance(call, Unclaim)]
+        if fault == "the job is damaged":
+            assert answer["error"]["code"] == "storage_unavailable"
+            assert given_back == [Unclaim("q", "w", [1], [first], ASIDE_MS), Unclaim("q", "w", [2], [second])]
+        else:
+            assert answer["error"]["code"] == "not_ready"
+            assert given_back == [Unclaim("q", "w", [1, 2], [first, second])]
+
+    queue(hosting, [Written(b"1"), Written(b"2")])
+    if fault == "the job is damaged":
+        hosting.checkpoint("q")
+        damage(hosting.data_path("q", 1), 40)
+    on_loop(hosting, test)
+
+
+def test_a_frontend_names_a_job_that_cannot_be_read_once_whoever_meets_it(
+    hosting: Hosting, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def test(frontend: Frontend) -> None:
+        shard = Shard(frontend)
+
+        async def claim(dealt: Dealt, put_aside: type[Unclaim | Exhume]) -> None:
+            asking = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", {"node": "w"}))
+            shard.answer(await shard.claimed(), dealt)
+            await until(lambda: any(isinstance(call, put_aside) for _, call in shard.calls()))
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+        for _ in range(2):
+            await claim(Dealt(1, [1], LEASE_NO, DEADLINE_MS, [1], 0), Unclaim)
+            await claim(Dealt(1, [], 0, 0, [], 0, [1], [3], [""], "dead"), Exhume)
+
+    queue(hosting, [Written(b"1"), Written(b"2")])
+    hosting.checkpoint("q")
+    damage(hosting.data_path("q", 1), 40)
+    on_loop(hosting, test)
+    said = capfd.readouterr()
+    assert (said.out + said.err).count("a job cannot be read and is put aside") == 1

@@ -1,0 +1,90 @@
+"""The window of HTTP/2 holds up who sends, that stream only, and nothing is left of it when the client goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import h2.config
+import h2.connection
+import h2.events
+import pytest
+
+from tests.frontend.http1_server import Client, Server, until
+
+PIECE_BYTES = 64 * 1024
+"""Of `App.large`."""
+WINDOW_BYTES = 65_535
+"""That every stream and every connection begins with."""
+HEADERS = [(":method", "GET"), (":scheme", "http"), (":authority", "test")]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as running:
+        yield running
+
+
+class Connected:
+    """A client that gives no window but that of the beginning."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.h2 = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
+        self.h2.initiate_connection()
+        self.got_bytes: dict[int, int] = {}
+        self.ended: set[int] = set()
+
+    def ask(self, stream_id: int, path: str) -> None:
+        self.h2.send_headers(stream_id, [*HEADERS, (":path", path)], end_stream=True)
+        self.flush()
+
+    def flush(self) -> None:
+        self._client.send(self.h2.data_to_send())
+
+    def read(self) -> None:
+        data = self._client.socket.recv(1 << 20)
+        assert data, "the connection was closed"
+        for event in self.h2.receive_data(data):
+            if isinstance(event, h2.events.DataReceived):
+                self.got_bytes[event.stream_id] = self.got_bytes.get(event.stream_id, 0) + len(event.data)
+            elif isinstance(event, h2.events.StreamEnded):
+                self.ended.add(event.stream_id)
+        self.flush()
+
+
+def test_a_stream_without_a_window_is_sent_no_more_than_one_message(server: Server) -> None:
+    with server.client() as client:
+        connected = Connected(client)
+        connected.ask(1, "/large")
+        while connected.got_bytes.get(1, 0) < WINDOW_BYTES:
+            connected.read()
+        assert server.settled(lambda: server.app.sent_bytes) <= 2 * PIECE_BYTES
+        for stream_id in (3, 5, 7):
+            connected.ask(stream_id, "/status/204")
+            while stream_id not in connected.ended:
+                connected.read()
+        assert server.settled(lambda: server.app.sent_bytes) <= 2 * PIECE_BYTES
+        # A window that opens a little lets so much through.
+        for stream_id in (None, 1):
+            connected.h2.increment_flow_control_window(10 * PIECE_BYTES, stream_id)
+        connected.flush()
+        while connected.got_bytes[1] < WINDOW_BYTES + 10 * PIECE_BYTES:
+            connected.read()
+        assert server.settled(lambda: server.app.sent_bytes) <= connected.got_bytes[1] + PIECE_BYTES
+
+
+@pytest.mark.parametrize("path", ["/large", "/big?1000000"], ids=["more to come", "the whole answer"])
+@pytest.mark.parametrize("end", ["reset", "close"])
+def test_who_waits_for_a_window_goes_with_its_client(server: Server, end: str, path: str) -> None:
+    with server.client() as client:
+        connected = Connected(client)
+        connected.ask(1, path)
+        while connected.got_bytes.get(1, 0) < WINDOW_BYTES:
+            connected.read()
+        server.settled(lambda: server.app.sent_bytes)
+        assert server.app.running == 1
+        if end == "reset":
+            connected.h2.reset_stream(1)
+            connected.flush()
+            until(lambda: not server.app.running, "the app call to end")
+    until(lambda: not server.app.running, "the app call to end")
