@@ -33,6 +33,7 @@ class Connected:
         self.h2.initiate_connection()
         self.got_bytes: dict[int, int] = {}
         self.ended: set[int] = set()
+        self.reset: set[int] = set()
 
     def ask(self, stream_id: int, path: str) -> None:
         self.h2.send_headers(stream_id, [*HEADERS, (":path", path)], end_stream=True)
@@ -49,6 +50,8 @@ class Connected:
                 self.got_bytes[event.stream_id] = self.got_bytes.get(event.stream_id, 0) + len(event.data)
             elif isinstance(event, h2.events.StreamEnded):
                 self.ended.add(event.stream_id)
+            elif isinstance(event, h2.events.StreamReset):
+                self.reset.add(event.stream_id)
         self.flush()
 
 
@@ -71,6 +74,19 @@ def test_a_stream_without_a_window_is_sent_no_more_than_one_message(server: Serv
         while connected.got_bytes[1] < WINDOW_BYTES + 10 * PIECE_BYTES:
             connected.read()
         assert server.settled(lambda: server.app.sent_bytes) <= connected.got_bytes[1] + PIECE_BYTES
+
+
+def test_an_answer_that_is_cut_is_reset(server: Server) -> None:
+    with server.client() as client:
+        connected = Connected(client)
+        connected.ask(1, "/fail_late")
+        while 1 not in connected.reset:
+            connected.read()
+        assert connected.got_bytes.get(1, 0) <= len(b"begun")
+        assert 1 not in connected.ended
+        connected.ask(3, "/status/204")
+        while 3 not in connected.ended:
+            connected.read()
 
 
 @pytest.mark.parametrize("path", ["/large", "/big?1000000"], ids=["more to come", "the whole answer"])

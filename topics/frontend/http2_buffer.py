@@ -6,14 +6,26 @@ a client that keeps up, and lets the next message in. A client that gives no win
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from typing import Any
+
 import hypercorn.protocol
+from h2.errors import ErrorCodes
 from h2.events import Event, StreamReset
+from h2.exceptions import ProtocolError
 from hypercorn.protocol import h2
+from hypercorn.protocol.events import Body, Data, EndBody, EndData, StreamClosed
+from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
+from hypercorn.protocol.http_stream import HTTPStream
 
 
 class BoundedBuffer(StreamBuffer):
     """Of one stream: one message, and less than BUFFER_HIGH_WATER before it."""
+
+    _added_bytes = 0
+    """By `add`, since it was empty."""
 
     async def push(self, data: bytes) -> None:
         """Returns when there is room for the next one, or the stream is closed."""
@@ -25,22 +37,56 @@ class BoundedBuffer(StreamBuffer):
             await self._paused.clear()  # room that there was before this message
             await self._paused.wait()
 
+    async def add(self, data: bytes) -> None:
+        """Without waiting; dropped when BUFFER_HIGH_WATER of this kind have not been taken yet."""
+        if self._complete or self._added_bytes + len(data) > BUFFER_HIGH_WATER:
+            return
+        self._added_bytes += len(data)
+        self.buffer.extend(data)
+        await self._is_empty.clear()
+
     async def pop(self, max_length: int) -> bytes:
         data = bytes(self.buffer[:max_length])
         del self.buffer[:max_length]
         if len(self.buffer) < BUFFER_LOW_WATER:
             await self._paused.set()
         if not self.buffer:
+            self._added_bytes = 0
             await self._is_empty.set()
         return data
 
 
 class BoundedProtocol(H2Protocol):
     """Hypercorn's, but that a stream which the client resets takes what waits for it along, and whoever sends: there
-    may be as many of them as the client likes.
+    may be as many of them as the client likes. And who reads the connection waits for no window, which would come over
+    it: that one answers pings and refuses handshakes.
     """
 
+    _reader: asyncio.Task[Any] | None = None
+
+    async def stream_send(self, event: StreamEvent) -> None:
+        buffer = self.stream_buffers.get(event.stream_id)
+        answer = isinstance(self.streams.get(event.stream_id), HTTPStream)
+        if isinstance(event, StreamClosed) and answer and buffer is not None and not buffer.complete:
+            # The app is gone before its answer had an end: a client that heard nothing would wait for ever.
+            await buffer.close()
+            with contextlib.suppress(ProtocolError):
+                self.connection.reset_stream(event.stream_id, ErrorCodes.INTERNAL_ERROR)
+                await self._flush()
+        ends = isinstance(event, EndBody | EndData)
+        if buffer is None or asyncio.current_task() is not self._reader or not (ends or isinstance(event, Body | Data)):
+            await super().stream_send(event)
+            return
+        assert isinstance(buffer, BoundedBuffer)
+        if isinstance(event, Body | Data):
+            await buffer.add(event.data)
+        else:
+            buffer.set_complete()
+        self.priority.unblock(event.stream_id)
+        await self.has_data.set()
+
     async def _handle_events(self, events: list[Event]) -> None:
+        self._reader = asyncio.current_task()
         for event in events:
             if isinstance(event, StreamReset) and event.stream_id in self.stream_buffers:
                 await self.stream_buffers[event.stream_id].close()
