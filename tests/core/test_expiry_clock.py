@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.core.expiry_clock import SETTLE_MS, STEP_MAX_MS, ExpiryClock
+from topics.core.expiry_clock import AWAY_MAX_MS, SETTLE_MS, STEP_MAX_MS, ExpiryClock, TrustedTime, offset_at_start
 
 DAY_MS = 86_400_000
 
@@ -93,6 +93,36 @@ def test_the_next_life_of_a_process_knows_what_the_former_one_trusted() -> None:
     again = ExpiryClock(clocks, clocks.warn, expiry.offset_ms)
     assert again.now_ms() == held_ms
     assert ExpiryClock(clocks, clocks.warn).now_ms() == clocks.now_ms(), "nothing to compare with"
+
+
+def test_the_next_service_on_the_same_boot_knows_how_long_there_was_none() -> None:
+    clocks, expiry = make()
+    last = TrustedTime("boot", expiry.now_ms(), clocks.mono_ms)
+    clocks.mono_ms += DAY_MS
+    again = ExpiryClock(clocks, clocks.warn, offset_at_start(last, "boot", clocks))
+    assert again.now_ms() == clocks.now_ms(), "time has passed"
+    assert clocks.warnings == []
+    clocks.offset_ms += STEP_MAX_MS + 1
+    again = ExpiryClock(clocks, clocks.warn, offset_at_start(last, "boot", clocks))
+    assert again.now_ms() == clocks.now_ms() - STEP_MAX_MS - 1, "the clock was put forward"
+    clocks.offset_ms -= DAY_MS
+    again = ExpiryClock(clocks, clocks.warn, offset_at_start(last, "boot", clocks))
+    assert again.now_ms() == clocks.now_ms(), "or back"
+
+
+def test_after_another_boot_what_is_far_ahead_has_to_settle() -> None:
+    clocks, expiry = make()
+    last = TrustedTime("boot", expiry.now_ms(), clocks.mono_ms)
+    for mono_ms, boot_id in ((1000, "another"), (last.monotonic_ms - 1, "boot")):
+        clocks.mono_ms = mono_ms
+        clocks.offset_ms = last.wall_ms + AWAY_MAX_MS - mono_ms
+        assert offset_at_start(last, boot_id, clocks) is None, "a boot takes its time"
+        clocks.offset_ms += 1
+        again = ExpiryClock(clocks, clocks.warn, offset_at_start(last, boot_id, clocks))
+        assert again.now_ms() == last.wall_ms
+        clocks.mono_ms += SETTLE_MS
+        assert again.now_ms() == clocks.now_ms()
+    assert offset_at_start(None, "boot", clocks) is None, "nothing to compare with"
 
 
 @given(

@@ -132,7 +132,9 @@ class Live:
         files = LogFiles(data_dir, rig.shared.ram_dir, 1)
         self.store = ColdStore(str(Path(data_dir, "cold")))
         self.reader = TopicReader(self.arenas, files, 1, self.clock, ColdTier(self.store, COLD_TIMEOUT_MS))
-        topics = TopicSight(self.reader, self.arenas, RecencyWriter(rig.identity, 0, 1), Recency(rig.identity, 1, 1))
+        topics = TopicSight(
+            self.reader, self.arenas, RecencyWriter(rig.identity, 0, 1), Recency(rig.identity, 1, 1), self.clock
+        )
         self.hub = Hub(self.gateway, topics, self.cell, self.clock)
         self.shard_up = True
         self._pump = asyncio.create_task(self._run_shard())

@@ -78,21 +78,34 @@ class Frontend:
         sight = RouterSight(shared)
         catching_up = CatchingUp(sight, reader, self.gateway)
         routers = RouterRoutes(sight, catching_up, reader, self.gateway, settings)
-        self.diff = DiffRoute(reader, self.gateway, writer, settings, self.cell, catching_up)
+        self.diff = DiffRoute(reader, self.gateway, writer, settings, self.cell, catching_up, hosting.clock)
         recency = Recency(shared.identity, 1, 1)
-        hub = Hub(self.gateway, TopicSight(reader, hosting.arenas, writer, recency), self.cell, hosting.clock)
+        hub = Hub(
+            self.gateway, TopicSight(reader, hosting.arenas, writer, recency, hosting.clock), self.cell, hosting.clock
+        )
         streams = Cap("sse_connections", 0, "sse_admitted", self.cell, [self.cell])
         access = Access(KeyRing(()), False, KeyLimits(KeyCounts(shared.key_counts, 1, 0), settings))
         append = AppendRoute(self.gateway, settings, self.cell)
         topics = TopicRoutes(
-            reader, hosting.arenas, self.gateway, writer, recency, settings, hub.waiting_ms, catching_up, routers
+            reader,
+            hosting.arenas,
+            self.gateway,
+            writer,
+            recency,
+            settings,
+            hub.waiting_ms,
+            catching_up,
+            routers,
+            hosting.clock,
         )
         sessions = Sessions(self.gateway, hosting.arenas, hosting.clock)
         watch = WatchRoutes(reader, sessions, hub, access, settings, streams, catching_up)
         channel, unreadable = JobChannel(self.gateway, 1), UnreadableJobs()
         dead_letters = DeadLetters(self.gateway, reader, unreadable)
         queues = QueueRoutes(self.gateway, reader, channel, dead_letters, unreadable, catching_up, settings, self.cell)
-        work = WorkRoutes(self.gateway, reader, channel, dead_letters, unreadable, access, settings, streams, self.cell)
+        work = WorkRoutes(
+            self.gateway, reader, channel, dead_letters, unreadable, access, settings, streams, self.cell, hosting.clock
+        )
         cursors = CursorRoutes(self.gateway, reader, catching_up, settings, self.cell)
         figures = ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms)
         self.app = App(
@@ -149,6 +162,7 @@ class Frontend:
 
     async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, dict[bytes, bytes], Any]:
         """(status, headers, decoded body)."""
+        path, _, query = path.partition("?")
         content = b"" if body is None else msgspec.json.encode(body)
         answer: list[dict[str, Any]] = []
         taken = False
@@ -168,7 +182,7 @@ class Frontend:
             "type": "http",
             "method": method,
             "path": path,
-            "query_string": b"",
+            "query_string": query.encode(),
             "headers": [(b"content-type", b"application/json")],
         }
         await self.app(scope, receive, send)
@@ -383,6 +397,24 @@ def test_effective_priority_is_what_is_scheduled_by(hosting: Hosting, monkeypatc
         assert state["effective_priority"] == -300
         _, _, listed = await frontend.ask("GET", "/v0/topics")
         assert {entry["topic"]: entry["effective_priority"] for entry in listed["topics"]} == {"t": -300, "other": 30}
+
+    on_loop(hosting, test)
+
+
+def test_when_a_topic_was_read_is_told_by_the_wall_clock(hosting: Hosting) -> None:
+    """Not by that of expiry, which does not yet take a clock that was put forward for time."""
+    hosting.make("t")
+    hosting.write("t", [Written(b"1")])
+
+    async def test(frontend: Frontend) -> None:
+        for read in (("GET", "/v0/topics/t"), ("GET", "/v0/topics?touch=true"), ("POST", "/v0/topics/t/diff", {})):
+            hosting.reader.now_ms()
+            hosting.clock.skew_ms += 86_400_000
+            status, _, _ = await frontend.ask(*read)
+            assert status == 200
+            assert hosting.reader.now_ms() == hosting.clock.monotonic_ms()
+            status, _, answer = await frontend.ask("GET", "/v0/topics/t?touch=false")
+            assert answer["last_read_ts"] == hosting.clock.now_ms()
 
     on_loop(hosting, test)
 

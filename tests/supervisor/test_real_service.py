@@ -14,6 +14,8 @@ import pytest
 from tests.harness import COMMAND, Service, is_running, poll
 from topics.shm import names
 from topics.shm.control import ControlPage, Role
+from topics.storage.clock_file import read_clock, write_clock
+from topics.storage.filesystem import OsFileSystem
 
 
 @pytest.fixture
@@ -150,4 +152,33 @@ def test_a_process_that_starts_again_knows_the_clock_that_its_former_life_truste
         beat_ms = cell.get("heartbeat_ms")
         poll("it to beat on", lambda: cell.get("heartbeat_ms") > beat_ms + 300)  # noqa: B023
         assert cell.supervisor.get("restarts") == 1
+    service.stop()
+
+
+@pytest.mark.parametrize("ahead_ms", [0, 86_400_000])
+@pytest.mark.parametrize("same_boot", [True, False])
+def test_a_service_that_starts_again_knows_the_clock_that_the_former_one_trusted(
+    service: Service, same_boot: bool, ahead_ms: int
+) -> None:
+    """As if the wall clock had been put forward while there was none; if it was not, what has expired is gone."""
+    service.shards = service.frontends = 1
+    service.start()
+    service.client.put("/v0/topics/t", json={"ttl_ms": 1}).raise_for_status()
+    control = ControlPage.attach(names.shm_name(names.identity(str(service.data_dir)), "control"))
+    shard = control.cell(Role.WALSHARD, 0)
+    poll("the clock to be looked at", lambda: shard.clock_offset_ms is not None)
+    service.stop()
+    last = read_clock(OsFileSystem(), str(service.data_dir))
+    assert last is not None
+    last = last._replace(wall_ms=last.wall_ms - ahead_ms)
+    write_clock(OsFileSystem(), str(service.data_dir), last if same_boot else last._replace(boot_id="another"))
+    service.start()
+    write(service, "t", 1)
+    written_ms = time.time() * 1000
+    poll("its ttl to pass", lambda: time.time() * 1000 > written_ms + 50)
+    assert read(service, "t") == ([0] if ahead_ms else [])
+    if ahead_ms:
+        poll("both to warn", lambda: service.log_tail().count("the wall clock was put forward") >= 2)
+        assert read(service, "t") == [0]
+    assert ("the clock is ahead" in service.log_tail()) == bool(ahead_ms)
     service.stop()

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from topics.compactor.checkpoints import Checkpoints, Refused, tell
+from topics.compactor.clock_note import ClockNote
 from topics.compactor.cold_fetch import ColdFetch
 from topics.compactor.compactor import Compactor
 from topics.compactor.durable_marks import DurableMarks
@@ -31,7 +32,7 @@ from topics.shm.control import ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.wake import Wake
 from topics.storage import kill_points, layout
-from topics.storage.filesystem import FileSystem, OsFileSystem
+from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id
 from topics.storage.logfile import RefusedLog, WalPosition
 from topics.storage.pins import Pinned, pins_dir, read_pinned
 from topics.storage.segment_store import LocalStore
@@ -66,7 +67,9 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
     try:
         compactor = build(settings, shared, incarnation, OsFileSystem(), life, helper)
         cell.set("state", ProcessState.READY)
-        _serve(compactor, settings, life, cell, clock)
+        shards = [shared.control.cell(Role.WALSHARD, shard) for shard in range(shared.shards)]
+        note = ClockNote(OsFileSystem(), settings.data_dir, boot_id(), shards, clock)
+        _serve(compactor, settings, life, note, cell, clock)
     except Stopped as reason:
         log.info("stopped before everything was in segments, the next start reads more of the logs", reason=str(reason))
     except (TailLost, FoldError, RefusedLog, UnknownSnapshotVersion, OSError, Refused) as error:
@@ -183,12 +186,15 @@ def _follow(fs: FileSystem, shared: SharedMemory, link: ShardLink, directory: st
     return Follower(shared.identity, link, LogTail(directory, part.position), fold)
 
 
-def _serve(compactor: Compactor, settings: Settings, life: _Life, cell: ProcessCell, clock: Clock) -> None:
+def _serve(
+    compactor: Compactor, settings: Settings, life: _Life, note: ClockNote, cell: ProcessCell, clock: Clock
+) -> None:
     last_cut_ms = clock.monotonic_ms()
     cut_not_before_ms = upkeep_not_before_ms = 0
     pause_ms = min(HEARTBEAT_MS, settings.checkpoint_interval_ms)
     while not life.stopping:
         life.alive()
+        note.keep()
         upkeep_in_ms = None
         compactor.follow(FOLLOW_BYTES)
         now_ms = clock.monotonic_ms()
@@ -214,6 +220,7 @@ def _serve(compactor: Compactor, settings: Settings, life: _Life, cell: ProcessC
         if not life.stopping:
             life.sleep(pause_ms if upkeep_in_ms is None else min(pause_ms, max(1, upkeep_in_ms)))
     cell.set("state", ProcessState.DRAINING)
+    note.close()
     if compactor.has_news:
         compactor.cut()
 

@@ -8,12 +8,15 @@ A wall clock that jumps, because a virtual machine was resumed or somebody set i
     expires by      ────────────────┴────────╯        in between: as the monotonic clock has it
 
 If the wall clock is put back within that time, nothing has happened. Steps back, and small ones, are followed at once.
+A service that is started compares with what the one before it trusted (`offset_at_start`). On the same boot of the
+machine the monotonic clock has gone on meanwhile, so time in which there was no service is time that has passed. After
+another boot nobody can tell: what is more than AWAY_MAX_MS ahead of the last known time is held for SETTLE_MS as well.
 Only expiry goes by this clock: commit times and schedules are wall times whatever happens to them.
 """
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from topics.core.clock import Clock
 
@@ -21,6 +24,30 @@ STEP_MAX_MS: Final = 60_000
 """So far the two clocks may drift apart between two looks; NTP corrects more than that by a step only."""
 SETTLE_MS: Final = 600_000
 """Time to notice and to put a clock right."""
+AWAY_MAX_MS: Final = 600_000
+"""A machine that boots, or data that move to another one, take their time; what expires too early by so much is little
+beside a hold at each boot.
+"""
+
+
+class TrustedTime(NamedTuple):
+    """What a service went by: `wall_ms` when the monotonic clock of that boot of its machine was at `monotonic_ms`."""
+
+    boot_id: str
+    wall_ms: int
+    monotonic_ms: int
+
+
+def offset_at_start(last: TrustedTime | None, boot_id: str, clock: Clock) -> int | None:
+    """What a service that begins is to trust: wall minus monotonic time; None: the clock, whatever it says."""
+    if last is None:
+        return None
+    mono_ms = clock.monotonic_ms()
+    if last.boot_id == boot_id and last.monotonic_ms <= mono_ms:
+        return last.wall_ms - last.monotonic_ms
+    if clock.now_ms() - last.wall_ms <= AWAY_MAX_MS:
+        return None
+    return last.wall_ms - mono_ms
 
 
 class Warn(Protocol):

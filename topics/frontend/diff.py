@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Final, NamedTuple
 
+from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.names import check_topic_name
 from topics.frontend import wire
@@ -52,6 +53,7 @@ class DiffRoute:
         settings: Settings,
         cell: ProcessCell,
         catching_up: CatchingUp,
+        clock: Clock,
     ) -> None:
         self._reader = reader
         self._gateway = gateway
@@ -59,6 +61,7 @@ class DiffRoute:
         self._settings = settings
         self._cell = cell
         self._catching_up = catching_up
+        self._clock = clock
         self._waiting: set[asyncio.Event] = set()
         self._draining = False
 
@@ -71,11 +74,10 @@ class DiffRoute:
         with_copies = await self._catching_up.one(name)
         ref = reader.get(name)
         options = self._options(request)
-        now_ms = reader.now_ms()
         from_ts = request.from_ts
-        page = await reader.fetch_page(ref, request.from_seq, options, now_ms, from_ts=from_ts)
+        page = await reader.fetch_page(ref, request.from_seq, options, reader.now_ms(), from_ts=from_ts)
         cost = Cost(page.scanned, page.cold_segments)
-        self._recency.touch(ref.shard, ref.slot, ref.view.topic_id, now_ms)
+        self._recency.touch(ref.shard, ref.slot, ref.view.topic_id, self._clock.now_ms())
         if request.wait_ms and not _deliverable(page):
             scope[ROUTE] = Route.DIFF_WAIT
             page, cost = await self._wait(ref, page, options, from_ts, min(request.wait_ms, WAIT_MS_MAX), receive)

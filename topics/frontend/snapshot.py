@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.priority import base_priority
 from topics.frontend.arenas import Arenas
@@ -30,12 +31,15 @@ _log = get_logger()
 class TopicSight:
     """Finds topics and remembers them, so that one that is gone can still be said where it ended."""
 
-    def __init__(self, reader: TopicReader, arenas: Arenas, recency_writer: RecencyWriter, recency: Recency) -> None:
+    def __init__(
+        self, reader: TopicReader, arenas: Arenas, recency_writer: RecencyWriter, recency: Recency, clock: Clock
+    ) -> None:
         self._arenas = arenas
         self._recency = recency
         self._seen: dict[str, TopicRef] = {}
         self.reader = reader
-        self.recency_writer = recency_writer
+        self._clock = clock
+        self._recency_writer = recency_writer
 
     def see(self, name: str) -> TopicRef | None:
         """The topic as it is now."""
@@ -50,7 +54,11 @@ class TopicSight:
         if ref is None:
             return 0
         last_read_ms = self._recency.last_read_ms(ref.shard, ref.slot, ref.view.topic_id)
-        return base_priority(ref.config, last_read_ms, self.reader.now_ms())
+        return base_priority(ref.config, last_read_ms, self._clock.now_ms())
+
+    def note_read(self, ref: TopicRef) -> None:
+        """Records of it go to somebody now."""
+        self._recency_writer.touch(ref.shard, ref.slot, ref.view.topic_id, self._clock.now_ms())
 
     def forget(self, name: str) -> None:
         """Nobody follows it any more."""
@@ -182,7 +190,7 @@ class Snapshot:
         except TopicsError as error:
             return error
         if page.count:
-            self._topics.recency_writer.touch(ref.shard, ref.slot, ref.view.topic_id, self._now_ms)
+            self._topics.note_read(ref)
         made = batch(ref.name, from_seq, page, plan.strong, plan.wording)
         self._made_bytes += len(made.record)
         return made

@@ -11,6 +11,7 @@ from typing import Any, Final
 from starlette.datastructures import QueryParams
 
 from topics.core import priority
+from topics.core.clock import Clock
 from topics.core.config import parse_config
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
@@ -57,6 +58,7 @@ class TopicRoutes:
         waiting_ms: Callable[[str], int],
         catching_up: CatchingUp,
         routers: RouterRoutes,
+        clock: Clock,
     ) -> None:
         """`waiting_ms(name)`: how long what is new in a topic waits to be delivered by this process."""
         self._reader = reader
@@ -68,6 +70,7 @@ class TopicRoutes:
         self._waiting_ms = waiting_ms
         self._catching_up = catching_up
         self._routers = routers
+        self._clock = clock
 
     async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -125,7 +128,7 @@ class TopicRoutes:
         touch = flag(QueryParams(scope["query_string"]), "touch", True)
         with_copies = await self._catching_up.one(name)
         ref = await self.settled(self._reader.get(name))
-        now_ms = self._reader.now_ms()
+        now_ms = self._clock.now_ms()
         view, config = ref.view, ref.config
         if touch:
             self._recency_writer.touch(ref.shard, ref.slot, view.topic_id, now_ms)
@@ -167,7 +170,7 @@ class TopicRoutes:
         await self._catching_up.all(names[:most])
         refs = [ref for name in names[:most] if (ref := self._reader.find(name)) is not None]
         refs = await self._all_settled(refs)
-        now_ms = self._reader.now_ms()
+        now_ms = self._clock.now_ms()
         answer: dict[str, Any] = {"topics": [self._entry(ref, touch, now_ms) for ref in refs]}
         if more:
             answer["next_cursor"] = name_cursor(names[most - 1])

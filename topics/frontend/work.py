@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 from starlette.datastructures import QueryParams
 
+from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
@@ -79,6 +80,7 @@ class WorkRoutes:
         settings: Settings,
         places: Cap,
         cell: ProcessCell,
+        clock: Clock,
     ) -> None:
         """`places`: how many streams the whole service may have open."""
         self.gateway = gateway
@@ -87,6 +89,7 @@ class WorkRoutes:
         self.dead_letters = dead_letters
         self.unreadable = unreadable
         self.cell = cell
+        self.clock = clock
         self._access = access
         self._settings = settings
         self._places = places
@@ -363,7 +366,7 @@ class WorkStream:
 
     def _beat(self) -> None:
         if self._push is not None and not self._closed:
-            self._push.write(EVENT_STREAM.heartbeat(self._routes.reader.now_ms()))
+            self._push.write(EVENT_STREAM.heartbeat(self._routes.clock.now_ms()))
             self._beat_later()
 
 

@@ -61,6 +61,7 @@ HEADER_FIELDS: Final = (
     "keys_serial",
     "reloads",
     "write_path",
+    "clock_offset_ms",
 )
 SUPERVISOR_FIELDS: Final = ("pid", "state", "restarts", "last_exit", "since_ms")
 LATENCY_BUCKETS: Final = 24
@@ -160,6 +161,7 @@ recovered. One word, so that nobody sees the file of one and the offset of anoth
 
 `clock_offset_ms`: wall minus monotonic time as the process trusts it (`core/expiry_clock.py`), plus CLOCK_BIAS; 0
 before it looked. A clock that was never set is behind the uptime: the words are unsigned.
+In the header: as the service before this one trusted it, 0 if the clock is to be trusted.
 
 The compactor's `absorbed_bytes_NN`: a shard's `wal_bytes_written` at its last snapshot; what came since is the lag, and
 grows while the compactor is dead. `absorbed_ms`: when that snapshot was begun.
@@ -250,6 +252,16 @@ class Cell:
     def read(self) -> dict[str, int]:
         return {field: self._words[index] for field, index in self._index.items()}
 
+    @property
+    def clock_offset_ms(self) -> int | None:
+        """Wall minus monotonic time as a process, or its former life, trusts it; None before it looked."""
+        word = self.get("clock_offset_ms")
+        return word - CLOCK_BIAS if word else None
+
+    @clock_offset_ms.setter
+    def clock_offset_ms(self, offset_ms: int) -> None:
+        self.set("clock_offset_ms", offset_ms + CLOCK_BIAS)
+
     def clear(self, keep: Collection[str] = ()) -> None:
         """A new incarnation starts from zero, but for what it is to `keep`."""
         kept = {self._index[field] for field in keep}
@@ -265,16 +277,6 @@ class ProcessCell(Cell):
         super().__init__(words[SUPERVISOR_WORDS:], CHILD_FIELDS[role])
         self.supervisor = Cell(words[:SUPERVISOR_WORDS], SUPERVISOR_FIELDS)
         self._role = role
-
-    @property
-    def clock_offset_ms(self) -> int | None:
-        """Wall minus monotonic time as this process, or its former life, trusts it; None before it looked."""
-        word = self.get("clock_offset_ms")
-        return word - CLOCK_BIAS if word else None
-
-    @clock_offset_ms.setter
-    def clock_offset_ms(self, offset_ms: int) -> None:
-        self.set("clock_offset_ms", offset_ms + CLOCK_BIAS)
 
     def begin_life(self, incarnation: int, now_ms: int, state: ProcessState) -> None:
         """This process is the one that writes it from now on; what is not kept over lives begins anew."""
@@ -350,6 +352,11 @@ class ControlPage:
 
     def cell(self, role: Role, index: int) -> ProcessCell:
         return self._cells[role, index]
+
+    def trusted_offset_ms(self, role: Role, index: int) -> int | None:
+        """What the clock of a process that begins is compared with; None: with nothing."""
+        offset_ms = self.cell(role, index).clock_offset_ms
+        return self.header.clock_offset_ms if offset_ms is None else offset_ms
 
     def cells(self) -> dict[tuple[Role, int], ProcessCell]:
         """All of them, in the order they are shown."""

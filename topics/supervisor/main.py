@@ -10,12 +10,15 @@ from typing import Final
 
 from topics import __version__, log
 from topics.core.clock import Clock, SystemClock
+from topics.core.expiry_clock import SETTLE_MS, STEP_MAX_MS, offset_at_start
 from topics.core.keys import KeyRing
 from topics.keys import read_keys
 from topics.settings import PREFIX, Settings
 from topics.shm import names
 from topics.shm.control import ProcessState
 from topics.shm.instance import SharedMemory
+from topics.storage.clock_file import read_clock
+from topics.storage.filesystem import OsFileSystem, boot_id
 from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable
 from topics.storage.write_path import WritePath, choose_write_path
 from topics.supervisor import limits
@@ -85,6 +88,8 @@ def _serve(
     header.set("started_ms", clock.now_ms())
     header.set("port", port)
     header.set("write_path", write_path)
+    if (offset_ms := _trusted_offset_ms(settings, clock)) is not None:
+        header.clock_offset_ms = offset_ms
     header.set("state", ProcessState.STARTING)
     if settings.port_file:
         write_port_file(settings.port_file, address)
@@ -153,6 +158,26 @@ def _share(settings: Settings, statvfs: StatVfs) -> SharedMemory:
         return SharedMemory.create(identity, settings.wal_shards, settings.frontends, settings.ring_bytes)
     except OSError as error:
         raise StartError(f"shared memory cannot be made in {names.SHM_ROOT}: {error.strerror}") from error
+
+
+def _trusted_offset_ms(settings: Settings, clock: Clock) -> int | None:
+    """Wall minus monotonic time as the service before this one trusted it; None: the clock is to be trusted."""
+    try:
+        last = read_clock(OsFileSystem(), settings.data_dir)
+    except (OSError, ValueError) as error:
+        _logger.warning("what time the last service went by cannot be read, the clock is trusted", reason=str(error))
+        return None
+    offset_ms = offset_at_start(last, boot_id(), clock)
+    if last is not None and offset_ms is not None:
+        ahead_ms = clock.now_ms() - clock.monotonic_ms() - offset_ms
+        if ahead_ms > STEP_MAX_MS:
+            _logger.warning(
+                "the clock is ahead of the time that the last service went by: was it put forward, or nobody here?",
+                by_ms=ahead_ms,
+                same_boot=last.boot_id == boot_id(),
+                expiry_waits_ms=SETTLE_MS,
+            )
+    return offset_ms
 
 
 def _needs_reshard(settings: Settings, mains: ChildMains) -> bool:

@@ -18,7 +18,7 @@ from topics.core.fold import Fold
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.arena import ArenaWriter, unlink_arena
-from topics.shm.control import ProcessCell
+from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.location_ring import LocationRing
 from topics.storage import layout
@@ -116,7 +116,7 @@ def recover(
         clock,
     )
     syncs = BackgroundSync(logs, syncing, shared.shard_wakes[index], clock.monotonic_ms())
-    time = StepClock(clock, ExpiryClock(clock, log.warning, cell.clock_offset_ms))
+    time = StepClock(clock, ExpiryClock(clock, log.warning, shared.control.trusted_offset_ms(Role.WALSHARD, index)))
     watchers = Watchers(catalog, outbox)
     commits = GroupCommit(logs, LostHeads(catalog, logs, fold.lost_heads), syncs, outbox, watchers, time)
     routing = make_routing(settings, shared, index, fold.routers, catalog, holdings, cell, clock, fs, commits)

@@ -1,0 +1,55 @@
+"""What time a service trusted last, so that the next one can tell a clock that was put forward from time that passed.
+
+    meta/clock.json, replaced as a whole by the compactor:
+
+    {"version": 1, "boot_id": "<of the machine's boot>", "wall_ms": 1748467205000, "monotonic_ms": 81234567}
+
+`wall_ms` is the time by which records expired (`core/expiry_clock.py`) when the monotonic clock of that boot stood at
+`monotonic_ms`. It is no part of the data: without it a start has nothing to compare the clock with, and that is all.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Final
+
+import msgspec
+
+from topics.core.expiry_clock import TrustedTime
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
+
+VERSION: Final = 1
+_Ms = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+
+
+class _Note(msgspec.Struct, kw_only=True):
+    version: int
+    boot_id: str
+    wall_ms: _Ms
+    monotonic_ms: _Ms
+
+
+def clock_path(data_dir: str) -> str:
+    return os.path.join(layout.meta_dir(data_dir), layout.CLOCK_NAME)
+
+
+def write_clock(fs: FileSystem, data_dir: str, trusted: TrustedTime) -> None:
+    """Durably. Raises OSError; the former one is as it was then."""
+    make_dirs(fs, layout.meta_dir(data_dir))
+    note = _Note(version=VERSION, boot_id=trusted.boot_id, wall_ms=trusted.wall_ms, monotonic_ms=trusted.monotonic_ms)
+    replace_file(fs, clock_path(data_dir), msgspec.json.encode(note))
+
+
+def read_clock(fs: FileSystem, data_dir: str) -> TrustedTime | None:
+    """None when there is none. Raises OSError, ValueError when it cannot be read."""
+    path = clock_path(data_dir)
+    if not fs.exists(path):
+        return None
+    try:
+        note = msgspec.json.decode(read_all(fs, path), type=_Note)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if note.version != VERSION:
+        raise ValueError(f"{path}: version {note.version} is unknown, this release knows {VERSION}")
+    return TrustedTime(note.boot_id, note.wall_ms, note.monotonic_ms)
