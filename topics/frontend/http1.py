@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 from collections.abc import Callable
 from typing import Any, Final, cast
 from urllib.parse import unquote
@@ -25,6 +26,7 @@ from topics.frontend.http1_deadlines import Awaited, Deadlines, Verdict
 from topics.frontend.http1_exchange import Exchange, Stage
 from topics.frontend.http1_parser import Head, HttpLimits, Refusal, RequestParser
 from topics.frontend.http1_wire import error_answer
+from topics.frontend.vanished import Lookout
 
 __all__ = ["Connections", "Http1Factory", "Http1Protocol", "HttpLimits"]
 
@@ -49,6 +51,7 @@ class Http1Factory:
         self.hand_over = hand_over
         self.state = state
         self.loop = asyncio.get_running_loop()
+        self.lookout = Lookout(self.loop, connections.open, limits.vanished_after_ms)
 
     def __call__(self) -> Http1Protocol:
         return Http1Protocol(self)
@@ -97,6 +100,7 @@ class Http1Protocol(asyncio.Protocol):
                 self._ending = True
                 self._transport.close()
             return
+        self._factory.lookout.watch()
         self._settle(first=True)
         if self.draining:
             self._transport.close()
@@ -262,6 +266,11 @@ class Http1Protocol(asyncio.Protocol):
         return end
 
     # The exchange's calls.
+
+    @property
+    def end(self) -> socket.socket | None:
+        """Ours, None when it is closing."""
+        return None if self._transport.is_closing() else self._transport.get_extra_info("socket")
 
     @property
     def buffered_bytes(self) -> int:

@@ -50,6 +50,8 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     second later at most): they have last words for it (api §7), and it has some time to take them."""
     read_min_bytes_per_s: int = 16 * 1024
     """At which it has to take that, beyond `write_stall_timeout_ms` for the whole of it."""
+    vanished_after_ms: int = 45_000
+    """How long what was sent may be without any answer of the client's host (`vanished.py`)."""
     linger_ms: int = 1_000
     """How long to go on reading and dropping input after a last answer, so that a reset does not overtake it."""
     read_high_water_bytes: int = 64 * 1024

@@ -14,12 +14,6 @@ from typing import Final
 
 BACKLOG: Final = 4096
 """Connections the kernel keeps while all frontends are busy or being restarted (net.core.somaxconn may cut it)."""
-GONE_MS: Final = 45_000
-"""How long what was sent may stay unacknowledged, or unsent for want of room at the client, before its connection is
-cut. A host that lost its power sends no reset: TCP by itself would try for a quarter of an hour, in which heartbeats
-and jobs to a worker on it fit into the kernel's buffer, and each lease that ends is one more job dealt to nobody.
-Longer than the 30 s for which a client that is there may read nothing: that one is to get its last words (api §7).
-No shorter than the 45 s after which its frontend cuts it."""
 _NOT_HERE: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _WAY_OUT: Final = {
     errno.EADDRINUSE: "stop what listens there, or choose another TOPICS_PORT",
@@ -45,7 +39,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
     refusal: OSError | None = None
     for family, address in dict.fromkeys((family, str(sockaddr[0])) for family, _, _, _, sockaddr in found):
         try:
-            listener = _server(family, address, port)
+            listener = socket.create_server((address, port), family=family, backlog=BACKLOG)
         except OSError as error:
             refusal = error
             if error.errno in _NOT_HERE:  # a name may stand for IPv6, too, on a machine without it
@@ -78,20 +72,15 @@ def listen_for(host: str, port: int, processes: int) -> list[list[socket.socket]
         for _ in range(processes):
             shared.append([])
             for family, address in addresses:
-                shared[-1].append(_server(family, address, port, reuse_port=True))
+                shared[-1].append(
+                    socket.create_server((address, port), family=family, backlog=BACKLOG, reuse_port=True)
+                )
     except OSError as error:
         for listeners in shared:
             _close(listeners)
         way_out = _WAY_OUT.get(error.errno or 0, "correct TOPICS_HOST or TOPICS_PORT")
         raise AddressError(f"cannot listen on {show(host, port)}: {error.strerror}; {way_out}") from error
     return shared
-
-
-def _server(family: int, address: str, port: int, *, reuse_port: bool = False) -> socket.socket:
-    listener = socket.create_server((address, port), family=family, backlog=BACKLOG, reuse_port=reuse_port)
-    # What is accepted inherits it, whichever protocol is then spoken (tcp(7)).
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE_MS)
-    return listener
 
 
 def _close(listeners: list[socket.socket]) -> None:

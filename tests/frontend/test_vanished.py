@@ -1,0 +1,70 @@
+"""A client whose host has vanished: it sends no reset, and nothing that was sent to it is acknowledged."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import socket
+import struct
+
+import pytest
+
+from tests.frontend.http1_server import Server, until
+from topics.frontend.http1_parser import HttpLimits
+from topics.frontend.pulse import STALL_MAX_MS
+from topics.frontend.stream import RETRY_AFTER_MS
+from topics.frontend.vanished import has_vanished
+
+SO_ATTACH_FILTER = 26
+_RETURN_NOTHING = struct.pack("=HBBI", 0x06, 0, 0, 0)
+"""A socket filter that takes no packet (linux/filter.h)."""
+
+
+def lose_power(client: socket.socket) -> None:
+    """From now on whatever comes for the client is dropped before its end sees it: no answer, not even a reset."""
+    program = ctypes.create_string_buffer(_RETURN_NOTHING)
+    client.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_who_has_vanished_is_cut_and_its_stream_told(loop: str) -> None:
+    with (
+        Server(loop=loop, limits=HttpLimits(vanished_after_ms=300)) as server,
+        server.client() as gone,
+        server.client() as there,
+    ):
+        for client in (gone, there):
+            client.get("/push").head()
+        until(lambda: len(server.app.pushes) == 2, "the streams")
+        lose_power(gone.socket)
+        server.call(*[lambda stream=stream: stream.write(b": hb\n\n") for stream in server.app.pushes])
+        until(lambda: server.app.push_closed == 1, "one of them to be told")
+        assert len(server.connections.open) == 1
+        assert there.chunk() == b": hb\n\n"
+
+
+def test_who_merely_takes_nothing_has_not_vanished() -> None:
+    """Its host says so, whenever it is asked whether there is room."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            accepted.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while accepted.send(b"x" * 65_536):
+                    pass
+            until(lambda: not has_vanished(accepted, 0), "all that went out to be acknowledged")
+
+
+def test_a_unix_socket_has_no_host_that_could_vanish() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.send(b"x")
+        assert not has_vanished(ours, 0)
+
+
+def test_who_reads_nothing_has_its_last_words_before_it_is_cut() -> None:
+    """Each in its turn, and both looked at once a second: the hub's `error`, the connection's cut."""
+    told_by_ms = STALL_MAX_MS + RETRY_AFTER_MS
+    limits = HttpLimits()
+    assert told_by_ms + 10_000 <= limits.write_stall_timeout_ms, "and has some time to read them"
+    assert limits.write_time_s(0) * 1000 == limits.write_stall_timeout_ms
