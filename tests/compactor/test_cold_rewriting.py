@@ -252,6 +252,28 @@ def test_a_cold_directory_that_hangs_holds_up_nothing(gated: tuple[Tiers, ColdGa
     tiers.check()
 
 
+def test_a_segment_that_goes_while_it_is_fetched_is_no_failure(gated: tuple[Tiers, ColdGate]) -> None:
+    tiers, fs = gated
+    tiers.delete()
+    fs.entered.clear()
+    fs.gate.clear()
+    tiers.compaction.cut()
+    tiers.compaction.upkeep()
+    assert fs.entered.wait(20)
+    tiers.delete("even")
+    tiers.write(1)
+
+    def has_gone() -> bool:
+        tiers.write(1)
+        tiers.compaction.cut()
+        return not list(Path(tiers.data_dir).rglob("seg-*0001.idx"))
+
+    poll("the index of the first segment to go", has_gone, 20.0)
+    fs.gate.set()
+    tiers.settle(lambda: not tiers.cold_files())  # `upkeep` raises what fails
+    tiers.check()
+
+
 def test_a_cold_directory_that_fails_is_asked_again_later(gated: tuple[Tiers, ColdGate]) -> None:
     tiers, fs = gated
     tiers.delete()

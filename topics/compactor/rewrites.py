@@ -137,11 +137,11 @@ class Rewriting:
     ) -> bool:
         follower = followers[candidate.shard]
         reached("rewrite.fetched")
+        found = self._current(follower, candidate)
+        if found is None or found[1] != info:
+            return False  # and it may have failed for that: files go with their segment
         try:
             data = future.result()
-            found = self._current(follower, candidate)
-            if found is None or found[1] != info:
-                return False
             self._rewrite(follower, found[0], info, data)
         except (CorruptSegment, CorruptPostings, EOFError) as error:
             log.error("a damaged segment is not rewritten", reason=str(error))
