@@ -109,6 +109,16 @@ def test_the_time_of_a_body_is_used_up_by_a_trickle_and_is_whole_for_the_next() 
     assert waiting.left_s == 30
 
 
+def test_the_body_of_a_request_that_came_with_the_end_of_another_body_has_its_whole_time() -> None:
+    waiting = Waiting()
+    waiting.deadlines.begin_body()
+    waiting.deadlines.wait(Awaited.REST_OF_BODY)
+    waiting.now_s += 29
+    waiting.deadlines.begin_body()
+    waiting.deadlines.wait(Awaited.REST_OF_BODY)
+    assert waiting.left_s == 30
+
+
 def test_a_reader_that_stands_still_is_cut() -> None:
     waiting = Waiting()
     waiting.deadlines.begin_taking(1_000_000)

@@ -137,6 +137,17 @@ def test_early_answer_keeps_the_connection_when_the_rest_is_small(client: Client
     assert client.answer().body == b"next"
 
 
+def test_the_rest_of_a_body_and_the_next_request_in_one_piece(server: Server, client: Client) -> None:
+    """As from a client that has its early answer before its body was read: the next body has all its time."""
+    head = b"POST /%s HTTP/1.1\r\nHost: test\r\nContent-Length: 2\r\n\r\n"
+    client.send(head % b"early")
+    assert client.answer().status == 415
+    client.send(b"{}" + head % b"echo")
+    with server.client() as other:  # a time that was over would now be noticed
+        assert other.post("/echo", b"other").answer().body == b"other"
+    assert client.send(b"ok").answer().body == b"ok"
+
+
 def test_early_answer_to_a_chunked_body_keeps_the_connection_while_the_rest_is_small(client: Client) -> None:
     head = b"POST /early HTTP/1.1\r\nHost: test\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
     assert client.send(head).answer().status == 415

@@ -68,8 +68,9 @@ class Deadlines:
         self.at_s = math.inf
 
     def begin_body(self) -> None:
-        """Of another request."""
+        """Of another request, which may have come with the end of the last one's body: it has its time from now on."""
         self._body_time = BodyTime(self._limits)
+        self._awaited = Awaited.NOTHING
 
     def begin_taking(self, buffered_bytes: int) -> None:
         """The client is to take so much, and may take its time, but not too much of it."""
