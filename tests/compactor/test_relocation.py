@@ -148,6 +148,20 @@ def test_a_file_that_cannot_be_copied_holds_up_no_other(tiers: Tiers) -> None:
     assert tiers.all_cold()
 
 
+@pytest.mark.parametrize("kind", ["tags", "idx", "data"])
+def test_a_segment_that_goes_while_it_is_copied_is_no_failure(tiers: Tiers, kind: str) -> None:
+    tiers.fs.unreadable = f"seg-{1:020d}.{kind}"  # as if its files had gone before they were opened
+    tiers.seal(4)
+    tiers.compaction.compactor.upkeep()
+    tiers.rig.call(DeleteRecords("t", 3, None, b""))
+    tiers.compaction.cut()
+    tiers.compaction.upkeep()
+    assert (tiers.cold(), tiers.failures()) == ([3, 5], 0)
+    for _ in range(2):
+        tiers.compaction.cut()
+    assert not list(tiers.cold_dir.rglob(f"seg-{1:020d}.*")), "the copies of its other files are for nothing"
+
+
 def test_segments_go_while_none_can_be_rewritten(tiers: Tiers) -> None:
     """A full disk is one on which no segment can be rewritten, and which relocation makes room on."""
     tiers.rig.append("dead", b"1", b"2")

@@ -25,9 +25,12 @@ EVENTS = 50
 BATCH = 100
 CAP = 3000
 HOT_MAX = 16
-STRESS_S = 8.0
+STRESS_S = 6.0
+"""At least so long, and until there was enough of each."""
 ENOUGH = 5
 """So often each of them has to happen while readers read."""
+PATIENCE_S = 60.0
+"""A machine may be slow; one that does not get there in this time does not get there."""
 COUNTED = ("segments_sealed", "segments_rewritten", "segments_relocated", "segments_dropped")
 ENV = {
     "TOPICS_SEGMENT_MAX_EVENTS": str(EVENTS),
@@ -135,7 +138,7 @@ def cold_versions(service: Service) -> set[str]:
     return {path.name for path in Path(service.env["TOPICS_COLD_DIR"]).glob("topics/*/seg-*.[0-9]*.data")}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_nothing_goes_away_under_a_reader(topic: str) -> None:
     service = Service(shards=1, frontends=2, env=ENV)
     service.env["TOPICS_COLD_DIR"] = str(service.root / "cold")
@@ -158,28 +161,31 @@ def test_nothing_goes_away_under_a_reader(topic: str) -> None:
         readers += [
             threads.submit(stream, service, topic, done, lambda: head_seq, ends) for ends in (True, True, False)
         ]
-        end = time.monotonic() + STRESS_S
+        began_s = time.monotonic()
         rewritten_cold: set[str] = set()
         rounds = 0
+        missing = "everything"
         try:
-            while time.monotonic() < end:
+            while missing or time.monotonic() - began_s < STRESS_S:
+                assert time.monotonic() - began_s < PATIENCE_S, missing
                 rounds += 1
                 write()
                 if rounds % 12 == 0:
                     ok(client.post(f"/v0/topics/{topic}/delete", json={"match": "gone"}))
                 if rounds % 5 == 0:
-                    poll("the compactor to keep up", lambda: keeps_up(client, topic, head_seq), 20.0)
+                    poll("the compactor to keep up", lambda: keeps_up(client, topic, head_seq), PATIENCE_S)
                     rewritten_cold |= cold_versions(service)
+                    after = counters(service)
+                    happened = {what: after[what] - before[what] for what in COUNTED}
+                    happened["log files removed"] = ENOUGH * (first_log_file(service) > first_file)
+                    happened["rewritten and relocated"] = ENOUGH * bool(rewritten_cold)
+                    missing = ", ".join(f"{what}: {times}" for what, times in happened.items() if times < ENOUGH)
                 assert not any(reader.done() for reader in readers), "a reader failed"
         finally:
             done.set()
             write()  # whoever waits at the head hears of it
         scans = [reader.result() for reader in readers]
         assert all(scans), scans
-        after = counters(service)
-        assert all(after[what] - before[what] >= ENOUGH for what in COUNTED), (before, after)
-        assert first_log_file(service) > first_file, "no log file was removed"
-        assert rewritten_cold, "no segment was rewritten and relocated"
         # A reader that comes now finds the same.
         reader = Expected(0)
         while reader.seq < head_seq:

@@ -117,8 +117,11 @@ class Relocation:
             try:
                 future.result()
             except OSError as error:
-                self._failed(copy, error)
-                failed += 1
+                if self._current(followers[copy.shard], copy) is None:
+                    self._gone(copy)  # and that may be why: files go with their segment
+                else:
+                    self._failed(copy, error)
+                    failed += 1
             else:
                 copied.setdefault(copy.shard, []).append(copy)
         relocated = 0
@@ -208,12 +211,17 @@ class Relocation:
             return None
         return topic
 
+    def _gone(self, copy: Copy) -> None:
+        """Rewritten, dropped or deleted meanwhile: what was copied of it is for nothing."""
+        self._queue.dropped(copy)
+        self._found.update(object_names(copy.topic_id, copy.info.first_seq, copy.info.version))
+
     def _copied(self, follower: Follower, copies: list[Copy]) -> Step:
         """Has the shard mark them, in one message. Those that it did not mark, or may not have, are copied again."""
         cold: dict[int, list[SegmentInfo]] = {}
         for copy in copies:
-            if self._current(follower, copy) is None:  # rewritten, dropped or deleted meanwhile
-                self._found.update(object_names(copy.topic_id, copy.info.first_seq, copy.info.version))
+            if self._current(follower, copy) is None:
+                self._gone(copy)
             else:
                 flagged = msgspec.structs.replace(copy.info, flags=copy.info.flags | COLD)
                 cold.setdefault(copy.topic_id, []).append(flagged)
