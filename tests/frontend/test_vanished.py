@@ -10,10 +10,10 @@ import struct
 import pytest
 
 from tests.frontend.http1_server import Server, until
-from topics.frontend.http1_parser import HttpLimits
-from topics.frontend.pulse import STALL_MAX_MS
-from topics.frontend.stream import RETRY_AFTER_MS
-from topics.frontend.vanished import has_vanished
+from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http.vanished import has_vanished
+from topics.frontend.live.pulse import STALL_MAX_MS
+from topics.frontend.live.stream import RETRY_AFTER_MS
 
 SO_ATTACH_FILTER = 26
 _RETURN_NOTHING = struct.pack("=HBBI", 0x06, 0, 0, 0)

@@ -21,9 +21,9 @@ from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, encode_json, send_json
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import INLINE_BYTES_MAX, read_body
-from topics.frontend.gateway import Gateway
 from topics.frontend.long_bodies import BodyT
 from topics.frontend.query import flag
+from topics.frontend.shards.gateway import Gateway
 from topics.frontend.wire import AppendBody, RecordBody
 from topics.settings import Settings
 from topics.shm.append_messages import AppendReply, JobAttributes
