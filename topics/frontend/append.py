@@ -78,7 +78,7 @@ class AppendRoute:
             try:
                 config = parse_config(msgspec.json.decode(request.config), name)[0]
             except TopicsError:
-                # Of a topic that exists it is ignored, whatever it is (`rules.md`, Topics).
+                # Of a topic that exists it is ignored, whatever it is (api §2).
                 if not self._gateway.knows(name):
                     raise
                 create = False
