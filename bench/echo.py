@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import uvloop
 
-from topics.frontend.http1 import HttpLimits
-from topics.frontend.serve import serve
+from topics.frontend.http.http1 import HttpLimits
+from topics.frontend.http.serve import serve
 
 HttpProtocol = Literal["httptools", "stock"]
 ANSWER = b'{"topic":"t","first_seq":1,"last_seq":1,"head_seq":1,"count":1,"created":false,"deduped":false}'

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Self
 import uvloop
 
 from topics.frontend.asgi import TRANSPORT, Receive, Scope, Send
-from topics.frontend.http1 import Connections, HttpLimits
-from topics.frontend.http1_push import PushStream
-from topics.frontend.serve import HttpProtocol, serve
+from topics.frontend.http.http1 import Connections, HttpLimits
+from topics.frontend.http.http1_push import PushStream
+from topics.frontend.http.serve import HttpProtocol, serve
 from topics.shm.cap import Cap
 
 DEADLINE_S = 10.0

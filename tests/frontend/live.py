@@ -14,16 +14,16 @@ from tests.walshard.rig import Rig
 from topics.compactor.segments import LogFileKey, SealAt, SegmentAppender
 from topics.core.config import TopicConfig
 from topics.core.segment_list import COLD, SegmentInfo
-from topics.frontend.arenas import Arenas
-from topics.frontend.channels import Connection
-from topics.frontend.cold import ColdTier
-from topics.frontend.delivery import Hub
-from topics.frontend.gateway import Gateway
-from topics.frontend.log_files import LogFiles
-from topics.frontend.reading import TopicReader, TopicRef
-from topics.frontend.records import PageOptions
-from topics.frontend.segment_files import object_name
-from topics.frontend.snapshot import TopicSight
+from topics.frontend.live.channels import Connection
+from topics.frontend.live.delivery import Hub
+from topics.frontend.live.snapshot import TopicSight
+from topics.frontend.reads.cold import ColdTier
+from topics.frontend.reads.log_files import LogFiles
+from topics.frontend.reads.reading import TopicReader, TopicRef
+from topics.frontend.reads.records import PageOptions
+from topics.frontend.reads.segment_files import object_name
+from topics.frontend.shards.arenas import Arenas
+from topics.frontend.shards.gateway import Gateway
 from topics.shm.append_messages import AppendReply
 from topics.shm.compactor_messages import Checkpoint, CheckpointReply, TopicCheckpoint
 from topics.shm.control import Role

@@ -11,8 +11,8 @@ from tests.frontend.live import until
 from tests.frontend.test_app import Frontend, on_loop
 from tests.frontend.test_reading_segments import damage
 from topics.core.config import TopicConfig
-from topics.frontend.job_records import ANSWER_BYTES_MAX
-from topics.frontend.unreadable import ASIDE_MS
+from topics.frontend.queues.job_records import ANSWER_BYTES_MAX
+from topics.frontend.queues.unreadable import ASIDE_MS
 from topics.shm import messages
 from topics.shm.control import Role
 from topics.shm.messages import Call, Kind

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from topics.core.errors import TopicsError
-from topics.frontend.cold import BLOCK_BYTES, IN_FLIGHT_MAX, WAITING_MAX, ColdMissError, ColdTier
+from topics.frontend.reads.cold import BLOCK_BYTES, IN_FLIGHT_MAX, WAITING_MAX, ColdMissError, ColdTier
 
 DEADLINE_S = 20.0
 NAME = "0000000000000007/seg-00000000000000000001.data"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from topics.frontend import cursor
+from topics.frontend.live import cursor
 
 names = st.text("abcdeABCDE0189._:-", min_size=1, max_size=20)
 positions = st.dictionaries(names, st.integers(0, 2**64 - 1), max_size=8)

@@ -13,9 +13,9 @@ import pytest
 
 from tests.frontend.live import DEADLINE_S, Live, on_loop, until
 from topics.core.errors import TopicsError
-from topics.frontend.catching_up import CatchingUp, RouterSight
-from topics.frontend.cursor_routes import CursorRoutes
-from topics.frontend.reading import Page
+from topics.frontend.queues.cursor_routes import CursorRoutes
+from topics.frontend.reads.catching_up import CatchingUp, RouterSight
+from topics.frontend.reads.reading import Page
 from topics.shm.cursor_messages import CursorList, CursorLook, CursorPut, CursorReply
 
 WAIT_S = 0.05

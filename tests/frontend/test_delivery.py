@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from tests.frontend.live import OPTIONS, Live, Wire, delivered, on_loop, turns, until
 from topics.core.priority import AGE_FULL_MS
-from topics.frontend import delivery, room, snapshot
-from topics.frontend.beats import BEATS_MAX
-from topics.frontend.delivery import FAN_OUT_STEP
-from topics.frontend.pulse import STALL_CUT_MS, STALL_MAX_MS
-from topics.frontend.reading import Page
+from topics.frontend.live import delivery, room, snapshot
+from topics.frontend.live.beats import BEATS_MAX
+from topics.frontend.live.delivery import FAN_OUT_STEP
+from topics.frontend.live.pulse import STALL_CUT_MS, STALL_MAX_MS
+from topics.frontend.reads.reading import Page
 
 
 def numbers(last: int, first: int = 1) -> list[int]:

@@ -11,9 +11,9 @@ import pytest
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.topic import Topic
-from topics.frontend import lane, spills, watches
-from topics.frontend.arenas import Arenas
-from topics.frontend.gateway import Gateway
+from topics.frontend.shards import lane, spills, watches
+from topics.frontend.shards.arenas import Arenas
+from topics.frontend.shards.gateway import Gateway
 from topics.settings import load
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from tests.frontend.http1_server import Client, Server, until
-from topics.frontend.http1 import HttpLimits
-from topics.frontend.http1_push import PushStream
+from topics.frontend.http.http1 import HttpLimits
+from topics.frontend.http.http1_push import PushStream
 
 
 @pytest.fixture(params=["uvloop", "asyncio"])

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.frontend.http1_server import DEADLINE_S, Client, Server, until
-from topics.frontend import http1_connections, pulse
-from topics.frontend.http1 import HttpLimits
+from topics.frontend.http import http1_connections
+from topics.frontend.http.http1 import HttpLimits
+from topics.frontend.live import pulse
 
 LOOPS = ["uvloop", "asyncio"]
 READ_BYTES = 256 * 1024

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from topics.frontend import lane as module
-from topics.frontend.lane import Fate, Lane, Waiter
+from topics.frontend.shards import lane as module
+from topics.frontend.shards.lane import Fate, Lane, Waiter
 from topics.shm.ring import HEADER_BYTES, Ring
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.frontend.hosting import TestClock
-from topics.frontend import websocket as module
-from topics.frontend.outbox import MESSAGES_MAX, Outbox, Subscription
-from topics.frontend.wording import MESSAGE_END
+from topics.frontend.live import websocket as module
+from topics.frontend.live.outbox import MESSAGES_MAX, Outbox, Subscription
+from topics.frontend.live.wording import MESSAGE_END
 
 
 class Client:

@@ -7,7 +7,7 @@ import weakref
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.frontend.pulse import STALL_CUT_MS, STALL_MAX_MS, Heartbeats, Stall, Stalls
+from topics.frontend.live.pulse import STALL_CUT_MS, STALL_MAX_MS, Heartbeats, Stall, Stalls
 
 MANY = 1_000
 

@@ -19,11 +19,11 @@ from topics.core.errors import TopicsError
 from topics.core.expiry_clock import SETTLE_MS, STEP_MAX_MS
 from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import SEALED
-from topics.frontend.arenas import Arenas
-from topics.frontend.cold import ColdMissError
-from topics.frontend.log_files import LogFiles
-from topics.frontend.reading import SCAN_MAX, Page, TopicReader
-from topics.frontend.records import PageOptions
+from topics.frontend.reads.cold import ColdMissError
+from topics.frontend.reads.log_files import LogFiles
+from topics.frontend.reads.reading import SCAN_MAX, Page, TopicReader
+from topics.frontend.reads.records import PageOptions
+from topics.frontend.shards.arenas import Arenas
 from topics.shm import names
 from topics.shm.control import Role
 from topics.storage import layout

@@ -16,10 +16,10 @@ from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import COLD, SEALED
-from topics.frontend import segment_files
-from topics.frontend.cold import ColdMissError
-from topics.frontend.reading import Page
-from topics.frontend.records import PageOptions
+from topics.frontend.reads import segment_files
+from topics.frontend.reads.cold import ColdMissError
+from topics.frontend.reads.reading import Page
+from topics.frontend.reads.records import PageOptions
 from topics.storage.frame import lay_out
 from topics.storage.segment import ENTRY_LEN, HEADER_LEN
 

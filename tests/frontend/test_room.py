@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from topics.frontend import room
-from topics.frontend.push import HIGH_WATER_BYTES
-from topics.frontend.room import Room
+from topics.frontend.live import room
+from topics.frontend.live.push import HIGH_WATER_BYTES
+from topics.frontend.live.room import Room
 
 LARGE = HIGH_WATER_BYTES + 1
 

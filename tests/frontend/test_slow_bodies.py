@@ -12,9 +12,9 @@ import pytest
 
 from tests.frontend.http1_server import Server
 from topics.core.errors import TopicsError
-from topics.frontend import patience
-from topics.frontend.body_time import BodyTime
-from topics.frontend.http1_parser import HttpLimits
+from topics.frontend.http import patience
+from topics.frontend.http.body_time import BodyTime
+from topics.frontend.http.http1_parser import HttpLimits
 
 HEAD = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
 SLOW = HttpLimits(body_timeout_ms=200, body_idle_timeout_ms=5_000, body_min_bytes_per_s=100_000)

@@ -14,10 +14,10 @@ from tests.contract.stream import Frame
 from tests.frontend.hosting import Hosting, Written
 from topics.core.config import TopicConfig
 from topics.core.floors import EvictReason
-from topics.frontend.reading import Page, Tombstone
-from topics.frontend.records import PageOptions
-from topics.frontend.stream import Batch, Outcome, Phase, Plan, Step, Stream, batch
-from topics.frontend.wording import EVENT_STREAM
+from topics.frontend.live.stream import Batch, Outcome, Phase, Plan, Step, Stream, batch
+from topics.frontend.live.wording import EVENT_STREAM
+from topics.frontend.reads.reading import Page, Tombstone
+from topics.frontend.reads.records import PageOptions
 from topics.shm import names
 
 OPTIONS = PageOptions(limit=256, max_batch_bytes=1 << 20)

@@ -13,14 +13,14 @@ from tests.frontend.live import Live, on_loop, until
 from tests.storage.faults import Fault, FaultyFileSystem
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyRing
-from topics.frontend import sessions as module
-from topics.frontend import spills
 from topics.frontend.access import Access
 from topics.frontend.asgi import Receive, Send
-from topics.frontend.catching_up import CatchingUp
 from topics.frontend.key_limits import KeyLimits
-from topics.frontend.sessions import SESSION_TTL_MS, Follow, Session, Sessions
-from topics.frontend.watch import WatchRoutes, accepts_event_stream
+from topics.frontend.live import sessions as module
+from topics.frontend.live.sessions import SESSION_TTL_MS, Follow, Session, Sessions
+from topics.frontend.live.watch import WatchRoutes, accepts_event_stream
+from topics.frontend.reads.catching_up import CatchingUp
+from topics.frontend.shards import spills
 from topics.shm.cap import Cap
 from topics.shm.key_counts import KeyCounts
 from topics.shm.names import objects

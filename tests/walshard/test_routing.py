@@ -24,8 +24,8 @@ from topics.shm.router_table import RouterTable
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, EnsureTopic, PutTopic
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType, lay_out, scan
 from topics.storage.layout import group_dir, log_path, ram_group_dir
-from topics.walshard.feeds import Feeds
-from topics.walshard.links import Follow
+from topics.walshard.routers.feeds import Feeds
+from topics.walshard.routers.links import Follow
 
 
 def route(rig: Rig, name: str, source: str, dest: str, **fields: Any) -> None:
@@ -154,7 +154,7 @@ def test_nothing_is_released_before_the_routers_are_known(rig: Rig) -> None:
 
 
 def test_the_hold_of_a_source_follows_the_log(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topics.walshard.copy_log.LOG_CURSOR_SEQS", 100)
+    monkeypatch.setattr("topics.walshard.routers.copy_log.LOG_CURSOR_SEQS", 100)
     put(rig, "a", cap_records=1)
     route(rig, "r", "a", "b")
     for _ in range(50):
@@ -168,7 +168,7 @@ def test_the_hold_of_a_source_follows_the_log(rig: Rig, monkeypatch: pytest.Monk
 
 
 def test_copies_take_a_bounded_part_of_memory(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topics.walshard.copy_log.UNLOGGED_BYTES_MAX", 100_000)
+    monkeypatch.setattr("topics.walshard.routers.copy_log.UNLOGGED_BYTES_MAX", 100_000)
     for at in range(3):
         route(rig, f"r{at}", "a", f"b{at}")
     for _ in range(100):
@@ -181,7 +181,7 @@ def test_copies_take_a_bounded_part_of_memory(rig: Rig, monkeypatch: pytest.Monk
 
 
 def test_the_ram_log_is_trimmed_and_keeps_what_only_it_has(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topics.walshard.copy_log.UNLOGGED_BYTES_MAX", 200_000)
+    monkeypatch.setattr("topics.walshard.routers.copy_log.UNLOGGED_BYTES_MAX", 200_000)
     rig.shard._ram_trim._file_bytes = rig.shard._ram_trim._next_after_bytes = 100_000
     put(rig, "e", durability="ephemeral")
     route(rig, "r", "a", "b")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from topics.walshard.turns import Turns
+from topics.walshard.routers.turns import Turns
 
 
 def taken(turns: Turns) -> list[int]:

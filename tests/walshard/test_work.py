@@ -12,7 +12,7 @@ from topics.core.config import TopicConfig
 from topics.core.jobs import Now
 from topics.core.leases import Leases
 from topics.core.topic import Topic
-from topics.walshard.work import Hand, Worker, Workers
+from topics.walshard.queues.work import Hand, Worker, Workers
 
 NOW = Now(1_700_000_000_000, 5_000)
 

@@ -15,6 +15,6 @@ class KeyMark(bytes, Enum):
     PIN = b"\xff"
     """A transaction: of a stage that it publishes (`idempotency.py`)."""
     CARRIED = b"\xfe"
-    """A frontend: of a record that it brings to the dead letters, or back from there (`frontend/dead_letters.py`)."""
+    """A frontend: of a record that it brings to the dead letters, or back (`frontend/queues/dead_letters.py`)."""
     PRODUCER = b"\xfd"
     """A producer: what its writes are numbered with (`producers.py`)."""

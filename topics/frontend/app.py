@@ -22,10 +22,10 @@ from topics.frontend.answers import send_error
 from topics.frontend.append import AppendRoute
 from topics.frontend.asgi import ROUTE, Receive, Scope, Send
 from topics.frontend.bodies import ClientGoneError
-from topics.frontend.diff import DiffRoute
+from topics.frontend.live.websocket_route import WebSocketRoute, refuse
 from topics.frontend.openapi import OpenApiRoutes
 from topics.frontend.operations import Endpoint, Operation
-from topics.frontend.websocket_route import WebSocketRoute, refuse
+from topics.frontend.reads.diff import DiffRoute
 from topics.log import get_logger
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route

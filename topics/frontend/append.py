@@ -21,9 +21,9 @@ from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, encode_json, send_json
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import INLINE_BYTES_MAX, read_body
-from topics.frontend.gateway import Gateway
 from topics.frontend.long_bodies import BodyT
 from topics.frontend.query import flag
+from topics.frontend.shards.gateway import Gateway
 from topics.frontend.wire import AppendBody, RecordBody
 from topics.settings import Settings
 from topics.shm.append_messages import AppendReply, JobAttributes
@@ -78,7 +78,7 @@ class AppendRoute:
             try:
                 config = parse_config(msgspec.json.decode(request.config), name)[0]
             except TopicsError:
-                # Of a topic that exists it is ignored, whatever it is (`rules.md`, Topics).
+                # Of a topic that exists it is ignored, whatever it is (api §2).
                 if not self._gateway.knows(name):
                     raise
                 create = False

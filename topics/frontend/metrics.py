@@ -16,11 +16,11 @@ from topics.core.names import owner_shard
 from topics.frontend import exposition
 from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, send_json, send_whole
-from topics.frontend.arenas import Arenas, live_names
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.exposition import TEXT_TYPE, Family, Sample, single
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.media import weight
+from topics.frontend.shards.arenas import Arenas, live_names
 from topics.shm.arena import TopicView
 
 SLICE_S: Final = 0.001

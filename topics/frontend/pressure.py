@@ -7,8 +7,8 @@ import time
 from typing import Final
 
 from topics.core.governor import INTERVAL_MS, Governor, Ladder, Sample
-from topics.frontend.delivery import Hub
-from topics.frontend.gateway import Gateway
+from topics.frontend.live.delivery import Hub
+from topics.frontend.shards.gateway import Gateway
 from topics.shm.control import ControlPage, ProcessCell
 
 READY_FULL: Final = 10_000

@@ -17,10 +17,10 @@ from topics.frontend.access import caller_of
 from topics.frontend.answers import send_object
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import read_body
-from topics.frontend.catching_up import CatchingUp, RouterSight
-from topics.frontend.gateway import Gateway
 from topics.frontend.query import name_after, name_cursor, page_size
-from topics.frontend.reading import TopicReader
+from topics.frontend.reads.catching_up import CatchingUp, RouterSight
+from topics.frontend.reads.reading import TopicReader
+from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.messages import Done
 from topics.shm.router_messages import (

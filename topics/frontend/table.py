@@ -10,13 +10,13 @@ from topics.core.keys import KeyScope
 from topics.frontend import answer_types as answer
 from topics.frontend.append import AppendRoute
 from topics.frontend.asgi import Receive, Scope, Send
-from topics.frontend.diff import DiffRoute
+from topics.frontend.live.watch import WatchBody, WatchRoutes
+from topics.frontend.live.websocket_route import needs_upgrade
 from topics.frontend.metrics import MetricsRoute
 from topics.frontend.operations import EVENTS, JSON, TEXT, Answer, Endpoint, Operation, Query, flag_query
 from topics.frontend.probes import ProbeRoutes
+from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.topics import TopicRoutes
-from topics.frontend.watch import WatchBody, WatchRoutes
-from topics.frontend.websocket_route import needs_upgrade
 from topics.frontend.wire import AppendBody, DeleteBody, DiffBody
 from topics.shm.durations import Route
 

@@ -19,14 +19,14 @@ from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import send_object
-from topics.frontend.arenas import Arenas, live_names
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import read_body
-from topics.frontend.catching_up import CatchingUp
-from topics.frontend.gateway import Gateway
 from topics.frontend.query import flag, name_after, name_cursor, page_size
-from topics.frontend.reading import TopicReader, TopicRef
+from topics.frontend.reads.catching_up import CatchingUp
+from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.routers import RouterRoutes
+from topics.frontend.shards.arenas import Arenas, live_names
+from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.messages import Done
 from topics.shm.recency import Recency, RecencyWriter

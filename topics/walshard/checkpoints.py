@@ -29,7 +29,7 @@ from topics.walshard.commit import Logs
 from topics.walshard.group_commit import GroupCommit
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer, Operation
-from topics.walshard.routing import Routing
+from topics.walshard.routers.routing import Routing
 from topics.walshard.segment_files import SegmentFiles
 from topics.walshard.step_clock import StepClock
 

@@ -26,7 +26,7 @@ from topics.shm.messages import Done
 from topics.storage.frame import FrameType
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer
-from topics.walshard.queue_writes import QueueWrites
+from topics.walshard.queues.queue_writes import QueueWrites
 
 CURSOR_CALLS: Final = (CursorPut, CursorDelete, CursorLook, CursorAdvance, CursorPassedOn)
 

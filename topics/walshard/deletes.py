@@ -22,7 +22,7 @@ from topics.walshard.floor_marks import floor_frame
 from topics.walshard.group_commit import GroupCommit
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer, Operation
-from topics.walshard.routing import Routing
+from topics.walshard.routers.routing import Routing
 from topics.walshard.step_clock import StepClock
 from topics.walshard.tag_search import TagSearch
 

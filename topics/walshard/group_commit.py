@@ -22,8 +22,8 @@ from topics.walshard.head_marks import LostHeads
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Operation
 from topics.walshard.outbox import Outbox
-from topics.walshard.queues import Queues
-from topics.walshard.routing import Routing
+from topics.walshard.queues.calls import Queues
+from topics.walshard.routers.routing import Routing
 from topics.walshard.step_clock import StepClock
 from topics.walshard.watchers import Watchers
 

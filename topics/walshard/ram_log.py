@@ -30,10 +30,10 @@ from topics.storage.filesystem import FileSystem, read_all
 from topics.storage.frame import HEADER, Bytes, FrameType, encode
 from topics.walshard.catalog import Catalog
 from topics.walshard.commit import Logs
-from topics.walshard.copy_log import CopyLog
-from topics.walshard.feeds import Feeds
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Operation
+from topics.walshard.routers.copy_log import CopyLog
+from topics.walshard.routers.feeds import Feeds
 from topics.walshard.sessions import Sessions
 
 log = get_logger()

@@ -11,20 +11,20 @@ from topics.shm.router_board import RouterBoardWriter
 from topics.shm.router_table import RouterTable, RouterTableWriter
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
-from topics.walshard import registrar
 from topics.walshard.catalog import Catalog
-from topics.walshard.copier import Copier
-from topics.walshard.copy_log import CopyLog
-from topics.walshard.feeds import Feeds
-from topics.walshard.followers import Followers
-from topics.walshard.following import Following
 from topics.walshard.group_commit import GroupCommit
 from topics.walshard.holdings import Holdings
-from topics.walshard.links import Links
-from topics.walshard.originals import Originals
-from topics.walshard.registrar import Registrar
-from topics.walshard.routing import Routing
-from topics.walshard.turns import Turns
+from topics.walshard.routers import registrar
+from topics.walshard.routers.copier import Copier
+from topics.walshard.routers.copy_log import CopyLog
+from topics.walshard.routers.feeds import Feeds
+from topics.walshard.routers.followers import Followers
+from topics.walshard.routers.following import Following
+from topics.walshard.routers.links import Links
+from topics.walshard.routers.originals import Originals
+from topics.walshard.routers.registrar import Registrar
+from topics.walshard.routers.routing import Routing
+from topics.walshard.routers.turns import Turns
 
 
 def make_routing(

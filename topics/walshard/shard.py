@@ -42,10 +42,10 @@ from topics.walshard.holdings import Holdings
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer, Operation
 from topics.walshard.outbox import Outbox
-from topics.walshard.queue_writes import QueueWrites
-from topics.walshard.queues import QUEUE_CALLS, Queues
+from topics.walshard.queues.calls import QUEUE_CALLS, Queues
+from topics.walshard.queues.queue_writes import QueueWrites
 from topics.walshard.ram_log import RamTrim
-from topics.walshard.routing import Routing
+from topics.walshard.routers.routing import Routing
 from topics.walshard.segment_files import SegmentFiles
 from topics.walshard.session_calls import SessionCalls
 from topics.walshard.sessions import Sessions

@@ -1,5 +1,6 @@
 """The shard's part in transactions over topics (api §6): it keeps what its sinks have committed, and publishes stages
-of its topics. Who drives a commit from one to the other is a frontend (`frontend/commits.py`); docs/decisions has why.
+of its topics. Who drives a commit from one to the other is a frontend (`frontend/txn/commits.py`); docs/decisions has
+why.
 
 Every step may be asked for again, by anyone, at any time: what has been done stays done.
 """

@@ -21,8 +21,8 @@ from topics.walshard.group_commit import GroupCommit
 from topics.walshard.head_marks import head_mark
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer, Operation
-from topics.walshard.queues import Queues
-from topics.walshard.routing import Routing
+from topics.walshard.queues.calls import Queues
+from topics.walshard.routers.routing import Routing
 from topics.walshard.step_clock import StepClock
 from topics.walshard.watchers import Watchers
 

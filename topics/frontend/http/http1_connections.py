@@ -1,0 +1,127 @@
+"""All HTTP/1.1 connections of one process: counted, drained, waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final, cast
+
+from topics.frontend.http.http1_wire import error_answer
+from topics.frontend.live.pulse import Stalls
+from topics.shm.cap import Cap
+
+if TYPE_CHECKING:
+    from topics.frontend.http.http1 import Http1Protocol
+
+
+TURNED_AWAY_MAX: Final = 1024
+"""Connections of one process that are told that they are too many and may take their time to read it."""
+
+ANSWERS_HIGH_BYTES: Final = 256 * 2**20
+"""What the clients of one process have not taken of answers longer than ANSWER_COUNTED_FROM_BYTES, all together. With
+more, those are cut who have taken nothing for STALL_CUT_MS."""
+ANSWERS_MAX_BYTES: Final = 2 * ANSWERS_HIGH_BYTES
+"""With more than that, others as well: all may have come a moment ago, or take a byte now and then."""
+ANSWER_COUNTED_FROM_BYTES: Final = 1 << 20
+LOOK_S: Final = 1.0
+
+
+class Connections:
+    """Every HTTP/1.1 connection of this process: counts them, drains them, says when all are gone.
+
+    `places` is how many connections the whole service may have, those of other protocols included.
+    """
+
+    def __init__(self, places: Cap | None = None) -> None:
+        self.places = places
+        self.draining = False
+        self.requests = 0
+        self.open: set[Http1Protocol] = set()
+        self.turned_away = 0
+        self._stalls: Stalls[Http1Protocol] = Stalls(lambda connection: connection.buffered_bytes)
+        """Those with a long answer that their client has not taken."""
+        self._look_timer: asyncio.TimerHandle | None = None
+        self.tasks: set[asyncio.Task[None]] = set()
+        """Running app calls; the loop itself keeps only weak references."""
+        self._changed = asyncio.Event()
+
+    def add(self, connection: Http1Protocol) -> bool:
+        """A connection was accepted; False: it is one too many, and not kept."""
+        if self.places is not None and not self.places.claim():
+            return False
+        self.open.add(connection)
+        return True
+
+    def turn_away(self) -> tuple[bytes, bool]:
+        """(What one too many is told, whether it may stay until it has read that); if so, `turned_away` counts it."""
+        assert self.places is not None
+        reached = self.places.reached()
+        self.turned_away += (stays := self.turned_away < TURNED_AWAY_MAX)
+        return error_answer(reached.code, reached.message, reached.detail), stays
+
+    def hold(self, connection: Http1Protocol) -> None:
+        """Its client is behind."""
+        if connection.buffered_bytes >= ANSWER_COUNTED_FROM_BYTES:
+            loop = asyncio.get_running_loop()
+            self._stalls.note(connection, int(loop.time() * 1000))
+            self._bound(loop)
+
+    def let_go(self, connection: Http1Protocol) -> None:
+        """Its client has caught up. Can be repeated."""
+        self._stalls.end(connection)
+
+    def _bound(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Cuts whose answers are too much, longest without progress first, and looks again while they still are."""
+        stalls = self._stalls
+        if stalls.held_bytes <= ANSWERS_HIGH_BYTES:
+            return
+        now_ms = int(loop.time() * 1000)
+        stalls.over(now_ms)
+        self._cut(stalls.holding(stalls.held_bytes - ANSWERS_HIGH_BYTES, now_ms))
+        self._cut(stalls.holding(stalls.held_bytes - ANSWERS_MAX_BYTES, now_ms, still_ms=0))
+        if stalls.held_bytes > ANSWERS_HIGH_BYTES and self._look_timer is None:
+            self._look_timer = loop.call_later(LOOK_S, self._look, loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._look_timer = None
+        self._bound(loop)
+
+    def _cut(self, connections: list[Http1Protocol]) -> None:
+        for connection in connections:
+            self._stalls.end(connection)
+            connection.abort()
+
+    def begin_drain(self) -> None:
+        """Close what is idle; what is busy finishes its request with `connection: close`. Can be repeated."""
+        self.draining = True
+        for connection in list(self.open):
+            connection.drain()
+
+    async def wait_closed(self) -> None:
+        """Until no connection and no request is left. Starts no drain by itself and has no time limit."""
+        while self.open or self.tasks:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def abort(self) -> None:
+        """Cut all that is left. Requests that are not yet answered get `503 shutting_down`."""
+        if tasks := list(self.tasks):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=1.0)
+        for connection in list(self.open):
+            connection.close_now()
+
+    def forget(self, connection: Http1Protocol, handed_over: bool = False) -> None:
+        """The connection is closed, or `handed_over`: no longer ours, and keeps its place. Can be repeated."""
+        self.let_go(connection)
+        if connection in self.open:
+            self.open.remove(connection)
+            if self.places is not None and not handed_over:
+                self.places.release()
+        self._changed.set()
+
+    def task_done(self) -> None:
+        """The current task, an app call, is at its end."""
+        self.tasks.discard(cast("asyncio.Task[None]", asyncio.current_task()))
+        if self.draining:
+            self._changed.set()

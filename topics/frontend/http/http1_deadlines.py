@@ -1,0 +1,134 @@
+"""How long a connection waits for its client, and what it means when that time is over.
+
+    wait(awaited) ─▶ at_s …  the timer of `http1` fires …  overdue(buffered_bytes) ─▶ Verdict
+
+Pure: the event loop's clock is passed in, and the timer is the connection's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from enum import Enum
+from typing import Final
+
+from topics.frontend.http.body_time import BodyTime
+from topics.frontend.http.http1_parser import HttpLimits
+
+
+class Awaited(Enum):
+    """What a connection waits for from its client."""
+
+    NOTHING = 0
+    FIRST_REQUEST = 1
+    REQUEST = 2
+    REST_OF_HEAD = 3
+    REST_OF_BODY = 4
+    READER = 5  # the client is to take what is buffered for it
+    END = 6  # the last answer is out: the client's end of the connection
+
+
+class Verdict(Enum):
+    """What is to be done."""
+
+    NOTHING_YET = 0  # the deadline has moved on, it is `at_s` now
+    LOOK_AGAIN = 1  # the client may be slow, but does not stand still: `wait` says until when
+    CLOSE = 2  # all that was buffered is taken
+    CUT = 3
+    REFUSE_HEAD = 4
+    REFUSE_BODY = 5
+
+
+_FOR_THE_WHOLE: Final = frozenset({Awaited.REST_OF_HEAD, Awaited.READER, Awaited.END})
+"""Their time is for the whole of it: what arrives meanwhile does not prolong it."""
+
+
+class Deadlines:
+    """Of one connection. `at_s` is when to ask `overdue`, infinite while nothing is awaited."""
+
+    __slots__ = (
+        "_awaited",
+        "_body_time",
+        "_limits",
+        "_now_s",
+        "_stalled_at_bytes",
+        "_stalled_since_s",
+        "_taken_by_s",
+        "at_s",
+    )
+
+    def __init__(self, limits: HttpLimits, now_s: Callable[[], float]) -> None:
+        self._limits = limits
+        self._now_s = now_s
+        self._awaited = Awaited.NOTHING
+        self._body_time = BodyTime(limits)
+        self._stalled_at_bytes = 0
+        self._stalled_since_s = 0.0
+        self._taken_by_s = math.inf
+        self.at_s = math.inf
+
+    def begin_body(self) -> None:
+        """Of another request, which may have come with the end of the last one's body: it has its time from now on."""
+        self._body_time = BodyTime(self._limits)
+        self._awaited = Awaited.NOTHING
+
+    def begin_taking(self, buffered_bytes: int) -> None:
+        """The client is to take so much, and may take its time, but not too much of it."""
+        self.watch_reader(buffered_bytes)
+        self._taken_by_s = self._stalled_since_s + self._limits.write_time_s(buffered_bytes)
+
+    def end_taking(self) -> None:
+        """It has taken it."""
+        self._taken_by_s = math.inf
+
+    def watch_reader(self, buffered_bytes: int) -> None:
+        """From now on a client that takes nothing of this stands still."""
+        self._stalled_at_bytes = buffered_bytes
+        self._stalled_since_s = self._now_s()
+
+    def wait(self, awaited: Awaited, body_came_bytes: int = 0) -> None:
+        """This is awaited now; can be repeated. `body_came_bytes`: of the body, where its rest is awaited."""
+        if awaited is Awaited.NOTHING:
+            self._awaited = awaited
+            self.at_s = math.inf
+            return
+        if awaited is self._awaited and awaited in _FOR_THE_WHOLE:
+            return
+        now_s = self._now_s()
+        at_s = now_s + self._timeout_ms(awaited) / 1000
+        if awaited is Awaited.REST_OF_BODY:
+            waited = self._awaited is Awaited.REST_OF_BODY
+            at_s = min(at_s, now_s + self._body_time.left_s(now_s, body_came_bytes, waited))
+        self._awaited = awaited
+        self.at_s = at_s
+
+    def overdue(self, buffered_bytes: int) -> Verdict:
+        """What is to be done now. `buffered_bytes`: what the client has not taken."""
+        now_s = self._now_s()
+        if now_s < self.at_s:
+            return Verdict.NOTHING_YET
+        awaited, self._awaited = self._awaited, Awaited.NOTHING
+        if awaited is Awaited.REQUEST or awaited is Awaited.FIRST_REQUEST:
+            return Verdict.CUT
+        if awaited is Awaited.REST_OF_HEAD:
+            return Verdict.REFUSE_HEAD
+        if awaited is Awaited.REST_OF_BODY:
+            return Verdict.REFUSE_BODY
+        if not buffered_bytes:
+            return Verdict.CLOSE
+        if buffered_bytes < self._stalled_at_bytes:
+            self.watch_reader(buffered_bytes)
+        still_s = now_s - self._stalled_since_s
+        if now_s >= self._taken_by_s or still_s >= self._limits.write_stall_timeout_ms / 1000:
+            return Verdict.CUT
+        return Verdict.LOOK_AGAIN
+
+    def _timeout_ms(self, awaited: Awaited) -> int:
+        limits = self._limits
+        if awaited is Awaited.REQUEST:
+            return limits.keep_alive_timeout_ms
+        if awaited is Awaited.REST_OF_BODY:
+            return limits.body_idle_timeout_ms
+        if awaited is Awaited.REST_OF_HEAD or awaited is Awaited.FIRST_REQUEST:
+            return limits.header_timeout_ms
+        return min(limits.linger_ms, limits.write_stall_timeout_ms)  # the next look

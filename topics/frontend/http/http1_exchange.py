@@ -1,0 +1,340 @@
+"""One HTTP/1.1 request and its answer, as ASGI sees them.
+
+An `Exchange` knows ASGI and the shape of an answer; which bytes arrive when, time-outs and the order of requests are
+the connection's (`http1.Http1Protocol`). It holds no reference to its scope: a finished request is freed by reference
+counting alone, the cycle collector never has to look at it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable
+from enum import IntEnum
+from functools import partial
+from typing import TYPE_CHECKING
+
+from topics.frontend.asgi import AsgiApp, Message, Scope
+from topics.frontend.http.http1_push import PushStream
+from topics.frontend.http.http1_wire import LAST_CHUNK, STATUS_LINES, chunk, error_answer
+from topics.log import get_logger
+
+if TYPE_CHECKING:
+    from topics.frontend.http.http1 import Http1Protocol
+
+_log = get_logger()
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+YIELD_AFTER_BYTES = 256 * 1024
+"""A client that reads as fast as the app writes never makes `send` wait; others get their turn after this many."""
+
+_BODYLESS = frozenset({204, 304})
+# Each header must be one whole line of this shape; together with the count of lines this is the defence against
+# response splitting: CR, LF and NUL cannot occur in a value, nor a colon or a blank in a name.
+_HEADER_LINES = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9a-z]+: [\t\x20-\x7e\x80-\xff]*\r\n)*")
+
+
+class Stage(IntEnum):
+    """How far the answer is."""
+
+    WAITING = 0
+    STARTED = 1  # the app has sent its head, nothing is on the wire yet
+    STREAMING = 2  # the head is on the wire
+    DONE = 3
+
+
+class Exchange:
+    """One request, one answer. The connection calls `feed`, `end_of_request`, `half_closed` and `lose`; the app
+    calls `receive`, `send` and `push`."""
+
+    __slots__ = (
+        "_body",
+        "_body_ended",
+        "_bodyless",
+        "_chunked",
+        "_head",
+        "_head_request",
+        "_length_left",
+        "_news",
+        "_push",
+        "_unyielded_bytes",
+        "_wire",
+        "expects_continue",
+        "half_closed_by_client",
+        "http11",
+        "keep_alive",
+        "lost",
+        "request_complete",
+        "stage",
+    )
+
+    def __init__(
+        self,
+        wire: Http1Protocol,
+        *,
+        http11: bool,
+        keep_alive: bool,
+        head_request: bool,
+        expects_continue: bool,
+        request_complete: bool,
+    ) -> None:
+        self._wire = wire
+        self._head_request = head_request
+        self._body: bytes | bytearray = b""
+        self._body_ended = False  # the app has been given the message that says so
+        self._bodyless = False
+        self._chunked = False
+        self._head = b""
+        self._length_left: int | None = None
+        self._news: asyncio.Event | None = None
+        self._push: PushStream | None = None
+        self._unyielded_bytes = 0
+        self.http11 = http11
+        self.keep_alive = keep_alive
+        self.expects_continue = expects_continue
+        self.request_complete = request_complete
+        self.half_closed_by_client = False
+        self.lost = False
+        self.stage = Stage.WAITING
+
+    async def run(self, app: AsgiApp, scope: Scope) -> None:
+        """Run the app; whatever it does, the client gets a whole answer or a connection that visibly ends."""
+        try:
+            await app(scope, self.receive, self.send)
+        except asyncio.CancelledError:
+            if self._wire.draining:
+                self._fail("shutting_down", "the server is stopping")
+            else:
+                self._fail("internal", "the request was cancelled inside the server")
+            raise
+        except Exception as error:  # noqa: BLE001 - the border between the app and the connection
+            # An app that fails because its client is gone has nothing to report (Starlette wraps the error).
+            if not (self.lost and any(isinstance(e, ConnectionError) for e in (error, error.__context__))):
+                _log.exception("request failed", method=scope["method"], path=scope["path"])
+            self._fail("internal", "the request failed inside the server")
+        else:
+            if self._push is not None:
+                self._push.close()
+            if self.stage is not Stage.DONE and not self.lost:
+                if self.half_closed_by_client:  # it was told of the disconnect, and has rightly given up
+                    self._wire.abort()
+                    return
+                _log.error("the app returned without a whole answer", method=scope["method"], path=scope["path"])
+                self._fail("internal", "the request was not answered")
+
+    # The request, from the connection to the app.
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of the body that have arrived and the app has not taken."""
+        return len(self._body)
+
+    @property
+    def pushing(self) -> bool:
+        """The answer is an event stream."""
+        return self._push is not None
+
+    def feed(self, data: bytes) -> None:
+        """A piece of the body."""
+        if self.stage is Stage.DONE:
+            return
+        if not self._body:
+            self._body = data
+        else:
+            # A bytearray costs nothing per piece: a hundred thousand chunks of one byte take a hundred kilobytes.
+            if not isinstance(self._body, bytearray):
+                self._body = bytearray(self._body)
+            self._body += data
+        self._wake()
+
+    def end_of_request(self) -> None:
+        """The body is complete."""
+        self.request_complete = True
+        self._wake()
+
+    def half_closed(self) -> None:
+        """The client will send nothing more, but may still be reading: the app learns, its answer still goes out."""
+        self.half_closed_by_client = True
+        self._wake()
+        if self._push is not None:
+            self._push.client_gone()
+
+    def lose(self) -> None:
+        """Nobody will read the answer."""
+        self.lost = True
+        self._body = b""
+        self._wake()
+        push, self._push = self._push, None
+        if push is not None:
+            push.client_gone()
+
+    async def receive(self) -> Message:
+        """ASGI receive: all of the body that is there, or wait for some; then `http.disconnect`."""
+        while True:
+            if self.stage is Stage.DONE or self.lost:
+                return {"type": "http.disconnect"}
+            if self._body or (self.request_complete and not self._body_ended):
+                body = self._body if type(self._body) is bytes else bytes(self._body)
+                self._body = b""
+                self._body_ended = self.request_complete
+                if not self.request_complete or not self._wire.reading:
+                    self._wire.body_wanted()
+                return {"type": "http.request", "body": body, "more_body": not self._body_ended}
+            if self.half_closed_by_client:
+                return {"type": "http.disconnect"}
+            if not self.request_complete:
+                if self.expects_continue and self.stage is Stage.WAITING:
+                    self.expects_continue = False
+                    self._wire.write(CONTINUE)
+                self._wire.body_wanted()
+            if self._news is None:
+                self._news = asyncio.Event()
+            self._news.clear()
+            await self._news.wait()
+
+    def _wake(self) -> None:
+        if self._news is not None:
+            self._news.set()
+
+    # The answer, from the app to the connection.
+
+    async def send(self, message: Message) -> None:
+        """ASGI send. Waits while the client reads too slowly; raises `ConnectionResetError` when it is gone."""
+        kind = message["type"]
+        if self.lost or self._wire.closing:
+            raise ConnectionResetError("the client is gone")
+        if kind == "http.response.start":
+            self._start(message["status"], message.get("headers", ()))
+        elif kind == "http.response.body":
+            body, more = message.get("body", b""), message.get("more_body", False)
+            self._send_body(body, more)
+            if more:
+                self._unyielded_bytes += len(body)
+                if not self._wire.writable:
+                    self._unyielded_bytes = 0
+                    await self._wire.wait_writable()
+                elif self._unyielded_bytes > YIELD_AFTER_BYTES:
+                    self._unyielded_bytes = 0
+                    await asyncio.sleep(0)
+                if self.lost:
+                    raise ConnectionResetError("the client is gone")
+        else:
+            raise RuntimeError(f"ASGI message {kind!r} is unknown here; http.response.start and .body are")
+
+    def push(self) -> PushStream:
+        """Leave ASGI: put the head on the wire and go on with raw writes. Only after `http.response.start`.
+
+        Raises RuntimeError before the start or after the first body, ConnectionResetError when the client is gone.
+        """
+        if self.lost or self.half_closed_by_client:
+            raise ConnectionResetError("the client is gone")
+        if self.stage is not Stage.STARTED or self._bodyless or self._length_left is not None:
+            raise RuntimeError(
+                "a push stream begins after http.response.start, before any body, without content-length, not on HEAD"
+            )
+        self._send_body(b"", more=True)
+        self._push = PushStream(self._wire, self._chunked, partial(self._send_body, b"", more=False))
+        return self._push
+
+    def writable_again(self) -> None:
+        """The transport has drained below its low-water mark."""
+        if self._push is not None and self._push.on_writable is not None:
+            self._push.on_writable()
+
+    def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        if self.stage is not Stage.WAITING:
+            raise RuntimeError("http.response.start was sent twice")
+        status_line = STATUS_LINES.get(status)
+        if status_line is None or status < 200:
+            raise ValueError(f"status {status!r} is not a final HTTP status")
+        self._bodyless = self._head_request or status in _BODYLESS
+        lines = []
+        for any_name, value in headers:
+            name = any_name.lower()
+            if name == b"content-length":
+                if not value.isdigit():
+                    raise ValueError(f"response header content-length is {value!r}, not a number of bytes")
+                self._length_left = int(value)
+            elif name == b"connection":
+                if b"close" in value.lower():
+                    self.keep_alive = False
+            elif name != b"transfer-encoding":  # how the body is framed is decided here
+                lines.append(b"%b: %b\r\n" % (name, value))
+        block = b"".join(lines)
+        if _HEADER_LINES.fullmatch(block) is None or block.count(b"\n") != len(lines):
+            raise ValueError(f"a response header has characters that HTTP does not allow: {block!r}")
+        self._head = status_line + block
+        self.stage = Stage.STARTED
+
+    def _send_body(self, body: bytes, more: bool) -> None:
+        if self.stage is Stage.STARTED:
+            head = self._finish_head(body, more)
+            self.stage = Stage.STREAMING
+            if self._bodyless or not body:
+                self._wire.write(head + LAST_CHUNK if self._chunked and not more and not self._bodyless else head)
+            elif self._chunked:
+                self._wire.write_two(head, chunk(body) if more else chunk(body) + LAST_CHUNK)
+            else:
+                self._wire.write_two(head, body)
+        elif self.stage is Stage.STREAMING:
+            if not self._bodyless:
+                if self._length_left is not None:
+                    self._length_left -= len(body)
+                    self._check_length(more)
+                if body:
+                    self._wire.write(chunk(body) if self._chunked else body)
+                if self._chunked and not more:
+                    self._wire.write(LAST_CHUNK)
+        else:
+            raise RuntimeError(f"http.response.body is out of place: the answer is {self.stage.name.lower()}")
+        if not more:
+            self._done()
+
+    def _finish_head(self, body: bytes, more: bool) -> bytes:
+        """The head with what the first body message tells: length or chunks, and whether the connection stays."""
+        framing = b""
+        if self._bodyless:
+            if self._length_left is not None:  # what a GET would have had
+                framing = b"content-length: %d\r\n" % self._length_left
+            elif self._head_request and not more:
+                framing = b"content-length: %d\r\n" % len(body)
+            self._length_left = None
+        elif self._length_left is not None or not more:
+            length = len(body) if self._length_left is None else self._length_left
+            framing = b"content-length: %d\r\n" % length
+            self._length_left = length - len(body)
+            self._check_length(more)
+        elif self.http11:
+            self._chunked = True
+            framing = b"transfer-encoding: chunked\r\n"
+        else:
+            self.keep_alive = False  # HTTP/1.0 knows no other end of a body than the end of the connection
+        if not self.keep_alive or not self._wire.may_stay_open():
+            self.keep_alive = False
+            return b"%b%bconnection: close\r\n\r\n" % (self._head, framing)
+        if not self.http11:
+            return b"%b%bconnection: keep-alive\r\n\r\n" % (self._head, framing)
+        return b"%b%b\r\n" % (self._head, framing)
+
+    def _check_length(self, more: bool) -> None:
+        assert self._length_left is not None
+        if self._length_left < 0 or (self._length_left and not more):
+            raise RuntimeError(f"the body does not have its content-length: {-self._length_left:+d} bytes")
+
+    def _done(self) -> None:
+        self.stage = Stage.DONE
+        self._body = b""
+        self._wake()
+        self._wire.answer_done(self)
+
+    def _fail(self, code: str, message: str) -> None:
+        """Finish what the app did not: an error if nothing is on the wire, else cut the connection."""
+        if self.lost or self.stage is Stage.DONE:
+            return
+        if self.stage is Stage.STREAMING:
+            # Only a broken connection tells the client that the answer is not whole.
+            self._wire.abort()
+            return
+        self.keep_alive = False
+        self._wire.write(error_answer(code, message, with_body=not self._head_request))
+        self._done()

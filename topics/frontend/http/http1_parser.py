@@ -1,0 +1,352 @@
+"""Bytes to requests: HTTP/1.1 heads and bodies, checked and bounded. No transport, no clock, no ASGI.
+
+llhttp (httptools) judges every byte, in its strict mode. It is fed in exact pieces, a whole head, then no more than the
+rest of its body, so it never sees the request behind the current one:
+
+    data ─ find_head ─▶ head ─ parse_head ─▶ Head ─ read_body ─▶ pieces … complete ─▶ find_head …
+                                                    (Content-Length: counted; chunked: `http1_chunks` follows)
+
+What llhttp lets pass and this service does not, `parse_head` refuses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import lru_cache
+
+import httptools
+import msgspec
+
+from topics.frontend.http.http1_chunks import Chunks, MalformedError
+
+_VIEW_FROM_BYTES = 8 * 1024
+"""From here a view is cheaper than a copy."""
+_H2_PREFACE_HEAD = b"PRI * HTTP/2.0\r\n\r\n"
+_NAMES_WITH_MEANING = frozenset({b"host", b"content-length", b"transfer-encoding", b"connection", b"expect"})
+_HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")
+_METHOD = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]{1,32} ")
+_REQUEST_LINE = re.compile(rb"[^ ]+ [^ ]+ (HTTP/[0-9]\.[0-9])")
+_BARE_LF = re.compile(rb"(?<!\r)\n")
+
+
+class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a connection may ask for, in bytes and milliseconds."""
+
+    max_header_bytes: int = 64 * 1024
+    """A whole head, request line included; also all framing and trailers of a chunked body beyond eight times it."""
+    max_headers: int = 128
+    max_uri_bytes: int = 16 * 1024
+    max_body_bytes: int = 64 * 1024 * 1024
+    header_timeout_ms: int = 10_000
+    """From a head's first byte to its last; also how long a new connection may be silent."""
+    body_idle_timeout_ms: int = 30_000
+    body_timeout_ms: int = 60_000
+    """For a body that comes at less than `body_min_bytes_per_s`, as `body_time` says."""
+    body_min_bytes_per_s: int = 64 * 1024
+    keep_alive_timeout_ms: int = 75_000
+    write_stall_timeout_ms: int = 45_000
+    """How long a client may take nothing of what is waiting for it. Longer than those who push to it wait (30 s, seen a
+    second later at most): they have last words for it (api §7), and it has some time to take them."""
+    read_min_bytes_per_s: int = 16 * 1024
+    """At which it has to take that, beyond `write_stall_timeout_ms` for the whole of it."""
+    vanished_after_ms: int = 45_000
+    """How long what was sent may be without any answer of the client's host (`vanished.py`)."""
+    linger_ms: int = 1_000
+    """How long to go on reading and dropping input after a last answer, so that a reset does not overtake it."""
+    read_high_water_bytes: int = 64 * 1024
+    """Unread body, or pipelined requests, that may wait in memory before reading pauses."""
+    write_high_water_bytes: int = 64 * 1024
+    """Answer that may wait in memory before the app's `send` does."""
+    discard_max_bytes: int = 256 * 1024
+    """Rest of a body that is read and dropped after an early answer to save the connection; with more it is closed."""
+
+    def write_time_s(self, waiting_bytes: int) -> float:
+        """How long a client may take for so much."""
+        return self.write_stall_timeout_ms / 1000 + waiting_bytes / self.read_min_bytes_per_s
+
+
+class Refusal(Exception):  # noqa: N818 - to the client it is an answer
+    """A request that does not reach the app: code, message and detail of its answer. Nothing after it can be read."""
+
+    def __init__(self, code: str, message: str, **detail: int) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.detail = detail
+
+
+class Head(msgspec.Struct):
+    """A checked request head."""
+
+    method: str
+    raw_path: bytes
+    query: bytes
+    http11: bool
+    headers: list[tuple[bytes, bytes]]
+    """In the order sent, names in lower case."""
+    keep_alive: bool
+    expects_continue: bool
+
+
+class RequestParser:
+    """The requests of one connection, one after the other. After a `Refusal` it must not be used again."""
+
+    __slots__ = (
+        "_body_bytes",
+        "_body_left",
+        "_body_wire_bytes",
+        "_chunks",
+        "_headers",
+        "_limits",
+        "_llhttp",
+        "_pieces",
+        "_scanned",
+        "complete",
+    )
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self._limits = limits
+        self._llhttp = httptools.HttpRequestParser(self)
+        self._scanned = 0  # bytes known to hold no end of a head
+        self._headers: list[tuple[bytes, bytes]] | None = None  # None: what comes now are trailers, and dropped
+        self._pieces: list[bytes] = []
+        """Of the body, out of what is being fed."""
+        self._body_left: int | None = None  # None: chunked
+        self._body_bytes = 0
+        self._body_wire_bytes = 0
+        self._chunks = Chunks()
+        self.complete = True
+        """The current request has been read to its end."""
+
+    @property
+    def body_left_bytes(self) -> int:
+        """What is still to come of a body with a Content-Length; 0 for a chunked one."""
+        return self._body_left or 0
+
+    @property
+    def body_came_bytes(self) -> int:
+        """What has come of the current body."""
+        return self._body_bytes
+
+    def close(self) -> None:
+        """Let go of the parser, which refers back to this object."""
+        del self._llhttp
+
+    def find_head(self, data: bytes | bytearray, position: int) -> tuple[int, int]:
+        """Where in the unread `data[position:]` the next head starts and ends; the end is -1 while it is not all there.
+
+        `data` must not be empty from `position` on; what was not used must come again, with more behind it.
+        Raises Refusal when no head can come of it.
+        """
+        while data[position] in b"\r\n":  # RFC 9112 §2.2: blank lines before a request line are skipped
+            position += 1
+            if position == len(data):
+                self._scanned = 0
+                return position, -1
+        end = data.find(b"\r\n\r\n", max(position, self._scanned - 3))
+        if end >= 0:
+            self._scanned = 0
+            end += 4
+            if end - position > self._limits.max_header_bytes:
+                raise self._too_large(data, position)
+            return position, end
+        self._check_partial_head(data, position)
+        self._scanned = len(data) - position
+        return position, -1
+
+    def parse_head(self, head: bytes) -> Head | None:
+        """Parse and check a whole head, as found by `find_head`. None: it begins another protocol (an Upgrade, or the
+        preface of HTTP/2). Raises Refusal."""
+        if head == _H2_PREFACE_HEAD:
+            return None
+        line = head[: head.index(b"\r\n")]
+        headers: list[tuple[bytes, bytes]] = []
+        self._headers = headers
+        self.complete = upgrade = False
+        try:
+            self._llhttp.feed_data(head)
+        except httptools.HttpParserUpgrade:
+            upgrade = True
+        except httptools.HttpParserError as error:
+            raise _malformed(line, str(error)) from error
+        self._headers = None
+        # llhttp is lenient here (HTTP/0.9, other protocols, more than one space): three words, and ours.
+        words = line.split(b" ")
+        if len(words) != 3 or not words[2].startswith(b"HTTP/"):
+            raise _not_a_request_line(line)
+        method, target, version = words
+        http11 = version == b"HTTP/1.1"
+        if not http11 and version != b"HTTP/1.0":
+            raise _unsupported(version)
+        if len(target) > self._limits.max_uri_bytes:
+            raise self._uri_too_long()
+        if len(headers) > self._limits.max_headers:
+            raise Refusal("headers_too_large", f"{len(headers)} headers; at most {self._limits.max_headers} may be")
+
+        host: bytes | None = None
+        length: int | None = None
+        chunked = expects_continue = False
+        asks_close = asks_keep_alive = False
+        for name, value in headers:
+            if name not in _NAMES_WITH_MEANING:
+                continue
+            if name == b"host":
+                if host is not None:
+                    raise Refusal("invalid_request", "header Host is there twice")
+                host = value
+            elif name == b"content-length":
+                length = int(value)  # llhttp has checked that these are digits, that it is one, and not with chunked
+            elif name == b"transfer-encoding":
+                if chunked or not http11 or value.lower() != b"chunked":
+                    raise Refusal(
+                        "invalid_request", f"Transfer-Encoding {_show(value)} is not supported; `chunked` is, once"
+                    )
+                chunked = True
+            elif name == b"connection":
+                tokens = [token.strip() for token in value.lower().split(b",")]
+                asks_close = asks_close or b"close" in tokens
+                asks_keep_alive = asks_keep_alive or b"keep-alive" in tokens
+            elif http11:
+                if value.lower() != b"100-continue":
+                    raise Refusal("expectation_failed", f"Expect {_show(value)} is unknown; `100-continue` is known")
+                expects_continue = True
+        if host is None:
+            if http11:
+                raise Refusal("invalid_request", "header Host is missing")
+        elif not _is_host(host):
+            raise Refusal("invalid_request", f"header Host is {_show(host)}; it is `name` or `name:port`")
+        if length is not None and length > self._limits.max_body_bytes:
+            raise self._body_too_large(f"the body has {length} bytes; at most {self._limits.max_body_bytes} may be")
+        if method == b"CONNECT":
+            raise Refusal("method_not_allowed", "CONNECT is for proxies, this is none")
+        if upgrade:
+            return None
+        raw_path, query = _split_target(target)
+        self._body_left = None if chunked else length
+        self._body_bytes = self._body_wire_bytes = 0
+        if chunked:
+            self._chunks = Chunks()
+        keep_alive = not asks_close and (http11 or asks_keep_alive)
+        return Head(method.decode(), raw_path, query, http11, headers, keep_alive, expects_continue)
+
+    def read_body(self, data: bytes | bytearray, position: int, sink: Callable[[bytes], None]) -> int:
+        """Give `sink` the pieces of the body in `data[position:]`, without framing. Returns where the unused begins:
+        the end of `data`, or of the request, which is then `complete`. Raises Refusal."""
+        start = position
+        try:
+            if self._body_left is not None:
+                position = min(start + self._body_left, len(data))
+                self._body_left -= position - start
+            else:
+                position = self._chunks.follow(data, start)
+            large = position - start > _VIEW_FROM_BYTES
+            self._llhttp.feed_data(memoryview(data)[start:position] if large else data[start:position])
+        except (httptools.HttpParserError, MalformedError) as error:
+            raise Refusal("invalid_request", f"the chunked body is malformed: {error}") from error
+        if self._body_left is None and self._chunks.ended is not self.complete:
+            # Who believes the one of them and who believes the other would see different requests behind this one.
+            raise Refusal("invalid_request", "the chunked body is malformed: its end is not clear")
+        pieces, self._pieces = self._pieces, []
+        if pieces:
+            sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        self._body_wire_bytes += position - start
+        if self._body_bytes > self._limits.max_body_bytes:
+            raise self._body_too_large(f"the body has more than {self._limits.max_body_bytes} bytes")
+        # Chunk extensions and trailers are dropped, but llhttp and we must not be fed them for ever. A chunk of one
+        # byte takes six on the wire.
+        if self._body_wire_bytes > self._limits.max_header_bytes + 8 * self._body_bytes:
+            raise Refusal("invalid_request", "the chunked body is nearly all framing")
+        return position
+
+    # llhttp's calls.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or (after the head) a trailer."""
+        if self._headers is not None:
+            self._headers.append((name.lower(), value.rstrip(b" \t")))
+        assert not self.complete, "llhttp was fed beyond the end of a request"
+
+    def on_body(self, data: bytes) -> None:
+        """A piece of the body, without its framing."""
+        self._body_bytes += len(data)
+        if self._body_bytes <= self._limits.max_body_bytes:
+            self._pieces.append(data)
+
+    def on_message_complete(self) -> None:
+        """The request is complete."""
+        self.complete = True
+
+    # Refusals.
+
+    def _check_partial_head(self, data: bytes | bytearray, position: int) -> None:
+        """What can only be refused is refused now, not when its time runs out."""
+        limits = self._limits
+        size = len(data) - position
+        line_end = data.find(b"\n", position)
+        if size > limits.max_header_bytes or (line_end < 0 and size > limits.max_uri_bytes + 64):
+            raise self._too_large(data, position)
+        if line_end >= 0:
+            if data.count(b" ", position, line_end) != 2:
+                raise _not_a_request_line(bytes(data[position:line_end]))
+            if _BARE_LF.search(data, max(position, self._scanned - 1)):
+                raise _malformed(bytes(data[position:line_end]), "a line does not end in CR LF")
+        else:
+            word = bytes(data[position : position + 33])
+            if _METHOD.match(word if b" " in word else word + b" ") is None:
+                raise _not_a_request_line(bytes(data[position:]))
+
+    def _body_too_large(self, message: str) -> Refusal:
+        return Refusal("payload_too_large", message, max_body_bytes=self._limits.max_body_bytes)
+
+    def _uri_too_long(self) -> Refusal:
+        return Refusal("uri_too_long", f"the request target has more than {self._limits.max_uri_bytes} bytes")
+
+    def _too_large(self, data: bytes | bytearray, position: int) -> Refusal:
+        line_end = data.find(b"\r\n", position)
+        if line_end < 0 or line_end - position > self._limits.max_uri_bytes:
+            return self._uri_too_long()
+        return Refusal("headers_too_large", f"the head has more than {self._limits.max_header_bytes} bytes")
+
+
+@lru_cache(maxsize=256)
+def _is_host(value: bytes) -> bool:
+    return _HOST.fullmatch(value) is not None
+
+
+def _split_target(target: bytes) -> tuple[bytes, bytes]:
+    """Path and query of a request target in origin, absolute or asterisk form. Raises Refusal."""
+    if target[0] != 0x2F and target != b"*":
+        try:
+            url = httptools.parse_url(target)
+        except httptools.HttpParserInvalidURLError as error:
+            raise Refusal("invalid_request", f"the request target {_show(target)} is not a URL") from error
+        return url.path or b"/", url.query or b""
+    if b"#" in target:
+        raise Refusal("invalid_request", f"the request target {_show(target)} has a fragment; # is written %23")
+    path, _, query = target.partition(b"?")
+    return path, query
+
+
+def _malformed(line: bytes, why: str) -> Refusal:
+    """The most telling refusal of what llhttp refuses, judged by the request line."""
+    if (match := _REQUEST_LINE.fullmatch(line)) is not None:
+        if match[1] not in (b"HTTP/1.1", b"HTTP/1.0"):
+            return _unsupported(match[1])
+        if why.startswith("Invalid method"):
+            return Refusal("method_not_allowed", f"the method of {_show(line)} is unknown")
+    return Refusal("invalid_request", f"malformed request: {why}")
+
+
+def _not_a_request_line(line: bytes) -> Refusal:
+    return Refusal("invalid_request", f"{_show(line)} is not a request line; it is `METHOD target HTTP/1.1`")
+
+
+def _unsupported(version: bytes) -> Refusal:
+    return Refusal("http_version_not_supported", f"{_show(version)} is not supported; HTTP/1.1 is, and HTTP/2 (h2c)")
+
+
+def _show(value: bytes) -> str:
+    """A client's bytes in a message for it: short and printable."""
+    text = value[:80].decode("latin-1")
+    return repr(text if len(value) <= 80 else text + "…")

@@ -1,0 +1,78 @@
+"""The push stream of an HTTP/1.1 answer, which leaves ASGI behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from topics.frontend.http.http1_wire import chunk
+
+if TYPE_CHECKING:
+    from topics.frontend.http.http1 import Http1Protocol
+
+_last_push: tuple[bytes, bytes] = (b"", b"")
+
+
+class PushStream:
+    """Raw writes into one answer, for server push: one chunk, one `transport.write`, no await.
+
+    Writing never blocks and never fails; it is the writer's job to stop while `writable` is false and go on at
+    `on_writable`. `on_close` is called once when the client goes away; after `close()` by the writer nothing is called.
+    The app's coroutine must stay pending meanwhile (`await receive()` ends with `http.disconnect`); when it returns,
+    the stream is closed.
+    """
+
+    __slots__ = ("_chunked", "_end", "_wire", "_write", "closed", "on_close", "on_writable")
+
+    def __init__(self, wire: Http1Protocol, chunked: bool, end: Callable[[], None]) -> None:
+        """`end` writes the end of the answer."""
+        self._wire = wire
+        self._write = wire.write_now
+        self._end = end
+        self._chunked = chunked
+        self.closed = False
+        self.on_writable: Callable[[], None] | None = None
+        self.on_close: Callable[[], None] | None = None
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes that the client has not taken yet and that are kept for it in this process."""
+        return self._wire.buffered_bytes
+
+    @property
+    def writable(self) -> bool:
+        """Below the high-water mark, and still open."""
+        return self._wire.writable and not self.closed
+
+    def write(self, data: bytes) -> bool:
+        """Send `data` now, as one chunk. Dropped when the stream is closed; an empty one is no chunk and not sent.
+        False: now more than the high-water mark is kept for the client.
+        """
+        global _last_push
+        if data and not self.closed:
+            if not self._chunked:
+                self._write(data)
+            else:
+                # The same frame goes to every watcher in turn, so it is framed once: remembered by identity, one deep.
+                if _last_push[0] is not data:
+                    _last_push = (data, chunk(data))
+                self._write(_last_push[1])
+        return self._wire.writable
+
+    def close(self) -> None:
+        """The end of the answer; the connection may serve the next request."""
+        if not self.closed:
+            self.closed = True
+            self._end()
+
+    def abort(self) -> None:
+        """Cut the connection, whatever waits for the client is gone."""
+        self.closed = True
+        self._wire.abort()
+
+    def client_gone(self) -> None:
+        """The connection's call, once, when no more can be delivered."""
+        if not self.closed:
+            self.closed = True
+            if self.on_close is not None:
+                self.on_close()

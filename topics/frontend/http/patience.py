@@ -1,0 +1,72 @@
+"""How long a request may take to arrive where another server parses it: HTTP/2 and the stock HTTP/1.1.
+
+Our own HTTP/1.1 keeps these times by itself (`http1.py`); Hypercorn has a time for idle connections only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from topics.core.errors import TopicsError
+from topics.frontend.asgi import AsgiApp, Message, Receive, Scope, Send
+from topics.frontend.http.body_time import BodyTime
+from topics.frontend.http.http1_parser import HttpLimits
+
+DROP_S: Final = 5.0
+"""How long the rest of a body is dropped as it comes after an early answer, before the connection is cut."""
+
+
+async def run(app: AsgiApp, limits: HttpLimits, scope: Scope, receive: Receive, send: Send) -> None:
+    """Runs `app` with a `receive` that raises `408 request_timeout`, and takes what it leaves of the body.
+
+    That has to be before the end of the answer: Hypercorn breaks an HTTP/2 connection on which more of a request comes
+    than its answer waited for, and blocks one whose messages nobody takes.
+    """
+    body = _Body(limits, receive)
+
+    async def send_last(message: Message) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            await body.drop_rest()
+        await send(message)
+
+    try:
+        await app(scope, body.receive, send_last)
+    finally:
+        await body.drop_rest()
+
+
+class _Body:
+    def __init__(self, limits: HttpLimits, receive: Receive) -> None:
+        self._limits = limits
+        self._receive = receive
+        self._loop = asyncio.get_running_loop()
+        self._time = BodyTime(limits)
+        self._bytes = 0
+        self._complete = False
+
+    async def receive(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        idle_s = self._limits.body_idle_timeout_ms / 1000
+        whole_s = self._time.left_s(self._loop.time(), self._bytes, False)
+        try:
+            async with asyncio.timeout(min(idle_s, whole_s)):
+                message = self._note(await self._receive())
+        except TimeoutError:
+            raise TopicsError("request_timeout", "the body came too slowly, or not at all") from None
+        self._time.left_s(self._loop.time(), self._bytes, True)
+        return message
+
+    async def drop_rest(self) -> None:
+        try:
+            async with asyncio.timeout(DROP_S):
+                while not self._complete and self._bytes <= self._limits.max_body_bytes:
+                    self._note(await self._receive())
+        except TimeoutError:
+            return
+
+    def _note(self, message: Message) -> Message:
+        self._bytes += len(message.get("body", b""))
+        self._complete = message["type"] != "http.request" or not message.get("more_body", False)
+        return message

@@ -1,0 +1,1 @@
+"""What is pushed: watches over event streams and WebSockets, and how records get to them."""

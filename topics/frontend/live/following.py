@@ -1,0 +1,100 @@
+"""What a client may say of the topics it wants to follow, over an event stream (api §7) or a WebSocket (§7.7)."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+from topics.core.errors import invalid
+from topics.core.names import check_topic_name
+from topics.frontend import wire
+from topics.frontend.reads.diff import LIMIT_DEFAULT, node_set
+from topics.frontend.reads.reading import TopicReader, TopicRef
+from topics.frontend.reads.records import PageOptions
+from topics.frontend.wire import Count
+from topics.settings import Settings
+
+BATCH_BYTES_DEFAULT: Final = 256 * 1024
+BATCH_BYTES_FOR_ZERO: Final = 1 << 20
+BATCH_BYTES_MAX: Final = 8 << 20
+_NO_RECORDS: Final = PageOptions(limit=1, max_batch_bytes=1)
+
+
+class StartBody(msgspec.Struct):
+    """Where to start in one topic: behind `from_seq`, at the head, or at the first record with `$ts >= from_ts`."""
+
+    from_seq: Count = 0
+    tail: bool = False
+    from_ts: Count | None = None
+
+
+class FollowBody(msgspec.Struct, kw_only=True):
+    """How records are to be delivered."""
+
+    node: str | list[str] | None = None
+    limit: Count = 0
+    max_batch_bytes: Count = BATCH_BYTES_DEFAULT
+    include_meta: bool = True
+    include_tags: bool = False
+    include_data: bool = True
+    consistency: Literal["eventual", "strong"] = "eventual"
+
+    @property
+    def strong(self) -> bool:
+        return self.consistency == "strong"
+
+    def page_options(self, settings: Settings) -> PageOptions:
+        """Clamped to what the service allows."""
+        return PageOptions(
+            min(self.limit or LIMIT_DEFAULT, settings.max_limit),
+            min(self.max_batch_bytes or BATCH_BYTES_FOR_ZERO, BATCH_BYTES_MAX),
+            node_set(self.node),
+            self.include_tags,
+            self.include_meta,
+            self.include_data,
+        )
+
+
+def check_starts(starts: dict[str, StartBody], topics_max: int) -> None:
+    """Names, their number and how each is to begin, or `400`."""
+    if not 1 <= len(starts) <= topics_max:
+        raise invalid(f"topics must name 1 to {topics_max} topics, not {len(starts)}", field="topics")
+    for name, start in starts.items():
+        check_topic_name(name)
+        wire.check_counts(start)
+        if (start.from_seq > 0) + start.tail + (start.from_ts is not None) > 1:
+            raise invalid(
+                f"topics.{name}: from_seq, tail and from_ts stand instead of each other: give one of them",
+                field=f"topics.{name}",
+            )
+
+
+def check_strong(refs: dict[str, TopicRef]) -> None:
+    """Of what is never durable nothing can be delivered when it is durable."""
+    for name, ref in refs.items():
+        if ref.config.durability == "ephemeral":
+            raise invalid(
+                f"topic {name!r} is ephemeral: nothing of it ever reaches the disk, which is what"
+                ' consistency "strong" waits for; watch it with "eventual"',
+                field="consistency",
+            )
+
+
+def resolve(reader: TopicReader, ref: TopicRef, start: StartBody) -> int:
+    """The cursor to start from: not beyond the head, unless it is that of a former topic of this name, whose reader is
+    to be told (`recreated`).
+    """
+    view = ref.view
+    if start.from_ts is not None:
+        return reader.seq_before(ref, start.from_ts)
+    return view.head_seq if start.tail or (start.from_seq > view.head_seq and not view.recreated) else start.from_seq
+
+
+def place(reader: TopicReader, ref: TopicRef, from_seq: int) -> dict[str, int]:
+    """A topic as the answer shows it."""
+    # The page at the head: no record, but both ends of the topic as they are at this moment.
+    page = reader.read_page(ref, ref.view.head_seq, _NO_RECORDS, reader.now_ms())
+    # A cursor of a former topic of this name reads this one from its first record on.
+    resolved_seq = from_seq if from_seq <= page.head_seq else page.earliest_seq - 1
+    return {"from_seq": resolved_seq, "head_seq": page.head_seq, "earliest_seq": page.earliest_seq}

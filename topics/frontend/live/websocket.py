@@ -1,0 +1,329 @@
+"""One WebSocket (api §7.7): writes and subscriptions, by the same paths as over HTTP and SSE.
+
+    receive ─▶ command ─▶ append | hub ─▶ outbox ─▶ send        no room in the outbox: no command is read
+
+Hypercorn speaks the protocol; a socket here is two tasks, one that reads commands and one that carries the outbox out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from topics.core.errors import TopicsError, invalid
+from topics.core.keys import ApiKey, KeyScope
+from topics.core.names import check_topic_name
+from topics.frontend import append, wire
+from topics.frontend.asgi import TRANSPORT, Receive, Scope, Send
+from topics.frontend.bodies import INLINE_BYTES_MAX
+from topics.frontend.body_budget import COUNTED_FROM_BYTES, bodies
+from topics.frontend.live.channels import Connection
+from topics.frontend.live.following import check_starts, check_strong, place, resolve
+from topics.frontend.live.outbox import Outbox, Subscription
+from topics.frontend.live.pulse import Stall
+from topics.frontend.live.stream import Phase
+from topics.frontend.live.websocket_commands import (
+    Command,
+    Publish,
+    RequestId,
+    Subscribe,
+    Unsubscribe,
+    decode,
+    error_message,
+    request_id_of,
+)
+from topics.frontend.live.wording import MESSAGES
+from topics.log import get_logger
+from topics.shm.append_messages import AppendReply
+from topics.shm.durations import Route
+from topics.shm.key_counts import Counted
+
+if TYPE_CHECKING:
+    from topics.frontend.live.websocket_route import WebSocketRoute
+
+PUBLISHES_MAX: Final = 64
+"""On their way to shards, of one socket."""
+LINGER_S: Final = 2.0
+"""How long what is under way when a socket ends may take to go out."""
+TICK_S: Final = 1.0
+
+GOING_AWAY: Final = 1012
+POLICY: Final = 1008
+"""Close codes (RFC 6455 §7.4, IANA): the service restarts; the key is no longer valid."""
+
+_encode = msgspec.json.Encoder().encode
+_log = get_logger()
+
+
+class Socket:
+    """One client. `run` returns when it is over and everything of it is taken down."""
+
+    def __init__(self, route: WebSocketRoute, digest: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        self._route = route
+        self._digest = digest
+        self._receive = receive
+        self._send = send
+        transport = scope.get("state", {}).get(TRANSPORT)
+        # Over HTTP/2 it is not the socket's alone.
+        self._transport: asyncio.Transport | None = transport if scope["http_version"] == "1.1" else None
+        self._outbox = Outbox(send, self._unsent_bytes)
+        self._subscriptions: dict[str, Connection] = {}
+        self._publishes: set[asyncio.Task[None]] = set()
+        self._may_publish = asyncio.Semaphore(PUBLISHES_MAX)
+        self._over: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        reading = asyncio.create_task(self._read())
+        carrying = asyncio.create_task(self._outbox.carry())
+        watching = asyncio.create_task(self._watch_progress())
+        try:
+            await asyncio.wait((reading, carrying, watching, self._over), return_when=asyncio.FIRST_COMPLETED)
+            self._note_failures(reading, carrying, watching)
+            gone = reading.done() and not reading.cancelled() and reading.exception() is None
+            reading.cancel()
+            self._unfollow(list(self._subscriptions))
+            if self._over.done() and not gone:
+                await self._close(carrying, *self._over.result())
+            if not gone:
+                await self._read_out()
+        finally:
+            self._unfollow(list(self._subscriptions))
+            tasks = (reading, carrying, watching, *self._publishes)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def end(self, code: int, reason: str) -> None:
+        """Last answers go out, then the socket is closed with this code."""
+        if not self._over.done():
+            self._over.set_result((code, reason))
+
+    def end_what_is_forbidden(self) -> None:
+        """Other keys count now: neither socket nor subscription may outlive the right to it."""
+        key = self._route.access.key_of(self._digest)
+        if key is None:
+            self.end(POLICY, "the key is no longer valid")
+            return
+        for name in list(self._subscriptions):
+            if not (key.has(KeyScope.READ) and key.covers(name)):
+                self._unfollow([name])
+                reason = f"the key of this socket may no longer read topic {name!r}"
+                self._outbox.add(error_message(None, TopicsError("forbidden", reason, {"topic": name})).decode())
+
+    # -- commands
+
+    async def _read(self) -> None:
+        while True:
+            message = await self._receive()
+            if message["type"] == "websocket.disconnect":
+                return
+            text = message.get("text")
+            body = None if text is None else text.encode("utf-8", "surrogatepass")
+            del message, text  # nothing of a message is kept, uncounted, while the next one is awaited
+            if body is None or len(body) <= COUNTED_FROM_BYTES:
+                await self._obey(body)
+            else:
+                await asyncio.create_task(self._obey_long(body))
+            del body
+
+    async def _obey_long(self, body: bytes) -> None:
+        """In a task of its own, at whose end what it holds is counted no more: one at a time, until it is answered."""
+        await self._obey(body)
+        if self._publishes:
+            await asyncio.wait(set(self._publishes))
+
+    async def _obey(self, text: bytes | None) -> None:
+        """`text`: a message in UTF-8; None for a binary one."""
+        started_ns = time.perf_counter_ns()
+        self._route.cell.add("requests")
+        body = text or b""
+        request_id: RequestId = None
+        route = Route.OTHER
+        try:
+            if text is None:
+                raise invalid("a message is JSON text, not binary")
+            try:
+                if len(body) > COUNTED_FROM_BYTES:
+                    await bodies.hold(len(body), self._route.settings.max_body_bytes)
+                command = decode(body) if len(body) <= INLINE_BYTES_MAX else await asyncio.to_thread(decode, body)
+            except TopicsError:
+                request_id = request_id_of(body)
+                raise
+            request_id, route = command.request_id, command.timed
+            await self._do(command, len(body), started_ns)
+            if isinstance(command, Publish):
+                return  # answered by `_acknowledge`
+        except TopicsError as error:
+            await self._refuse(request_id, error)
+        except Exception:  # noqa: BLE001 — whatever it is, the client gets an answer and the operator a line
+            _log.exception("a WebSocket command failed")
+            await self._refuse(request_id, TopicsError("internal", "the command failed inside the server"))
+        self._observe(route, started_ns)
+
+    async def _refuse(self, request_id: RequestId, error: TopicsError) -> None:
+        self._route.cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
+        await self._outbox.put(error_message(request_id, error))
+
+    def _observe(self, route: Route, started_ns: int) -> None:
+        self._route.observe(route, (time.perf_counter_ns() - started_ns) // 1000)
+
+    async def _do(self, command: Command, body_bytes: int, started_ns: int) -> None:
+        key = self._route.access.key_of(self._digest)
+        if key is None:
+            raise TopicsError("unauthorized", "the key of this socket is no longer valid")
+        if isinstance(command, Publish):
+            await self._publish(command, key, body_bytes, started_ns)
+        elif isinstance(command, Subscribe):
+            await self._subscribe(command, key)
+        elif isinstance(command, Unsubscribe):
+            await self._unsubscribe(command)
+        else:
+            await self._outbox.put(_encode({"op": "pong", "request_id": command.request_id}))
+
+    async def _subscribe(self, command: Subscribe, key: ApiKey) -> None:
+        starts = command.starts()
+        topics_max = self._route.settings.max_watch_topics
+        check_starts(starts, topics_max)
+        key.require(KeyScope.READ, starts)
+        await self._route.catching_up.all(starts)
+        self._drop_ended()
+        followed = len(self._subscriptions.keys() | starts.keys())
+        if followed > topics_max:
+            raise invalid(f"a WebSocket follows at most {topics_max} topics, not {followed}", field="topics")
+        reader, hub = self._route.reader, self._route.hub
+        refs = {name: reader.get(name) for name in starts}
+        if command.strong:
+            check_strong(refs)
+        positions = {name: resolve(reader, ref, starts[name]) for name, ref in refs.items()}
+        places = {name: place(reader, ref, positions[name]) for name, ref in refs.items()}
+        # Nothing of the former subscription comes behind the answer to this one.
+        self._unfollow(list(starts))
+        answer = {"op": "subscribed", "request_id": command.request_id, "topics": places}
+        await self._outbox.put(_encode(answer))
+        if hub.draining or self._over.done():
+            return
+        options = command.page_options(self._route.settings)
+        for name, ref in refs.items():
+            plan = hub.plans.get((name,), (ref.view.topic_id,), options, command.strong, MESSAGES)
+            push = Subscription(self._outbox, self._ended_by_hub)
+            self._subscriptions[name] = hub.open(push, plan.start({name: positions[name]}), 0)
+
+    async def _unsubscribe(self, command: Unsubscribe) -> None:
+        names = [name for name in command.names() if name in self._subscriptions]
+        self._unfollow(names)
+        await self._outbox.put(_encode({"op": "unsubscribed", "request_id": command.request_id, "topics": names}))
+
+    async def _publish(self, command: Publish, key: ApiKey, body_bytes: int, started_ns: int) -> None:
+        needed = KeyScope.WRITE | KeyScope.ADMIN if wire.given(command.config) else KeyScope.WRITE
+        check_topic_name(command.topic)
+        wire.check_counts(command)
+        key.require(needed, (command.topic,))
+        await self._may_publish.acquire()
+        limits = self._route.access.limits
+        try:
+            limits.take(key, Counted.REQUESTS)
+            try:
+                lay_out = self._route.appends.lay_out
+                if body_bytes <= INLINE_BYTES_MAX:
+                    records = lay_out(command, body_bytes)
+                else:
+                    records = await asyncio.to_thread(lay_out, command, body_bytes)
+                reply = self._route.appends.submit(command.topic, command, records, None, key)
+            except BaseException:
+                limits.give_back(key, Counted.REQUESTS)
+                raise
+        except BaseException:
+            self._may_publish.release()
+            raise
+        task = asyncio.create_task(self._acknowledge(command, key, reply, started_ns))
+        self._publishes.add(task)
+        task.add_done_callback(self._publishes.discard)
+
+    async def _acknowledge(
+        self, command: Publish, key: ApiKey, reply: asyncio.Future[AppendReply], started_ns: int
+    ) -> None:
+        try:
+            try:
+                done = await reply
+                self._route.cell.add("records_in", done.count)
+                members = append.members(command.topic, done, command.return_seqs, started_ns)
+                await self._outbox.put(b'{"op":"ack","request_id":%b,%b}' % (_encode(command.request_id), members))
+            except TopicsError as error:
+                await self._refuse(command.request_id, error)
+            self._observe(command.timed, started_ns)
+        finally:
+            self._may_publish.release()
+            self._route.access.limits.give_back(key, Counted.REQUESTS)
+
+    # -- subscriptions
+
+    def _unfollow(self, names: list[str]) -> None:
+        for name in names:
+            connection = self._subscriptions.pop(name, None)
+            if connection is not None:
+                assert isinstance(connection.push, Subscription)
+                connection.push.on_end = None
+                self._route.hub.close(connection)
+
+    def _drop_ended(self) -> None:
+        """Topics that were deleted: the client has been told, or will be."""
+        self._unfollow([name for name, one in self._subscriptions.items() if one.stream.phases[0] == Phase.ENDED])
+
+    def _ended_by_hub(self) -> None:
+        """It drains, or the client has not read for too long: what concerns one subscription concerns the socket."""
+        self.end(GOING_AWAY, "the service is stopping, or nothing was read for too long")
+
+    # -- ends
+
+    async def _watch_progress(self) -> None:
+        """Returns when the client has taken nothing for too long of what waits for it (api §7)."""
+        stall: Stall | None = None
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_ms = self._route.clock.monotonic_ms()
+            if not self._outbox.waiting:
+                stall = None
+            elif stall is None:
+                stall = Stall(-self._outbox.taken_bytes, now_ms)
+            elif stall.over(-self._outbox.taken_bytes, now_ms):
+                self._abort()
+                return
+
+    async def _close(self, carrying: asyncio.Task[None], code: int, reason: str) -> None:
+        try:
+            async with asyncio.timeout(LINGER_S):
+                if self._publishes:
+                    await asyncio.wait(self._publishes)
+                self._outbox.close()
+                await carrying
+                await self._send({"type": "websocket.close", "code": code, "reason": reason})
+        except TimeoutError:
+            self._abort()
+
+    async def _read_out(self) -> None:
+        """Drops what still comes: Hypercorn waits for ever with a message that nobody takes."""
+        for _ in range(2):
+            try:
+                async with asyncio.timeout(LINGER_S):
+                    while (await self._receive())["type"] != "websocket.disconnect":
+                        pass
+                    return
+            except TimeoutError:
+                self._abort()
+
+    def _abort(self) -> None:
+        """The client does not read, so it cannot be told: all that is left is to cut the connection."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _unsent_bytes(self) -> int:
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    def _note_failures(self, *tasks: asyncio.Task[None]) -> None:
+        for task in tasks:
+            error = task.exception() if task.done() and not task.cancelled() else None
+            if error is not None and not isinstance(error, ConnectionError):
+                _log.error("a WebSocket failed", exc_info=error)

@@ -1,0 +1,111 @@
+"""What a client may send over a WebSocket (api §7.7): one JSON object a message, its kind in `op`.
+
+{"op":"subscribe","request_id":1,"topic":"orders","from_seq":0}
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Final
+
+import msgspec
+
+from topics.core.errors import TopicsError, invalid
+from topics.frontend import wire
+from topics.frontend.live.following import FollowBody, StartBody
+from topics.frontend.wire import AppendBody, Count
+from topics.shm.durations import Route
+
+_Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+RequestId = Annotated[str, msgspec.Meta(max_length=256)] | _Number | None
+"""The client's own, repeated in every answer to a command."""
+
+
+class Subscribe(FollowBody, tag_field="op", tag="subscribe", kw_only=True):
+    """`topic`, or `topics` as names that all start alike or as a map of their own starts."""
+
+    timed: ClassVar[Route] = Route.WS_SUBSCRIBE
+
+    request_id: RequestId = None
+    topic: str | None = None
+    topics: list[str] | dict[str, StartBody] | None = None
+    from_seq: Count = 0
+    tail: bool = False
+    from_ts: Count | None = None
+
+    def starts(self) -> dict[str, StartBody]:
+        wire.check_counts(self)
+        if isinstance(self.topics, dict):
+            if self.topic is not None or self.from_seq or self.tail or self.from_ts is not None:
+                raise invalid("topics as an object says for each topic where to start: give nothing beside it")
+            return self.topics
+        start = StartBody(self.from_seq, self.tail, self.from_ts)
+        return dict.fromkeys(_names(self.topic, self.topics), start)
+
+
+class Unsubscribe(msgspec.Struct, tag_field="op", tag="unsubscribe", kw_only=True):
+    """`topic` or `topics`; one that is not followed is none."""
+
+    timed: ClassVar[Route] = Route.WS_UNSUBSCRIBE
+
+    request_id: RequestId = None
+    topic: str | None = None
+    topics: list[str] | None = None
+
+    def names(self) -> list[str]:
+        return _names(self.topic, self.topics)
+
+
+class Publish(AppendBody, tag_field="op", tag="publish", kw_only=True):
+    """A write (api §2)."""
+
+    timed: ClassVar[Route] = Route.WS_PUBLISH
+
+    topic: str
+    request_id: RequestId = None
+    return_seqs: bool = True
+
+
+class Ping(msgspec.Struct, tag_field="op", tag="ping", kw_only=True):
+    """Answered with `pong`."""
+
+    timed: ClassVar[Route] = Route.WS_PING
+
+    request_id: RequestId = None
+
+
+Command = Subscribe | Unsubscribe | Publish | Ping
+"""`timed`: as what the time until its answer is measured."""
+
+
+class _Any(msgspec.Struct):
+    request_id: RequestId = None
+
+
+_decoder: Final[msgspec.json.Decoder[Command]] = msgspec.json.Decoder(Command)
+_any_decoder: Final = msgspec.json.Decoder(_Any)
+
+
+def decode(message: bytes) -> Command:
+    """`400 invalid_request` for what is no command."""
+    command: Command = wire.decode_any(_decoder, message)
+    return command
+
+
+def request_id_of(message: bytes) -> RequestId:
+    """Of a message that is no command; None where none can be made out."""
+    try:
+        return _any_decoder.decode(message).request_id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _names(topic: str | None, topics: list[str] | None) -> list[str]:
+    if (topic is None) == (topics is None):
+        raise invalid("give topic or topics, one of the two", field="topics")
+    return [topic] if topic is not None else list(dict.fromkeys(topics or ()))
+
+
+def error_message(request_id: RequestId, error: TopicsError) -> bytes:
+    """A command that failed; `code` and `detail` as over HTTP (api §0.6)."""
+    answer = {"op": "error", "request_id": request_id, "code": error.code, "message": error.message}
+    return msgspec.json.encode(answer if error.detail is None else answer | {"detail": error.detail})

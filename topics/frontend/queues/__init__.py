@@ -1,0 +1,1 @@
+"""Queues and named cursors over HTTP: claims, streams of jobs, dead letters."""

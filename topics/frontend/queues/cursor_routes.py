@@ -1,0 +1,237 @@
+"""Named cursors over HTTP (api §10): the shard keeps the position, the records are read here.
+
+A read takes the page behind the position, and only then asks the shard to move it; if another reader was faster, it
+reads again behind that one. What the answer holds is this reader's alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from typing import Any, Final, Literal
+
+import msgspec
+from starlette.datastructures import QueryParams
+
+from topics.core.errors import TopicsError, invalid
+from topics.core.names import check_topic_name, owner_shard
+from topics.frontend import wire
+from topics.frontend.answers import elapsed_ms, send_json, send_object
+from topics.frontend.asgi import Receive, Scope, Send
+from topics.frontend.bodies import read_body
+from topics.frontend.query import name_after, name_cursor, page_size
+from topics.frontend.reads.catching_up import CatchingUp
+from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES, node_set
+from topics.frontend.reads.page_json import PAGE_MEMBERS, page_values
+from topics.frontend.reads.reading import Page, TopicReader
+from topics.frontend.reads.records import CorruptRecordError, PageOptions
+from topics.frontend.shards.gateway import Gateway
+from topics.frontend.wire import Count
+from topics.settings import Settings
+from topics.shm.control import ProcessCell
+from topics.shm.cursor_messages import (
+    CursorAdvance,
+    CursorDelete,
+    CursorDeleted,
+    CursorList,
+    CursorLook,
+    CursorMoved,
+    CursorPassedOn,
+    CursorPut,
+    CursorReply,
+)
+
+LIMIT_MAX: Final = 2000
+TRIES_MAX: Final = 100
+"""How often a read may find that others were faster, before its client is told to come back."""
+
+
+class CursorBody(msgspec.Struct, gc=False):
+    """`PUT …/cursors/:name`. What is not sent stays as it is; without `from_seq` and `tail` the cursor stays where it
+    is. A new one is `at_least_once`, persisted with every read, and begins at 0.
+    """
+
+    consistency: Literal["strictly_at_once", "at_least_once"] | None = None
+    persist_every: Count | None = None
+    from_seq: Count | None = None
+    tail: bool = False
+
+
+class ReadBody(msgspec.Struct, gc=False):
+    """`POST …/cursors/:name/read`."""
+
+    max_bytes: Count = 0
+    limit: Count = 0
+    checkpoint: bool = True
+    node: str | list[str] | None = None
+    include_tags: bool = False
+    include_meta: bool = True
+
+
+_cursor_decoder = wire.decoder(CursorBody)
+_read_decoder = wire.decoder(ReadBody)
+
+
+_ANSWER: Final = (
+    b'{"topic":"%b","cursor":"%b","cursor_seq":%d,'
+    + PAGE_MEMBERS
+    + b',"performance":{"server_total_ms":%b,"records_scanned":%d}}'
+)
+
+
+class CursorRoutes:
+    """One method for each route; which is for whom says the app."""
+
+    def __init__(
+        self, gateway: Gateway, reader: TopicReader, catching_up: CatchingUp, settings: Settings, cell: ProcessCell
+    ) -> None:
+        self._catching_up = catching_up
+        self._gateway = gateway
+        self._reader = reader
+        self._settings = settings
+        self._cell = cell
+        self._reads = itertools.count(1)
+
+    async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name, cursor = _names(scope)
+        headers = dict(scope["headers"])
+        body = await read_body(receive, headers, self._settings.max_body_bytes)
+        request = wire.decode(_cursor_decoder, body or b"{}")
+        wire.check_counts(request)
+        if request.persist_every is not None and request.persist_every < 1:
+            raise invalid("persist_every must be at least 1", field="persist_every")
+        if request.tail and request.from_seq is not None:
+            raise invalid("from_seq and tail stand instead of each other: give one of them", field="tail")
+        await self._catching_up.one(name)
+        call = CursorPut(name, cursor, request.consistency, request.persist_every, request.from_seq, request.tail)
+        reply = await self._gateway.call(self._owner(name), call, CursorReply)
+        answer = {"topic": name, **_shown(reply), "created": reply.created}
+        await send_object(send, headers, 201 if reply.created else 200, answer, started_ns)
+
+    async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name, cursor = _names(scope)
+        (found,) = (await self._gateway.call(self._owner(name), CursorLook(name, cursor), CursorList)).cursors
+        await send_object(send, dict(scope["headers"]), 200, {"topic": name, **_shown(found)}, started_ns)
+
+    async def list_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name = check_topic_name(scope["path_params"]["topic"])
+        query = QueryParams(scope["query_string"])
+        most = page_size(query)
+        look = CursorLook(name, None, name_after(query.get("cursor"), check_topic_name), most + 1)
+        found = (await self._gateway.call(self._owner(name), look, CursorList)).cursors
+        answer: dict[str, Any] = {"topic": name, "cursors": [_shown(one) for one in found[:most]]}
+        if len(found) > most:
+            answer["next_cursor"] = name_cursor(found[most - 1].cursor)
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+
+    async def delete(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name, cursor = _names(scope)
+        reply = await self._gateway.call(self._owner(name), CursorDelete(name, cursor), CursorDeleted)
+        answer: dict[str, Any] = {"topic": name, "cursor": cursor, "deleted": reply.deleted}
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+
+    async def read(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name, cursor = _names(scope)
+        headers = dict(scope["headers"])
+        body = await read_body(receive, headers, self._settings.max_body_bytes)
+        request = wire.decode(_read_decoder, body or b"{}")
+        wire.check_counts(request)
+        options = PageOptions(
+            min(request.limit or LIMIT_DEFAULT, LIMIT_MAX),
+            min(request.max_bytes or MAX_BATCH_BYTES[0], MAX_BATCH_BYTES[1]),
+            node_set(request.node),
+            request.include_tags,
+            request.include_meta,
+            payload_bytes=True,
+            verify=True,
+        )
+        await self._catching_up.one(name)
+        page, seq, lost = await self._read(name, cursor, options, request.checkpoint)
+        passed_on = False
+        try:
+            self._cell.add("records_out", page.count)
+            await send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
+            passed_on = True
+        finally:
+            if lost is not None:
+                self._gateway.post(self._owner(name), msgspec.structs.replace(lost, passed_on=passed_on))
+
+    async def _read(
+        self, name: str, cursor: str, options: PageOptions, checkpoint: bool
+    ) -> tuple[Page, int, CursorPassedOn | None]:
+        """The page, where the cursor stands after it, and what to tell the shard if the page gets lost, if it cares."""
+        owner = self._owner(name)
+        (at,) = (await self._gateway.call(owner, CursorLook(name, cursor), CursorList)).cursors
+        seq, revision = at.seq, at.revision
+        for _ in range(TRIES_MAX):
+            page = await self._page(name, seq, options)
+            if not checkpoint or page.next_from_seq <= seq:
+                return page, seq, None
+            read = next(self._reads)
+            lost = CursorPassedOn(name, cursor, revision, read, False)
+            call = CursorAdvance(name, cursor, revision, seq, page.next_from_seq, read)
+            try:
+                moved = await self._gateway.call(owner, call, CursorMoved)
+            except (TopicsError, asyncio.CancelledError):
+                # Nobody waits for the answer any more, but the shard may still move the cursor: it finds this behind.
+                self._gateway.post(owner, lost)
+                raise
+            if moved.moved:
+                return page, page.next_from_seq, lost if moved.under_way else None
+            seq, revision = moved.seq, moved.revision
+        raise TopicsError(
+            "throttled", f"too many readers move cursor {cursor!r} of topic {name!r}", {"retry_after_ms": 10}
+        )
+
+    async def _page(self, name: str, from_seq: int, options: PageOptions) -> Page:
+        ref = self._reader.get(name)
+        try:
+            return await self._reader.fetch_page(ref, from_seq, options, self._reader.now_ms())
+        except CorruptRecordError as error:
+            raise TopicsError(
+                "internal",
+                f"topic {name!r}: record {error.seq} is damaged, its checksum does not match ({error.file}, offset"
+                f" {error.offset}); `topics verify` tells what else is, move the cursor to go on behind it",
+                {"topic": name, "reason": "corrupt", "seq": error.seq, "file": error.file, "offset": error.offset},
+            ) from None
+
+    def _owner(self, name: str) -> int:
+        return owner_shard(name, self._gateway.shards)
+
+
+def _names(scope: Scope) -> tuple[str, str]:
+    name = check_topic_name(scope["path_params"]["topic"])
+    cursor: str = scope["path_params"]["cursor"]
+    try:
+        return name, check_topic_name(cursor)
+    except TopicsError:
+        raise invalid(
+            f"cursor name {cursor[:300]!r} is not valid: the rules are those of topic names", field="cursor"
+        ) from None
+
+
+def _shown(cursor: CursorReply) -> dict[str, Any]:
+    return {
+        "cursor": cursor.cursor,
+        "consistency": cursor.consistency,
+        "persist_every": cursor.persist_every,
+        "cursor_seq": cursor.seq,
+        "persisted_seq": cursor.persisted_seq,
+    }
+
+
+def _answer(name: str, cursor: str, page: Page, cursor_seq: int, started_ns: int) -> bytes:
+    return _ANSWER % (
+        name.encode(),
+        cursor.encode(),
+        cursor_seq,
+        *page_values(page),
+        str(elapsed_ms(started_ns)).encode(),
+        page.scanned,
+    )

@@ -1,0 +1,195 @@
+"""Bringing jobs that were handed out too often to their dead-letter topic, and back (api §9).
+
+A frontend does it, because what it takes is what a frontend has: reading records, writing to a topic on whatever shard.
+The queue's shard holds such a job back until it is told that the record is in the other topic, then deletes it:
+killed anywhere between the two, either process leaves the job in the queue, and the next attempt is recognised by its
+idempotency key. So no job is lost, and none is there twice as long as the other topic remembers the key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, NamedTuple
+
+import msgspec
+
+from topics.core.config import TopicConfig
+from topics.core.errors import TopicsError
+from topics.core.key_marks import KeyMark
+from topics.core.names import owner_shard
+from topics.frontend.queues.unreadable import ASIDE_MS, UnreadableJobs
+from topics.frontend.reads.reading import TopicReader
+from topics.frontend.reads.records import PageOptions
+from topics.frontend.shards.gateway import Gateway
+from topics.log import get_logger
+from topics.shm.append_messages import AppendReply, JobAttributes
+from topics.shm.messages import Done
+from topics.shm.queue_messages import Bury, Dealt, Exhume, Remove, RemoveReply
+from topics.storage.frame import lay_out
+
+RETRY_MS: Final = 1_000
+"""How long a job waits that could not be brought to its dead letters."""
+PATIENCE_S: Final = 1.0
+"""How long a claim's answer waits for that: then it goes on behind it."""
+FROM: Final = "$dead_letter_from"
+DELIVERIES: Final = "$dead_letter_deliveries"
+SRC_SEQ: Final = "$dead_letter_src_seq"
+ORDER_KEY: Final = "$dead_letter_order_key"
+"""Ours: only of jobs that have one, which no record says otherwise."""
+_OURS: Final = (FROM, DELIVERIES, SRC_SEQ, ORDER_KEY)
+_PAGE: Final = PageOptions(limit=256, max_batch_bytes=1 << 20, include_tags=True)
+
+_log = get_logger()
+
+
+class _Record(msgspec.Struct, frozen=True):
+    seq: int = msgspec.field(name="$seq")
+    data: msgspec.Raw
+    node: str = msgspec.field(name="$node", default="")
+    tag: str = msgspec.field(name="$tag", default="")
+    meta: dict[str, str] = {}
+
+
+class Copy(NamedTuple):
+    """A record on its way to another topic, where it is a job with `order_key` if that is not ""."""
+
+    seq: int
+    record: _Record
+    meta: dict[str, str]
+    key: bytes
+    order_key: str = ""
+
+
+_decode_records = msgspec.json.Decoder(list[_Record]).decode
+_encode_json = msgspec.json.Encoder().encode
+
+
+class DeadLetters:
+    """Of this frontend."""
+
+    def __init__(self, gateway: Gateway, reader: TopicReader, unreadable: UnreadableJobs) -> None:
+        self._gateway = gateway
+        self._reader = reader
+        self._unreadable = unreadable
+        self._carrying: set[asyncio.Task[None]] = set()
+
+    async def carried(self, name: str, dealt: Dealt) -> None:
+        """Brings `dealt.dead` away; returns when that is done or has failed, or goes on after PATIENCE_S."""
+        await asyncio.wait((self.carry(name, dealt),), timeout=PATIENCE_S)
+
+    def carry(self, name: str, dealt: Dealt) -> asyncio.Task[None]:
+        """Begins to."""
+        task = asyncio.get_running_loop().create_task(self._carry(name, dealt))
+        self._carrying.add(task)
+        task.add_done_callback(self._carrying.discard)
+        return task
+
+    async def _carry(self, name: str, dealt: Dealt) -> None:
+        shard = owner_shard(name, self._gateway.shards)
+        try:
+            copied, unreadable = await self._copy_dead(name, dealt)
+            left = sorted(set(dealt.dead).difference(copied, unreadable))
+            if copied:
+                await self._gateway.call(shard, Bury(name, copied), RemoveReply)
+            for seqs, wait_ms in ((left, RETRY_MS), (unreadable, ASIDE_MS)):
+                if seqs:
+                    await self._gateway.call(shard, Exhume(name, seqs, wait_ms), Done)
+        except TopicsError as error:
+            # The shard gives them another chance when it has waited for us long enough.
+            _log.warning("jobs could not be brought to the dead letters", topic=name, reason=error.message)
+
+    async def _copy_dead(self, name: str, dealt: Dealt) -> tuple[list[int], list[int]]:
+        """The seqs that are in the dead-letter topic now, and those that cannot be read."""
+        unreadable: list[int] = []
+        try:
+            ref = self._reader.get(name)
+            copies = []
+            # At once: each that the cold directory does not answer for takes as long as all of them.
+            found = await asyncio.gather(*[self._read(name, seq) for seq in dealt.dead], return_exceptions=True)
+            dead = zip(dealt.dead, dealt.dead_deliveries, dealt.dead_order_keys, found, strict=True)
+            for seq, deliveries, order_key, records in dead:
+                if isinstance(records, BaseException):
+                    if not isinstance(records, TopicsError) or not self._unreadable.concerns(name, seq, records):
+                        raise records
+                    unreadable.append(seq)
+                    continue
+                for record in records:
+                    said = {FROM: name, DELIVERIES: str(deliveries), SRC_SEQ: str(seq)}
+                    if order_key:
+                        said[ORDER_KEY] = order_key
+                    key = KeyMark.CARRIED + b"dead-letter:%d:%d" % (ref.view.topic_id, seq)
+                    copies.append(Copy(seq, record, record.meta | said, key))
+            config = TopicConfig(durability=ref.config.durability)
+            return await self._append(dealt.dead_letter, copies, config), unreadable
+        except TopicsError as error:
+            _log.warning("dead letters cannot be carried", topic=name, reason=error.message)
+            return [], unreadable
+
+    async def redrive(self, name: str, dead_letter: str, most: int) -> int:
+        """Moves the oldest `most` dead letters of a queue back to it; returns how many.
+
+        Raises `topic_not_found` where there is no `dead_letter`, and what the append or the removal raises.
+        """
+        ref = self._reader.get(dead_letter)
+        moved = 0
+        cursor = ref.view.earliest_seq - 1
+        while moved < most and cursor < ref.view.head_seq:
+            page = await self._reader.fetch_page(ref, cursor, _PAGE, self._reader.now_ms())
+            cursor = max(page.next_from_seq, cursor + 1)
+            copies = [
+                Copy(
+                    record.seq,
+                    record,
+                    {key: value for key, value in record.meta.items() if key not in _OURS},
+                    KeyMark.CARRIED + b"redrive:%d:%d" % (ref.view.topic_id, record.seq),
+                    record.meta.get(ORDER_KEY, ""),
+                )
+                for record in _decode_records(b"[%b]" % page.body)
+                if record.meta.get(FROM) == name
+            ][: most - moved]
+            if copies:
+                seqs = await self._append(name, copies, None)
+                owner = owner_shard(dead_letter, self._gateway.shards)
+                if seqs:
+                    await self._gateway.call(owner, Remove(dead_letter, seqs), RemoveReply)
+                moved += len(seqs)
+                if len(seqs) < len(copies):
+                    raise TopicsError(
+                        "storage_unavailable",
+                        f"{moved} dead letters are back in topic {name!r}; the next could not be written, see the log",
+                        {"redriven": moved},
+                    )
+            await asyncio.sleep(0)
+            ref = self._reader.refresh(ref)
+        return moved
+
+    async def _read(self, name: str, seq: int) -> list[_Record]:
+        """The record, if it is there."""
+        page = await self._reader.fetch_page(self._reader.get(name), seq - 1, _PAGE, self._reader.now_ms(), seq)
+        return _decode_records(b"[%b]" % page.body)
+
+    async def _append(self, name: str, copies: list[Copy], config: TopicConfig | None) -> list[int]:
+        """Each a write of its own, so that each is recognised when it comes again. The seqs of those that are there.
+        Made with `config` if it does not exist; None: it has to.
+        """
+        shard = owner_shard(name, self._gateway.shards)
+        futures: list[asyncio.Future[AppendReply]] = []
+        for copy in copies:
+            record = copy.record
+            meta = _encode_json(copy.meta) if copy.meta else b""
+            laid_out = lay_out([(record.node.encode(), record.tag.encode(), record.data, meta)])
+            create = config is not None
+            jobs: JobAttributes = [(0, 0, 0, copy.order_key)] if copy.order_key else []
+            futures.append(
+                self._gateway.submit_append(shard, name.encode(), create, None, copy.key, config, laid_out, jobs=jobs)
+            )
+        outcomes = await asyncio.gather(*futures, return_exceptions=True)
+        done = []
+        for copy, outcome in zip(copies, outcomes, strict=True):
+            if isinstance(outcome, TopicsError):
+                _log.warning("a dead letter cannot be written", topic=name, seq=copy.seq, reason=outcome.message)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                done.append(copy.seq)
+        return done

@@ -1,0 +1,110 @@
+"""How jobs come to this frontend that nobody asked for at that moment: to streams, and to claims that gather."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from topics.core.names import owner_shard
+from topics.frontend.asgi import Receive
+from topics.frontend.bodies import ClientGoneError
+from topics.frontend.live.push import until_disconnect
+from topics.frontend.shards.gateway import Gateway
+from topics.shm.queue_messages import Claim, Dealt, Exhume, Unclaim, Waiting, WorkClose
+
+
+class _RestartedError(Exception):
+    """The shard was started again and knows of nobody who waits."""
+
+
+class JobChannel:
+    """Numbers for streams and claims, and who is behind each of them."""
+
+    def __init__(self, gateway: Gateway, incarnation: int) -> None:
+        self._gateway = gateway
+        self._last_number = incarnation << 32
+        self._listeners: dict[int, Callable[[Dealt], None]] = {}
+        self._claims: dict[int, tuple[int, asyncio.Future[Dealt]]] = {}
+        gateway.on_dealt = self._take
+        gateway.on_restart.append(self._restarted)
+
+    def number(self) -> int:
+        """One that was never used, by a former life neither."""
+        self._last_number += 1
+        return self._last_number
+
+    def listen(self, number: int, listener: Callable[[Dealt], None]) -> None:
+        """`listener` gets what is dealt to this stream until `forget`."""
+        self._listeners[number] = listener
+
+    def forget(self, number: int) -> None:
+        self._listeners.pop(number, None)
+
+    async def claim(self, name: str, node: str, most: int, lease_ms: int | None, receive: Receive) -> Dealt:
+        """What a claim gets, at once or at the end of its window. Fails as `Gateway.call` does; ClientGoneError when
+        its client, as `receive` says, goes away before that: it leaves the window, for those who are still there.
+        """
+        shard = owner_shard(name, self._gateway.shards)
+        claim = Claim(name, node, most, lease_ms, self.number())
+        while True:
+            future: asyncio.Future[Dealt] = asyncio.get_running_loop().create_future()
+            self._claims[claim.stream] = (shard, future)
+            try:
+                reply = await self._gateway.submit(shard, claim)
+                if isinstance(reply, Dealt):
+                    return reply
+                assert isinstance(reply, Waiting)
+                longest_s = reply.wait_ms / 1000 + self._gateway.shard_wait_s
+                async with asyncio.timeout(longest_s):
+                    if not await _gone_before(future, receive):
+                        return future.result()
+            except _RestartedError:
+                continue
+            except TimeoutError:
+                raise self._gateway.no_answer(shard) from None
+            finally:
+                del self._claims[claim.stream]
+            self._leave(shard, claim, longest_s)
+            if future.done() and not future.exception():
+                self._give_back(shard, claim, future.result())
+            raise ClientGoneError
+
+    def _leave(self, shard: int, claim: Claim, longest_s: float) -> None:
+        """Out of the window; what it may be dealt before the shard knows is given back."""
+        self.listen(claim.stream, partial(self._give_back, shard, claim))
+        asyncio.get_running_loop().call_later(longest_s, self.forget, claim.stream)
+        self._gateway.post(shard, WorkClose(claim.name, claim.stream))
+
+    def _give_back(self, shard: int, claim: Claim, dealt: Dealt) -> None:
+        if dealt.seqs:
+            leases = list(range(dealt.first_lease_no, dealt.first_lease_no + len(dealt.seqs)))
+            self._gateway.post(shard, Unclaim(claim.name, claim.node, dealt.seqs, leases))
+        if dealt.dead:
+            self._gateway.post(shard, Exhume(claim.name, dealt.dead, 0))
+
+    def _take(self, dealt: Dealt) -> None:
+        listener = self._listeners.get(dealt.stream)
+        if listener is not None:
+            listener(dealt)
+            return
+        claim = self._claims.get(dealt.stream)
+        if claim is not None and not claim[1].done():
+            claim[1].set_result(dealt)
+
+    def _restarted(self, shard: int) -> None:
+        for waits_for, future in self._claims.values():
+            if waits_for == shard and not future.done():
+                future.set_exception(_RestartedError())
+                # Whoever still waits for the first answer gets that one from the restarted shard.
+                future.exception()
+
+
+async def _gone_before(dealt: asyncio.Future[Dealt], receive: Receive) -> bool:
+    """Whether the client is gone, however far `dealt` is; False: it is there and `dealt` is done."""
+    gone = asyncio.create_task(until_disconnect(receive))
+    try:
+        await asyncio.wait((dealt, gone), return_when=asyncio.FIRST_COMPLETED)
+        return gone.done()
+    finally:
+        gone.cancel()

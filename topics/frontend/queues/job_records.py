@@ -1,0 +1,131 @@
+"""Leased jobs as consumers get them: the record, spliced from its frame, with its lease (api §9)."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from topics.core.errors import TopicsError
+from topics.core.seq_set import runs_of
+from topics.frontend.reads.cold import ColdMissError
+from topics.frontend.reads.reading import TopicReader
+from topics.frontend.reads.records import PageOptions
+from topics.shm.queue_messages import Dealt
+
+ANSWER_BYTES_MAX: Final = 8 << 20
+"""Of one claim; at least one job."""
+_PREFIX: Final = "lease_"
+_COLD_TRIES: Final = 4
+
+
+class RenderedJobs(NamedTuple):
+    """`body` is `jobs` JSON objects joined by commas. Jobs that are gone by now are left out and forgotten; `unsent`
+    did not fit and are to be given back, with their leases.
+    """
+
+    body: bytes
+    jobs: int
+    unsent: list[int]
+    unsent_leases: list[int]
+
+
+def lease_id(lease_no: int) -> str:
+    return f"{_PREFIX}{lease_no:016x}"
+
+
+def lease_no(lease_id: str) -> int:
+    """-1, which no lease has, for a text that is no lease id."""
+    digits = lease_id.removeprefix(_PREFIX)
+    if digits == lease_id or len(digits) != 16:
+        return -1
+    try:
+        number = int(digits, 16)
+    except ValueError:
+        return -1
+    return number if f"{number:016x}" == digits else -1
+
+
+async def fetch_jobs(reader: TopicReader, name: str, dealt: Dealt, max_bytes: int = ANSWER_BYTES_MAX) -> RenderedJobs:
+    """Raises `topic_not_found` when the queue went away. Jobs that cannot be read end it before them; when it is the
+    first, `storage_unavailable`.
+    """
+    rendering = JobRendering(reader, name, dealt, max_bytes)
+    missed_at, tries = -1, 0
+    while True:
+        try:
+            return rendering.go_on()
+        except ColdMissError as miss:
+            tries = tries + 1 if missed_at == rendering.cursor else 1
+            missed_at = rendering.cursor
+            try:
+                await reader.fetch(miss)
+            except FileNotFoundError as error:  # it is elsewhere by now, and a new view leads there
+                if tries > _COLD_TRIES:
+                    raise _unreadable(name, missed_at + 1) from error
+            except TopicsError:
+                if not rendering.count:
+                    raise
+                return rendering.cut()
+
+
+class JobRendering:
+    """Some jobs as far as they are rendered: where only the cold tier has a record it stops, to go on from there."""
+
+    def __init__(self, reader: TopicReader, name: str, dealt: Dealt, max_bytes: int = ANSWER_BYTES_MAX) -> None:
+        self._reader = reader
+        self._name = name
+        self._dealt = dealt
+        self._left_bytes = max_bytes
+        self._runs = runs_of(dealt.seqs)
+        self._extras = {
+            seq: b',"lease_id":"%b","deadline":%d,"deliveries":%d'
+            % (lease_id(number).encode(), dealt.deadline_ms, deliveries)
+            for number, (seq, deliveries) in enumerate(
+                zip(dealt.seqs, dealt.deliveries, strict=True), dealt.first_lease_no
+            )
+        }
+        self._bodies: list[bytes] = []
+        self.cursor = dealt.seqs[0] - 1
+        """Up to where records were looked at."""
+        self.count = 0
+
+    def go_on(self) -> RenderedJobs:
+        """The rest. Raises as `fetch_jobs`, and ColdMissError: fetch it and go on."""
+        ref = self._reader.get(self._name)
+        now_ms = self._reader.now_ms()
+        for first_seq, last_seq in self._runs:
+            self.cursor = max(self.cursor, first_seq - 1)
+            while self.cursor < last_seq:
+                if self.count and self._left_bytes <= 0:
+                    return self.cut()
+                options = PageOptions(
+                    last_seq - self.cursor, max(1, self._left_bytes), include_tags=True, extras=self._extras
+                )
+                try:
+                    page = self._reader.read_page(ref, self.cursor, options, now_ms, last_seq)
+                    if page.next_from_seq <= self.cursor:
+                        raise _unreadable(self._name, self.cursor + 1)
+                except ColdMissError:
+                    raise
+                except TopicsError as error:
+                    if error.code == "storage_unavailable" and self.count:
+                        return self.cut()
+                    raise
+                self.cursor = page.next_from_seq
+                if page.count:
+                    self._bodies.append(page.body)
+                    self.count += page.count
+                    self._left_bytes -= len(page.body)
+        return RenderedJobs(b",".join(self._bodies), self.count, [], [])
+
+    def cut(self) -> RenderedJobs:
+        """What there is so far, the others to be given back."""
+        dealt = self._dealt
+        unsent = [seq for seq in dealt.seqs if seq > self.cursor]
+        first = dealt.first_lease_no + len(dealt.seqs) - len(unsent)
+        return RenderedJobs(b",".join(self._bodies), self.count, unsent, list(range(first, first + len(unsent))))
+
+
+def _unreadable(name: str, seq: int) -> TopicsError:
+    return TopicsError(
+        "storage_unavailable", f"job {seq} of topic {name!r} cannot be read", {"topic": name, "seq": seq}
+    )

@@ -1,0 +1,263 @@
+"""`POST …/claim | ack | nack | extend | redrive` (api §9). The owner shard decides; records are read here."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Final
+
+import msgspec
+
+from topics.core.config import LEASE_MS
+from topics.core.errors import TopicsError, invalid, not_a_queue
+from topics.core.keys import KeyScope
+from topics.core.names import check_topic_name, owner_shard
+from topics.frontend import wire
+from topics.frontend.access import caller_of
+from topics.frontend.answers import elapsed_ms, send_json, send_object
+from topics.frontend.asgi import Receive, Scope, Send
+from topics.frontend.bodies import Headers, read_body
+from topics.frontend.queues.dead_letters import PATIENCE_S, DeadLetters
+from topics.frontend.queues.job_channel import JobChannel
+from topics.frontend.queues.job_records import RenderedJobs, fetch_jobs, lease_no
+from topics.frontend.queues.unreadable import ASIDE_MS, UnreadableJobs
+from topics.frontend.reads.catching_up import CatchingUp
+from topics.frontend.reads.reading import TopicReader
+from topics.frontend.shards.gateway import Gateway
+from topics.frontend.wire import BodyT, Count
+from topics.settings import Settings
+from topics.shm.control import ProcessCell
+from topics.shm.queue_messages import Ack, AckReply, Dealt, Extend, ExtendReply, Nack, Unclaim
+
+SEQS_MAX: Final = 1000
+"""Of one ack, nack or extend."""
+DELAY_MS_MAX: Final = 365 * 86_400_000
+
+
+class ClaimBody(msgspec.Struct, gc=False):
+    node: str
+    max: Count = 1
+    lease_ms: Count | None = None
+
+
+class JobsBody(msgspec.Struct, gc=False):
+    """Jobs as a consumer names them; `lease_ids` fences each."""
+
+    node: str
+    seqs: list[Count]
+    lease_ids: list[str] | None = None
+
+
+class NackBody(JobsBody, gc=False):
+    delay_ms: Count = 0
+
+
+class ExtendBody(JobsBody, kw_only=True, gc=False):
+    lease_ms: Count
+
+
+class RedriveBody(msgspec.Struct, gc=False):
+    source: str = msgspec.field(name="from")
+    max: Count = 100
+
+
+_claim_decoder = wire.decoder(ClaimBody)
+_ack_decoder = wire.decoder(JobsBody)
+_nack_decoder = wire.decoder(NackBody)
+_extend_decoder = wire.decoder(ExtendBody)
+_redrive_decoder = wire.decoder(RedriveBody)
+
+
+class QueueRoutes:
+    """One method for each route; which is for whom says the app."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        reader: TopicReader,
+        channel: JobChannel,
+        dead_letters: DeadLetters,
+        unreadable: UnreadableJobs,
+        catching_up: CatchingUp,
+        settings: Settings,
+        cell: ProcessCell,
+    ) -> None:
+        self._catching_up = catching_up
+        self._gateway = gateway
+        self._reader = reader
+        self._channel = channel
+        self._dead_letters = dead_letters
+        self._unreadable = unreadable
+        self._settings = settings
+        self._cell = cell
+
+    async def claim(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name, headers = _topic_name(scope), dict(scope["headers"])
+        request = await self._body(_claim_decoder, receive, headers)
+        node = checked_node(request.node, self._settings)
+        most = max(1, min(request.max, self._settings.max_claim))
+        await self._catching_up.one(name)
+        dealt = await self._claim(name, node, most, clamped_lease_ms(request.lease_ms), receive)
+        count, body, ready = 0, b"", dealt.ready
+        if dealt.seqs:
+            rendered = await self._fetch(name, node, dealt)
+            count, body = rendered.jobs, rendered.body
+            if rendered.unsent:
+                # Not awaited: a full ring would refuse the whole claim, whose jobs are leased.
+                unclaim = Unclaim(name, node, rendered.unsent, rendered.unsent_leases)
+                self._gateway.post(self._owner(name), unclaim)
+                ready += len(rendered.unsent)
+            self._cell.add("records_out", count)
+        answer = b'{"topic":"%b","claimed":[%b],"count":%d,"ready":%d,"performance":{"server_total_ms":%b}}' % (
+            name.encode(),
+            body,
+            count,
+            ready,
+            str(elapsed_ms(started_ns)).encode(),
+        )
+        try:
+            await send_json(send, headers, 200, answer)
+        except ConnectionError:
+            if dealt.seqs:
+                self._unclaim(name, node, dealt, 0)
+            raise
+
+    async def _claim(self, name: str, node: str, most: int, lease_ms: int | None, receive: Receive) -> Dealt:
+        """Jobs, if any are ready: also those that waited behind nothing but dead letters, as long as there is time."""
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + PATIENCE_S
+        while True:
+            dealt = await self._channel.claim(name, node, most, lease_ms, receive)
+            if dealt.ended:
+                raise TopicsError("topic_not_found", f"topic {name!r} was deleted meanwhile", {"topic": name})
+            if not dealt.dead:
+                return dealt
+            await self._dead_letters.carried(name, dealt)
+            if dealt.seqs or loop.time() >= give_up_s:
+                return dealt
+
+    async def _fetch(self, name: str, node: str, dealt: Dealt) -> RenderedJobs:
+        try:
+            return await fetch_jobs(self._reader, name, dealt)
+        except TopicsError as error:
+            aside = 0
+            if self._unreadable.concerns(name, dealt.seqs[0], error):
+                aside = 1
+                unclaim = Unclaim(name, node, dealt.seqs[:aside], [dealt.first_lease_no], ASIDE_MS)
+                self._gateway.post(self._owner(name), unclaim)
+            self._unclaim(name, node, dealt, aside)
+            raise
+
+    def _unclaim(self, name: str, node: str, dealt: Dealt, but: int) -> None:
+        """All jobs but the first so many were claimed in vain."""
+        if dealt.seqs[but:]:
+            end = dealt.first_lease_no + len(dealt.seqs)
+            leases = list(range(dealt.first_lease_no + but, end))
+            self._gateway.post(self._owner(name), Unclaim(name, node, dealt.seqs[but:], leases))
+
+    async def ack(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name, headers = _topic_name(scope), dict(scope["headers"])
+        request = await self._body(_ack_decoder, receive, headers)
+        call = Ack(name, request.node, request.seqs, _lease_nos(request))
+        reply = await self._gateway.call(self._owner(name), call, AckReply)
+        await _send_ended(send, headers, name, "acked", reply, started_ns)
+
+    async def nack(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name, headers = _topic_name(scope), dict(scope["headers"])
+        request = await self._body(_nack_decoder, receive, headers)
+        delay_ms = min(request.delay_ms, DELAY_MS_MAX)
+        call = Nack(name, request.node, request.seqs, _lease_nos(request), delay_ms)
+        reply = await self._gateway.call(self._owner(name), call, AckReply)
+        await _send_ended(send, headers, name, "nacked", reply, started_ns)
+
+    async def extend(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name, headers = _topic_name(scope), dict(scope["headers"])
+        request = await self._body(_extend_decoder, receive, headers)
+        lease_ms = clamped_lease_ms(request.lease_ms)
+        assert lease_ms is not None
+        call = Extend(name, request.node, request.seqs, _lease_nos(request), lease_ms)
+        reply = await self._gateway.call(self._owner(name), call, ExtendReply)
+        answer: dict[str, Any] = {
+            "topic": name,
+            "extended": len(reply.seqs),
+            "skipped": reply.skipped,
+            "deadlines": {str(seq): reply.deadline_ms for seq in reply.seqs},
+        }
+        await send_object(send, headers, 200, answer, started_ns)
+
+    async def redrive(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name, headers = _topic_name(scope), dict(scope["headers"])
+        request = await self._body(_redrive_decoder, receive, headers)
+        source = check_topic_name(request.source, "from")
+        caller_of(scope).require(KeyScope.ADMIN, (source,))
+        if source == name:
+            raise invalid("from must be another topic than the queue itself", field="from")
+        if self._reader.get(name).config.type != "queue":
+            raise not_a_queue(name)
+        most = max(1, min(request.max, self._settings.max_claim))
+        redriven = await self._dead_letters.redrive(name, source, most)
+        answer: dict[str, Any] = {"topic": name, "from": source, "redriven": redriven}
+        await send_object(send, headers, 200, answer, started_ns)
+
+    async def _body(self, decoder: msgspec.json.Decoder[BodyT], receive: Receive, headers: Headers) -> BodyT:
+        request = wire.decode(decoder, await read_body(receive, headers, self._settings.max_body_bytes))
+        wire.check_counts(request)
+        if isinstance(request, JobsBody):
+            self._check_jobs(request)
+        return request
+
+    def _check_jobs(self, request: JobsBody) -> None:
+        checked_node(request.node, self._settings)
+        most = max(SEQS_MAX, self._settings.max_claim)
+        if not request.seqs:
+            raise invalid("seqs must name at least one job", field="seqs")
+        if len(request.seqs) > most:
+            raise TopicsError(
+                "batch_too_large", f"seqs names at most {most} jobs, not {len(request.seqs)}", {"max_claim": most}
+            )
+        if max(request.seqs) >= 1 << 64:
+            raise invalid("seqs must be integers from 0 to 2^64-1", field="seqs")
+        if request.lease_ids is not None and len(request.lease_ids) != len(request.seqs):
+            raise invalid(
+                f"lease_ids must have one for each of the {len(request.seqs)} seqs, not {len(request.lease_ids)}",
+                field="lease_ids",
+            )
+
+    def _owner(self, name: str) -> int:
+        return owner_shard(name, self._gateway.shards)
+
+
+def checked_node(node: str, settings: Settings) -> str:
+    """Who the consumer is; `400` for nobody or a name that is too long."""
+    if not 1 <= len(node.encode()) <= settings.max_node_bytes:
+        raise invalid(f"node must have 1 to {settings.max_node_bytes} bytes", field="node")
+    return node
+
+
+def clamped_lease_ms(lease_ms: int | None) -> int | None:
+    """None: the queue's own."""
+    return None if lease_ms is None else max(LEASE_MS[0], min(LEASE_MS[1], lease_ms))
+
+
+def _lease_nos(request: JobsBody) -> list[int] | None:
+    return None if request.lease_ids is None else [lease_no(one) for one in request.lease_ids]
+
+
+async def _send_ended(send: Send, headers: Headers, name: str, word: str, reply: AckReply, started_ns: int) -> None:
+    answer: dict[str, Any] = {
+        "topic": name,
+        word: reply.count,
+        "skipped": reply.skipped,
+        "ready": reply.ready,
+        "in_flight": reply.in_flight,
+    }
+    await send_object(send, headers, 200, answer, started_ns)
+
+
+def _topic_name(scope: Scope) -> str:
+    return check_topic_name(scope["path_params"]["topic"])

@@ -1,0 +1,381 @@
+"""`GET …/work` (api §9): a connection that always has up to `max` jobs, as server-sent events.
+
+    retry: 2000 LF LF
+    event: job LF data: {"$seq":…,"lease_id":…,…} LF id: <seq> LF LF
+    event: topic-deleted | error                                                       the end of the stream
+
+The queue's shard knows the stream and deals to it: what is acknowledged through whatever frontend makes room for the
+next job there. A client that does not take what it was sent gets no more: its stream asks for nothing until it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import msgspec
+from starlette.datastructures import QueryParams
+
+from topics.core.clock import Clock
+from topics.core.errors import TopicsError
+from topics.core.keys import KeyScope
+from topics.core.names import check_topic_name, owner_shard
+from topics.frontend.access import Access
+from topics.frontend.answers import HeaderList
+from topics.frontend.asgi import Receive, Scope, Send
+from topics.frontend.live.pulse import STALL_MAX_MS
+from topics.frontend.live.push import AsgiPush, Push, until_disconnect
+from topics.frontend.live.watch import HEARTBEAT_MAX_MS, accepts_event_stream
+from topics.frontend.live.wording import EVENT_STREAM, in_lines
+from topics.frontend.query import count
+from topics.frontend.queues.dead_letters import DeadLetters
+from topics.frontend.queues.job_channel import JobChannel
+from topics.frontend.queues.job_records import JobRendering, RenderedJobs, fetch_jobs
+from topics.frontend.queues.queue import checked_node, clamped_lease_ms
+from topics.frontend.queues.unreadable import ASIDE_MS, UnreadableJobs
+from topics.frontend.reads.cold import ColdMissError
+from topics.frontend.reads.reading import TopicReader
+from topics.frontend.shards.gateway import Gateway
+from topics.settings import Settings
+from topics.shm.cap import Cap
+from topics.shm.control import ProcessCell
+from topics.shm.key_counts import Counted
+from topics.shm.messages import Done
+from topics.shm.queue_messages import Dealt, Unclaim, WorkClose, WorkOpen
+
+HEARTBEAT_MS: Final = 15_000
+ASK_AGAIN_S: Final = 1.0
+"""A stream that a restarted shard could not be told of is asked for again."""
+OPENING: Final = b"retry: 2000\n\n"
+_NEEDED: Final = KeyScope.READ | KeyScope.WRITE
+_HEADERS: Final[HeaderList] = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class WorkWish(msgspec.Struct, frozen=True):
+    """What the client asked for. `lease_ms` None is the queue's own."""
+
+    name: str
+    node: str
+    most: int
+    lease_ms: int | None
+    heartbeat_ms: int
+    key_digest: bytes
+
+
+class WorkRoutes:
+    """All `/work` streams of this frontend."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        reader: TopicReader,
+        channel: JobChannel,
+        dead_letters: DeadLetters,
+        unreadable: UnreadableJobs,
+        access: Access,
+        settings: Settings,
+        places: Cap,
+        cell: ProcessCell,
+        clock: Clock,
+    ) -> None:
+        """`places`: how many streams the whole service may have open."""
+        self.gateway = gateway
+        self.reader = reader
+        self.channel = channel
+        self.dead_letters = dead_letters
+        self.unreadable = unreadable
+        self.cell = cell
+        self.clock = clock
+        self._access = access
+        self._settings = settings
+        self._places = places
+        self._streams: set[WorkStream] = set()
+        self._draining = False
+        access.on_change(self._end_forbidden)
+        gateway.on_restart.append(self._restarted)
+
+    async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = check_topic_name(scope["path_params"]["topic"])
+        caller = self._access.caller(scope, token=True)
+        caller.require(_NEEDED, (name,))
+        wish = self._wish(name, caller.digest, scope)
+        self._access.limits.take(caller, Counted.STREAMS)
+        try:
+            if not self._places.claim():
+                raise self._places.reached()
+            try:
+                await self._work(wish, scope, receive, send)
+            finally:
+                self._places.release()
+        finally:
+            self._access.limits.give_back(caller, Counted.STREAMS)
+
+    def drain(self) -> None:
+        """The process is to stop: the jobs are free for workers elsewhere."""
+        self._draining = True
+        for stream in list(self._streams):
+            stream.close()
+
+    def _wish(self, name: str, key_digest: bytes, scope: Scope) -> WorkWish:
+        accept = dict(scope["headers"]).get(b"accept")
+        if accept is not None and not accepts_event_stream(accept):
+            shown = accept[:100].decode("latin-1")
+            raise TopicsError("not_acceptable", f"this is a text/event-stream, which Accept: {shown} rules out")
+        query = QueryParams(scope["query_string"])
+        heartbeat_ms = min(count(query, "heartbeat_ms", HEARTBEAT_MS), HEARTBEAT_MAX_MS)
+        return WorkWish(
+            name,
+            checked_node(query.get("node", ""), self._settings),
+            max(1, min(count(query, "max", 1), self._settings.max_claim)),
+            clamped_lease_ms(max(1, count(query, "lease_ms", 0))) if "lease_ms" in query else None,
+            max(self._settings.test_min_heartbeat_ms, heartbeat_ms),
+            key_digest,
+        )
+
+    async def _work(self, wish: WorkWish, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = WorkStream(self, wish)
+        self._streams.add(stream)
+        try:
+            if self._draining:
+                raise TopicsError("shutting_down", "the service is stopping; ask again when it is back")
+            await stream.open()
+            self.cell.add("work_streams")
+            try:
+                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                extension = scope.get("extensions", {}).get("topics.push")
+                push: Push = AsgiPush(send) if extension is None else extension()
+                stream.begin(push)
+                # Other keys may count since it was admitted.
+                self._end_if_forbidden(stream)
+                await (push.run(receive) if isinstance(push, AsgiPush) else until_disconnect(receive))
+            finally:
+                self.cell.add("work_streams", -1)
+        finally:
+            self._streams.discard(stream)
+            stream.release()
+
+    def _restarted(self, shard: int) -> None:
+        for stream in self._streams:
+            if stream.shard == shard:
+                stream.ask()
+
+    def _end_forbidden(self) -> None:
+        for stream in list(self._streams):
+            self._end_if_forbidden(stream)
+
+    def _end_if_forbidden(self, stream: WorkStream) -> None:
+        wish = stream.wish
+        if not self._access.still_allows(wish.key_digest, _NEEDED, (wish.name,)):
+            stream.end(EVENT_STREAM.final("forbidden", "the key of this stream is no longer valid for it"))
+
+
+class WorkStream:
+    """One connection: what it is dealt goes out at once, and is the shard's to count."""
+
+    def __init__(self, routes: WorkRoutes, wish: WorkWish) -> None:
+        self._routes = routes
+        self._loop = asyncio.get_running_loop()
+        self.wish = wish
+        self.shard = owner_shard(wish.name, routes.gateway.shards)
+        self._number = routes.channel.number()
+        self._push: Push | None = None
+        self._early: list[Dealt] = []
+        """What came before the head of the answer was out, or while a record was fetched."""
+        self._fetching: asyncio.Task[None] | None = None
+        self._closed = False
+        self._paused = False
+        self._heartbeat: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+
+    async def open(self) -> None:
+        """The shard knows of it, or why not."""
+        self._routes.channel.listen(self._number, self._take)
+        await self._routes.gateway.call(self.shard, self._asked(self.wish.most), Done)
+
+    def begin(self, push: Push) -> None:
+        """From now on what it gets is written."""
+        self._push = push
+        push.on_writable = self._writable
+        push.on_close = self._gone
+        push.write(OPENING)
+        self._beat_later()
+        self._take_early()
+
+    def ask(self) -> None:
+        """Of a shard that was started again."""
+        if self._closed:
+            return
+        try:
+            future = self._routes.gateway.submit(self.shard, self._asked(0 if self._paused else self.wish.most))
+        except TopicsError:
+            self._loop.call_later(ASK_AGAIN_S, self.ask)
+        else:
+            future.add_done_callback(self._asked_again)
+
+    def _asked_again(self, done: asyncio.Future[object]) -> None:
+        error = done.exception()
+        if isinstance(error, TopicsError) and not self._closed:
+            if error.code in ("topic_not_found", "not_a_queue"):
+                self._deleted()
+            else:
+                self._loop.call_later(ASK_AGAIN_S, self.ask)
+
+    def end(self, last_words: bytes) -> None:
+        """Ends the stream in order."""
+        if not self._closed and self._push is not None:
+            self._push.write(last_words)
+        self.close()
+
+    def close(self) -> None:
+        self._gone()
+        if self._push is not None:
+            self._push.close()
+
+    def release(self) -> None:
+        """The connection is over: whatever it has is free again."""
+        self._gone()
+        self._routes.channel.forget(self._number)
+        self._routes.gateway.post(self.shard, WorkClose(self.wish.name, self._number))
+
+    def _gone(self) -> None:
+        self._closed = True
+        for pending in (self._heartbeat, self._stall, self._fetching):
+            if pending is not None:
+                pending.cancel()
+
+    def _take(self, dealt: Dealt) -> None:
+        if self._closed:
+            return  # `release` frees it
+        if self._push is None or self._fetching is not None:
+            self._early.append(dealt)
+            return
+        if dealt.dead:
+            self._routes.dead_letters.carry(self.wish.name, dealt)
+        if dealt.ended:
+            self._deleted()
+            return
+        try:
+            self._write(dealt, self._push)
+        except TopicsError as error:
+            # The jobs' leases end with the stream; the client comes back.
+            self.end(EVENT_STREAM.final(error.code, error.message))
+
+    def _deleted(self) -> None:
+        self.end(_DELETED % msgspec.json.encode({"topic": self.wish.name, "reason": "deleted"}))
+
+    def _write(self, dealt: Dealt, push: Push) -> None:
+        pieces: list[bytes] = []
+        size_bytes = 0
+        for at, seq in enumerate(dealt.seqs):
+            if not push.writable or size_bytes > _WRITE_BYTES:
+                push.write(b"".join(pieces))
+                pieces, size_bytes = [], 0
+                if not push.writable:
+                    self._pause(dealt, at)
+                    break
+            one = _part(dealt, at, at + 1)
+            try:
+                rendered = JobRendering(self._routes.reader, self.wish.name, one).go_on()
+            except ColdMissError:
+                self._fetching = self._loop.create_task(self._fetch(_part(dealt, at, len(dealt.seqs)), push))
+                break
+            except TopicsError as error:
+                if not self._put_aside(one, error):
+                    raise
+                continue
+            if rendered.jobs:
+                pieces.append(self._event(rendered, seq))
+                size_bytes += len(pieces[-1])
+        if pieces:
+            push.write(b"".join(pieces))
+        self._beat_later()
+
+    async def _fetch(self, dealt: Dealt, push: Push) -> None:
+        """The first of these is in the cold tier only; what is dealt meanwhile waits behind them."""
+        first = _part(dealt, 0, 1)
+        rendered = failure = None
+        try:
+            rendered = await fetch_jobs(self._routes.reader, self.wish.name, first)
+        except TopicsError as error:
+            failure = error
+        self._fetching = None  # whatever ends the stream from here on is not to cancel this
+        if self._closed:
+            return
+        if failure is not None and not self._put_aside(first, failure):
+            self.end(EVENT_STREAM.final(failure.code, failure.message))
+            return
+        if rendered is not None and rendered.jobs:
+            push.write(self._event(rendered, dealt.seqs[0]))
+        self._early.insert(0, _part(dealt, 1, len(dealt.seqs)))
+        self._take_early()
+
+    def _put_aside(self, one: Dealt, error: TopicsError) -> bool:
+        """The job cannot be read: it makes room for the next. False: that is not the job's fault."""
+        wish = self.wish
+        if not self._routes.unreadable.concerns(wish.name, one.seqs[0], error):
+            return False
+        unclaim = Unclaim(wish.name, wish.node, one.seqs, [one.first_lease_no], ASIDE_MS)
+        self._routes.gateway.post(self.shard, unclaim)
+        return True
+
+    def _take_early(self) -> None:
+        early, self._early = self._early, []
+        for dealt in early:
+            self._take(dealt)
+
+    def _event(self, rendered: RenderedJobs, seq: int) -> bytes:
+        self._routes.cell.add("records_out")
+        return b"event: job\ndata: %b\nid: %d\n\n" % (in_lines(rendered.body), seq)
+
+    def _pause(self, dealt: Dealt, from_at: int) -> None:
+        """The client does not keep up: what cannot be sent is somebody else's."""
+        first = dealt.first_lease_no + from_at
+        seqs = dealt.seqs[from_at:]
+        unclaim = Unclaim(self.wish.name, self.wish.node, seqs, list(range(first, first + len(seqs))))
+        self._paused = True
+        self._post_most(0)
+        self._routes.gateway.post(self.shard, unclaim)
+        if self._stall is None:
+            self._stall = self._loop.call_later(STALL_MAX_MS / 1000, self._stalled)
+
+    def _writable(self) -> None:
+        if self._paused and not self._closed:
+            self._paused = False
+            if self._stall is not None:
+                self._stall.cancel()
+                self._stall = None
+            self._post_most(self.wish.most)
+
+    def _stalled(self) -> None:
+        self.end(EVENT_STREAM.final("throttled", f"nothing was taken for {STALL_MAX_MS} ms"))
+
+    def _post_most(self, most: int) -> None:
+        self._routes.gateway.post(self.shard, self._asked(most))
+
+    def _asked(self, most: int) -> WorkOpen:
+        return WorkOpen(self.wish.name, self._number, self.wish.node, most, self.wish.lease_ms)
+
+    def _beat_later(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        self._heartbeat = self._loop.call_later(self.wish.heartbeat_ms / 1000, self._beat)
+
+    def _beat(self) -> None:
+        if self._push is not None and not self._closed:
+            self._push.write(EVENT_STREAM.heartbeat(self._routes.clock.now_ms()))
+            self._beat_later()
+
+
+def _part(dealt: Dealt, start: int, end: int) -> Dealt:
+    """Of its jobs, and of nothing else."""
+    first_lease_no = dealt.first_lease_no + start
+    return Dealt(dealt.stream, dealt.seqs[start:end], first_lease_no, dealt.deadline_ms, dealt.deliveries[start:end], 0)
+
+
+_DELETED: Final = b"event: topic-deleted\ndata: %b\n\n"
+_WRITE_BYTES: Final = 64 * 1024
+"""As much is put together for one write; between two of them the client may turn out to be slow."""

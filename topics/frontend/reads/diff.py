@@ -1,0 +1,176 @@
+"""`POST /v0/topics/:t/diff`: what follows a cursor, at once or as soon as there is something (api §3)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final, NamedTuple
+
+from topics.core.clock import Clock
+from topics.core.errors import TopicsError
+from topics.core.names import check_topic_name
+from topics.frontend import wire
+from topics.frontend.answers import elapsed_ms, send_json
+from topics.frontend.asgi import ROUTE, Receive, Scope, Send
+from topics.frontend.bodies import ClientGoneError, read_body
+from topics.frontend.reads.catching_up import CatchingUp
+from topics.frontend.reads.page_json import PAGE_MEMBERS, page_values
+from topics.frontend.reads.reading import Page, TopicReader, TopicRef
+from topics.frontend.reads.records import PageOptions
+from topics.frontend.shards.gateway import Gateway
+from topics.frontend.wire import DiffBody
+from topics.settings import Settings
+from topics.shm.control import ProcessCell
+from topics.shm.durations import Route
+from topics.shm.recency import RecencyWriter
+
+LIMIT_DEFAULT: Final = 256
+MAX_BATCH_BYTES: Final = (1 << 20, 8 << 20)
+"""Default and most of `max_batch_bytes`."""
+WAIT_MS_MAX: Final = 30_000
+LONG_POLLS_MAX: Final = 10_000
+"""Waiting at once in this process; one more is refused, for each holds a connection and memory."""
+
+
+_ANSWER: Final = b'{"topic":"%b",' + PAGE_MEMBERS + b',"performance":{"server_total_ms":%b,"records_scanned":%d%b%b}}'
+
+
+class Cost(NamedTuple):
+    """What the pages of an answer took: records examined, segments of the cold tier."""
+
+    scanned: int
+    cold_segments: int
+
+
+class DiffRoute:
+    """Answers from the arena and the files alone; only a long poll asks the shard to tell of changes."""
+
+    def __init__(
+        self,
+        reader: TopicReader,
+        gateway: Gateway,
+        recency: RecencyWriter,
+        settings: Settings,
+        cell: ProcessCell,
+        catching_up: CatchingUp,
+        clock: Clock,
+    ) -> None:
+        self._reader = reader
+        self._gateway = gateway
+        self._recency = recency
+        self._settings = settings
+        self._cell = cell
+        self._catching_up = catching_up
+        self._clock = clock
+        self._waiting: set[asyncio.Event] = set()
+        self._draining = False
+
+    async def __call__(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        headers = dict(scope["headers"])
+        check_topic_name(name)
+        request = wire.decode_diff(await read_body(receive, headers, self._settings.max_body_bytes))
+        reader = self._reader
+        with_copies = await self._catching_up.one(name)
+        ref = reader.get(name)
+        options = self._options(request)
+        from_ts = request.from_ts
+        page = await reader.fetch_page(ref, request.from_seq, options, reader.now_ms(), from_ts=from_ts)
+        cost = Cost(page.scanned, page.cold_segments)
+        self._recency.touch(ref.shard, ref.slot, ref.view.topic_id, self._clock.now_ms())
+        if request.wait_ms and not _deliverable(page):
+            scope[ROUTE] = Route.DIFF_WAIT
+            page, cost = await self._wait(ref, page, options, from_ts, min(request.wait_ms, WAIT_MS_MAX), receive)
+        self._cell.add("records_out", page.count)
+        await send_json(send, headers, 200, _answer(name, page, cost, with_copies, started_ns))
+
+    def drain(self) -> None:
+        """The process is to stop: every long poll answers now what it has."""
+        self._draining = True
+        for news in self._waiting:
+            news.set()
+
+    def _options(self, request: DiffBody) -> PageOptions:
+        limit = min(request.limit or LIMIT_DEFAULT, self._settings.max_limit)
+        max_batch_bytes = min(request.max_batch_bytes or MAX_BATCH_BYTES[0], MAX_BATCH_BYTES[1])
+        return PageOptions(limit, max_batch_bytes, node_set(request.node), request.include_tags, request.include_meta)
+
+    async def _wait(
+        self, ref: TopicRef, page: Page, options: PageOptions, from_ts: int | None, wait_ms: int, receive: Receive
+    ) -> tuple[Page, Cost]:
+        """The first page that delivers something, or the last one before the deadline; what all of them took.
+        `from_ts` may be yet to come: what is written before it is not what the reader waits for.
+        """
+        if len(self._waiting) >= LONG_POLLS_MAX:
+            raise TopicsError(
+                "throttled",
+                f"{LONG_POLLS_MAX} long polls are waiting already",
+                {"limit": "long_polls", "max": LONG_POLLS_MAX},
+            )
+        loop = asyncio.get_running_loop()
+        news = asyncio.Event()
+        cost = Cost(page.scanned, page.cold_segments)
+        over = False
+
+        def end() -> None:
+            nonlocal over
+            over = True
+            news.set()
+
+        # The timer alone says when it is over: by the loop's clock it may fire before its time, and there is no second.
+        timer = loop.call_later(wait_ms / 1000, end)
+        watch = self._gateway.watch(ref.shard, ref.name, ref.view, news.set)
+        # Nothing but a disconnect can come behind the body.
+        gone = loop.create_task(_disconnect(receive))
+        gone.add_done_callback(lambda _: news.set())
+        self._waiting.add(news)
+        self._cell.set("long_polls", len(self._waiting))
+        try:
+            while not (self._draining or over or _deliverable(page)):
+                if page.caught_up:
+                    await news.wait()
+                else:
+                    # A long stretch of filtered records: others get their turn between its pages.
+                    await asyncio.sleep(0)
+                news.clear()
+                if gone.done():
+                    raise ClientGoneError
+                reader = self._reader
+                page = await reader.fetch_page(
+                    reader.get(ref.name), page.next_from_seq, options, reader.now_ms(), from_ts=from_ts
+                )
+                cost = Cost(cost.scanned + page.scanned, cost.cold_segments + page.cold_segments)
+        finally:
+            timer.cancel()
+            watch.cancel()
+            gone.cancel()
+            self._waiting.discard(news)
+            self._cell.set("long_polls", len(self._waiting))
+        return page, cost
+
+
+def node_set(node: str | list[str] | None) -> frozenset[bytes] | None:
+    """The writers whose records a reader does not want back (api §4)."""
+    if not node:
+        return None
+    return frozenset([node.encode()] if isinstance(node, str) else [one.encode() for one in node])
+
+
+def _deliverable(page: Page) -> bool:
+    return page.count > 0 or page.tombstone is not None
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _answer(name: str, page: Page, cost: Cost, with_copies: bool, started_ns: int) -> bytes:
+    return _ANSWER % (
+        name.encode(),
+        *page_values(page),
+        str(elapsed_ms(started_ns)).encode(),
+        cost.scanned,
+        b',"cold_segments_read":%d' % cost.cold_segments if cost.cold_segments else b"",
+        b"" if with_copies else b',"copies_pending":true',
+    )

@@ -1,0 +1,227 @@
+"""`/v0/topics/:t/segments` and the pins: where the sealed records of a topic lie, for those who read files themselves.
+
+A pin is written first and the topic looked at again after: what is in its list of segments then was not found
+superfluous before, and the compactor looks at the pins before it removes what it found (docs/decisions/0009-pins.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import OrderedDict
+from typing import Any, Final
+
+from starlette.datastructures import QueryParams
+
+from topics.core.clock import Clock
+from topics.core.config import U64_MAX
+from topics.core.errors import TopicsError, invalid
+from topics.core.names import check_topic_name
+from topics.core.segment_list import COLD, SEALED, SegmentInfo
+from topics.frontend.answers import send_object
+from topics.frontend.asgi import Receive, Scope, Send
+from topics.frontend.query import count
+from topics.frontend.reads.catching_up import CatchingUp
+from topics.frontend.reads.reading import TopicReader, TopicRef
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem
+from topics.storage.pins import PIN_PATTERN, Pin, PinFiles, new_pin_id, read_pin
+from topics.storage.segment import ENTRY_LEN, CorruptSegment, map_file
+from topics.storage.segment_columns import index_digest
+
+SEGMENTS_MAX: Final = 2_048
+"""In one answer; a longer list goes on with `next_from_seq`."""
+PINS_MAX: Final = 256
+"""Of one frontend: each keeps disk space that retention has given up."""
+PIN_TTL_DEFAULT_MS: Final = 60_000
+PIN_TTL_MAX_MS: Final = 3_600_000
+_DIGESTS_KEPT: Final = 16_384
+_DIGESTS_AT_ONCE: Final = 16
+_TRIES: Final = 8
+
+_Key = tuple[int, int, int]
+"""topic id, first_seq, version of a segment."""
+
+
+class ManifestRoutes:
+    """`pins`: of this frontend; `pins_dir`: where those of all are."""
+
+    def __init__(
+        self,
+        reader: TopicReader,
+        catching_up: CatchingUp,
+        fs: FileSystem,
+        pins: PinFiles,
+        pins_dir: str,
+        data_dir: str,
+        clock: Clock,
+    ) -> None:
+        self._reader = reader
+        self._catching_up = catching_up
+        self._fs = fs
+        self._pins = pins
+        self._pins_dir = pins_dir
+        self._data_dir = data_dir
+        self._clock = clock
+        self._digests: OrderedDict[_Key, int] = OrderedDict()
+
+    async def list_segments(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`GET /v0/topics/:t/segments`"""
+        started_ns = time.perf_counter_ns()
+        name = check_topic_name(scope["path_params"]["topic"])
+        query = QueryParams(scope["query_string"])
+        from_seq, to_seq = count(query, "from_seq", 0), count(query, "to_seq", U64_MAX)
+        ttl_ms = min(count(query, "pin_ttl_ms", 0), PIN_TTL_MAX_MS)
+        await self._catching_up.one(name)
+        ref, segments = self._reader.with_segments(self._reader.get(name))
+        listed, more = _wanted(ref, segments, from_seq, to_seq)
+        pin: dict[str, Any] | None = None
+        if ttl_ms:
+            pin_id = new_pin_id()
+            ref, segments, listed, more = self._pinned(pin_id, ref, listed, more, (from_seq, to_seq), ttl_ms)
+            pin = {"id": pin_id, "ttl_ms": ttl_ms}
+        view = ref.view
+        sealed = [info for info in segments if info.flags & SEALED]
+        answer: dict[str, Any] = {
+            "topic": name,
+            "epoch": f"{view.topic_id:016x}",
+            "head_seq": view.head_seq,
+            "earliest_seq": view.earliest_seq,
+            "evict_floor": view.evict_floor,
+            "dedupe_node": ref.config.dedupe_node,
+            "http_from_seq": max(view.earliest_seq, sealed[-1].last_seq + 1 if sealed else 1),
+            "segments": await self._rows(view.topic_id, listed),
+            "next_from_seq": listed[-1].last_seq if more else None,
+            "pin": pin,
+        }
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+
+    async def renew(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`PUT /v0/topics/:t/pins/:pin`: the topic may be gone, its pinned files are not."""
+        started_ns = time.perf_counter_ns()
+        name, pin_id = _path_params(scope)
+        query = QueryParams(scope["query_string"])
+        ttl_ms = min(max(1, count(query, "pin_ttl_ms", PIN_TTL_DEFAULT_MS)), PIN_TTL_MAX_MS)
+        now_ms = self._clock.monotonic_ms()
+        pin = read_pin(self._fs, self._pins_dir, pin_id, now_ms)
+        held = pin is not None and pin.topic == name
+        if held:
+            assert pin is not None
+            self._pins.held(now_ms)
+            # It never becomes shorter by this: another reader may count on what it was promised.
+            until_ms = max(pin.until_ms, now_ms + ttl_ms)
+            self._pins.put(pin_id, Pin(name, pin.topic_id, pin.segments, until_ms))
+            # Had it ended while this was written, the compactor may have looked in between.
+            held = self._clock.monotonic_ms() < pin.until_ms
+        answer: dict[str, Any] = {"topic": name, "pin": pin_id, "held": held}
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+
+    async def end(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`DELETE /v0/topics/:t/pins/:pin`"""
+        started_ns = time.perf_counter_ns()
+        name, pin_id = _path_params(scope)
+        now_ms = self._clock.monotonic_ms()
+        pin = read_pin(self._fs, self._pins_dir, pin_id, now_ms)
+        ended = pin is not None and pin.topic == name
+        if ended:
+            assert pin is not None
+            self._pins.held(now_ms)
+            self._pins.put(pin_id, Pin(name, pin.topic_id, [], pin.until_ms, ended=True))
+        answer: dict[str, Any] = {"topic": name, "pin": pin_id, "ended": ended}
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+
+    def _pinned(
+        self,
+        pin_id: str,
+        ref: TopicRef,
+        listed: list[SegmentInfo],
+        more: bool,
+        range_: tuple[int, int],
+        ttl_ms: int,
+    ) -> tuple[TopicRef, tuple[SegmentInfo, ...], list[SegmentInfo], bool]:
+        """Pins what is listed, and lists it anew until it is what is pinned."""
+        if self._pins.held(self._clock.monotonic_ms()) >= PINS_MAX:
+            raise TopicsError(
+                "throttled",
+                f"{PINS_MAX} pins are all that one frontend keeps; end some, or wait until some are over",
+                {"limit": "pins", "max": PINS_MAX},
+            )
+        for _ in range(_TRIES):
+            until_ms = self._clock.monotonic_ms() + ttl_ms
+            names = [(info.first_seq, info.version) for info in listed]
+            self._pins.put(pin_id, Pin(ref.name, ref.view.topic_id, names, until_ms))
+            ref, segments = self._reader.with_segments(self._reader.refresh(ref))
+            again, more = _wanted(ref, segments, *range_)
+            # What has gone below the floor meanwhile is listed no more, and its pin does no harm.
+            if {(info.first_seq, info.version) for info in again} <= set(names):
+                return ref, segments, again, more
+            listed = again
+        raise TopicsError(
+            "storage_unavailable", f"the segments of topic {ref.name!r} do not hold still", {"topic": ref.name}
+        )
+
+    async def _rows(self, topic_id: int, listed: list[SegmentInfo]) -> list[dict[str, Any]]:
+        rows = []
+        fresh = 0
+        for info in listed:
+            key = (topic_id, info.first_seq, info.version)
+            digest = self._digests.get(key)
+            if digest is None:
+                digest = self._digest(topic_id, info)
+                fresh += 1
+                if fresh % _DIGESTS_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # others have their turn
+            rows.append(_row(topic_id, info, digest))
+        return rows
+
+    def _digest(self, topic_id: int, info: SegmentInfo) -> int | None:
+        """None where the index cannot be read: the reader of the file will say what is wrong with it."""
+        directory = layout.topic_dir(self._data_dir, topic_id)
+        path = layout.segment_idx_path(directory, info.first_seq, info.version)
+        try:
+            digest = index_digest(map_file(path, info.records * ENTRY_LEN))
+        except (OSError, CorruptSegment):
+            return None
+        self._digests[(topic_id, info.first_seq, info.version)] = digest
+        if len(self._digests) > _DIGESTS_KEPT:
+            self._digests.popitem(last=False)
+        return digest
+
+
+def _wanted(
+    ref: TopicRef, segments: tuple[SegmentInfo, ...], from_seq: int, to_seq: int
+) -> tuple[list[SegmentInfo], bool]:
+    """Sealed segments with any record of from_seq + 1..to_seq that is not below the floor, and whether there are more
+    than one answer holds.
+    """
+    first_seq = max(from_seq + 1, ref.view.earliest_seq)
+    found = [
+        info for info in segments if info.flags & SEALED and info.last_seq >= first_seq and info.first_seq <= to_seq
+    ]
+    return found[:SEGMENTS_MAX], len(found) > SEGMENTS_MAX
+
+
+def _row(topic_id: int, info: SegmentInfo, digest: int | None) -> dict[str, Any]:
+    directory = layout.topic_dir("", topic_id)
+    return {
+        "first_seq": info.first_seq,
+        "last_seq": info.last_seq,
+        "records": info.records,
+        "first_ts": info.first_ts,
+        "last_ts": info.last_ts,
+        "data_bytes": info.data_bytes,
+        "version": info.version,
+        "tier": "cold" if info.flags & COLD else "hot",
+        "data_path": layout.segment_data_path(directory, info.first_seq, info.version),
+        "idx_path": layout.segment_idx_path(directory, info.first_seq, info.version),
+        "idx_xxh3": None if digest is None else f"{digest:016x}",
+    }
+
+
+def _path_params(scope: Scope) -> tuple[str, str]:
+    params = scope["path_params"]
+    pin_id: str = params["pin"]
+    if re.fullmatch(PIN_PATTERN, pin_id) is None:
+        raise invalid("a pin's id is pin_ and 22 characters, as GET …/segments gave it", field="pin")
+    return check_topic_name(params["topic"]), pin_id

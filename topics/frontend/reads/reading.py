@@ -1,0 +1,331 @@
+"""Reading a topic: the page that follows a cursor (api §3). Diff and watch streams both read through here.
+
+No message: what is read is the arena's view of the topic and the files it points into, so reads of what is committed go
+on while the shard is dead, and a page is one consistent state. No await either, but where only the cold tier has a
+record (`TopicReader.fetch_page`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Final, NamedTuple, TypeVar
+
+import msgspec
+
+from topics.core.clock import Clock
+from topics.core.config import TopicConfig
+from topics.core.errors import TopicsError, topic_not_found
+from topics.core.expiry_clock import STEP_MAX_MS
+from topics.core.floors import EvictReason
+from topics.core.location import LOCATION_LOST
+from topics.core.names import owner_shard
+from topics.core.segment_list import SegmentInfo
+from topics.frontend.reads.cold import ColdMissError, ColdTier
+from topics.frontend.reads.floors import Tombstone, floor_tombstone, logical_view
+from topics.frontend.reads.log_files import LogFiles
+from topics.frontend.reads.records import PageOptions, render
+from topics.frontend.reads.segment_files import SegmentFiles
+from topics.frontend.reads.sources import MismatchError, MovedError, Source, Stores
+from topics.frontend.shards.arenas import Arenas
+from topics.log import get_logger
+from topics.shm.arena import ArenaReader, SlotState, TopicView
+from topics.storage.segment import CorruptSegment
+
+SCAN_MAX: Final = 8192
+"""Records examined for one page, about: filtering a long log must not hold the event loop."""
+_STEP_MAX: Final = 1024
+_STEP_MIN: Final = 16
+_TRIES: Final = 8
+_COLD_TRIES: Final = 16
+_T = TypeVar("_T")
+
+_log = get_logger()
+
+
+class TopicRef(NamedTuple):
+    """A live topic as it was found. To be used at once: after an `await`, find it again."""
+
+    name: str
+    shard: int
+    arena: ArenaReader
+    slot: int
+    view: TopicView
+    config: TopicConfig
+
+
+class Page(msgspec.Struct, frozen=True):
+    """`body` is `count` record objects joined by commas; everything up to `next_from_seq` has been examined."""
+
+    body: bytes
+    count: int
+    next_from_seq: int
+    head_seq: int
+    earliest_seq: int
+    durable_seq: int
+    tombstone: Tombstone | None
+    scanned: int
+    topic_id: int
+    cold_segments: int = 0
+    """How many it took records from that are in the cold tier."""
+
+    @property
+    def caught_up(self) -> bool:
+        return self.next_from_seq == self.head_seq
+
+
+class TopicReader:
+    """Finds and reads topics of all shards."""
+
+    def __init__(
+        self, arenas: Arenas, files: LogFiles, shards: int, clock: Clock, cold: ColdTier | None = None
+    ) -> None:
+        """`clock`: of expiry (`core/expiry_clock.py`). `cold`: where segments are that are not in the data directory;
+        None when none ever left it.
+        """
+        self._arenas = arenas
+        self._stores = Stores(files, SegmentFiles(files.data_dir), cold)
+        self._shards = shards
+        self._clock = clock
+        self._now_ms = 0
+
+    def sweep(self) -> None:
+        """Lets go of files that were removed; to be called now and then."""
+        self._stores.logs.sweep()
+        self._stores.segments.sweep()
+
+    def now_ms(self) -> int:
+        """Milliseconds since the epoch, for expiry: what has expired stays expired when the clock is corrected. A clock
+        that was far ahead is not waited for: what the shard has not expired by it is there again.
+        """
+        now_ms = self._clock.now_ms()
+        if not now_ms < self._now_ms <= now_ms + STEP_MAX_MS:
+            self._now_ms = now_ms
+        return self._now_ms
+
+    def owner(self, name: str) -> int:
+        """The shard of a topic, whether it exists or not."""
+        return owner_shard(name, self._shards)
+
+    def find(self, name: str) -> TopicRef | None:
+        """The topic as it is now; raises `not_ready` until its shard has recovered."""
+        shard = owner_shard(name, self._shards)
+        arena = self._arenas.require(shard)
+        found = arena.look_up(name)
+        if found is None:
+            return None
+        slot, view = found
+        return TopicRef(name, shard, arena, slot, view, arena.config(slot, view))
+
+    def get(self, name: str) -> TopicRef:
+        """As `find`; `404 topic_not_found` where there is none."""
+        ref = self.find(name)
+        if ref is None:
+            raise topic_not_found(name)
+        return ref
+
+    def refresh(self, ref: TopicRef) -> TopicRef:
+        """The same topic now; `404 topic_not_found` when it is gone, though its name may be in use again."""
+        view = ref.arena.view(ref.slot)
+        if view.topic_id != ref.view.topic_id or view.state != SlotState.LIVE:
+            raise topic_not_found(ref.name)
+        return ref._replace(view=view, config=ref.arena.config(ref.slot, view))
+
+    def seq_before(self, ref: TopicRef, ts: int) -> int:
+        """The cursor whose next record is the first with `$ts >= ts` (api §3 from_ts)."""
+        return self._steady(ref, lambda ref: self._source(ref).first_seq_at(ts) - 1)
+
+    def with_segments(self, ref: TopicRef) -> tuple[TopicRef, tuple[SegmentInfo, ...]]:
+        """The topic with exact floors, and its segments at the same moment; raises as `read_page`."""
+
+        def look(ref: TopicRef) -> tuple[TopicRef, tuple[SegmentInfo, ...]]:
+            view = logical_view(ref.view, ref.config.ttl_ms, self._source(ref), self.now_ms())
+            segments = ref.arena.segments(ref.slot, ref.view)
+            if segments is None:
+                raise MovedError
+            return ref._replace(view=view), segments
+
+        return self._steady(ref, look)
+
+    def has_expired(self, ref: TopicRef, now_ms: int) -> bool:
+        """Whether records have expired that the shard still counts."""
+        ttl_ms, view = ref.config.ttl_ms, ref.view
+        if not ttl_ms or view.earliest_seq > view.head_seq:
+            return False
+        try:
+            return now_ms - self._source(ref).ts_at(view.earliest_seq) > ttl_ms
+        except (MovedError, FileNotFoundError):
+            # The shard has moved on since `view`; it may be for this very reason.
+            return True
+        except CorruptSegment:
+            # Nothing a shard could settle; whoever reads the records will be told.
+            return False
+
+    def read_page(
+        self,
+        ref: TopicRef,
+        from_seq: int,
+        options: PageOptions,
+        now_ms: int,
+        up_to_seq: int | None = None,
+        from_ts: int | None = None,
+    ) -> Page:
+        """The records that follow `from_seq`, not beyond `up_to_seq`, and none before the first with `$ts >= from_ts`.
+
+        Raises `topic_not_found` when the topic went away, `storage_unavailable` when a frame cannot be read;
+        ColdMissError when the first record is in the cold tier and not at hand (`fetch_page` waits for it).
+        """
+        return self._steady(ref, lambda ref: self._read(ref, from_seq, options, now_ms, up_to_seq, from_ts))
+
+    async def fetch_page(
+        self,
+        ref: TopicRef,
+        from_seq: int,
+        options: PageOptions,
+        now_ms: int,
+        up_to_seq: int | None = None,
+        from_ts: int | None = None,
+    ) -> Page:
+        """As `read_page`, waiting for the cold tier where it must; then `ref` is to be found again."""
+        reason: Exception | None = None
+        for _ in range(_COLD_TRIES):
+            try:
+                return self.read_page(ref, from_seq, options, now_ms, up_to_seq, from_ts)
+            except ColdMissError as miss:
+                try:
+                    await self.fetch(miss)
+                except FileNotFoundError as error:
+                    # Dropped or rewritten meanwhile, in which case a new view does not lead there again.
+                    if isinstance(reason, FileNotFoundError):
+                        raise _unreadable(ref, error) from error
+                    reason = error
+            ref = self.refresh(ref)
+        raise _unreadable(ref, reason)
+
+    async def fetch(self, miss: ColdMissError) -> None:
+        """Gets what a page lacked (`ColdTier.fetch`)."""
+        assert self._stores.cold is not None
+        await self._stores.cold.fetch(miss)
+
+    def _steady(self, ref: TopicRef, look: Callable[[TopicRef], _T]) -> _T:
+        """What `look` finds, which gets a new view of the topic each time it finds that its own is old."""
+        reason: Exception | None = None
+        for _ in range(_TRIES):
+            try:
+                return look(ref)
+            except (MovedError, MismatchError, FileNotFoundError, EOFError) as error:
+                reason = error
+            except CorruptSegment as damage:
+                raise _corrupt(ref, damage) from damage
+            ref = self.refresh(ref)
+        raise _unreadable(ref, reason)
+
+    def _source(self, ref: TopicRef) -> Source:
+        return Source(self._stores, ref.shard, ref.arena, ref.slot, ref.view)
+
+    def _read(
+        self,
+        ref: TopicRef,
+        from_seq: int,
+        options: PageOptions,
+        now_ms: int,
+        up_to_seq: int | None,
+        from_ts: int | None,
+    ) -> Page:
+        source = self._source(ref)
+        if from_ts is not None:
+            # In this very view: a record that comes between finding the start and reading may be too early.
+            from_seq = max(from_seq, source.first_seq_at(from_ts) - 1)
+        view = logical_view(ref.view, ref.config.ttl_ms, source, now_ms)
+        tombstone = floor_tombstone(view, from_seq)
+        if from_seq > view.head_seq:
+            from_seq = 0 if view.recreated else view.head_seq
+        if not ref.config.dedupe_node:
+            options = options._replace(nodes=None)
+        start = cursor = max(from_seq, view.earliest_seq - 1)
+        last_seq = view.head_seq if up_to_seq is None else min(up_to_seq, view.head_seq)
+        bodies: list[bytes] = []
+        count = size_bytes = 0
+        step_max = _STEP_MAX
+        ended = False
+        while not ended and cursor < last_seq and count < options.limit and cursor - start < SCAN_MAX:
+            step = min(step_max, max(_STEP_MIN, options.limit - count), last_seq - cursor)
+            try:
+                room_bytes = options.max_batch_bytes - size_bytes
+                runs = source.runs(cursor + 1, cursor + step, room_bytes, options.verify)
+            except (ColdMissError, CorruptSegment) as error:
+                if isinstance(error, CorruptSegment) and step > 1:
+                    # Damage keeps nobody from what lies before it.
+                    step_max = step // 2
+                    continue
+                if count:
+                    break
+                raise
+            for run in runs:
+                part = render(run, options, count, size_bytes)
+                cursor += part.examined
+                size_bytes = part.size_bytes
+                if part.count:
+                    bodies.append(part.body)
+                    count += part.count
+                if part.lost:
+                    if count or tombstone is not None:
+                        ended = True
+                        break
+                    tombstone = _lost_run(source, view, cursor + 1, last_seq)
+                    cursor = tombstone.gap_to
+                    # The rest of these runs is behind us.
+                    break
+                if part.full:
+                    ended = True
+                    break
+        return Page(
+            bodies[0] if len(bodies) == 1 else b",".join(bodies),
+            count,
+            cursor,
+            view.head_seq,
+            view.earliest_seq,
+            view.durable_seq,
+            tombstone,
+            cursor - start,
+            view.topic_id,
+            len(source.cold_segments),
+        )
+
+
+def _lost_run(source: Source, view: TopicView, first_seq: int, last_seq: int) -> Tombstone:
+    """The records from `first_seq` on that are gone though older ones live (LOCATION_LOST)."""
+    seq = first_seq
+    reason = EvictReason.NONE
+    while seq <= last_seq:
+        flags, offsets = source.gone(seq, min(last_seq, seq + _STEP_MAX - 1))
+        if reason == EvictReason.NONE:
+            reason = EvictReason(offsets[0])
+        for flag in flags:
+            if not flag & LOCATION_LOST:
+                last_seq = seq - 1
+                break
+            seq += 1
+    return Tombstone(
+        first_seq, last_seq, reason.name.lower(), last_seq - first_seq + 1, view.earliest_seq, view.head_seq
+    )
+
+
+def _unreadable(ref: TopicRef, error: Exception | None) -> TopicsError:
+    reason = "its index does not hold still" if isinstance(error, MovedError) else str(error)
+    _log.error("a topic cannot be read", topic=ref.name, shard=ref.shard, reason=reason)
+    return TopicsError(
+        "storage_unavailable", f"topic {ref.name!r} cannot be read: {reason}", {"topic": ref.name, "reason": reason}
+    )
+
+
+def _corrupt(ref: TopicRef, damage: CorruptSegment) -> TopicsError:
+    """Never taken for absence: the reader is told where it is, and stays before it."""
+    segment = os.path.join(os.path.basename(os.path.dirname(damage.path)), os.path.basename(damage.path))
+    _log.error("a segment is corrupt", topic=ref.name, path=damage.path, offset=damage.offset, reason=damage.reason)
+    return TopicsError(
+        "storage_unavailable",
+        f"topic {ref.name!r} cannot be read on: segment {segment} is corrupt at offset {damage.offset}:"
+        f" {damage.reason}; restore the file from a copy, or give up what lies there by a delete with before_seq",
+        {"topic": ref.name, "segment": segment, "offset": damage.offset, "reason": damage.reason},
+    )

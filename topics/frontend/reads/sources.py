@@ -1,0 +1,257 @@
+"""Where the records of a topic are: the older ones in segments, those behind `base_seq` in the log.
+
+Everything here speaks of one view of a topic. MovedError says that the shard or the compactor has gone on since, and
+that a new view will do; it is never raised for what is damaged.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, repeat
+from mmap import mmap
+from operator import attrgetter
+from struct import Struct
+from typing import Final
+
+from topics.core.errors import TopicsError
+from topics.core.location import LOCATION_GONE, LOCATION_IN_RAM_LOG
+from topics.core.segment_list import SegmentInfo
+from topics.frontend.reads.cold import ColdTier
+from topics.frontend.reads.log_files import LogFiles
+from topics.frontend.reads.records import LOG_FRAME, SEGMENT_FRAME, Run
+from topics.frontend.reads.segment_files import OpenSegment, SegmentFiles
+from topics.shm.arena import ArenaReader, TopicView
+from topics.storage.segment_columns import Columns
+
+_IDENTITY: Final = Struct("<I2xQQ")
+"""frame_len, topic_id, seq of a frame in the log."""
+_LENGTH_FIELD_LEN: Final = 4
+_COPY_MAX_BYTES: Final = 256 * 1024
+"""Slices of `bytes` cost half of those of a map: so many are copied out of it first, if most of them are wanted."""
+_first_seq = attrgetter("first_seq")
+_last_ts = attrgetter("last_ts")
+
+
+class MovedError(Exception):
+    """The view was overtaken: take a new one."""
+
+
+class MismatchError(Exception):
+    """A frame is not the one its location promises: the location is out of date, or the log file is damaged."""
+
+
+class Stores:
+    """What a frontend reads records from."""
+
+    def __init__(self, logs: LogFiles, segments: SegmentFiles, cold: ColdTier | None) -> None:
+        self.logs = logs
+        self.segments = segments
+        self.cold = cold
+
+
+class Source:
+    """The records of one topic at one moment."""
+
+    __slots__ = ("_arena", "_shard", "_slot", "_stores", "_table", "_view", "cold_segments")
+
+    def __init__(self, stores: Stores, shard: int, arena: ArenaReader, slot: int, view: TopicView) -> None:
+        self._stores = stores
+        self._shard = shard
+        self._arena = arena
+        self._slot = slot
+        self._view = view
+        self._table: tuple[SegmentInfo, ...] | None = None
+        self.cold_segments: set[int] = set()
+        """First seqs of those that runs were taken from the cold tier of."""
+
+    # -- when
+
+    def ts_at(self, seq: int) -> int:
+        """Commit time of a record that is there, ms."""
+        if seq < self._view.base_seq:
+            info = self._segment_of(seq)
+            return info.first_ts if seq == info.first_seq else self._open(info).ts_at(seq)
+        ts = self._arena.ts_at(self._view, seq)
+        if ts is None:
+            raise MovedError
+        return ts
+
+    def first_seq_at(self, ts: int) -> int:
+        """The first seq from earliest_seq on whose commit time is >= ts; head_seq + 1 when there is none."""
+        view = self._view
+        if view.earliest_seq < view.base_seq:
+            table = self._segments()
+            at = bisect_left(table, ts, key=_last_ts)
+            if at < len(table):
+                info = table[at]
+                seq = info.first_seq if info.first_ts >= ts else self._open(info).first_seq_at(ts)
+                return max(seq, view.earliest_seq)
+        seq_in_log = self._arena.first_seq_at(view, ts)
+        if seq_in_log is None:
+            raise MovedError
+        return max(seq_in_log, view.earliest_seq)
+
+    # -- what
+
+    def runs(self, first_seq: int, last_seq: int, room_bytes: int, again: bool = False) -> Iterator[Run]:
+        """Records from first_seq on, checked, in one or more runs; not beyond last_seq, and not much more than
+        room_bytes if more than one. `again`: checksums of segments are looked at whether they were right before or not.
+        At least one record, unless it raises: MovedError, FileNotFoundError, EOFError, CorruptSegment, ColdMissError.
+        """
+        if first_seq < self._view.base_seq:
+            return iter((self._segment_run(first_seq, last_seq, room_bytes, again),))
+        return self._log_runs(first_seq, last_seq, room_bytes)
+
+    def gone(self, first_seq: int, last_seq: int) -> tuple[list[int], list[int]]:
+        """(location flags, offsets) of records from first_seq on, not beyond last_seq; at least one."""
+        if first_seq < self._view.base_seq:
+            info = self._segment_of(first_seq)
+            columns = self._open(info).columns(first_seq, min(last_seq, info.last_seq))
+        else:
+            columns = self._columns(first_seq, last_seq)[0]
+        return columns.flags, columns.offsets
+
+    def entries(self, first_seq: int, last_seq: int) -> array[int]:
+        """Index entries (`core.location`) of records that are there; what locates them means nothing in segments.
+        Raises MovedError, FileNotFoundError, CorruptSegment.
+        """
+        found = array("Q")
+        while first_seq <= last_seq and first_seq < self._view.base_seq:
+            info = self._segment_of(first_seq)
+            end = min(last_seq, info.last_seq)
+            found += self._open(info).entries(first_seq, end)
+            first_seq = end + 1
+        if first_seq <= last_seq:
+            in_log = self._arena.entries(self._view, first_seq, last_seq)
+            if in_log is None:
+                raise MovedError
+            found += in_log
+        return found
+
+    # -- in segments
+
+    def _segments(self) -> tuple[SegmentInfo, ...]:
+        if self._table is None:
+            self._table = self._arena.segments(self._slot, self._view)
+            if self._table is None:
+                raise MovedError
+        return self._table
+
+    def _segment_of(self, seq: int) -> SegmentInfo:
+        table = self._segments()
+        at = bisect_right(table, seq, key=_first_seq) - 1
+        if at < 0 or table[at].last_seq < seq:
+            raise MovedError
+        return table[at]
+
+    def _open(self, info: SegmentInfo) -> OpenSegment:
+        return self._stores.segments.get(self._view.topic_id, info)
+
+    def _segment_run(self, first_seq: int, last_seq: int, room_bytes: int, again: bool) -> Run:
+        info = self._segment_of(first_seq)
+        opened = self._open(info)
+        columns = opened.columns(first_seq, min(last_seq, info.last_seq))
+        columns = columns.part(0, _fitting(columns.lengths, room_bytes))
+        starts, end = opened.extent(first_seq, columns)
+        buffer: bytes | mmap = b""
+        base = starts[0]
+        if end:
+            data = opened.data_here()
+            if data is None:
+                buffer, base = self._cold_tier(opened).extent(opened.name, base, end, info.data_bytes)
+                self.cold_segments.add(info.first_seq)
+            elif end - base <= _COPY_MAX_BYTES:
+                buffer = data[base:end]
+            else:
+                buffer, base = data, 0
+            if base:
+                starts = [start - base for start in starts]
+            opened.check(buffer, base, first_seq, columns, starts, again, fetched=data is None)
+        return Run(first_seq, columns.ts, starts, columns.lengths, columns.flags, buffer, SEGMENT_FRAME)
+
+    def _cold_tier(self, opened: OpenSegment) -> ColdTier:
+        if self._stores.cold is None:
+            raise TopicsError(
+                "storage_unavailable",
+                f"segment {opened.name} is in the cold tier, and this service has none: start it with the"
+                " TOPICS_COLD_DIR it had",
+                {"segment": opened.name},
+            )
+        return self._stores.cold
+
+    # -- in the log
+
+    def _columns(self, first_seq: int, last_seq: int) -> tuple[Columns, list[int]]:
+        """(index entries, the numbers of their files)"""
+        entries = self._arena.entries(self._view, first_seq, last_seq)
+        if entries is None:
+            raise MovedError
+        halves = array("I")
+        halves.frombytes(entries.tobytes())
+        columns = Columns(entries[1::4].tolist(), halves[4::8].tolist(), halves[5::8].tolist(), halves[7::8].tolist())
+        return columns, halves[6::8].tolist()
+
+    def _log_runs(self, first_seq: int, last_seq: int, room_bytes: int) -> Iterator[Run]:
+        columns, file_nos = self._columns(first_seq, last_seq)
+        count = _fitting(columns.lengths, room_bytes)
+        start = 0
+        for stop in _file_ends(columns.flags[:count], file_nos[:count]):
+            yield self._log_run(first_seq + start, columns.part(start, stop), file_nos[start:stop])
+            start = stop
+
+    def _log_run(self, first_seq: int, columns: Columns, file_nos: list[int]) -> Run:
+        """Records of which the live ones are in one file."""
+        ts, offsets, lengths, flags = columns
+        live: Sequence[int] = range(len(ts))
+        if columns.has_gone:
+            live = [number for number, flag in enumerate(flags) if not flag & LOCATION_GONE]
+            if not live:
+                return Run(first_seq, ts, offsets, lengths, flags, b"", LOG_FRAME)
+        first, last = live[0], live[-1]
+        # Within a file offsets grow with the seq: where the last frame ends, all do.
+        base, end = offsets[first], offsets[last] + lengths[last]
+        file_no = file_nos[first]
+        file = self._stores.logs.get(self._shard, bool(flags[first] & LOCATION_IN_RAM_LOG), file_no, end)
+        buffer: bytes | mmap = file
+        if end - base <= min(_COPY_MAX_BYTES, 2 * sum(lengths)):
+            buffer = file[base:end]
+        else:
+            base = 0
+        starts = [offset - base for offset in offsets] if base else offsets
+        unpack, topic_id = _IDENTITY.unpack_from, self._view.topic_id
+        if len(live) == len(ts):
+            found = [unpack(buffer, start) for start in starts]
+            due = zip([n - _LENGTH_FIELD_LEN for n in lengths], repeat(topic_id), range(first_seq, first_seq + len(ts)))
+        else:
+            found = [unpack(buffer, starts[n]) for n in live]
+            due = zip([lengths[n] - _LENGTH_FIELD_LEN for n in live], repeat(topic_id), [first_seq + n for n in live])
+        if found != (wanted := list(due)):
+            wrong = next(n for n in range(len(found)) if found[n] != wanted[n])
+            raise MismatchError(f"seq {wanted[wrong][2]}, file {file_no}, offset {offsets[live[wrong]]}")
+        return Run(first_seq, ts, starts, lengths, flags, buffer, LOG_FRAME, file_no, base)
+
+
+def _file_ends(flags: list[int], file_nos: list[int]) -> list[int]:
+    """Where runs of records end whose frames are in one file; a record that is gone may be in any."""
+    count = len(flags)
+    if file_nos.count(file_nos[0]) == count and len({flag & LOCATION_IN_RAM_LOG for flag in set(flags)}) == 1:
+        return [count]
+    ends = []
+    file: tuple[int, int] | None = None
+    for number, (flag, file_no) in enumerate(zip(flags, file_nos, strict=True)):
+        if flag & LOCATION_GONE:
+            continue
+        this = (file_no, flag & LOCATION_IN_RAM_LOG)
+        if file is not None and this != file:
+            ends.append(number)
+        file = this
+    return [*ends, count]
+
+
+def _fitting(lengths: list[int], room_bytes: int) -> int:
+    """How many of the first fit into so many bytes, at least one."""
+    if sum(lengths) <= room_bytes:
+        return len(lengths)
+    return max(1, bisect_right(list(accumulate(lengths)), room_bytes))

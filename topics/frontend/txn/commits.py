@@ -1,0 +1,178 @@
+"""Carries a decided batch to its end (api §6): publishes its stages, says that it is over, removes what it leaves.
+
+    decided (sink file, synced) → each stage appended once (pinned) → over (sink file, synced) → files and pins go
+
+The sink's shard decides and remembers, each topic's shard publishes; this is only who asks them. Asking again is
+harmless at any point, so several frontends may carry out one batch at a time, and after a crash of anything any of them
+begins at the top: every frontend looks for unfinished batches when it starts, and goes on with those it could not
+finish for as long as it lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+from topics.core.errors import TopicsError
+from topics.core.names import owner_shard
+from topics.frontend.shards.gateway import Gateway
+from topics.frontend.txn.stages import Stages
+from topics.log import get_logger
+from topics.shm.append_messages import AppendReply
+from topics.shm.messages import Done
+from topics.shm.txn_messages import (
+    StagePublish,
+    StagesOver,
+    TxnBegin,
+    TxnEnd,
+    TxnForget,
+    TxnLook,
+    TxnPending,
+    TxnPendingReply,
+    TxnReply,
+)
+
+IN_FLIGHT_MAX: Final = 16
+"""Stages of one batch that are published at a time: each is a write of up to the body limit."""
+RETRY_S: Final = 0.5
+JANITOR_S: Final = 60.0
+
+StageList = list[tuple[str, str]]
+_log = get_logger()
+
+
+class Commits:
+    """One per frontend, on its event loop."""
+
+    def __init__(self, gateway: Gateway, stages: Stages) -> None:
+        self._gateway = gateway
+        self.stages = stages
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._finishing: set[tuple[str, int]] = set()
+
+    def start(self, janitor: bool) -> None:
+        """Finishes what a crash left unfinished; one frontend also removes what nobody will commit."""
+        self._spawn(self._resume())
+        if janitor:
+            self._spawn(self._clean())
+
+    def close(self) -> None:
+        """What is not finished is the next life's."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def commit(self, sink: str, batch: int, stages: StageList) -> tuple[bool, int, int]:
+        """(duplicate, the sink's latest batch, records published now). When it returns, all is visible."""
+        shard = self._owner(sink)
+        while True:
+            told = await self._gateway.call(shard, TxnBegin(sink, batch, stages), TxnReply)
+            if told.outcome == "committed":
+                return True, told.batch, 0
+            records = await self._finished(sink, told)
+            if told.outcome == "begun":
+                return False, told.batch, records
+            # An earlier batch was unfinished: now it is not, and the question is asked again.
+
+    async def look(self, sink: str) -> int | None:
+        """The latest batch whose records are all visible, None for a sink that is not known."""
+        told = await self._gateway.call(self._owner(sink), TxnLook(sink), TxnReply)
+        if told.pending:
+            await self._finished(sink, told)
+        return None if told.outcome == "none" else told.batch
+
+    async def _finished(self, sink: str, told: TxnReply) -> int:
+        """Records published now. A batch that is decided will be published, whoever gave up waiting for that."""
+        try:
+            return await self._carry_out(sink, told.batch, told.pending)
+        except (TopicsError, asyncio.CancelledError):
+            self._finish_later(sink, told.batch, told.pending)
+            raise
+
+    async def forget(self, sink: str) -> bool:
+        """False when it was not known."""
+        return (await self._gateway.call(self._owner(sink), TxnForget(sink), TxnReply)).outcome != "none"
+
+    async def pending(self) -> list[tuple[str, int, StageList]]:
+        """Every batch that is decided and not over. Raises TopicsError when a shard does not say."""
+        answers = await asyncio.gather(
+            *[self._gateway.call(shard, TxnPending(), TxnPendingReply) for shard in range(self._gateway.shards)]
+        )
+        return [one for answer in answers for one in answer.batches]
+
+    async def _carry_out(self, sink: str, batch: int, stages: StageList) -> int:
+        """Publishes what is not published, in the order of the batch within each topic; records published now."""
+        records = 0
+        try:
+            for first in range(0, len(stages), IN_FLIGHT_MAX):
+                # What goes to one shard arrives in the order in which it was sent.
+                sent = [
+                    self._gateway.submit(self._owner(topic), StagePublish(topic, stage, sink, batch))
+                    for stage, topic in stages[first : first + IN_FLIGHT_MAX]
+                ]
+                replies = await asyncio.gather(*sent, return_exceptions=True)
+                for reply in replies:
+                    if isinstance(reply, BaseException):
+                        raise reply
+                    assert isinstance(reply, AppendReply)
+                    records += 0 if reply.deduped else reply.count
+        except TopicsError as error:
+            if error.code != "fenced":
+                raise
+            return records  # another frontend was faster: the batch is over
+        await self._gateway.call(self._owner(sink), TxnEnd(sink, batch), Done)
+        await asyncio.to_thread(self.stages.drop, [stage for stage, _topic in stages])
+        for topic in sorted({topic for _stage, topic in stages}):
+            # Without its file no stage can be published again, so the topics need not know them any more.
+            self._gateway.post(self._owner(topic), StagesOver(topic, sink, batch))
+        return records
+
+    def _finish_later(self, sink: str, batch: int, stages: StageList) -> None:
+        if (sink, batch) not in self._finishing:
+            self._finishing.add((sink, batch))
+            self._spawn(self._finish(sink, batch, stages))
+
+    async def _finish(self, sink: str, batch: int, stages: StageList) -> None:
+        try:
+            while True:
+                try:
+                    await self._carry_out(sink, batch, stages)
+                except TopicsError as error:
+                    _log.warning("a decided batch is not published yet", sink=sink, batch=batch, reason=error.message)
+                    await asyncio.sleep(RETRY_S)
+                else:
+                    _log.info("an unfinished batch is published", sink=sink, batch=batch, stages=len(stages))
+                    return
+        finally:
+            self._finishing.discard((sink, batch))
+
+    async def _resume(self) -> None:
+        for shard in range(self._gateway.shards):
+            while True:
+                try:
+                    answer = await self._gateway.call(shard, TxnPending(), TxnPendingReply)
+                except TopicsError:
+                    await asyncio.sleep(RETRY_S)  # it recovers
+                    continue
+                for sink, batch, stages in answer.batches:
+                    self._finish_later(sink, batch, stages)
+                break
+
+    async def _clean(self) -> None:
+        while True:
+            await asyncio.sleep(JANITOR_S)
+            try:
+                expired = await asyncio.to_thread(self.stages.expired)
+                if expired:
+                    decided = {stage for _, _, stages in await self.pending() for stage, _topic in stages}
+                    dropped = await asyncio.to_thread(self.stages.drop, set(expired) - decided)
+                    _log.info("stages that nobody committed are removed", stages=dropped)
+            except (TopicsError, OSError) as error:
+                _log.warning("expired stages cannot be removed now", reason=str(error))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _owner(self, name: str) -> int:
+        return owner_shard(name, self._gateway.shards)

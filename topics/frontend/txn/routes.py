@@ -1,0 +1,161 @@
+"""`/v0/stage` and `/v0/txn`: atomic commits over topics, for sinks that repeat themselves (api §6)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from starlette.datastructures import QueryParams
+
+from topics.core.errors import TopicsError, invalid
+from topics.core.keys import KeyScope
+from topics.core.names import check_topic_name
+from topics.frontend import wire
+from topics.frontend.access import caller_of
+from topics.frontend.answers import send_object
+from topics.frontend.append import AppendRoute
+from topics.frontend.asgi import Receive, Scope, Send
+from topics.frontend.bodies import read_body
+from topics.frontend.reads.reading import TopicReader, TopicRef
+from topics.frontend.txn.commits import Commits
+from topics.frontend.wire import AppendBody
+from topics.settings import Settings
+from topics.storage.frame import LaidOut
+
+STAGES_MAX: Final = 10_000
+"""Of one commit."""
+TXN_MAX_CHARS: Final = 256
+
+
+class TxnRoutes:
+    """One method for each method of HTTP; routing is the app's."""
+
+    def __init__(
+        self,
+        append: AppendRoute,
+        commits: Commits,
+        reader: TopicReader,
+        settled: Callable[[TopicRef], Awaitable[TopicRef]],
+        settings: Settings,
+    ) -> None:
+        """`settled(topic)`: with floors, count and bytes exact."""
+        self._append = append
+        self._commits = commits
+        self._stages = commits.stages
+        self._reader = reader
+        self._settled = settled
+        self._settings = settings
+
+    async def stage(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Keeps records of one write back, on the disk, invisible; another stage at every call."""
+        started_ns = time.perf_counter_ns()
+        topic, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
+        body = await read_body(receive, headers, self._settings.max_body_bytes)
+        txn, records = await asyncio.to_thread(self._read, body)
+        self._check_topic(topic)
+        await self._check_room(topic, records.count, len(records.buffer))
+        stage = await asyncio.to_thread(self._stages.make, topic, txn, records)
+        answer: dict[str, Any] = {
+            "topic": topic,
+            "txn": txn,
+            "stage": stage,
+            "count": records.count,
+            "bytes": len(records.buffer),
+            "expires_in_ms": self._stages.ttl_ms,
+        }
+        await send_object(send, headers, 200, answer, started_ns)
+
+    async def drop(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Drops the stages of a transaction in one topic; those of a decided batch stay. `txn` is in the query or, as
+        clients that send a body with DELETE like it, there.
+        """
+        started_ns = time.perf_counter_ns()
+        topic, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
+        body = await read_body(receive, headers, self._settings.max_body_bytes)
+        given = wire.decode_drop(body).txn if body else QueryParams(scope["query_string"]).get("txn", "")
+        txn = _txn(given)
+        decided = {stage for _, _, stages in await self._commits.pending() for stage, _topic in stages}
+        dropped = await asyncio.to_thread(self._stages.drop_txn, topic, txn, decided)
+        answer: dict[str, Any] = {"topic": topic, "txn": txn, "dropped": dropped}
+        await send_object(send, headers, 200, answer, started_ns)
+
+    async def commit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Publishes all stages and remembers the batch, or nothing; a batch again is a duplicate."""
+        started_ns = time.perf_counter_ns()
+        sink, headers = check_topic_name(scope["path_params"]["sink"], "sink"), dict(scope["headers"])
+        body = await read_body(receive, headers, self._settings.max_body_bytes)
+        request = wire.decode_commit(body)
+        if len(request.stages) > STAGES_MAX:
+            raise TopicsError("batch_too_large", f"a commit has at most {STAGES_MAX} stages, not {len(request.stages)}")
+        if len(set(request.stages)) < len(request.stages):
+            raise invalid("stages names one stage twice", field="stages")
+        told = await self._commits.look(sink)
+        # Of a batch that was committed the stages are gone: that it was is the answer.
+        duplicate, batch, records = True, told, 0
+        if told is None or told < request.batch:
+            stages = await asyncio.to_thread(self._stages.topics_of, request.stages)
+            topics = {topic for _stage, topic in stages}
+            caller_of(scope).require(KeyScope.WRITE, topics)
+            for topic in topics:
+                self._check_topic(topic)
+            duplicate, batch, records = await self._commits.commit(sink, request.batch, stages)
+        answer: dict[str, Any] = {
+            "sink": sink,
+            "batch": request.batch,
+            "last_batch": batch,
+            "duplicate": duplicate,
+            "count": records,
+        }
+        await send_object(send, headers, 200, answer, started_ns)
+
+    async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The latest batch of a sink, null for one that never committed."""
+        started_ns = time.perf_counter_ns()
+        sink = check_topic_name(scope["path_params"]["sink"], "sink")
+        answer: dict[str, Any] = {"sink": sink, "last_batch": await self._commits.look(sink)}
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+
+    async def forget(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forgets a sink: its next batch may have any number."""
+        started_ns = time.perf_counter_ns()
+        sink = check_topic_name(scope["path_params"]["sink"], "sink")
+        answer: dict[str, Any] = {"sink": sink, "deleted": await self._commits.forget(sink)}
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+
+    def _read(self, body: bytes) -> tuple[str, LaidOut]:
+        request = self._append.decode(wire.stage_decoder, body)
+        if any(wire.has_job_attributes(record) for record in request.records):
+            raise invalid("a stage keeps no deliver_at, delay_ms or order_key: append such jobs", field="records")
+        return _txn(request.txn), self._append.lay_out(AppendBody(request.records, request.node), len(body))
+
+    def _check_topic(self, topic: str) -> None:
+        """What would make publishing fail is refused before anything is decided."""
+        ref = self._reader.find(topic)
+        if ref is not None and ref.config.durability == "ephemeral":
+            raise invalid(
+                f"topic {topic!r} is ephemeral: it has nothing that a transaction could promise", field="topic"
+            )
+
+    async def _check_room(self, topic: str, records: int, size_bytes: int) -> None:
+        ref = self._reader.find(topic)
+        if ref is None or not _is_full(ref, records, size_bytes):
+            return
+        # Some of what it holds may have expired.
+        if _is_full(await self._settled(ref), records, size_bytes):
+            raise TopicsError("topic_full", f"topic {topic!r} has no room for {records} records more")
+
+
+def _is_full(ref: TopicRef, records: int, size_bytes: int) -> bool:
+    """Whether it would refuse so many more."""
+    view, config = ref.view, ref.config
+    over = config.cap_records and view.records + records > config.cap_records
+    over = over or (config.cap_bytes and view.live_bytes + size_bytes > config.cap_bytes)
+    return config.discard == "reject" and bool(over)
+
+
+def _txn(txn: str) -> str:
+    if not 1 <= len(txn) <= TXN_MAX_CHARS:
+        raise invalid(f"txn has 1 to {TXN_MAX_CHARS} characters, not {len(txn)}", field="txn")
+    return txn
