@@ -179,6 +179,15 @@ class Likeness:
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
 
+    def attempt(self, shown: Any, actual: Any) -> None:
+        """As `check`; what is not alike leaves nothing known."""
+        before = dict(self._known)
+        try:
+            self.check(shown, actual)
+        except AssertionError:
+            self._known = before
+            raise
+
     def said(self, text: str) -> str:
         """A text of the page, with the ids of the service."""
         for shown, actual in self._known.items():
