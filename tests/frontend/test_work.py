@@ -94,8 +94,7 @@ def test_a_stream_that_ends_while_it_is_opened_does_not_begin(tmp_path: Path, en
             worker.access.replace(KeyRing(parse_list("another:rw")))
         worker.may_begin.set()
         await asked
-        assert [error["code"] for error in worker.wire.of("error")] == (["forbidden"] if end == "forbidden" else [])
-        assert not worker.wire.of("job")
+        assert worker.wire.kinds() == (["error"] if end == "forbidden" else [])
         await until(lambda: leased(live) == 0)
 
     on_loop(tmp_path, test)
@@ -127,7 +126,7 @@ def test_a_worker_that_takes_nothing_is_told_so_and_given_up(tmp_path: Path, mon
     async def test(live: Live, worker: Worker) -> None:
         live.clock.ms += STALL_MAX_MS
         await until(lambda: worker.wire.ended)
-        assert [error["code"] for error in worker.wire.of("error")] == ["throttled"]
+        assert "nothing was taken" in worker.wire.of("error")[0]["error"]
 
     on_loop(tmp_path, stalled(test))
 
