@@ -14,6 +14,7 @@ from wsproto.events import AcceptConnection, CloseConnection, Ping, Request, Tex
 
 from tests.frontend.http1_server import Client, Server, until
 from topics.frontend.http import serve
+from topics.frontend.http.http1 import HttpLimits
 from topics.frontend.http.serve import HttpProtocol
 from topics.shm.cap import Cap
 from topics.shm.control import Cell
@@ -122,7 +123,7 @@ def test_websocket_echo(client: Client, after_a_request: bool) -> None:
 def test_a_websocket_that_nobody_reads_from_gives_its_place_back(
     protocol: HttpProtocol, app_ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More messages than Hypercorn keeps for an app: it reads no further, not even the end, until somebody takes some."""
+    """More messages than Hypercorn keeps for an app: until somebody takes some it reads no more, not even the end."""
     monkeypatch.setattr(serve, "GONE_S", 0.05)
     cell = Cell(memoryview(array("Q", [0])), ("held",))
     with Server(protocol, places=Cap("connections", 1, "held", cell, [cell])) as server:
@@ -156,6 +157,17 @@ def test_upgrade_with_a_body_is_answered_without_one(client: Client) -> None:
 
 def test_unknown_upgrade_is_ignored(client: Client) -> None:
     assert client.post("/echo", b"hi", "Connection: Upgrade", "Upgrade: teapot/1").answer().body == b"hi"
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_unknown_upgrade_does_not_lift_the_limits(loop: str) -> None:
+    """A client that takes nothing is cut as without it."""
+    limits = HttpLimits(write_stall_timeout_ms=200, linger_ms=50)
+    with Server(loop=loop, limits=limits) as server, server.client(receive_buffer_bytes=4096) as client:
+        client.get("/endless", "Connection: Upgrade", "Upgrade: teapot/1")
+        until(lambda: server.app.running, "the app runs")
+        until(lambda: not server.app.running, "the app learns that its client is given up")
+        assert isinstance(server.app.errors[0], ConnectionResetError)
 
 
 def test_drain_closes_idle_connections_of_other_protocols() -> None:
