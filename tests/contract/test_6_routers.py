@@ -322,6 +322,7 @@ def test_a_source_that_expired_records_gives_a_source_trim_tombstone(client: htt
     route(client, topic, topic, f"{topic}.d")
     write(client, topic, 1, 2, 3)
     poll("the source to expire", lambda: state(client, topic)["count"] == 0)
+    put(client, topic, ttl_ms=0)  # what comes now stays until it is copied
     write(client, topic, "live")
     ok(client.post(f"/v0/topics/{topic}.d/delete", json={"before_seq": 2}))
     page = poll("the gap", lambda: (found := diff(client, f"{topic}.d", from_seq=1))["tombstone"] and found)
