@@ -12,6 +12,7 @@ import wsproto
 from wsproto.events import AcceptConnection, CloseConnection, Ping, Request, TextMessage
 
 from tests.frontend.http1_server import Client, Server, until
+from topics.frontend.http.http1 import HttpLimits
 
 H2_HEADERS = [(":method", "POST"), (":path", "/echo"), (":scheme", "http"), (":authority", "test")]
 
@@ -129,6 +130,17 @@ def test_upgrade_with_a_body_is_answered_without_one(client: Client) -> None:
 
 def test_unknown_upgrade_is_ignored(client: Client) -> None:
     assert client.post("/echo", b"hi", "Connection: Upgrade", "Upgrade: teapot/1").answer().body == b"hi"
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_unknown_upgrade_does_not_lift_the_limits(loop: str) -> None:
+    """A client that takes nothing is cut as without it."""
+    limits = HttpLimits(write_stall_timeout_ms=200, linger_ms=50)
+    with Server(loop=loop, limits=limits) as server, server.client(receive_buffer_bytes=4096) as client:
+        client.get("/endless", "Connection: Upgrade", "Upgrade: teapot/1")
+        until(lambda: server.app.running, "the app runs")
+        until(lambda: not server.app.running, "the app learns that its client is given up")
+        assert isinstance(server.app.errors[0], ConnectionResetError)
 
 
 def test_drain_closes_idle_connections_of_other_protocols() -> None:
