@@ -771,7 +771,8 @@ def test_a_dest_refused_for_the_cap_leaves_no_router() -> None:
 def test_a_key_covers_router_source_and_dest() -> None:
     with Service(env={"TOPICS_API_KEYS": "all,in:rw+delete+admin:in."}) as service:
         root, inside = (
-            httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {key}"}) for key in ("all", "in")
+            httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {key}"}, timeout=20)
+            for key in ("all", "in")
         )
         with root, inside:
             route(root, "in.r", "out.s", "in.d")
