@@ -511,9 +511,14 @@ def test_without_keys_it_says_so_loudly_and_serves_everybody(service: Service, t
 def test_probe_auth_asks_for_any_key_and_needs_one_to_ask_for() -> None:
     with pytest.MonkeyPatch.context() as patch:
         probed = Service(frontends=1, shards=1, env={"TOPICS_API_KEYS": f"{MARKER}:d:x", "TOPICS_PROBE_AUTH": "1"})
-        patch.setattr(
-            probed, "is_ready", lambda: httpx.get(f"{probed.url}/v0/ready", headers=bearer(MARKER)).is_success
-        )
+
+        def is_ready() -> bool:
+            try:
+                return httpx.get(f"{probed.url}/v0/ready", headers=bearer(MARKER), timeout=20).is_success
+            except httpx.TransportError:
+                return False
+
+        patch.setattr(probed, "is_ready", is_ready)
         with probed:
             for row in PROBES:
                 challenged(ask(probed.client, row))
