@@ -185,16 +185,19 @@ def files_of_ours() -> Iterator[Path]:
             yield from (ROOT / folder).rglob(f"*.{suffix}")
 
 
-def test_links_lead_somewhere() -> None:
-    for name, anchor in re.findall(r"\]\(([\w./-]+)(?:#([\w-]+))?\)", TEXT):
-        target = PAGE.parent / name
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """To a file that is there, and a heading in it."""
+    for name, anchor in re.findall(r"\]\(([\w./-]+)(?:#([\w-]+))?\)", page.read_text()):
+        target = page.parent / name
         assert target.exists(), name
         if anchor:
-            anchors = {
-                re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-")
-                for heading in re.findall(r"(?m)^#+ (.+)$", target.read_text())
-            }
-            assert anchor in anchors, (name, anchor, sorted(anchors))
+            headings = re.findall(r"(?m)^#+ (.+)$", target.read_text())
+            slugs = {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+            assert anchor in slugs, (name, anchor, sorted(slugs))
 
 
 def test_every_error_code_is_in_its_table_with_its_status() -> None:
