@@ -71,6 +71,13 @@ def fill(parser: argparse.ArgumentParser) -> None:
         choices=("ephemeral", "memory", "disk", "fsync"),
         help="of the topic, if this makes it; one that is there keeps its own, which is said",
     )
+    parser.add_argument(
+        "--config",
+        metavar="JSON",
+        type=config_object,
+        default={},
+        help='the same for all of its configuration, like \'{"type": "queue", "max_deliveries": 5}\'',
+    )
     parser.add_argument("--no-create", action="store_true", help="refuse to make the topic")
     parser.add_argument(
         "--key-of",
@@ -121,7 +128,7 @@ class _Writing:
     def __init__(self, client: Client, options: argparse.Namespace) -> None:
         self._client = client
         self._options = options
-        self._config = None if options.durability is None else {"durability": options.durability}
+        self._config = options.config | ({} if options.durability is None else {"durability": options.durability})
         self._first_seq: int | None = None
         self._last_seq: int | None = None
         self._count = 0
@@ -152,7 +159,7 @@ class _Writing:
             records,
             node=self._options.node,
             create=not self._options.no_create,
-            config=self._config,
+            config=self._config or None,
             idempotency_key=None if field is None else key_of(records[0], field, batch),
         )
         self._first_seq = written.first_seq if self._first_seq is None else min(self._first_seq, written.first_seq)
@@ -160,7 +167,8 @@ class _Writing:
         self._count += written.count
         # Under a key that the client made up it is the first attempt, whose answer was lost.
         self._deduped += written.count if written.deduped and field is not None else 0
-        if not self._class_checked and self._config and written.durability not in ("", self._options.durability):
+        wanted = self._config.get("durability", written.durability)
+        if not self._class_checked and written.durability != wanted:
             say(
                 "write",
                 f"topic {self._options.topic!r} exists and stays {written.durability}, not {self._options.durability}",
@@ -240,6 +248,16 @@ def key_of(record: NewRecord, field: str, batch: Batch) -> str:
     if not 0 < len(key) <= KEY_MAX_CHARS:
         raise BadLineError(batch.last, data, f"field {field!r} has to have 1 to {KEY_MAX_CHARS} characters")
     return key
+
+
+def config_object(text: str) -> dict[str, Any]:
+    """A type of argparse: a JSON object."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise argparse.ArgumentTypeError(
+            f'{text!r}: has to be a JSON object like {{"type": "queue"}} ({error})'
+        ) from None
 
 
 class _Progress:
