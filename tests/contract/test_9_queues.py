@@ -420,6 +420,19 @@ def test_redrive_moves_dead_letters_back(client: httpx.Client, topic: str) -> No
     assert len(claim(client, topic, max=10)) == 3
 
 
+def test_a_redrive_into_a_full_queue_says_so_and_how_many_are_back(client: httpx.Client, topic: str) -> None:
+    dead = f"{topic}-dead"
+    queue(client, topic, *range(3), max_deliveries=1, dead_letter=dead, cap_records=3, discard="reject")
+    claim(client, topic, max=3)
+    ask(client, topic, "nack", 1, 2, 3)
+    assert claim(client, topic, max=3) == []
+    write(client, topic, "first", "second")
+    error = refused(post(client, topic, "redrive", **{"from": dead}), 422, "topic_full")
+    assert error["detail"] == {"cap_records": 3, "redriven": 1}
+    assert [job["data"] for job in claim(client, topic, max=10)] == ["first", "second", 0]
+    assert [record.data for record in diff_records(client, dead)] == [b"1", b"2"]
+
+
 def test_redriven_jobs_of_an_order_key_are_in_flight_one_by_one(client: httpx.Client, topic: str) -> None:
     dead = f"{topic}-dead"
     put(client, topic, type="queue", max_deliveries=1, dead_letter=dead)

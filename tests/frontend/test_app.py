@@ -67,11 +67,11 @@ DEADLINE_S = 10.0
 class Frontend:
     """An app on one loop, and requests to it."""
 
-    def __init__(self, hosting: Hosting) -> None:
+    def __init__(self, hosting: Hosting, shard_wait_ms: int) -> None:
         shared = hosting.shared
         self.hosting = hosting
         self.cell = shared.control.cell(Role.FRONTEND, 0)
-        self.gateway = Gateway(shared, 0, 1, hosting.arenas, self.cell, 10_000)
+        self.gateway = Gateway(shared, 0, 1, hosting.arenas, self.cell, shard_wait_ms)
         writer = RecencyWriter(shared.identity, 0, 1)
         settings = settings_module.load({}, {"data_dir": "unused", "wal_shards": 1, "frontends": 1})
         reader = hosting.reader
@@ -206,9 +206,9 @@ class Frontend:
         self.hosting.shared.frontend_wakes[0].signal_always()
 
 
-def on_loop(hosting: Hosting, test: Callable[[Frontend], Awaitable[None]]) -> None:
+def on_loop(hosting: Hosting, test: Callable[[Frontend], Awaitable[None]], shard_wait_ms: int = 10_000) -> None:
     async def main() -> None:
-        frontend = Frontend(hosting)
+        frontend = Frontend(hosting, shard_wait_ms)
         frontend.gateway.start()
         try:
             async with asyncio.timeout(DEADLINE_S):

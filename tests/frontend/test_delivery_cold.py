@@ -10,6 +10,7 @@ import pytest
 
 from tests.frontend.live import COLD_TIMEOUT_MS, DEADLINE_S, OPTIONS, Live, Wire, delivered, on_loop, until
 from topics.core.errors import TopicsError
+from topics.frontend.reads.cold import BLOCK_BYTES, ColdTier
 
 RECORDS = 90
 
@@ -177,3 +178,19 @@ def test_a_page_is_refused_when_the_tier_hangs(tmp_path: Path) -> None:
         on_loop(tmp_path, asked(hang_until(gate)))
     finally:
         gate.set()
+
+
+def test_a_stream_gets_past_own_records_that_are_more_than_what_is_kept_of_the_tier(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        live.reader._stores.cold = ColdTier(live.store, COLD_TIMEOUT_MS, 3 * BLOCK_BYTES)
+        await live.put("old", dedupe_node=True)
+        await live.write("old", 48, node=b"me", data=b'"%b"' % (b"x" * (BLOCK_BYTES // 8)))
+        await live.write("old")
+        await live.checkpoint("old", records_max=64)
+        await live.relocate("old")
+        wire, _ = live.follow({"old": 0}, OPTIONS._replace(nodes=frozenset([b"me"])))
+        await delivered(wire, [49], "old")
+        assert wire.kinds() == ["record", "caught-up"]
+        assert live.store.reads < 48
+
+    on_loop(tmp_path, test)

@@ -10,18 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.frontend.hosting import Hosting, Written, served
+from tests.frontend.hosting import COLD_TIMEOUT_MS, Hosting, Written, served
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import COLD, SEALED
 from topics.frontend.reads import segment_files
-from topics.frontend.reads.cold import ColdMissError
+from topics.frontend.reads.cold import BLOCK_BYTES, ColdMissError, ColdTier
 from topics.frontend.reads.reading import Page
 from topics.frontend.reads.records import PageOptions
+from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out
 from topics.storage.segment import ENTRY_LEN, HEADER_LEN
+from topics.storage.segment_store import LocalStore
 
 ALL = PageOptions(limit=1000, max_batch_bytes=1 << 20)
 SHAPES = [
@@ -521,3 +523,58 @@ def test_damage_in_the_cold_tier_is_named(hosting: Hosting) -> None:
         read(hosting, 3)
     assert (refused.value.detail or {})["segment"] == name
     assert (refused.value.detail or {})["offset"] == 3 * FRAME_LEN
+
+
+class Counted(LocalStore):
+    """A cold directory that keeps what was asked of it."""
+
+    def __init__(self, store: LocalStore) -> None:
+        super().__init__(OsFileSystem(), store._root)
+        self.ranges: list[tuple[int, int]] = []
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        self.ranges.append((offset, offset + length))
+        return super().read_range(name, offset, length)
+
+
+def cold_blocks(hosting: Hosting, blocks: int) -> Counted:
+    """From now on so much is kept of what is fetched."""
+    store = Counted(hosting.store)
+    hosting.reader._stores.cold = ColdTier(store, COLD_TIMEOUT_MS, blocks * BLOCK_BYTES)
+    return store
+
+
+def all_pages(hosting: Hosting, options: PageOptions) -> list[Page]:
+    pages = [read(hosting, 0, options)]
+    while not pages[-1].caught_up:
+        pages.append(read(hosting, pages[-1].next_from_seq, options))
+        assert pages[-1].next_from_seq > pages[-2].next_from_seq
+    return pages
+
+
+def test_a_stretch_of_own_records_is_longer_than_what_is_kept_of_the_cold_tier(hosting: Hosting) -> None:
+    hosting.make("t", TopicConfig(dedupe_node=True))
+    own = Written(b'"%b"' % (b"x" * (BLOCK_BYTES // 8)), node=b"me")
+    hosting.write("t", [own] * 64)
+    hosting.write("t", [Written(b'"theirs"')])
+    hosting.checkpoint("t", records_max=65)
+    hosting.relocate("t", 1)
+    store = cold_blocks(hosting, 3)
+    pages = all_pages(hosting, ALL._replace(nodes=frozenset([b"me"])))
+    assert [seqs(page) for page in pages if page.count] == [[65]]
+    assert sum(end - start for start, end in store.ranges) < 3 * 8 * BLOCK_BYTES, "each about once"
+
+
+@pytest.mark.parametrize("live", [[], [64], [1, 64]])
+def test_nothing_is_fetched_for_deleted_records(hosting: Hosting, live: list[int]) -> None:
+    hosting.make("t")
+    hosting.write("t", [Written(b'"%b"' % (b"x" * (BLOCK_BYTES // 8)))] * 64)
+    hosting.checkpoint("t", records_max=64)
+    for seq in range(1, 65):
+        if seq not in live:
+            hosting.delete_record("t", seq)
+    hosting.relocate("t", 1)
+    store = cold_blocks(hosting, 3)
+    pages = all_pages(hosting, ALL)
+    assert [seq for page in pages for seq in seqs(page)] == live
+    assert len(store.ranges) == len(live)

@@ -258,7 +258,9 @@ class TopicReader:
                     # Damage keeps nobody from what lies before it.
                     step_max = step // 2
                     continue
-                if count:
+                if count or (cursor > start and isinstance(error, ColdMissError)):
+                    # Also a page of nothing but how far it looked: made again from `start`, it could come to need more
+                    # of the cold tier at once than is kept of it, and never get on.
                     break
                 raise
             for run in runs:

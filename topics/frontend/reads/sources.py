@@ -157,6 +157,10 @@ class Source:
         starts, end = opened.extent(first_seq, columns)
         buffer: bytes | mmap = b""
         base = starts[0]
+        if columns.has_gone:
+            # Nothing is read, nor fetched, for the frames of deleted records around the live ones.
+            live = [number for number, flag in enumerate(columns.flags) if not flag & LOCATION_GONE]
+            base, end = (starts[live[0]], starts[live[-1]] + columns.lengths[live[-1]]) if live else (0, 0)
         if end:
             data = opened.data_here()
             if data is None:
