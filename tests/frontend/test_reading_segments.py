@@ -464,6 +464,62 @@ def test_a_segment_without_its_files_is_an_error(hosting: Hosting) -> None:
     assert hosting.data_path("t", 11).name in refused.value.message
 
 
+@pytest.mark.parametrize("suffix", [".data", ".idx"])
+@pytest.mark.parametrize("restored", ["in place", "renamed"])
+def test_a_file_that_is_cut_under_a_reader_is_an_error_until_it_is_restored(
+    hosting: Hosting, suffix: str, restored: str
+) -> None:
+    """What `cp` does first to the file it writes to."""
+    hosting.make("t")
+    fill(hosting, 30, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    expected = read(hosting)
+    assert len(seqs(expected)) == 30
+    path = hosting.data_path("t", 11).with_suffix(suffix)
+    content = path.read_bytes()
+    os.truncate(path, 0)
+    for _ in range(2):
+        assert seqs(read(hosting)) == list(range(1, 11)), "what is before it"
+        with pytest.raises(TopicsError) as refused:
+            read(hosting, 10)
+        assert refused.value.code == "storage_unavailable"
+        assert f"{path.name} is corrupt at offset 0: the file ends there" in refused.value.message
+    if restored == "in place":
+        path.write_bytes(content)
+    else:
+        copy = path.with_suffix(".copy")
+        copy.write_bytes(content)
+        copy.rename(path)
+    assert read(hosting) == expected
+
+
+def test_deletions_are_seen_in_an_index_that_was_replaced(hosting: Hosting) -> None:
+    """The shard marks them in the file that has the name."""
+    hosting.make("t")
+    fill(hosting, 10, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    assert len(seqs(read(hosting))) == 10
+    path = hosting.data_path("t", 1).with_suffix(".idx")
+    copy = path.with_suffix(".copy")
+    copy.write_bytes(path.read_bytes())
+    copy.rename(path)
+    hosting.delete_record("t", 3)
+    hosting.reader.sweep()
+    assert 3 not in seqs(read(hosting))
+
+
+def test_what_cannot_be_opened_is_an_error_of_that_topic(hosting: Hosting) -> None:
+    hosting.make("t")
+    fill(hosting, 10, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    path = hosting.data_path("t", 1)
+    path.unlink()
+    path.symlink_to(path)
+    with pytest.raises(TopicsError, match="Too many levels of symbolic links") as refused:
+        read(hosting)
+    assert refused.value.code == "storage_unavailable"
+
+
 # -- cold
 
 

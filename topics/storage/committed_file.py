@@ -51,7 +51,7 @@ class CommittedFile:
         while start + len(found) < end:  # one call gives 2 GiB at most
             more = self._pread(end - start - len(found), start + len(found))
             if not more:
-                raise self._too_short(start + len(found))
+                raise self._too_short(os.fstat(self._fd).st_size)
             found += more
         return found
 
