@@ -60,7 +60,7 @@ class App:
         self.running += 1
         try:
             if scope["type"] == "websocket":
-                await self.websocket(receive, send)
+                await (self.deaf if scope["path"] == "/deaf" else self.websocket)(receive, send)
             else:
                 await getattr(self, scope["path"].split("/")[1])(scope, receive, send)
         except asyncio.CancelledError:
@@ -230,6 +230,12 @@ class App:
         await self.body(receive)
         assert (await receive())["type"] == "http.disconnect"
         self.disconnects += 1
+
+    async def deaf(self, receive: Receive, send: Send) -> None:
+        """A WebSocket of which nothing is read."""
+        assert (await receive())["type"] == "websocket.connect"
+        await send({"type": "websocket.accept"})
+        await self.go.wait()
 
     async def websocket(self, receive: Receive, send: Send) -> None:
         assert (await receive())["type"] == "websocket.connect"

@@ -76,7 +76,7 @@ class Frontend:
         settings = settings_module.load({}, {"data_dir": "unused", "wal_shards": 1, "frontends": 1})
         reader = hosting.reader
         sight = RouterSight(shared)
-        catching_up = CatchingUp(sight, reader, self.gateway)
+        self.catching_up = catching_up = CatchingUp(sight, reader, self.gateway)
         routers = RouterRoutes(sight, catching_up, reader, self.gateway, settings)
         self.diff = DiffRoute(reader, self.gateway, writer, settings, self.cell, catching_up, hosting.clock)
         recency = Recency(shared.identity, 1, 1)
@@ -84,8 +84,9 @@ class Frontend:
             self.gateway, TopicSight(reader, hosting.arenas, writer, recency, hosting.clock), self.cell, hosting.clock
         )
         streams = Cap("sse_connections", 0, "sse_admitted", self.cell, [self.cell])
-        access = Access(KeyRing(()), False, KeyLimits(KeyCounts(shared.key_counts, 1, 0), settings))
-        append = AppendRoute(self.gateway, settings, self.cell)
+        self.key_counts = KeyCounts(shared.key_counts, 1, 0)
+        self.access = access = Access(KeyRing(()), False, KeyLimits(self.key_counts, settings))
+        self.append = append = AppendRoute(self.gateway, settings, self.cell)
         topics = TopicRoutes(
             reader,
             hosting.arenas,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 
 import h2.config
@@ -12,7 +13,11 @@ import wsproto
 from wsproto.events import AcceptConnection, CloseConnection, Ping, Request, TextMessage
 
 from tests.frontend.http1_server import Client, Server, until
+from topics.frontend.http import serve
 from topics.frontend.http.http1 import HttpLimits
+from topics.frontend.http.serve import HttpProtocol
+from topics.shm.cap import Cap
+from topics.shm.control import Cell
 
 H2_HEADERS = [(":method", "POST"), (":path", "/echo"), (":scheme", "http"), (":authority", "test")]
 
@@ -111,6 +116,28 @@ def test_websocket_echo(client: Client, after_a_request: bool) -> None:
     client.send(connection.send(CloseConnection(code=1000)))
     connection.receive_data(client.socket.recv(65_536))
     assert any(isinstance(event, CloseConnection) for event in connection.events())
+
+
+@pytest.mark.parametrize("app_ends", [True, False])
+@pytest.mark.parametrize("protocol", ["httptools", "stock"])
+def test_a_websocket_that_nobody_reads_from_gives_its_place_back(
+    protocol: HttpProtocol, app_ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More messages than Hypercorn keeps for an app: until somebody takes some it reads no more, not even the end."""
+    monkeypatch.setattr(serve, "GONE_S", 0.05)
+    cell = Cell(memoryview(array("Q", [0])), ("held",))
+    with Server(protocol, places=Cap("connections", 1, "held", cell, [cell])) as server:
+        with server.client() as client:
+            connection = wsproto.WSConnection(wsproto.ConnectionType.CLIENT)
+            client.send(connection.send(Request(host="test", target="/deaf")))
+            connection.receive_data(client.socket.recv(65_536))
+            assert any(isinstance(event, AcceptConnection) for event in connection.events())
+            client.send(b"".join(connection.send(TextMessage(data="unheard")) for _ in range(100)))
+            if app_ends:
+                server.call(server.app.go.set)
+                until(lambda: not server.app.running, "the app to end")
+            client.reset()
+        until(lambda: not cell.get("held"), "the place to be given back")
 
 
 def test_websocket_behind_a_pipelined_request(client: Client) -> None:

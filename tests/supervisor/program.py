@@ -25,6 +25,9 @@ from topics.shm.instance import SharedMemory
 from topics.supervisor.children import ChildMains
 from topics.supervisor.main import StartError, serve
 
+BEAT_S = 1.0
+"""Well within HEARTBEAT_STALE_MS."""
+
 
 class Traits(msgspec.Struct, forbid_unknown_fields=True):
     """Indices are of shards, -1 is none."""
@@ -67,27 +70,31 @@ class Child:
         else:
             signal.set_wakeup_fd(wake_writer)
             signal.signal(signal.SIGTERM, lambda *_: None)
-        self.cell.set("heartbeat_ms", SystemClock().now_ms())
+        self._beat()
         self.cell.set("state", ProcessState.READY)
         for listener in listeners:
             listener.setblocking(False)
         waiting = {listener.fileno(): listener for listener in listeners}
         readable: list[int] = []
         while wake_reader not in readable:
-            readable, _, _ = select.select([wake_reader, *waiting], [], [])
+            readable, _, _ = select.select([wake_reader, *waiting], [], [], BEAT_S)
+            self._beat()
             for fd in readable:
                 if fd in waiting:
                     self._answer(waiting[fd])
         note(f"{self.name} stopping")
+
+    def _beat(self) -> None:
+        self.cell.set("heartbeat_ms", SystemClock().now_ms())
 
     def _answer(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
         except BlockingIOError:  # another frontend was quicker
             return
+        self.cell.add("requests")  # before the client can know of it
         with connection:
             connection.sendall(b"%d" % os.getpid())
-        self.cell.add("requests")
 
 
 def note(event: str) -> None:

@@ -23,7 +23,7 @@ from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
 from hypercorn.config import Config
 
-from topics.frontend.asgi import TRANSPORT, AsgiApp, Receive, Scope, Send
+from topics.frontend.asgi import TRANSPORT, AsgiApp, Message, Receive, Scope, Send
 from topics.frontend.http import handshake, http2_buffer, patience
 from topics.frontend.http.http1 import Http1Factory
 from topics.frontend.http.http1_connections import Connections
@@ -120,6 +120,7 @@ class _ConnectionContext(WorkerContext):
         self.terminated = self.end = _Flag()
         self.closed = asyncio.Event()
         self._apps: set[asyncio.Task[Any]] = set()
+        self._dropping: set[asyncio.Task[None]] = set()
         self._client_gone = False
 
     def enter(self, app: asyncio.Task[Any]) -> None:
@@ -138,6 +139,19 @@ class _ConnectionContext(WorkerContext):
         for app in self._apps:
             app.get_loop().call_later(GONE_S, app.cancel)
 
+    def drop(self, receive: Receive) -> None:
+        """Takes what still comes for a WebSocket whose app has ended. Hypercorn reads on only as long as somebody does,
+        and without reading on it never ends: it does not learn that the client is gone.
+        """
+        task = asyncio.get_running_loop().create_task(_drop(receive))
+        self._dropping.add(task)
+        task.add_done_callback(self._dropping.discard)
+
+    def ended(self) -> None:
+        """The connection is over, whatever was still to come."""
+        for task in self._dropping:
+            task.cancel()
+
     async def sleep(self, wait: float) -> None:  # type: ignore[override]
         if self.closed.is_set():
             await asyncio.sleep(CLOSED_NAP_S)
@@ -145,6 +159,11 @@ class _ConnectionContext(WorkerContext):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait):
                 await self.closed.wait()
+
+
+async def _drop(receive: Receive) -> None:
+    while (await receive())["type"] != "websocket.disconnect":
+        pass
 
 
 class _Protocol(asyncio.StreamReaderProtocol):
@@ -242,6 +261,7 @@ class HypercornConnections:
         except Exception:
             log.exception("connection failed")
         finally:
+            context.ended()
             if self._places is not None:
                 self._places.release()
 
@@ -252,9 +272,19 @@ class HypercornConnections:
         if scope["type"] != "websocket":
             await patience.run(self._app, self._limits, scope, receive, send)
             return
+        disconnected = False
+
+        async def receive_noting() -> Message:
+            nonlocal disconnected
+            message = await receive()
+            disconnected = message["type"] == "websocket.disconnect"
+            return message
+
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive_noting, send)
         finally:
+            if not disconnected:
+                context.drop(receive)
             if scope["http_version"] == "1.1":
                 context.closed.set()
 
