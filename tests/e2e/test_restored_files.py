@@ -1,4 +1,4 @@
-"""Files of segments that are cut while all processes have them open, and put back: errors that name them, and no death."""
+"""Files of segments that are cut while all processes have them open, and put back: errors, and nobody dies."""
 
 from __future__ import annotations
 
