@@ -96,6 +96,12 @@ def head_seq(client: httpx.Client, topic: str) -> int:
     return int(state(client, topic)["head_seq"])
 
 
+def long_polls(service: Service) -> int:
+    """How many reads of the whole service wait for news right now."""
+    metrics = ok(service.client.get("/v0/metrics", headers={"Accept": "application/json"}))
+    return int(sum(metrics["topics_frontend_long_polls"].values()))
+
+
 def ok(response: httpx.Response) -> dict[str, Any]:
     """The body of a success: JSON that carries a true `performance` block (api §0.7)."""
     assert response.status_code in (200, 201), f"{response.status_code}: {response.text[:500]}"

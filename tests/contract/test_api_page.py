@@ -128,7 +128,10 @@ def follow(service: Service, example: Exchange, likeness: Likeness) -> None:
             assert answer.headers.get(name) == value, (name, answer.headers)
         frames = split(answer)
         for block in blocks:
-            check_frame(Frame(block), next(frames), likeness)
+            frame = next(frames)
+            while frame.raw.startswith(b": hb ") and not block.startswith(b":"):
+                frame = next(frames)  # the machine was slow
+            check_frame(Frame(block), frame, likeness)
 
 
 def split(answer: httpx.Response) -> Iterator[Frame]:
@@ -182,16 +185,19 @@ def files_of_ours() -> Iterator[Path]:
             yield from (ROOT / folder).rglob(f"*.{suffix}")
 
 
-def test_links_lead_somewhere() -> None:
-    for name, anchor in re.findall(r"\]\(([\w./-]+)(?:#([\w-]+))?\)", TEXT):
-        target = PAGE.parent / name
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """To a file that is there, and a heading in it."""
+    for name, anchor in re.findall(r"\]\(([\w./-]+)(?:#([\w-]+))?\)", page.read_text()):
+        target = page.parent / name
         assert target.exists(), name
         if anchor:
-            anchors = {
-                re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-")
-                for heading in re.findall(r"(?m)^#+ (.+)$", target.read_text())
-            }
-            assert anchor in anchors, (name, anchor, sorted(anchors))
+            headings = re.findall(r"(?m)^#+ (.+)$", target.read_text())
+            slugs = {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+            assert anchor in slugs, (name, anchor, sorted(slugs))
 
 
 def test_every_error_code_is_in_its_table_with_its_status() -> None:
