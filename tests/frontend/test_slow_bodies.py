@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import h2.config
@@ -12,6 +13,7 @@ import pytest
 
 from tests.frontend.http1_server import Server, undisturbed
 from topics.core.errors import TopicsError
+from topics.frontend.attended import AttendedClock
 from topics.frontend.http import patience
 from topics.frontend.http.body_time import BodyTime
 from topics.frontend.http.http1_parser import HttpLimits
@@ -121,7 +123,7 @@ def test_the_stock_server_waits_no_longer(pieces: int) -> None:
     async def main() -> None:
         limits = HttpLimits(body_idle_timeout_ms=20)
         with pytest.raises(TopicsError) as raised:
-            await patience.run(app, limits, {}, client.receive, sink)
+            await patience.run(app, limits, AttendedClock(time.monotonic), {}, client.receive, sink)
         assert raised.value.code == "request_timeout"
 
     patience_drop, patience.DROP_S = patience.DROP_S, 0.02  # type: ignore[misc]
@@ -131,13 +133,37 @@ def test_the_stock_server_waits_no_longer(pieces: int) -> None:
         patience.DROP_S = patience_drop  # type: ignore[misc]
 
 
+def test_the_stock_server_takes_what_came_while_the_process_was_stopped() -> None:
+    time_s = 0.0
+
+    class Stopped:
+        stopped = False
+
+        async def receive(self) -> Any:
+            nonlocal time_s
+            if not self.stopped:
+                self.stopped = True
+                time_s += 3600
+                await asyncio.Event().wait()
+            return {"type": "http.request", "body": b"x", "more_body": False}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["body"] == b"x"
+
+    async def main() -> None:
+        limits = HttpLimits(body_idle_timeout_ms=20)
+        await patience.run(app, limits, AttendedClock(lambda: time_s), {}, Stopped().receive, sink)
+
+    asyncio.run(main())
+
+
 def test_what_the_app_does_not_read_is_dropped() -> None:
     client = Stalling(50, ends=True)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         return
 
-    asyncio.run(patience.run(app, HttpLimits(), {}, client.receive, sink))
+    asyncio.run(patience.run(app, HttpLimits(), AttendedClock(time.monotonic), {}, client.receive, sink))
     assert client.received == 50
 
 
