@@ -121,8 +121,10 @@ class Reader:
 def seqs_of_events(data: bytes, more: Callable[[], bytes]) -> list[int]:
     """Of an event stream, as far as it is caught up."""
     pieces = [data]
-    while b"event: caught-up" not in pieces[-1][-1000:]:
+    end = data[-1000:]
+    while b"event: caught-up" not in end:
         pieces.append(more())
+        end = (end + pieces[-1])[-1000:]  # the marker may come in two pieces
     frames = b"".join(pieces).split(b"\n\n")
     records = [frame.partition(b"data: ")[2].partition(b"\n")[0] for frame in frames if b"event: record" in frame[:100]]
     return [record["$seq"] for one in records for record in json.loads(one)["records"]]
