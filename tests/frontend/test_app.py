@@ -223,6 +223,41 @@ def on_loop(hosting: Hosting, test: Callable[[Frontend], Awaitable[None]], shard
 # -- long polls
 
 
+@pytest.mark.parametrize("padding", [" " * (COUNTED_FROM_BYTES + 1), '"node":[%s"me"],' % ('"me",' * 300_000)])
+def test_a_long_poll_does_not_hold_what_its_body_was(hosting: Hosting, padding: str) -> None:
+    """Four of them, each of the longest there may be, would keep every other long body out for 30 s."""
+    hosting.make("t")
+
+    async def test(frontend: Frontend) -> None:
+        body = msgspec.Raw(b"{%b%b" % (padding.encode(), b'"wait_ms":30000}'))
+        poll = asyncio.create_task(frontend.ask("POST", "/v0/topics/t/diff", body))
+        await frontend.watching("t")
+        assert frontend.cell.get("long_polls") == 1
+        assert bodies.held_bytes == 0
+        frontend.gone.set()
+        await poll
+
+    on_loop(hosting, test)
+
+
+def test_a_reader_may_name_so_many_writers(hosting: Hosting) -> None:
+    hosting.make("t")
+
+    async def test(frontend: Frontend) -> None:
+        async def asked(nodes: list[str]) -> int:
+            status, _, _ = await frontend.ask("POST", "/v0/topics/t/diff", {"node": nodes})
+            return status
+
+        names = [f"n{number}" for number in range(diff_module.NODES_MAX)]
+        assert await asked(names) == 200
+        assert await asked([*names, *names]) == 200
+        assert await asked([*names, "one more"]) == 400
+        assert await asked(["x" * diff_module.NODES_MAX_BYTES]) == 200
+        assert await asked(["x" * diff_module.NODES_MAX_BYTES, "y"]) == 400
+
+    on_loop(hosting, test)
+
+
 def test_a_long_poll_waits_for_what_it_may_deliver(hosting: Hosting) -> None:
     hosting.make("t")
 

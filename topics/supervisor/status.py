@@ -15,14 +15,12 @@ import psutil
 from topics import __version__
 from topics.core.clock import Clock
 from topics.shm import names
-from topics.shm.control import ControlPage, ProcessState, Role, latency_quantile_us
+from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role, latency_quantile_us
 from topics.storage.lock import holder_pid
 from topics.storage.write_path import WritePath
 from topics.supervisor.listeners import show
 from topics.supervisor.processes import is_running
 
-HEARTBEAT_STALE_MS: Final = 5_000
-"""A process that was ready and has not moved for so long hangs."""
 _ENDED: Final = (ProcessState.DEAD, ProcessState.STOPPED)
 
 
