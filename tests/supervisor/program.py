@@ -24,6 +24,7 @@ from topics.shm.control import EXIT_REFUSED, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.supervisor.children import ChildMains
 from topics.supervisor.main import StartError, serve
+from topics.supervisor.notify import Notify
 
 BEAT_S = 1.0
 """Well within HEARTBEAT_STALE_MS."""
@@ -166,6 +167,6 @@ if __name__ == "__main__":
     traits = msgspec.convert(dict(trait.split("=", 1) for trait in sys.argv[2:]), Traits, strict=False)
     mains = ChildMains(frontend, walshard, compactor, reshard, needs_reshard=lambda _: bool(traits.reshard))
     try:
-        sys.exit(serve(load(os.environ), mains, statvfs=free_bytes))
+        sys.exit(serve(load(os.environ), mains, Notify.of(os.environ, SystemClock()), statvfs=free_bytes))
     except StartError as refusal:
         sys.exit(f"cannot start: {refusal}")

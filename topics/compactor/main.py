@@ -191,6 +191,7 @@ def _serve(
 ) -> None:
     last_cut_ms = clock.monotonic_ms()
     cut_not_before_ms = upkeep_not_before_ms = 0
+    has_tried_to_cut = False
     pause_ms = min(HEARTBEAT_MS, settings.checkpoint_interval_ms)
     while not life.stopping:
         life.alive()
@@ -202,6 +203,7 @@ def _serve(
             due = now_ms - last_cut_ms >= settings.checkpoint_interval_ms
             due = due or compactor.new_bytes >= settings.checkpoint_wal_bytes
             if due and now_ms >= cut_not_before_ms:
+                has_tried_to_cut = True
                 if compactor.has_news and not compactor.cut():
                     cut_not_before_ms = clock.monotonic_ms() + RETRY_MS
                 last_cut_ms = clock.monotonic_ms()
@@ -210,8 +212,9 @@ def _serve(
             cut_not_before_ms = clock.monotonic_ms() + RETRY_MS
             log.error("a checkpoint failed and will be repeated", reason=str(error))
         try:
-            # What fails here, a cold directory for one, holds up no checkpoint.
-            if now_ms >= upkeep_not_before_ms:
+            # What fails here, a cold directory for one, holds up no checkpoint. Nor does what ends this process: a cut
+            # comes first in each of its lives.
+            if has_tried_to_cut and now_ms >= upkeep_not_before_ms:
                 upkeep_in_ms = compactor.upkeep()
         except (OSError, Refused) as error:
             cell.add("failures")

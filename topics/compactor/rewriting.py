@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from array import array
 from itertools import accumulate
@@ -12,12 +11,13 @@ import msgspec
 from topics.core.location import LOCATION_DELETED
 from topics.core.segment_list import SEALED, SegmentInfo
 from topics.storage import layout
+from topics.storage.committed_file import CommittedFile, Content
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import Bytes
 from topics.storage.kill_points import reached
 from topics.storage.logfile import write_fully
 from topics.storage.postings import Postings, write_postings
-from topics.storage.segment import ENTRY_LEN, map_file
+from topics.storage.segment import ENTRY_LEN
 
 _ENTRY_U32 = ENTRY_LEN // 4
 _COPY_MAX_BYTES = 4 * 2**20
@@ -53,13 +53,13 @@ def live_pieces(directory: str, info: SegmentInfo) -> list[tuple[int, int]]:
     return _live_pieces(halves[0::_ENTRY_U32], halves[1::_ENTRY_U32], deleted)
 
 
-def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Bytes | mmap.mmap | None = None) -> SegmentInfo:
+def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | None = None) -> SegmentInfo:
     """The new version, here and on the disk; the old one is as it was. `old` is its `.data` when that is not here, with
     what `live_pieces` says of it at least. Raises OSError, CorruptSegment, CorruptPostings.
     """
     halves = _columns(directory, info)
     if old is None:
-        old = map_file(layout.segment_data_path(directory, info.first_seq, info.version), info.data_bytes)
+        old = CommittedFile(layout.segment_data_path(directory, info.first_seq, info.version), info.data_bytes)
     offsets, lengths, flags = halves[0::_ENTRY_U32], halves[1::_ENTRY_U32], halves[4::_ENTRY_U32]
     deleted = [bool(flag & LOCATION_DELETED) for flag in flags]
     pieces = _live_pieces(offsets, lengths, deleted)
@@ -95,11 +95,9 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Bytes | mmap
             fs.close(idx_fd)
     finally:
         fs.close(data_fd)
-        if isinstance(old, mmap.mmap):
-            old.close()
     tagged = [
         (seq, tag)
-        for tag, seqs in Postings.map(directory, info.first_seq, info.version).items()
+        for tag, seqs in Postings.load(directory, info.first_seq, info.version).items()
         for seq in seqs
         if not deleted[seq - info.first_seq]
     ]
@@ -112,11 +110,9 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Bytes | mmap
 
 def _columns(directory: str, info: SegmentInfo) -> array[int]:
     """The whole index as u32."""
-    mapped = map_file(layout.segment_idx_path(directory, info.first_seq, info.version), info.records * ENTRY_LEN)
+    idx = CommittedFile(layout.segment_idx_path(directory, info.first_seq, info.version), info.records * ENTRY_LEN)
     halves = array("I")
-    halves.frombytes(mapped[:])
-    if isinstance(mapped, mmap.mmap):
-        mapped.close()
+    halves.frombytes(idx[:])
     return halves
 
 
@@ -138,7 +134,7 @@ def _live_pieces(offsets: array[int], lengths: array[int], deleted: list[bool]) 
     return pieces
 
 
-def _copy(fs: FileSystem, old: Bytes | mmap.mmap, fd: int, pieces: list[tuple[int, int]]) -> None:
+def _copy(fs: FileSystem, old: Content, fd: int, pieces: list[tuple[int, int]]) -> None:
     offset = 0
     gathered: list[Bytes] = []
     gathered_bytes = 0

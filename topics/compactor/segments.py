@@ -22,7 +22,8 @@ from topics.storage.filesystem import FileSystem
 from topics.storage.frame import Bytes
 from topics.storage.kill_points import reached
 from topics.storage.postings import write_postings
-from topics.storage.segment import CorruptSegment, SegmentReader, is_gone
+from topics.storage.segment import CorruptSegment, is_gone
+from topics.storage.segment_reader import SegmentReader
 from topics.storage.segment_writer import SegmentWriter
 
 _IN_RAM: Final = LOCATION_IN_RAM_LOG << FLAGS_SHIFT
@@ -141,7 +142,7 @@ class SegmentAppender:
     def _sealed(self, directory: str, info: SegmentInfo) -> SegmentInfo | None:
         name = (info.first_seq, info.records, info.data_bytes, info.version)
         try:
-            tagged = SegmentReader.map(directory, *name).tagged()
+            tagged = SegmentReader.open(directory, *name).tagged()
             write_postings(self._fs, directory, info.first_seq, info.records, tagged, info.version)
         except CorruptSegment as error:
             log.error("a segment is damaged and stays without postings", reason=str(error))
