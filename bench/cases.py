@@ -247,7 +247,7 @@ def idle_streams(bench: Bench) -> list[Figure]:
     p50_us, p99_us = found.delivery_us
     return [
         Figure("idle", f"{plan.streams} streams", {"each_bytes": found.bytes_each}),
-        Figure("idle", "longest between heartbeats", {"interval_us": found.silence_max_ms * 1000}),
+        Figure("idle", "longest between heartbeats", {"interval_us": found.heartbeats.silence_max_ms * 1000}),
         Figure("idle", "delivery beside them", {"p50_us": p50_us, "p99_us": p99_us}),
     ]
 

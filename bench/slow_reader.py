@@ -26,6 +26,8 @@ class SlowReader(NamedTuple):
     pad: int = 2000
     every_s: float = 0.02
     seconds: float = 3.0
+    name: str = "read.by.many"
+    """Of the topic: another one for each plan of the same service."""
 
 
 class Undisturbed(NamedTuple):
@@ -52,11 +54,11 @@ def undisturbed(plan: SlowReader) -> Undisturbed:
 
 async def _undisturbed(plan: SlowReader) -> Undisturbed:
     loop = asyncio.get_running_loop()
-    client, topic = Client(plan.port), "read.by.many"
+    client, topic, heavy = Client(plan.port), plan.name, f"{plan.name}.ballast"
     await put(client, topic)
-    await put(client, "ballast")
+    await put(client, heavy)
     watchers = [await watch(client, plan.port, topic) for _ in range(plan.watchers)]
-    slow = await watch(client, plan.port, topic, "ballast", receive_bytes=RECEIVE_BYTES)
+    slow = await watch(client, plan.port, topic, heavy, receive_bytes=RECEIVE_BYTES)
     everybody = [*watchers, slow]
     await until(lambda: all(watcher.caught_up for watcher in everybody), "every stream to be caught up")
     writer = Writer(plan.port, topic, plan.pad, plan.every_s)
@@ -67,10 +69,11 @@ async def _undisturbed(plan: SlowReader) -> Undisturbed:
     count, size = BALLAST
     ballast = b'{"records":[{"data":"%b"}]}' % (b"x" * size)
     for _ in range(count):
-        assert (await client.ask("POST", "/v0/topics/ballast", ballast)).status // 100 == 2
+        assert (await client.ask("POST", f"/v0/topics/{heavy}", ballast)).status // 100 == 2
     frames = slow.record_frames
     writer.write_max_ms = 0.0
-    await writer.run(loop.time() + plan.seconds)
+    # So many, however late: there has to be something to miss.
+    await writer.run(loop.time() + plan.seconds, first + int(plan.seconds / plan.every_s))
     write_max_ms = writer.write_max_ms
     records = writer.acked
     await until(lambda: all(len(watcher.seqs) >= records for watcher in watchers), "every record at those who read")

@@ -248,6 +248,7 @@ class _Run:
                 await self._ask("ballast", client, "POST", "/v0/topics/soak.ballast", BALLAST)
                 written += 1
             await asyncio.sleep(3)
+            await self._left_behind(client, follower)
             self._stalls += 1
             await follower.read(FINISH_S, lambda until=written: follower.next_seq["soak.ballast"] > until)  # type: ignore[misc]
             if follower.next_seq["soak.ballast"] <= written:
@@ -255,6 +256,17 @@ class _Run:
                 break
         follower.close()
         client.close()
+
+    async def _left_behind(self, client: Client, follower: Follower) -> None:
+        """Until the topic has let go of what the follower has not read, and of what is on the way to it; while it is
+        written to.
+        """
+        far = 2 * CONFIG["cap_records"]
+        while asyncio.get_running_loop().time() < self._end_s:
+            head_seq = (await self._ask("state", client, "GET", "/v0/topics/soak.disk"))["head_seq"]
+            if head_seq >= follower.next_seq["soak.disk"] + far:
+                return
+            await asyncio.sleep(0.1)
 
     async def _watches_come_and_go(self, topic: str) -> None:
         """Sessions that are used once."""
@@ -273,6 +285,8 @@ class _Run:
         writers = [Writer(self._plan.port, f"soak.flood.{n}", pad=FLOOD_BYTES) for n in range(FLOODS)]
         while loop.time() < self._end_s:  # at once: its connections are there from then on
             await asyncio.gather(*[writer.run(loop.time() + FLOOD_S) for writer in writers])
+            if not any(writer.statuses[429] for writer in writers):
+                continue  # whoever was held up brought too little
             await asyncio.sleep(max(0.0, min(FLOOD_EVERY_S, self._end_s - loop.time())))
         for writer in writers:
             self._odd += writer.odd

@@ -9,9 +9,14 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 import httpx
+import hypothesis
 import pytest
 
 from tests.harness import Service, open_services
+
+# Its deadline of 200 ms for an example is one for the machine, which may stand still for longer.
+hypothesis.settings.register_profile("topics", deadline=None)
+hypothesis.settings.load_profile("topics")
 
 _numbers = itertools.count(1)
 

@@ -27,7 +27,10 @@ from topics.shm.names import identity
 
 COMMAND = Path(sys.executable).with_name("topics-supervisor")
 START_DEADLINE_S = 30.0
-STOP_DEADLINE_S = 20.0
+STOP_GRACE_MS = 30_000
+"""Of a service that a test starts, unless it says otherwise. Whoever is killed after its share of it fails the test,
+and a machine that stands still for some seconds is no reason for that."""
+STOP_MARGIN_S = 10.0
 HEAL_DEADLINE_S = 30.0
 LOG_TAIL_BYTES = 16_384
 PR_SET_PDEATHSIG = 1
@@ -98,6 +101,7 @@ class Service:
         self.env = dict(env or {})
         if wal_file_bytes is not None:
             self.env.setdefault("TOPICS_WAL_FILE_BYTES", str(wal_file_bytes))
+        self.env.setdefault("TOPICS_SHUTDOWN_GRACE_MS", str(STOP_GRACE_MS))
         self._cpus = cpus
         self._process: subprocess.Popen[bytes] | None = None
         self._client: httpx.Client | None = None
@@ -148,7 +152,7 @@ class Service:
         process = self._running_process()
         family = self.family()
         process.send_signal(signal.SIGTERM)
-        code = process.wait(STOP_DEADLINE_S)
+        code = process.wait(self.stop_deadline_s)
         self._forget()
         assert code == 0, f"SIGTERM ended with exit code {code}\n{self.log_tail()}"
         survivors = [pid for pid in family if is_running(pid)]
@@ -161,13 +165,13 @@ class Service:
         process = self._running_process()
         family = self.family()
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait(STOP_DEADLINE_S)
+        process.wait(self.stop_deadline_s)
         poll("every killed process to be gone", lambda: not any(is_running(pid) for pid in family))
         self._forget()
 
     def was_killed(self) -> None:
         """To be called when something else has killed the whole group; it may be started again then."""
-        self._running_process().wait(STOP_DEADLINE_S)
+        self._running_process().wait(self.stop_deadline_s)
         self._forget()
 
     def kill_supervisor(self) -> None:
@@ -175,8 +179,8 @@ class Service:
         process = self._running_process()
         family = self.family()
         process.kill()
-        process.wait(STOP_DEADLINE_S)
-        poll("the children to stop", lambda: not any(is_running(pid) for pid in family), STOP_DEADLINE_S)
+        process.wait(self.stop_deadline_s)
+        poll("the children to stop", lambda: not any(is_running(pid) for pid in family), self.stop_deadline_s)
         self._forget()
 
     def restart(self, *, wait_ready: bool = True) -> Self:
@@ -219,6 +223,11 @@ class Service:
     @property
     def pid(self) -> int:
         return self._running_process().pid
+
+    @property
+    def stop_deadline_s(self) -> float:
+        """By then a stop is over, in good time or not."""
+        return int(self.env["TOPICS_SHUTDOWN_GRACE_MS"]) / 1000 + STOP_MARGIN_S
 
     @property
     def url(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.harness import Service
+from tests.harness import Service, poll
 from topics.client import (
     AsyncClient,
     Client,
@@ -66,7 +66,8 @@ def test_what_an_exactly_once_router_adds_is_read(service: Service, topics: Clie
     topics.put_topic(topic)
     assert service.client.put(f"/v0/routers/{topic}", json=route).status_code == 201
     topics.append(topic, [NewRecord(1, meta={"k": "v"})])
-    (copy,) = topics.read(f"{topic}.d")
+    # A read waits for what is to be copied, but not for ever (api §6).
+    (copy,) = poll("the copy", lambda: list(topics.read(f"{topic}.d")) or None)
     assert isinstance(copy, Record)
     assert copy.meta is not None
     assert (copy.meta["k"], copy.meta["_topics_router"]["source_seq"]) == ("v", 1)

@@ -136,7 +136,8 @@ def test_a_read_that_a_hung_shard_leaves_open_is_its_readers_affair(
             finally:
                 os.kill(pid, signal.SIGCONT)
             assert data(looking.result(20)) == [0, 1, 2, 3, 4]
-        assert data(cursor.read()) == [0, 1, 2, 3, 4]
+        # One that moves nothing is repeated, also when the shard is as late as 200 ms for another reason.
+        assert data(cursor.read(checkpoint=False)) == [0, 1, 2, 3, 4]
 
 
 def test_the_asynchronous_cursor_does_the_same(service: Service, topic: str) -> None:

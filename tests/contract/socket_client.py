@@ -10,7 +10,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from tests.harness import Service
 
-READ_TIMEOUT_S = 15.0
+READ_TIMEOUT_S = 30.0
 
 
 class Socket:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
@@ -10,11 +11,14 @@ from typing import Any, Self
 import httpx
 import msgspec
 
-from tests.contract.asking import ok
-from tests.harness import Service
+from tests.contract.asking import ok, refused
+from tests.harness import Service, poll
+from topics.core.names import owner_shard
+from topics.shm.control import ControlPage, Role
+from topics.shm.names import identity, shm_name
 
-READ_TIMEOUT_S = 15.0
-"""How long a test waits for the next bytes before it fails."""
+READ_TIMEOUT_S = 30.0
+"""How long a test waits for the next bytes before it fails: more than the 15 s after which an idle stream beats."""
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -149,3 +153,16 @@ def follow(service: Service, topics: dict[str, Any], **body: Any) -> Stream:
 def open_streams(service: Service) -> dict[int, int]:
     """How many event streams each frontend holds, as `status` counts them."""
     return {frontend["index"]: frontend["sse_connections"] for frontend in service.status()["frontends"]}
+
+
+def until_streams_are_over(service: Service, client: httpx.Client | None = None) -> None:
+    """Waits until no stream is open, and the shards have heard how far each had come: sessions go on from there. It is
+    on its way when the place of a stream is free again, and has arrived when the shard answers what was asked later.
+    """
+    page = ControlPage.attach(shm_name(identity(str(service.data_dir)), "control"))
+    frontends = [page.cell(Role.FRONTEND, index) for index in range(service.frontends)]
+    poll("no stream to be open", lambda: not any(cell.get("sse_admitted") for cell in frontends))
+    for shard in range(service.shards):
+        name = next(name for n in itertools.count() if owner_shard(name := f"no-such-{n}", service.shards) == shard)
+        answer = (client or service.client).post(f"/v0/topics/{name}/delete", json={"before_seq": 1})
+        refused(answer, 404, "topic_not_found")

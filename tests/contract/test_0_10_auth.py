@@ -27,9 +27,9 @@ from tests.contract.auth_table import (
     RouteRow,
     TableKey,
 )
-from tests.contract.stream import Stream, watch
+from tests.contract.stream import Stream, until_streams_are_over, watch
 from tests.contract.working import Work
-from tests.harness import Service, poll
+from tests.harness import Service
 
 MARKER = f"s3cr3t{os.urandom(6).hex()}"
 AWKWARD = MARKER + "+a%2Bb?&=#|'\""
@@ -211,7 +211,7 @@ def test_head_needs_what_get_needs_and_options_nothing(root: httpx.Client, row: 
 
 
 def test_http2_as_well(guarded: Service, root: httpx.Client) -> None:
-    with httpx.Client(base_url=guarded.url, http1=False, http2=True) as client:
+    with httpx.Client(base_url=guarded.url, http1=False, http2=True, timeout=20) as client:
         challenged(client.get(f"/v0/topics/{TOPIC}"))
         refused(client.get(f"/v0/topics/{TOPIC}", headers=header(KEYS[3])), 403, "forbidden")
         answer = client.get(f"/v0/topics/{TOPIC}", headers=header(ROOT))
@@ -324,7 +324,7 @@ def test_who_only_knows_the_wid_does_not_disturb_it(guarded: Service, root: http
         write(root, TOPIC, 4)
         assert stream.records_to(head + 1) == head + 1
     # The end was in order, so the session knows how far it came: an id that is ahead is ignored.
-    poll("the stream to be gone", lambda: not sum(f["sse_connections"] for f in guarded.status()["frontends"]))
+    until_streams_are_over(guarded, root)
     challenged(root.get(f"/v0/watch/{wid}", headers=other | {"Last-Event-ID": frame.id}))
     write(root, TOPIC, 5)
     with Stream(guarded.url, wid, header(ROOT)) as stream:
@@ -511,9 +511,14 @@ def test_without_keys_it_says_so_loudly_and_serves_everybody(service: Service, t
 def test_probe_auth_asks_for_any_key_and_needs_one_to_ask_for() -> None:
     with pytest.MonkeyPatch.context() as patch:
         probed = Service(frontends=1, shards=1, env={"TOPICS_API_KEYS": f"{MARKER}:d:x", "TOPICS_PROBE_AUTH": "1"})
-        patch.setattr(
-            probed, "is_ready", lambda: httpx.get(f"{probed.url}/v0/ready", headers=bearer(MARKER)).is_success
-        )
+
+        def is_ready() -> bool:
+            try:
+                return httpx.get(f"{probed.url}/v0/ready", headers=bearer(MARKER), timeout=20).is_success
+            except httpx.TransportError:
+                return False
+
+        patch.setattr(probed, "is_ready", is_ready)
         with probed:
             for row in PROBES:
                 challenged(ask(probed.client, row))

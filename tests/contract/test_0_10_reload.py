@@ -172,4 +172,4 @@ def test_reload_of_what_does_not_run() -> None:
 def test_without_a_file_there_is_nothing_to_change() -> None:
     with Service(frontends=1, shards=1) as service:
         assert service.run("reload").returncode == 0
-        assert httpx.get(f"{service.url}/v0/topics").status_code == 200
+        assert httpx.get(f"{service.url}/v0/topics", timeout=20).status_code == 200

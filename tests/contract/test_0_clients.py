@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from tests.contract.asking import diff, head_seq, put, state, write
+from tests.contract.asking import diff, head_seq, long_polls, put, state, write
 from tests.harness import Service, poll
 
 RECORDS = b'{"records":[{"data":"' + b"x" * 50_000 + b'"}]}'
@@ -61,15 +61,18 @@ def test_clients_gone_while_they_poll_leave_no_connection_behind(service: Servic
     def connections() -> int:
         return sum(frontend["connections"] for frontend in service.status()["frontends"])
 
-    before = connections()
+    poll("the polls of others to be over", lambda: long_polls(service) == 0)
+    before = poll("the connection of this client to be counted", connections)
     body = b'{"wait_ms":30000}'
     waiting = [connect(service) for _ in range(20)]
     for connection in waiting:
         connection.sendall(head(topic, len(body), "/diff") + body)
-    poll("the polls to be seen", lambda: connections() >= before + 20)
+    poll("the polls to wait", lambda: long_polls(service) == 20)
+    poll("their connections to be counted", lambda: connections() >= before + 20)
     for connection in waiting:
         connection.close()
-    poll("the polls to be gone", lambda: connections() <= before)
+    poll("the polls to be gone", lambda: long_polls(service) == 0)
+    poll("their connections to be gone", lambda: connections() <= before)
     assert write(service.client, topic, 1)["first_seq"] == 1
 
 

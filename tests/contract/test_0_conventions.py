@@ -35,7 +35,7 @@ RECORD = b'{"records":[{"data":1}]}'
 
 
 def test_http2_prior_knowledge_on_the_same_port(service: Service, topic: str) -> None:
-    with httpx.Client(base_url=service.url, http1=False, http2=True) as h2:
+    with httpx.Client(base_url=service.url, http1=False, http2=True, timeout=20) as h2:
         answer = h2.post(f"/v0/topics/{topic}", json={"records": [{"data": {"over": "h2"}}]})
         assert answer.http_version == "HTTP/2"
         assert ok(answer)["first_seq"] == 1

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.contract.asking import diff, ok, put, refused, state, write
+from tests.contract.asking import diff, missing, ok, put, refused, state, write
 from tests.harness import Service, poll
 from topics.storage.sink_file import Sink, encode_sink, sink_name
 
@@ -127,6 +127,20 @@ def test_what_a_topic_could_not_take_is_refused_when_it_is_staged(client: httpx.
     put(client, f"{topic}-ram", durability="ephemeral")
     ephemeral = client.post(f"/v0/stage/{topic}-ram", json={"txn": "t", "records": [{"data": 1}]})
     assert "ephemeral" in refused(ephemeral, 400, "invalid_request")["message"]
+
+
+def test_what_a_topic_cannot_take_any_more_is_refused_before_anything_is_decided(
+    client: httpx.Client, topic: str
+) -> None:
+    put(client, topic, cap_records=2, discard="reject")
+    stages = [stage(client, f"{topic}-other", "a"), stage(client, topic, 1), stage(client, topic, 2)]
+    write(client, topic, 0)
+    refused(client.post(f"/v0/txn/{topic}/commit", json={"batch": 1, "stages": stages}), 422, "topic_full")
+    assert ok(client.get(f"/v0/txn/{topic}"))["last_batch"] is None
+    missing(client, f"{topic}-other")
+    ok(client.post(f"/v0/topics/{topic}/delete", json={"before_seq": 2}))
+    assert commit(client, topic, 1, *stages)["count"] == 3
+    assert (data(client, topic), data(client, f"{topic}-other")) == ([1, 2], ["a"])
 
 
 def test_a_commit_needs_a_key_for_every_topic_it_publishes(topic: str) -> None:

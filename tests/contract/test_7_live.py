@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from tests.contract.asking import ok, put, state, write
-from tests.contract.stream import Stream, follow, open_streams, position_id, watch
+from tests.contract.stream import Stream, follow, open_streams, position_id, until_streams_are_over, watch
 from tests.harness import Service, poll
 
 WID = re.compile(r"wid_[A-Za-z0-9_-]{22}")
@@ -28,11 +28,10 @@ def test_resume_by_last_event_id_rewinds(service: Service, topic: str) -> None:
 def test_resume_without_an_id_goes_on_at_the_sessions_position(service: Service, topic: str) -> None:
     write(service.client, topic, *range(3))
     wid = watch(service.client, {topic: {}})["wid"]
-    before = sum(open_streams(service).values())
     with Stream(service.url, wid) as stream:
         stream.event("record")
         stream.event("caught-up")
-    poll("the service to see the stream closed", lambda: sum(open_streams(service).values()) <= before)
+    until_streams_are_over(service)
     write(service.client, topic, 3)
     with Stream(service.url, wid) as stream:
         assert [record["$seq"] for record in stream.event("record").json["records"]] == [4]
@@ -172,9 +171,11 @@ def test_a_session_whose_topics_are_all_gone_knows_that_its_client_was_told(serv
             assert frame.positions == dict.fromkeys(gone, 5)
     write(service.client, f"{topic}.1", "of another instance")
     for headers in ({}, {"Last-Event-ID": frame.id}):
+        until_streams_are_over(service)
         with Stream(service.url, wid, headers) as stream:
             assert stream.next().raw == b"retry: 2000"
             assert stream.next().raw.startswith(b": hb ")
+    until_streams_are_over(service)
     # Who has not seen the last of it is told again, with where it ended as far as can be told.
     with Stream(service.url, wid, {"Last-Event-ID": position_id({f"{topic}.2": 5})}) as stream:
         frame = stream.event("topic-deleted")

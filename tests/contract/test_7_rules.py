@@ -8,6 +8,7 @@ import pytest
 
 from tests.contract.asking import ok, put, refused, state, write
 from tests.contract.stream import Stream, follow, position_id, watch
+from tests.contract.timing import now_ms
 from tests.harness import Service, poll
 
 
@@ -51,12 +52,22 @@ def test_a_gap_made_of_deletions_is_silent(service: Service, topic: str) -> None
 
 
 def test_what_was_passed_over_and_then_expired_is_no_loss(service: Service, topic: str) -> None:
-    put(service.client, topic, ttl_ms=150)
-    with follow(service, {topic: {}}, node="me") as stream:
+    put(service.client, topic)
+    with follow(service, {topic: {}}, node="me", heartbeat_ms=20) as stream:
         stream.event("caught-up")
         # Nothing of these is sent to their writer, and the position follows: no loss either.
         write(service.client, topic, 1, 2, node="me")
+        # The shard has said by its next answer that there is something new. That it was looked at shows in nothing but
+        # that its frontend goes on.
+        put(service.client, topic)
+        said_ms = now_ms()
+        heartbeats = 0
+        while heartbeats < 2:
+            frame = stream.next()
+            heartbeats += frame.raw.startswith(b": hb ") and int(frame.raw[5:]) > said_ms
+        put(service.client, topic, ttl_ms=1)
         poll("them to expire", lambda: state(service.client, topic)["count"] == 0)
+        put(service.client, topic, ttl_ms=0)
         write(service.client, topic, 3)
         assert stream.event("record").json["to_seq"] == 3
     with follow(service, {topic: {}}) as stream:

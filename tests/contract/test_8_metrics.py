@@ -433,12 +433,13 @@ def test_series_of_topics_stop_at_their_bound() -> None:
 def test_a_key_sees_series_of_topics_within_its_prefixes_only() -> None:
     with Service(env={"TOPICS_API_KEYS": "root,some:r:b.|d.,none:r:zz."}) as service:
         names = ["a", "b.1", "b.2", "c", "d.1", "e"]
-        root = httpx.Client(base_url=service.url, headers={"Authorization": "Bearer root"})
+        root = httpx.Client(base_url=service.url, headers={"Authorization": "Bearer root"}, timeout=20)
         for name in names:
             put(root, name)
         seen = {}
         for key in ("root", "some", "none"):
-            read = samples(httpx.get(f"{service.url}/v0/metrics", headers={"Authorization": f"Bearer {key}"}).text)
+            headers = {"Authorization": f"Bearer {key}"}
+            read = samples(httpx.get(f"{service.url}/v0/metrics", headers=headers, timeout=20).text)
             seen[key] = sorted(dict(labels)["topic"] for name, labels in read if name == "topics_topic_head_seq")
             assert value(read, "topics_topics") == 6
             assert value(read, "topics_topic_metrics_truncated") == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -48,12 +47,6 @@ def counts(client: httpx.Client, topic: str) -> tuple[int, int, int]:
 def until_counts(client: httpx.Client, topic: str, *expected: int) -> None:
     """Waits until ready, in_flight, dead_lettered are these."""
     poll(f"{topic} to count {expected}", lambda: counts(client, topic) == expected or None)
-
-
-def until_ms(epoch_ms: int) -> None:
-    """Lets this moment pass: what a lease is about is time."""
-    while (left_ms := epoch_ms - time.time_ns() // 1_000_000) >= 0:
-        time.sleep(left_ms / 1000 + 0.001)
 
 
 class Work:

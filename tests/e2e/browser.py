@@ -68,7 +68,11 @@ class Browser:
         self._last_id = 0
 
     def _page(self, url: str) -> str | None:
-        for target in httpx.get(self._url).json():
+        try:
+            targets = httpx.get(self._url, timeout=ANSWER_TIMEOUT_S).json()
+        except httpx.TransportError:
+            return None
+        for target in targets:
             if target["type"] == "page" and target["url"] == url:
                 return str(target["webSocketDebuggerUrl"])
         return None

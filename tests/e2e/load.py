@@ -11,7 +11,12 @@ import httpx
 
 from tests.harness import poll
 
-REQUEST_TIMEOUT_S = 20.0
+REQUEST_TIMEOUT_S = 30.0
+"""Longer than these services wait for a shard (`PATIENT`)."""
+PATIENT = {"TOPICS_SHARD_WAIT_MS": "20000"}
+"""Settings for a service that is killed in parts: what waits for a restart is answered by it, also on a machine that is
+held up meanwhile.
+"""
 
 
 class Client(threading.Thread):

@@ -59,16 +59,15 @@ def test_the_api_page_renders_every_operation(own: Service, browser: Browser) ->
     )
     assert "Append records" in browser.run("document.querySelector('#post_v0_topics_topic').textContent")
     assert browser.run("document.querySelector('noscript') === null")
-    answer = browser.run(
-        """(async () => {
+    browser.run(
+        """(() => {
           const operation = document.querySelector('#get_v0_topics');
           operation.open = true;
           operation.querySelector('button').click();
-          for (let n = 0; n < 200 && !operation.querySelector('pre').textContent; n++)
-            await new Promise((done) => setTimeout(done, 20));
-          return operation.querySelector('pre').textContent;
         })()"""
     )
+    shown = "document.querySelector('#get_v0_topics pre').textContent"
+    answer = poll("the answer to be shown", lambda: browser.run(shown) or None, 30)
     assert answer.startswith("200\n")
     assert '"topics":' in answer
 

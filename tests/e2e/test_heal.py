@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.contract.stream import Stream, watch
-from tests.e2e.load import Load, Writer, longest_gap_ms
+from tests.e2e.load import PATIENT, REQUEST_TIMEOUT_S, Load, Writer, longest_gap_ms
 from tests.e2e.test_crash import everything
 from tests.harness import Service
 
@@ -38,7 +38,7 @@ def check_ledger(client: httpx.Client, topic: str, writer: Writer) -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("role", "index"), VICTIMS, ids=[f"{role}-{index}" for role, index in VICTIMS])
 def test_one_process_killed_under_load(role: str, index: int, record_property: Callable[[str, object], None]) -> None:
-    with Service(shards=2, frontends=2) as service:
+    with Service(shards=2, frontends=2, env=PATIENT) as service:
         with Load(service.url, CLASSES, PRELOADED, read=READ) as load:
             served_ms = []
             for _ in range(KILLS):
@@ -73,14 +73,15 @@ def test_one_process_killed_under_load(role: str, index: int, record_property: C
 
 @pytest.mark.timeout(120)
 def test_a_watch_session_outlives_the_frontend_that_served_it() -> None:
-    with Service(shards=2, frontends=2) as service:
+    with Service(shards=2, frontends=2, env=PATIENT) as service:
         service.client.post("/v0/topics/t", json={"records": [{"data": n} for n in range(10)]})
         wid = watch(service.client, {"t": {}}, limit=5)["wid"]
         with Stream(service.url, wid) as stream:
             first = stream.event("record")
         for index in range(2):
             service.wait_healed(service.kill("frontend", index))
-        httpx.post(f"{service.url}/v0/topics/t", json={"records": [{"data": 10}]}).raise_for_status()
+        body = {"records": [{"data": 10}]}
+        httpx.post(f"{service.url}/v0/topics/t", json=body, timeout=REQUEST_TIMEOUT_S).raise_for_status()
         with Stream(service.url, wid, {"Last-Event-ID": first.id}) as stream:
             assert [record["data"] for record in stream.records(6)] == list(range(5, 11))
 
@@ -88,7 +89,7 @@ def test_a_watch_session_outlives_the_frontend_that_served_it() -> None:
 @pytest.mark.timeout(120)
 def test_a_stream_goes_on_over_the_death_of_its_shard() -> None:
     """What is committed is read from shared memory and files: the stream does not even break."""
-    with Service(shards=2, frontends=2) as service:
+    with Service(shards=2, frontends=2, env=PATIENT) as service:
         topics = [f"t{n}" for n in range(8)]
         for topic in topics:
             service.client.put(f"/v0/topics/{topic}").raise_for_status()

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.e2e.load import PATIENT
 from tests.e2e.test_crash import everything
 from tests.harness import Service, is_running, poll
 from topics.core.clock import SystemClock
@@ -38,6 +39,7 @@ SETTINGS = {
     "TOPICS_SEGMENT_MAX_EVENTS": "20",
     "TOPICS_SEGMENT_REWRITE_DEAD_RATIO": "0.2",
     "TOPICS_HOT_RETAIN_SEGMENTS": "3",
+    **PATIENT,
 }
 FILLER = "x" * 2000
 """Makes log files full, so that there is something to trim."""

@@ -14,6 +14,7 @@ import pytest
 
 from tests.contract.asking import diff_records, put, state, write
 from tests.contract.working import Work, claim, counts, seqs, until_counts
+from tests.e2e.load import PATIENT, REQUEST_TIMEOUT_S
 from tests.harness import Service, poll
 
 JOBS = 400
@@ -61,13 +62,13 @@ class Workers:
     def stop(self) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(30)
+            thread.join(REQUEST_TIMEOUT_S + 5)
             assert not thread.is_alive()
 
     def _claims(self, n: int) -> None:
         while not self._stop.is_set():
             try:
-                with httpx.Client(base_url=self._url, timeout=10) as http:
+                with httpx.Client(base_url=self._url, timeout=REQUEST_TIMEOUT_S) as http:
                     while not self._stop.is_set():
                         jobs = claim(http, self._topic, node=f"p{n}", max=3)
                         for job in jobs:
@@ -79,7 +80,7 @@ class Workers:
         while not self._stop.is_set():
             try:
                 with (
-                    httpx.Client(base_url=self._url, timeout=10) as http,
+                    httpx.Client(base_url=self._url, timeout=REQUEST_TIMEOUT_S) as http,
                     Work(self._url, self._topic, node=f"s{n}", max=3, heartbeat_ms=20) as work,
                 ):
                     while not self._stop.is_set():
@@ -124,7 +125,7 @@ def working(service: Service, topic: str) -> Iterator[tuple[Workers, Ledger]]:
 @pytest.mark.parametrize("leases_durable", [False, True], ids=["forgotten", "durable"])
 @pytest.mark.parametrize("role", ["walshard", "frontend"])
 def test_every_job_is_done_when_processes_are_killed(role: str, leases_durable: bool) -> None:
-    with Service(shards=1, frontends=2, env={"TOPICS_TEST_MIN_HEARTBEAT_MS": "20"}) as service:
+    with Service(shards=1, frontends=2, env=PATIENT | {"TOPICS_TEST_MIN_HEARTBEAT_MS": "20"}) as service:
         put(service.client, "q", type="queue", lease_ms=LEASE_MS, leases_durable=leases_durable)
         with working(service, "q") as (_, ledger):
             for kill in range(KILLS):
@@ -146,7 +147,7 @@ def test_every_job_is_done_when_processes_are_killed(role: str, leases_durable: 
 
 @pytest.mark.timeout(120)
 def test_leases_of_a_killed_frontend_are_free_long_before_they_end() -> None:
-    with Service(shards=2, frontends=1) as service:
+    with Service(shards=2, frontends=1, env=PATIENT) as service:
         put(service.client, "q", type="queue", lease_ms=3_600_000)
         write(service.client, "q", *range(5))
         work = Work(service.url, "q", max=5)
@@ -159,7 +160,7 @@ def test_leases_of_a_killed_frontend_are_free_long_before_they_end() -> None:
 
 @pytest.mark.timeout(120)
 def test_a_stream_goes_on_when_its_shard_was_killed() -> None:
-    with Service(shards=1, frontends=1) as service:
+    with Service(shards=1, frontends=1, env=PATIENT) as service:
         put(service.client, "q", type="queue", lease_ms=3_600_000)
         with Work(service.url, "q", max=2) as work:
             for _ in range(3):
@@ -174,7 +175,7 @@ def test_a_stream_goes_on_when_its_shard_was_killed() -> None:
 
 @pytest.mark.timeout(180)
 def test_dead_letters_are_in_one_of_the_two_topics_whoever_is_killed() -> None:
-    with Service(shards=2, frontends=2) as service:
+    with Service(shards=2, frontends=2, env=PATIENT) as service:
         put(service.client, "q", type="queue", lease_ms=100, max_deliveries=1, dead_letter="dead")
         write(service.client, "q", *range(60))
         poll("all to be handed out", lambda: not claim(service.client, "q", max=100) or None)
@@ -197,7 +198,7 @@ def test_dead_letters_are_in_one_of_the_two_topics_whoever_is_killed() -> None:
 
 @pytest.mark.timeout(120)
 def test_queues_and_cursors_move_to_another_number_of_shards() -> None:
-    with Service(shards=1, frontends=1) as service:
+    with Service(shards=1, frontends=1, env=PATIENT) as service:
         names = [f"q{n}" for n in range(6)]
         for name in names:
             put(service.client, name, type="queue", leases_durable=True, lease_ms=3_600_000)

@@ -12,8 +12,9 @@ import time
 
 import httpx
 import msgspec
+import pytest
 
-from tests.harness import Service, poll
+from tests.harness import Service, is_running, poll
 from topics.client import Client, Record, Retry, ServiceBusyError, UnreachableError
 from topics.client.calls import Call
 
@@ -44,11 +45,16 @@ def _post(path: str, body: object) -> Call[dict[str, object]]:
     return Call("POST", path, msgspec.json.decode, msgspec.json.encode(body), repeatable=False)
 
 
+@pytest.mark.timeout(60 + 30 * KILLS)
 def test_each_batch_once_and_all_or_none_whatever_is_killed() -> None:
     seed = int(os.environ.get("TOPICS_SEED", str(random.randrange(2**32))))
     print(f"TOPICS_SEED={seed}")
     chance = random.Random(seed)
-    with Service(shards=3, frontends=2, wal_file_bytes=1 << 20) as service, _client(service) as client:
+    with (
+        Service(shards=3, frontends=2, wal_file_bytes=1 << 20) as service,
+        Client(service.url, retry=Retry(total_s=0.5)) as client,
+        Client(service.url) as reader,
+    ):
         done = threading.Event()
         gate = threading.Lock()
         committed: list[int] = []
@@ -65,18 +71,19 @@ def test_each_batch_once_and_all_or_none_whatever_is_killed() -> None:
         try:
             for _ in range(KILLS):
                 role = chance.choice(["walshard", "walshard", "frontend", "frontend", "all"])
-                victim = service.pid if role == "all" else service.pid_of(role, chance.randrange(2))
+                victim = service.pid if role == "all" else running(service, role, chance.randrange(2))
                 at = len(committed) + 1
                 poll("progress", lambda at=at: len(committed) >= at, 60)  # type: ignore[misc]
                 time.sleep(chance.random() * 0.03)  # anywhere in the next batch
                 if role != "all":
                     os.kill(victim, signal.SIGKILL)
+                    poll("the killed one to be gone", lambda pid=victim: not is_running(pid))  # type: ignore[misc]
                     continue
                 service.kill_group()
                 with gate:
                     service.start()
                     settled(service)
-                    heads = {client.get_topic(topic, touch=False).head_seq for topic in TOPICS}
+                    heads = {reader.get_topic(topic, touch=False).head_seq for topic in TOPICS}
                     assert len(heads) == 1, f"after the crash topics end at {heads}"
         finally:
             done.set()
@@ -84,12 +91,18 @@ def test_each_batch_once_and_all_or_none_whatever_is_killed() -> None:
         assert committed == list(range(len(committed)))
         settled(service)
         for topic in TOPICS:
-            found = [item.data for item in client.read(topic) if isinstance(item, Record)]
+            found = [item.data for item in reader.read(topic) if isinstance(item, Record)]
             assert found == [record["data"] for batch in committed for record in records(topic, batch)]
 
 
-def _client(service: Service) -> Client:
-    return Client(service.url, retry=Retry(total_s=0.5))
+def running(service: Service, role: str, index: int) -> int:
+    """The pid of that process, and not of its former life, which may still be listed."""
+
+    def found() -> int | None:
+        pid = service.pid_of(role, index)
+        return pid if is_running(pid) else None
+
+    return poll(f"{role} {index} to run", found, 30)
 
 
 def settled(service: Service) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -102,6 +103,12 @@ def start_worker(service: Service, said: Path) -> subprocess.Popen[bytes]:
         )
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for this signal."""
+    (mask,) = re.findall(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 def test_killed_workers_lose_no_job(tmp_path: Path) -> None:
     seed = int(os.environ.get("TOPICS_WEBHOOK_SEED") or random.randrange(1 << 32))
     print(f"TOPICS_WEBHOOK_SEED={seed}")
@@ -131,6 +138,8 @@ def test_killed_workers_lose_no_job(tmp_path: Path) -> None:
                 kills += 1
             poll("the queue to be empty", finished, DEADLINE_S, every_s=0.05)
             for worker in workers:
+                # One that was started last may still be importing, and would be ended by the signal itself.
+                poll("a worker to catch SIGTERM", partial(catches, worker.pid, signal.SIGTERM), 30.0)
                 worker.send_signal(signal.SIGTERM)
             assert [worker.wait(20) for worker in workers] == [0] * WORKERS, said.read_text()[-4000:]
         finally:

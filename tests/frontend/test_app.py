@@ -67,16 +67,16 @@ DEADLINE_S = 10.0
 class Frontend:
     """An app on one loop, and requests to it."""
 
-    def __init__(self, hosting: Hosting) -> None:
+    def __init__(self, hosting: Hosting, shard_wait_ms: int) -> None:
         shared = hosting.shared
         self.hosting = hosting
         self.cell = shared.control.cell(Role.FRONTEND, 0)
-        self.gateway = Gateway(shared, 0, 1, hosting.arenas, self.cell, 10_000)
+        self.gateway = Gateway(shared, 0, 1, hosting.arenas, self.cell, shard_wait_ms)
         writer = RecencyWriter(shared.identity, 0, 1)
         settings = settings_module.load({}, {"data_dir": "unused", "wal_shards": 1, "frontends": 1})
         reader = hosting.reader
         sight = RouterSight(shared)
-        catching_up = CatchingUp(sight, reader, self.gateway)
+        self.catching_up = catching_up = CatchingUp(sight, reader, self.gateway)
         routers = RouterRoutes(sight, catching_up, reader, self.gateway, settings)
         self.diff = DiffRoute(reader, self.gateway, writer, settings, self.cell, catching_up, hosting.clock)
         recency = Recency(shared.identity, 1, 1)
@@ -84,8 +84,9 @@ class Frontend:
             self.gateway, TopicSight(reader, hosting.arenas, writer, recency, hosting.clock), self.cell, hosting.clock
         )
         streams = Cap("sse_connections", 0, "sse_admitted", self.cell, [self.cell])
-        access = Access(KeyRing(()), False, KeyLimits(KeyCounts(shared.key_counts, 1, 0), settings))
-        append = AppendRoute(self.gateway, settings, self.cell)
+        self.key_counts = KeyCounts(shared.key_counts, 1, 0)
+        self.access = access = Access(KeyRing(()), False, KeyLimits(self.key_counts, settings))
+        self.append = append = AppendRoute(self.gateway, settings, self.cell)
         topics = TopicRoutes(
             reader,
             hosting.arenas,
@@ -206,9 +207,9 @@ class Frontend:
         self.hosting.shared.frontend_wakes[0].signal_always()
 
 
-def on_loop(hosting: Hosting, test: Callable[[Frontend], Awaitable[None]]) -> None:
+def on_loop(hosting: Hosting, test: Callable[[Frontend], Awaitable[None]], shard_wait_ms: int = 10_000) -> None:
     async def main() -> None:
-        frontend = Frontend(hosting)
+        frontend = Frontend(hosting, shard_wait_ms)
         frontend.gateway.start()
         try:
             async with asyncio.timeout(DEADLINE_S):
@@ -220,6 +221,41 @@ def on_loop(hosting: Hosting, test: Callable[[Frontend], Awaitable[None]]) -> No
 
 
 # -- long polls
+
+
+@pytest.mark.parametrize("padding", [" " * (COUNTED_FROM_BYTES + 1), '"node":[%s"me"],' % ('"me",' * 300_000)])
+def test_a_long_poll_does_not_hold_what_its_body_was(hosting: Hosting, padding: str) -> None:
+    """Four of them, each of the longest there may be, would keep every other long body out for 30 s."""
+    hosting.make("t")
+
+    async def test(frontend: Frontend) -> None:
+        body = msgspec.Raw(b"{%b%b" % (padding.encode(), b'"wait_ms":30000}'))
+        poll = asyncio.create_task(frontend.ask("POST", "/v0/topics/t/diff", body))
+        await frontend.watching("t")
+        assert frontend.cell.get("long_polls") == 1
+        assert bodies.held_bytes == 0
+        frontend.gone.set()
+        await poll
+
+    on_loop(hosting, test)
+
+
+def test_a_reader_may_name_so_many_writers(hosting: Hosting) -> None:
+    hosting.make("t")
+
+    async def test(frontend: Frontend) -> None:
+        async def asked(nodes: list[str]) -> int:
+            status, _, _ = await frontend.ask("POST", "/v0/topics/t/diff", {"node": nodes})
+            return status
+
+        names = [f"n{number}" for number in range(diff_module.NODES_MAX)]
+        assert await asked(names) == 200
+        assert await asked([*names, *names]) == 200
+        assert await asked([*names, "one more"]) == 400
+        assert await asked(["x" * diff_module.NODES_MAX_BYTES]) == 200
+        assert await asked(["x" * diff_module.NODES_MAX_BYTES, "y"]) == 400
+
+    on_loop(hosting, test)
 
 
 def test_a_long_poll_waits_for_what_it_may_deliver(hosting: Hosting) -> None:

@@ -12,7 +12,7 @@ import pytest
 from topics.core.errors import TopicsError
 from topics.frontend import bodies as bodies_module
 from topics.frontend import body_budget as module
-from topics.frontend.bodies import ClientGoneError, read_body
+from topics.frontend.bodies import ClientGoneError, read_body, read_wish
 from topics.frontend.body_budget import BodyBudget
 
 MIB = 1 << 20
@@ -193,6 +193,26 @@ def test_a_zipped_body_that_states_less_than_it_holds_is_not_unpacked_beyond_tha
         reading(budget, lying, GZIP)
     assert refused.value.code == "invalid_request"
     assert "more than the 5 bytes" in refused.value.message
+
+
+def test_a_body_that_is_decoded_to_something_short_is_counted_no_longer(budget: BodyBudget) -> None:
+    async def test() -> None:
+        async def request() -> None:
+            held: list[int] = []
+
+            def decode(body: bytes) -> int:
+                held.append(budget.held_bytes)
+                return len(body)
+
+            assert await read_wish(pieces(b" " * 1_500_000), JSON, 2 * MIB, decode) == 1_500_000
+            assert (held, budget.held_bytes) == ([MIB], 0)
+            await budget.hold(MIB, 2 * MIB)  # and what is held from then on is, to the end
+            assert budget.held_bytes == MIB
+
+        await asyncio.create_task(request())
+
+    on_loop(test)
+    assert budget.held_bytes == 0
 
 
 def test_many_bombs_at_once_stay_within_the_bound(budget: BodyBudget, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TypeVar
 
 import pytest
 
@@ -16,11 +17,13 @@ from topics.frontend.queues.unreadable import ASIDE_MS
 from topics.shm import messages
 from topics.shm.control import Role
 from topics.shm.messages import Call, Kind
-from topics.shm.queue_messages import Claim, Dealt, Exhume, Unclaim
+from topics.shm.queue_messages import Claim, Dealt, Exhume, Unclaim, Waiting, WorkClose
 from topics.shm.topic_messages import Expire
 
 LEASE_NO = 700
 DEADLINE_MS = 2_000_000
+
+CallT = TypeVar("CallT", Claim, Unclaim, WorkClose)
 
 
 class Shard:
@@ -44,20 +47,31 @@ class Shard:
     def free(self) -> None:
         self._rings.requests.consume(self._read)
 
-    def answer(self, request_id: int, reply: Dealt) -> None:
-        assert self._rings.replies.push(messages.encode_reply(request_id, reply))
+    def answer(self, request_id: int, reply: Dealt | Waiting) -> None:
+        self._send(messages.encode_reply(request_id, reply))
+
+    def deal(self, dealt: Dealt) -> None:
+        """What nobody asked for at that moment."""
+        self._send(messages.encode_dealt(0, dealt))
+
+    def _send(self, message: bytearray) -> None:
+        assert self._rings.replies.push(message)
         self._frontend.hosting.shared.frontend_wakes[0].signal_always()
 
-    async def claimed(self) -> int:
-        """The id of the claim that comes next."""
-        found: list[int] = []
+    async def told(self, kind: type[CallT]) -> tuple[int, CallT]:
+        """The next call of this kind, with its request id."""
+        found: list[tuple[int, CallT]] = []
 
         def look() -> bool:
-            found.extend(request_id for request_id, call in self.calls() if isinstance(call, Claim))
+            found.extend((request_id, call) for request_id, call in self.calls() if isinstance(call, kind))
             return bool(found)
 
         await until(look)
         return found[0]
+
+    async def claimed(self) -> int:
+        """The id of the claim that comes next."""
+        return (await self.told(Claim))[0]
 
 
 def queue(hosting: Hosting, records: list[Written]) -> None:
@@ -113,6 +127,48 @@ def test_a_claim_that_fails_puts_a_job_aside_only_for_a_fault_of_its_own(hosting
         hosting.checkpoint("q")
         damage(hosting.data_path("q", 1), 40)
     on_loop(hosting, test)
+
+
+@pytest.mark.parametrize("after", ["the time of a shard is over", "the request was cancelled"])
+@pytest.mark.parametrize("in_a_window", [False, True])
+def test_what_a_claim_is_dealt_too_late_is_given_back(hosting: Hosting, after: str, in_a_window: bool) -> None:
+    async def test(frontend: Frontend) -> None:
+        shard = Shard(frontend)
+        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", {"node": "w", "max": 2}))
+        claim_id, claim = await shard.told(Claim)
+        if after == "the request was cancelled":
+            asked.cancel()
+            await asyncio.wait({asked})
+        else:
+            status, _, answer = await asked
+            assert (status, answer["error"]["code"]) == (503, "shard_unavailable")
+        dealt = Dealt(claim.stream, [1, 2], LEASE_NO, DEADLINE_MS, [1, 1], 5)
+        if in_a_window:
+            shard.answer(claim_id, Waiting(0))
+            assert (await shard.told(WorkClose))[1] == WorkClose("q", claim.stream)
+            shard.deal(dealt)
+        else:
+            shard.answer(claim_id, dealt)
+        assert (await shard.told(Unclaim))[1] == Unclaim("q", "w", [1, 2], [LEASE_NO, LEASE_NO + 1])
+
+    queue(hosting, [Written(b"1"), Written(b"2")])
+    on_loop(hosting, test, shard_wait_ms=300)
+
+
+def test_a_claim_whose_window_brings_nothing_leaves_it(hosting: Hosting) -> None:
+    async def test(frontend: Frontend) -> None:
+        shard = Shard(frontend)
+        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", {"node": "w", "max": 2}))
+        claim_id, claim = await shard.told(Claim)
+        shard.answer(claim_id, Waiting(0))
+        status, _, answer = await asked
+        assert (status, answer["error"]["code"]) == (503, "shard_unavailable")
+        assert (await shard.told(WorkClose))[1] == WorkClose("q", claim.stream)
+        shard.deal(Dealt(claim.stream, [1, 2], LEASE_NO, DEADLINE_MS, [1, 1], 5))
+        assert (await shard.told(Unclaim))[1] == Unclaim("q", "w", [1, 2], [LEASE_NO, LEASE_NO + 1])
+
+    queue(hosting, [Written(b"1"), Written(b"2")])
+    on_loop(hosting, test, shard_wait_ms=300)
 
 
 def test_a_frontend_names_a_job_that_cannot_be_read_once_whoever_meets_it(

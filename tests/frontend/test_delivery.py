@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import given, settings
@@ -68,6 +69,32 @@ def test_one_stream_of_many_topics(tmp_path: Path) -> None:
             live.submit(name)
         await until(lambda: all(wire.seqs(name) == [1, 2] for name in names))
         assert wire.frames()[-1].positions == dict.fromkeys(names, 2)
+
+    on_loop(tmp_path, test)
+
+
+@pytest.mark.parametrize("failing", ["see", "watch"])
+def test_a_stream_that_could_not_be_opened_leaves_nothing_to_those_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def no_file(*_: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async def test(live: Live) -> None:
+        await live.write("s")
+        await live.write("t")
+        with monkeypatch.context() as patch:
+            good, _ = live.follow({"s": 0})
+            patch.setattr(live.hub._topics if failing == "see" else live.gateway, failing, no_file)
+            with pytest.raises(OSError, match="too many open files"):
+                live.follow({"s": 0, "t": 0})
+        assert live.cell.get("sse_connections") == 1
+        wire, connection = live.follow({"t": 0})
+        await until(lambda: wire.kinds() == ["record", "caught-up"])
+        await live.write("t")
+        await delivered(wire, [1, 2])
+        await delivered(good, [1], "s")
+        live.hub.close(connection)
 
     on_loop(tmp_path, test)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 
 import h2.config
@@ -12,6 +13,11 @@ import wsproto
 from wsproto.events import AcceptConnection, CloseConnection, Ping, Request, TextMessage
 
 from tests.frontend.http1_server import Client, Server, until
+from topics.frontend.http import serve
+from topics.frontend.http.http1 import HttpLimits
+from topics.frontend.http.serve import HttpProtocol
+from topics.shm.cap import Cap
+from topics.shm.control import Cell
 
 H2_HEADERS = [(":method", "POST"), (":path", "/echo"), (":scheme", "http"), (":authority", "test")]
 
@@ -112,6 +118,28 @@ def test_websocket_echo(client: Client, after_a_request: bool) -> None:
     assert any(isinstance(event, CloseConnection) for event in connection.events())
 
 
+@pytest.mark.parametrize("app_ends", [True, False])
+@pytest.mark.parametrize("protocol", ["httptools", "stock"])
+def test_a_websocket_that_nobody_reads_from_gives_its_place_back(
+    protocol: HttpProtocol, app_ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More messages than Hypercorn keeps for an app: until somebody takes some it reads no more, not even the end."""
+    monkeypatch.setattr(serve, "GONE_S", 0.05)
+    cell = Cell(memoryview(array("Q", [0])), ("held",))
+    with Server(protocol, places=Cap("connections", 1, "held", cell, [cell])) as server:
+        with server.client() as client:
+            connection = wsproto.WSConnection(wsproto.ConnectionType.CLIENT)
+            client.send(connection.send(Request(host="test", target="/deaf")))
+            connection.receive_data(client.socket.recv(65_536))
+            assert any(isinstance(event, AcceptConnection) for event in connection.events())
+            client.send(b"".join(connection.send(TextMessage(data="unheard")) for _ in range(100)))
+            if app_ends:
+                server.call(server.app.go.set)
+                until(lambda: not server.app.running, "the app to end")
+            client.reset()
+        until(lambda: not cell.get("held"), "the place to be given back")
+
+
 def test_websocket_behind_a_pipelined_request(client: Client) -> None:
     """The upgrade must wait until what came before it is answered."""
     connection = wsproto.WSConnection(wsproto.ConnectionType.CLIENT)
@@ -129,6 +157,17 @@ def test_upgrade_with_a_body_is_answered_without_one(client: Client) -> None:
 
 def test_unknown_upgrade_is_ignored(client: Client) -> None:
     assert client.post("/echo", b"hi", "Connection: Upgrade", "Upgrade: teapot/1").answer().body == b"hi"
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_unknown_upgrade_does_not_lift_the_limits(loop: str) -> None:
+    """A client that takes nothing is cut as without it."""
+    limits = HttpLimits(write_stall_timeout_ms=200, linger_ms=50)
+    with Server(loop=loop, limits=limits) as server, server.client(receive_buffer_bytes=4096) as client:
+        client.get("/endless", "Connection: Upgrade", "Upgrade: teapot/1")
+        until(lambda: server.app.running, "the app runs")
+        until(lambda: not server.app.running, "the app learns that its client is given up")
+        assert isinstance(server.app.errors[0], ConnectionResetError)
 
 
 def test_drain_closes_idle_connections_of_other_protocols() -> None:

@@ -216,6 +216,31 @@ def test_other_protocols_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
+    "head",
+    [
+        GET + b"Connection: Upgrade\r\nUpgrade: teapot/1\r\n",
+        GET + b"Connection: Upgrade\r\nUpgrade: websocket, teapot/1\r\n",
+        GET + b"Connection: Upgrade\r\nUpgrade: websocket\r\nUpgrade: h2c\r\n",
+        GET + b"Connection: Upgrade\r\nConnection: keep-alive\r\nUpgrade: websocket\r\n",
+        GET.replace(b"GET", b"PUT") + b"Connection: Upgrade\r\nUpgrade: websocket\r\n",
+        GET.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Connection: Upgrade, keep-alive\r\nUpgrade: h2c\r\n",
+        GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 0\r\n",
+        GET + b"upgrade:teapot/1\r\nX: y\r\nCONNECTION:upgrade\r\nUPGRADE: \r\n",
+    ],
+)
+@pytest.mark.parametrize("body", [b"", b"Content-Length: 9\r\n\r\nnot HTTP\n", b"Transfer-Encoding: chunked\r\n\r\n"])
+def test_any_other_upgrade_is_ignored(head: bytes, body: bytes) -> None:
+    """RFC 9110 §7.8. Hypercorn would serve it, too, but without limits for who does not read."""
+    if body and (b"Content-Length" in head or b"HTTP/1.0" in head):
+        body = b""
+    chunks = b"9\r\nnot HTTP\n\r\n0\r\n\r\n" if b"chunked" in body else b""
+    requests, rest = parse([head + (body or b"\r\n") + chunks + GET + b"\r\n"])
+    assert [request.body for request in requests] == [b"not HTTP\n" if body else b"", b""]
+    assert rest == b""
+    assert any(name == b"upgrade" for name, _ in requests[0].head.headers)
+
+
+@pytest.mark.parametrize(
     ("lines", "keep_alive"),
     [
         (b"HTTP/1.1\r\nHost: a", True),

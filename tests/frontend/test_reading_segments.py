@@ -6,22 +6,25 @@ import asyncio
 import itertools
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.frontend.hosting import Hosting, Written, served
+from tests.frontend.hosting import COLD_TIMEOUT_MS, Hosting, Written, served
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import COLD, SEALED
 from topics.frontend.reads import segment_files
-from topics.frontend.reads.cold import ColdMissError
+from topics.frontend.reads.cold import BLOCK_BYTES, ColdMissError, ColdTier
 from topics.frontend.reads.reading import Page
 from topics.frontend.reads.records import PageOptions
+from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out
 from topics.storage.segment import ENTRY_LEN, HEADER_LEN
+from topics.storage.segment_store import LocalStore
 
 ALL = PageOptions(limit=1000, max_batch_bytes=1 << 20)
 SHAPES = [
@@ -261,7 +264,16 @@ def test_a_view_that_was_overtaken_is_taken_anew(hosting: Hosting, step: str) ->
     assert got == [seq for seq in range(first, head_seq + 1) if seq not in deleted]
 
 
-def test_a_mapped_segment_stays_readable_after_its_files_are_gone(hosting: Hosting) -> None:
+def open_files() -> str:
+    """What this process has open, a line each."""
+    lines = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing itself
+            lines.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return "\n".join(lines)
+
+
+def test_an_open_segment_stays_readable_after_its_files_are_gone(hosting: Hosting) -> None:
     hosting.make("t")
     fill(hosting, 20, plain=True)
     hosting.checkpoint("t", records_max=10)
@@ -270,33 +282,30 @@ def test_a_mapped_segment_stays_readable_after_its_files_are_gone(hosting: Hosti
     assert read(hosting) == expected
 
 
-def test_maps_of_removed_files_are_let_go(hosting: Hosting) -> None:
+def test_removed_files_are_let_go(hosting: Hosting) -> None:
     hosting.make("t")
     fill(hosting, 40, plain=True)
     hosting.checkpoint("t", records_max=10)
     read(hosting)
     first, second = (hosting.data_path("t", seq) for seq in (1, 11))
-    maps = Path("/proc/self/maps")
-    assert str(first) in maps.read_text()
+    assert str(first) in open_files()
     hosting.remove_files("t", hosting.segments("t")[0])
     hosting.relocate("t", 11)
     for _ in range(2):  # a few of them each time
         hosting.reader.sweep()
-    text = maps.read_text()
+    text = open_files()
     assert str(first.with_suffix("")) not in text
     assert str(second) not in text
     assert str(second.with_suffix(".idx")) in text
     assert str(hosting.data_path("t", 21)) in text
 
 
-def test_only_so_many_segments_stay_mapped(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_segments_stay_open(hosting: Hosting) -> None:
     hosting.make("t")
-    fill(hosting, 2 * segment_files.MAPS_MAX, plain=True)
+    fill(hosting, 2 * segment_files.SEGMENTS_MAX, plain=True)
     hosting.checkpoint("t", records_max=1)
     assert len(read(hosting).body) > 0
-    assert (
-        Path("/proc/self/maps").read_text().count(str(hosting.data_path("t", 1).parent)) <= 2 * segment_files.MAPS_MAX
-    )
+    assert open_files().count(str(hosting.data_path("t", 1).parent)) <= 2 * segment_files.SEGMENTS_MAX
 
 
 def test_the_hot_copy_of_a_relocated_segment_is_let_go_by_the_next_reader(hosting: Hosting) -> None:
@@ -306,9 +315,9 @@ def test_the_hot_copy_of_a_relocated_segment_is_let_go_by_the_next_reader(hostin
     path = str(hosting.data_path("t", 1))
     expected = seqs(read(hosting))
     hosting.relocate("t", 1)
-    assert path in Path("/proc/self/maps").read_text()
+    assert path in open_files()
     assert seqs(read(hosting)) == expected
-    assert path not in Path("/proc/self/maps").read_text()
+    assert path not in open_files()
 
 
 def test_what_is_still_here_is_not_asked_of_the_cold_tier(hosting: Hosting) -> None:
@@ -455,6 +464,62 @@ def test_a_segment_without_its_files_is_an_error(hosting: Hosting) -> None:
     assert hosting.data_path("t", 11).name in refused.value.message
 
 
+@pytest.mark.parametrize("suffix", [".data", ".idx"])
+@pytest.mark.parametrize("restored", ["in place", "renamed"])
+def test_a_file_that_is_cut_under_a_reader_is_an_error_until_it_is_restored(
+    hosting: Hosting, suffix: str, restored: str
+) -> None:
+    """What `cp` does first to the file it writes to."""
+    hosting.make("t")
+    fill(hosting, 30, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    expected = read(hosting)
+    assert len(seqs(expected)) == 30
+    path = hosting.data_path("t", 11).with_suffix(suffix)
+    content = path.read_bytes()
+    os.truncate(path, 0)
+    for _ in range(2):
+        assert seqs(read(hosting)) == list(range(1, 11)), "what is before it"
+        with pytest.raises(TopicsError) as refused:
+            read(hosting, 10)
+        assert refused.value.code == "storage_unavailable"
+        assert f"{path.name} is corrupt at offset 0: the file ends there" in refused.value.message
+    if restored == "in place":
+        path.write_bytes(content)
+    else:
+        copy = path.with_suffix(".copy")
+        copy.write_bytes(content)
+        copy.rename(path)
+    assert read(hosting) == expected
+
+
+def test_deletions_are_seen_in_an_index_that_was_replaced(hosting: Hosting) -> None:
+    """The shard marks them in the file that has the name."""
+    hosting.make("t")
+    fill(hosting, 10, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    assert len(seqs(read(hosting))) == 10
+    path = hosting.data_path("t", 1).with_suffix(".idx")
+    copy = path.with_suffix(".copy")
+    copy.write_bytes(path.read_bytes())
+    copy.rename(path)
+    hosting.delete_record("t", 3)
+    hosting.reader.sweep()
+    assert 3 not in seqs(read(hosting))
+
+
+def test_what_cannot_be_opened_is_an_error_of_that_topic(hosting: Hosting) -> None:
+    hosting.make("t")
+    fill(hosting, 10, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    path = hosting.data_path("t", 1)
+    path.unlink()
+    path.symlink_to(path)
+    with pytest.raises(TopicsError, match="Too many levels of symbolic links") as refused:
+        read(hosting)
+    assert refused.value.code == "storage_unavailable"
+
+
 # -- cold
 
 
@@ -521,3 +586,58 @@ def test_damage_in_the_cold_tier_is_named(hosting: Hosting) -> None:
         read(hosting, 3)
     assert (refused.value.detail or {})["segment"] == name
     assert (refused.value.detail or {})["offset"] == 3 * FRAME_LEN
+
+
+class Counted(LocalStore):
+    """A cold directory that keeps what was asked of it."""
+
+    def __init__(self, store: LocalStore) -> None:
+        super().__init__(OsFileSystem(), store._root)
+        self.ranges: list[tuple[int, int]] = []
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        self.ranges.append((offset, offset + length))
+        return super().read_range(name, offset, length)
+
+
+def cold_blocks(hosting: Hosting, blocks: int) -> Counted:
+    """From now on so much is kept of what is fetched."""
+    store = Counted(hosting.store)
+    hosting.reader._stores.cold = ColdTier(store, COLD_TIMEOUT_MS, blocks * BLOCK_BYTES)
+    return store
+
+
+def all_pages(hosting: Hosting, options: PageOptions) -> list[Page]:
+    pages = [read(hosting, 0, options)]
+    while not pages[-1].caught_up:
+        pages.append(read(hosting, pages[-1].next_from_seq, options))
+        assert pages[-1].next_from_seq > pages[-2].next_from_seq
+    return pages
+
+
+def test_a_stretch_of_own_records_is_longer_than_what_is_kept_of_the_cold_tier(hosting: Hosting) -> None:
+    hosting.make("t", TopicConfig(dedupe_node=True))
+    own = Written(b'"%b"' % (b"x" * (BLOCK_BYTES // 8)), node=b"me")
+    hosting.write("t", [own] * 64)
+    hosting.write("t", [Written(b'"theirs"')])
+    hosting.checkpoint("t", records_max=65)
+    hosting.relocate("t", 1)
+    store = cold_blocks(hosting, 3)
+    pages = all_pages(hosting, ALL._replace(nodes=frozenset([b"me"])))
+    assert [seqs(page) for page in pages if page.count] == [[65]]
+    assert sum(end - start for start, end in store.ranges) < 3 * 8 * BLOCK_BYTES, "each about once"
+
+
+@pytest.mark.parametrize("live", [[], [64], [1, 64]])
+def test_nothing_is_fetched_for_deleted_records(hosting: Hosting, live: list[int]) -> None:
+    hosting.make("t")
+    hosting.write("t", [Written(b'"%b"' % (b"x" * (BLOCK_BYTES // 8)))] * 64)
+    hosting.checkpoint("t", records_max=64)
+    for seq in range(1, 65):
+        if seq not in live:
+            hosting.delete_record("t", seq)
+    hosting.relocate("t", 1)
+    store = cold_blocks(hosting, 3)
+    pages = all_pages(hosting, ALL)
+    assert [seq for page in pages for seq in seqs(page)] == live
+    assert len(store.ranges) == len(live)

@@ -19,7 +19,7 @@ from topics.storage.stage_file import (
     StageDamagedError,
     belongs_to_txn,
     decode_stage,
-    decode_topic,
+    decode_stage_head,
     encode_stage,
     is_stage_id,
     new_stage_id,
@@ -36,7 +36,7 @@ def test_a_stage_holds_its_frames_as_they_were_laid_out() -> None:
     stage = decode_stage(STAGE)
     assert (stage.topic, stage.offset_len, stage.record_flags) == ("orders", RECORDS.offset_len, RECORDS.flags)
     assert stage.frames == RECORDS.buffer
-    assert decode_topic(STAGE[:267]) == ("orders", 2)
+    assert decode_stage_head(STAGE[:267])[:2] == ("orders", 2)
 
 
 def test_a_sink_holds_its_batch_and_stages() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.harness import clean_environment, poll
@@ -20,6 +21,7 @@ from topics.core.clock import SystemClock
 from topics.shm import names
 from topics.supervisor.status import ProcessStatus, Status, StatusReader
 
+START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 20.0
 
 
@@ -59,7 +61,8 @@ class Service:
 
     def log(self, event: str) -> list[dict[str, Any]]:
         """The log lines of this event."""
-        lines = [json.loads(line) for line in self.log_text().splitlines() if line.startswith("{")]
+        whole, _, _ = self.log_text().rpartition("\n")  # what comes after the last one is still being written
+        lines = [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
         return [line for line in lines if line["event"] == event]
 
     def status(self) -> Status:
@@ -73,7 +76,7 @@ class Service:
             status = self.status()
             return status if status.state == state else None
 
-        return poll(f"state {state}", seen)
+        return poll(f"state {state}", seen, START_DEADLINE_S)
 
     def child(self, role: str, index: int) -> ProcessStatus:
         (found,) = [p for p in self.status().processes if (p.role, p.index) == (role, index)]
@@ -91,6 +94,14 @@ class Service:
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+
+    def signal_at_once(self, *numbers: signal.Signals) -> None:
+        """All of them wait for it when it looks."""
+        self.signal(signal.SIGSTOP)
+        poll("it to stand still", lambda: psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
+        for number in numbers:
+            self.signal(number)
+        self.signal(signal.SIGCONT)
 
     def wait_exit(self) -> int:
         return self.process.wait(STOP_DEADLINE_S)

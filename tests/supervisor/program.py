@@ -24,6 +24,10 @@ from topics.shm.control import EXIT_REFUSED, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.supervisor.children import ChildMains
 from topics.supervisor.main import StartError, serve
+from topics.supervisor.notify import Notify
+
+BEAT_S = 1.0
+"""Well within HEARTBEAT_STALE_MS."""
 
 
 class Traits(msgspec.Struct, forbid_unknown_fields=True):
@@ -67,27 +71,31 @@ class Child:
         else:
             signal.set_wakeup_fd(wake_writer)
             signal.signal(signal.SIGTERM, lambda *_: None)
-        self.cell.set("heartbeat_ms", SystemClock().now_ms())
+        self._beat()
         self.cell.set("state", ProcessState.READY)
         for listener in listeners:
             listener.setblocking(False)
         waiting = {listener.fileno(): listener for listener in listeners}
         readable: list[int] = []
         while wake_reader not in readable:
-            readable, _, _ = select.select([wake_reader, *waiting], [], [])
+            readable, _, _ = select.select([wake_reader, *waiting], [], [], BEAT_S)
+            self._beat()
             for fd in readable:
                 if fd in waiting:
                     self._answer(waiting[fd])
         note(f"{self.name} stopping")
+
+    def _beat(self) -> None:
+        self.cell.set("heartbeat_ms", SystemClock().now_ms())
 
     def _answer(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
         except BlockingIOError:  # another frontend was quicker
             return
+        self.cell.add("requests")  # before the client can know of it
         with connection:
             connection.sendall(b"%d" % os.getpid())
-        self.cell.add("requests")
 
 
 def note(event: str) -> None:
@@ -159,6 +167,6 @@ if __name__ == "__main__":
     traits = msgspec.convert(dict(trait.split("=", 1) for trait in sys.argv[2:]), Traits, strict=False)
     mains = ChildMains(frontend, walshard, compactor, reshard, needs_reshard=lambda _: bool(traits.reshard))
     try:
-        sys.exit(serve(load(os.environ), mains, statvfs=free_bytes))
+        sys.exit(serve(load(os.environ), mains, Notify.of(os.environ, SystemClock()), statvfs=free_bytes))
     except StartError as refusal:
         sys.exit(f"cannot start: {refusal}")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness import COMMAND, Service, is_running, poll
+from tests.harness import COMMAND, START_DEADLINE_S, Service, is_running, poll
 from topics.shm import names
 from topics.shm.control import ControlPage, Role
 from topics.storage.clock_file import read_clock, write_clock
@@ -20,7 +20,7 @@ from topics.storage.filesystem import OsFileSystem
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    made = Service()
+    made = Service(env={"TOPICS_SHARD_WAIT_MS": "30000"})
     yield made
     made.close()
 
@@ -41,7 +41,7 @@ def read(service: Service, topic: str) -> list[int]:
 
 def refusal(service: Service) -> str:
     """Why the log was refused, after a start that ended with 78."""
-    answer = service.run("run")
+    answer = service.run("run", env={"TOPICS_SHUTDOWN_GRACE_MS": "10000"})  # its shard is missing, and waited for
     assert answer.returncode == 78, answer.stderr
     lines = [json.loads(line) for line in answer.stderr.splitlines()]
     (reason,) = {line["reason"] for line in lines if line["event"] == "the log cannot be used as it is"}
@@ -54,9 +54,9 @@ def start_accepting_data_loss(service: Service) -> None:
     with subprocess.Popen(
         [str(COMMAND), "run", "--accept-data-loss"], env=service.environment(), stderr=subprocess.DEVNULL
     ) as process:
-        poll("the service to run", lambda: service.status()["state"] == "running")
+        poll("the service to run", lambda: service.status()["state"] == "running", START_DEADLINE_S)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(service.stop_deadline_s) == 0
 
 
 def test_every_topic_survives_every_change_of_the_shard_count(service: Service) -> None:

@@ -104,20 +104,23 @@ def test_a_crash_loop_backs_off_and_is_seen(start: Start) -> None:
     starts = [line["timestamp"] for line in service.log("process crashed")]
     assert len(starts) >= 5  # each with its traceback
     assert "RuntimeError: planned" in service.log("process crashed")[0]["exception"]
-    status = service.wait_state("degraded")
-    assert {p.state for p in status.processes if p.role == "frontend"} == {"ready"}
+    service.wait_state("degraded")
+    poll(
+        "the frontends to be ready",
+        lambda: {p.state for p in service.status().processes if p.role == "frontend"} == {"ready"},
+    )
     assert service.stop() == 0
 
 
 def test_a_shard_that_dies_while_frontends_drain_is_still_restarted(start: Start) -> None:
-    service = start({"TOPICS_SHUTDOWN_GRACE_MS": "3000"}, stubborn="frontend")
+    service = start({"TOPICS_SHUTDOWN_GRACE_MS": "600000"}, stubborn="frontend")
     victim = service.wait_state("running").processes[2].pid
     assert victim
     service.signal(signal.SIGTERM)
     service.wait_state("draining")
     os.kill(victim, signal.SIGKILL)
     poll("the shard's second life", lambda: "walshard 0 started 2" in service.journal())
-    assert service.wait_exit() == 4
+    assert service.insist() == 4
 
 
 def test_hangup_reloads_the_keys_and_ends_nobody(start: Start, tmp_path: Path) -> None:
@@ -154,7 +157,9 @@ def test_what_does_not_stop_in_time_is_killed(start: Start, role: str, processes
     service = start({"TOPICS_SHUTDOWN_GRACE_MS": str(GRACE_MS)}, stubborn=role)
     family = [pid for pid in [service.wait_state("running").pid, *service.family()] if pid]
     assert service.stop() == 4
-    assert len(service.log("process did not stop in time, killing it")) == processes
+    # Those behind them have little time left, and may have been killed for a moment in which the machine stood still.
+    killed = [line["process"] for line in service.log("process did not stop in time, killing it")]
+    assert killed.count(role) == processes
     assert not any(is_running(pid) for pid in family)
     assert service.shared_memory() == []
 
@@ -171,8 +176,7 @@ def test_a_second_signal_does_not_wait(start: Start) -> None:
 def test_a_stop_that_comes_twice_at_once_is_one_stop(start: Start) -> None:
     service = start()
     service.wait_state("running")
-    service.signal(signal.SIGINT)
-    service.signal(signal.SIGTERM)
+    service.signal_at_once(signal.SIGINT, signal.SIGTERM)
     assert service.wait_exit() == 0
     assert len(service.log("stopping")) == 1
 

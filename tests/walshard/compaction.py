@@ -12,7 +12,9 @@ from topics.compactor.main import build
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.shm.control import Role
 from topics.storage import layout
-from topics.storage.segment import ENTRY_LEN, SegmentReader, map_file
+from topics.storage.committed_file import CommittedFile
+from topics.storage.segment import ENTRY_LEN
+from topics.storage.segment_reader import SegmentReader
 
 
 class Life:
@@ -114,10 +116,11 @@ class Compaction:
 
     def _segment(self, directory: str, info: SegmentInfo) -> SegmentReader:
         if not info.flags & COLD:
-            return SegmentReader.map(directory, info.first_seq, info.records, info.data_bytes, info.version)
+            return SegmentReader.open(directory, info.first_seq, info.records, info.data_bytes, info.version)
         cold_dir = self.rig.settings.cold_dir
         assert cold_dir is not None
         idx_path = layout.segment_idx_path(directory, info.first_seq, info.version)
         cold = os.path.join(layout.topics_dir(cold_dir), os.path.basename(directory))
-        data = map_file(layout.segment_data_path(cold, info.first_seq, info.version), info.data_bytes)
-        return SegmentReader(cold, info.first_seq, map_file(idx_path, info.records * ENTRY_LEN), data, info.version)
+        data = CommittedFile(layout.segment_data_path(cold, info.first_seq, info.version), info.data_bytes)
+        idx = CommittedFile(idx_path, info.records * ENTRY_LEN)
+        return SegmentReader(cold, info.first_seq, idx, data, info.version)

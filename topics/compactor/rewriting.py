@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from array import array
 from contextlib import suppress
@@ -13,11 +12,12 @@ import msgspec
 from topics.core.location import LOCATION_DELETED
 from topics.core.segment_list import SEALED, SegmentInfo
 from topics.storage import layout
+from topics.storage.committed_file import CommittedFile, Content
 from topics.storage.filesystem import FileSystem, write_all
 from topics.storage.frame import Bytes
 from topics.storage.kill_points import reached
 from topics.storage.postings import Postings, write_postings
-from topics.storage.segment import ENTRY_LEN, map_file
+from topics.storage.segment import ENTRY_LEN
 
 _ENTRY_U32 = ENTRY_LEN // 4
 _COPY_MAX_BYTES = 4 * 2**20
@@ -53,16 +53,16 @@ def live_pieces(directory: str, info: SegmentInfo) -> list[tuple[int, int]]:
     return _live_pieces(halves[0::_ENTRY_U32], halves[1::_ENTRY_U32], deleted)
 
 
-def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Bytes | mmap.mmap | None = None) -> SegmentInfo:
+def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | None = None) -> SegmentInfo:
     """The new version, here and on the disk; the old one is as it was. `old` is its `.data` when that is not here, with
     what `live_pieces` says of it at least. Raises OSError, CorruptSegment, CorruptPostings: then nothing of a new
     version is left here.
     """
     # First: without these all copying is for nothing.
-    postings = list(Postings.map(directory, info.first_seq, info.version).items())
+    postings = list(Postings.load(directory, info.first_seq, info.version).items())
     halves = _columns(directory, info)
     if old is None:
-        old = map_file(layout.segment_data_path(directory, info.first_seq, info.version), info.data_bytes)
+        old = CommittedFile(layout.segment_data_path(directory, info.first_seq, info.version), info.data_bytes)
     offsets, lengths, flags = halves[0::_ENTRY_U32], halves[1::_ENTRY_U32], halves[4::_ENTRY_U32]
     deleted = [bool(flag & LOCATION_DELETED) for flag in flags]
     pieces = _live_pieces(offsets, lengths, deleted)
@@ -94,9 +94,6 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Bytes | mmap
             with suppress(OSError):
                 fs.unlink(path_of(directory, info.first_seq, version))
         raise
-    finally:
-        if isinstance(old, mmap.mmap):
-            old.close()
     reached("rewrite.synced")
     return msgspec.structs.replace(info, data_bytes=data_bytes, version=version, flags=SEALED)
 
@@ -106,7 +103,7 @@ def _write_pair(
     directory: str,
     first_seq: int,
     version: int,
-    old: Bytes | mmap.mmap,
+    old: Content,
     pieces: list[tuple[int, int]],
     idx: array[int],
 ) -> None:
@@ -131,11 +128,9 @@ def _write_pair(
 
 def _columns(directory: str, info: SegmentInfo) -> array[int]:
     """The whole index as u32."""
-    mapped = map_file(layout.segment_idx_path(directory, info.first_seq, info.version), info.records * ENTRY_LEN)
+    idx = CommittedFile(layout.segment_idx_path(directory, info.first_seq, info.version), info.records * ENTRY_LEN)
     halves = array("I")
-    halves.frombytes(mapped[:])
-    if isinstance(mapped, mmap.mmap):
-        mapped.close()
+    halves.frombytes(idx[:])
     return halves
 
 
@@ -157,7 +152,7 @@ def _live_pieces(offsets: array[int], lengths: array[int], deleted: list[bool]) 
     return pieces
 
 
-def _copy(fs: FileSystem, old: Bytes | mmap.mmap, fd: int, pieces: list[tuple[int, int]]) -> None:
+def _copy(fs: FileSystem, old: Content, fd: int, pieces: list[tuple[int, int]]) -> None:
     offset = 0
     gathered: list[Bytes] = []
     gathered_bytes = 0

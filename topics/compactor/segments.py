@@ -24,7 +24,8 @@ from topics.storage.filesystem import FileSystem
 from topics.storage.frame import Bytes
 from topics.storage.kill_points import reached
 from topics.storage.postings import write_postings
-from topics.storage.segment import CorruptSegment, SegmentReader, is_gone
+from topics.storage.segment import CorruptSegment, is_gone
+from topics.storage.segment_reader import SegmentReader
 from topics.storage.segment_writer import SegmentWriter
 
 _IN_RAM: Final = LOCATION_IN_RAM_LOG << FLAGS_SHIFT
@@ -162,7 +163,7 @@ class SegmentAppender:
     def _sealed(self, directory: str, info: SegmentInfo) -> SegmentInfo | None:
         name = (info.first_seq, info.records, info.data_bytes, info.version)
         try:
-            tagged = list(SegmentReader.map(directory, *name).tagged())
+            tagged = list(SegmentReader.open(directory, *name).tagged())
         except (CorruptSegment, OSError) as error:
             if isinstance(error, OSError) and error.errno in _FOR_NOW:
                 raise

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 from topics.core.errors import TopicsError, invalid
 from topics.frontend.asgi import Receive
 from topics.frontend.body_budget import COUNTED_FROM_BYTES, bodies
 
 Headers = dict[bytes, bytes]
+WishT = TypeVar("WishT")
 
 _GZIP_WBITS: Final = 31
 _UNZIP_INLINE_BYTES_MAX: Final = 1024
@@ -48,6 +50,13 @@ async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes
     if encoding is None:
         return body
     return await _unpack(body, encoding, max_bytes)
+
+
+async def read_wish(receive: Receive, headers: Headers, max_bytes: int, decode: Callable[[bytes], WishT]) -> WishT:
+    """`read_body`, decoded to something short, for requests that may wait for long: the body is counted no longer."""
+    wish = decode(await read_body(receive, headers, max_bytes))
+    bodies.let_go()
+    return wish
 
 
 async def _read_rest(receive: Receive, first: bytes, headers: Headers, max_bytes: int) -> bytes:

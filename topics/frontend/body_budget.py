@@ -1,19 +1,19 @@
 """What the long bodies of requests hold in the memory of one frontend, all together.
 
-    read_body ──▶ hold(what is to come) ──▶ … unpacked, decoded, laid out, answered: the request's task ends ──▶ free
-                     │ no room: first come, first served, for ROOM_WAIT_S
+    read_body ──▶ hold(what is to come) ──▶ … unpacked, decoded ──▶ laid out, answered: the request's task ends ──▶ free
+                     │ no room: first come, first served, for ROOM_WAIT_S    └─▶ let_go: little of it is kept ──▶ free
                      └─▶ 429 throttled
 
 A body waits for room before it is read on, so that its client is held up by TCP, and holds what it got until its
-request is over. Of two that have a part each and wait for the rest one is refused in the end: room for the other.
+request is over, or needs it no more. Of two that have a part each and wait for the rest one is refused in the end: room
+for the other.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -39,10 +39,11 @@ class BodyBudget:
 
     def __init__(self) -> None:
         self.held_bytes = 0
+        self._holding: dict[asyncio.Task[Any], int] = {}
         self._waiting: deque[_Waiter] = deque()
 
     async def hold(self, size_bytes: int, body_max_bytes: int) -> None:
-        """So much more, until the current task ends; `body_max_bytes` is what one body may have at most.
+        """So much more, until the current task ends or lets go; `body_max_bytes` is what one body may have at most.
 
         Raises `throttled` when there is no room for ROOM_WAIT_S.
         """
@@ -53,7 +54,20 @@ class BodyBudget:
             await self._room_for(size_bytes, most_bytes)
         else:
             self.held_bytes += size_bytes
-        task.add_done_callback(partial(self._free, size_bytes))
+        if task not in self._holding:
+            task.add_done_callback(self._free_all_of)
+        self._holding[task] = self._holding.get(task, 0) + size_bytes
+
+    def let_go(self) -> None:
+        """The current task keeps next to nothing of what it read."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._free_all_of(task)
+
+    def _free_all_of(self, task: asyncio.Task[Any]) -> None:
+        size_bytes = self._holding.pop(task, 0)
+        if size_bytes:
+            self._free(size_bytes)
 
     async def _room_for(self, size_bytes: int, most_bytes: int) -> None:
         waiter = _Waiter(asyncio.get_running_loop().create_future(), size_bytes, most_bytes)
@@ -74,7 +88,7 @@ class BodyBudget:
             detail = {"limit": "body_bytes", "max": most_bytes, "retry_after_ms": RETRY_AFTER_MS}
             raise TopicsError("throttled", what, detail) from None
 
-    def _free(self, size_bytes: int, _task: asyncio.Task[None] | None = None) -> None:
+    def _free(self, size_bytes: int) -> None:
         self.held_bytes -= size_bytes
         self._let_in()
 

@@ -102,7 +102,7 @@ def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) 
                 "batch_too_large",
                 "record_too_large",
                 "topic_not_found",
-                "topic_exists_incompatible",
+                "not_a_queue",
                 "head_mismatch",
                 "fenced",
                 "out_of_order",

@@ -48,6 +48,9 @@ class ProcessState(IntEnum):
     DEGRADED = 7
 
 
+HEARTBEAT_STALE_MS: Final = 5_000
+"""A process that was ready and has not moved for so long hangs."""
+
 HEADER_FIELDS: Final = (
     "magic",
     "version",

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import threading
+from typing import Final
 
 import posix_ipc
 
@@ -86,10 +88,12 @@ class SharedObject:
 
 
 _fence = threading.Lock()
+FENCE_IS_FULL: Final = platform.machine() in ("x86_64", "AMD64", "i686")
+"""Elsewhere the lock's instructions may let a later load pass an earlier store."""
 
 
 def fence() -> None:
-    """A full memory barrier: taking a lock is a locked instruction, the only one Python offers.
+    """A full memory barrier where `FENCE_IS_FULL`: taking a lock is a locked instruction, the only one Python offers.
 
     Needed where a process stores one word and then loads another that its peer stores (the sleep flag).
     """

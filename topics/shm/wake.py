@@ -2,8 +2,8 @@
 
 `Wake` is an eventfd plus one word in shared memory, "the owner is asleep", written by the owner alone.
 The owner sets it, fences, looks at its rings once more and only then sleeps; a peer fills a ring, fences and
-signals only if the word is set. On x86 the fence is real; elsewhere a wake-up may be lost, so the owner
-bounds its sleep while there was traffic lately (`shm/memory.py` says why Python has no better one).
+signals only if the word is set. On x86 the fence is real; elsewhere a wake-up may be lost, so there the owner
+bounds its sleep while there was traffic lately (`shm/memory.py`: `FENCE_IS_FULL`).
 """
 
 from __future__ import annotations

@@ -182,8 +182,8 @@ def read_all(fs: FileSystem, path: str) -> bytes:
 
 
 def write_all(fs: FileSystem, fd: int, content: Bytes, offset: int) -> None:
-    """Into a file that grows for it. Where the system takes only a part, which a disk with room for a part does, it is the
-    rest that meets the reason. Raises OSError; some of it may be written then.
+    """Into a file that grows for it. Of a disk with room for a part the system takes that part: the rest meets the
+    reason. Raises OSError; some of it may be written then.
     """
     written = 0
     while written < len(content):

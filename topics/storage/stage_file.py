@@ -56,6 +56,14 @@ class Stage(NamedTuple):
     frames: bytearray
 
 
+class StageHead(NamedTuple):
+    """What a stage's file begins with; `size_bytes` is that of its frames."""
+
+    topic: str
+    records: int
+    size_bytes: int
+
+
 def new_stage_id(topic: str, txn: str) -> str:
     return f"{_group(topic, txn)}-{secrets.token_hex(8)}"
 
@@ -116,15 +124,15 @@ def decode_stage(content: bytes) -> Stage:
     return Stage(topic, offset_len, bytes(view[at : at + count]), bytearray(view[at + count : at + count + frames_len]))
 
 
-def decode_topic(head: bytes) -> tuple[str, int]:
-    """(topic, record count) from the first HEAD_LEN bytes of the file, without its checksum."""
+def decode_stage_head(head: bytes) -> StageHead:
+    """From the first HEAD_LEN bytes of the file, without its checksum."""
     if len(head) < _HEADER.size:
         raise StageDamagedError(f"it has only {len(head)} bytes")
-    magic, version, name_len, count, _frames_len = _HEADER.unpack_from(head)
+    magic, version, name_len, count, frames_len = _HEADER.unpack_from(head)
     name = head[_HEADER.size : _HEADER.size + name_len]
     if magic != _MAGIC or version != VERSION or len(name) != name_len:
         raise StageDamagedError("its beginning is not that of a stage")
-    return name.decode(), count
+    return StageHead(name.decode(), count, frames_len)
 
 
 HEAD_LEN: Final = _HEADER.size + 255

@@ -18,6 +18,7 @@ from topics.setting_values import show_bytes
 from topics.settings import COMMAND_LINE_ONLY, PREFIX, SECRET, VARIABLES, Settings, SettingsError, load
 from topics.supervisor.check import check
 from topics.supervisor.main import StartError, serve
+from topics.supervisor.notify import Notify
 from topics.supervisor.reload import ReloadRefused, reload
 from topics.supervisor.signals import Signals
 from topics.supervisor.status import Status, StatusReader
@@ -87,7 +88,7 @@ def _run(settings: Settings, options: argparse.Namespace) -> int:
         # The settings have its digest; the children need not inherit more.
         os.environ.pop(PREFIX + name.upper(), None)
     try:
-        return serve(settings, MAINS)
+        return serve(settings, MAINS, Notify.of(os.environ, SystemClock()))
     except StartError as refusal:
         print(f"topics-supervisor: cannot start: {refusal}", file=sys.stderr)
         return EXIT_CANNOT_START

@@ -25,6 +25,7 @@ from topics.supervisor import limits
 from topics.supervisor.children import ChildMains
 from topics.supervisor.limits import StatVfs
 from topics.supervisor.listeners import AddressError, listen_for, port_of, show, write_port_file
+from topics.supervisor.notify import Notify
 from topics.supervisor.processes import is_running
 from topics.supervisor.signals import STOP, Signals
 from topics.supervisor.supervision import EXIT_OK, Supervisor
@@ -40,8 +41,15 @@ class StartError(Exception):
     """The service cannot start; the message names the obstacle and the way out."""
 
 
-def serve(settings: Settings, mains: ChildMains, *, statvfs: StatVfs = os.statvfs, clock: Clock | None = None) -> int:
-    """Runs the service until it is stopped; returns its exit code.
+def serve(
+    settings: Settings,
+    mains: ChildMains,
+    notify: Notify,
+    *,
+    statvfs: StatVfs = os.statvfs,
+    clock: Clock | None = None,
+) -> int:
+    """Runs the service until it is stopped; returns its exit code. `notify`: who hears of it.
 
     Raises SettingsError when the keys file cannot be used, StartError for what else is in the way, leaving nothing
     behind.
@@ -54,7 +62,7 @@ def serve(settings: Settings, mains: ChildMains, *, statvfs: StatVfs = os.statvf
     _tell_who_may(settings, keys)
     with Signals() as signals, ExitStack() as behind:
         try:
-            return _serve(settings, keys, mains, statvfs, clock, signals, behind)
+            return _serve(settings, keys, mains, notify, statvfs, clock, signals, behind)
         except (DataDirLocked, DataDirNotWritable, AddressError) as refusal:
             raise StartError(str(refusal)) from refusal
 
@@ -63,6 +71,7 @@ def _serve(
     settings: Settings,
     keys: KeyRing,
     mains: ChildMains,
+    notify: Notify,
     statvfs: StatVfs,
     clock: Clock,
     signals: Signals,
@@ -100,7 +109,7 @@ def _serve(
     # What exists now is shared with the children page by page, as long as no collector touches it.
     gc.collect()
     gc.freeze()
-    exit_code = Supervisor(settings, keys, mains, shared, listeners, clock, signals).run(reshard=reshard)
+    exit_code = Supervisor(settings, keys, mains, shared, listeners, clock, signals, notify).run(reshard=reshard)
     header.set("state", ProcessState.STOPPED)
     _logger.info("stopped", exit=exit_code)
     return exit_code

@@ -15,14 +15,12 @@ import psutil
 from topics import __version__
 from topics.core.clock import Clock
 from topics.shm import names
-from topics.shm.control import ControlPage, ProcessState, Role, latency_quantile_us
+from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role, latency_quantile_us
 from topics.storage.lock import holder_pid
 from topics.storage.write_path import WritePath
 from topics.supervisor.listeners import show
 from topics.supervisor.processes import is_running
 
-HEARTBEAT_STALE_MS: Final = 5_000
-"""A process that was ready and has not moved for so long hangs."""
 _ENDED: Final = (ProcessState.DEAD, ProcessState.STOPPED)
 
 
@@ -154,11 +152,7 @@ class StatusReader:
     def _describe(self, pid: int, page: ControlPage) -> Status:
         now_ms = self._clock.now_ms()
         header = page.header.read()
-        processes = [
-            _process(page, role, index, now_ms)
-            for role, index in page.cells()
-            if role is not Role.COMPACTOR or page.cell(role, index).supervisor.get("state") != ProcessState.NONE
-        ]
+        processes = [_process(page, role, index, now_ms) for role, index in page.cells()]
         alive = is_running(pid)
         shards = [
             _shard(page, process.index, process.state) for process in processes if process.role == _name(Role.WALSHARD)

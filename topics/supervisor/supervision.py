@@ -15,6 +15,7 @@ from topics.settings import Settings, SettingsError
 from topics.shm.control import EXIT_REFUSED, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.supervisor.children import Child, ChildMains, exit_code_of
+from topics.supervisor.notify import Notify
 from topics.supervisor.signals import STOP, Signals
 
 EXIT_OK: Final = 0
@@ -46,6 +47,7 @@ class Supervisor:
         listeners: list[list[socket.socket]],
         clock: Clock,
         signals: Signals,
+        notify: Notify,
     ) -> None:
         self._settings = settings
         self._keys = keys
@@ -54,6 +56,7 @@ class Supervisor:
         self._listeners = listeners
         self._clock = clock
         self._signals = signals
+        self._notify = notify
         self._header = shared.control.header
         self._frontends = [self._frontend(index) for index in range(settings.frontends)]
         self._shards = [self._shard(index) for index in range(settings.wal_shards)]
@@ -74,6 +77,7 @@ class Supervisor:
                 self._reap()
                 self._start_due()
                 self._go_on_stopping()
+                self._notify.tell(self._shared.control)
         except BaseException:
             # No restarts without this loop, so no service: nothing may outlive it.
             self._kill_all()
@@ -138,6 +142,8 @@ class Supervisor:
         moments = [child.due_ms for child in self._children() if child.due_ms is not None]
         if self._stopping:
             moments.append(self._stopping[0][1])
+        if self._notify.due_ms is not None:
+            moments.append(self._notify.due_ms)
         return max(0, min(moments) - self._clock.monotonic_ms()) if moments else None
 
     def _on_signal(self, number: signal.Signals | None) -> None:
@@ -208,6 +214,7 @@ class Supervisor:
             return
         _logger.info("stopping", reason=reason, grace_ms=self._settings.shutdown_grace_ms)
         self._header.set("state", ProcessState.DRAINING)
+        self._notify.stopping()
         self._close_listeners()
         self._stop_began_ms = now_ms = self._clock.monotonic_ms()
         grace_ms = self._settings.shutdown_grace_ms

@@ -7,6 +7,7 @@ Nobody waits here. Who finds that bytes are not at hand tries again later, as wi
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from threading import Thread
 from typing import Final
 
@@ -16,7 +17,9 @@ READ_BYTES: Final = 2 << 20
 """As much is read at once, or what is asked for if that is more: a router pages through a segment."""
 KEPT_READS: Final = 8
 IN_FLIGHT_MAX: Final = 4
-"""A read that hangs keeps its thread, and its place."""
+"""A read that hangs keeps its thread, and its place; no other does."""
+FAILURE_KEPT_MS: Final = 10_000
+"""For who asked, whose next try is long due by then: its topic went, or has other segments. Asked later, it is read."""
 
 
 class NotAtHandError(Exception):
@@ -36,12 +39,16 @@ class _Read:
 
 
 class ColdReads:
-    """Of one shard. Reads of an object are named by where they begin."""
+    """Of one shard. Reads of an object are named by where they begin. `monotonic_ms`: milliseconds."""
 
-    def __init__(self, store: SegmentStore) -> None:
+    def __init__(self, store: SegmentStore, monotonic_ms: Callable[[], int]) -> None:
         self._store = store
+        self._monotonic_ms = monotonic_ms
         self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._failed: dict[tuple[str, int], tuple[Exception, int]] = {}
+        """Why, and when that was seen; the oldest first."""
         self._reads: dict[tuple[str, int], _Read] = {}
+        """Under way."""
 
     def get(self, name: str, start: int, end: int, data_bytes: int) -> memoryview:
         """Bytes start..end of an object of `data_bytes`. NotAtHandError as long as they are not here; OSError and
@@ -53,13 +60,12 @@ class ColdReads:
                 self._kept.move_to_end((kept_name, offset))
                 return memoryview(content)[start - offset : end - offset]
         key = (name, start)
-        read = self._reads.get(key)
-        if read is not None and isinstance(read.outcome, Exception):
-            del self._reads[key]
-            if isinstance(read.outcome, OSError):
-                raise read.outcome
-            raise ValueError(f"segment {name} cannot be read from the cold tier: {read.outcome}") from read.outcome
-        if read is None and len(self._reads) < IN_FLIGHT_MAX:
+        failure, _ = self._failed.pop(key, (None, 0))
+        if isinstance(failure, OSError):
+            raise failure
+        if failure is not None:
+            raise ValueError(f"segment {name} cannot be read from the cold tier: {failure}") from failure
+        if key not in self._reads and len(self._reads) < IN_FLIGHT_MAX:
             length = min(data_bytes - start, max(end - start, READ_BYTES))
             read = self._reads[key] = _Read(name, start, length)
             # A daemon: the end of the process does not wait for a tier that hangs.
@@ -67,12 +73,23 @@ class ColdReads:
         raise NotAtHandError
 
     def _take_finished(self) -> None:
+        now_ms = self._monotonic_ms()
         for key, read in list(self._reads.items()):
-            if isinstance(read.outcome, bytes):
-                del self._reads[key]
-                self._kept[key] = read.outcome
+            outcome = read.outcome
+            if isinstance(outcome, bytes):
+                self._kept[key] = outcome
                 while len(self._kept) > KEPT_READS:
                     self._kept.popitem(last=False)
+            elif outcome is not None:
+                self._failed[key] = (outcome, now_ms)
+            else:
+                continue
+            del self._reads[key]
+        while self._failed:
+            key, (_, since_ms) = next(iter(self._failed.items()))
+            if now_ms - since_ms < FAILURE_KEPT_MS:
+                break
+            del self._failed[key]
 
     def _run(self, read: _Read) -> None:
         """In a thread of its own."""

@@ -13,6 +13,7 @@ from topics.settings import Settings
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.control import EXIT_REFUSED, ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
+from topics.shm.memory import FENCE_IS_FULL
 from topics.shm.wake import Wake
 from topics.storage.kill_points import arm_as_told
 from topics.storage.logfile import RefusedLog
@@ -25,7 +26,7 @@ from topics.walshard.recovery import recover
 from topics.walshard.shard import Shard
 
 HEARTBEAT_MS: Final = 250
-BUSY_FOR_MS: Final = 50
+BUSY_FOR_MS: Final = 0 if FENCE_IS_FULL else 50
 """So long after the last request the shard sleeps at most 1 ms at a time: a wake-up that is lost (`shm/wake.py`)
 costs no more than that.
 """

@@ -40,7 +40,7 @@ def make_routing(
     commits: GroupCommit,
 ) -> Routing:
     """`commits` need not be connected yet: nothing is committed here."""
-    originals = Originals(fs, settings, shared, index, catalog)
+    originals = Originals(fs, settings, shared, index, catalog, clock.monotonic_ms)
     links = Links(shared, index)
     table = RouterTable(shared.router_table)
     ram_directory = layout.ram_group_dir(shared.ram_dir, index)

@@ -10,7 +10,6 @@ record, so no snapshot waits for that: whoever restores it from a copy later res
 from __future__ import annotations
 
 import errno
-import mmap
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
@@ -21,8 +20,10 @@ from typing import Final, NamedTuple
 
 from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_DELETED, LOCATION_GONE
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
+from topics.core.tags import Match
 from topics.log import get_logger
 from topics.storage import layout
+from topics.storage.committed_file import CommittedFile
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import LOCATION_HAS_TAG
 from topics.storage.postings import CorruptPostings, Postings, UnknownPostingsVersion
@@ -33,18 +34,17 @@ from topics.storage.segment import (
     ENTRY_LEN,
     LOG_FRAME_EXTRA_LEN,
     CorruptSegment,
-    SegmentReader,
     entries_of_idx,
-    map_file,
 )
 from topics.storage.segment_deletes import mark_deleted
+from topics.storage.segment_reader import SegmentReader
 
 log = get_logger()
 
 INDEXES_MAX: Final = 256
 _POSTINGS_MAX: Final = 16384
-"""So many stay mapped at most, a quarter of what Linux lets a process map. Each delete by tag asks those of all sealed
-segments of its topic: if these were more, every one would be mapped and checked anew each time.
+"""So many stay open at most. Each delete by tag asks those of all sealed segments of its topic: if these were more,
+every one would be opened and checked anew each time.
 """
 _COUNTS_AT_ONCE: Final = 32
 _COUNTED_RECORDS_AT_ONCE: Final = 1 << 16
@@ -78,14 +78,14 @@ class _Due(NamedTuple):
 
 
 def postings_max(open_files: int) -> int:
-    """How many may stay mapped in a process that may open so many files (RLIMIT_NOFILE): each keeps one open. The other
+    """How many may stay open in a process that may open so many files (RLIMIT_NOFILE). The other
     three quarters are for indexes, logs and whatever is open for a moment.
     """
     return _POSTINGS_MAX if open_files == RLIM_INFINITY else min(_POSTINGS_MAX, open_files // 4)
 
 
 class SegmentFiles:
-    """Of all topics of one shard. `postings_max`: so many files of tags stay mapped.
+    """Of all topics of one shard. `postings_max`: so many files of tags stay open.
 
     `entries`, `ts_at` and `live_size` raise nothing: floors must move past a damaged segment, and one topic's damage
     take down no shard. Where an index cannot be read, its records count as live, of the segment's mean length and its
@@ -96,7 +96,7 @@ class SegmentFiles:
         self._fs = fs
         self._data_dir = data_dir
         self._postings_max = postings_max
-        self._indexes: OrderedDict[SegmentKey, mmap.mmap | bytes] = OrderedDict()
+        self._indexes: OrderedDict[SegmentKey, CommittedFile] = OrderedDict()
         self._postings: OrderedDict[SegmentKey, Postings] = OrderedDict()
         self._sizes: dict[SegmentKey, tuple[int, int]] = {}
         """What lives in whole sealed segments: floors that move far cost no look at each record."""
@@ -148,12 +148,12 @@ class SegmentFiles:
 
     def pick_live(self, topic_id: int, info: SegmentInfo, seqs: Sequence[int]) -> tuple[list[int], int]:
         """Which of these seqs (ascending, in that segment) are live, and their bytes in the log."""
-        idx = self._index(topic_id, info)
+        part = self._part(topic_id, info, seqs[0], seqs[-1])
         unmarked = set(self._unmarked_between(topic_id, info, seqs[0], seqs[-1]))
         live: list[int] = []
         size_bytes = 0
         for seq in seqs:
-            _, length, _, flags = ENTRY.unpack_from(idx, (seq - info.first_seq) * ENTRY_LEN)
+            _, length, _, flags = ENTRY.unpack_from(part, (seq - seqs[0]) * ENTRY_LEN)
             if not flags & LOCATION_GONE and seq not in unmarked:
                 live.append(seq)
                 size_bytes += length + LOG_FRAME_EXTRA_LEN
@@ -177,7 +177,7 @@ class SegmentFiles:
         if postings is None:
             directory = layout.topic_dir(self._data_dir, topic_id)
             try:
-                postings = Postings.map(directory, info.first_seq, info.version)
+                postings = Postings.open(directory, info.first_seq, info.version)
             except UnknownPostingsVersion:
                 raise
             except (FileNotFoundError, CorruptPostings) as error:
@@ -187,6 +187,16 @@ class SegmentFiles:
                 self._postings.popitem(last=False)
         self._postings.move_to_end(key)
         return postings
+
+    def find_tagged(self, topic_id: int, info: SegmentInfo, match: Match) -> list[int]:
+        """Seqs of a sealed segment's records with a matching tag, ascending. Raises as `postings`."""
+        try:
+            return self.postings(topic_id, info).find(match)
+        except CorruptSegment:
+            # Damaged since it was opened and checked, or gone in place while a copy is put there: by its name there may
+            # be another one, or none, in which case the frames tell.
+            self._postings.pop(SegmentKey(topic_id, info.first_seq, info.version), None)
+            return self.postings(topic_id, info).find(match)
 
     def _postings_of_frames(
         self, topic_id: int, info: SegmentInfo, error: FileNotFoundError | CorruptPostings
@@ -208,13 +218,18 @@ class SegmentFiles:
     def reader(self, topic_id: int, info: SegmentInfo) -> SegmentReader:
         """Index and frames; not of a cold segment."""
         directory = layout.topic_dir(self._data_dir, topic_id)
-        return SegmentReader.map(directory, info.first_seq, info.records, info.data_bytes, info.version)
+        return SegmentReader.open(directory, info.first_seq, info.records, info.data_bytes, info.version)
 
     def sealed(self, topic_id: int, info: SegmentInfo) -> None:
         """A topic has this segment, which nothing is appended to: what lives in it will be counted."""
         key = SegmentKey(topic_id, info.first_seq, info.version)
         if key not in self._sizes:
             self._uncounted[key] = info
+
+    def let_go(self) -> None:
+        """Of indexes that were replaced by a copy meanwhile; to be called now and then."""
+        for key in [key for key, idx in self._indexes.items() if not idx.has_its_name]:
+            del self._indexes[key]
 
     def count_some(self) -> None:
         """Of those that were not asked about yet; to be called now and then."""
@@ -334,13 +349,13 @@ class SegmentFiles:
         start = (first_seq - info.first_seq) * ENTRY_LEN
         return self._index(topic_id, info)[start : start + (last_seq - first_seq + 1) * ENTRY_LEN]
 
-    def _index(self, topic_id: int, info: SegmentInfo) -> mmap.mmap | bytes:
+    def _index(self, topic_id: int, info: SegmentInfo) -> CommittedFile:
         key = SegmentKey(topic_id, info.first_seq, info.version)
         idx = self._indexes.get(key)
         length = info.records * ENTRY_LEN
         if idx is None or len(idx) < length:
             directory = layout.topic_dir(self._data_dir, topic_id)
-            idx = self._indexes[key] = map_file(
+            idx = self._indexes[key] = CommittedFile(
                 layout.segment_idx_path(directory, info.first_seq, info.version), length
             )
             if len(self._indexes) > INDEXES_MAX:

@@ -28,6 +28,7 @@ _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-
 _METHOD = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]{1,32} ")
 _REQUEST_LINE = re.compile(rb"[^ ]+ [^ ]+ (HTTP/[0-9]\.[0-9])")
 _BARE_LF = re.compile(rb"(?<!\r)\n")
+_UPGRADE_LINES = re.compile(rb"(?i)\r\nupgrade:[^\r\n]*(?:\r\n[ \t][^\r\n]*)*")
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,8 +157,8 @@ class RequestParser:
         return position, -1
 
     def parse_head(self, head: bytes) -> Head | None:
-        """Parse and check a whole head, as found by `find_head`. None: it begins another protocol (an Upgrade, or the
-        preface of HTTP/2). Raises Refusal."""
+        """Parse and check a whole head, as found by `find_head`. None: it begins another protocol (the Upgrade to one
+        that is known, or the preface of HTTP/2). Raises Refusal."""
         if head == _H2_PREFACE_HEAD:
             return None
         line = head[: head.index(b"\r\n")]
@@ -221,7 +222,12 @@ class RequestParser:
         if method == b"CONNECT":
             raise Refusal("method_not_allowed", "CONNECT is for proxies, this is none")
         if upgrade:
-            return None
+            if _begins_another_protocol(method, http11, headers):
+                return None
+            # RFC 9110 §7.8: ignored. llhttp takes it for a request without a body, and is not to see it.
+            self._llhttp = httptools.HttpRequestParser(self)
+            self.complete = False
+            self._llhttp.feed_data(_UPGRADE_LINES.sub(b"", head))
         raw_path, query = _split_target(target)
         self._body_left = None if chunked else length
         self._body_bytes = self._body_wire_bytes = 0
@@ -307,6 +313,17 @@ class RequestParser:
         if line_end < 0 or line_end - position > self._limits.max_uri_bytes:
             return self._uri_too_long()
         return Refusal("headers_too_large", f"the head has more than {self._limits.max_header_bytes} bytes")
+
+
+def _begins_another_protocol(method: bytes, http11: bool, headers: list[tuple[bytes, bytes]]) -> bool:
+    """Whether Hypercorn goes by this Upgrade. What it does not, it would serve with its own HTTP/1.1, which has no
+    limits on what its clients leave unread."""
+    asked = [value.lower() for name, value in headers if name == b"upgrade"]
+    if asked == [b"websocket"]:
+        *_, connection = (value for name, value in headers if name == b"connection")
+        return method == b"GET" and b"upgrade" in [token.strip() for token in connection.lower().split(b",")]
+    with_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in headers)
+    return asked == [b"h2c"] and http11 and not with_body
 
 
 @lru_cache(maxsize=256)

@@ -14,6 +14,7 @@ import hypercorn.protocol
 from h2.errors import ErrorCodes
 from h2.events import Event, StreamReset
 from h2.exceptions import ProtocolError
+from hypercorn.events import Updated
 from hypercorn.protocol import h2
 from hypercorn.protocol.events import Body, Data, EndBody, EndData, StreamClosed
 from hypercorn.protocol.events import Event as StreamEvent
@@ -59,10 +60,16 @@ class BoundedBuffer(StreamBuffer):
 class BoundedProtocol(H2Protocol):
     """Hypercorn's, but that a stream which the client resets takes what waits for it along, and whoever sends: there
     may be as many of them as the client likes. And who reads the connection waits for no window, which would come over
-    it: that one answers pings and refuses handshakes.
+    it: that one answers pings and refuses handshakes. And one who never asks for anything is idle from the beginning:
+    it would stay for ever, and hold up a stop until the end of the grace.
     """
 
     _reader: asyncio.Task[Any] | None = None
+
+    async def initiate(self, headers: list[tuple[bytes, bytes]] | None = None, settings: bytes | None = None) -> None:
+        await super().initiate(headers, settings)
+        if headers is None:
+            await self.send(Updated(idle=True))
 
     async def stream_send(self, event: StreamEvent) -> None:
         buffer = self.stream_buffers.get(event.stream_id)

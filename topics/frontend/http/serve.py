@@ -23,7 +23,8 @@ from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
 from hypercorn.config import Config
 
-from topics.frontend.asgi import TRANSPORT, AsgiApp, Receive, Scope, Send
+from topics.frontend.asgi import TRANSPORT, AsgiApp, Message, Receive, Scope, Send
+from topics.frontend.attended import AttendedClock
 from topics.frontend.http import handshake, http2_buffer, patience
 from topics.frontend.http.http1 import Http1Factory
 from topics.frontend.http.http1_connections import Connections
@@ -51,13 +52,15 @@ async def serve(
     *,
     grace_ms: int = 10_000,
     connections: Connections | None = None,
+    clock: AttendedClock | None = None,
     on_ready: Callable[[], None] | None = None,
 ) -> None:
     """Serve `app` on bound sockets, which other processes may share, until `shutdown`; then drain and return.
 
     Draining has `grace_ms`; what is not done by then is cut, requests not yet answered get `503 shutting_down`.
-    `connections` counts and holds the HTTP/1.1 connections (the caller may pass its own to read them); `on_ready` is
-    called once when the app has started and the sockets are being listened on. The sockets are closed at the end.
+    `connections` counts and holds the HTTP/1.1 connections (the caller may pass its own to read them); `clock` is the
+    loop's, and attended until the end; `on_ready` is called once when the app has started and the sockets are being
+    listened on. The sockets are closed at the end.
     Raises what the app's start raises.
     """
     loop = asyncio.get_running_loop()
@@ -71,11 +74,15 @@ async def serve(
     if lifespan_task.done():
         lifespan_task.result()  # an app without life span has ended without an error
 
-    connections = connections if connections is not None else Connections()
-    others = HypercornConnections(app, config, state, limits, connections)
+    clock = clock if clock is not None else AttendedClock(loop.time)
+    connections = connections if connections is not None else Connections(clock=clock)
+    others = HypercornConnections(app, config, state, limits, connections, clock)
     factory: Callable[[], asyncio.BaseProtocol] = (
-        others.protocol if http_protocol == "stock" else Http1Factory(app, limits, connections, others.take, state)
+        others.protocol
+        if http_protocol == "stock"
+        else Http1Factory(app, limits, connections, others.take, state, clock)
     )
+    attending = loop.create_task(clock.attend())
     servers = [await loop.create_server(factory, sock=sock, backlog=1024) for sock in sockets]
     try:
         if on_ready is not None:
@@ -101,8 +108,9 @@ async def serve(
             await connections.abort()
             await others.abort()
             await lifespan.wait_for_shutdown()
-            lifespan_task.cancel()
-            await asyncio.gather(lifespan_task, return_exceptions=True)
+            for task in (lifespan_task, attending):
+                task.cancel()
+            await asyncio.gather(lifespan_task, attending, return_exceptions=True)
 
 
 class _Flag(EventWrapper):
@@ -120,6 +128,7 @@ class _ConnectionContext(WorkerContext):
         self.terminated = self.end = _Flag()
         self.closed = asyncio.Event()
         self._apps: set[asyncio.Task[Any]] = set()
+        self._dropping: set[asyncio.Task[None]] = set()
         self._client_gone = False
 
     def enter(self, app: asyncio.Task[Any]) -> None:
@@ -138,6 +147,19 @@ class _ConnectionContext(WorkerContext):
         for app in self._apps:
             app.get_loop().call_later(GONE_S, app.cancel)
 
+    def drop(self, receive: Receive) -> None:
+        """Takes what still comes for a WebSocket whose app has ended. Hypercorn reads on only as long as somebody does,
+        and without reading on it never ends: it does not learn that the client is gone.
+        """
+        task = asyncio.get_running_loop().create_task(_drop(receive))
+        self._dropping.add(task)
+        task.add_done_callback(self._dropping.discard)
+
+    def ended(self) -> None:
+        """The connection is over, whatever was still to come."""
+        for task in self._dropping:
+            task.cancel()
+
     async def sleep(self, wait: float) -> None:  # type: ignore[override]
         if self.closed.is_set():
             await asyncio.sleep(CLOSED_NAP_S)
@@ -145,6 +167,11 @@ class _ConnectionContext(WorkerContext):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait):
                 await self.closed.wait()
+
+
+async def _drop(receive: Receive) -> None:
+    while (await receive())["type"] != "websocket.disconnect":
+        pass
 
 
 class _Protocol(asyncio.StreamReaderProtocol):
@@ -174,7 +201,13 @@ class HypercornConnections:
     """Connections that Hypercorn's own protocols serve."""
 
     def __init__(
-        self, app: AsgiApp, config: Config, state: dict[str, Any], limits: HttpLimits, connections: Connections
+        self,
+        app: AsgiApp,
+        config: Config,
+        state: dict[str, Any],
+        limits: HttpLimits,
+        connections: Connections,
+        clock: AttendedClock,
     ) -> None:
         self._connections = connections
         self._places = connections.places
@@ -182,6 +215,7 @@ class HypercornConnections:
         self._config = config
         self._state = state
         self._limits = limits
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._contexts: set[_ConnectionContext] = set()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -215,6 +249,8 @@ class HypercornConnections:
         self._contexts.add(context)
         task.add_done_callback(self.tasks.discard)
         task.add_done_callback(lambda _: self._contexts.discard(context))
+        if self._connections.draining:  # handed over in the midst of that
+            context.end.set_now()
 
     async def _turn_away(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         answer, stays = self._connections.turn_away()
@@ -242,6 +278,7 @@ class HypercornConnections:
         except Exception:
             log.exception("connection failed")
         finally:
+            context.ended()
             if self._places is not None:
                 self._places.release()
 
@@ -250,11 +287,21 @@ class HypercornConnections:
         assert task is not None
         context.enter(task)
         if scope["type"] != "websocket":
-            await patience.run(self._app, self._limits, scope, receive, send)
+            await patience.run(self._app, self._limits, self._clock, scope, receive, send)
             return
+        disconnected = False
+
+        async def receive_noting() -> Message:
+            nonlocal disconnected
+            message = await receive()
+            disconnected = message["type"] == "websocket.disconnect"
+            return message
+
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive_noting, send)
         finally:
+            if not disconnected:
+                context.drop(receive)
             if scope["http_version"] == "1.1":
                 context.closed.set()
 

@@ -80,10 +80,14 @@ class Hub:
         if stream.plan.wording is EVENT_STREAM:
             self._cell.add("sse_connections", 1)
             push.write(EVENT_STREAM.opening)
-        for index, name in enumerate(stream.plan.names):
-            if stream.phases[index] != Phase.ENDED:
-                self._join(name).members[connection] = index
-                self._line_up(connection, index)
+        try:
+            for index, name in enumerate(stream.plan.names):
+                if stream.phases[index] != Phase.ENDED:
+                    self._join(name).members[connection] = index
+                    self._line_up(connection, index)
+        except BaseException:
+            self._forget(connection)
+            raise
         if heartbeat_ms:
             self._beats.add(connection)
         if self._tick_timer is None:
@@ -125,12 +129,11 @@ class Hub:
     def _join(self, name: str) -> Channel:
         channel = self._channels.get(name)
         if channel is None:
-            channel = self._channels[name] = made = Channel(name)
+            made = Channel(name)
             seen = self._topics.see(name)
-            shard = owner_shard(name, self._gateway.shards)
-            channel.watch = self._gateway.watch(
-                shard, name, None if seen is None else seen.view, lambda: self._on_change(made)
-            )
+            view, shard = None if seen is None else seen.view, owner_shard(name, self._gateway.shards)
+            made.watch = self._gateway.watch(shard, name, view, lambda: self._on_change(made))
+            channel = self._channels[name] = made  # last: whoever follows it later joins it for the watch
         return channel
 
     def _leave(self, connection: Connection, index: int) -> None:

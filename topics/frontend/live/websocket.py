@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -171,24 +172,30 @@ class Socket:
         self._route.observe(route, (time.perf_counter_ns() - started_ns) // 1000)
 
     async def _do(self, command: Command, body_bytes: int, started_ns: int) -> None:
-        key = self._route.access.key_of(self._digest)
-        if key is None:
-            raise TopicsError("unauthorized", "the key of this socket is no longer valid")
+        key = self._key()
         if isinstance(command, Publish):
             await self._publish(command, key, body_bytes, started_ns)
         elif isinstance(command, Subscribe):
-            await self._subscribe(command, key)
+            await self._subscribe(command)
         elif isinstance(command, Unsubscribe):
             await self._unsubscribe(command)
         else:
             await self._outbox.put(_encode({"op": "pong", "request_id": command.request_id}))
 
-    async def _subscribe(self, command: Subscribe, key: ApiKey) -> None:
+    def _key(self) -> ApiKey:
+        """As it counts now: whoever has waited asks again."""
+        key = self._route.access.key_of(self._digest)
+        if key is None:
+            raise TopicsError("unauthorized", "the key of this socket is no longer valid")
+        return key
+
+    async def _subscribe(self, command: Subscribe) -> None:
         starts = command.starts()
         topics_max = self._route.settings.max_watch_topics
         check_starts(starts, topics_max)
-        key.require(KeyScope.READ, starts)
+        self._key().require(KeyScope.READ, starts)
         await self._route.catching_up.all(starts)
+        self._key().require(KeyScope.READ, starts)
         self._drop_ended()
         followed = len(self._subscriptions.keys() | starts.keys())
         if followed > topics_max:
@@ -210,6 +217,8 @@ class Socket:
             plan = hub.plans.get((name,), (ref.view.topic_id,), options, command.strong, MESSAGES)
             push = Subscription(self._outbox, self._ended_by_hub)
             self._subscriptions[name] = hub.open(push, plan.start({name: positions[name]}), 0)
+        # Other keys may count since there was room for the answer.
+        self.end_what_is_forbidden()
 
     async def _unsubscribe(self, command: Unsubscribe) -> None:
         names = [name for name in command.names() if name in self._subscriptions]
@@ -231,32 +240,34 @@ class Socket:
                     records = lay_out(command, body_bytes)
                 else:
                     records = await asyncio.to_thread(lay_out, command, body_bytes)
-                reply = self._route.appends.submit(command.topic, command, records, None, key)
+                caller = self._key()
+                caller.require(needed, (command.topic,))
+                reply = self._route.appends.submit(command.topic, command, records, None, caller)
             except BaseException:
                 limits.give_back(key, Counted.REQUESTS)
                 raise
         except BaseException:
             self._may_publish.release()
             raise
-        task = asyncio.create_task(self._acknowledge(command, key, reply, started_ns))
+        task = asyncio.create_task(self._acknowledge(command, reply, started_ns))
         self._publishes.add(task)
-        task.add_done_callback(self._publishes.discard)
+        # Not in the task: one that is cancelled before its first step does not take any.
+        task.add_done_callback(partial(self._published, key))
 
-    async def _acknowledge(
-        self, command: Publish, key: ApiKey, reply: asyncio.Future[AppendReply], started_ns: int
-    ) -> None:
+    def _published(self, key: ApiKey, task: asyncio.Task[None]) -> None:
+        self._publishes.discard(task)
+        self._may_publish.release()
+        self._route.access.limits.give_back(key, Counted.REQUESTS)
+
+    async def _acknowledge(self, command: Publish, reply: asyncio.Future[AppendReply], started_ns: int) -> None:
         try:
-            try:
-                done = await reply
-                self._route.cell.add("records_in", done.count)
-                members = append.members(command.topic, done, command.return_seqs, started_ns)
-                await self._outbox.put(b'{"op":"ack","request_id":%b,%b}' % (_encode(command.request_id), members))
-            except TopicsError as error:
-                await self._refuse(command.request_id, error)
-            self._observe(command.timed, started_ns)
-        finally:
-            self._may_publish.release()
-            self._route.access.limits.give_back(key, Counted.REQUESTS)
+            done = await reply
+            self._route.cell.add("records_in", done.count)
+            members = append.members(command.topic, done, command.return_seqs, started_ns)
+            await self._outbox.put(b'{"op":"ack","request_id":%b,%b}' % (_encode(command.request_id), members))
+        except TopicsError as error:
+            await self._refuse(command.request_id, error)
+        self._observe(command.timed, started_ns)
 
     # -- subscriptions
 

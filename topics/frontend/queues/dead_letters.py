@@ -120,7 +120,8 @@ class DeadLetters:
                     key = KeyMark.CARRIED + b"dead-letter:%d:%d" % (ref.view.topic_id, seq)
                     copies.append(Copy(seq, record, record.meta | said, key))
             config = TopicConfig(durability=ref.config.durability)
-            return await self._append(dealt.dead_letter, copies, config), unreadable
+            copied, _refusal = await self._append(dealt.dead_letter, copies, config)
+            return copied, unreadable
         except TopicsError as error:
             _log.warning("dead letters cannot be carried", topic=name, reason=error.message)
             return [], unreadable
@@ -128,7 +129,8 @@ class DeadLetters:
     async def redrive(self, name: str, dead_letter: str, most: int) -> int:
         """Moves the oldest `most` dead letters of a queue back to it; returns how many.
 
-        Raises `topic_not_found` where there is no `dead_letter`, and what the append or the removal raises.
+        Raises `topic_not_found` where there is no `dead_letter`, and what the append or the removal raises; how many
+        were moved before an append was refused is in its detail, as `redriven`.
         """
         ref = self._reader.get(dead_letter)
         moved = 0
@@ -148,16 +150,16 @@ class DeadLetters:
                 if record.meta.get(FROM) == name
             ][: most - moved]
             if copies:
-                seqs = await self._append(name, copies, None)
+                seqs, refusal = await self._append(name, copies, None)
                 owner = owner_shard(dead_letter, self._gateway.shards)
                 if seqs:
                     await self._gateway.call(owner, Remove(dead_letter, seqs), RemoveReply)
                 moved += len(seqs)
-                if len(seqs) < len(copies):
+                if refusal is not None:
                     raise TopicsError(
-                        "storage_unavailable",
-                        f"{moved} dead letters are back in topic {name!r}; the next could not be written, see the log",
-                        {"redriven": moved},
+                        refusal.code,
+                        f"{moved} dead letters are back in topic {name!r}, the next is not: {refusal.message}",
+                        {**(refusal.detail or {}), "redriven": moved},
                     )
             await asyncio.sleep(0)
             ref = self._reader.refresh(ref)
@@ -168,9 +170,11 @@ class DeadLetters:
         page = await self._reader.fetch_page(self._reader.get(name), seq - 1, _PAGE, self._reader.now_ms(), seq)
         return _decode_records(b"[%b]" % page.body)
 
-    async def _append(self, name: str, copies: list[Copy], config: TopicConfig | None) -> list[int]:
-        """Each a write of its own, so that each is recognised when it comes again. The seqs of those that are there.
-        Made with `config` if it does not exist; None: it has to.
+    async def _append(
+        self, name: str, copies: list[Copy], config: TopicConfig | None
+    ) -> tuple[list[int], TopicsError | None]:
+        """Each a write of its own, so that each is recognised when it comes again. The seqs of those that are there,
+        and why the first of the others is not. Made with `config` if it does not exist; None: it has to.
         """
         shard = owner_shard(name, self._gateway.shards)
         futures: list[asyncio.Future[AppendReply]] = []
@@ -185,11 +189,13 @@ class DeadLetters:
             )
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
         done = []
+        refusal: TopicsError | None = None
         for copy, outcome in zip(copies, outcomes, strict=True):
             if isinstance(outcome, TopicsError):
+                refusal = refusal or outcome
                 _log.warning("a dead letter cannot be written", topic=name, seq=copy.seq, reason=outcome.message)
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
                 done.append(copy.seq)
-        return done
+        return done, refusal

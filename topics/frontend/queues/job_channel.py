@@ -48,27 +48,40 @@ class JobChannel:
         shard = owner_shard(name, self._gateway.shards)
         claim = Claim(name, node, most, lease_ms, self.number())
         while True:
-            future: asyncio.Future[Dealt] = asyncio.get_running_loop().create_future()
-            self._claims[claim.stream] = (shard, future)
+            late = partial(self._answered_late, shard, claim)
+            asked = self._gateway.submit(shard, claim, late)
+            gathered: asyncio.Future[Dealt] = asyncio.get_running_loop().create_future()
+            self._claims[claim.stream] = (shard, gathered)
             try:
-                reply = await self._gateway.submit(shard, claim)
+                reply = await asked
                 if isinstance(reply, Dealt):
                     return reply
                 assert isinstance(reply, Waiting)
-                longest_s = reply.wait_ms / 1000 + self._gateway.shard_wait_s
-                async with asyncio.timeout(longest_s):
-                    if not await _gone_before(future, receive):
-                        return future.result()
+                async with asyncio.timeout(self._longest_s(reply)):
+                    if await _gone_before(gathered, receive):
+                        raise ClientGoneError
+                    return gathered.result()
             except _RestartedError:
                 continue
-            except TimeoutError:
-                raise self._gateway.no_answer(shard) from None
+            except BaseException as error:
+                for answer in (asked, gathered):  # which may have come in this very moment
+                    if answer.done() and not answer.cancelled() and answer.exception() is None:
+                        late(answer.result())
+                if isinstance(error, TimeoutError):
+                    raise self._gateway.no_answer(shard) from None
+                raise
             finally:
                 del self._claims[claim.stream]
-            self._leave(shard, claim, longest_s)
-            if future.done() and not future.exception():
-                self._give_back(shard, claim, future.result())
-            raise ClientGoneError
+
+    def _longest_s(self, waiting: Waiting) -> float:
+        return waiting.wait_ms / 1000 + self._gateway.shard_wait_s
+
+    def _answered_late(self, shard: int, claim: Claim, reply: Dealt | Waiting) -> None:
+        """Its client has been told that there was no answer, or is gone."""
+        if isinstance(reply, Dealt):
+            self._give_back(shard, claim, reply)
+        else:
+            self._leave(shard, claim, self._longest_s(reply))
 
     def _leave(self, shard: int, claim: Claim, longest_s: float) -> None:
         """Out of the window; what it may be dealt before the shard knows is given back."""

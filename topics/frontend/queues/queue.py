@@ -16,7 +16,7 @@ from topics.frontend import wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, send_json, send_object
 from topics.frontend.asgi import Receive, Scope, Send
-from topics.frontend.bodies import Headers, read_body
+from topics.frontend.bodies import Headers, read_body, read_wish
 from topics.frontend.queues.dead_letters import PATIENCE_S, DeadLetters
 from topics.frontend.queues.job_channel import JobChannel
 from topics.frontend.queues.job_records import RenderedJobs, fetch_jobs, lease_no
@@ -94,8 +94,9 @@ class QueueRoutes:
     async def claim(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, headers = _topic_name(scope), dict(scope["headers"])
-        request = await self._body(_claim_decoder, receive, headers)
-        node = checked_node(request.node, self._settings)
+        # Nothing of it is kept that is long: it may wait for its window and for dead letters.
+        request = await read_wish(receive, headers, self._settings.max_body_bytes, self._wish)
+        node = request.node
         most = max(1, min(request.max, self._settings.max_claim))
         await self._catching_up.one(name)
         dealt = await self._claim(name, node, most, clamped_lease_ms(request.lease_ms), receive)
@@ -122,6 +123,12 @@ class QueueRoutes:
             if dealt.seqs:
                 self._unclaim(name, node, dealt, 0)
             raise
+
+    def _wish(self, body: bytes) -> ClaimBody:
+        request = wire.decode(_claim_decoder, body)
+        wire.check_counts(request)
+        checked_node(request.node, self._settings)
+        return request
 
     async def _claim(self, name: str, node: str, most: int, lease_ms: int | None, receive: Receive) -> Dealt:
         """Jobs, if any are ready: also those that waited behind nothing but dead letters, as long as there is time."""

@@ -23,7 +23,7 @@ from topics.core.names import check_topic_name, owner_shard
 from topics.frontend.access import Access
 from topics.frontend.answers import HeaderList
 from topics.frontend.asgi import Receive, Scope, Send
-from topics.frontend.live.pulse import STALL_MAX_MS
+from topics.frontend.live.pulse import STALL_MAX_MS, Stall
 from topics.frontend.live.push import AsgiPush, Push, until_disconnect
 from topics.frontend.live.watch import HEARTBEAT_MAX_MS, accepts_event_stream
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
@@ -46,6 +46,8 @@ from topics.shm.queue_messages import Dealt, Unclaim, WorkClose, WorkOpen
 HEARTBEAT_MS: Final = 15_000
 ASK_AGAIN_S: Final = 1.0
 """A stream that a restarted shard could not be told of is asked for again."""
+LOOK_S: Final = 1.0
+"""Between two looks at a client that is behind."""
 OPENING: Final = b"retry: 2000\n\n"
 _NEEDED: Final = KeyScope.READ | KeyScope.WRITE
 _HEADERS: Final[HeaderList] = [
@@ -187,9 +189,12 @@ class WorkStream:
         """What came before the head of the answer was out, or while a record was fetched."""
         self._fetching: asyncio.Task[None] | None = None
         self._closed = False
-        self._paused = False
+        self._last_words = b""
+        """Of one that ended before it began."""
         self._heartbeat: asyncio.TimerHandle | None = None
-        self._stall: asyncio.TimerHandle | None = None
+        self._stall: Stall | None = None
+        """The client does not keep up, and is dealt nothing."""
+        self._look_timer: asyncio.TimerHandle | None = None
 
     async def open(self) -> None:
         """The shard knows of it, or why not."""
@@ -202,6 +207,10 @@ class WorkStream:
         push.on_writable = self._writable
         push.on_close = self._gone
         push.write(OPENING)
+        if self._closed:
+            push.write(self._last_words)
+            push.close()
+            return
         self._beat_later()
         self._take_early()
 
@@ -210,7 +219,7 @@ class WorkStream:
         if self._closed:
             return
         try:
-            future = self._routes.gateway.submit(self.shard, self._asked(0 if self._paused else self.wish.most))
+            future = self._routes.gateway.submit(self.shard, self._asked(0 if self._stall else self.wish.most))
         except TopicsError:
             self._loop.call_later(ASK_AGAIN_S, self.ask)
         else:
@@ -226,8 +235,10 @@ class WorkStream:
 
     def end(self, last_words: bytes) -> None:
         """Ends the stream in order."""
-        if not self._closed and self._push is not None:
-            self._push.write(last_words)
+        if not self._closed:
+            self._last_words = last_words
+            if self._push is not None:
+                self._push.write(last_words)
         self.close()
 
     def close(self) -> None:
@@ -243,7 +254,7 @@ class WorkStream:
 
     def _gone(self) -> None:
         self._closed = True
-        for pending in (self._heartbeat, self._stall, self._fetching):
+        for pending in (self._heartbeat, self._look_timer, self._fetching):
             if pending is not None:
                 pending.cancel()
 
@@ -275,7 +286,7 @@ class WorkStream:
                 push.write(b"".join(pieces))
                 pieces, size_bytes = [], 0
                 if not push.writable:
-                    self._pause(dealt, at)
+                    self._pause(dealt, at, push)
                     break
             one = _part(dealt, at, at + 1)
             try:
@@ -331,27 +342,31 @@ class WorkStream:
         self._routes.cell.add("records_out")
         return b"event: job\ndata: %b\nid: %d\n\n" % (in_lines(rendered.body), seq)
 
-    def _pause(self, dealt: Dealt, from_at: int) -> None:
+    def _pause(self, dealt: Dealt, from_at: int, push: Push) -> None:
         """The client does not keep up: what cannot be sent is somebody else's."""
         first = dealt.first_lease_no + from_at
         seqs = dealt.seqs[from_at:]
         unclaim = Unclaim(self.wish.name, self.wish.node, seqs, list(range(first, first + len(seqs))))
-        self._paused = True
+        if self._stall is None:
+            self._stall = Stall(push.buffered_bytes, self._routes.clock.monotonic_ms())
+            self._look_timer = self._loop.call_later(LOOK_S, self._look, push)
         self._post_most(0)
         self._routes.gateway.post(self.shard, unclaim)
-        if self._stall is None:
-            self._stall = self._loop.call_later(STALL_MAX_MS / 1000, self._stalled)
 
     def _writable(self) -> None:
-        if self._paused and not self._closed:
-            self._paused = False
-            if self._stall is not None:
-                self._stall.cancel()
-                self._stall = None
+        if self._stall is not None and not self._closed:
+            self._stall = None
+            if self._look_timer is not None:
+                self._look_timer.cancel()
             self._post_most(self.wish.most)
 
-    def _stalled(self) -> None:
-        self.end(EVENT_STREAM.final("throttled", f"nothing was taken for {STALL_MAX_MS} ms"))
+    def _look(self, push: Push) -> None:
+        if self._stall is None or self._closed:
+            return
+        if self._stall.over(push.buffered_bytes, self._routes.clock.monotonic_ms()):
+            self.end(EVENT_STREAM.final("throttled", f"nothing was taken for {STALL_MAX_MS} ms"))
+        else:
+            self._look_timer = self._loop.call_later(LOOK_S, self._look, push)
 
     def _post_most(self, most: int) -> None:
         self._routes.gateway.post(self.shard, self._asked(most))

@@ -7,12 +7,12 @@ import time
 from typing import Final, NamedTuple
 
 from topics.core.clock import Clock
-from topics.core.errors import TopicsError
+from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name
 from topics.frontend import wire
 from topics.frontend.answers import elapsed_ms, send_json
 from topics.frontend.asgi import ROUTE, Receive, Scope, Send
-from topics.frontend.bodies import ClientGoneError, read_body
+from topics.frontend.bodies import ClientGoneError, read_wish
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.page_json import PAGE_MEMBERS, page_values
 from topics.frontend.reads.reading import Page, TopicReader, TopicRef
@@ -28,6 +28,9 @@ LIMIT_DEFAULT: Final = 256
 MAX_BATCH_BYTES: Final = (1 << 20, 8 << 20)
 """Default and most of `max_batch_bytes`."""
 WAIT_MS_MAX: Final = 30_000
+NODES_MAX: Final = 10_000
+NODES_MAX_BYTES: Final = 1 << 20
+"""Writers whose records one reader does not want."""
 LONG_POLLS_MAX: Final = 10_000
 """Waiting at once in this process; one more is refused, for each holds a connection and memory."""
 
@@ -69,11 +72,10 @@ class DiffRoute:
         started_ns = time.perf_counter_ns()
         headers = dict(scope["headers"])
         check_topic_name(name)
-        request = wire.decode_diff(await read_body(receive, headers, self._settings.max_body_bytes))
+        request, options = await read_wish(receive, headers, self._settings.max_body_bytes, self._wish)
         reader = self._reader
         with_copies = await self._catching_up.one(name)
         ref = reader.get(name)
-        options = self._options(request)
         from_ts = request.from_ts
         page = await reader.fetch_page(ref, request.from_seq, options, reader.now_ms(), from_ts=from_ts)
         cost = Cost(page.scanned, page.cold_segments)
@@ -90,10 +92,13 @@ class DiffRoute:
         for news in self._waiting:
             news.set()
 
-    def _options(self, request: DiffBody) -> PageOptions:
+    def _wish(self, body: bytes) -> tuple[DiffBody, PageOptions]:
+        request = wire.decode_diff(body)
         limit = min(request.limit or LIMIT_DEFAULT, self._settings.max_limit)
         max_batch_bytes = min(request.max_batch_bytes or MAX_BATCH_BYTES[0], MAX_BATCH_BYTES[1])
-        return PageOptions(limit, max_batch_bytes, node_set(request.node), request.include_tags, request.include_meta)
+        nodes = node_set(request.node)
+        request.node = None  # a list may say the same many times
+        return request, PageOptions(limit, max_batch_bytes, nodes, request.include_tags, request.include_meta)
 
     async def _wait(
         self, ref: TopicRef, page: Page, options: PageOptions, from_ts: int | None, wait_ms: int, receive: Receive
@@ -150,10 +155,13 @@ class DiffRoute:
 
 
 def node_set(node: str | list[str] | None) -> frozenset[bytes] | None:
-    """The writers whose records a reader does not want back (api §4)."""
+    """The writers whose records a reader does not want back (api §4). They are kept for as long as it reads."""
     if not node:
         return None
-    return frozenset([node.encode()] if isinstance(node, str) else [one.encode() for one in node])
+    nodes = frozenset([node.encode()] if isinstance(node, str) else [one.encode() for one in node])
+    if len(nodes) > NODES_MAX or sum(map(len, nodes)) > NODES_MAX_BYTES:
+        raise invalid(f"node names at most {NODES_MAX} writers, with {NODES_MAX_BYTES} bytes in all", field="node")
+    return nodes
 
 
 def _deliverable(page: Page) -> bool:

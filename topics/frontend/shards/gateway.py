@@ -8,11 +8,8 @@ an eventfd. A dead shard answers nothing: its requests wait for its next life, u
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
-
-import msgspec
 
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
@@ -20,6 +17,7 @@ from topics.core.names import owner_shard
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.lane import ROOM_WAIT_S, Fate, Lane, Waiter
 from topics.frontend.shards.spills import Spills, take_long_reply
+from topics.frontend.shards.unanswered import OnLate, Request, Unanswered, fail
 from topics.frontend.shards.watches import Watches, WatchHandle
 from topics.log import get_logger
 from topics.shm import append_messages, messages
@@ -40,15 +38,6 @@ SPILL_INLINE_BYTES_MAX: Final = 1 * 2**20
 
 ReplyT = TypeVar("ReplyT")
 _log = get_logger()
-
-
-class _Pending(msgspec.Struct):
-    future: asyncio.Future[Any]
-    shard: int
-    expires_s: float
-    patient: bool
-    throttled_s: float = 0.0
-    """How long it waited for room in the ring."""
 
 
 class _Link:
@@ -80,7 +69,7 @@ class Gateway:
         self._wake = shared.frontend_wakes[index]
         self._links = [_Link(shared, index, shard) for shard in range(shared.shards)]
         self._last_id = incarnation << 40
-        self._pending: dict[int, _Pending] = {}
+        self._unanswered = Unanswered()
         self._spills = Spills(shared.identity, index)
         self._signals: list[_Link] = []
         self._retry_timer: asyncio.TimerHandle | None = None
@@ -143,9 +132,7 @@ class Gateway:
                 timer.cancel()
         for task in self._spilling:
             task.cancel()
-        for pending in self._pending.values():
-            _fail(pending.future, TopicsError("shutting_down", "the service is stopping; ask again when it is back"))
-        self._pending.clear()
+        self._unanswered.fail_all(_stopping)
 
     # -- requests
 
@@ -172,11 +159,14 @@ class Gateway:
         )
         return self._submit(shard, request_id, parts, Kind.APPEND, patient)
 
-    def submit(self, shard: int, request: Call) -> asyncio.Future[Any]:
-        """Sends any other request on its way; its answer, and how it fails, as with `submit_append`."""
+    def submit(self, shard: int, request: Call, on_late: OnLate | None = None) -> asyncio.Future[Any]:
+        """Sends any other request on its way; its answer, and how it fails, as with `submit_append`. `on_late` gets the
+        answer, if there is one, that comes when the future is done: it was cancelled, or has failed.
+        """
         self._arenas.require(shard)
         self._last_id = request_id = self._last_id + 1
-        return self._submit(shard, request_id, messages.encode_call(request_id, request), Kind.CALL)
+        parts = messages.encode_call(request_id, request)
+        return self._submit(shard, request_id, parts, Kind.CALL, on_late=on_late)
 
     async def call(self, shard: int, request: Call, reply_type: type[ReplyT]) -> ReplyT:
         """`submit`, and wait for the answer."""
@@ -218,30 +208,38 @@ class Gateway:
         return True
 
     def _submit(
-        self, shard: int, request_id: int, parts: list[Part], kind: Kind, patient: bool = False
+        self,
+        shard: int,
+        request_id: int,
+        parts: list[Part],
+        kind: Kind,
+        patient: bool = False,
+        on_late: OnLate | None = None,
     ) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = self._loop.create_future()
         if self._closed:
-            _fail(future, TopicsError("shutting_down", "the service is stopping; ask again when it is back"))
+            fail(future, _stopping())
             return future
-        now_s = self._loop.time()
-        self._pending[request_id] = _Pending(future, shard, now_s + self._wait_s, patient)
+        request = Request(future, shard, self._loop.time() + self._wait_s, patient, on_late)
+        self._unanswered.add(request_id, request)
         length = sum(map(len, parts))
         if length <= self._links[shard].lane.message_max_bytes:
-            self._push(shard, self._waiter(request_id, parts))
+            self._push(shard, self._waiter(request_id, parts, patient))
         else:
-            self._submit_by_reference(shard, request_id, parts, length, kind)
+            self._submit_by_reference(shard, request_id, parts, length, kind, patient)
         return future
 
-    def _waiter(self, request_id: int, parts: list[Part]) -> Waiter:
-        now_s, patient = self._loop.time(), self._pending[request_id].patient
+    def _waiter(self, request_id: int, parts: list[Part], patient: bool) -> Waiter:
+        now_s = self._loop.time()
         expires_s = now_s + (self._wait_s if patient else ROOM_WAIT_S)
         return Waiter(parts, sum(map(len, parts)), request_id, now_s, expires_s, patient)
 
-    def _submit_by_reference(self, shard: int, request_id: int, parts: list[Part], length: int, kind: Kind) -> None:
+    def _submit_by_reference(
+        self, shard: int, request_id: int, parts: list[Part], length: int, kind: Kind, patient: bool
+    ) -> None:
         try:
             if length <= SPILL_INLINE_BYTES_MAX:
-                self._push(shard, self._waiter(request_id, self._spills.put(kind, request_id, parts, length)))
+                self._push(shard, self._waiter(request_id, self._spills.put(kind, request_id, parts, length), patient))
                 return
             self._spills.reserve(request_id, length)
         except OSError as error:
@@ -257,8 +255,9 @@ class Gateway:
         except OSError as error:
             self._spill_failed(request_id, error)
             return
-        if request_id in self._pending:
-            self._push(shard, self._waiter(request_id, self._spills.reference(kind, request_id)))
+        request = self._unanswered.get(request_id)
+        if request is not None:
+            self._push(shard, self._waiter(request_id, self._spills.reference(kind, request_id), request.patient))
         else:  # it took too long: its client has been told
             self._spills.drop(request_id)
 
@@ -291,9 +290,9 @@ class Gateway:
             for waiter in given_up:
                 self._reject(waiter.request_id, f"the shard's ring has been full for {now_s - waiter.since_s:.1f} s")
             for waiter in sent:
-                pending = self._pending.get(waiter.request_id)
-                if pending is not None:
-                    pending.throttled_s = now_s - waiter.since_s
+                request = self._unanswered.get(waiter.request_id)
+                if request is not None:
+                    request.throttled_s = now_s - waiter.since_s
             if sent:
                 self._signal(link)
             if link.lane.waiting and self._retry_timer is None:
@@ -302,15 +301,15 @@ class Gateway:
     def _reject(self, request_id: int, why: str) -> None:
         """Nothing of this request has reached a shard."""
         self._spills.drop(request_id)
-        pending = self._pending.pop(request_id, None)
-        if pending is None:
+        request = self._unanswered.withdraw(request_id)
+        if request is None:
             return
         self._cell.add("throttled")
         what = f"{why}; nothing of this request was done, send it again later"
-        if pending.patient:
-            _fail(pending.future, TopicsError("shard_unavailable", what))
+        if request.patient:
+            fail(request.future, TopicsError("shard_unavailable", what))
         else:
-            _fail(pending.future, TopicsError("throttled", what, {"retry_after_ms": self.retry_after_ms}))
+            fail(request.future, TopicsError("throttled", what, {"retry_after_ms": self.retry_after_ms}))
 
     def _signal(self, link: _Link) -> None:
         if not link.signal_due:
@@ -365,18 +364,8 @@ class Gateway:
             self._check_generation(shard)
 
     def _answer(self, request_id: int, message: memoryview, decode: Callable[[memoryview], object]) -> None:
-        # Unknown: an earlier incarnation's, one that timed out, or a second answer after the shard's restart.
-        pending = self._pending.pop(request_id, None)
         self._spills.drop(request_id)
-        if pending is None or pending.future.done():
-            return
-        reply = decode(message)
-        if pending.throttled_s and isinstance(reply, AppendReply):
-            reply = msgspec.structs.replace(reply, throttled_us=int(pending.throttled_s * 1e6))
-        if isinstance(reply, TopicsError):
-            pending.future.set_exception(reply)
-        else:
-            pending.future.set_result(reply)
+        self._unanswered.answer(request_id, message, decode)
 
     def _check_generation(self, shard: int) -> None:
         """A shard that was started again knows of no watches."""
@@ -394,14 +383,9 @@ class Gateway:
         for shard in range(len(self._links)):
             self._drain(shard)
             self._check_generation(shard)
-        # All wait equally long, so those that have waited longest come first.
-        expired = itertools.takewhile(lambda item: item[1].expires_s <= now_s, self._pending.items())
-        for request_id, pending in list(expired):
-            _fail(pending.future, self.no_answer(pending.shard))
-            del self._pending[request_id]
+        self._unanswered.expire(now_s, self.no_answer)
         self._watches.sweep(now_s)
 
 
-def _fail(future: asyncio.Future[Any], error: TopicsError) -> None:
-    if not future.done():
-        future.set_exception(error)
+def _stopping() -> TopicsError:
+    return TopicsError("shutting_down", "the service is stopping; ask again when it is back")

@@ -95,11 +95,16 @@ class TxnRoutes:
         # Of a batch that was committed the stages are gone: that it was is the answer.
         duplicate, batch, records = True, told, 0
         if told is None or told < request.batch:
-            stages = await asyncio.to_thread(self._stages.topics_of, request.stages)
-            topics = {topic for _stage, topic in stages}
-            caller_of(scope).require(KeyScope.WRITE, topics)
-            for topic in topics:
+            heads = await asyncio.to_thread(self._stages.heads, request.stages)
+            sums: dict[str, tuple[int, int]] = {}
+            for topic, count, size_bytes in heads.values():
+                counted, counted_bytes = sums.get(topic, (0, 0))
+                sums[topic] = counted + count, counted_bytes + size_bytes
+            caller_of(scope).require(KeyScope.WRITE, sums)
+            for topic, (count, size_bytes) in sums.items():
                 self._check_topic(topic)
+                await self._check_room(topic, count, size_bytes)
+            stages = [(stage, head.topic) for stage, head in heads.items()]
             duplicate, batch, records = await self._commits.commit(sink, request.batch, stages)
         answer: dict[str, Any] = {
             "sink": sink,

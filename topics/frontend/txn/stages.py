@@ -16,8 +16,9 @@ from topics.storage.frame import LaidOut
 from topics.storage.stage_file import (
     HEAD_LEN,
     StageDamagedError,
+    StageHead,
     belongs_to_txn,
-    decode_topic,
+    decode_stage_head,
     encode_stage,
     is_stage_id,
     new_stage_id,
@@ -49,9 +50,9 @@ class Stages:
             ) from None
         return stage
 
-    def topics_of(self, stages: Collection[str]) -> list[tuple[str, str]]:
-        """(stage, topic) of each, in order. `404 not_found` for one that is not there or may expire any moment."""
-        return [(stage, self._topic_of(stage)) for stage in stages]
+    def heads(self, stages: Collection[str]) -> dict[str, StageHead]:
+        """Of each, in order. `404 not_found` for one that is not there or may expire any moment."""
+        return {stage: self._head(stage) for stage in stages}
 
     def drop_txn(self, topic: str, txn: str, pending: Collection[str]) -> int:
         """Removes the stages of a transaction in one topic, but for those whose batch is decided; how many."""
@@ -73,12 +74,12 @@ class Stages:
         """Those that no commit can name any more. Whether one is part of a decided batch is the caller's to know."""
         return [stage for stage in self._all() if self._age_ms(stage) > self.ttl_ms + EXPIRY_MARGIN_MS]
 
-    def _topic_of(self, stage: str) -> str:
+    def _head(self, stage: str) -> StageHead:
         if not is_stage_id(stage) or self._age_ms(stage) > self.ttl_ms:
             raise TopicsError("not_found", f"there is no stage {stage[:100]!r}: it was dropped or has expired")
         try:
             with open(self._path(stage), "rb") as file:
-                return decode_topic(file.read(HEAD_LEN))[0]
+                return decode_stage_head(file.read(HEAD_LEN))
         except FileNotFoundError:
             raise TopicsError("not_found", f"there is no stage {stage!r}: it was dropped or has expired") from None
         except (OSError, StageDamagedError) as error:

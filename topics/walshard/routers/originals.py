@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from topics.core.config import CLASSES
@@ -63,11 +63,19 @@ class Locations(NamedTuple):
 class Originals:
     """Sees topics of all shards; keeps a few log files open."""
 
-    def __init__(self, fs: FileSystem, settings: Settings, shared: SharedMemory, shard: int, catalog: Catalog) -> None:
+    def __init__(
+        self,
+        fs: FileSystem,
+        settings: Settings,
+        shared: SharedMemory,
+        shard: int,
+        catalog: Catalog,
+        monotonic_ms: Callable[[], int],
+    ) -> None:
         self._fs = fs
         cold = None
         if settings.cold_dir is not None:
-            cold = ColdReads(LocalStore(fs, layout.topics_dir(settings.cold_dir)))
+            cold = ColdReads(LocalStore(fs, layout.topics_dir(settings.cold_dir)), monotonic_ms)
         self._segments = SegmentOriginals(fs, settings.data_dir, cold)
         self._shards = settings.wal_shards
         self._shard = shard

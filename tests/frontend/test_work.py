@@ -1,0 +1,148 @@
+"""`/work` streams of a frontend at a real shard: how they end, and that their jobs are free again (api §9)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.frontend.live import Live, Wire, on_loop, until
+from topics.core.keys import KeyRing, parse_list
+from topics.frontend.access import Access
+from topics.frontend.key_limits import KeyLimits
+from topics.frontend.live.pulse import STALL_MAX_MS
+from topics.frontend.queues import work as module
+from topics.frontend.queues.dead_letters import DeadLetters
+from topics.frontend.queues.job_channel import JobChannel
+from topics.frontend.queues.unreadable import UnreadableJobs
+from topics.frontend.queues.work import WorkRoutes
+from topics.shm.cap import Cap
+from topics.shm.key_counts import KeyCounts
+
+KEYS = "worker:rw"
+
+
+class Worker:
+    """The routes of a frontend, and one request for jobs of the queue `q`."""
+
+    def __init__(self, live: Live, keys: str | None = None) -> None:
+        settings = live.rig.settings
+        limits = KeyLimits(KeyCounts(live.rig.shared.key_counts, 1, 0), settings)
+        self.access = Access(KeyRing(parse_list(keys) if keys else ()), False, limits)
+        places = Cap("sse_connections", 0, "sse_admitted", live.cell, [live.cell])
+        channel, unreadable = JobChannel(live.gateway, 1), UnreadableJobs()
+        dead_letters = DeadLetters(live.gateway, live.reader, unreadable)
+        self.routes = WorkRoutes(
+            live.gateway,
+            live.reader,
+            channel,
+            dead_letters,
+            unreadable,
+            self.access,
+            settings,
+            places,
+            live.cell,
+            live.clock,
+        )
+        self.wire = Wire()
+        self.head_sent = asyncio.Event()
+        self.may_begin = asyncio.Event()
+        self.may_begin.set()
+
+    async def ask(self, most: int = 1) -> None:
+        async def receive() -> dict[str, Any]:
+            await until(lambda: self.wire.ended)
+            return {"type": "http.disconnect"}
+
+        async def send(_message: Any) -> None:
+            self.head_sent.set()
+            await self.may_begin.wait()
+
+        query = b"node=w&max=%d&heartbeat_ms=60000" % most
+        await self.routes.work(
+            {
+                "headers": [(b"authorization", b"Bearer worker")] if self.access.on else [],
+                "query_string": query,
+                "path_params": {"topic": "q"},
+                "extensions": {"topics.push": lambda: self.wire},
+            },
+            receive,
+            send,
+        )
+
+
+def leased(live: Live) -> int:
+    return live.reader.get("q").view.jobs_in_flight
+
+
+@pytest.mark.parametrize("end", ["drain", "forbidden"])
+def test_a_stream_that_ends_while_it_is_opened_does_not_begin(tmp_path: Path, end: str) -> None:
+    async def test(live: Live) -> None:
+        await live.put("q", type="queue")
+        await live.write("q", 2)
+        worker = Worker(live, KEYS if end == "forbidden" else None)
+        worker.may_begin.clear()
+        asked = asyncio.create_task(worker.ask())
+        await worker.head_sent.wait()
+        await until(lambda: leased(live) == 1)
+        if end == "drain":
+            worker.routes.drain()
+        else:
+            worker.access.replace(KeyRing(parse_list("another:rw")))
+        worker.may_begin.set()
+        await asked
+        assert worker.wire.kinds() == (["error"] if end == "forbidden" else [])
+        await until(lambda: leased(live) == 0)
+
+    on_loop(tmp_path, test)
+
+
+def stalled(test: Callable[[Live, Worker], Awaitable[None]]) -> Callable[[Live], Awaitable[None]]:
+    """A worker that is behind."""
+
+    async def with_worker(live: Live) -> None:
+        await live.put("q", type="queue")
+        await live.write("q", 3)
+        worker = Worker(live)
+        worker.wire.stop_reading(100_000)
+        asked = asyncio.create_task(worker.ask())
+        # Told to nobody and dealt to nobody: the worker has no room.
+        await until(lambda: worker.wire.writes and leased(live) == 0)
+        try:
+            await test(live, worker)
+        finally:
+            worker.wire.ended = True
+            await asked
+
+    return with_worker
+
+
+def test_a_worker_that_takes_nothing_is_told_so_and_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+
+    async def test(live: Live, worker: Worker) -> None:
+        live.clock.ms += STALL_MAX_MS
+        await until(lambda: worker.wire.ended)
+        assert "nothing was taken" in worker.wire.of("error")[0]["error"]
+
+    on_loop(tmp_path, stalled(test))
+
+
+def test_a_worker_that_takes_something_now_and_then_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+
+    async def test(live: Live, worker: Worker) -> None:
+        stream = next(iter(worker.routes._streams))
+        for _ in range(5):
+            worker.wire.buffered_bytes -= 1
+            left_bytes = worker.wire.buffered_bytes
+            await until(lambda: stream._stall is not None and stream._stall.buffered_bytes == left_bytes)  # noqa: B023
+            live.clock.ms += STALL_MAX_MS - 1
+        worker.wire.read_on()
+        await until(lambda: worker.wire.of("job"))
+        assert not worker.wire.ended
+
+    on_loop(tmp_path, stalled(test))

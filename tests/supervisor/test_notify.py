@@ -1,0 +1,166 @@
+"""What a service manager hears, by the protocol of sd_notify(3)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness import poll
+from tests.supervisor.conftest import Start
+from topics.core.clock import SystemClock
+from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role
+from topics.supervisor.notify import EVERY_MS, Announcements, Notify
+
+NOW_MS = 1_700_000_000_000
+
+
+@pytest.fixture
+def page() -> Iterator[ControlPage]:
+    page = ControlPage.create(f"/topics-test-notify-{os.getpid()}", shards=2, frontends=1)
+    yield page
+    page.unlink()
+
+
+def live(page: ControlPage, role: Role, index: int, state: ProcessState, heartbeat_ms: int = NOW_MS) -> None:
+    cell = page.cell(role, index)
+    cell.supervisor.set("pid", 100 * role + index)
+    cell.set("pid", 100 * role + index)
+    cell.set("heartbeat_ms", heartbeat_ms)
+    cell.set("state", state)
+
+
+def all_ready(page: ControlPage) -> None:
+    for role, index in page.cells():
+        live(page, role, index, ProcessState.READY)
+
+
+def test_a_start_is_told_as_it_gets_on(page: ControlPage) -> None:
+    announcements = Announcements(watched=False)
+    extended = "EXTEND_TIMEOUT_USEC=60000000"
+    assert announcements.lines(page, NOW_MS) == [
+        extended,
+        "STATUS=waiting for frontend 0, walshard 0, walshard 1, compactor 0",
+    ]
+    live(page, Role.FRONTEND, 0, ProcessState.READY)
+    live(page, Role.WALSHARD, 0, ProcessState.READY)
+    live(page, Role.WALSHARD, 1, ProcessState.RECOVERING)
+    page.cell(Role.WALSHARD, 1).set("progress_ppm", 250_000)
+    assert announcements.lines(page, NOW_MS) == [extended, "STATUS=reading logs: shard 1 25 %"]
+    assert announcements.lines(page, NOW_MS) == [], "a start that does not get on is given no more time"
+    page.cell(Role.WALSHARD, 1).set("progress_ppm", 250_001)
+    assert announcements.lines(page, NOW_MS) == [extended]
+    all_ready(page)
+    assert announcements.lines(page, NOW_MS) == ["READY=1", "STATUS=running: 2 shards, 1 frontends"]
+    assert announcements.lines(page, NOW_MS) == []
+
+
+def test_a_change_of_the_shard_count_is_told(page: ControlPage) -> None:
+    page.header.set("state", ProcessState.RECOVERING)
+    page.header.set("reshard_ppm", 420_000)
+    (_, status) = Announcements(watched=False).lines(page, NOW_MS)
+    assert status == "STATUS=moving topics to another number of shards, 42 %"
+
+
+def test_who_dies_is_told_and_no_reason_to_be_silent(page: ControlPage) -> None:
+    announcements = Announcements(watched=True)
+    all_ready(page)
+    assert announcements.lines(page, NOW_MS)[:2] == ["WATCHDOG=1", "READY=1"]
+    shard = page.cell(Role.WALSHARD, 1)
+    shard.supervisor.set("pid", 0)
+    shard.supervisor.set("state", ProcessState.DEAD)
+    later_ms = NOW_MS + HEARTBEAT_STALE_MS
+    assert announcements.lines(page, later_ms) == ["WATCHDOG=1", "STATUS=waiting for walshard 1"]
+    shard.supervisor.set("pid", 999)  # its successor has not said anything yet
+    assert announcements.lines(page, later_ms) == ["WATCHDOG=1"]
+
+
+def test_who_hangs_is_a_reason_to_be_silent_until_it_goes_on(page: ControlPage) -> None:
+    announcements = Announcements(watched=True)
+    all_ready(page)
+    announcements.lines(page, NOW_MS)
+    hangs_ms = NOW_MS + HEARTBEAT_STALE_MS + 1
+    for role, index in page.cells():
+        live(page, role, index, ProcessState.READY, hangs_ms)
+    live(page, Role.WALSHARD, 0, ProcessState.READY, NOW_MS)
+    assert announcements.lines(page, hangs_ms) == []
+    live(page, Role.WALSHARD, 0, ProcessState.READY, hangs_ms)
+    assert announcements.lines(page, hangs_ms) == ["WATCHDOG=1"]
+
+
+def test_a_drain_is_told_once(page: ControlPage) -> None:
+    announcements = Announcements(watched=True)
+    all_ready(page)
+    announcements.lines(page, NOW_MS)
+    assert announcements.stopping()[0] == "STOPPING=1"
+    live(page, Role.FRONTEND, 0, ProcessState.DRAINING)
+    assert announcements.lines(page, NOW_MS) == ["WATCHDOG=1"]
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_a_service_manager_hears_a_whole_life(start: Start, tmp_path: Path, abstract: bool) -> None:
+    name = f"@topics-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(f"\0{name[1:]}" if abstract else name)
+        manager.settimeout(30)
+        heard: list[str] = []
+
+        def hear(line: str) -> None:
+            while line not in heard:
+                heard.extend(manager.recv(4096).decode().splitlines())
+
+        service = start(environ={"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "150000"}, recovering=1)
+        hear("STATUS=reading logs: shard 1 25 %")
+        assert "READY=1" not in heard
+        service.signal(signal.SIGTERM)
+        hear("STOPPING=1")
+        assert service.wait_exit() == 0
+        heard.clear()
+        service = start(environ={"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "150000"})
+        hear("READY=1")
+        assert service.status().state == "running"
+        hear("STATUS=running: 2 shards, 2 frontends")
+        heard.clear()
+        hear("WATCHDOG=1")
+        assert service.stop() == 0
+        hear("STOPPING=1")
+
+
+def test_a_manager_that_has_gone_keeps_nobody_from_running(start: Start, tmp_path: Path) -> None:
+    service = start(environ={"NOTIFY_SOCKET": str(tmp_path / "nobody"), "WATCHDOG_USEC": "30000"})
+    service.wait_state("running")
+    poll("a word about it", lambda: service.log("the service's manager cannot be told anything"))
+    assert service.stop() == 0
+    assert len(service.log("the service's manager cannot be told anything")) == 1
+
+
+@pytest.mark.parametrize(
+    ("watchdog", "every_ms"),
+    [
+        ({}, EVERY_MS),
+        ({"WATCHDOG_USEC": "30000000"}, EVERY_MS),
+        ({"WATCHDOG_USEC": "900000"}, 300),
+        ({"WATCHDOG_USEC": "900000", "WATCHDOG_PID": str(os.getpid())}, 300),
+        ({"WATCHDOG_USEC": "900000", "WATCHDOG_PID": "1"}, EVERY_MS),  # for another process
+        ({"WATCHDOG_USEC": "0"}, EVERY_MS),
+    ],
+)
+def test_how_often_it_is_told_and_nothing_for_the_children(
+    page: ControlPage, tmp_path: Path, watchdog: dict[str, str], every_ms: int
+) -> None:
+    environ = {"NOTIFY_SOCKET": str(tmp_path / "nobody"), "HOME": "/", **watchdog}
+    clock = SystemClock()
+    notify = Notify.of(environ, clock)
+    assert environ == {"HOME": "/"}
+    before_ms = clock.monotonic_ms()
+    notify.tell(page)
+    assert notify.due_ms is not None
+    assert before_ms + every_ms <= notify.due_ms <= clock.monotonic_ms() + every_ms
+
+
+def test_without_a_manager_nothing_is_due() -> None:
+    assert Notify.of({}, SystemClock()).due_ms is None

@@ -1,0 +1,114 @@
+"""The cold tier as routers read it: what fails, and who asks no more, keeps no place of those who ask."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import count
+from threading import Event
+from typing import Any
+
+import pytest
+
+from topics.walshard.cold_reads import FAILURE_KEPT_MS, IN_FLIGHT_MAX, ColdReads, NotAtHandError
+
+DEADLINE_S = 20.0
+CONTENT = bytes(range(256)) * 16
+
+
+class Store:
+    """Objects are what `outcome` says, once the gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = Event()
+        self.gate.set()
+        self.outcome: Callable[[str], bytes] = lambda name: CONTENT
+        self.reads = 0
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        self.reads += 1
+        assert self.gate.wait(DEADLINE_S)
+        return self.outcome(name)[offset : offset + length]
+
+    def unused(self, *_: object) -> Any:
+        raise AssertionError("routers only read ranges")
+
+    put = delete = list = exists = len = unused
+
+
+def failing(name: str) -> bytes:
+    raise OSError(5, f"Input/output error of {name}")
+
+
+class Asking:
+    """`reads` of a store, at a time that stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.store = Store()
+        self.now_ms = 1
+        self.reads = ColdReads(self.store, lambda: self.now_ms)
+
+    def get(self, name: str) -> bytes | None:
+        try:
+            return bytes(self.reads.get(name, 10, 20, len(CONTENT)))
+        except NotAtHandError:
+            return None
+
+    def awaited(self, name: str) -> bytes:
+        """Asked until it is there."""
+        until_s = time.monotonic() + DEADLINE_S
+        while (found := self.get(name)) is None:
+            assert time.monotonic() < until_s
+            time.sleep(0.0005)
+        return found
+
+
+def test_what_failed_is_told_to_who_asks_again_and_then_tried_again() -> None:
+    asking = Asking()
+    asking.store.outcome = failing
+    with pytest.raises(OSError, match="Input/output error of a"):
+        asking.awaited("a")
+    asking.store.outcome = lambda _name: CONTENT
+    assert asking.awaited("a") == CONTENT[10:20]
+
+
+def test_failures_that_nobody_asks_for_again_keep_no_place() -> None:
+    asking = Asking()
+    asking.store.outcome = failing
+    until_s = time.monotonic() + DEADLINE_S
+    for number in count():
+        # Each of another object, whose router ends before it asks again.
+        assert asking.get(f"gone-{number}") is None
+        if asking.store.reads == 3 * IN_FLIGHT_MAX:
+            break
+        assert time.monotonic() < until_s, f"only {asking.store.reads} reads ever began"
+        time.sleep(0.0005)
+    asking.store.outcome = lambda _name: CONTENT
+    assert asking.awaited("mine") == CONTENT[10:20]
+
+
+def test_an_old_failure_is_forgotten() -> None:
+    asking = Asking()
+    asking.store.outcome = failing
+    assert asking.get("a") is None
+    until_s = time.monotonic() + DEADLINE_S
+    while asking.reads._reads:
+        asking.reads._take_finished()
+        assert time.monotonic() < until_s
+        time.sleep(0.0005)
+    asking.now_ms += FAILURE_KEPT_MS
+    asking.store.outcome = lambda _name: CONTENT
+    assert asking.awaited("a") == CONTENT[10:20], "it is read, and nothing said of what failed long ago"
+    assert not asking.reads._failed
+
+
+def test_reads_that_hang_keep_theirs() -> None:
+    asking = Asking()
+    asking.store.gate.clear()
+    for number in range(IN_FLIGHT_MAX + 3):
+        assert asking.get(f"slow-{number}") is None
+    asking.now_ms += FAILURE_KEPT_MS
+    assert asking.get("mine") is None
+    assert asking.store.reads <= IN_FLIGHT_MAX
+    asking.store.gate.set()
+    assert asking.awaited("mine") == CONTENT[10:20]

@@ -1,0 +1,154 @@
+"""What the service's manager is told: systemd, or whoever else hands out a `NOTIFY_SOCKET` (sd_notify(3)).
+
+    READY=1               once, when every process is ready: the logs are replayed
+    STATUS=…              in words, whenever they change
+    EXTEND_TIMEOUT_USEC=  while the start gets on: it may take as long as its log is
+    WATCHDOG=1            again and again, as long as no process that was ready hangs
+    STOPPING=1            once, when it drains
+
+A process that dies is no reason to be silent, it is started again. One that hangs is: nothing but a restart of all
+helps, and whoever waits for it waits for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import MutableMapping
+from typing import Final
+
+from topics.core.clock import Clock
+from topics.log import get_logger
+from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessCell, ProcessState, Role
+
+EVERY_MS: Final = 1000
+WATCHDOG_SHARE: Final = 3
+"""It is said so often in the time that systemd waits for it."""
+EXTENDED_BY_MS: Final = 60_000
+"""Longer than a replay shows no progress, however slow the disk is."""
+
+log = get_logger()
+
+
+class Announcements:
+    """What is to be said, from what the control page says; each line as systemd takes it."""
+
+    def __init__(self, watched: bool) -> None:
+        self._watched = watched
+        self._ready = False
+        self._draining = False
+        self._status = ""
+        self._progress = -1
+
+    def stopping(self) -> list[str]:
+        """The service drains: from now on it only says that it lives."""
+        self._draining = True
+        return ["STOPPING=1", "STATUS=stopping: what is under way is finished"]
+
+    def lines(self, page: ControlPage, now_ms: int) -> list[str]:
+        """What has changed since they were asked for last. `now_ms`: the wall clock, as heartbeats have it."""
+        states = {key: _state(cell) for key, cell in page.cells().items()}
+        lines = []
+        if self._watched and not _hanging(page, states, now_ms):
+            lines.append("WATCHDOG=1")
+        if self._draining:
+            return lines
+        if not self._ready:
+            self._ready = all(state is ProcessState.READY for state in states.values())
+            if self._ready:
+                lines.append("READY=1")
+            elif (progress := _progress(page, states)) != self._progress:
+                self._progress = progress
+                lines.append(f"EXTEND_TIMEOUT_USEC={EXTENDED_BY_MS * 1000}")
+        status = _words(page, states)
+        if status != self._status:
+            self._status = status
+            lines.append(f"STATUS={status}")
+        return lines
+
+
+class Notify:
+    """Says it; does nothing where nobody listens. `due_ms` (monotonic) is when to `tell` again."""
+
+    def __init__(self, address: str | None, watchdog_ms: int | None, clock: Clock) -> None:
+        self._address = f"\0{address[1:]}" if address and address.startswith("@") else address
+        self._clock = clock
+        self._announcements = Announcements(watched=watchdog_ms is not None)
+        self._every_ms = EVERY_MS if watchdog_ms is None else max(1, min(EVERY_MS, watchdog_ms // WATCHDOG_SHARE))
+        self._refused = False
+        self.due_ms: int | None = clock.monotonic_ms() if address else None
+
+    @classmethod
+    def of(cls, environ: MutableMapping[str, str], clock: Clock) -> Notify:
+        """As the manager has set the environment, from which its variables go: they are not for our children."""
+        address = environ.pop("NOTIFY_SOCKET", None)
+        watchdog_us, watched_pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
+        watchdog_ms = None
+        if watchdog_us.isdecimal() and int(watchdog_us) and watched_pid in ("", str(os.getpid())):
+            watchdog_ms = int(watchdog_us) // 1000
+        return cls(address, watchdog_ms, clock)
+
+    def tell(self, page: ControlPage) -> None:
+        """What there is to say, if it is time to."""
+        now_ms = self._clock.monotonic_ms()
+        if self.due_ms is None or now_ms < self.due_ms:
+            return
+        self.due_ms = now_ms + self._every_ms
+        if lines := self._announcements.lines(page, self._clock.now_ms()):
+            self._send(lines)
+
+    def stopping(self) -> None:
+        """The service drains."""
+        if self.due_ms is not None:
+            self._send(self._announcements.stopping())
+
+    def _send(self, lines: list[str]) -> None:
+        assert self._address is not None
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as end:
+            try:
+                end.sendto("\n".join(lines).encode(), self._address)
+            except OSError as error:
+                if not self._refused:
+                    log.warning("the service's manager cannot be told anything", reason=str(error))
+                self._refused = True
+
+
+def _state(cell: ProcessCell) -> ProcessState:
+    """What a process says of itself counts only while it is the one that runs."""
+    pid = cell.supervisor.get("pid")
+    if not pid:
+        return ProcessState(cell.supervisor.get("state"))
+    own = ProcessState(cell.get("state")) if cell.get("pid") == pid else ProcessState.NONE
+    return own or ProcessState.STARTING
+
+
+def _progress(page: ControlPage, states: dict[tuple[Role, int], ProcessState]) -> int:
+    """A number that becomes another one as the start gets on."""
+    ready = sum(state is ProcessState.READY for state in states.values())
+    replayed = sum(page.cell(role, index).get("progress_ppm") for role, index in states if role is Role.WALSHARD)
+    return ready * 10**9 + replayed + page.header.get("reshard_ppm")
+
+
+def _words(page: ControlPage, states: dict[tuple[Role, int], ProcessState]) -> str:
+    if page.header.get("state") == ProcessState.RECOVERING:
+        return f"moving topics to another number of shards, {page.header.get('reshard_ppm') // 10_000} %"
+    recovering = [
+        f"shard {index} {page.cell(role, index).get('progress_ppm') // 10_000} %"
+        for (role, index), state in states.items()
+        if role is Role.WALSHARD and state is ProcessState.RECOVERING
+    ]
+    if recovering:
+        return f"reading logs: {', '.join(recovering)}"
+    waited_for = [
+        f"{role.name.lower()} {index}" for (role, index), state in states.items() if state is not ProcessState.READY
+    ]
+    if waited_for:
+        return f"waiting for {', '.join(waited_for)}"
+    return f"running: {page.shards} shards, {page.frontends} frontends"
+
+
+def _hanging(page: ControlPage, states: dict[tuple[Role, int], ProcessState], now_ms: int) -> bool:
+    return any(
+        state is ProcessState.READY and now_ms - page.cell(*key).get("heartbeat_ms") > HEARTBEAT_STALE_MS
+        for key, state in states.items()
+    )
