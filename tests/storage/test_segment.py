@@ -340,7 +340,7 @@ def test_of_a_short_write_the_rest_says_why(directory: str, nth: int) -> None:
     writer.append(source.buffer, TOPIC_ID, source.part(0, 6).entries)
     assert fs.struck == 1
     writer.sync()
-    assert read_back(SegmentReader.map(directory, 1, writer.records, writer.data_bytes)) == plain
+    assert read_back(SegmentReader.open(directory, 1, writer.records, writer.data_bytes)) == plain
 
 
 @pytest.mark.parametrize("error", ERRNOS)
