@@ -539,6 +539,18 @@ def test_what_cannot_be_opened_is_an_error_of_that_topic(hosting: Hosting) -> No
     assert refused.value.code == "storage_unavailable"
 
 
+def test_an_index_that_cannot_be_opened_keeps_nobody_from_asking_what_expired(hosting: Hosting) -> None:
+    hosting.make("t", TopicConfig(ttl_ms=1000))
+    fill(hosting, 10, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    ref = hosting.reader.get("t")
+    path = hosting.data_path("t", 1).with_suffix(".idx")
+    path.unlink()
+    path.symlink_to(path)
+    ref = ref._replace(view=ref.view._replace(earliest_seq=2))
+    assert hosting.reader.has_expired(ref, hosting.clock.now_ms() + 2000) is False
+
+
 # -- cold
 
 

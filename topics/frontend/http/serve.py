@@ -124,9 +124,10 @@ class _ConnectionContext(WorkerContext):
     wakes when the client has closed it, else Hypercorn would keep the socket until then.
     """
 
-    def __init__(self, unread: Unread) -> None:
+    def __init__(self, watched: Callable[[], Unread]) -> None:
         super().__init__(None)
-        self.unread = unread
+        self.watched = watched
+        self.unread = watched()
         self.terminated = self.end = _Flag()
         self.closed = asyncio.Event()
         self._apps: set[asyncio.Task[Any]] = set()
@@ -264,7 +265,7 @@ class HypercornConnections:
     def protocol(self, *, has_place: bool = False) -> asyncio.StreamReaderProtocol:
         """The protocol of a connection that is Hypercorn's; `has_place`: it counts among all connections already."""
         reader = asyncio.StreamReader(limit=self._limits.read_high_water_bytes, loop=self._loop)
-        context = _ConnectionContext(Unread(self._limits, self._clock, self._loop))
+        context = _ConnectionContext(partial(Unread, self._limits, self._clock, self._loop))
         return _Protocol(reader, partial(self._connected, context, has_place), self._loop, context)
 
     def take(self, transport: asyncio.Transport, data: bytes) -> None:
