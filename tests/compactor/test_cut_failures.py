@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage.faults import FaultyFileSystem
+from tests.storage.faults import Crash, FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.core.segment_list import COLD, SEALED
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
-from topics.storage import layout
+from topics.storage import kill_points, layout
 from topics.storage.frame import Bytes
 from topics.storage.verify import verify
 
@@ -152,6 +152,10 @@ def test_one_unreadable_segment_holds_up_no_cut(machine: Machine, code: int, kin
     assert machine.seqs("bad") == [1, 2, 3]
 
 
+def die() -> None:
+    raise Crash
+
+
 def names_of(machine: Machine, shard: int, count: int) -> list[str]:
     return [name for name in (f"t{n}" for n in range(100)) if machine.rig.owner(name) == shard][:count]
 
@@ -193,7 +197,9 @@ def test_a_shard_whose_segments_cannot_be_synced_holds_up_no_other(pair: Machine
     assert pair.seqs(good) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("restarted", ["nobody", "compactor", "service", "service, from the older snapshot"])
+@pytest.mark.parametrize(
+    "restarted", ["nobody", "compactor", "service", "service, from the older snapshot", "service, killed amid it"]
+)
 @pytest.mark.parametrize("how", ["topic", "before_seq"])
 def test_on_a_full_disk_what_is_deleted_gives_its_room_back(machine: Machine, how: str, restarted: str) -> None:
     for _ in range(3):
@@ -208,10 +214,31 @@ def test_on_a_full_disk_what_is_deleted_gives_its_room_back(machine: Machine, ho
         assert not machine.compaction.cut()
     assert machine.seqs("small") == list(range(1, 7))
     before = machine.snapshots()
+
+    def check() -> None:
+        if how == "topic":
+            assert machine.rig.view("big") is None
+        else:
+            assert machine.seqs("big") == [26, 27]
+            view = machine.rig.view("big")
+            assert view is not None
+            assert (view.records, view.evict_floor) == (2, 1)
+        for name, seqs in (("small", range(1, 7)), ("new", range(1, 4))):
+            assert machine.seqs(name) == list(seqs)
+
     if how == "topic":
         machine.delete("big")
     else:
         machine.rig.call(DeleteRecords("big", 26, None, b""))
+    if restarted.endswith("amid it"):
+        kill_points.arm("drop.some", die)
+        with pytest.raises(Crash):
+            machine.compaction.cut()
+        kill_points.arm(None, die)
+        assert len(machine.files_of("big", "data")) == 6, "of seven"
+        machine.rig.restart_service()
+        machine.compaction.begin_again()
+        check()
     assert not machine.compaction.cut(), "it did not fit"
     assert machine.snapshots() == before
     assert len(machine.files_of("big", "data")) <= (0 if how == "topic" else 1), "but this made room"
@@ -226,15 +253,7 @@ def test_on_a_full_disk_what_is_deleted_gives_its_room_back(machine: Machine, ho
     assert machine.compaction.cut()
     assert machine.snapshots()[-1] >= before[-1]
     assert (machine.in_segments("small"), machine.in_segments("new")) == (6, 3)
-    if how == "topic":
-        assert machine.rig.view("big") is None
-    else:
-        assert machine.seqs("big") == [26, 27]
-        view = machine.rig.view("big")
-        assert view is not None
-        assert (view.records, view.evict_floor) == (2, 1)
-    for name, seqs in (("small", range(1, 7)), ("new", range(1, 4))):
-        assert machine.seqs(name) == list(seqs)
+    check()
 
 
 def test_half_a_step_counts_and_the_rest_leaves_nothing(machine: Machine) -> None:

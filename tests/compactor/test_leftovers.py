@@ -240,6 +240,34 @@ def test_what_a_snapshot_says_nothing_new_of_waits(directory: Directory) -> None
     assert directory.names() == files(11)
 
 
+def test_on_a_full_disk_only_what_is_gone_for_good_goes_at_once(directory: Directory) -> None:
+    """Not an old version, from which a start may read deletions, nor what may be told of any moment."""
+    for name in (f"seg-{6:020d}.1", f"seg-{16:020d}"):
+        for kind in ("data", "idx", "tags"):
+            (directory.path / f"{name}.{kind}").write_bytes(b"")
+    rewritten = [f"seg-{6:020d}.1.{kind}" for kind in ("data", "idx", "tags")]
+
+    def make_room(needed: TopicFiles | None) -> list[int]:
+        swept = directory.leftovers.make_room([TOPIC_ID], lambda _topic_id: needed, lambda: None)
+        assert swept.failures == []
+        return [name.first_seq for _, name in swept.removed]
+
+    assert make_room(None) == []
+    assert make_room(TopicFiles(SegmentList([info(6, 10, version=1), info(11, 15, flags=SEALED | COLD)]), 6)) == [1]
+    kept = sorted([*files(6, 16), *rewritten, f"seg-{11:020d}.idx", f"seg-{11:020d}.tags"])
+    assert directory.names() == kept
+    assert make_room(TopicFiles(None, 0)) == [6, 6, 11, 16]
+    assert not directory.path.exists()
+
+
+def test_what_went_for_its_room_is_not_told_of_again(directory: Directory) -> None:
+    directory.needed = TopicFiles(SegmentList([info(6, 10), info(11, 15)]), 6)
+    directory.sweep()
+    directory.leftovers.make_room([], lambda _topic_id: directory.needed, lambda: None)
+    assert directory.names() == files(6, 11)
+    assert directory.sweep() == []
+
+
 def test_files_inside_of_a_segment_that_counts_go(directory: Directory) -> None:
     """Written, never told of, and written again with another beginning."""
     directory.needed = TopicFiles(SegmentList([info(1, 10), info(11, 15)]), 1)

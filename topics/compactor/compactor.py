@@ -295,10 +295,13 @@ class Compactor:
         """
         synced: set[int] = set()
         for follower in self._followers:
-            if follower.link.committed is None:
+            until = follower.link.committed
+            if until is None:
                 continue
             try:
                 tell(follower, [])
+                # Where the shard has marked what it could not say any more.
+                follower.catch_up(until, self._alive)
             except (OSError, Refused) as error:
                 log.error(
                     "the disk is full, and what a log says is not certain", shard=follower.shard, reason=str(error)
