@@ -16,8 +16,8 @@ from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.postings import Postings
-from topics.storage.segment import SegmentReader
 from topics.storage.segment_deletes import mark_deleted
+from topics.storage.segment_reader import SegmentReader
 
 FS = OsFileSystem()
 FIRST_SEQ = 100
@@ -32,7 +32,7 @@ def segment(data_dir: str, records: list[Record], deleted: list[int]) -> tuple[s
 
 
 def reader_of(directory: str, info: SegmentInfo) -> SegmentReader:
-    return SegmentReader.map(directory, info.first_seq, info.records, info.data_bytes, info.version)
+    return SegmentReader.open(directory, info.first_seq, info.records, info.data_bytes, info.version)
 
 
 @settings(max_examples=60, deadline=None)
@@ -66,7 +66,7 @@ def test_live_records_stay_and_deleted_ones_take_no_room(
         frames = [frame for seq in range(FIRST_SEQ, version.last_seq + 1) if (frame := reader.frame(seq)) is not None]
         assert {f.seq: (f.data, f.tag, f.node) for f in frames if not f.deleted} == live
     assert measure(directory, last) == Dead(0, last.data_bytes)
-    tagged = {seq: tag for tag, seqs in Postings.map(directory, FIRST_SEQ, last.version).items() for seq in seqs}
+    tagged = {seq: tag for tag, seqs in Postings.open(directory, FIRST_SEQ, last.version).items() for seq in seqs}
     assert tagged == {seq: tag for seq, (_, tag, _) in live.items() if tag}
     assert (last.version, last.flags, last.first_ts, last.last_ts) == (2, SEALED, info.first_ts, info.last_ts)
 

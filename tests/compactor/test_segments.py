@@ -16,7 +16,7 @@ from topics.core.segment_list import SEALED, SegmentInfo
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.postings import Postings
-from topics.storage.segment import SegmentReader
+from topics.storage.segment_reader import SegmentReader
 
 NEVER = 10**9
 FS = OsFileSystem()
@@ -53,7 +53,7 @@ class Topic:
     def payloads(self) -> list[bytes | None]:
         found: list[bytes | None] = []
         for info in self.infos:
-            reader = SegmentReader.map(self.directory, info.first_seq, info.records, info.data_bytes, info.version)
+            reader = SegmentReader.open(self.directory, info.first_seq, info.records, info.data_bytes, info.version)
             assert list(reader.damage(deletions_under_way=False)) == []
             for seq in range(info.first_seq, info.last_seq + 1):
                 frame = reader.frame(seq)
@@ -73,7 +73,7 @@ def test_sealed_by_count_with_postings(tmp_path: Path) -> None:
     topic.append(logged(records(10, 26), 26))
     assert [(info.first_seq, info.flags) for info in topic.infos][2:] == [(21, SEALED), (31, 0)]
     assert topic.payloads() == [record.payload for record in records(35)]
-    assert [seqs for _, seqs in Postings.map(topic.directory, 11).items()] == [[11, 13, 15, 17, 19]]
+    assert [seqs for _, seqs in Postings.open(topic.directory, 11).items()] == [[11, 13, 15, 17, 19]]
 
 
 def test_sealed_by_bytes_but_never_empty(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_records_of_several_log_files(tmp_path: Path) -> None:
         return logs[key.file_no].buffer
 
     (info,) = appender.append(TOPIC_ID, None, entries, buffer_of, TS_MS)
-    reader = SegmentReader.map(layout.topic_dir(str(tmp_path), TOPIC_ID), 1, info.records, info.data_bytes)
+    reader = SegmentReader.open(layout.topic_dir(str(tmp_path), TOPIC_ID), 1, info.records, info.data_bytes)
     found = [frame and frame.data for frame in map(reader.frame, range(1, 7))]
     assert found == [record.payload for record in records(3)] + [None] + [r.payload for r in records(2, 5)]
     assert asked == [LogFileKey(False, 1), LogFileKey(False, 2)]

@@ -12,8 +12,8 @@ import pytest
 from tests.contract.asking import ok, put, refused, write
 from tests.harness import Service, poll
 from topics.storage.frame import FLAG_TAG
-from topics.storage.segment import SegmentReader
 from topics.storage.segment_columns import index_digest
+from topics.storage.segment_reader import SegmentReader
 
 EVENTS = 10
 RECORDS = 45

@@ -35,7 +35,8 @@ from topics.storage.frame import lay_out
 from topics.storage.segment_store import LocalStore
 
 DEADLINE_S = 20.0
-COLD_TIMEOUT_MS = 200
+COLD_TIMEOUT_MS = 10_000
+"""Half of the deadline: only a tier that hangs lets it pass."""
 OPTIONS = PageOptions(limit=256, max_batch_bytes=1 << 20)
 
 
@@ -122,7 +123,7 @@ class ColdStore(LocalStore):
 class Live:
     """One shard, one frontend's delivery. The shard works whenever the loop turns, unless `shard_up` is false."""
 
-    def __init__(self, data_dir: str) -> None:
+    def __init__(self, data_dir: str, cold_timeout_ms: int = COLD_TIMEOUT_MS) -> None:
         self.rig = rig = Rig(data_dir)
         self.clock = rig.clock
         self.cell = rig.shared.control.cell(Role.FRONTEND, 0)
@@ -131,7 +132,8 @@ class Live:
         self.gateway.start()
         files = LogFiles(data_dir, rig.shared.ram_dir, 1)
         self.store = ColdStore(str(Path(data_dir, "cold")))
-        self.reader = TopicReader(self.arenas, files, 1, self.clock, ColdTier(self.store, COLD_TIMEOUT_MS))
+        self.tier = ColdTier(self.store, cold_timeout_ms)
+        self.reader = TopicReader(self.arenas, files, 1, self.clock, self.tier)
         topics = TopicSight(
             self.reader, self.arenas, RecencyWriter(rig.identity, 0, 1), Recency(rig.identity, 1, 1), self.clock
         )
@@ -235,13 +237,13 @@ async def turns(count: int = 20) -> None:
         await asyncio.sleep(0)
 
 
-def on_loop(tmp_path: Path, test: Callable[[Live], Awaitable[None]]) -> None:
+def on_loop(tmp_path: Path, test: Callable[[Live], Awaitable[None]], *, cold_timeout_ms: int = COLD_TIMEOUT_MS) -> None:
     """Runs a test; an exception that reaches the event loop fails it."""
     errors: list[Any] = []
 
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-        live = Live(str(tmp_path))
+        live = Live(str(tmp_path), cold_timeout_ms)
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await test(live)

@@ -165,11 +165,13 @@ def test_a_tier_that_hangs_holds_few_threads_and_its_readers_only_so_long() -> N
         for _ in range(2):
             outcomes = await asyncio.gather(*[tier.fetch(miss(0, 10, name)) for name in names], return_exceptions=True)
             assert all(isinstance(outcome, TopicsError) and "30 ms" in outcome.message for outcome in outcomes)
+        await until(lambda: len(store.calls) >= IN_FLIGHT_MAX)  # a thread may begin late
         assert len(store.calls) == IN_FLIGHT_MAX
         assert all(thread.daemon for thread in store.threads), "the end of the process does not wait for them"
         # It answers again: what hung is there, and there is room for others. Who gave up waiting is not read for.
         store.gate.set()
         await until(lambda: not any(thread.is_alive() for thread in store.threads))
+        tier._timeout_ms = 10_000
         await tier.fetch(miss(0, 10, "another"))
         assert len(store.calls) == IN_FLIGHT_MAX + 1
         for name, _, _ in store.calls:

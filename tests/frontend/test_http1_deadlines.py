@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from topics.frontend.attended import AttendedClock
 from topics.frontend.http.http1_deadlines import Awaited, Deadlines, Verdict
 from topics.frontend.http.http1_parser import HttpLimits
 
@@ -22,11 +23,29 @@ LIMITS = HttpLimits(
 
 
 class Waiting:
-    """Deadlines, and the time."""
+    """Deadlines, and the time: attended as it passes, and not when the process is stopped."""
 
     def __init__(self) -> None:
-        self.now_s = 100.0
-        self.deadlines = Deadlines(LIMITS, lambda: self.now_s)
+        self._now_s = 100.0
+        self._clock = AttendedClock(lambda: self._now_s)
+        self.deadlines = Deadlines(LIMITS, self._clock)
+
+    @property
+    def now_s(self) -> float:
+        """Attended."""
+        return self._now_s - self._clock.missed_s
+
+    @now_s.setter
+    def now_s(self, until_s: float) -> None:
+        until_s += self._clock.missed_s
+        while self._now_s + 1 < until_s:
+            self._now_s += 1
+            self._clock.now_s()
+        self._now_s = until_s
+        self._clock.now_s()
+
+    def stop(self, time_s: float) -> None:
+        self._now_s += time_s
 
     @property
     def left_s(self) -> float:
@@ -48,7 +67,7 @@ def test_nothing_is_awaited() -> None:
     waiting.deadlines.wait(Awaited.REQUEST)
     waiting.deadlines.wait(Awaited.NOTHING)
     assert waiting.deadlines.at_s == math.inf
-    waiting.now_s = 1e9
+    waiting.now_s = 1000
     assert waiting.deadlines.overdue(0) is Verdict.NOTHING_YET
 
 
@@ -73,7 +92,8 @@ def test_each_has_its_time_and_its_end(awaited: Awaited, time_s: int, verdict: V
 @pytest.mark.parametrize(
     ("awaited", "prolonged"),
     [
-        (Awaited.REQUEST, True),
+        (Awaited.FIRST_REQUEST, False),
+        (Awaited.REQUEST, False),  # a blank line is none
         (Awaited.REST_OF_BODY, True),
         (Awaited.REST_OF_HEAD, False),
         (Awaited.READER, False),
@@ -161,3 +181,71 @@ def test_who_has_taken_it_may_take_its_time_for_the_next() -> None:
     assert waiting.verdict(500) is Verdict.LOOK_AGAIN
     waiting.deadlines.wait(Awaited.END)
     assert waiting.verdict(0) is Verdict.CLOSE
+
+
+def test_blank_lines_are_no_first_request() -> None:
+    """What else comes of a request is awaited as anything else between two of them."""
+    waiting = Waiting()
+    waiting.deadlines.wait(Awaited.FIRST_REQUEST)
+    waiting.now_s += 9
+    waiting.deadlines.wait(Awaited.REQUEST)
+    assert waiting.left_s == 1
+    waiting.deadlines.wait(Awaited.NOTHING)
+    waiting.deadlines.wait(Awaited.REQUEST)
+    assert waiting.left_s == 75
+
+
+def test_the_time_of_a_body_is_used_up_however_often_it_is_not_awaited() -> None:
+    """As when more of it is here than the app has taken: what came gives time back once, and the wait has cost some."""
+    waiting = Waiting()
+    waiting.deadlines.begin_body()
+    waiting.deadlines.wait(Awaited.REST_OF_BODY)
+    came_bytes, began_s = 0, waiting.now_s
+    while waiting.left_s == 30:
+        assert came_bytes < 1_000_000, "it has no end"
+        waiting.now_s += 29
+        came_bytes += 10_000
+        waiting.deadlines.wait(Awaited.NOTHING, came_bytes)
+        waiting.now_s += 100  # this is ours
+        waiting.deadlines.wait(Awaited.REST_OF_BODY, came_bytes)
+    assert waiting.left_s == 60 - 2 * 29 + 2 * 10
+    assert waiting.now_s - began_s == 2 * 129
+
+
+@pytest.mark.parametrize("awaited", list(Awaited)[1:])
+def test_a_stop_is_nobodys_time(awaited: Awaited) -> None:
+    """The timer is long overdue then; what came meanwhile is read before it is over."""
+    waiting = Waiting()
+    waiting.deadlines.begin_taking(1_000_000)
+    waiting.deadlines.begin_body()
+    waiting.deadlines.wait(awaited)
+    waiting.now_s += 0.5
+    left_s = waiting.left_s
+    waiting.stop(3600)
+    assert waiting.deadlines.overdue(1_000_000) is Verdict.NOTHING_YET
+    assert waiting.left_s == left_s
+    waiting.now_s += left_s + 0.001
+    assert waiting.deadlines.overdue(1_000_000) is not Verdict.NOTHING_YET
+
+
+def test_a_reader_that_took_everything_during_a_stop() -> None:
+    waiting = Waiting()
+    waiting.deadlines.begin_taking(1000)
+    waiting.deadlines.wait(Awaited.READER)
+    waiting.stop(3600)
+    for buffered_bytes, verdict in ((1000, Verdict.LOOK_AGAIN), (0, Verdict.CLOSE)):
+        waiting.deadlines.wait(Awaited.READER)
+        assert waiting.deadlines.overdue(buffered_bytes) is Verdict.NOTHING_YET
+        waiting.now_s += 1.001
+        assert waiting.deadlines.overdue(buffered_bytes) is verdict
+
+
+def test_a_stop_in_the_midst_of_a_body_costs_it_nothing() -> None:
+    """Also when its next piece is read before any timer fires."""
+    waiting = Waiting()
+    waiting.deadlines.begin_body()
+    waiting.deadlines.wait(Awaited.REST_OF_BODY)
+    for n in range(10):
+        waiting.stop(50)
+        waiting.deadlines.wait(Awaited.REST_OF_BODY, n)
+        assert waiting.left_s == 30

@@ -13,8 +13,13 @@ from topics.frontend.http.http1_push import PushStream
 
 
 @pytest.fixture(params=["uvloop", "asyncio"])
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    with Server(loop=request.param, limits=HttpLimits(keep_alive_timeout_ms=60, header_timeout_ms=5_000)) as running:
+def loop(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def server(loop: str) -> Iterator[Server]:
+    with Server(loop=loop) as running:
         yield running
 
 
@@ -45,12 +50,13 @@ def test_every_write_is_a_chunk_and_the_head_comes_first(server: Server, client:
     assert client.chunk() == b"data: 3\n\n"
 
 
-def test_stream_outlives_the_idle_timeout(server: Server, client: Client) -> None:
-    stream = opened(server, client)
-    began_s = server.loop.time()
-    until(lambda: server.loop.time() > began_s + 0.2, "three times the time-out")
-    server.call(partial(stream.write, b"still here"))
-    assert client.chunk() == b"still here"
+def test_stream_outlives_the_idle_timeout(loop: str) -> None:
+    with Server(loop=loop, limits=HttpLimits(keep_alive_timeout_ms=60)) as server, server.client() as client:
+        stream = opened(server, client)
+        began_s = server.loop.time()
+        until(lambda: server.loop.time() > began_s + 0.2, "three times the time-out")
+        server.call(partial(stream.write, b"still here"))
+        assert client.chunk() == b"still here"
 
 
 def test_close_ends_the_answer_and_the_connection_goes_on(server: Server, client: Client) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.frontend.http1_server import DEADLINE_S, Client, Server, until
+from tests.frontend.http1_server import DEADLINE_S, Client, Server, undisturbed, until
 from topics.frontend.http import http1_connections
 from topics.frontend.http.http1 import HttpLimits
 from topics.frontend.live import pulse
@@ -322,7 +322,7 @@ def test_pipelined_requests_wait_outside(server: Server, client: Client) -> None
 def ask_for_long_answers(server: Server, stack: contextlib.ExitStack, *lens_bytes: int) -> list[Client]:
     """Clients that take nothing of theirs; each was answered before the next one asked."""
     clients = []
-    for count, len_bytes in enumerate(lens_bytes, start=1):
+    for count, len_bytes in enumerate(lens_bytes, start=len(server.app.scopes) + 1):
         client = stack.enter_context(server.client(receive_buffer_bytes=4096))
         client.get(f"/big?{len_bytes}")
         clients.append(client)
@@ -339,13 +339,19 @@ class TestTime:
         return str(request.param)
 
     def test_slow_head(self, loop: str) -> None:
-        with Server(loop=loop, limits=HttpLimits(header_timeout_ms=60)) as server, server.client() as client:
+        with (
+            Server(loop=loop, limits=HttpLimits(header_timeout_ms=60)) as server,
+            contextlib.ExitStack() as stack,
+        ):
+            with server.held():  # who has not begun in time is closed without a word
+                client = stack.enter_context(server.client())
+                client.send(GET)
             stop = threading.Event()
 
             def drip() -> None:
                 # Every byte is progress, and yet it must end.
                 try:
-                    for byte in GET + b"X: " + b"y" * 100_000:
+                    for byte in b"X: " + b"y" * 100_000:
                         client.send(bytes([byte]))
                         if stop.wait(0.005):
                             return
@@ -373,12 +379,16 @@ class TestTime:
     def test_body_that_keeps_coming_is_not_timed_out(self, loop: str) -> None:
         limits = HttpLimits(body_idle_timeout_ms=400)
         pause = threading.Event()
-        with Server(loop=loop, limits=limits) as server, server.client() as client:
-            client.send(POST + b"Content-Length: 20\r\n\r\n")
-            for _ in range(20):
-                client.send(b"x")
-                pause.wait(0.03)
-            assert client.answer().status == 200
+
+        def keep_coming() -> None:
+            with Server(loop=loop, limits=limits) as server, server.client() as client:
+                client.send(POST + b"Content-Length: 20\r\n\r\n")
+                for _ in range(20):
+                    client.send(b"x")
+                    pause.wait(0.03)
+                assert client.answer().status == 200
+
+        undisturbed(limits.body_idle_timeout_ms, keep_coming)
 
     def test_idle_keep_alive(self, loop: str) -> None:
         limits = HttpLimits(keep_alive_timeout_ms=40)
@@ -388,8 +398,10 @@ class TestTime:
 
     def test_app_may_take_longer_than_any_timeout(self, loop: str) -> None:
         limits = HttpLimits(header_timeout_ms=10, body_idle_timeout_ms=10, keep_alive_timeout_ms=10)
-        with Server(loop=loop, limits=limits) as server, server.client() as client:
-            client.get("/wait")
+        with Server(loop=loop, limits=limits) as server, contextlib.ExitStack() as stack:
+            with server.held():
+                client = stack.enter_context(server.client())
+                client.get("/wait")
             until(lambda: server.app.scopes, "request")
             began_s = server.loop.time()
             until(lambda: server.loop.time() > began_s + 0.1, "ten times the time-outs")
@@ -398,28 +410,38 @@ class TestTime:
 
     def test_time_of_the_body_does_not_run_while_the_app_is_busy(self, loop: str) -> None:
         """Neither while the body has to wait for the app, nor before the client was told to send it."""
-        limits = HttpLimits(body_idle_timeout_ms=30)
-        with Server(loop=loop, limits=limits) as server, server.client() as full, server.client() as waiting:
-            full.post("/wait_unread", bytes(500_000))
-            waiting.send(b"POST /wait_unread HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
-            until(lambda: len(server.app.scopes) == 2, "requests")
-            began_s = server.loop.time()
-            until(lambda: server.loop.time() > began_s + 0.1, "three times the time-out")
-            server.call(server.app.go.set)
-            assert len(full.answer().body) == 500_000
-            assert waiting.head()[0] == 100
-            assert waiting.send(b"hi").answer().body == b"hi"
+        limits = HttpLimits(body_idle_timeout_ms=100)
+
+        def wait_for_the_app() -> None:
+            with Server(loop=loop, limits=limits) as server, server.client() as full, server.client() as waiting:
+                full.post("/wait_unread", bytes(500_000))
+                waiting.send(
+                    b"POST /wait_unread HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n"
+                )
+                until(lambda: len(server.app.scopes) == 2, "requests")
+                began_s = server.loop.time()
+                until(lambda: server.loop.time() > began_s + 0.3, "three times the time-out")
+                server.call(server.app.go.set)
+                assert waiting.head()[0] == 100
+                assert waiting.send(b"hi").answer().body == b"hi"
+                assert len(full.answer().body) == 500_000
+
+        undisturbed(limits.body_idle_timeout_ms, wait_for_the_app)
 
     def test_slow_reader_that_does_read(self, loop: str) -> None:
         limits = HttpLimits(write_stall_timeout_ms=300, linger_ms=20)
         pause = threading.Event()
-        with Server(loop=loop, limits=limits) as server, server.client(receive_buffer_bytes=65_536) as client:
-            client.get("/big?30000000", "Connection: close").head()
-            size = 0
-            while part := client.read(500_000):
-                size += len(part)
-                pause.wait(0.015)
-            assert size == 30_000_000
+
+        def read_slowly() -> None:
+            with Server(loop=loop, limits=limits) as server, server.client(receive_buffer_bytes=65_536) as client:
+                client.get("/big?30000000", "Connection: close").head()
+                size = 0
+                while part := client.read(500_000):
+                    size += len(part)
+                    pause.wait(0.015)
+                assert size == 30_000_000
+
+        undisturbed(limits.write_stall_timeout_ms, read_slowly)
 
     def test_reader_that_stands_still(self, loop: str) -> None:
         limits = HttpLimits(write_stall_timeout_ms=60, linger_ms=20)
@@ -469,9 +491,18 @@ class TestTime:
         monkeypatch.setattr(http1_connections, "LOOK_S", 0.05)
         monkeypatch.setattr(pulse, "STALL_CUT_MS", 1000)
         with Server(loop=loop) as server, contextlib.ExitStack() as stack:
-            reading, still, fresh = ask_for_long_answers(server, stack, 60_000_000, 30_000_000, 30_000_000)
+            reading, still = ask_for_long_answers(server, stack, 60_000_000, 30_000_000)
             reading.head()
             answer = bytearray()
+            waiting_bytes = sum(connection.buffered_bytes for connection in server.connections.open)
+
+            def progress_shows() -> bool:
+                answer.extend(reading.read(30_000))
+                return sum(connection.buffered_bytes for connection in server.connections.open) < waiting_bytes
+
+            # Before the sum is too high: the first to be cut would else be the one that came first, if it is late.
+            until(progress_shows, "the server sends on")
+            (fresh,) = ask_for_long_answers(server, stack, 30_000_000)
 
             def second_is_cut() -> bool:
                 if len(answer) < 20_000_000:  # the sum stays too high

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import h2.config
@@ -10,14 +11,15 @@ import h2.connection
 import h2.events
 import pytest
 
-from tests.frontend.http1_server import Server
+from tests.frontend.http1_server import Server, undisturbed
 from topics.core.errors import TopicsError
+from topics.frontend.attended import AttendedClock
 from topics.frontend.http import patience
 from topics.frontend.http.body_time import BodyTime
 from topics.frontend.http.http1_parser import HttpLimits
 
 HEAD = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
-SLOW = HttpLimits(body_timeout_ms=200, body_idle_timeout_ms=5_000, body_min_bytes_per_s=100_000)
+SLOW = HttpLimits(body_timeout_ms=200, body_idle_timeout_ms=5_000, body_min_bytes_per_s=100_000, linger_ms=10_000)
 
 
 def test_a_body_that_trickles_is_given_up() -> None:
@@ -74,15 +76,19 @@ def test_a_burst_is_no_credit_for_a_trickle() -> None:
 
 def test_a_large_body_has_time_for_what_comes() -> None:
     limits = HttpLimits(body_timeout_ms=1000, body_min_bytes_per_s=1000)
-    with Server(limits=limits) as server, server.client() as client:
-        client.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 20000\r\n\r\n")
-        for _ in range(10):
-            client.socket.settimeout(0.2)
-            with pytest.raises(TimeoutError):
-                client.socket.recv(1)
-            client.send(b"x" * 2000)
-        client.socket.settimeout(10)
-        assert client.answer().body == b"x" * 20_000, "twice the time, a second's worth in each fifth of one"
+
+    def send_slowly() -> None:
+        with Server(limits=limits) as server, server.client() as client:
+            client.send(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 20000\r\n\r\n")
+            for _ in range(10):
+                client.socket.settimeout(0.2)
+                with pytest.raises(TimeoutError):
+                    client.socket.recv(1)
+                client.send(b"x" * 2000)
+            client.socket.settimeout(10)
+            assert client.answer().body == b"x" * 20_000, "twice the time, a second's worth in each fifth of one"
+
+    undisturbed(limits.body_timeout_ms, send_slowly)
 
 
 class Stalling:
@@ -117,7 +123,7 @@ def test_the_stock_server_waits_no_longer(pieces: int) -> None:
     async def main() -> None:
         limits = HttpLimits(body_idle_timeout_ms=20)
         with pytest.raises(TopicsError) as raised:
-            await patience.run(app, limits, {}, client.receive, sink)
+            await patience.run(app, limits, AttendedClock(time.monotonic), {}, client.receive, sink)
         assert raised.value.code == "request_timeout"
 
     patience_drop, patience.DROP_S = patience.DROP_S, 0.02  # type: ignore[misc]
@@ -127,13 +133,37 @@ def test_the_stock_server_waits_no_longer(pieces: int) -> None:
         patience.DROP_S = patience_drop  # type: ignore[misc]
 
 
+def test_the_stock_server_takes_what_came_while_the_process_was_stopped() -> None:
+    time_s = 0.0
+
+    class Stopped:
+        stopped = False
+
+        async def receive(self) -> Any:
+            nonlocal time_s
+            if not self.stopped:
+                self.stopped = True
+                time_s += 3600
+                await asyncio.Event().wait()
+            return {"type": "http.request", "body": b"x", "more_body": False}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["body"] == b"x"
+
+    async def main() -> None:
+        limits = HttpLimits(body_idle_timeout_ms=20)
+        await patience.run(app, limits, AttendedClock(lambda: time_s), {}, Stopped().receive, sink)
+
+    asyncio.run(main())
+
+
 def test_what_the_app_does_not_read_is_dropped() -> None:
     client = Stalling(50, ends=True)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         return
 
-    asyncio.run(patience.run(app, HttpLimits(), {}, client.receive, sink))
+    asyncio.run(patience.run(app, HttpLimits(), AttendedClock(time.monotonic), {}, client.receive, sink))
     assert client.received == 50
 
 

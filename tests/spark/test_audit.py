@@ -22,9 +22,10 @@ from topics.spark.options import Directories
 from topics.spark.segment_audit import Audited, audit_segment
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
-from topics.storage.segment import ENTRY, ENTRY_LEN, SegmentReader
+from topics.storage.segment import ENTRY, ENTRY_LEN
 from topics.storage.segment_columns import index_digest
 from topics.storage.segment_deletes import mark_deleted
+from topics.storage.segment_reader import SegmentReader
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -182,7 +183,7 @@ def test_a_record_that_vanished_from_the_count_is_found(
         poll("segments", lambda: len(client.call(calls.segments(topic)).segments) == 2)
         row = client.call(calls.segments(topic)).segments[0]
     directory = str((stored.data_dir / row.idx_path).parent)
-    reader = SegmentReader.map(directory, row.first_seq, 40, row.data_bytes)
+    reader = SegmentReader.open(directory, row.first_seq, 40, row.data_bytes)
     assert reader.frame(5) is not None
     mark_deleted(FS, directory, row.first_seq, [5])
     code, report, _ = run(stored, capsys, topic)

@@ -18,7 +18,7 @@ from topics.spark.options import Directories, ReadOptions, read_options
 from topics.spark.segment_read import ROWS_PER_BATCH, read_segment
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
-from topics.storage.segment import SegmentReader
+from topics.storage.segment_reader import SegmentReader
 from topics.storage.segment_writer import SegmentWriter
 
 FS = OsFileSystem()
@@ -31,7 +31,7 @@ def written(root: Path, made: Logged, first_seq: int) -> tuple[Segment, SegmentR
     writer.append(made.buffer, TOPIC_ID, made.entries)
     writer.sync()
     writer.close()
-    reader = SegmentReader.map(directory, first_seq, writer.records, writer.data_bytes)
+    reader = SegmentReader.open(directory, first_seq, writer.records, writer.data_bytes)
     segment = Segment(
         first_seq=first_seq,
         last_seq=reader.last_seq,

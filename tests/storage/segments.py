@@ -11,7 +11,7 @@ from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import lay_out, stamp
 from topics.storage.postings import write_postings
-from topics.storage.segment import SegmentReader
+from topics.storage.segment_reader import SegmentReader
 from topics.storage.segment_writer import SegmentWriter
 
 
@@ -65,7 +65,7 @@ def make_segment(
     writer.append(buffer, TOPIC_ID, entries)
     writer.sync()
     writer.close()
-    reader = SegmentReader.map(directory, first_seq, writer.records, writer.data_bytes)
+    reader = SegmentReader.open(directory, first_seq, writer.records, writer.data_bytes)
     if sealed:
         write_postings(fs, directory, first_seq, reader.records, reader.tagged())
     return reader

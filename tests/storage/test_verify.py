@@ -29,8 +29,8 @@ from topics.storage.logfile import WalIdentity, WalPosition
 from topics.storage.look_only import LookOnlyFileSystem
 from topics.storage.postings import write_postings
 from topics.storage.recovery import recover_group
-from topics.storage.segment import SegmentReader
 from topics.storage.segment_deletes import mark_deleted
+from topics.storage.segment_reader import SegmentReader
 from topics.storage.segment_writer import SegmentWriter
 from topics.storage.snapshot import read_snapshot, save_snapshot
 from topics.storage.state import decode_parts, encode_part, encode_parts
@@ -334,7 +334,7 @@ class Cold:
         identity = WalIdentity(0, 1, boot_id())
         writer = open_writer(FaultyFileSystem(), layout.wal_dir(data_dir), recovery.end, identity=identity)
         self.hot = topic_file(data_dir, 1, "data")
-        sealed = SegmentReader.map(layout.topic_dir(data_dir, TOPIC_ID), 1, 3, self.hot.stat().st_size)
+        sealed = SegmentReader.open(layout.topic_dir(data_dir, TOPIC_ID), 1, 3, self.hot.stat().st_size)
         commit(writer, mark_frame(3, info_of(sealed, SEALED_FLAG | COLD)))
         writer.close()
         self.data_dir, self.cold_dir = data_dir, cold_dir

@@ -21,6 +21,8 @@ from topics.storage.lock import DataDirLock
 from topics.supervisor.status import HEARTBEAT_STALE_MS, StatusReader
 from topics.supervisor.table import render
 
+ROLES = (Role.FRONTEND, Role.WALSHARD, Role.COMPACTOR)
+
 
 class SteppedClock(SystemClock):
     """The system's, plus what a test adds."""
@@ -131,7 +133,7 @@ def page(tmp_path: Path) -> Iterator[ControlPage]:
     identity = names.identity(str(tmp_path))
     page = ControlPage.create(names.shm_name(identity, "control"), shards=1, frontends=1)
     page.header.set("state", ProcessState.READY)
-    for role in (Role.FRONTEND, Role.WALSHARD):
+    for role in ROLES:
         cell = page.cell(role, 0)
         cell.supervisor.set("state", ProcessState.STARTING)
         cell.supervisor.set("pid", os.getpid())
@@ -148,6 +150,13 @@ def test_what_a_dead_process_said_does_not_count_for_its_successor(page: Control
     page.cell(Role.WALSHARD, 0).set("pid", os.getpid() + 1)
     status = reader.read()
     assert (status.state, status.processes[1].state) == ("starting", "starting")
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_who_has_not_been_started_yet_is_missing(page: ControlPage, tmp_path: Path, role: Role) -> None:
+    page.cell(role, 0).supervisor.clear()
+    status = StatusReader(str(tmp_path), SystemClock()).read()
+    assert (status.state, [p.state for p in status.processes].count("none")) == ("starting", 1)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from topics.compactor.main import build
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.shm.control import Role
 from topics.storage import layout
-from topics.storage.segment import ENTRY_LEN, SegmentReader, map_file
+from topics.storage.committed_file import CommittedFile
+from topics.storage.segment import ENTRY_LEN
+from topics.storage.segment_reader import SegmentReader
 
 
 class Life:
@@ -29,8 +31,9 @@ class Life:
         self.steps += 1
 
     def wait(self) -> None:
-        self._rig.shard.step()
-        self._rig.shard.sync_in_background()
+        self._rig.step()
+        for shard in self._rig.shards:
+            shard.sync_in_background()
 
 
 class Compaction:
@@ -57,12 +60,14 @@ class Compaction:
             self._compactor = build(self.rig.settings, self.rig.shared, self._incarnation, self.rig.fs, life, helper)
         return self._compactor
 
-    def cut(self) -> None:
-        """Everything into segments, a snapshot, and the shard has dropped what log files it may."""
-        self.compactor.cut()
+    def cut(self) -> bool:
+        """Everything into segments, a snapshot, and the shard has dropped what log files it may; False if it failed."""
+        complete = self.compactor.cut()
         self.rig.run()
-        while self.rig.shard.busy:
-            self.rig.shard.sync_in_background()
+        for shard in self.rig.shards:
+            while shard.busy:
+                shard.sync_in_background()
+        return complete
 
     def upkeep(self) -> None:
         """What can wait, as far as it goes."""
@@ -73,7 +78,7 @@ class Compaction:
     # -- a reader's side
 
     def segments(self, name: str) -> tuple[SegmentInfo, ...]:
-        reader = self.rig.reader
+        reader = self.rig.reader_of(self.rig.owner(name))
         found = reader.look_up(name)
         assert found is not None, name
         segments = reader.segments(*found)
@@ -82,7 +87,7 @@ class Compaction:
 
     def read(self, name: str) -> list[tuple[int, bytes]]:
         """(seq, data) of all live records, wherever they are."""
-        reader = self.rig.reader
+        reader = self.rig.reader_of(self.rig.owner(name))
         found = reader.look_up(name)
         assert found is not None, name
         slot, view = found
@@ -111,10 +116,11 @@ class Compaction:
 
     def _segment(self, directory: str, info: SegmentInfo) -> SegmentReader:
         if not info.flags & COLD:
-            return SegmentReader.map(directory, info.first_seq, info.records, info.data_bytes, info.version)
+            return SegmentReader.open(directory, info.first_seq, info.records, info.data_bytes, info.version)
         cold_dir = self.rig.settings.cold_dir
         assert cold_dir is not None
         idx_path = layout.segment_idx_path(directory, info.first_seq, info.version)
         cold = os.path.join(layout.topics_dir(cold_dir), os.path.basename(directory))
-        data = map_file(layout.segment_data_path(cold, info.first_seq, info.version), info.data_bytes)
-        return SegmentReader(cold, info.first_seq, map_file(idx_path, info.records * ENTRY_LEN), data, info.version)
+        data = CommittedFile(layout.segment_data_path(cold, info.first_seq, info.version), info.data_bytes)
+        idx = CommittedFile(idx_path, info.records * ENTRY_LEN)
+        return SegmentReader(cold, info.first_seq, idx, data, info.version)

@@ -225,3 +225,52 @@ def test_an_index_that_cannot_be_read_takes_down_nobody(compaction: Compaction, 
     view = rig.view("t")
     assert view is not None
     assert (view.earliest_seq, view.records, view.live_bytes) == (31, 0, 0)
+
+
+@pytest.mark.parametrize("restored", ["in place", "renamed"])
+def test_an_index_that_is_cut_while_the_shard_has_it_open_takes_down_nobody(
+    compaction: Compaction, restored: str
+) -> None:
+    """What `cp` does first to the file it writes to: for a map of it, the shard's end."""
+    rig = compaction.rig
+    fill(compaction, 20, tag=b"x")
+    fill(compaction, 4, start=21, tag=b"y")
+    compaction.cut()
+    assert rig.call(DeleteRecords("t", 3, None, b"")).deleted == 2, "the index is open"
+    path = Path(segment_path(compaction, 1, layout.segment_idx_path))
+    content = path.read_bytes()
+    os.truncate(path, 0)
+    fill(compaction, 2, start=25)
+    with pytest.raises(TopicsError, match="cannot be read to delete them"):
+        rig.call(DeleteRecords("t", None, "eq", b"x"))
+    assert rig.call(DeleteRecords("t", 5, None, b"")).records == 22
+    if restored == "in place":
+        path.write_bytes(content)
+    else:
+        copy = path.with_suffix(".copy")
+        copy.write_bytes(content)
+        copy.rename(path)
+        rig.shard.sweep()
+    assert rig.call(DeleteRecords("t", None, "eq", b"x")).deleted == 16
+    assert numbers(compaction) == [21, 22, 23, 24, 25, 26]
+    compaction.cut()
+    rig.restart_service()
+    assert numbers(compaction) == [21, 22, 23, 24, 25, 26]
+
+
+def test_marks_are_read_where_they_are_written_when_an_index_was_replaced(compaction: Compaction) -> None:
+    rig = compaction.rig
+    fill(compaction, 1)
+    fill(compaction, 7, start=2, tag=b"x")
+    compaction.cut()
+    view = rig.view("t")
+    assert view is not None
+    rig.shard._files.ts_at(view.topic_id, compaction.segments("t")[0], 2)
+    path = Path(segment_path(compaction, 1, layout.segment_idx_path))
+    copy = path.with_suffix(".copy")
+    copy.write_bytes(path.read_bytes())
+    copy.rename(path)
+    rig.shard.sweep()
+    assert rig.call(DeleteRecords("t", None, "eq", b"x")).deleted == 7
+    assert rig.call(DeleteRecords("t", None, "eq", b"x")).deleted == 0
+    assert numbers(compaction) == [1]

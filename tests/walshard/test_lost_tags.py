@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +82,29 @@ def test_a_file_that_cannot_be_opened_now_is_not_taken_for_damaged(compaction: C
     path.unlink()
     path.write_bytes(content)
     assert delete(compaction) == RECORDS // 2
+
+
+@pytest.mark.parametrize("restored", [None, "in place", "renamed"])
+def test_tags_that_are_cut_while_the_shard_has_them_open(compaction: Compaction, restored: str | None) -> None:
+    """What `cp` does first to the file it writes to: for a map of it, the shard's end. The frames tell meanwhile."""
+    path, data = file(compaction, "tags"), file(compaction, "data")
+    content, frames = path.read_bytes(), data.read_bytes()
+    compaction.rig.call(DeleteRecords("t", None, "eq", b"none"))
+    os.truncate(path, 0)
+    if restored:
+        os.truncate(data, 0)
+        with pytest.raises(TopicsError) as refused:
+            delete(compaction)
+        assert refused.value.code == "storage_unavailable"
+        if restored == "in place":
+            path.write_bytes(content)
+        else:
+            copy = path.with_suffix(".copy")
+            copy.write_bytes(content)
+            copy.rename(path)
+        data.write_bytes(frames)
+    assert delete(compaction) == RECORDS // 2
+    assert seqs(compaction) == [seq for seq in range(2, RECORDS + 1, 2) if seq != 10]
 
 
 def test_damaged_frames_tell_nothing(compaction: Compaction) -> None:

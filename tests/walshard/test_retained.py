@@ -25,7 +25,8 @@ from topics.storage.filesystem import OsFileSystem
 from topics.storage.postings import Postings
 from topics.supervisor.limits import OPEN_FILES_MIN
 from topics.walshard import segment_files
-from topics.walshard.segment_files import SegmentFiles, postings_max
+from topics.walshard.segment_files import SegmentFiles
+from topics.walshard.segment_tags import tags_max
 
 
 @pytest.fixture
@@ -35,12 +36,12 @@ def compaction(tmp_path: Path) -> Iterator[Compaction]:
     rig.close()
 
 
-class Maps:
-    """How many files of segments were mapped."""
+class Opened:
+    """How many files of segments were opened to be read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        for module, name in ((segment_files, "map_file"), (Postings, "map")):
+        for module, name in ((segment_files, "CommittedFile"), (Postings, "open")):
             monkeypatch.setattr(module, name, self._counting(getattr(module, name)))
 
     def _counting(self, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,16 +75,16 @@ def test_a_delete_by_tag_opens_no_segment_that_has_nothing_of_it(
     compaction: Compaction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill_small_segments(compaction)
-    maps = Maps(monkeypatch)
+    opened = Opened(monkeypatch)
 
     def delete(tag: bytes) -> int:
         return int(compaction.rig.call(DeleteRecords("t", None, "eq", tag)).deleted)
 
-    assert maps.of(lambda: delete(b"none")) == SMALL_SEGMENTS + 1, "each, once, and where the floor is"
-    assert maps.of(lambda: delete(b"none-2")) == 0
-    assert maps.of(lambda: compaction.rig.call(DeleteRecords("t", None, "glob", b"none"))) == 0
+    assert opened.of(lambda: delete(b"none")) == SMALL_SEGMENTS + 1, "each, once, and where the floor is"
+    assert opened.of(lambda: delete(b"none-2")) == 0
+    assert opened.of(lambda: compaction.rig.call(DeleteRecords("t", None, "glob", b"none"))) == 0
     assert delete(b"tag-401") == 400
-    assert maps.of(lambda: delete(b"tag-801")) == 50, "the indexes of those that have matches"
+    assert opened.of(lambda: delete(b"tag-801")) == 50, "the indexes of those that have matches"
 
 
 def test_floors_that_move_far_look_into_the_segment_where_they_stop(
@@ -93,16 +94,16 @@ def test_floors_that_move_far_look_into_the_segment_where_they_stop(
     rig = compaction.rig
     while rig.shard._files._uncounted:
         rig.shard.sweep()
-    monkeypatch.setattr(segment_files, "INDEXES_MAX", 1)  # whatever is asked is mapped anew
-    maps = Maps(monkeypatch)
+    monkeypatch.setattr(segment_files, "INDEXES_MAX", 1)  # whatever is asked is opened anew
+    opened = Opened(monkeypatch)
     last = 8 * SMALL_SEGMENTS + 10
     rig.call(DeleteRecords("t", None, "eq", b"tag-8001"))
     for before in (last // 4, last // 2, last - 2000):
-        assert maps.of(partial(rig.call, DeleteRecords("t", before, None, b""))) <= 4
+        assert opened.of(partial(rig.call, DeleteRecords("t", before, None, b""))) <= 4
         view = rig.view("t")
         assert view is not None
         assert (view.earliest_seq, view.records) == (before, len(compaction.read("t")))
-    assert maps.of(lambda: rig.call(PutTopic("t", TopicConfig(cap_records=500), True))) <= 20
+    assert opened.of(lambda: rig.call(PutTopic("t", TopicConfig(cap_records=500), True))) <= 20
     assert [seq for seq, _ in compaction.read("t")] == list(range(last - 499, last + 1))
 
 
@@ -176,7 +177,7 @@ def few_open_files() -> Iterator[int]:
 
 def test_tags_leave_open_files_for_everything_else(few_open_files: int, tmp_path: Path) -> None:
     """More sealed segments than the process may open files: each keeps one open as long as its tags are mapped."""
-    assert postings_max(resource.RLIM_INFINITY) == postings_max(1 << 20) > postings_max(OPEN_FILES_MIN)
+    assert tags_max(resource.RLIM_INFINITY) == tags_max(1 << 20) > tags_max(OPEN_FILES_MIN)
     compaction = Compaction(Rig(str(tmp_path), segment_max_events="8"))
     fill_small_segments(compaction)
     assert SMALL_SEGMENTS > OPEN_FILES_MIN

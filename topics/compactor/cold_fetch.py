@@ -7,7 +7,6 @@ and a kill leaves at most one file, under a name that is never looked at (`.tmp`
 
 from __future__ import annotations
 
-import mmap
 import os
 from concurrent.futures import Executor, Future
 from contextlib import suppress
@@ -16,16 +15,15 @@ from typing import Final
 from topics.compactor.rewriting import live_pieces
 from topics.core.segment_list import SegmentInfo
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem
-from topics.storage.frame import Bytes
-from topics.storage.logfile import write_fully
-from topics.storage.segment import ENTRY_LEN, map_file
+from topics.storage.committed_file import CommittedFile, Content
+from topics.storage.filesystem import FileSystem, write_all
+from topics.storage.segment import ENTRY_LEN
 from topics.storage.segment_columns import check_frames, read_columns
 from topics.storage.segment_store import SegmentStore
 
 PIECE_BYTES: Final = 4 * 2**20
 
-Data = Bytes | mmap.mmap
+Data = Content
 
 
 class ColdFetch:
@@ -73,13 +71,13 @@ class ColdFetch:
                 for start, end in pieces:
                     for at in range(start, end, PIECE_BYTES):
                         content = self._store.read_range(name, at, min(PIECE_BYTES, end - at))
-                        write_fully(self._fs, fd, [content], at)
+                        write_all(self._fs, fd, content, at)
             finally:
                 self._fs.close(fd)
-            data = map_file(self._tmp_path, info.data_bytes)
+            data = CommittedFile(self._tmp_path, info.data_bytes)
         finally:
             self._remove_tmp()
-        idx = map_file(layout.segment_idx_path(directory, info.first_seq, info.version), info.records * ENTRY_LEN)
+        idx = CommittedFile(layout.segment_idx_path(directory, info.first_seq, info.version), info.records * ENTRY_LEN)
         columns = read_columns(idx, 0, info.records)
         check_frames(path, data, 0, info.first_seq, columns, columns.offsets)
         return data

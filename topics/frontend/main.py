@@ -17,6 +17,7 @@ from topics.core.keys import KeyRing
 from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
+from topics.frontend.attended import AttendedClock
 from topics.frontend.cors import Cors
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.http.http1 import Connections, HttpLimits
@@ -104,6 +105,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     shutdown = asyncio.Event()
     clock = SystemClock()
+    attended = AttendedClock(loop.time)
     shards = shared.shards
     arenas = Arenas(shared)
     gateway = Gateway(shared, index, incarnation, arenas, cell, settings.shard_wait_ms)
@@ -116,13 +118,13 @@ async def _serve(
     routers = RouterRoutes(router_sight, catching_up, reader, gateway, settings)
     diff = DiffRoute(reader, gateway, recency_writer, settings, cell, catching_up, clock)
     recency = Recency(shared.identity, shared.frontends, shards)
-    hub = Hub(gateway, TopicSight(reader, arenas, recency_writer, recency, clock), cell, clock)
+    hub = Hub(gateway, TopicSight(reader, arenas, recency_writer, recency, clock), cell, attended)
     limits = KeyLimits(KeyCounts(shared.key_counts, shared.frontends, index), settings)
     access = Access(keys, settings.probe_auth, limits)
     append = AppendRoute(gateway, settings, cell)
     places = _cap("sse_connections", settings.max_sse_connections, "sse_admitted", shared, cell)
     observe = partial(shared.durations.observe, index)
-    websocket = WebSocketRoute(reader, append, hub, access, settings, places, catching_up, cell, clock, observe)
+    websocket = WebSocketRoute(reader, append, hub, access, settings, places, catching_up, cell, attended, observe)
     topics = TopicRoutes(
         reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms, catching_up, routers, clock
     )
@@ -130,7 +132,7 @@ async def _serve(
     channel = JobChannel(gateway, incarnation)
     unreadable = UnreadableJobs()
     dead_letters = DeadLetters(gateway, reader, unreadable)
-    work = WorkRoutes(gateway, reader, channel, dead_letters, unreadable, access, settings, places, cell, clock)
+    work = WorkRoutes(gateway, reader, channel, dead_letters, unreadable, access, settings, places, cell, attended)
     queues = QueueRoutes(gateway, reader, channel, dead_letters, unreadable, catching_up, settings, cell)
     figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
     metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
@@ -146,7 +148,9 @@ async def _serve(
         *service_operations(ProbeRoutes(shared.control, clock), metrics, settings.probe_auth),
     ]
     app = App(operations, append, diff, websocket, access, cell, observe)
-    connections = Connections(_cap("connections", settings.max_connections, "connections_admitted", shared, cell))
+    connections = Connections(
+        _cap("connections", settings.max_connections, "connections_admitted", shared, cell), attended
+    )
 
     def stop() -> None:
         cell.set("state", ProcessState.DRAINING)
@@ -186,6 +190,7 @@ async def _serve(
             shutdown,
             grace_ms=settings.frontend_grace_ms,
             connections=connections,
+            clock=attended,
             on_ready=lambda: cell.set("state", ProcessState.READY),
         )
     finally:

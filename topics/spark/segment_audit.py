@@ -1,7 +1,7 @@
 """What the job `audit` does with one segment: every byte of its three files against every other that repeats it.
 
 Whole columns are compared first. Only where something differs is it looked for record by record, as `topics verify`
-does (`storage.segment.SegmentReader.damage`).
+does (`storage.segment_reader.SegmentReader.damage`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.spark.options import Directories
 from topics.spark.segment_arrow import InconsistentLengthsError, Records, decode
 from topics.storage.postings import CorruptPostings, Postings
-from topics.storage.segment import DELETED, ENTRY_LEN, CorruptSegment, SegmentReader
+from topics.storage.segment import DELETED, ENTRY_LEN, CorruptSegment
 from topics.storage.segment_columns import Columns, check_frames, extent, index_digest, read_columns
+from topics.storage.segment_reader import SegmentReader
 
 _GONE: Final = LOCATION_DELETED | LOCATION_LOST
 

@@ -22,8 +22,6 @@ every record that has a tag and a frame, deleted or not. Version 1. All integers
 
 from __future__ import annotations
 
-import mmap
-import os
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
@@ -35,8 +33,9 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from topics.core.tags import Match
 from topics.storage import layout
+from topics.storage.committed_file import CommittedFile, Content
 from topics.storage.filesystem import FileSystem, replace_file
-from topics.storage.frame import Bytes
+from topics.storage.segment import CorruptSegment
 
 MAGIC: Final = b"topicTAG"
 VERSION: Final = 1
@@ -46,14 +45,16 @@ BODY_AT: Final = HEADER.size + CHECKSUM.size
 _U32_LEN: Final = 4
 _BLOCK_TAGS: Final = 128
 """A tag in so many is kept in memory: with 10,000 of them in a segment, less than a byte a record."""
-_LET_GO_BYTES: Final = 1 << 15
 
 
 class CorruptPostings(Exception):  # noqa: N818 — named for what it is
     """A `.tags` file is not what was written, or of another release. `.path` and `.offset` (bytes) say where."""
 
     def __init__(self, path: str, offset: int, reason: str) -> None:
-        super().__init__(f"{path}: corrupt at offset {offset}: {reason}; restore the file from a copy")
+        super().__init__(
+            f"{path}: corrupt at offset {offset}: {reason}; restore the file from a copy: put that beside it, then"
+            " rename it to this name"
+        )
         self.path = path
         self.offset = offset
         self.reason = reason
@@ -98,7 +99,7 @@ def encode(first_seq: int, records: int, tagged: Iterable[tuple[int, bytes]]) ->
 class Postings:
     """A `.tags` file, checked as a whole when it is opened. Raises CorruptPostings."""
 
-    def __init__(self, path: str, content: Bytes | mmap.mmap) -> None:
+    def __init__(self, path: str, content: bytes) -> None:
         if len(content) < BODY_AT:
             raise CorruptPostings(path, len(content), f"the file ends inside its header of {BODY_AT} bytes")
         magic, version, self.records, self.first_seq, tag_count, seq_count, text_len = HEADER.unpack_from(content)
@@ -116,7 +117,7 @@ class Postings:
         self._text_at = self._seqs_at + seq_count * _U32_LEN
         if self._text_at + text_len != len(content):
             raise CorruptPostings(path, 24, f"the lengths add up to {self._text_at + text_len}, not {len(content)}")
-        self._content = content
+        self._content: Content = content
         self._tag_count = tag_count
         text_ends = array("I")
         text_ends.frombytes(content[BODY_AT : self._list_ends_at])
@@ -127,19 +128,25 @@ class Postings:
         """The first tag of each block: most files do not have what is asked for, and one look tells."""
 
     @classmethod
-    def map(cls, directory: str, first_seq: int, version: int = 0) -> Postings:
-        """Maps the file of a segment; FileNotFoundError when it is not sealed."""
-        path = layout.segment_tags_path(directory, first_seq, version)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            content = mmap.mmap(fd, 0, prot=mmap.PROT_READ) if os.fstat(fd).st_size else None
-            postings = cls(path, content or b"")
-        finally:
-            os.close(fd)
-        if content is not None and len(content) > _LET_GO_BYTES:
-            # All of it was read for the checksum: it stays in the page cache, and is no memory of this process.
-            content.madvise(mmap.MADV_DONTNEED)
+    def load(cls, directory: str, first_seq: int, version: int = 0) -> Postings:
+        """The file of a segment, for who wants all of it. FileNotFoundError when it is not sealed, OSError."""
+        return cls._opened(directory, first_seq, version)[0]
+
+    @classmethod
+    def open(cls, directory: str, first_seq: int, version: int = 0) -> Postings:
+        """As `load`, but what is asked for is read each time (CorruptSegment where it cannot be): hardly any memory."""
+        postings, file = cls._opened(directory, first_seq, version)
+        postings._content = file
         return postings
+
+    @classmethod
+    def _opened(cls, directory: str, first_seq: int, version: int) -> tuple[Postings, CommittedFile]:
+        path = layout.segment_tags_path(directory, first_seq, version)
+        try:
+            file = CommittedFile.whole(path)
+            return cls(path, file[:]), file
+        except CorruptSegment as unread:
+            raise CorruptPostings(path, unread.offset, unread.reason) from unread
 
     def find(self, match: Match) -> list[int]:
         """Seqs of the records with a matching tag, ascending; some may be deleted meanwhile."""

@@ -35,22 +35,17 @@ the index is behind the data, never before it.
 from __future__ import annotations
 
 import mmap
-import os
 import sys
 from array import array
-from collections.abc import Iterator
 from itertools import accumulate, repeat
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
-from topics.core.floors import EvictReason
 from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_DELETED, LOCATION_GONE, LOCATION_LOST
-from topics.storage import layout
 from topics.storage.frame import CHECKSUM_LEN as WAL_CHECKSUM_LEN
 from topics.storage.frame import (
-    LOCATION_FLAGS,
     LOCATION_HAS_META,
     LOCATION_HAS_NODE,
     LOCATION_HAS_TAG,
@@ -72,14 +67,12 @@ LOG_FRAME_EXTRA_LEN: Final = 8
 DATA_MAX_BYTES: Final = 0xFFFF_FFFF
 
 _LENGTH_FIELD_LEN: Final = 4
-_FLAGS_AT: Final = 4
 _WAL_FLAGS_AT: Final = 5
 _WAL_IDENTITY_AT: Final = 6  # topic_id, seq
 _WAL_IDENTITY_LEN: Final = 16
 _WAL_SEQ_AT: Final = 14
 _GONE_FLAGS: Final = frozenset(flags for flags in range(256) if flags & LOCATION_GONE)
-_KEPT_FLAGS: Final = LOCATION_GONE | LOCATION_HAS_TAG | LOCATION_HAS_NODE | LOCATION_HAS_META
-_REASONS: Final = frozenset(map(int, EvictReason)) - {EvictReason.NONE}
+KEPT_FLAGS: Final = LOCATION_GONE | LOCATION_HAS_TAG | LOCATION_HAS_NODE | LOCATION_HAS_META
 _FLAG_BYTES: Final = [bytes((flags,)) for flags in range(256)]
 # The end of a frame and the length of the one behind it: one pack and one join entry less a record.
 _TAIL_AND_NEXT: Final = Struct("<QBI")
@@ -90,169 +83,13 @@ class CorruptSegment(Exception):  # noqa: N818 — named for what it is
     """Committed bytes of a segment are not what was written. `.path` and `.offset` (bytes) say where."""
 
     def __init__(self, path: str, offset: int, reason: str) -> None:
-        super().__init__(f"{path}: corrupt at offset {offset}: {reason}; restore the segment's files from a copy")
+        super().__init__(
+            f"{path}: corrupt at offset {offset}: {reason}; restore the file from a copy: put that beside it, then"
+            " rename it to this name"
+        )
         self.path = path
         self.offset = offset
         self.reason = reason
-
-
-class SegmentFrame(NamedTuple):
-    """A valid frame, its parts copied out of the file."""
-
-    seq: int
-    ts: int
-    flags: int
-    node: bytes
-    tag: bytes
-    data: bytes
-    deleted: bool
-
-
-class SegmentReader:
-    """The committed part of a segment: `idx` and `data` are the bytes of both files, mapped or read.
-
-    Immutable but for the two marks of a deletion, so it may be used while the segment is appended to.
-    """
-
-    def __init__(
-        self, directory: str, first_seq: int, idx: Bytes | mmap.mmap, data: Bytes | mmap.mmap, version: int = 0
-    ) -> None:
-        self.first_seq = first_seq
-        self.records = len(idx) // ENTRY_LEN
-        self.data = data
-        self.data_path = layout.segment_data_path(directory, first_seq, version)
-        self.idx_path = layout.segment_idx_path(directory, first_seq, version)
-        self._idx = idx
-
-    @classmethod
-    def map(cls, directory: str, first_seq: int, records: int, data_bytes: int, version: int = 0) -> SegmentReader:
-        """Maps so many committed records, read-only. The files may be unlinked meanwhile, never made shorter.
-
-        Raises FileNotFoundError, CorruptSegment when the files are shorter, OSError.
-        """
-        idx = map_file(layout.segment_idx_path(directory, first_seq, version), records * ENTRY_LEN)
-        data = map_file(layout.segment_data_path(directory, first_seq, version), data_bytes)
-        return cls(directory, first_seq, idx, data, version)
-
-    @property
-    def last_seq(self) -> int:
-        return self.first_seq + self.records - 1
-
-    def entries(self, first_seq: int, last_seq: int) -> array[int]:
-        """Index entries as in `core.topic`: seq, ts, offset | len << 32, flags << 32. `len` is that of the frame here:
-        0 without one, else LOG_FRAME_EXTRA_LEN less than it was in the log.
-        """
-        assert self.first_seq <= first_seq
-        assert last_seq <= self.last_seq
-        start = (first_seq - self.first_seq) * ENTRY_LEN
-        count = max(0, last_seq - first_seq + 1)
-        return entries_of_idx(self._idx[start : start + count * ENTRY_LEN], first_seq)
-
-    def frame(self, seq: int) -> SegmentFrame | None:
-        """The record, fully checked; None when it has no frame (any more). Raises CorruptSegment."""
-        entry = self._entry(seq)
-        return self._read(seq, *entry) if entry[1] else None
-
-    def tagged(self, first_seq: int = 0, last_seq: int = 2**64) -> Iterator[tuple[int, bytes]]:
-        """(seq, tag) of every record of first_seq..last_seq that has both a tag and a frame, deleted or not.
-
-        Of a frame no more is checked than that it is the record's. Raises CorruptSegment when it is not.
-        """
-        first_seq = max(first_seq, self.first_seq)
-        entries = self.entries(first_seq, min(last_seq, self.last_seq))
-        data, unpack = self.data, HEADER.unpack_from
-        for seq, offset_len, file_flags in zip(
-            entries[0::ENTRY_WORDS], entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS], strict=True
-        ):
-            offset, length = offset_len & 0xFFFF_FFFF, offset_len >> 32
-            if not length or not file_flags >> FLAGS_SHIFT & LOCATION_HAS_TAG:
-                continue
-            if offset + length > len(data) or length < HEADER_LEN + TAIL_LEN:
-                self.frame(seq)  # says what is wrong
-            frame_len, _, frame_seq, _, node_len, tag_len, data_len = unpack(data, offset)
-            lengths_agree = frame_len == length - _LENGTH_FIELD_LEN
-            if frame_seq != seq or not lengths_agree or HEADER_LEN + node_len + tag_len + data_len + TAIL_LEN != length:
-                self.frame(seq)
-            start = offset + HEADER_LEN + node_len
-            yield seq, bytes(data[start : start + tag_len])
-
-    def damage(self, deletions_under_way: bool) -> Iterator[CorruptSegment]:
-        """Everything that is wrong with it: every entry, every frame, and nothing else in the files.
-
-        `deletions_under_way`: the log has deletions of this topic that may not all be marked here yet.
-        """
-        if len(self._idx) % ENTRY_LEN:
-            yield CorruptSegment(self.idx_path, self.records * ENTRY_LEN, "the file ends inside an entry")
-        end = ts_before = 0
-        for seq in range(self.first_seq, self.first_seq + self.records):
-            entry_at = (seq - self.first_seq) * ENTRY_LEN
-            offset, length, ts, flags = self._entry(seq)
-            reason = _entry_defect(offset, length, flags, bytes(self._idx[entry_at + 17 : entry_at + ENTRY_LEN]))
-            if reason is None and ts < ts_before:
-                reason = f"ts {ts} is before that of the record before, {ts_before}"
-            if reason is None and length and offset != end:
-                reason = f"the frame of seq {seq} should begin at {end}, not at {offset}"
-            if reason is not None:
-                yield CorruptSegment(self.idx_path, entry_at, reason)
-            ts_before = max(ts, ts_before)
-            if not length:
-                continue
-            end = offset + length
-            try:
-                frame = self._read(seq, offset, length, ts, flags)
-            except CorruptSegment as defect:
-                yield defect
-                continue
-            deleted_byte = self.data[end - 1]
-            if deleted_byte not in (0, DELETED):
-                yield CorruptSegment(self.data_path, end - 1, f"del is {deleted_byte:#x}, neither 0 nor {DELETED:#x}")
-            elif frame.deleted != bool(flags & LOCATION_DELETED) and not deletions_under_way:
-                in_data, in_idx = ("deleted", "live") if frame.deleted else ("live", "deleted")
-                yield CorruptSegment(
-                    self.data_path, end - 1, f"seq {seq} is {in_data} here and {in_idx} in the index, at {entry_at}"
-                )
-        if end != len(self.data):
-            yield CorruptSegment(self.data_path, end, f"the last frame ends there, the file at {len(self.data)}")
-
-    def _entry(self, seq: int) -> tuple[int, int, int, int]:
-        """offset, len, ts, flags"""
-        assert self.first_seq <= seq <= self.last_seq
-        return ENTRY.unpack_from(self._idx, (seq - self.first_seq) * ENTRY_LEN)
-
-    def _read(self, seq: int, offset: int, length: int, ts: int, location_flags: int) -> SegmentFrame:
-        data = self.data
-        checksum_at = offset + length - TAIL_LEN
-        if offset + length > len(data) or length < HEADER_LEN + TAIL_LEN:
-            raise CorruptSegment(
-                self.idx_path,
-                (seq - self.first_seq) * ENTRY_LEN,
-                f"seq {seq} is said to lie at {offset}, {length} bytes of the {len(data)} there are",
-            )
-        frame_len, flags, frame_seq, frame_ts, node_len, tag_len, data_len = HEADER.unpack_from(data, offset)
-        checksum, deleted = TAIL.unpack_from(data, checksum_at)
-        body = data[offset + _FLAGS_AT : checksum_at]
-        if checksum != xxh3_64_intdigest(body):
-            reason = "checksum does not match"
-        elif frame_len != length - _LENGTH_FIELD_LEN or HEADER_LEN + node_len + tag_len + data_len + TAIL_LEN != length:
-            reason = "inconsistent lengths"
-        elif (frame_seq, frame_ts) != (seq, ts):
-            reason = f"holds seq {frame_seq} of {frame_ts}, the index says seq {seq} of {ts}"
-        elif LOCATION_FLAGS[flags] != location_flags & ~LOCATION_DELETED:
-            reason = f"flags {flags:#x}, the index says {location_flags:#x}"
-        else:
-            node_at = HEADER_LEN - _FLAGS_AT
-            tag_at = node_at + node_len
-            data_at = tag_at + tag_len
-            return SegmentFrame(
-                seq,
-                ts,
-                flags,
-                bytes(body[node_at:tag_at]),
-                bytes(body[tag_at:data_at]),
-                bytes(body[data_at:]),
-                deleted == DELETED,
-            )
-        raise CorruptSegment(self.data_path, offset, reason)
 
 
 def entries_of_idx(part: Bytes, first_seq: int) -> array[int]:
@@ -313,7 +150,7 @@ def convert(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int], data_
         data, offsets, lengths = _frames(buffer, topic_id, entries, data_bytes)
     idx[0::5] = offsets
     idx[1::5] = lengths
-    idx[4::5] = array("I", [flags & _KEPT_FLAGS for flags in location_flags])
+    idx[4::5] = array("I", [flags & KEPT_FLAGS for flags in location_flags])
     return data, idx.tobytes()
 
 
@@ -350,30 +187,3 @@ def _frames(
     offsets = list(accumulate(lengths, initial=data_bytes))
     offsets.pop()
     return b"".join(parts), array("I", offsets), lengths
-
-
-def _entry_defect(offset: int, length: int, flags: int, pad: bytes) -> str | None:
-    """Why an entry of the index cannot be one; None if it can."""
-    if any(pad):
-        return f"padding is {pad.hex()}, not zeros"
-    if flags & ~_KEPT_FLAGS:
-        return f"unknown flags {flags:#x}"
-    if length:
-        return "a lost record with a frame" if flags & LOCATION_LOST else None
-    if flags == LOCATION_DELETED:
-        return None if offset == 0 else f"a record without a frame at offset {offset}"
-    if flags == LOCATION_LOST:
-        return None if offset in _REASONS else f"unknown reason {offset} for a lost record"
-    return f"no frame, but flags {flags:#x}"
-
-
-def map_file(path: str, length: int) -> mmap.mmap | bytes:
-    """So many bytes of a segment's file, read-only. Raises CorruptSegment when it is shorter, OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        size_bytes = os.fstat(fd).st_size
-        if size_bytes < length:
-            raise CorruptSegment(path, size_bytes, f"the file ends there, {length} bytes are committed")
-        return mmap.mmap(fd, length, prot=mmap.PROT_READ) if length else b""
-    finally:
-        os.close(fd)

@@ -6,7 +6,6 @@ handful of calls over all of them. What is written back to back is read as one p
 
 from __future__ import annotations
 
-import mmap
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -16,10 +15,8 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from topics.core.location import LOCATION_GONE
-from topics.storage.frame import (
-    LOCATION_FLAGS,
-    Bytes,
-)
+from topics.storage.committed_file import Content
+from topics.storage.frame import LOCATION_FLAGS
 from topics.storage.segment import ENTRY_LEN, HEADER_LEN, TAIL_LEN, CorruptSegment
 
 _LENGTH_FIELD_LEN: Final = 4
@@ -49,7 +46,7 @@ class Columns(NamedTuple):
         return any(flags & LOCATION_GONE for flags in set(self.flags))
 
 
-def read_columns(idx: Bytes | mmap.mmap, first: int, count: int) -> Columns:
+def read_columns(idx: Content, first: int, count: int) -> Columns:
     """`count` entries of an index, from number `first` on."""
     halves = array("I")
     halves.frombytes(idx[first * ENTRY_LEN : (first + count) * ENTRY_LEN])
@@ -65,7 +62,7 @@ def read_columns(idx: Bytes | mmap.mmap, first: int, count: int) -> Columns:
     )
 
 
-def index_digest(idx: Bytes | mmap.mmap) -> int:
+def index_digest(idx: Content) -> int:
     """XXH3-64 over offset, len and ts of all entries, in their order: the 16 bytes of each that no deletion changes."""
     halves = array("I")
     halves.frombytes(idx[:])
@@ -73,13 +70,13 @@ def index_digest(idx: Bytes | mmap.mmap) -> int:
     return xxh3_64_intdigest(halves.tobytes())
 
 
-def ts_of(idx: Bytes | mmap.mmap, number: int) -> int:
+def ts_of(idx: Content, number: int) -> int:
     """Commit time of one entry."""
     at = number * ENTRY_LEN + _TS_AT
     return int.from_bytes(idx[at : at + 8], "little")
 
 
-def first_at(idx: Bytes | mmap.mmap, count: int, ts: int) -> int:
+def first_at(idx: Content, count: int, ts: int) -> int:
     """Number of the first of `count` entries whose commit time is >= ts; `count` when there is none."""
     return bisect_left(range(count), ts, key=lambda number: ts_of(idx, number))
 
@@ -105,7 +102,7 @@ def extent(columns: Columns, data_bytes: int, idx_path: str, first_entry_at: int
 
 
 def check_frames(
-    path: str, buffer: Bytes | mmap.mmap, base: int, first_seq: int, columns: Columns, starts: Sequence[int]
+    path: str, buffer: Content, base: int, first_seq: int, columns: Columns, starts: Sequence[int]
 ) -> None:
     """That live records have the frames the index says, whole and unchanged. Raises CorruptSegment, naming `path`.
 

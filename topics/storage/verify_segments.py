@@ -7,7 +7,8 @@ from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, read_all
 from topics.storage.postings import CorruptPostings, Postings
-from topics.storage.segment import ENTRY_FLAGS_AT, ENTRY_LEN, SegmentReader
+from topics.storage.segment import ENTRY_FLAGS_AT, ENTRY_LEN
+from topics.storage.segment_reader import SegmentReader
 from topics.storage.verify_report import Kind, Report
 
 

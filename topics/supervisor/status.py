@@ -152,11 +152,7 @@ class StatusReader:
     def _describe(self, pid: int, page: ControlPage) -> Status:
         now_ms = self._clock.now_ms()
         header = page.header.read()
-        processes = [
-            _process(page, role, index, now_ms)
-            for role, index in page.cells()
-            if role is not Role.COMPACTOR or page.cell(role, index).supervisor.get("state") != ProcessState.NONE
-        ]
+        processes = [_process(page, role, index, now_ms) for role, index in page.cells()]
         alive = is_running(pid)
         shards = [
             _shard(page, process.index, process.state) for process in processes if process.role == _name(Role.WALSHARD)

@@ -10,42 +10,34 @@ record, so no snapshot waits for that: whoever restores it from a copy later res
 from __future__ import annotations
 
 import errno
-import mmap
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import compress, islice
-from resource import RLIM_INFINITY
 from typing import Final, NamedTuple
 
-from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_DELETED, LOCATION_GONE
+from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_GONE
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.log import get_logger
 from topics.storage import layout
+from topics.storage.committed_file import CommittedFile
 from topics.storage.filesystem import FileSystem
-from topics.storage.frame import LOCATION_HAS_TAG
-from topics.storage.postings import CorruptPostings, Postings, UnknownPostingsVersion
-from topics.storage.postings import encode as encode_postings
 from topics.storage.segment import (
     ENTRY,
     ENTRY_FLAGS_AT,
     ENTRY_LEN,
     LOG_FRAME_EXTRA_LEN,
     CorruptSegment,
-    SegmentReader,
     entries_of_idx,
-    map_file,
 )
 from topics.storage.segment_deletes import mark_deleted
+from topics.storage.segment_reader import SegmentReader
+from topics.walshard.segment_tags import SegmentTags
 
 log = get_logger()
 
 INDEXES_MAX: Final = 256
-_POSTINGS_MAX: Final = 16384
-"""So many stay mapped at most, a quarter of what Linux lets a process map. Each delete by tag asks those of all sealed
-segments of its topic: if these were more, every one would be mapped and checked anew each time.
-"""
 _COUNTS_AT_ONCE: Final = 32
 _COUNTED_RECORDS_AT_ONCE: Final = 1 << 16
 """So many segments, and as a rule so many records: some ms."""
@@ -77,27 +69,19 @@ class _Due(NamedTuple):
     left: int = 0
 
 
-def postings_max(open_files: int) -> int:
-    """How many may stay mapped in a process that may open so many files (RLIMIT_NOFILE): each keeps one open. The other
-    three quarters are for indexes, logs and whatever is open for a moment.
-    """
-    return _POSTINGS_MAX if open_files == RLIM_INFINITY else min(_POSTINGS_MAX, open_files // 4)
-
-
 class SegmentFiles:
-    """Of all topics of one shard. `postings_max`: so many files of tags stay mapped.
+    """Of all topics of one shard. `tags`: of their sealed segments, so many of whose files stay open: `tags_max`.
 
     `entries`, `ts_at` and `live_size` raise nothing: floors must move past a damaged segment, and one topic's damage
     take down no shard. Where an index cannot be read, its records count as live, of the segment's mean length and its
     latest time. Marking raises nothing either; everything else OSError and CorruptSegment.
     """
 
-    def __init__(self, fs: FileSystem, data_dir: str, postings_max: int) -> None:
+    def __init__(self, fs: FileSystem, data_dir: str, tags_max: int) -> None:
         self._fs = fs
         self._data_dir = data_dir
-        self._postings_max = postings_max
-        self._indexes: OrderedDict[SegmentKey, mmap.mmap | bytes] = OrderedDict()
-        self._postings: OrderedDict[SegmentKey, Postings] = OrderedDict()
+        self.tags = SegmentTags(data_dir, tags_max)
+        self._indexes: OrderedDict[SegmentKey, CommittedFile] = OrderedDict()
         self._sizes: dict[SegmentKey, tuple[int, int]] = {}
         """What lives in whole sealed segments: floors that move far cost no look at each record."""
         self._uncounted: dict[SegmentKey, SegmentInfo] = {}
@@ -148,12 +132,12 @@ class SegmentFiles:
 
     def pick_live(self, topic_id: int, info: SegmentInfo, seqs: Sequence[int]) -> tuple[list[int], int]:
         """Which of these seqs (ascending, in that segment) are live, and their bytes in the log."""
-        idx = self._index(topic_id, info)
+        part = self._part(topic_id, info, seqs[0], seqs[-1])
         unmarked = set(self._unmarked_between(topic_id, info, seqs[0], seqs[-1]))
         live: list[int] = []
         size_bytes = 0
         for seq in seqs:
-            _, length, _, flags = ENTRY.unpack_from(idx, (seq - info.first_seq) * ENTRY_LEN)
+            _, length, _, flags = ENTRY.unpack_from(part, (seq - seqs[0]) * ENTRY_LEN)
             if not flags & LOCATION_GONE and seq not in unmarked:
                 live.append(seq)
                 size_bytes += length + LOG_FRAME_EXTRA_LEN
@@ -166,55 +150,21 @@ class SegmentFiles:
         found = [info.first_seq + at for at, flag in enumerate(flags) if flag & LOCATION_DELETED]
         return sorted({*found, *self._unmarked_between(topic_id, info, info.first_seq, info.last_seq)})
 
-    def postings(self, topic_id: int, info: SegmentInfo) -> Postings:
-        """The tags of a sealed segment; where the file is missing or damaged, as its frames have them.
-
-        Raises CorruptPostings as well: where these are cold, damaged too, or the file is of another release. One that
-        cannot be opened now, for want of open files for one, is neither: OSError.
-        """
-        key = SegmentKey(topic_id, info.first_seq, info.version)
-        postings = self._postings.get(key)
-        if postings is None:
-            directory = layout.topic_dir(self._data_dir, topic_id)
-            try:
-                postings = Postings.map(directory, info.first_seq, info.version)
-            except UnknownPostingsVersion:
-                raise
-            except (FileNotFoundError, CorruptPostings) as error:
-                postings = self._postings_of_frames(topic_id, info, error)
-            self._postings[key] = postings
-            if len(self._postings) > self._postings_max:
-                self._postings.popitem(last=False)
-        self._postings.move_to_end(key)
-        return postings
-
-    def _postings_of_frames(
-        self, topic_id: int, info: SegmentInfo, error: FileNotFoundError | CorruptPostings
-    ) -> Postings:
-        """In memory: the file is the compactor's. Every frame that counts is checked: its tag decides about it."""
-        try:
-            reader = self.reader(topic_id, info)
-        except FileNotFoundError:
-            raise error from None
-        words = reader.entries(info.first_seq, info.last_seq)[3::ENTRY_WORDS]
-        flags = [(seq, word >> FLAGS_SHIFT) for seq, word in enumerate(words, info.first_seq)]
-        live = [seq for seq, flag in flags if flag & LOCATION_HAS_TAG and not flag & LOCATION_GONE]
-        frames = map(reader.frame, live)
-        tagged = [(frame.seq, frame.tag) for frame in frames if frame is not None]
-        log.error("a segment's tags are taken from its frames", topic_id=f"{topic_id:016x}", reason=str(error))
-        path = layout.segment_tags_path(layout.topic_dir(self._data_dir, topic_id), info.first_seq, info.version)
-        return Postings(path, encode_postings(info.first_seq, info.records, tagged))
-
     def reader(self, topic_id: int, info: SegmentInfo) -> SegmentReader:
         """Index and frames; not of a cold segment."""
         directory = layout.topic_dir(self._data_dir, topic_id)
-        return SegmentReader.map(directory, info.first_seq, info.records, info.data_bytes, info.version)
+        return SegmentReader.open(directory, info.first_seq, info.records, info.data_bytes, info.version)
 
     def sealed(self, topic_id: int, info: SegmentInfo) -> None:
         """A topic has this segment, which nothing is appended to: what lives in it will be counted."""
         key = SegmentKey(topic_id, info.first_seq, info.version)
         if key not in self._sizes:
             self._uncounted[key] = info
+
+    def let_go(self) -> None:
+        """Of indexes that were replaced by a copy meanwhile; to be called now and then."""
+        for key in [key for key, idx in self._indexes.items() if not idx.has_its_name]:
+            del self._indexes[key]
 
     def count_some(self) -> None:
         """Of those that were not asked about yet; to be called now and then."""
@@ -279,7 +229,7 @@ class SegmentFiles:
         """The segment is no more, or is another file."""
         key = SegmentKey(topic_id, info.first_seq, info.version)
         self._indexes.pop(key, None)
-        self._postings.pop(key, None)
+        self.tags.forget(topic_id, info)
         self._sizes.pop(key, None)
         self._uncounted.pop(key, None)
         self._unreadable.discard(key)
@@ -334,13 +284,13 @@ class SegmentFiles:
         start = (first_seq - info.first_seq) * ENTRY_LEN
         return self._index(topic_id, info)[start : start + (last_seq - first_seq + 1) * ENTRY_LEN]
 
-    def _index(self, topic_id: int, info: SegmentInfo) -> mmap.mmap | bytes:
+    def _index(self, topic_id: int, info: SegmentInfo) -> CommittedFile:
         key = SegmentKey(topic_id, info.first_seq, info.version)
         idx = self._indexes.get(key)
         length = info.records * ENTRY_LEN
         if idx is None or len(idx) < length:
             directory = layout.topic_dir(self._data_dir, topic_id)
-            idx = self._indexes[key] = map_file(
+            idx = self._indexes[key] = CommittedFile(
                 layout.segment_idx_path(directory, info.first_seq, info.version), length
             )
             if len(self._indexes) > INDEXES_MAX:

@@ -307,6 +307,7 @@ class Shard:
         self._cell.clock_offset_ms = self._time.trusted_offset_ms
         self._deletes.sweep()
         self._session_calls.collect()
+        self._files.let_go()
         self._files.mark_again()
         self._files.count_some()
         self.routing.sweep()

@@ -1,4 +1,4 @@
-"""How long the body of a request may take, against a clock that is a number."""
+"""How long the body of a request may take, against a clock that is a number (attended time, as `attended` has it)."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from typing import Any, Final, cast
 from urllib.parse import unquote
 
 from topics.frontend.asgi import AsgiApp, Scope
+from topics.frontend.attended import AttendedClock
 from topics.frontend.http.http1_connections import Connections
 from topics.frontend.http.http1_deadlines import Awaited, Deadlines, Verdict
 from topics.frontend.http.http1_exchange import Exchange, Stage
@@ -43,15 +44,24 @@ class Http1Factory:
     """Makes the protocol of each accepted connection; holds what they all share."""
 
     def __init__(
-        self, app: AsgiApp, limits: HttpLimits, connections: Connections, hand_over: HandOver, state: dict[str, Any]
+        self,
+        app: AsgiApp,
+        limits: HttpLimits,
+        connections: Connections,
+        hand_over: HandOver,
+        state: dict[str, Any],
+        clock: AttendedClock,
     ) -> None:
         self.app = app
         self.limits = limits
         self.connections = connections
         self.hand_over = hand_over
         self.state = state
+        self.clock = clock
         self.loop = asyncio.get_running_loop()
-        self.lookout = Lookout(self.loop, connections.open, limits.vanished_after_ms)
+        self.lookout = Lookout(self.loop, connections.open, limits.vanished_after_ms, clock)
+        self.unread_head_max_bytes = max(limits.read_high_water_bytes, limits.max_header_bytes)
+        """A head waits in memory until it is whole: to stop reading in its midst would be to wait for ever."""
 
     def __call__(self) -> Http1Protocol:
         return Http1Protocol(self)
@@ -76,7 +86,7 @@ class Http1Protocol(asyncio.Protocol):
         self.writable = True
         self._can_write = asyncio.Event()
         self._discard_left = 0
-        self._deadlines = Deadlines(factory.limits, self._loop.time)
+        self._deadlines = Deadlines(factory.limits, factory.clock)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = math.inf
         self._client: tuple[str, int] | None = None
@@ -101,7 +111,8 @@ class Http1Protocol(asyncio.Protocol):
                 self._transport.close()
             return
         self._factory.lookout.watch()
-        self._settle(first=True)
+        self._deadlines.wait(Awaited.FIRST_REQUEST)
+        self._settle()
         if self.draining:
             self._transport.close()
 
@@ -131,15 +142,11 @@ class Http1Protocol(asyncio.Protocol):
     def eof_received(self) -> bool:
         """asyncio: the client has closed its sending side. True: keep ours open, an answer is still to be written."""
         self._eof = True
-        exchange = self._exchange
         if self._ending:
             return False
-        if exchange is None:
+        if self._exchange is None:
             return not self.writable  # then whole requests may be waiting; `resume_writing` goes on
-        if not self._parser.complete:
-            exchange.lose()
-            return False
-        exchange.half_closed()
+        self._pass_on_eof(self._exchange)
         return True
 
     def pause_writing(self) -> None:
@@ -202,9 +209,20 @@ class Http1Protocol(asyncio.Protocol):
             del self._pending[:position]
         elif position < len(data):
             self._pending += data[position:]
-        if self._eof and self._exchange is None and self.writable:
-            self._transport.close()
+        if self._eof:
+            if self._exchange is not None:
+                self._pass_on_eof(self._exchange)
+            elif self.writable:
+                self._transport.close()
         self._settle()
+
+    def _pass_on_eof(self, exchange: Exchange) -> None:
+        """Also to one that began after it, pipelined. Can be repeated."""
+        if self._parser.complete:
+            exchange.half_closed()
+        else:
+            exchange.lose()
+            self._end()
 
     def _begin(self, head: Head) -> None:
         complete = self._parser.complete
@@ -326,6 +344,8 @@ class Http1Protocol(asyncio.Protocol):
         """The answer is written; go on with the next request, or end."""
         if exchange is not self._exchange:
             return
+        if not self.writable:
+            self._factory.connections.hold(self)  # that of a stream, too: the hub knows of it no more
         if not exchange.keep_alive or self.draining:
             self._end()
             return
@@ -347,8 +367,13 @@ class Http1Protocol(asyncio.Protocol):
 
     def drain(self) -> None:
         """Close if nothing is going on; else the running request is the last one."""
-        if self._exchange is None and not self._pending and not self._ending:
-            self._transport.close()
+        if self._ending:
+            return
+        if self._exchange is None:
+            if not self._pending:
+                self._transport.close()
+        elif self._exchange.stage is Stage.DONE:
+            self._end()  # what is still to come is the rest of a body that nobody wants
 
     def close_now(self) -> None:
         """Close without waiting for the client."""
@@ -389,14 +414,22 @@ class Http1Protocol(asyncio.Protocol):
         if not self.reading:
             self._transport.resume_reading()
         self._factory.hand_over(self._transport, data)
+        if self._eof:  # it came while another request was answered, and comes only once
+            cast(asyncio.Protocol, self._transport.get_protocol()).eof_received()
 
     # What is awaited, and until when.
 
-    def _settle(self, first: bool = False) -> None:
+    def _settle(self) -> None:
         """After every change: derive from the state whether to read on, what is awaited, and until when."""
         exchange = self._exchange
-        unread_bytes = len(self._pending) if exchange is None else max(len(self._pending), exchange.unread_bytes)
-        reading = unread_bytes <= self._limits.read_high_water_bytes or self._ending
+        if exchange is not None:
+            unread_bytes = max(len(self._pending), exchange.unread_bytes)
+            reading = unread_bytes <= self._limits.read_high_water_bytes
+        elif self.writable:
+            reading = len(self._pending) <= self._factory.unread_head_max_bytes
+        else:
+            reading = len(self._pending) <= self._limits.read_high_water_bytes
+        reading = reading or self._ending
         # After the client's end of file there is nothing to read.
         if reading is not self.reading and not self._eof and not self._transport.is_closing():
             self.reading = reading
@@ -407,17 +440,15 @@ class Http1Protocol(asyncio.Protocol):
         deadlines = self._deadlines
         if self._ending:
             deadlines.wait(Awaited.END)
-        elif not self.writable:
-            deadlines.wait(Awaited.READER)
         elif exchange is None:
-            if self._pending:
-                deadlines.wait(Awaited.REST_OF_HEAD)
-            else:
-                deadlines.wait(Awaited.FIRST_REQUEST if first else Awaited.REQUEST)
-        elif not self._parser.complete and self.reading and not exchange.expects_continue:
-            deadlines.wait(Awaited.REST_OF_BODY, self._parser.body_came_bytes)
+            awaited = Awaited.REST_OF_HEAD if self._pending else Awaited.REQUEST
+            deadlines.wait(awaited if self.writable else Awaited.READER)
+        elif self._parser.complete:
+            deadlines.wait(Awaited.NOTHING if self.writable else Awaited.READER)
         else:
-            deadlines.wait(Awaited.NOTHING)
+            wanted = self.reading and not exchange.expects_continue
+            awaited = Awaited.REST_OF_BODY if wanted else Awaited.NOTHING
+            deadlines.wait(awaited if self.writable else Awaited.READER, self._parser.body_came_bytes)
         if self._timer_at_s > deadlines.at_s:
             if self._timer is not None:
                 self._timer.cancel()
@@ -425,7 +456,7 @@ class Http1Protocol(asyncio.Protocol):
 
     def _arm(self, at_s: float) -> None:
         self._timer_at_s = at_s
-        self._timer = self._loop.call_at(at_s, self._time_is_up)
+        self._timer = self._loop.call_at(at_s + self._factory.clock.missed_s, self._time_is_up)
 
     def _time_is_up(self) -> None:
         self._timer = None

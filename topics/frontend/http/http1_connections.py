@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final, cast
 
+from topics.core.clock import Clock, SystemClock
 from topics.frontend.http.http1_wire import error_answer
 from topics.frontend.live.pulse import Stalls
 from topics.shm.cap import Cap
@@ -31,7 +32,8 @@ class Connections:
     `places` is how many connections the whole service may have, those of other protocols included.
     """
 
-    def __init__(self, places: Cap | None = None) -> None:
+    def __init__(self, places: Cap | None = None, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
         self.places = places
         self.draining = False
         self.requests = 0
@@ -61,29 +63,28 @@ class Connections:
     def hold(self, connection: Http1Protocol) -> None:
         """Its client is behind."""
         if connection.buffered_bytes >= ANSWER_COUNTED_FROM_BYTES:
-            loop = asyncio.get_running_loop()
-            self._stalls.note(connection, int(loop.time() * 1000))
-            self._bound(loop)
+            self._stalls.note(connection, self._clock.monotonic_ms())
+            self._bound()
 
     def let_go(self, connection: Http1Protocol) -> None:
         """Its client has caught up. Can be repeated."""
         self._stalls.end(connection)
 
-    def _bound(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _bound(self) -> None:
         """Cuts whose answers are too much, longest without progress first, and looks again while they still are."""
         stalls = self._stalls
         if stalls.held_bytes <= ANSWERS_HIGH_BYTES:
             return
-        now_ms = int(loop.time() * 1000)
+        now_ms = self._clock.monotonic_ms()
         stalls.over(now_ms)
         self._cut(stalls.holding(stalls.held_bytes - ANSWERS_HIGH_BYTES, now_ms))
         self._cut(stalls.holding(stalls.held_bytes - ANSWERS_MAX_BYTES, now_ms, still_ms=0))
         if stalls.held_bytes > ANSWERS_HIGH_BYTES and self._look_timer is None:
-            self._look_timer = loop.call_later(LOOK_S, self._look, loop)
+            self._look_timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _look(self) -> None:
         self._look_timer = None
-        self._bound(loop)
+        self._bound()
 
     def _cut(self, connections: list[Http1Protocol]) -> None:
         for connection in connections:

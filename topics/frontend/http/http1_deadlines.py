@@ -2,16 +2,16 @@
 
     wait(awaited) ─▶ at_s …  the timer of `http1` fires …  overdue(buffered_bytes) ─▶ Verdict
 
-Pure: the event loop's clock is passed in, and the timer is the connection's.
+Pure: the clock is passed in, and the timer is the connection's. Times are attended ones: `attended` says why.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
+from topics.frontend.attended import AttendedClock
 from topics.frontend.http.body_time import BodyTime
 from topics.frontend.http.http1_parser import HttpLimits
 
@@ -39,8 +39,8 @@ class Verdict(Enum):
     REFUSE_BODY = 5
 
 
-_FOR_THE_WHOLE: Final = frozenset({Awaited.REST_OF_HEAD, Awaited.READER, Awaited.END})
-"""Their time is for the whole of it: what arrives meanwhile does not prolong it."""
+_FOR_THE_WHOLE: Final = frozenset(Awaited) - {Awaited.NOTHING, Awaited.REST_OF_BODY}
+"""Their time is for the whole of it: what arrives meanwhile does not prolong it. A blank line is no request."""
 
 
 class Deadlines:
@@ -49,17 +49,19 @@ class Deadlines:
     __slots__ = (
         "_awaited",
         "_body_time",
+        "_clock",
         "_limits",
-        "_now_s",
         "_stalled_at_bytes",
         "_stalled_since_s",
         "_taken_by_s",
+        "_time_s",
         "at_s",
     )
 
-    def __init__(self, limits: HttpLimits, now_s: Callable[[], float]) -> None:
+    def __init__(self, limits: HttpLimits, clock: AttendedClock) -> None:
         self._limits = limits
-        self._now_s = now_s
+        self._clock = clock
+        self._time_s = clock.time_s
         self._awaited = Awaited.NOTHING
         self._body_time = BodyTime(limits)
         self._stalled_at_bytes = 0
@@ -84,27 +86,29 @@ class Deadlines:
     def watch_reader(self, buffered_bytes: int) -> None:
         """From now on a client that takes nothing of this stands still."""
         self._stalled_at_bytes = buffered_bytes
-        self._stalled_since_s = self._now_s()
+        self._stalled_since_s = self._clock.now_s()
 
     def wait(self, awaited: Awaited, body_came_bytes: int = 0) -> None:
-        """This is awaited now; can be repeated. `body_came_bytes`: of the body, where its rest is awaited."""
+        """This is awaited now; can be repeated. `body_came_bytes`: of the body, while its end is still to come."""
+        before, self._awaited = self._awaited, awaited
+        if before is Awaited.REST_OF_BODY or awaited is Awaited.REST_OF_BODY:
+            # Also when it is no longer awaited: the time that it took is used up.
+            now_s = self._clock.now_s()
+            left_s = self._body_time.left_s(now_s, body_came_bytes, before is Awaited.REST_OF_BODY)
+            if awaited is Awaited.REST_OF_BODY:
+                self.at_s = now_s + min(left_s, self._timeout_ms(awaited) / 1000)
+                return
         if awaited is Awaited.NOTHING:
-            self._awaited = awaited
             self.at_s = math.inf
-            return
-        if awaited is self._awaited and awaited in _FOR_THE_WHOLE:
-            return
-        now_s = self._now_s()
-        at_s = now_s + self._timeout_ms(awaited) / 1000
-        if awaited is Awaited.REST_OF_BODY:
-            waited = self._awaited is Awaited.REST_OF_BODY
-            at_s = min(at_s, now_s + self._body_time.left_s(now_s, body_came_bytes, waited))
-        self._awaited = awaited
-        self.at_s = at_s
+        elif awaited is Awaited.REQUEST and before is Awaited.FIRST_REQUEST:
+            self._awaited = before
+        elif awaited is not before or awaited not in _FOR_THE_WHOLE:
+            # For every request: no look, which would be a call.
+            self.at_s = self._time_s() - self._clock.missed_s + self._timeout_ms(awaited) / 1000
 
     def overdue(self, buffered_bytes: int) -> Verdict:
         """What is to be done now. `buffered_bytes`: what the client has not taken."""
-        now_s = self._now_s()
+        now_s = self._clock.now_s()
         if now_s < self.at_s:
             return Verdict.NOTHING_YET
         awaited, self._awaited = self._awaited, Awaited.NOTHING

@@ -2,23 +2,29 @@
 
 Hypercorn's own buffer goes by how little it could send just now: with a window of 0 that is nothing, it takes this for
 a client that keeps up, and lets the next message in. A client that gives no window pulls a whole topic into memory.
+
+Nor is it waited for without an end: a stream whose client takes nothing is reset (`unread`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import hypercorn.protocol
 from h2.errors import ErrorCodes
 from h2.events import Event, StreamReset
 from h2.exceptions import ProtocolError
+from hypercorn.events import Updated
 from hypercorn.protocol import h2
 from hypercorn.protocol.events import Body, Data, EndBody, EndData, StreamClosed
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
 from hypercorn.protocol.http_stream import HTTPStream
+
+from topics.frontend.http.unread import Unread
 
 
 class BoundedBuffer(StreamBuffer):
@@ -26,6 +32,14 @@ class BoundedBuffer(StreamBuffer):
 
     _added_bytes = 0
     """By `add`, since it was empty."""
+    abort: Callable[[], None]
+    """Its client takes nothing."""
+
+    def get_write_buffer_size(self) -> int:
+        return len(self.buffer)
+
+    def is_closing(self) -> bool:
+        return False
 
     async def push(self, data: bytes) -> None:
         """Returns when there is room for the next one, or the stream is closed."""
@@ -59,10 +73,16 @@ class BoundedBuffer(StreamBuffer):
 class BoundedProtocol(H2Protocol):
     """Hypercorn's, but that a stream which the client resets takes what waits for it along, and whoever sends: there
     may be as many of them as the client likes. And who reads the connection waits for no window, which would come over
-    it: that one answers pings and refuses handshakes.
+    it: that one answers pings and refuses handshakes. And one who never asks for anything is idle from the beginning:
+    it would stay for ever, and hold up a stop until the end of the grace.
     """
 
     _reader: asyncio.Task[Any] | None = None
+
+    async def initiate(self, headers: list[tuple[bytes, bytes]] | None = None, settings: bytes | None = None) -> None:
+        await super().initiate(headers, settings)
+        if headers is None:
+            await self.send(Updated(idle=True))
 
     async def stream_send(self, event: StreamEvent) -> None:
         buffer = self.stream_buffers.get(event.stream_id)
@@ -74,16 +94,39 @@ class BoundedProtocol(H2Protocol):
                 self.connection.reset_stream(event.stream_id, ErrorCodes.INTERNAL_ERROR)
                 await self._flush()
         ends = isinstance(event, EndBody | EndData)
-        if buffer is None or asyncio.current_task() is not self._reader or not (ends or isinstance(event, Body | Data)):
+        if buffer is None or not (ends or isinstance(event, Body | Data)):
             await super().stream_send(event)
             return
         assert isinstance(buffer, BoundedBuffer)
+        if asyncio.current_task() is not self._reader:
+            await self._send_watched(event, buffer)
+            return
         if isinstance(event, Body | Data):
             await buffer.add(event.data)
         else:
             buffer.set_complete()
         self.priority.unblock(event.stream_id)
         await self.has_data.set()
+
+    async def _send_watched(self, event: StreamEvent, buffer: BoundedBuffer) -> None:
+        """For the time that the stream is waited for."""
+        unread: Unread = self.context.watched()  # type: ignore[attr-defined]
+        buffer.abort = lambda: self.task_group.spawn(self._give_up, event.stream_id)
+        unread.made(buffer)
+        unread.begin()
+        try:
+            await super().stream_send(event)
+        finally:
+            unread.lost()
+
+    async def _give_up(self, stream_id: int) -> None:
+        buffer = self.stream_buffers.get(stream_id)
+        if buffer is not None:
+            await buffer.close()
+            with contextlib.suppress(ProtocolError):
+                self.connection.reset_stream(stream_id, ErrorCodes.CANCEL)
+                await self._flush()
+            await super().stream_send(StreamClosed(stream_id))
 
     async def _handle_events(self, events: list[Event]) -> None:
         self._reader = asyncio.current_task()

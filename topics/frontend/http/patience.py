@@ -10,6 +10,7 @@ from typing import Final
 
 from topics.core.errors import TopicsError
 from topics.frontend.asgi import AsgiApp, Message, Receive, Scope, Send
+from topics.frontend.attended import AttendedClock
 from topics.frontend.http.body_time import BodyTime
 from topics.frontend.http.http1_parser import HttpLimits
 
@@ -17,13 +18,15 @@ DROP_S: Final = 5.0
 """How long the rest of a body is dropped as it comes after an early answer, before the connection is cut."""
 
 
-async def run(app: AsgiApp, limits: HttpLimits, scope: Scope, receive: Receive, send: Send) -> None:
+async def run(
+    app: AsgiApp, limits: HttpLimits, clock: AttendedClock, scope: Scope, receive: Receive, send: Send
+) -> None:
     """Runs `app` with a `receive` that raises `408 request_timeout`, and takes what it leaves of the body.
 
     That has to be before the end of the answer: Hypercorn breaks an HTTP/2 connection on which more of a request comes
     than its answer waited for, and blocks one whose messages nobody takes.
     """
-    body = _Body(limits, receive)
+    body = _Body(limits, clock, receive)
 
     async def send_last(message: Message) -> None:
         if message["type"] == "http.response.body" and not message.get("more_body", False):
@@ -37,10 +40,10 @@ async def run(app: AsgiApp, limits: HttpLimits, scope: Scope, receive: Receive, 
 
 
 class _Body:
-    def __init__(self, limits: HttpLimits, receive: Receive) -> None:
+    def __init__(self, limits: HttpLimits, clock: AttendedClock, receive: Receive) -> None:
         self._limits = limits
+        self._clock = clock
         self._receive = receive
-        self._loop = asyncio.get_running_loop()
         self._time = BodyTime(limits)
         self._bytes = 0
         self._complete = False
@@ -48,15 +51,21 @@ class _Body:
     async def receive(self) -> Message:
         if self._complete:
             return await self._receive()
-        idle_s = self._limits.body_idle_timeout_ms / 1000
-        whole_s = self._time.left_s(self._loop.time(), self._bytes, False)
-        try:
-            async with asyncio.timeout(min(idle_s, whole_s)):
-                message = self._note(await self._receive())
-        except TimeoutError:
-            raise TopicsError("request_timeout", "the body came too slowly, or not at all") from None
-        self._time.left_s(self._loop.time(), self._bytes, True)
-        return message
+        now_s = self._clock.time_s() - self._clock.missed_s  # no look, which would be a call for every request
+        whole_s = self._time.left_s(now_s, self._bytes, False)
+        until_s = now_s + min(self._limits.body_idle_timeout_ms / 1000, whole_s)
+        while True:
+            try:
+                async with asyncio.timeout(until_s - now_s):
+                    message = self._note(await self._receive())
+            except TimeoutError:
+                # What has come while nobody was there is still in Hypercorn's queue.
+                if (now_s := self._clock.now_s()) < until_s:
+                    continue
+                raise TopicsError("request_timeout", "the body came too slowly, or not at all") from None
+            if not self._complete:
+                self._time.left_s(self._clock.now_s(), self._bytes, True)
+            return message
 
     async def drop_rest(self) -> None:
         try:

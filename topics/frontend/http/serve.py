@@ -24,10 +24,12 @@ from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
 from hypercorn.config import Config
 
 from topics.frontend.asgi import TRANSPORT, AsgiApp, Message, Receive, Scope, Send
+from topics.frontend.attended import AttendedClock
 from topics.frontend.http import handshake, http2_buffer, patience
 from topics.frontend.http.http1 import Http1Factory
 from topics.frontend.http.http1_connections import Connections
 from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http.unread import Unread
 from topics.log import get_logger
 
 HttpProtocol = Literal["httptools", "stock"]
@@ -51,13 +53,15 @@ async def serve(
     *,
     grace_ms: int = 10_000,
     connections: Connections | None = None,
+    clock: AttendedClock | None = None,
     on_ready: Callable[[], None] | None = None,
 ) -> None:
     """Serve `app` on bound sockets, which other processes may share, until `shutdown`; then drain and return.
 
     Draining has `grace_ms`; what is not done by then is cut, requests not yet answered get `503 shutting_down`.
-    `connections` counts and holds the HTTP/1.1 connections (the caller may pass its own to read them); `on_ready` is
-    called once when the app has started and the sockets are being listened on. The sockets are closed at the end.
+    `connections` counts and holds the HTTP/1.1 connections (the caller may pass its own to read them); `clock` is the
+    loop's, and attended until the end; `on_ready` is called once when the app has started and the sockets are being
+    listened on. The sockets are closed at the end.
     Raises what the app's start raises.
     """
     loop = asyncio.get_running_loop()
@@ -71,11 +75,15 @@ async def serve(
     if lifespan_task.done():
         lifespan_task.result()  # an app without life span has ended without an error
 
-    connections = connections if connections is not None else Connections()
-    others = HypercornConnections(app, config, state, limits, connections)
+    clock = clock if clock is not None else AttendedClock(loop.time)
+    connections = connections if connections is not None else Connections(clock=clock)
+    others = HypercornConnections(app, config, state, limits, connections, clock)
     factory: Callable[[], asyncio.BaseProtocol] = (
-        others.protocol if http_protocol == "stock" else Http1Factory(app, limits, connections, others.take, state)
+        others.protocol
+        if http_protocol == "stock"
+        else Http1Factory(app, limits, connections, others.take, state, clock)
     )
+    attending = loop.create_task(clock.attend())
     servers = [await loop.create_server(factory, sock=sock, backlog=1024) for sock in sockets]
     try:
         if on_ready is not None:
@@ -101,8 +109,9 @@ async def serve(
             await connections.abort()
             await others.abort()
             await lifespan.wait_for_shutdown()
-            lifespan_task.cancel()
-            await asyncio.gather(lifespan_task, return_exceptions=True)
+            for task in (lifespan_task, attending):
+                task.cancel()
+            await asyncio.gather(lifespan_task, attending, return_exceptions=True)
 
 
 class _Flag(EventWrapper):
@@ -115,8 +124,10 @@ class _ConnectionContext(WorkerContext):
     wakes when the client has closed it, else Hypercorn would keep the socket until then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watched: Callable[[], Unread]) -> None:
         super().__init__(None)
+        self.watched = watched
+        self.unread = watched()
         self.terminated = self.end = _Flag()
         self.closed = asyncio.Event()
         self._apps: set[asyncio.Task[Any]] = set()
@@ -126,7 +137,7 @@ class _ConnectionContext(WorkerContext):
     def enter(self, app: asyncio.Task[Any]) -> None:
         """An app call begins on this connection."""
         self._apps.add(app)
-        app.add_done_callback(self._apps.discard)
+        app.add_done_callback(self._left)
         if self._client_gone:
             app.get_loop().call_later(GONE_S, app.cancel)
 
@@ -138,6 +149,16 @@ class _ConnectionContext(WorkerContext):
         self.end.set_now()
         for app in self._apps:
             app.get_loop().call_later(GONE_S, app.cancel)
+        self._wake_if_over()
+
+    def _left(self, app: asyncio.Task[Any]) -> None:
+        self._apps.discard(app)
+        self._wake_if_over()
+
+    def _wake_if_over(self) -> None:
+        """Nobody is left to be pinged: over HTTP/2 the sockets of a connection end one by one, and it with the last."""
+        if self._client_gone and not self._apps:
+            self.closed.set()
 
     def drop(self, receive: Receive) -> None:
         """Takes what still comes for a WebSocket whose app has ended. Hypercorn reads on only as long as somebody does,
@@ -167,7 +188,7 @@ async def _drop(receive: Receive) -> None:
 
 
 class _Protocol(asyncio.StreamReaderProtocol):
-    """Tells the context when the connection is closed."""
+    """Tells the context when the connection is closed, and how its client takes what it is sent."""
 
     def __init__(
         self,
@@ -179,21 +200,56 @@ class _Protocol(asyncio.StreamReaderProtocol):
         super().__init__(reader, connected, loop)
         self._context = context
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._context.unread.made(cast(asyncio.Transport, transport))
+        super().connection_made(transport)
+
+    def pause_writing(self) -> None:
+        self._context.unread.begin()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._context.unread.taken()
+        super().resume_writing()
+
     def eof_received(self) -> bool | None:
         self._context.client_gone()
         return super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._context.unread.lost()
         self._context.client_gone()
         self._context.closed.set()
+
+
+class _Connection(TCPServer):
+    """Hypercorn's, but that what is left when it closes waits for its client for a time only."""
+
+    def __init__(self, context: _ConnectionContext, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._unread = context.unread
+
+    async def _initiate_server_close(self) -> None:
+        self._unread.begin()
+        await super()._initiate_server_close()
+
+    async def _close(self) -> None:
+        self._unread.begin()
+        await super()._close()
 
 
 class HypercornConnections:
     """Connections that Hypercorn's own protocols serve."""
 
     def __init__(
-        self, app: AsgiApp, config: Config, state: dict[str, Any], limits: HttpLimits, connections: Connections
+        self,
+        app: AsgiApp,
+        config: Config,
+        state: dict[str, Any],
+        limits: HttpLimits,
+        connections: Connections,
+        clock: AttendedClock,
     ) -> None:
         self._connections = connections
         self._places = connections.places
@@ -201,6 +257,7 @@ class HypercornConnections:
         self._config = config
         self._state = state
         self._limits = limits
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._contexts: set[_ConnectionContext] = set()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -208,7 +265,7 @@ class HypercornConnections:
     def protocol(self, *, has_place: bool = False) -> asyncio.StreamReaderProtocol:
         """The protocol of a connection that is Hypercorn's; `has_place`: it counts among all connections already."""
         reader = asyncio.StreamReader(limit=self._limits.read_high_water_bytes, loop=self._loop)
-        context = _ConnectionContext()
+        context = _ConnectionContext(partial(Unread, self._limits, self._clock, self._loop))
         return _Protocol(reader, partial(self._connected, context, has_place), self._loop, context)
 
     def take(self, transport: asyncio.Transport, data: bytes) -> None:
@@ -234,6 +291,8 @@ class HypercornConnections:
         self._contexts.add(context)
         task.add_done_callback(self.tasks.discard)
         task.add_done_callback(lambda _: self._contexts.discard(context))
+        if self._connections.draining:  # handed over in the midst of that
+            context.end.set_now()
 
     async def _turn_away(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         answer, stays = self._connections.turn_away()
@@ -257,7 +316,7 @@ class HypercornConnections:
         try:
             state = {**self._state, TRANSPORT: writer.transport}
             app = ASGIWrapper(cast(Any, partial(self._run, context)))
-            await TCPServer(app, self._loop, self._config, context, cast(Any, state), reader, writer)
+            await _Connection(context, app, self._loop, self._config, context, state, reader, writer)
         except Exception:
             log.exception("connection failed")
         finally:
@@ -270,7 +329,7 @@ class HypercornConnections:
         assert task is not None
         context.enter(task)
         if scope["type"] != "websocket":
-            await patience.run(self._app, self._limits, scope, receive, send)
+            await patience.run(self._app, self._limits, self._clock, scope, receive, send)
             return
         disconnected = False
 

@@ -16,6 +16,8 @@ import struct
 from collections.abc import Collection
 from typing import Final, Protocol
 
+from topics.core.clock import Clock
+
 AT_ONCE: Final = 256
 """Connections looked at in one turn of the event loop: some 0.3 ms."""
 LOOKS: Final = 3
@@ -77,8 +79,11 @@ class Silences:
 class Lookout:
     """Cuts those of `connections` whose clients have vanished."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, connections: Collection[Connected], gone_ms: int) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, connections: Collection[Connected], gone_ms: int, clock: Clock
+    ) -> None:
         self._loop = loop
+        self._clock = clock
         self._connections = connections
         self._silences = Silences(gone_ms)
         self._every_s = gone_ms / 1000 / LOOKS
@@ -97,7 +102,7 @@ class Lookout:
 
     def _go_on(self) -> None:
         self._timer = None
-        now_ms = int(self._loop.time() * 1000)
+        now_ms = self._clock.monotonic_ms()
         for _ in range(min(AT_ONCE, len(self._todo))):
             connection = self._todo.pop()
             end = connection.end

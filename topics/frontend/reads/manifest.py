@@ -25,9 +25,10 @@ from topics.frontend.query import count
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.storage import layout
+from topics.storage.committed_file import CommittedFile
 from topics.storage.filesystem import FileSystem
 from topics.storage.pins import PIN_PATTERN, Pin, PinFiles, new_pin_id, read_pin
-from topics.storage.segment import ENTRY_LEN, CorruptSegment, map_file
+from topics.storage.segment import ENTRY_LEN, CorruptSegment
 from topics.storage.segment_columns import index_digest
 
 SEGMENTS_MAX: Final = 2_048
@@ -180,7 +181,7 @@ class ManifestRoutes:
         directory = layout.topic_dir(self._data_dir, topic_id)
         path = layout.segment_idx_path(directory, info.first_seq, info.version)
         try:
-            digest = index_digest(map_file(path, info.records * ENTRY_LEN))
+            digest = index_digest(CommittedFile(path, info.records * ENTRY_LEN))
         except (OSError, CorruptSegment):
             return None
         self._digests[(topic_id, info.first_seq, info.version)] = digest

@@ -157,7 +157,7 @@ class TopicReader:
         except (MovedError, FileNotFoundError):
             # The shard has moved on since `view`; it may be for this very reason.
             return True
-        except CorruptSegment:
+        except (CorruptSegment, OSError):
             # Nothing a shard could settle; whoever reads the records will be told.
             return False
 
@@ -216,7 +216,10 @@ class TopicReader:
             except (MovedError, MismatchError, FileNotFoundError, EOFError) as error:
                 reason = error
             except CorruptSegment as damage:
+                self._stores.segments.forget(ref.view.topic_id)
                 raise _corrupt(ref, damage) from damage
+            except OSError as error:
+                raise _unreadable(ref, error) from error
             ref = self.refresh(ref)
         raise _unreadable(ref, reason)
 
@@ -328,6 +331,7 @@ def _corrupt(ref: TopicRef, damage: CorruptSegment) -> TopicsError:
     return TopicsError(
         "storage_unavailable",
         f"topic {ref.name!r} cannot be read on: segment {segment} is corrupt at offset {damage.offset}:"
-        f" {damage.reason}; restore the file from a copy, or give up what lies there by a delete with before_seq",
+        f" {damage.reason}; restore the file from a copy (put that beside it, then rename it to this name), or give up"
+        " what lies there by a delete with before_seq",
         {"topic": ref.name, "segment": segment, "offset": damage.offset, "reason": damage.reason},
     )

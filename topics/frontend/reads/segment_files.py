@@ -1,24 +1,25 @@
-"""Segments as this frontend has them mapped, read-only.
+"""Segments as this frontend has them open.
 
-Only the committed part of a segment is mapped, and committed bytes never change but for the marks of a deletion: a map
-stays right while the compactor appends to the segment, and after it has removed it. A segment that has grown is mapped
-anew; a rewritten one has another name.
+Only the committed part of a segment is looked at, and committed bytes never change but for the marks of a deletion:
+what is open stays right while the compactor appends to the segment, and after it has removed it. A segment that has
+grown is opened anew; a rewritten one has another name. One whose files were replaced by a copy is opened anew within
+seconds, at once when they were found to be damaged.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 from array import array
 from collections import OrderedDict
 from typing import Final
 
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.storage import layout
-from topics.storage.segment import ENTRY_LEN, entries_of_idx, map_file
+from topics.storage.committed_file import CommittedFile
+from topics.storage.segment import ENTRY_LEN, entries_of_idx
 from topics.storage.segment_columns import Columns, check_frames, extent, first_at, read_columns, ts_of
 
-MAPS_MAX: Final = 128
+SEGMENTS_MAX: Final = 128
+"""Open at once, each with its index and, most often, its data."""
 _SWEEP_STEP: Final = 8
 _CHECKED: Final = b"\1"
 
@@ -40,42 +41,50 @@ class OpenSegment:
     )
 
     def __init__(self, directory: str, topic_id: int, info: SegmentInfo, checked: bytes = b"") -> None:
-        """Maps the index; FileNotFoundError when it is gone, CorruptSegment when it is shorter."""
+        """Opens the index; FileNotFoundError when it is gone, CorruptSegment when it is shorter. What reads the files
+        raises CorruptSegment, too.
+        """
         self.first_seq = info.first_seq
         self.last_seq = info.last_seq
         self.data_bytes = info.data_bytes
         self.idx_path = layout.segment_idx_path(directory, info.first_seq, info.version)
         self.data_path = layout.segment_data_path(directory, info.first_seq, info.version)
         self.name = object_name(topic_id, info)
-        self._idx = map_file(self.idx_path, info.records * ENTRY_LEN)
-        self._data: mmap.mmap | bytes | None = None
+        self._idx = CommittedFile(self.idx_path, info.records * ENTRY_LEN)
+        self._data: CommittedFile | None = None
         self.is_cold = False
         """The cold tier has its data, and this directory for a while at most."""
         self._checked = bytearray(checked.ljust(info.records, b"\0"))
-        """1: the frame of this record was found to be whole since this was mapped."""
+        """1: the frame of this record was found to be whole since this was opened."""
 
-    def data(self) -> mmap.mmap | bytes:
-        """What the index leads to, mapped when it is first asked for: times and floors are in the index alone. Raises
+    def data(self) -> CommittedFile:
+        """What the index leads to, opened when it is first asked for: times and floors are in the index alone. Raises
         FileNotFoundError, CorruptSegment.
         """
         if self._data is None:
-            self._data = map_file(self.data_path, self.data_bytes)
+            self._data = CommittedFile(self.data_path, self.data_bytes)
         return self._data
 
-    def data_here(self) -> mmap.mmap | bytes | None:
+    def data_here(self) -> CommittedFile | None:
         """`data`; None when only the cold tier has them. They stay here for a while after they have become cold."""
         if not self.is_cold:
             return self.data()
-        self.let_go(unless_there=True)
+        self.let_go()
         try:
             return self.data()
         except FileNotFoundError:
             return None
 
-    def let_go(self, unless_there: bool = False) -> None:
-        """A file that was removed takes space until the last map of it is gone."""
-        if self._data is not None and not (unless_there and os.path.exists(self.data_path)):
+    def let_go(self) -> None:
+        """Of data that were removed, which take space as long as they are open, or replaced by what nobody checked."""
+        if self._data is not None and not self._data.has_its_name:
             self._data = None
+            self._checked = bytearray(len(self._checked))
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the index is neither removed nor replaced."""
+        return self._idx.has_its_name
 
     def columns(self, first_seq: int, last_seq: int) -> Columns:
         """Index entries of these seqs."""
@@ -92,7 +101,7 @@ class OpenSegment:
 
     def check(
         self,
-        buffer: bytes | mmap.mmap,
+        buffer: bytes,
         base: int,
         first_seq: int,
         columns: Columns,
@@ -100,8 +109,8 @@ class OpenSegment:
         again: bool = False,
         fetched: bool = False,
     ) -> None:
-        """That these frames are whole (`segment_columns.check_frames`): once for bytes that are mapped unless it has to
-        be `again`, every time for those that were `fetched` from the cold tier. Raises CorruptSegment.
+        """That these frames are whole (`segment_columns.check_frames`): once for bytes of this file unless it has to be
+        `again`, every time for those that were `fetched` from the cold tier. Raises CorruptSegment.
         """
         start = first_seq - self.first_seq
         end = start + len(starts)
@@ -110,9 +119,9 @@ class OpenSegment:
             if not fetched:
                 self._checked[start:end] = _CHECKED * (end - start)
 
-    @property
     def checked(self) -> bytes:
-        """To be handed on to a longer map of the same segment."""
+        """To be handed on to the same segment when it has grown."""
+        self.let_go()
         return bytes(self._checked)
 
     def ts_at(self, seq: int) -> int:
@@ -125,11 +134,11 @@ class OpenSegment:
 
 
 class SegmentFiles:
-    """Maps segments of all topics, the least recently used going first when there are too many."""
+    """Segments of all topics, the least recently used going first when there are too many."""
 
-    def __init__(self, data_dir: str, maps_max: int = MAPS_MAX) -> None:
+    def __init__(self, data_dir: str, segments_max: int = SEGMENTS_MAX) -> None:
         self._data_dir = data_dir
-        self._maps_max = maps_max
+        self._segments_max = segments_max
         self._open: OrderedDict[tuple[int, int, int], OpenSegment] = OrderedDict()
         self._unswept: list[tuple[int, int, int]] = []
 
@@ -139,26 +148,31 @@ class SegmentFiles:
         opened = self._open.get(key)
         if opened is None or opened.last_seq < info.last_seq:
             directory = layout.topic_dir(self._data_dir, topic_id)
-            opened = OpenSegment(directory, topic_id, info, opened.checked if opened is not None else b"")
+            opened = OpenSegment(directory, topic_id, info, opened.checked() if opened is not None else b"")
             self._open[key] = opened
-            if len(self._open) > self._maps_max:
+            if len(self._open) > self._segments_max:
                 self._open.popitem(last=False)
         self._open.move_to_end(key)
         opened.is_cold = bool(info.flags & COLD)
         return opened
 
+    def forget(self, topic_id: int) -> None:
+        """A segment of the topic is damaged: whoever comes next opens what there is by then."""
+        for key in [key for key in self._open if key[0] == topic_id]:
+            del self._open[key]
+
     def sweep(self) -> None:
-        """Lets go of some maps whose files were removed meanwhile; to be called now and then."""
+        """Lets go of some whose files were removed or replaced meanwhile; to be called now and then."""
         if not self._unswept:
             self._unswept = list(self._open)
         for key in self._unswept[-_SWEEP_STEP:]:
             known = self._open.get(key)
             if known is None:
                 continue
-            if not os.path.exists(known.idx_path):
-                del self._open[key]
+            if known.is_current:
+                known.let_go()
             else:
-                known.let_go(unless_there=True)
+                del self._open[key]
         del self._unswept[-_SWEEP_STEP:]
 
 

@@ -155,7 +155,7 @@ class Source:
         columns = opened.columns(first_seq, min(last_seq, info.last_seq))
         columns = columns.part(0, _fitting(columns.lengths, room_bytes))
         starts, end = opened.extent(first_seq, columns)
-        buffer: bytes | mmap = b""
+        buffer = b""
         base = starts[0]
         if columns.has_gone:
             # Nothing is read, nor fetched, for the frames of deleted records around the live ones.
@@ -166,10 +166,8 @@ class Source:
             if data is None:
                 buffer, base = self._cold_tier(opened).extent(opened.name, base, end, info.data_bytes)
                 self.cold_segments.add(info.first_seq)
-            elif end - base <= _COPY_MAX_BYTES:
-                buffer = data[base:end]
             else:
-                buffer, base = data, 0
+                buffer = data[base:end]
             if base:
                 starts = [start - base for start in starts]
             opened.check(buffer, base, first_seq, columns, starts, again, fetched=data is None)

@@ -1,0 +1,72 @@
+"""Files of segments that are cut while all processes have them open, and put back: errors, and nobody dies."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import httpx
+
+from tests.contract.asking import diff, ok, refused
+from tests.harness import Service, poll
+
+EVENTS = 10
+RECORDS = 40
+TAGS = ("a", "b")
+
+
+def fill(client: httpx.Client, topic: str) -> None:
+    for number in range(RECORDS):
+        record = {"data": number, "tag": TAGS[number % 2]}
+        ok(client.post(f"/v0/topics/{topic}", json={"records": [record]}))
+
+
+def delete(client: httpx.Client, topic: str, tag: str) -> httpx.Response:
+    return client.post(f"/v0/topics/{topic}/delete", json={"match": tag})
+
+
+def sealed(client: httpx.Client, topic: str) -> list[str]:
+    def look() -> list[str] | None:
+        found = ok(client.get(f"/v0/topics/{topic}/segments"))["segments"]
+        return [row["data_path"] for row in found] if len(found) == RECORDS // EVENTS else None
+
+    return poll("segments to be sealed", look)
+
+
+def test_files_that_are_cut_in_place_are_errors_until_they_are_restored() -> None:
+    small = {"TOPICS_SEGMENT_MAX_EVENTS": str(EVENTS), "TOPICS_CHECKPOINT_INTERVAL_MS": "20"}
+    with Service(env=small, frontends=2) as service:
+        client = service.client
+        fill(client, "t")
+        fill(client, "other")
+        cut = Path(service.data_dir, sealed(client, "t")[1])
+        family = set(service.family())
+        expected = diff(client, "t", limit=RECORDS)
+        assert len(expected["records"]) == RECORDS
+        assert ok(delete(client, "t", "none"))["deleted"] == 0
+        files = [cut.with_suffix(suffix) for suffix in (".data", ".idx", ".tags")]
+        contents = [path.read_bytes() for path in files]
+        for path in files:
+            os.truncate(path, 0)
+        for _ in range(20):  # whichever of the frontends has the connection
+            with httpx.Client(base_url=service.url) as another:
+                error = refused(
+                    another.post("/v0/topics/t/diff", json={"from_seq": EVENTS}), 503, "storage_unavailable"
+                )
+                assert f"{cut.stem}." in error["message"]
+                refused(delete(another, "t", "a"), 503, "storage_unavailable")
+        # The compactor and the shard go on.
+        snapshots = service.status()["compactor"]["snapshots"]
+        ok(client.post("/v0/topics/other", json={"records": [{"data": 1}]}))
+        assert ok(delete(client, "other", "a"))["deleted"] == RECORDS // 2
+        poll("two more snapshots", lambda: service.status()["compactor"]["snapshots"] > snapshots or None)
+        assert set(service.family()) == family, "nobody died"
+        for path, content in zip(files, contents, strict=True):
+            copy = path.with_suffix(".copy")
+            copy.write_bytes(content)
+            copy.rename(path)
+        assert diff(client, "t", limit=RECORDS)["records"] == expected["records"]
+        poll("the deletion to find its records", lambda: delete(client, "t", "a").is_success or None)
+        left = [record["data"] for record in diff(client, "t", limit=RECORDS)["records"]]
+        assert left == list(range(1, RECORDS, 2))
+        assert set(service.family()) == family

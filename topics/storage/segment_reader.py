@@ -1,0 +1,211 @@
+"""One segment, record by record: for who checks it, searches its tags or takes it apart. Readers that serve pages take
+many records at a time (`segment_columns.py`). The format is `segment.py`'s.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from topics.core.floors import EvictReason
+from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_DELETED, LOCATION_LOST
+from topics.storage import layout
+from topics.storage.committed_file import CommittedFile, Content
+from topics.storage.frame import LOCATION_FLAGS, LOCATION_HAS_TAG
+from topics.storage.segment import (
+    DELETED,
+    ENTRY,
+    ENTRY_LEN,
+    HEADER,
+    HEADER_LEN,
+    KEPT_FLAGS,
+    TAIL,
+    TAIL_LEN,
+    CorruptSegment,
+    entries_of_idx,
+)
+
+_LENGTH_FIELD_LEN: Final = 4
+_FLAGS_AT: Final = 4
+_PAD_AT: Final = 17
+_WINDOW_BYTES: Final = 1 << 20
+_REASONS: Final = frozenset(map(int, EvictReason)) - {EvictReason.NONE}
+
+
+class SegmentFrame(NamedTuple):
+    """A valid frame, its parts copied out of the file."""
+
+    seq: int
+    ts: int
+    flags: int
+    node: bytes
+    tag: bytes
+    data: bytes
+    deleted: bool
+
+
+class SegmentReader:
+    """The committed part of a segment: `idx` and `data` are the bytes of both files, at hand or to be read.
+
+    Immutable but for the two marks of a deletion, so it may be used while the segment is appended to.
+    """
+
+    def __init__(self, directory: str, first_seq: int, idx: Content, data: Content, version: int = 0) -> None:
+        self.first_seq = first_seq
+        self.records = len(idx) // ENTRY_LEN
+        self.data = data
+        self.data_path = layout.segment_data_path(directory, first_seq, version)
+        self.idx_path = layout.segment_idx_path(directory, first_seq, version)
+        self._idx = idx
+
+    @classmethod
+    def open(cls, directory: str, first_seq: int, records: int, data_bytes: int, version: int = 0) -> SegmentReader:
+        """Of so many committed records. The files may be unlinked meanwhile.
+
+        Raises FileNotFoundError, CorruptSegment when the files are shorter, OSError; whatever reads CorruptSegment.
+        """
+        idx = CommittedFile(layout.segment_idx_path(directory, first_seq, version), records * ENTRY_LEN)
+        data = CommittedFile(layout.segment_data_path(directory, first_seq, version), data_bytes)
+        return cls(directory, first_seq, idx, data, version)
+
+    @property
+    def last_seq(self) -> int:
+        return self.first_seq + self.records - 1
+
+    def entries(self, first_seq: int, last_seq: int) -> array[int]:
+        """Index entries as in `core.topic`: seq, ts, offset | len << 32, flags << 32. `len` is that of the frame here:
+        0 without one, else LOG_FRAME_EXTRA_LEN less than it was in the log.
+        """
+        assert self.first_seq <= first_seq
+        assert last_seq <= self.last_seq
+        start = (first_seq - self.first_seq) * ENTRY_LEN
+        count = max(0, last_seq - first_seq + 1)
+        return entries_of_idx(self._idx[start : start + count * ENTRY_LEN], first_seq)
+
+    def frame(self, seq: int) -> SegmentFrame | None:
+        """The record, fully checked; None when it has no frame (any more). Raises CorruptSegment."""
+        entry = self._entry(seq)
+        return self._read(seq, *entry) if entry[1] else None
+
+    def tagged(self, first_seq: int = 0, last_seq: int = 2**64) -> Iterator[tuple[int, bytes]]:
+        """(seq, tag) of every record of first_seq..last_seq that has both a tag and a frame, deleted or not.
+
+        Of a frame no more is checked than that it is the record's. Raises CorruptSegment when it is not.
+        """
+        first_seq = max(first_seq, self.first_seq)
+        entries = self.entries(first_seq, min(last_seq, self.last_seq))
+        data, unpack = self.data, HEADER.unpack_from
+        window, window_at = b"", 0
+        for seq, offset_len, file_flags in zip(
+            entries[0::ENTRY_WORDS], entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS], strict=True
+        ):
+            offset, length = offset_len & 0xFFFF_FFFF, offset_len >> 32
+            if not length or not file_flags >> FLAGS_SHIFT & LOCATION_HAS_TAG:
+                continue
+            if offset + length > len(data) or length < HEADER_LEN + TAIL_LEN:
+                self.frame(seq)  # says what is wrong
+            if not window_at <= offset <= offset + length <= window_at + len(window):
+                window, window_at = bytes(data[offset : offset + max(length, _WINDOW_BYTES)]), offset
+            at = offset - window_at
+            frame_len, _, frame_seq, _, node_len, tag_len, data_len = unpack(window, at)
+            lengths_agree = frame_len == length - _LENGTH_FIELD_LEN
+            if frame_seq != seq or not lengths_agree or HEADER_LEN + node_len + tag_len + data_len + TAIL_LEN != length:
+                self.frame(seq)
+            start = at + HEADER_LEN + node_len
+            yield seq, window[start : start + tag_len]
+
+    def damage(self, deletions_under_way: bool) -> Iterator[CorruptSegment]:
+        """Everything that is wrong with it: every entry, every frame, and nothing else in the files.
+
+        `deletions_under_way`: the log has deletions of this topic that may not all be marked here yet.
+        """
+        if len(self._idx) % ENTRY_LEN:
+            yield CorruptSegment(self.idx_path, self.records * ENTRY_LEN, "the file ends inside an entry")
+        end = ts_before = 0
+        for seq in range(self.first_seq, self.first_seq + self.records):
+            entry_at = (seq - self.first_seq) * ENTRY_LEN
+            offset, length, ts, flags = self._entry(seq)
+            reason = _entry_defect(offset, length, flags, bytes(self._idx[entry_at + _PAD_AT : entry_at + ENTRY_LEN]))
+            if reason is None and ts < ts_before:
+                reason = f"ts {ts} is before that of the record before, {ts_before}"
+            if reason is None and length and offset != end:
+                reason = f"the frame of seq {seq} should begin at {end}, not at {offset}"
+            if reason is not None:
+                yield CorruptSegment(self.idx_path, entry_at, reason)
+            ts_before = max(ts, ts_before)
+            if not length:
+                continue
+            end = offset + length
+            try:
+                frame = self._read(seq, offset, length, ts, flags)
+            except CorruptSegment as defect:
+                yield defect
+                continue
+            (deleted_byte,) = self.data[end - 1 : end]
+            if deleted_byte not in (0, DELETED):
+                yield CorruptSegment(self.data_path, end - 1, f"del is {deleted_byte:#x}, neither 0 nor {DELETED:#x}")
+            elif frame.deleted != bool(flags & LOCATION_DELETED) and not deletions_under_way:
+                in_data, in_idx = ("deleted", "live") if frame.deleted else ("live", "deleted")
+                yield CorruptSegment(
+                    self.data_path, end - 1, f"seq {seq} is {in_data} here and {in_idx} in the index, at {entry_at}"
+                )
+        if end != len(self.data):
+            yield CorruptSegment(self.data_path, end, f"the last frame ends there, the file at {len(self.data)}")
+
+    def _entry(self, seq: int) -> tuple[int, int, int, int]:
+        """offset, len, ts, flags"""
+        assert self.first_seq <= seq <= self.last_seq
+        at = (seq - self.first_seq) * ENTRY_LEN
+        return ENTRY.unpack(self._idx[at : at + ENTRY_LEN])
+
+    def _read(self, seq: int, offset: int, length: int, ts: int, location_flags: int) -> SegmentFrame:
+        if offset + length > len(self.data) or length < HEADER_LEN + TAIL_LEN:
+            raise CorruptSegment(
+                self.idx_path,
+                (seq - self.first_seq) * ENTRY_LEN,
+                f"seq {seq} is said to lie at {offset}, {length} bytes of the {len(self.data)} there are",
+            )
+        frame = self.data[offset : offset + length]
+        frame_len, flags, frame_seq, frame_ts, node_len, tag_len, data_len = HEADER.unpack_from(frame)
+        checksum, deleted = TAIL.unpack_from(frame, length - TAIL_LEN)
+        body = frame[_FLAGS_AT : length - TAIL_LEN]
+        if checksum != xxh3_64_intdigest(body):
+            reason = "checksum does not match"
+        elif frame_len != length - _LENGTH_FIELD_LEN or HEADER_LEN + node_len + tag_len + data_len + TAIL_LEN != length:
+            reason = "inconsistent lengths"
+        elif (frame_seq, frame_ts) != (seq, ts):
+            reason = f"holds seq {frame_seq} of {frame_ts}, the index says seq {seq} of {ts}"
+        elif LOCATION_FLAGS[flags] != location_flags & ~LOCATION_DELETED:
+            reason = f"flags {flags:#x}, the index says {location_flags:#x}"
+        else:
+            node_at = HEADER_LEN - _FLAGS_AT
+            tag_at = node_at + node_len
+            data_at = tag_at + tag_len
+            return SegmentFrame(
+                seq,
+                ts,
+                flags,
+                bytes(body[node_at:tag_at]),
+                bytes(body[tag_at:data_at]),
+                bytes(body[data_at:]),
+                deleted == DELETED,
+            )
+        raise CorruptSegment(self.data_path, offset, reason)
+
+
+def _entry_defect(offset: int, length: int, flags: int, pad: bytes) -> str | None:
+    """Why an entry of the index cannot be one; None if it can."""
+    if any(pad):
+        return f"padding is {pad.hex()}, not zeros"
+    if flags & ~KEPT_FLAGS:
+        return f"unknown flags {flags:#x}"
+    if length:
+        return "a lost record with a frame" if flags & LOCATION_LOST else None
+    if flags == LOCATION_DELETED:
+        return None if offset == 0 else f"a record without a frame at offset {offset}"
+    if flags == LOCATION_LOST:
+        return None if offset in _REASONS else f"unknown reason {offset} for a lost record"
+    return f"no frame, but flags {flags:#x}"
