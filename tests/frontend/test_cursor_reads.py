@@ -120,7 +120,7 @@ def test_what_a_late_answer_takes_back_is_only_what_it_had(tmp_path: Path) -> No
         await reader.make(4)
         reader.stall = True
         first, second = (asyncio.create_task(reader.read(2)) for _ in range(2))
-        await until(lambda: not live.shard_up and len(live.gateway._pending) == 2)
+        await until(lambda: not live.shard_up and len(live.gateway._unanswered._requests) == 2)
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
         reader.go_on()
