@@ -41,7 +41,7 @@ class Reader:
                 live.gateway._wait_s = self.wait_s
             return await fetch_page(*args)
 
-        live.reader.fetch_page = fetch_and_stall  # type: ignore[method-assign]
+        live.reader.fetch_page = fetch_and_stall  # type: ignore[assignment, method-assign]
 
     async def make(self, records: int, **config: Any) -> None:
         await self.live.write("t", records)
@@ -120,7 +120,7 @@ def test_what_a_late_answer_takes_back_is_only_what_it_had(tmp_path: Path) -> No
         await reader.make(4)
         reader.stall = True
         first, second = (asyncio.create_task(reader.read(2)) for _ in range(2))
-        await until(lambda: not live.shard_up and len(live.gateway._pending) == 2)
+        await until(lambda: not live.shard_up and len(live.gateway._unanswered._requests) == 2)
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
         reader.go_on()
