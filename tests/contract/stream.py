@@ -155,13 +155,17 @@ def open_streams(service: Service) -> dict[int, int]:
     return {frontend["index"]: frontend["sse_connections"] for frontend in service.status()["frontends"]}
 
 
+def held_by_frontends(service: Service, field: str) -> int:
+    """A figure of the control page, all frontends together: as of now, which `status` is not of each."""
+    page = ControlPage.attach(shm_name(identity(str(service.data_dir)), "control"))
+    return sum(page.cell(Role.FRONTEND, index).get(field) for index in range(service.frontends))
+
+
 def until_streams_are_over(service: Service, client: httpx.Client | None = None) -> None:
     """Waits until no stream is open, and the shards have heard how far each had come: sessions go on from there. It is
     on its way when the place of a stream is free again, and has arrived when the shard answers what was asked later.
     """
-    page = ControlPage.attach(shm_name(identity(str(service.data_dir)), "control"))
-    frontends = [page.cell(Role.FRONTEND, index) for index in range(service.frontends)]
-    poll("no stream to be open", lambda: not any(cell.get("sse_admitted") for cell in frontends))
+    poll("no stream to be open", lambda: held_by_frontends(service, "sse_admitted") == 0)
     for shard in range(service.shards):
         name = next(name for n in itertools.count() if owner_shard(name := f"no-such-{n}", service.shards) == shard)
         answer = (client or service.client).post(f"/v0/topics/{name}/delete", json={"before_seq": 1})

@@ -275,14 +275,15 @@ def test_pages_hold_while_others_come_and_go(client: httpx.Client, topic: str) -
 
 
 def test_page_size_defaults_to_100_and_ends_at_1000(client: httpx.Client, topic: str) -> None:
-    for n in range(1001):
-        put(client, f"{topic}.{n:04}")
+    made = [f"{topic}.{n:04}" for n in range(1001)]
+    with ThreadPoolExecutor(8) as pool:  # each is a sync of the log, which requests at once share
+        list(pool.map(lambda name: put(client, name), made))
     prefix = {"prefix": f"{topic}."}
     assert len(ok(client.get("/v0/topics", params=prefix))["topics"]) == 100
     assert len(ok(client.get("/v0/topics", params=prefix | {"page_size": "1000"}))["topics"]) == 1000
     assert len(ok(client.get("/v0/topics", params=prefix | {"page_size": "100000"}))["topics"]) == 1000
-    for n in range(1001):
-        ok(client.delete(f"/v0/topics/{topic}.{n:04}"))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: ok(client.delete(f"/v0/topics/{name}")), made))
 
 
 @pytest.mark.parametrize("page_size", ["-1", "1.5", "x", ""])

@@ -20,7 +20,8 @@ from wsproto.events import Ping, TextMessage
 
 from tests.contract.asking import write
 from tests.contract.stream import follow, watch
-from tests.harness import Service
+from tests.contract.test_7_7_websocket import open_sockets
+from tests.harness import Service, poll
 
 RECORDS = 640
 RECORD_BYTES = 60_000
@@ -121,8 +122,10 @@ class Reader:
 def seqs_of_events(data: bytes, more: Callable[[], bytes]) -> list[int]:
     """Of an event stream, as far as it is caught up."""
     pieces = [data]
-    while b"event: caught-up" not in pieces[-1][-1000:]:
+    end = data[-1000:]
+    while b"event: caught-up" not in end:
         pieces.append(more())
+        end = (end + pieces[-1])[-1000:]  # the marker may come in two pieces
     frames = b"".join(pieces).split(b"\n\n")
     records = [frame.partition(b"data: ")[2].partition(b"\n")[0] for frame in frames if b"event: record" in frame[:100]]
     return [record["$seq"] for one in records for record in json.loads(one)["records"]]
@@ -150,6 +153,8 @@ def seqs_of_messages(data: bytes, more: Callable[[], bytes]) -> list[int]:
 @pytest.mark.parametrize("kind", ["events", "websocket"])
 def test_a_client_that_gives_no_window_is_kept_little_and_goes_on_where_it_was(large: Service, kind: str) -> None:
     before = anonymous_bytes(large)
+    frontend = [large.pid_of("frontend")]
+    sockets = open_sockets(frontend)
     if kind == "events":
         wid = watch(large.client, {"t": {"from_seq": 0}})["wid"]
         reader = Reader(large, (":method", "GET"), (":path", f"/v0/watch/{wid}"), ("accept", "text/event-stream"))
@@ -170,3 +175,5 @@ def test_a_client_that_gives_no_window_is_kept_little_and_goes_on_where_it_was(l
         reader.open_window()
         seqs = seqs_of_events if kind == "events" else seqs_of_messages
         assert seqs(first, reader.read) == EVERY_SEQ
+    # At once: between two pings of a WebSocket are 30 s.
+    poll("its socket to be closed", lambda: open_sockets(frontend) <= sockets, 15.0)

@@ -75,6 +75,7 @@ def total(read: Samples, name: str) -> float:
 
 @pytest.fixture
 def own() -> Iterator[Service]:
+    """For figures of the whole service: in one that others use, records expire and sessions end meanwhile."""
     with Service() as running:
         yield running
 
@@ -158,7 +159,8 @@ def test_histograms_are_cumulative_and_end_at_their_count(client: httpx.Client, 
         assert (sums[of] > 0) == (counts[of] > 0)
 
 
-def test_topics_records_and_bytes_of_all(client: httpx.Client, topic: str) -> None:
+def test_topics_records_and_bytes_of_all(own: Service, topic: str) -> None:
+    client = own.client
     before = scrape(client)
     classes = ("ephemeral", "memory", "disk", "fsync")
     for durability in classes:
@@ -195,7 +197,8 @@ def test_topics_records_and_bytes_of_all(client: httpx.Client, topic: str) -> No
     assert ("topics_topic_head_seq", (("topic", names[0]),)) not in gone
 
 
-def test_the_log_counts_what_was_written(client: httpx.Client, topic: str) -> None:
+def test_the_log_counts_what_was_written(own: Service, topic: str) -> None:
+    client = own.client
     put(client, topic, durability="fsync")
     before = scrape(client)
     for n in range(5):
@@ -279,18 +282,17 @@ def test_websocket_commands_are_counted_and_timed_by_their_kind(
     assert grown("topics_error_responses_total", status="4xx") == 2
 
 
-def test_sessions_and_streams(service: Service, topic: str) -> None:
-    put(service.client, topic)
-    poll("the streams of others to be gone", lambda: value(scrape(service.client), "topics_sse_connections") == 0)
-    before = scrape(service.client)
-    with follow(service, {topic: {}}) as stream:
+def test_sessions_and_streams(own: Service, topic: str) -> None:
+    put(own.client, topic)
+    before = scrape(own.client)
+    with follow(own, {topic: {}}) as stream:
         stream.event("caught-up")
-        watch(service.client, {topic: {}})
+        watch(own.client, {topic: {}})
         seen: list[Samples] = []
 
         def counted() -> bool:
             """A process says what it has counted a little later."""
-            seen.append(scrape(service.client))
+            seen.append(scrape(own.client))
             more = {name: value(seen[-1], name) - value(before, name) for name in wanted}
             return more == wanted
 
@@ -299,10 +301,11 @@ def test_sessions_and_streams(service: Service, topic: str) -> None:
         during = seen[-1]
         assert total(during, "topics_frontend_sse_connections") == value(during, "topics_sse_connections")
         assert value(during, "topics_sse_frames_total") > value(before, "topics_sse_frames_total")
-    poll("the stream to be gone", lambda: value(scrape(service.client), "topics_sse_connections") == 0)
+    poll("the stream to be gone", lambda: value(scrape(own.client), "topics_sse_connections") == 0)
 
 
-def test_the_json_has_the_same_names_and_numbers(client: httpx.Client, topic: str) -> None:
+def test_the_json_has_the_same_names_and_numbers(own: Service, topic: str) -> None:
+    client = own.client
     write(client, topic, 1, 2)
     as_text = scrape(client)
     answer = client.get("/v0/metrics", headers={"Accept": "application/json"})

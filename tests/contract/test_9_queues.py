@@ -932,6 +932,7 @@ def test_jobs_that_a_router_brought_stay_done_over_a_restart() -> None:
         put(service.client, "jobs", type="queue")
         ok(service.client.put("/v0/routers/r", json={"source": "events", "dest": "jobs"}))
         write(service.client, "events", *range(6))
+        assert state(service.client, "jobs")["head_seq"] == 6
         jobs = claim(service.client, "jobs", max=4)
         assert [job["data"] for job in jobs] == [0, 1, 2, 3]
         ask(service.client, "jobs", "ack", 1, 3)

@@ -75,7 +75,7 @@ def test_a_claim_that_meets_a_damaged_job_leaves_it_behind() -> None:
             got += [job["$seq"] for job in claim(service.client, "q", max=20)]
         assert got == [seq for seq in ALL if seq != BAD]
         until_counts(service.client, "q", 0, RECORDS - 1, 0)
-        assert said(service) == 1
+        assert 1 <= said(service) <= FRONTENDS
 
 
 def test_jobs_that_only_a_cold_directory_had_hold_up_no_other_job() -> None:

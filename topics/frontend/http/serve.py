@@ -134,7 +134,7 @@ class _ConnectionContext(WorkerContext):
     def enter(self, app: asyncio.Task[Any]) -> None:
         """An app call begins on this connection."""
         self._apps.add(app)
-        app.add_done_callback(self._apps.discard)
+        app.add_done_callback(self._left)
         if self._client_gone:
             app.get_loop().call_later(GONE_S, app.cancel)
 
@@ -146,6 +146,16 @@ class _ConnectionContext(WorkerContext):
         self.end.set_now()
         for app in self._apps:
             app.get_loop().call_later(GONE_S, app.cancel)
+        self._wake_if_over()
+
+    def _left(self, app: asyncio.Task[Any]) -> None:
+        self._apps.discard(app)
+        self._wake_if_over()
+
+    def _wake_if_over(self) -> None:
+        """Nobody is left to be pinged: over HTTP/2 the sockets of a connection end one by one, and it with the last."""
+        if self._client_gone and not self._apps:
+            self.closed.set()
 
     def drop(self, receive: Receive) -> None:
         """Takes what still comes for a WebSocket whose app has ended. Hypercorn reads on only as long as somebody does,
