@@ -39,6 +39,8 @@ class Client:
     """One keep-alive connection, one request at a time."""
 
     def __init__(self, port: int) -> None:
+        self.asked = 0
+        """How many requests it has sent."""
         self._port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
@@ -52,6 +54,7 @@ class Client:
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
         reader, writer = self._streams
+        self.asked += 1
         writer.write(request)
         head = await reader.readuntil(b"\r\n\r\n")
         length = _LENGTH.search(head)
@@ -134,6 +137,11 @@ class Writer:
         self._every_s = every_s
         self._read_back = read_back
 
+    @property
+    def asked(self) -> int:
+        """Requests so far, those of looks at what was acknowledged included."""
+        return self._client.asked
+
     async def run(self, until_s: float, acked_min: int = 0) -> None:
         """Until that moment of the loop's clock, and so many writes are acknowledged in all; may be called again."""
         loop = asyncio.get_running_loop()
@@ -184,7 +192,6 @@ class Sight(NamedTuple):
     window_ms: float
     throttled: int
     requests: int
-    """By anybody: who looks at both knows whether these are all of the load's own."""
 
 
 class Observer:
@@ -194,6 +201,11 @@ class Observer:
         self._client = Client(port)
         self.sights: list[Sight] = []
         self.stopped = False
+
+    @property
+    def asked(self) -> int:
+        """Requests so far."""
+        return self._client.asked
 
     async def look(self) -> Sight:
         metrics = (await self._client.ask("GET", "/v0/metrics")).json

@@ -46,6 +46,8 @@ class Endured(NamedTuple):
     before: Sight
     during: list[Sight]
     after: Sight
+    asked: int
+    """Requests of the load from `before` to `after`: what the service counted beyond them was somebody else's."""
     held_bytes: list[int]
     refused_max_ms: float
     """The longest that a refusal took to come; 0 if there was none."""
@@ -77,6 +79,7 @@ async def _endure(plan: Overload) -> Endured:
     await until(lambda: all(watcher.caught_up for watcher in everybody), "every stream to be caught up")
     before = await observer.until(lambda sight: sight.pressure < 0.2, "a quiet server")
     observer.sights.clear()
+    looks = observer.asked
     observing = loop.create_task(observer.run())
     held_bytes: list[int] = []
     weighing = loop.create_task(_weigh(plan, held_bytes))
@@ -115,6 +118,7 @@ async def _endure(plan: Overload) -> Endured:
         before,
         during,
         after,
+        observer.asked - looks + sum(writer.asked for writer in writers + floods),
         held_bytes,
         max([max(writer.refused_ms, default=0.0) for writer in writers + floods], default=0.0),
     )

@@ -19,7 +19,7 @@ from tests.harness import poll
 from tests.storage.faults import CHANGING_CALLS, Crash, Fault, FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
-from topics.compactor.rewrites import FETCH_AGAIN_MS
+from topics.compactor.rewrites import AGAIN_MS
 from topics.core.segment_list import COLD, SEALED
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.storage import kill_points
@@ -287,7 +287,7 @@ def test_a_cold_directory_that_fails_is_asked_again_later(gated: tuple[Tiers, Co
         tiers.compaction.upkeep()
         tiers.compaction.cut()
     assert tiers.versions()[0] == 0
-    tiers.rig.clock.ms += FETCH_AGAIN_MS
+    tiers.rig.clock.ms += AGAIN_MS
     tiers.settle(lambda: tiers.is_rewritten() and tiers.is_tidy())
     tiers.check()
 
@@ -364,7 +364,7 @@ def strike_at(root: Path, nth: int, error: int, calls: frozenset[str]) -> bool:
             tiers.compaction.begin_again()
         fs.arm(None)
         tiers.check()
-        tiers.rig.clock.ms += FETCH_AGAIN_MS
+        tiers.rig.clock.ms += AGAIN_MS
         tiers.settle(lambda: tiers.is_rewritten() and tiers.is_tidy())
         tiers.rig.restart_service()
         tiers.compaction.begin_again()

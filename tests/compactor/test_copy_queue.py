@@ -45,6 +45,51 @@ def test_one_that_fails_holds_up_no_other_and_comes_later_each_time() -> None:
     assert waits == [RETRY_MS, 2 * RETRY_MS, 4 * RETRY_MS, 8 * RETRY_MS, *[RETRY_MAX_MS] * 3]
 
 
+def test_many_that_fail_leave_every_other_turn_to_those_that_do_not() -> None:
+    """Enough of them that one is due whenever anything may begin."""
+    queue = CopyQueue()
+    for number in range(100):
+        queue.add(copy(number))
+    bad = {copy(number) for number in range(30)}
+    done = now_ms = 0
+    while done < 70 and now_ms < 20 * RETRY_MAX_MS:
+        now_ms += PAUSE_MS
+        taken = queue.take(now_ms)
+        if taken in bad:
+            queue.failed(taken, now_ms)
+        elif taken is not None:
+            queue.done(taken)
+            done += 1
+    assert done == 70
+    # And the other way round: those that failed have their turn however many others come.
+    tries = 0
+    for number in range(100, 200):
+        queue.add(copy(number))
+        now_ms += RETRY_MAX_MS
+        taken = queue.take(now_ms)
+        assert taken is not None
+        tries += taken in bad
+        queue.failed(taken, now_ms) if taken in bad else queue.done(taken)
+    assert tries >= 40
+
+
+def test_those_that_are_gone_take_no_room_however_long_they_wait() -> None:
+    queue = CopyQueue()
+    for number in range(10):
+        queue.add(copy(number))
+    for number in range(3):
+        assert queue.take(number * RETRY_MS) == copy(number)
+        if number:
+            queue.failed(copy(number), number * RETRY_MS)
+    queue.keep_only(lambda one: one == copy(9))
+    assert len(queue) == 2, "one waits, and one is being copied"
+    assert queue.take(10 * RETRY_MS) == copy(9)
+    assert queue.take(100 * RETRY_MS) is None
+    queue.done(copy(0))
+    queue.done(copy(9))
+    assert len(queue) == 0
+
+
 def test_when_all_fail_less_and_less_is_tried_until_one_succeeds() -> None:
     queue = CopyQueue()
     for number in range(100):

@@ -34,11 +34,21 @@ class Directory:
         self.needed: TopicFiles | None = TopicFiles(SegmentList([info(1, 5), info(6, 10), info(11, 15)]), 1)
         self.leftovers = Leftovers(FS, self.data_dir)
         self.failures: list[OSError] = []
+        self.unsaid: set[int] = set()
+        """Topics of which the snapshots say nothing new."""
+
+    def in_snapshot(self, topic_id: int) -> bool:
+        return topic_id not in self.unsaid
+
+    def tidy(self) -> list[int]:
+        """First seqs of what went without a snapshot."""
+        removed, self.failures = self.leftovers.remove_due(lambda topic_id: self.needed, lambda: None)
+        return [name.first_seq for _, name in removed]
 
     def sweep(self) -> list[int]:
         """First seqs of what went."""
         self.leftovers.look_at(TOPIC_ID)
-        removed, self.failures = self.leftovers.sweep(lambda topic_id: self.needed, lambda: None)
+        removed, self.failures = self.leftovers.sweep(lambda topic_id: self.needed, self.in_snapshot, lambda: None)
         return [name.first_seq for _, name in removed]
 
     def names(self) -> list[str]:
@@ -137,9 +147,9 @@ def test_a_former_life_s_directories_are_all_looked_at(directory: Directory) -> 
     directory.needed = TopicFiles(None, 0)
     directory.leftovers.look_at_all()
     assert directory.leftovers.waiting
-    directory.leftovers.sweep(lambda topic_id: directory.needed, lambda: None)
+    directory.leftovers.sweep(lambda topic_id: directory.needed, directory.in_snapshot, lambda: None)
     assert directory.leftovers.waiting
-    removed, _ = directory.leftovers.sweep(lambda topic_id: directory.needed, lambda: None)
+    removed, _ = directory.leftovers.sweep(lambda topic_id: directory.needed, directory.in_snapshot, lambda: None)
     assert {topic_id for topic_id, _ in removed} == {TOPIC_ID}
     assert not directory.leftovers.waiting
 
@@ -152,12 +162,26 @@ def test_what_could_not_be_removed_is_tried_again(directory: Directory) -> None:
     fs.arm(Fault(2, errno.EIO, calls=frozenset(("unlink",))))
     assert directory.sweep() == []
     assert [error.errno for error in directory.failures] == [errno.EIO]
-    assert directory.leftovers.waiting
+    assert directory.names() == sorted([*files(6, 11), f"seg-{1:020d}.idx", f"seg-{1:020d}.tags"])
     fs.arm(None)
-    directory.sweep()
-    directory.sweep()
+    assert directory.tidy() == [1]
     assert directory.names() == files(6, 11)
     assert directory.failures == []
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_whichever_of_its_files_cannot_be_removed_a_segment_that_went_is_told_of(
+    directory: Directory, nth: int
+) -> None:
+    """The cold directory would keep its copies until the next start."""
+    fs = FaultyFileSystem()
+    directory.leftovers = Leftovers(fs, directory.data_dir)
+    directory.needed = TopicFiles(SegmentList([info(6, 10), info(11, 15)]), 6)
+    directory.sweep()
+    fs.arm(Fault(nth, errno.EIO, calls=frozenset(("unlink",))))
+    assert directory.sweep() == []
+    fs.arm(None)
+    assert directory.sweep() == [1]
 
 
 class Stuck(OsFileSystem):
@@ -186,13 +210,71 @@ def test_a_file_that_cannot_be_removed_keeps_no_other(directory: Directory, stuc
     assert len(directory.failures) == 1
     kept = files(1, 11) if stuck.endswith("data") else [".aaa.tmp", *files(11)]
     assert directory.names() == kept
-    assert directory.leftovers.waiting
+    directory.sweep()
+    assert not directory.leftovers.waiting, "that is no reason for a snapshot"
     fs.stuck = "none"
-    gone += directory.sweep() + directory.sweep()
+    gone += directory.tidy() + directory.sweep()
     assert sorted(gone) == [1, 6]
     assert directory.names() == files(11)
     assert directory.failures == []
     assert not directory.leftovers.waiting
+
+
+def test_what_a_snapshot_says_nothing_new_of_waits(directory: Directory) -> None:
+    """Its shard could not take part: what is known of it here is ahead of both snapshots."""
+    other = layout.topic_dir(directory.data_dir, TOPIC_ID + 1)
+    shutil.copytree(directory.path, other)
+    directory.needed = TopicFiles(SegmentList([info(11, 15)]), 11)
+    directory.leftovers.look_at(TOPIC_ID + 1)
+    directory.unsaid = {TOPIC_ID}
+    assert directory.sweep() == []
+    assert directory.sweep() == [1, 6]
+    assert directory.names() == files(1, 6, 11)
+    directory.unsaid = set()
+    assert directory.sweep() == []
+    directory.unsaid = {TOPIC_ID}
+    assert directory.sweep() == []
+    assert directory.names() == files(1, 6, 11)
+    directory.unsaid = set()
+    assert directory.sweep() == [1, 6]
+    assert directory.names() == files(11)
+
+
+def test_on_a_full_disk_only_what_is_gone_for_good_goes_at_once(directory: Directory) -> None:
+    """Not an old version, from which a start may read deletions, nor what may be told of any moment."""
+    for name in (f"seg-{6:020d}.1", f"seg-{16:020d}"):
+        for kind in ("data", "idx", "tags"):
+            (directory.path / f"{name}.{kind}").write_bytes(b"")
+    rewritten = [f"seg-{6:020d}.1.{kind}" for kind in ("data", "idx", "tags")]
+
+    def make_room(needed: TopicFiles | None) -> list[int]:
+        swept = directory.leftovers.make_room([TOPIC_ID], lambda _topic_id: needed, lambda: None)
+        assert swept.failures == []
+        return [name.first_seq for _, name in swept.removed]
+
+    assert make_room(None) == []
+    assert make_room(TopicFiles(SegmentList([info(6, 10, version=1), info(11, 15, flags=SEALED | COLD)]), 6)) == [1]
+    kept = sorted([*files(6, 16), *rewritten, f"seg-{11:020d}.idx", f"seg-{11:020d}.tags"])
+    assert directory.names() == kept
+    assert make_room(TopicFiles(None, 0)) == [6, 6, 11, 16]
+    assert not directory.path.exists()
+
+
+def test_what_went_for_its_room_is_not_told_of_again(directory: Directory) -> None:
+    directory.needed = TopicFiles(SegmentList([info(6, 10), info(11, 15)]), 6)
+    directory.sweep()
+    directory.leftovers.make_room([], lambda _topic_id: directory.needed, lambda: None)
+    assert directory.names() == files(6, 11)
+    assert directory.sweep() == []
+
+
+def test_files_inside_of_a_segment_that_counts_go(directory: Directory) -> None:
+    """Written, never told of, and written again with another beginning."""
+    directory.needed = TopicFiles(SegmentList([info(1, 10), info(11, 15)]), 1)
+    assert directory.sweep() == []
+    assert directory.sweep() == [6]
+    assert directory.names() == files(1, 11)
+    assert directory.leftovers.unexplained == 0
 
 
 class Unlisted(OsFileSystem):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.compactor.copy_queue import RETRY_MS
 from topics.compactor.relocation import AHEAD_MAX
+from topics.compactor.rewrites import AGAIN_MS
 from topics.core.segment_list import COLD, SEALED, SegmentList
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
@@ -171,11 +173,15 @@ def test_segments_go_while_none_can_be_rewritten(tiers: Tiers) -> None:
     tiers.rig.call(DeleteRecords("dead", None, "eq", b"x"))
     tiers.fs.full = f"seg-{3:020d}.1.data"
     tiers.seal(5)
-    for _ in range(10):
+    for again_ms in (AGAIN_MS, 2 * AGAIN_MS, 4 * AGAIN_MS):
         with pytest.raises(OSError, match="No space left"):
             tiers.compaction.compactor.upkeep()
-        tiers.rig.clock.ms += 100
+        for _ in range(3):
+            tiers.rig.clock.ms += again_ms // 4
+            tiers.compaction.compactor.upkeep()
+        tiers.rig.clock.ms += again_ms // 4
     assert tiers.all_cold()
+    assert not list(Path(tiers.rig.settings.data_dir).rglob("*.1.*")), "half a copy is room that others need"
     tiers.fs.full = "none"
     tiers.compaction.upkeep()
     assert [info.version for info in tiers.compaction.segments("dead")] == [0, 1, 0]
@@ -220,3 +226,67 @@ def test_a_topic_that_the_shard_does_not_mark_leaves_the_others_cold(
     tiers.compaction.upkeep()
     assert tiers.cold("u") == [1, 3, 5]
     assert (tiers.compaction.life.cell.get("segments_relocated"), tiers.failures()) == (6, 3)
+
+
+class Hanging(Executor):
+    """A helper that does nothing while it hangs, and then all of it, in order."""
+
+    def __init__(self) -> None:
+        self.hangs = False
+        self._waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._waiting.append((future, lambda: fn(*args, **kwargs)))
+        if not self.hangs:
+            self.go_on()
+        return future
+
+    def go_on(self) -> None:
+        self.hangs = False
+        while self._waiting:
+            future, call = self._waiting.pop(0)
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001 — as an executor does
+                future.set_exception(error)
+
+
+def test_while_the_cold_directory_hangs_what_has_gone_takes_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is anything forgotten: what was put there before goes when it can."""
+    monkeypatch.setattr("topics.compactor.relocation.QUEUE_MIN", 8)
+    monkeypatch.setattr("topics.compactor.relocation.REMOVED_MAX", 20)
+    (tmp_path / "data").mkdir()
+    helper = Hanging()
+    tiers = Tiers(tmp_path, helper)
+    relocation = tiers.compaction.compactor._relocation
+    assert relocation is not None
+    tiers.seal(4)
+    tiers.compaction.upkeep()
+    assert tiers.cold() == [1, 3, 5]
+    helper.hangs = True
+    names, copies = [], []
+    for turn in range(1, 41):
+        tiers.seal(3)
+        tiers.compaction.compactor.upkeep()
+        tiers.rig.call(DeleteRecords("t", (4 + 3 * turn) * EVENTS, None, b""))
+        tiers.compaction.cut()
+        tiers.compaction.cut()
+        names.append(len(relocation._removed))
+        copies.append(len(relocation._queue))
+    assert max(names) <= 20
+    assert max(copies) < 2 * (AHEAD_MAX + 8), "of some 120"
+    assert names.count(0) > 1, "more than there was room for"
+    helper.go_on()
+    for _ in range(4):
+        tiers.compaction.upkeep()
+        tiers.compaction.cut()
+    assert tiers.cold() == []
+    assert not list(tiers.cold_dir.rglob("seg-*"))
+    tiers.seal(2)
+    tiers.compaction.upkeep()
+    assert len(tiers.cold()) == 2
+    tiers.rig.shard.close()
+    tiers.rig.close()

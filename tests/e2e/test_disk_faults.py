@@ -116,6 +116,39 @@ def test_a_full_disk(small_disk: Path, topic: str, durability: str) -> None:
         refuse_and_recover(service, topic, make_room)
 
 
+def test_on_a_full_disk_a_deleted_topic_gives_its_room_back(small_disk: Path) -> None:
+    """Without a restart: writes are taken again, and nothing that was acked is missing."""
+    subprocess.run(["mount", "-o", "remount,size=12m", str(small_disk)], check=True)
+    env = {"TOPICS_CHECKPOINT_WAL_BYTES": "1MiB", "TOPICS_CHECKPOINT_INTERVAL_MS": "500"}
+    with Service(shards=1, frontends=1, data_dir=small_disk / "data", env=env) as service:
+        client = service.client
+        filled = [f"old.{n}" for n in range(125)]
+        for value in filled:
+            write(client, "old", value).raise_for_status()
+
+        def in_segments() -> bool:
+            return sum(path.stat().st_size for path in small_disk.rglob("seg-*.data")) > len(filled) * 20 * len(RECORD)
+
+        poll("all of it to be in segments", in_segments, 30)
+        acked: list[str] = []
+        refused(fill_until_refused(client, "new", acked), 503, "storage_unavailable")
+        ok(client.delete("/v0/topics/old"))
+        taken: list[str] = []
+
+        def is_taken() -> bool:
+            value = f"more.{len(taken)}"
+            if write(client, "more", value).is_success:
+                taken.append(value)
+            return len(taken) == 20
+
+        poll("writes to be taken again", is_taken, 60)
+        check_log(service, "new", acked)
+        service.kill_group()
+        service.start()
+        check_log(service, "new", acked)
+        check_log(service, "more", taken)
+
+
 def test_other_topics_and_streams_do_not_suffer_from_a_refusal() -> None:
     """Two shards, the files of one limited: the other's topics are written and streamed all the while."""
     with Service(shards=2, frontends=1) as service:

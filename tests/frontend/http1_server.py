@@ -304,8 +304,8 @@ class Server:
         grace_ms: int = 10_000,
         places: Cap | None = None,
     ) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self.port: int = self._listener.getsockname()[1]
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.port: int = self.listener.getsockname()[1]
         self._arguments = (http_protocol, limits or HttpLimits(), grace_ms)
         self._places = places
         self._loop_factory = LOOPS[loop]
@@ -329,7 +329,7 @@ class Server:
         self.app, self.connections, self.shutdown = App(), Connections(self._places), asyncio.Event()
         await serve(
             self.app,
-            [self._listener],
+            [self.listener],
             limits,
             protocol,
             self.shutdown,

@@ -68,6 +68,15 @@ def test_the_end_of_file_is_passed_on_to_every_pipelined_request(loop: str) -> N
         assert server.app.disconnects == 1
 
 
+def test_the_end_of_file_is_passed_on_to_another_protocol(loop: str) -> None:
+    with Server(loop=loop) as server, server.client() as client:
+        client.get("/wait").send(UPGRADE + PREFACE).half_close()
+        until(lambda: any(c._eof for c in server.connections.open), "the end of file")
+        server.call(server.app.go.set)
+        assert client.answer().body == b"at last"
+        assert client.read(10_000).startswith(b"HTTP/1.1 101 ")
+
+
 @pytest.mark.parametrize("after_a_request", [False, True])
 def test_blank_lines_keep_no_connection_open(loop: str, after_a_request: bool) -> None:
     short = {"keep_alive_timeout_ms": 300} if after_a_request else {"header_timeout_ms": 300}
@@ -131,7 +140,7 @@ def test_an_http2_connection_that_asks_for_nothing_is_idle(loop: str) -> None:
 
 def test_what_a_stream_leaves_behind_is_bounded_like_any_answer(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub counts what it keeps for a stream as long as it is open, and nobody would from then on."""
-    monkeypatch.setattr(http1_connections, "ANSWERS_HIGH_BYTES", 50_000_000)
+    monkeypatch.setattr(http1_connections, "ANSWERS_HIGH_BYTES", 40_000_000)
     monkeypatch.setattr(http1_connections, "LOOK_S", 0.05)
     monkeypatch.setattr(pulse, "STALL_CUT_MS", 200)
 

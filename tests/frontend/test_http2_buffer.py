@@ -10,6 +10,7 @@ import h2.events
 import pytest
 
 from tests.frontend.http1_server import Client, Server, until
+from topics.frontend.http.http1 import HttpLimits
 
 PIECE_BYTES = 64 * 1024
 """Of `App.large`."""
@@ -104,3 +105,22 @@ def test_who_waits_for_a_window_goes_with_its_client(server: Server, end: str, p
             connected.flush()
             until(lambda: not server.app.running, "the app call to end")
     until(lambda: not server.app.running, "the app call to end")
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+@pytest.mark.parametrize("path", ["/large", "/big?1000000", "/big?10000"])
+def test_who_gives_no_window_is_not_waited_for_without_an_end(loop: str, path: str) -> None:
+    """Also for the last bytes of an answer: the window of the connection is used up by the first stream."""
+    limits = HttpLimits(write_stall_timeout_ms=300, linger_ms=20)
+    with Server(loop=loop, limits=limits) as server, server.client() as client:
+        connected = Connected(client)
+        connected.ask(1, "/big?65000")
+        while 1 not in connected.ended:
+            connected.read()
+        connected.ask(3, path)
+        while 3 not in connected.reset:
+            connected.read()
+        until(lambda: not server.app.running, "the app call to end")
+        connected.ask(5, "/status/204")
+        while 5 not in connected.ended:
+            connected.read()

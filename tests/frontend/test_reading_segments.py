@@ -508,6 +508,25 @@ def test_deletions_are_seen_in_an_index_that_was_replaced(hosting: Hosting) -> N
     assert 3 not in seqs(read(hosting))
 
 
+@pytest.mark.parametrize("noticed", ["by the sweep", "when the segment has grown"])
+def test_data_that_were_replaced_are_checked_again(hosting: Hosting, noticed: str) -> None:
+    hosting.make("t")
+    fill(hosting, 10, plain=True)
+    hosting.checkpoint("t", records_max=20)
+    assert len(seqs(read(hosting))) == 10
+    path = hosting.data_path("t", 1)
+    copy = path.with_suffix(".copy")
+    copy.write_bytes(path.read_bytes())
+    damage(copy, 3 * FRAME_LEN + WHERE["payload"])
+    copy.rename(path)
+    if noticed == "by the sweep":
+        hosting.reader.sweep()
+    else:
+        fill(hosting, 2, plain=True)
+        hosting.checkpoint("t", records_max=20)
+    assert seqs(read(hosting)) == [1, 2, 3]
+
+
 def test_what_cannot_be_opened_is_an_error_of_that_topic(hosting: Hosting) -> None:
     hosting.make("t")
     fill(hosting, 10, plain=True)
@@ -518,6 +537,18 @@ def test_what_cannot_be_opened_is_an_error_of_that_topic(hosting: Hosting) -> No
     with pytest.raises(TopicsError, match="Too many levels of symbolic links") as refused:
         read(hosting)
     assert refused.value.code == "storage_unavailable"
+
+
+def test_an_index_that_cannot_be_opened_keeps_nobody_from_asking_what_expired(hosting: Hosting) -> None:
+    hosting.make("t", TopicConfig(ttl_ms=1000))
+    fill(hosting, 10, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    ref = hosting.reader.get("t")
+    path = hosting.data_path("t", 1).with_suffix(".idx")
+    path.unlink()
+    path.symlink_to(path)
+    ref = ref._replace(view=ref.view._replace(earliest_seq=2))
+    assert hosting.reader.has_expired(ref, hosting.clock.now_ms() + 2000) is False
 
 
 # -- cold

@@ -11,6 +11,7 @@ import pytest
 from tests.frontend.http1_server import DEADLINE_S, Server, until
 from topics.frontend.attended import GAP_S, AttendedClock
 from topics.frontend.http.http1 import HttpLimits
+from topics.frontend.live.pulse import STALL_MAX_MS, Stalls
 
 TIMEOUT_MS = 3_000
 LIMITS = HttpLimits(
@@ -101,6 +102,18 @@ def test_time_passes_while_somebody_looks() -> None:
     assert looking.clock.monotonic_ms() == 1_100_000
     looking.pass_by(100, 0.25)
     assert looking.clock.monotonic_ms() == 1_200_000
+
+
+def test_who_pushes_gives_nobody_up_for_a_stop() -> None:
+    """Neither of those who are behind; what they take afterwards is progress, and what they do not take counts."""
+    looking = Looking()
+    stalls: Stalls[str] = Stalls({"behind": 1000}.__getitem__)
+    stalls.note("behind", looking.clock.monotonic_ms())
+    looking.time_s += 10 * STALL_MAX_MS
+    assert stalls.over(looking.clock.monotonic_ms()) == []
+    assert stalls.holding(1, looking.clock.monotonic_ms()) == []
+    looking.pass_by(STALL_MAX_MS / 1000, 1)
+    assert stalls.over(looking.clock.monotonic_ms()) == ["behind"]
 
 
 def test_what_nobody_saw_has_not_passed() -> None:

@@ -207,6 +207,8 @@ def test_segments_of_a_topic_are_replayed_once(
     assert service.client.put(f"/v0/routers/{topic}", json=route).status_code == 201
     written = [NewRecord({"n": n}, tag=f"t{n % 3}", node="me", meta={"k": str(n)}) for n in range(6_000)]
     topics.append(topic, written)
+    # A read waits for the copies, but not for ever (api §6).
+    poll("the copies", lambda: topics.get_topic(f"{topic}.d").head_seq == 6_000, 30)
     poll("segments", lambda: topics.call(calls.segments(f"{topic}.d")).segments, 30)
     arguments = ["--from-topic", f"{topic}.d", "--data-dir", str(service.data_dir), "--records-per-batch", "2500"]
     arguments += ["--to-topic", f"{topic}-again", "--checkpoint", str(tmp_path / "replay")]

@@ -31,8 +31,9 @@ class Life:
         self.steps += 1
 
     def wait(self) -> None:
-        self._rig.shard.step()
-        self._rig.shard.sync_in_background()
+        self._rig.step()
+        for shard in self._rig.shards:
+            shard.sync_in_background()
 
 
 class Compaction:
@@ -59,12 +60,14 @@ class Compaction:
             self._compactor = build(self.rig.settings, self.rig.shared, self._incarnation, self.rig.fs, life, helper)
         return self._compactor
 
-    def cut(self) -> None:
-        """Everything into segments, a snapshot, and the shard has dropped what log files it may."""
-        self.compactor.cut()
+    def cut(self) -> bool:
+        """Everything into segments, a snapshot, and the shard has dropped what log files it may; False if it failed."""
+        complete = self.compactor.cut()
         self.rig.run()
-        while self.rig.shard.busy:
-            self.rig.shard.sync_in_background()
+        for shard in self.rig.shards:
+            while shard.busy:
+                shard.sync_in_background()
+        return complete
 
     def upkeep(self) -> None:
         """What can wait, as far as it goes."""
@@ -75,7 +78,7 @@ class Compaction:
     # -- a reader's side
 
     def segments(self, name: str) -> tuple[SegmentInfo, ...]:
-        reader = self.rig.reader
+        reader = self.rig.reader_of(self.rig.owner(name))
         found = reader.look_up(name)
         assert found is not None, name
         segments = reader.segments(*found)
@@ -84,7 +87,7 @@ class Compaction:
 
     def read(self, name: str) -> list[tuple[int, bytes]]:
         """(seq, data) of all live records, wherever they are."""
-        reader = self.rig.reader
+        reader = self.rig.reader_of(self.rig.owner(name))
         found = reader.look_up(name)
         assert found is not None, name
         slot, view = found

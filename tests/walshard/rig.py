@@ -9,6 +9,7 @@ from typing import Any
 from tests.storage.faults import FaultyFileSystem
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.core.names import owner_shard
 from topics.settings import Settings
 from topics.settings import load as load_settings
 from topics.shm import append_messages, messages, names
@@ -18,6 +19,7 @@ from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.shm.messages import Call, Kind
 from topics.shm.queue_messages import Dealt
+from topics.shm.ring import Ring
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import HEADER, HEADER_LEN, lay_out
 from topics.storage.layout import group_dir, log_path, ram_group_dir
@@ -54,11 +56,11 @@ class Inline(Executor):
 
 
 class Rig:
-    """One shard, one frontend's ends of the rings."""
+    """One shard, one frontend's ends of the rings. With more `shards`, `shard`, `cell` and `reader` are the first's."""
 
-    def __init__(self, data_dir: str, fs: FileSystem | None = None, **settings: str) -> None:
+    def __init__(self, data_dir: str, fs: FileSystem | None = None, shards: int = 1, **settings: str) -> None:
         environ = {f"TOPICS_{name.upper()}": value for name, value in settings.items()}
-        environ |= {"TOPICS_DATA_DIR": data_dir, "TOPICS_WAL_SHARDS": "1", "TOPICS_FRONTENDS": "1"}
+        environ |= {"TOPICS_DATA_DIR": data_dir, "TOPICS_WAL_SHARDS": str(shards), "TOPICS_FRONTENDS": "1"}
         environ.setdefault("TOPICS_WAL_FILE_BYTES", str(1 << 20))
         self.settings: Settings = load_settings(environ)
         self.identity = secrets.token_hex(8)
@@ -68,33 +70,35 @@ class Rig:
         self.notices: list[int] = []
         self.dealt: list[Dealt] = []
         self._next_id = 0
-        self.shared = SharedMemory.create(self.identity, 1, 1, 1 << 20)
+        self._shard_count = shards
+        self.shared = SharedMemory.create(self.identity, shards, 1, 1 << 20)
         self.shard: Shard
-        self._reader: ArenaReader | None = None
+        self._readers: dict[int, ArenaReader] = {}
         self.boot()
 
     def boot(self) -> None:
         """A (new) incarnation of the shard; the former one, if any, is simply never heard of again."""
-        self.cell = self.shared.control.cell(Role.WALSHARD, 0)
-        self.outbox = Outbox(self.shared, 0)
+        self.shards = [self._recover(shard) for shard in reversed(range(self._shard_count))][::-1]
+        self.shard = self.shards[0]
+
+    def _recover(self, number: int) -> Shard:
+        self.cell = self.shared.control.cell(Role.WALSHARD, number)
+        self.outbox = Outbox(self.shared, number)
         inline = Inline()
-        self.shard = recover(self.settings, self.shared, 0, self.outbox, self.cell, self.clock, self.fs, inline, inline)
+        shard = recover(self.settings, self.shared, number, self.outbox, self.cell, self.clock, self.fs, inline, inline)
         self.outbox.announce_generation()
         self.outbox.flush()
+        return shard
 
     def restart_service(self) -> None:
         """All processes gone, new shared memory, RAM logs lost; the files stay."""
         self.shared.destroy()
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
-        self.shared = SharedMemory.create(self.identity, 1, 1, 1 << 20)
+        self._close_readers()
+        self.shared = SharedMemory.create(self.identity, self._shard_count, 1, 1 << 20)
         self.boot()
 
     def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+        self._close_readers()
         if isinstance(self.fs, FaultyFileSystem):
             # Lives that were killed have closed nothing; a process takes its descriptors with it.
             self.fs.bury()
@@ -116,7 +120,7 @@ class Rig:
     ) -> int:
         self._next_id += 1
         laid_out = lay_out([(b"", tag, piece, b"") for piece in data])
-        assert self.shared.rings[0][0].requests.push(
+        assert self.shared.rings[0][self.owner(name)].requests.push(
             *append_messages.encode_append(
                 self._next_id,
                 name.encode(),
@@ -132,13 +136,20 @@ class Rig:
         )
         return self._next_id
 
-    def post_call(self, call: Call) -> int:
+    def post_call(self, call: Call, shard: int = 0) -> int:
         self._next_id += 1
-        assert self.shared.rings[0][0].requests.push(*messages.encode_call(self._next_id, call))
+        assert self.shared.rings[0][shard].requests.push(*messages.encode_call(self._next_id, call))
         return self._next_id
 
+    def owner(self, name: str) -> int:
+        """Which shard has this topic."""
+        return owner_shard(name, self._shard_count)
+
     def take_replies(self) -> None:
-        ring = self.shared.rings[0][0].replies
+        for pair in self.shared.rings[0]:
+            self._take_replies(pair.replies)
+
+    def _take_replies(self, ring: Ring) -> None:
         for message, position in ring.peek():
             kind, request_id, _ = messages.head(message)
             if request_id in self.replies:
@@ -164,17 +175,22 @@ class Rig:
 
     def run(self) -> None:
         """Until nothing is left to do."""
-        while self.shard.step():
+        while self.step():
             self.take_replies()
         self.take_replies()
+
+    def step(self) -> bool:
+        """A turn of each shard; False: none had anything to do."""
+        busy = [shard.step() for shard in self.shards]
+        return any(busy)
 
     def append(self, name: str, *data: bytes, **options: Any) -> AppendReply:
         reply = self.answer(self.post_append(name, list(data), **options))
         assert isinstance(reply, AppendReply)
         return reply
 
-    def call(self, call: Call) -> Any:
-        return self.answer(self.post_call(call))
+    def call(self, call: Call, shard: int = 0) -> Any:
+        return self.answer(self.post_call(call, shard))
 
     def answer(self, request_id: int) -> Any:
         self.run()
@@ -188,12 +204,22 @@ class Rig:
     @property
     def reader(self) -> ArenaReader:
         """Of the arena that is current."""
-        generation = self.cell.get("generation")
-        if self._reader is None or self._reader.generation != generation:
-            if self._reader is not None:
-                self._reader.close()
-            self._reader = ArenaReader(self.identity, 0, generation)
-        return self._reader
+        return self.reader_of(0)
+
+    def reader_of(self, shard: int) -> ArenaReader:
+        """The same of another shard."""
+        generation = self.shared.control.cell(Role.WALSHARD, shard).get("generation")
+        reader = self._readers.get(shard)
+        if reader is None or reader.generation != generation:
+            if reader is not None:
+                reader.close()
+            reader = self._readers[shard] = ArenaReader(self.identity, shard, generation)
+        return reader
+
+    def _close_readers(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
 
     def view(self, name: str) -> TopicView | None:
         found = self.reader.look_up(name)

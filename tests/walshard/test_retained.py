@@ -25,7 +25,8 @@ from topics.storage.filesystem import OsFileSystem
 from topics.storage.postings import Postings
 from topics.supervisor.limits import OPEN_FILES_MIN
 from topics.walshard import segment_files
-from topics.walshard.segment_files import SegmentFiles, postings_max
+from topics.walshard.segment_files import SegmentFiles
+from topics.walshard.segment_tags import tags_max
 
 
 @pytest.fixture
@@ -176,7 +177,7 @@ def few_open_files() -> Iterator[int]:
 
 def test_tags_leave_open_files_for_everything_else(few_open_files: int, tmp_path: Path) -> None:
     """More sealed segments than the process may open files: each keeps one open as long as its tags are mapped."""
-    assert postings_max(resource.RLIM_INFINITY) == postings_max(1 << 20) > postings_max(OPEN_FILES_MIN)
+    assert tags_max(resource.RLIM_INFINITY) == tags_max(1 << 20) > tags_max(OPEN_FILES_MIN)
     compaction = Compaction(Rig(str(tmp_path), segment_max_events="8"))
     fill_small_segments(compaction)
     assert SMALL_SEGMENTS > OPEN_FILES_MIN

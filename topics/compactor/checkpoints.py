@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Final, NamedTuple
 
+from topics.compactor.backoff import doubled_ms
 from topics.compactor.deferred_sync import deferring_syncs
 from topics.compactor.follower import Follower
 from topics.compactor.log_buffers import LogBuffers
@@ -29,7 +30,9 @@ from topics.storage.kill_points import reached
 
 TOPICS_PER_SYNC: Final = 4096
 SYNC_ONE_BY_ONE_MAX: Final = 64
-"""Segments whose files are synced one after the other; for more, one sync of the file system is less."""
+"""Segments whose files are synced one after the other; for more, one sync of the file system is less, where its failure
+is told.
+"""
 TOPICS_PER_MESSAGE: Final = 256
 """A shard takes some ms for so many."""
 RECORDS_PER_STEP: Final = 1 << 16
@@ -48,7 +51,7 @@ log = get_logger()
 
 
 class Refused(Exception):  # noqa: N818 — named for what it is
-    """The shard did not mark everything; its log cannot be written now."""
+    """The shard did not mark everything, or does not show what it has: its log cannot be written now."""
 
 
 class Written(NamedTuple):
@@ -76,35 +79,51 @@ class _Pause(NamedTuple):
 
 
 class Checkpoints:
-    """Of all shards, one after the other. `alive` is called between steps."""
+    """Of all shards, one after the other. `alive` is called between steps; up to `one_by_one_max` segments of one are
+    synced by themselves.
+    """
 
-    def __init__(self, fs: FileSystem, data_dir: str, seal_at: SealAt, clock: Clock, alive: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        fs: FileSystem,
+        data_dir: str,
+        seal_at: SealAt,
+        clock: Clock,
+        alive: Callable[[], None],
+        one_by_one_max: int,
+    ) -> None:
         self._fs = fs
         self._data_dir = data_dir
         self._seal_at = seal_at
         self._clock = clock
         self._alive = alive
+        self._one_by_one_max = one_by_one_max
         self._unsealable: dict[tuple[int, SegmentInfo], _Pause] = {}
         """Damaged, which was said: they stay as they are, until something is appended to them or they are repaired."""
 
     def run(self, follower: Follower, buffers: LogBuffers) -> Written:
         """Everything the follower has read is in segments afterwards, and the shard's log is synced up to there.
 
-        Raises Refused and OSError.
+        Raises Refused, and OSError when some topics could not be written: of all others the shard has heard then.
         """
+        failures: list[OSError] = []
         now_ms = self._clock.now_ms()
         due = self._due(follower, now_ms)
         written = Written(0, 0, 0)
         while chunk := list(islice(due, TOPICS_PER_SYNC)):
             while chunk:
-                steps = self._step(follower, chunk, buffers.get, now_ms)
+                steps = self._step(follower, chunk, buffers.get, now_ms, failures)
                 reached("checkpoint.synced")
                 for step in steps:
                     written = _plus(written, follower, step)
                 for message in _messages(steps):
                     tell(follower, message)
+                    follower.sealed += _sealed(message)
                     self._alive()
                 chunk = [step.topic for step in steps if step.has_more]
+        if failures:
+            log.error("records of topics could not be put into segments", topics=len(failures))
+            raise failures[0]
         # Also when there was nothing: the answer means that the log is synced.
         tell(follower, [])
         reached("checkpoint.marked")
@@ -141,19 +160,25 @@ class Checkpoints:
 
     def _not_sealed(self, topic_id: int, last: SegmentInfo) -> None:
         former = self._unsealable.get((topic_id, last))
-        pause_ms = SEAL_AGAIN_MS if former is None else min(SEAL_AGAIN_MAX_MS, 2 * former.pause_ms)
+        pause_ms = SEAL_AGAIN_MS if former is None else doubled_ms(former.pause_ms, 1, SEAL_AGAIN_MAX_MS)
         self._unsealable[topic_id, last] = _Pause(pause_ms, self._clock.monotonic_ms() + pause_ms)
 
-    def _step(self, follower: Follower, topics: list[Topic], buffer_of: BufferOf, now_ms: int) -> list[_Step]:
-        """Records of each of them are in segments, on the disk."""
-        one_by_one = sum(self._segments_due(follower, topic) for topic in topics) <= SYNC_ONE_BY_ONE_MAX
+    def _step(
+        self, follower: Follower, topics: list[Topic], buffer_of: BufferOf, now_ms: int, failures: list[OSError]
+    ) -> list[_Step]:
+        """Records of each of them are in segments, on the disk, but for those whose failures are added."""
+        one_by_one = sum(self._segments_due(follower, topic) for topic in topics) <= self._one_by_one_max
         fs = self._fs if one_by_one else deferring_syncs(self._fs)
         appender = SegmentAppender(fs, self._data_dir, self._seal_at)
         steps = []
         for topic in topics:
-            step = self._topic(follower, topic, appender, buffer_of, now_ms)
-            if step is not None:
-                steps.append(step)
+            try:
+                step = self._topic(follower, topic, appender, buffer_of, now_ms)
+            except OSError as error:
+                failures.append(error)
+            else:
+                if step is not None:
+                    steps.append(step)
             self._alive()
         if not one_by_one and steps:
             self._fs.sync_all(layout.topics_dir(self._data_dir))
@@ -195,19 +220,20 @@ class Checkpoints:
                 except (ValueError, EOFError, FileNotFoundError) as error:
                     # Records lie elsewhere now: the log was saved into a new file, or the RAM log was trimmed.
                     if looks >= _LOOKS:
-                        raise OSError(
+                        raise Refused(
                             f"records of topic {topic.name!r} are not where its shard says: {error}"
                         ) from error
                 else:
+                    done_seq = infos[-1].last_seq
                     return _Step(
                         topic,
-                        TopicCheckpoint(topic.id, entries[-ENTRY_WORDS], infos),
-                        len(entries) // ENTRY_WORDS,
-                        has_more=entries[-ENTRY_WORDS] < view.head_seq,
+                        TopicCheckpoint(topic.id, done_seq, infos),
+                        done_seq - entries[0] + 1,
+                        has_more=done_seq < view.head_seq,
                     )
             looks += 1
             if looks > _LOOKS:
-                raise OSError(f"shard {follower.shard} does not show record {topic.head_seq} of topic {topic.name!r}")
+                raise Refused(f"shard {follower.shard} does not show record {topic.head_seq} of topic {topic.name!r}")
             time.sleep(_LOOK_AGAIN_S)
         if up_to_seq < topic.head_seq and topic.earliest_seq <= topic.head_seq:
             # Evicted to the last one, which the log does not say yet: a segment that says it, for a state in which the
@@ -293,6 +319,13 @@ def _messages(steps: list[_Step]) -> Iterator[list[TopicCheckpoint]]:
         records += step.records
     if message:
         yield message
+
+
+def _sealed(checkpoints: list[TopicCheckpoint]) -> Iterator[tuple[int, int]]:
+    for checkpoint in checkpoints:
+        for info in checkpoint.segments:
+            if info.flags & SEALED:
+                yield checkpoint.topic_id, info.first_seq
 
 
 def _plus(written: Written, follower: Follower, step: _Step) -> Written:

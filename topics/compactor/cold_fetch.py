@@ -16,8 +16,7 @@ from topics.compactor.rewriting import live_pieces
 from topics.core.segment_list import SegmentInfo
 from topics.storage import layout
 from topics.storage.committed_file import CommittedFile, Content
-from topics.storage.filesystem import FileSystem
-from topics.storage.logfile import write_fully
+from topics.storage.filesystem import FileSystem, write_all
 from topics.storage.segment import ENTRY_LEN
 from topics.storage.segment_columns import check_frames, read_columns
 from topics.storage.segment_store import SegmentStore
@@ -72,7 +71,7 @@ class ColdFetch:
                 for start, end in pieces:
                     for at in range(start, end, PIECE_BYTES):
                         content = self._store.read_range(name, at, min(PIECE_BYTES, end - at))
-                        write_fully(self._fs, fd, [content], at)
+                        write_all(self._fs, fd, content, at)
             finally:
                 self._fs.close(fd)
             data = CommittedFile(self._tmp_path, info.data_bytes)

@@ -8,6 +8,9 @@
     4. trim                     log files before P(previous): the previous snapshot stays good for a start
     5. sweep                    files that neither of the two snapshots can ask for
 
+Each shard by itself: one that cannot take part keeps what the last snapshot says of it, and holds up no other. Without
+room for 2 or 3 the sweep cannot wait for two snapshots: see `_make_room`.
+
 Where the previous snapshot turns out to be damaged, an older one stays to fall back on: then 4 and 5 are left to the
 next cut, for which this snapshot is the previous one.
 
@@ -16,17 +19,17 @@ Killed anywhere, the next life begins with the newest snapshot and does what was
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Final
 
-from topics.compactor.checkpoints import Checkpoints, Refused
+from topics.compactor.checkpoints import Checkpoints, Refused, tell
 from topics.compactor.durable_marks import DurableMarks
 from topics.compactor.follower import Follower
-from topics.compactor.leftovers import Leftovers, TopicFiles
+from topics.compactor.leftovers import Leftovers, Swept, TopicFiles
 from topics.compactor.log_buffers import LogBuffers
-from topics.compactor.relocation import Relocation, object_names
+from topics.compactor.relocation import Relocation
 from topics.compactor.rewrites import Rewriting
+from topics.compactor.segments import NO_ROOM
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.log import get_logger
@@ -41,6 +44,7 @@ from topics.storage.state import ShardPart, encode_part, encode_parts, load
 
 LOOKS_PER_STEP: Final = 16
 """Segments that are so small that the rate at which they may be rewritten is no bound."""
+_COLD_STAYS: Final = "what is superfluous in the cold directory stays for now"
 
 log = get_logger()
 
@@ -81,6 +85,7 @@ class Compactor:
         self._cell = cell
         self._clock = clock
         self._alive = alive
+        self._tried_bytes = [cell.get(f"absorbed_bytes_{follower.shard:02d}") for follower in followers]
 
     def follow(self, step_bytes: int) -> None:
         """Reads the logs on where there is that much to read: then a cut has less to do at one go."""
@@ -97,6 +102,11 @@ class Compactor:
             step = self._relocation.step(self._followers)
             self._cell.add("segments_relocated", step.relocated)
             self._cell.add("failures", step.failed)
+        for follower in self._followers:
+            # What was deleted in them before: nobody says so again.
+            for sealed in follower.sealed:
+                self._rewriting.consider(follower, *sealed)
+            follower.sealed.clear()
         for _ in range(LOOKS_PER_STEP):
             if self._rewriting.step(self._followers):
                 self._cell.add("segments_rewritten")
@@ -106,11 +116,8 @@ class Compactor:
 
     @property
     def new_bytes(self) -> int:
-        """The most that one shard has written since the last snapshot."""
-        return max(
-            follower.link.written_bytes - self._cell.get(f"absorbed_bytes_{follower.shard:02d}")
-            for follower in self._followers
-        )
+        """The most that one shard has written since its last cut, or try of one."""
+        return max(follower.link.written_bytes - self._tried_bytes[follower.shard] for follower in self._followers)
 
     @property
     def has_news(self) -> bool:
@@ -124,15 +131,17 @@ class Compactor:
         return any(map(self._checkpoints.has_old, self._followers))
 
     def cut(self) -> bool:
-        """False when a shard could not take part or refused; the cut may be repeated then, and after an OSError.
+        """False when a shard could not take part, refused or failed, or nothing could be saved; the cut may be repeated
+        then.
 
-        Raises TailLost, FoldError: this object is of no use any more.
+        Raises TailLost, FoldError, and OSError for what is no shard's: this object is of no use any more.
         """
         written_bytes: dict[int, int] = {}
         begun_ms = self._clock.now_ms()
         parts: dict[int, ShardPart] = {}
+        is_full = False
         for follower in self._followers:
-            written = follower.link.written_bytes
+            self._tried_bytes[follower.shard] = written = follower.link.written_bytes
             until = follower.link.committed
             if until is None:
                 log.info("a shard recovers, its part of the last snapshot stays", shard=follower.shard)
@@ -141,33 +150,44 @@ class Compactor:
             reached("checkpoint.followed")
             try:
                 self._checkpoint(follower)
-            except OSError:
-                self._marks.doubt()
-                raise
-            except Refused as error:
-                self._cell.add("failures")
-                log.error("a checkpoint was refused, the log stays as long as it is", reason=str(error))
+            except (OSError, Refused) as error:
+                is_full |= self._not_cut(follower, error)
                 continue
             parts[follower.shard] = encode_part(
                 follower.shard, len(self._followers), follower.log_id(), follower.position, follower.fold.state()
             )
             written_bytes[follower.shard] = written
         reached("snapshot.due")
-        if not parts or len(parts.keys() | self._kept.keys()) < len(self._followers):
-            return False
-        self._sync_marks(parts)
-        former = self._kept
-        former_is_fallback = self._save(parts)
-        self._cell.set("absorbed_ms", begun_ms)
-        for shard, written in written_bytes.items():
-            self._cell.set(f"absorbed_bytes_{shard:02d}", written)
-        if former_is_fallback:
-            self._trim({shard: former[shard] for shard in parts if shard in former})
-        if len(parts) < len(self._followers):
-            return False
-        if former_is_fallback:
-            self._sweep()
-        return True
+        for shard in list(parts):
+            try:
+                self._sync_marks(self._followers[shard])
+            except (OSError, Refused) as error:
+                is_full |= self._not_cut(self._followers[shard], error)
+                del parts[shard]
+        saved = False
+        if parts and len(parts.keys() | self._kept.keys()) == len(self._followers):
+            try:
+                self._save_and_let_go(parts, begun_ms, written_bytes)
+                saved = True
+            except OSError as error:
+                self._cell.add("failures")
+                log.error("a snapshot could not be saved, the logs stay as long as they are", reason=str(error))
+                is_full |= error.errno in NO_ROOM
+        if is_full:
+            self._make_room()
+        return saved and len(parts) == len(self._followers)
+
+    def _not_cut(self, follower: Follower, error: OSError | Refused) -> bool:
+        """What one shard met is said and counted, and holds up no other; True: the disk is full."""
+        if isinstance(error, OSError):
+            self._marks.doubt()
+        self._cell.add("failures")
+        log.error(
+            "a checkpoint failed and will be repeated, the log stays as long as it is",
+            shard=follower.shard,
+            reason=str(error),
+        )
+        return isinstance(error, OSError) and error.errno in NO_ROOM
 
     def _checkpoint(self, follower: Follower) -> None:
         buffers = LogBuffers(*self._log_dirs[follower.shard])
@@ -185,14 +205,20 @@ class Compactor:
         self._cell.add("checkpointed_bytes", max(0, written.data_bytes))
         self._cell.add("segments_sealed", written.sealed)
 
-    def _sync_marks(self, shards: Iterable[int]) -> None:
-        try:
-            marked = self._marks.sync([self._followers[shard] for shard in shards])
-        except OSError:
-            self._marks.doubt()
-            raise
-        for follower, topic_id, info in marked:
+    def _sync_marks(self, follower: Follower) -> None:
+        for _, topic_id, info in self._marks.sync([follower]):
             self._rewriting.consider(follower, topic_id, info.first_seq)
+
+    def _save_and_let_go(self, parts: dict[int, ShardPart], begun_ms: int, written_bytes: dict[int, int]) -> None:
+        """Raises OSError when there is no new snapshot."""
+        former = self._kept
+        former_is_fallback = self._save(parts)
+        self._cell.set("absorbed_ms", begun_ms)
+        for shard in parts:
+            self._cell.set(f"absorbed_bytes_{shard:02d}", written_bytes[shard])
+        if former_is_fallback:
+            self._trim({shard: former[shard] for shard in parts if shard in former})
+            self._sweep(parts)
 
     def _save(self, parts: dict[int, ShardPart]) -> bool:
         """What of a shard is not in `parts` is taken over from the newest snapshot. True when that is what is left to
@@ -236,33 +262,90 @@ class Compactor:
                 for topic in follower.fold.topics.values():
                     self._relocation.consider(follower, topic)
 
-    def _sweep(self) -> None:
-        for follower in self._followers:
+    def tidy(self) -> None:
+        """What two snapshots agree on and could not be removed so far: that needs no third one."""
+        self._swept(self._leftovers.remove_due(self._files_of, self._alive))
+        if self._relocation is not None:
+            self._failed(_COLD_STAYS, self._relocation.tidy(self._files_of))
+
+    def _sweep(self, shards: Collection[int]) -> None:
+        """Of the topics of these, which are in the new snapshot as they are here."""
+        for shard in shards:
+            follower = self._followers[shard]
             for topic_id in follower.shrunk:
                 self._leftovers.look_at(topic_id)
             follower.shrunk.clear()
-        removed, failures = self._leftovers.sweep(self._files_of, self._alive)
-        self._failed("files that nothing needs could not be removed, which will be repeated", failures)
-        self._cell.add("segments_dropped", len(removed))
+        complete = len(shards) == len(self._followers)
+
+        def in_snapshot(topic_id: int) -> bool:
+            shard = self._shard_of(topic_id)
+            return shard in shards if shard is not None else complete
+
+        self._swept(self._leftovers.sweep(self._files_of, in_snapshot, self._alive))
         self._cell.set("orphans", self._leftovers.unexplained)
         if self._relocation is not None:
-            names = [object_names(topic_id, *name) for topic_id, name in removed]
-            failures = self._relocation.sweep(self._files_of, itertools.chain.from_iterable(names))
-            self._failed("what is superfluous in the cold directory stays for now", failures)
+            self._failed(_COLD_STAYS, self._relocation.sweep(self._files_of, in_snapshot))
+
+    def _make_room(self) -> None:
+        """On a full disk: what is superfluous by what the logs say goes now, so that two snapshots fit again.
+
+        As soon as a log is synced, whatever a start reads it comes to a state that does not have it, from either
+        snapshot. What waiting for the second one is worth it for, a log that is damaged before it says so, is less than
+        a disk that stays full whatever is deleted.
+        """
+        synced: set[int] = set()
+        for follower in self._followers:
+            until = follower.link.committed
+            if until is None:
+                continue
+            try:
+                tell(follower, [])
+                # Where the shard has marked what it could not say any more.
+                follower.catch_up(until, self._alive)
+            except (OSError, Refused) as error:
+                log.error(
+                    "the disk is full, and what a log says is not certain", shard=follower.shard, reason=str(error)
+                )
+            else:
+                synced.add(follower.shard)
+        shrunk = set().union(*(self._followers[shard].shrunk for shard in synced))
+
+        def files_of(topic_id: int) -> TopicFiles | None:
+            return self._files_of(topic_id) if self._shard_of(topic_id) in synced else None
+
+        removed = self._swept(self._leftovers.make_room(shrunk, files_of, self._alive))
+        log.warning("the disk is full: what the logs say is deleted went at once", segments=removed)
+
+    def _swept(self, swept: Swept) -> int:
+        """How many segments went."""
+        self._failed("files that nothing needs could not be removed, which will be repeated", swept.failures)
+        self._cell.add("segments_dropped", len(swept.removed))
+        if self._relocation is not None:
+            for topic_id, name in swept.removed:
+                self._relocation.removed(topic_id, name)
+        return len(swept.removed)
 
     def _failed(self, what: str, failures: list[OSError]) -> None:
         if failures:
             self._cell.add("failures", len(failures))
             log.error(what, count=len(failures), reason=str(failures[0]))
 
-    def _files_of(self, topic_id: int) -> TopicFiles | None:
+    def _shard_of(self, topic_id: int) -> int | None:
+        """None: no log ever created it."""
         for follower in self._followers:
-            topic = follower.fold.topics.get(topic_id)
-            if topic is not None:
-                return TopicFiles(follower.index_of(topic).segments, topic.earliest_seq)
-            if topic_id in follower.fold.created_ids:
-                return TopicFiles(None, 0)
+            if topic_id in follower.fold.topics or topic_id in follower.fold.created_ids:
+                return follower.shard
         return None
+
+    def _files_of(self, topic_id: int) -> TopicFiles | None:
+        shard = self._shard_of(topic_id)
+        if shard is None:
+            return None
+        follower = self._followers[shard]
+        topic = follower.fold.topics.get(topic_id)
+        if topic is None:
+            return TopicFiles(None, 0)
+        return TopicFiles(follower.index_of(topic).segments, topic.earliest_seq)
 
 
 def _bytes_between(start: WalPosition, end: WalPosition) -> int:

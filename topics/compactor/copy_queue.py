@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from topics.compactor.backoff import doubled_ms
 from topics.core.segment_list import SegmentInfo
 
 RETRY_MS: Final = 10_000
@@ -38,6 +40,7 @@ class CopyQueue:
         self._known: set[Copy] = set()
         """Also those that were taken and are neither done nor failed."""
         self._failures: dict[Copy, int] = {}
+        self._later_first = False
         self._failed = 0
         self._failed_in_a_row = 0
         self._not_before_ms = 0
@@ -53,12 +56,31 @@ class CopyQueue:
             self._known.add(copy)
             self._ready.append(copy)
 
+    def __len__(self) -> int:
+        """Also those that were taken and are neither done nor failed."""
+        return len(self._known)
+
+    def keep_only(self, is_current: Callable[[Copy], bool]) -> None:
+        """Of those that wait: who waits long may be gone by then, and must not take memory for ever."""
+        gone = {copy for copy in self._ready if not is_current(copy)}
+        gone.update(copy for _, _, copy in self._later if not is_current(copy))
+        if gone:
+            self._ready = deque(copy for copy in self._ready if copy not in gone)
+            self._later = [row for row in self._later if row[2] not in gone]
+            heapq.heapify(self._later)
+            for copy in gone:
+                self.dropped(copy)
+
     def take(self, now_ms: int) -> Copy | None:
         """The next one, which is to be `done` or `failed`; None if there is none yet."""
         if now_ms < self._not_before_ms:
             return None
-        if self._later and self._later[0][0] <= now_ms:
+        is_due = bool(self._later) and self._later[0][0] <= now_ms
+        # In turn: however many fail again and again, others are copied between them, and success ends the waiting.
+        if is_due and (self._later_first or not self._ready):
+            self._later_first = False
             return heapq.heappop(self._later)[2]
+        self._later_first = is_due
         return self._ready.popleft() if self._ready else None
 
     def done(self, copy: Copy) -> None:
@@ -76,10 +98,6 @@ class CopyQueue:
         times = self._failures.get(copy, 0)
         self._failures[copy] = times + 1
         self._failed += 1
-        heapq.heappush(self._later, (now_ms + _doubled(RETRY_MS, times, RETRY_MAX_MS), self._failed, copy))
-        self._not_before_ms = now_ms + _doubled(PAUSE_MS, self._failed_in_a_row, RETRY_MS)
+        heapq.heappush(self._later, (now_ms + doubled_ms(RETRY_MS, times, RETRY_MAX_MS), self._failed, copy))
+        self._not_before_ms = now_ms + doubled_ms(PAUSE_MS, self._failed_in_a_row, RETRY_MS)
         self._failed_in_a_row += 1
-
-
-def _doubled(first_ms: int, times: int, most_ms: int) -> int:
-    return min(most_ms, first_ms << min(times, 16))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Refused
+from topics.compactor.checkpoints import Refused
 from topics.compactor.follower import Follower
 from topics.compactor.marked_index import MarkedIndex
 from topics.core.errors import TopicsError
@@ -28,13 +28,16 @@ SEQS_PER_MESSAGE: Final = 2048
 
 
 class DurableMarks:
-    """Of all shards. `alive` is called between steps."""
+    """Of all shards. `alive` is called between steps; up to `one_by_one_max` segments are synced by themselves."""
 
-    def __init__(self, fs: FileSystem, data_dir: str, shards: int, alive: Callable[[], None]) -> None:
+    def __init__(
+        self, fs: FileSystem, data_dir: str, shards: int, alive: Callable[[], None], one_by_one_max: int
+    ) -> None:
         self._fs = fs
         self._data_dir = data_dir
         self._shards = shards
         self._alive = alive
+        self._one_by_one_max = one_by_one_max
         self._doubted = set(range(shards))
 
     def doubt(self) -> None:
@@ -60,7 +63,7 @@ class DurableMarks:
                         self._mark_again(follower, topic_id, seqs)
                     marked.append((follower, topic_id, info))
                 seen.append(index)
-        if len(marked) > SYNC_ONE_BY_ONE_MAX:
+        if len(marked) > self._one_by_one_max:
             self._fs.sync_all(layout.topics_dir(self._data_dir))
         else:
             for _, topic_id, info in marked:

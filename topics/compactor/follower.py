@@ -29,7 +29,8 @@ _MAY_FREE_FILES = frozenset(
 
 class Follower:
     """`touched`: topics of which the log said anything since they were looked at last; `shrunk`: those whose segments
-    may have become fewer or other ones.
+    may have become fewer or other ones; `sealed`: (topic id, first seq) of segments that a checkpoint sealed. Who has
+    seen to them empties these.
     """
 
     def __init__(self, identity: str, link: ShardLink, tail: LogTail, fold: Fold) -> None:
@@ -37,6 +38,7 @@ class Follower:
         self.fold = fold
         self.touched: set[int] = set()
         self.shrunk: set[int] = set()
+        self.sealed: list[tuple[int, int]] = []
         self._identity = identity
         self._tail = tail
         self._arena: ArenaReader | None = None

@@ -2,15 +2,18 @@
 
 A file goes only when neither of the two snapshots that are kept can ask for it: it is found at one snapshot and removed
 at the next one, if it still belongs to nothing then. And only if it is known why it is there: its topic or its seqs are
-gone, a newer version counts, or it lies behind everything that was ever committed. Anything else is said, not removed.
-And only when no pin holds it (`storage/pins.py`): what one does is looked at again at every snapshot.
+gone, a newer version counts, a segment that counts has its seqs, or it lies behind everything that was ever committed.
+Anything else is said, not removed. And only when no pin holds it (`storage/pins.py`). What one holds, or cannot be
+removed, needs no further snapshot: it is tried again now and then.
+
+The exception is a full disk: `make_room`.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 from topics.core.segment_list import COLD, SegmentList
@@ -52,9 +55,23 @@ class TopicFiles:
             if of_same_seq.version == name.version:
                 return _DATA if of_same_seq.flags & COLD else frozenset()
             return _ALL
+        if of_same_seq is not None:
+            return _ALL  # written, never told of, and written again with another beginning
         if name.first_seq < self.earliest_seq or name.first_seq > self.segments.last_seq:
             return _ALL
         return None
+
+    def gone_for_good(self, name: SegmentName) -> frozenset[str]:
+        """Which of a segment's files no state asks for that the log, read to where it is now, can lead to; nor does
+        whoever reads it. (An older version is read for what is deleted in it, and what was never told of may be told of
+        any moment.)
+        """
+        if self.segments is None:
+            return _ALL
+        if self.is_cold(name):
+            return _DATA
+        is_below = name.first_seq < self.earliest_seq and self.segments.at(name.first_seq) is None
+        return _ALL if is_below else frozenset()
 
 
 FilesOf = Callable[[int], TopicFiles | None]
@@ -63,7 +80,7 @@ FilesOf = Callable[[int], TopicFiles | None]
 
 class Swept(NamedTuple):
     """Which segments went, by topic id (those of which only the data did are none of them), and what could not be
-    removed, or looked at: that is found again.
+    removed, or looked at: that is tried again.
     """
 
     removed: list[tuple[int, SegmentName]]
@@ -71,14 +88,19 @@ class Swept(NamedTuple):
 
 
 class Leftovers:
-    """Of the data directory. `look_at` says where, `sweep` is called once a snapshot."""
+    """Of all topics in the data directory; nothing else in there is touched."""
 
     def __init__(self, fs: FileSystem, data_dir: str, read_pinned: ReadPinned = nothing_pinned) -> None:
         self._fs = fs
         self._data_dir = data_dir
         self._read_pinned = read_pinned
         self._look: set[int] = set()
+        self._look_again: set[int] = set()
+        """Could not be looked at, or not be tidied up: that is no reason for a snapshot."""
         self._found: dict[int, dict[SegmentName, frozenset[str]]] = {}
+        """By one snapshot. A topic without any: its directory is to go."""
+        self._due: dict[int, dict[SegmentName, frozenset[str]]] = {}
+        """By two."""
         self._unexplained: dict[int, set[SegmentName]] = {}
 
     @property
@@ -96,30 +118,77 @@ class Leftovers:
         self._look.add(topic_id)
 
     def look_at_all(self) -> None:
-        """What former lives left."""
+        """What former lives left. Raises OSError."""
         self._look.update(layout.discover_topics(self._fs, self._data_dir))
 
-    def sweep(self, files_of: FilesOf, alive: Callable[[], None]) -> Swept:
-        """Removes what was found last time and is still superfluous, then looks anew. One file that cannot be removed
+    def sweep(self, files_of: FilesOf, in_snapshot: Callable[[int], bool], alive: Callable[[], None]) -> Swept:
+        """Once a snapshot: removes what was found at the one before and is still superfluous, then looks anew. Topics
+        that this snapshot says nothing new of (`in_snapshot`) wait for one that does. One file that cannot be removed
         keeps no other.
         """
-        found, look = self._found, self._look
-        try:
-            pinned = self._read_pinned() if found else frozenset()
-        except OSError as error:
-            return Swept([], [error])
-        self._found, self._look = {}, set()
-        swept = Swept([], [])
-        for topic_id, names in found.items():
-            if not self._remove_found(topic_id, names, files_of(topic_id), pinned, swept):
-                look.add(topic_id)
-            alive()
+        for topic_id in [topic_id for topic_id in self._found if in_snapshot(topic_id)]:
+            due = self._due.setdefault(topic_id, {})
+            for name, kinds in self._found.pop(topic_id).items():
+                due[name] = due.get(name, frozenset()) | kinds
+        look = {topic_id for topic_id in self._look | self._look_again if in_snapshot(topic_id)}
+        self._look -= look
+        self._look_again -= look
+        swept = self.remove_due(files_of, alive)
         for topic_id in sorted(look):
             try:
                 self._look_at(topic_id, files_of(topic_id), swept)
             except OSError as error:
                 swept.failures.append(error)
-                self._look.add(topic_id)
+                self._look_again.add(topic_id)
+            alive()
+        return swept
+
+    def remove_due(self, files_of: FilesOf, alive: Callable[[], None]) -> Swept:
+        """What two snapshots agree on, as far as it is still superfluous: at any time."""
+        return self._remove_all(self._due, files_of, alive)
+
+    def make_room(self, topic_ids: Iterable[int], files_of: FilesOf, alive: Callable[[], None]) -> Swept:
+        """What is gone for good, of these topics and of those that were to be looked at anyway, whatever snapshots say;
+        the logs that `files_of` follows are synced. What it says nothing of stays.
+        """
+        gone: dict[int, dict[SegmentName, frozenset[str]]] = {}
+        failures: list[OSError] = []
+        for topic_id in sorted({*topic_ids, *self._look, *self._found}):
+            needed = files_of(topic_id)
+            directory = layout.topic_dir(self._data_dir, topic_id)
+            try:
+                if needed is None or not self._fs.exists(directory):
+                    continue
+                names = layout.discover_segments(self._fs, directory)
+            except OSError as error:
+                failures.append(error)
+                continue
+            kinds_of = {name: needed.gone_for_good(name) & kinds for name, kinds in names.items()}
+            if any(kinds_of.values()):
+                gone[topic_id] = {name: kinds for name, kinds in kinds_of.items() if kinds}
+            alive()
+        swept = self._remove_all(gone, files_of, alive)
+        for topic_id, name in swept.removed:
+            self._found.get(topic_id, {}).pop(name, None)
+        return Swept(swept.removed, failures + swept.failures)
+
+    def _remove_all(
+        self, found: dict[int, dict[SegmentName, frozenset[str]]], files_of: FilesOf, alive: Callable[[], None]
+    ) -> Swept:
+        """What stays for now is what `found` has afterwards."""
+        swept = Swept([], [])
+        if not found:
+            return swept
+        try:
+            pinned = self._read_pinned()
+        except OSError as error:
+            return Swept([], [error])
+        for topic_id, names in list(found.items()):
+            left = self._remove_found(topic_id, names, files_of(topic_id), pinned, swept)
+            if left is None:
+                del found[topic_id]
+            else:
+                found[topic_id] = left
             alive()
         if swept.removed:
             reached("drop.done")
@@ -132,12 +201,12 @@ class Leftovers:
         needed: TopicFiles | None,
         pinned: Pinned,
         swept: Swept,
-    ) -> bool:
-        """False when some of it has to be found again."""
-        is_done = True
+    ) -> dict[SegmentName, frozenset[str]] | None:
+        """What of it stays for now; None when all is done."""
+        left: dict[SegmentName, frozenset[str]] = {}
         for name, kinds in names.items():
             if (topic_id, name) in pinned:
-                is_done = False
+                left[name] = kinds
                 continue
             now = needed.superfluous(name) if needed is not None else None
             going = kinds & now if now else None
@@ -147,35 +216,36 @@ class Leftovers:
                 self._remove(topic_id, name, going)
             except OSError as error:
                 swept.failures.append(error)
-                is_done = False
+                left[name] = kinds  # also those that are gone: it is told of as a whole
             else:
                 if "idx" in going:
                     swept.removed.append((topic_id, name))
-        if is_done and needed is not None and needed.segments is None:
+        if not left and needed is not None and needed.segments is None:
             try:
                 self._remove_directory(topic_id)
             except OSError as error:
                 swept.failures.append(error)
-                is_done = False
-        return is_done
+                return {}
+        return left or None
 
     def _look_at(self, topic_id: int, needed: TopicFiles | None, swept: Swept) -> None:
         directory = layout.topic_dir(self._data_dir, topic_id)
         if not self._fs.exists(directory):
             return
+        due = self._due.get(topic_id, {})
         found: dict[SegmentName, frozenset[str]] = {}
         unexplained: set[SegmentName] = set()
         for name, kinds in layout.discover_segments(self._fs, directory).items():
             superfluous = needed.superfluous(name) if needed is not None else None
             if superfluous is None:
                 unexplained.add(name)
-            elif superfluous & kinds:
-                found[name] = superfluous & frozenset(kinds)
+            elif new := superfluous & kinds - due.get(name, frozenset()):
+                found[name] = new
         for name in unexplained - self._unexplained.pop(topic_id, set()):
             log.error("files of a segment that belong to nothing: left alone", directory=directory, segment=tuple(name))
         if unexplained:
             self._unexplained[topic_id] = unexplained
-        if found or (needed is not None and needed.segments is None):
+        if found or (needed is not None and needed.segments is None and topic_id not in self._due):
             self._found[topic_id] = found
         for name_in in self._fs.listdir(directory):
             if name_in.endswith(layout.TMP_SUFFIX):  # never came to be
@@ -183,7 +253,7 @@ class Leftovers:
                     self._fs.unlink(os.path.join(directory, name_in))
                 except OSError as error:
                     swept.failures.append(error)
-                    self._look.add(topic_id)
+                    self._look_again.add(topic_id)
 
     def _remove(self, topic_id: int, name: SegmentName, kinds: frozenset[str]) -> None:
         directory = layout.topic_dir(self._data_dir, topic_id)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from topics.compactor.checkpoints import Checkpoints, Refused, tell
+from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Checkpoints, Refused, tell
 from topics.compactor.clock_note import ClockNote
 from topics.compactor.cold_fetch import ColdFetch
 from topics.compactor.compactor import Compactor
+from topics.compactor.cut_times import CutTimes
 from topics.compactor.durable_marks import DurableMarks
 from topics.compactor.follower import Follower
 from topics.compactor.leftovers import Leftovers
@@ -32,7 +34,7 @@ from topics.shm.control import ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.wake import Wake
 from topics.storage import kill_points, layout
-from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id
+from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id, syncfs_tells_errors
 from topics.storage.logfile import RefusedLog, WalPosition
 from topics.storage.pins import Pinned, pins_dir, read_pinned
 from topics.storage.segment_store import LocalStore
@@ -142,6 +144,10 @@ def build(
         wake = shared.compactor_wake.signal_always
         relocation = Relocation(fs, settings.data_dir, store, retention, helper, clock, pinned, wake)
         fetch = ColdFetch(fs, settings.data_dir, store, helper)
+    one_by_one_max = SYNC_ONE_BY_ONE_MAX
+    if not syncfs_tells_errors(release := os.uname().release):
+        one_by_one_max = sys.maxsize
+        log.info("segments are synced one by one: this kernel does not tell of failed syncs of a disk", kernel=release)
     compactor = Compactor(
         fs,
         settings.data_dir,
@@ -149,8 +155,8 @@ def build(
         log_dirs,
         None if snapshot is None else snapshot.number,
         {shard: part.position for shard, part in parts.items()},
-        Checkpoints(fs, settings.data_dir, seal_at, clock, life.alive),
-        DurableMarks(fs, settings.data_dir, shared.shards, life.alive),
+        Checkpoints(fs, settings.data_dir, seal_at, clock, life.alive, one_by_one_max),
+        DurableMarks(fs, settings.data_dir, shared.shards, life.alive, one_by_one_max),
         Leftovers(fs, settings.data_dir, pinned),
         Rewriting(fs, settings.data_dir, settings.segment_rewrite_dead_ratio, clock, fetch),
         relocation,
@@ -189,8 +195,8 @@ def _follow(fs: FileSystem, shared: SharedMemory, link: ShardLink, directory: st
 def _serve(
     compactor: Compactor, settings: Settings, life: _Life, note: ClockNote, cell: ProcessCell, clock: Clock
 ) -> None:
-    last_cut_ms = clock.monotonic_ms()
-    cut_not_before_ms = upkeep_not_before_ms = 0
+    times = CutTimes(settings.checkpoint_interval_ms, settings.checkpoint_wal_bytes, clock.monotonic_ms())
+    upkeep_not_before_ms = 0
     has_tried_to_cut = False
     pause_ms = min(HEARTBEAT_MS, settings.checkpoint_interval_ms)
     while not life.stopping:
@@ -198,23 +204,18 @@ def _serve(
         note.keep()
         upkeep_in_ms = None
         compactor.follow(FOLLOW_BYTES)
-        now_ms = clock.monotonic_ms()
-        try:
-            due = now_ms - last_cut_ms >= settings.checkpoint_interval_ms
-            due = due or compactor.new_bytes >= settings.checkpoint_wal_bytes
-            if due and now_ms >= cut_not_before_ms:
-                has_tried_to_cut = True
-                if compactor.has_news and not compactor.cut():
-                    cut_not_before_ms = clock.monotonic_ms() + RETRY_MS
-                last_cut_ms = clock.monotonic_ms()
-        except (OSError, Refused) as error:
-            cell.add("failures")
-            cut_not_before_ms = clock.monotonic_ms() + RETRY_MS
-            log.error("a checkpoint failed and will be repeated", reason=str(error))
+        if times.is_due(compactor.new_bytes, clock.monotonic_ms()):
+            has_tried_to_cut = True
+            complete = True
+            if compactor.has_news:
+                complete = compactor.cut()
+            else:
+                compactor.tidy()
+            times.done(complete, clock.monotonic_ms())
         try:
             # What fails here, a cold directory for one, holds up no checkpoint. Nor does what ends this process: a cut
             # comes first in each of its lives.
-            if has_tried_to_cut and now_ms >= upkeep_not_before_ms:
+            if has_tried_to_cut and clock.monotonic_ms() >= upkeep_not_before_ms:
                 upkeep_in_ms = compactor.upkeep()
         except (OSError, Refused) as error:
             cell.add("failures")

@@ -27,6 +27,7 @@ from topics.shm.compactor_messages import TopicCheckpoint
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.kill_points import reached
+from topics.storage.layout import SegmentName
 from topics.storage.pins import Pinned, ReadPinned, nothing_pinned
 from topics.storage.segment_store import SegmentStore
 
@@ -36,6 +37,10 @@ AHEAD_BYTES: Final = 64 * 2**20
 """The helper has so many copies, or one, to go on with: it need not wait for this process between two small ones, and
 what else it is asked for (`cold_fetch.py`) does not wait long.
 """
+QUEUE_MIN: Final = 1024
+"""So many segments may wait, or twice as many as were still there last time, before it is looked which have gone."""
+REMOVED_MAX: Final = 1 << 16
+"""Names of objects that may have become superfluous; of more the cold directory itself is asked."""
 
 log = get_logger()
 
@@ -90,18 +95,25 @@ class Relocation:
         self._clock = clock
         self._wake = wake
         self._queue = CopyQueue()
+        self._queue_max = QUEUE_MIN
         self._copying: deque[tuple[Copy, Future[None]]] = deque()
         self._deleting: Future[dict[str, OSError]] | None = None
         self._listing: Future[list[str]] | None = helper.submit(store.list, "")
+        self._list_again = False
+        self._removed: set[str] = set()
+        """Objects of segments that went here, as far as there are any."""
         self._found: set[str] = set()
+        """Objects that are there, or may be."""
         self._due: set[str] = set()
+        """By one snapshot."""
+        self._held: set[str] = set()
+        """By two; a pin, or the cold directory, kept them."""
 
     @property
     def waiting(self) -> bool:
         """Whether the next snapshot would let something go."""
-        if self._deleting is None:
-            return bool(self._found or self._due)
-        return self._deleting.done() and bool(self._found or self._due or self._deleting.result())
+        is_free = self._deleting is None or self._deleting.done()
+        return is_free and bool(self._removed or self._found or self._due)
 
     def consider(self, follower: Follower, topic: Topic) -> None:
         """Segments of this topic were sealed, or may have been by a former life."""
@@ -129,6 +141,9 @@ class Relocation:
             reached("relocate.copied")
             step = self._copied(followers[shard], copies)
             relocated, failed = relocated + step.relocated, failed + step.failed
+        if len(self._queue) > self._queue_max:
+            self._queue.keep_only(lambda copy: self._current(followers[copy.shard], copy) is not None)
+            self._queue_max = max(QUEUE_MIN, 2 * len(self._queue))
         self._begin(followers)
         if self._copying and self._copying[0][1].done():
             self._wake()  # it said so while the shard was waited for
@@ -161,40 +176,75 @@ class Relocation:
         )
         self._queue.failed(copy, self._clock.monotonic_ms())
 
-    def sweep(self, files_of: FilesOf, removed: Iterable[str]) -> list[OSError]:
-        """Once a snapshot: copies of `removed` segments, and whatever else is there for nothing, go with the next one.
+    def removed(self, topic_id: int, name: SegmentName) -> None:
+        """This segment is no more: nor are copies of it needed."""
+        self._removed.update(object_names(topic_id, *name))
+        if len(self._removed) > REMOVED_MAX:
+            # The cold directory hangs. What is in there it can say itself, once it says anything again.
+            self._removed = set()
+            self._list_again = True
+
+    def sweep(self, files_of: FilesOf, in_snapshot: Callable[[int], bool]) -> list[OSError]:
+        """Once a snapshot: what was there for nothing at the one before goes, and what is now, with the next one. Of
+        topics of which this one says nothing new (`in_snapshot`) none goes.
 
         Never waits for the cold directory. Returns what earlier calls met; what failed is tried again, and keeps
         nothing else.
         """
         failures: list[OSError] = []
-        self._found.update(removed)
+        if not self._is_free(failures):
+            return failures
         if self._listing is not None and self._listing.done():
             listing, self._listing = self._listing, None
             try:
                 self._found.update(listing.result())
             except OSError as error:
                 failures.append(error)
-                self._listing = self._helper.submit(self._store.list, "")
+                self._list_again = True
+        if self._list_again and self._listing is None:
+            self._listing = self._helper.submit(self._store.list, "")
+            self._list_again = False
+        self._found |= self._removed
+        self._removed = set()
+        needless = _needless(files_of, self._being_copied())
+        agreed = {name for name in self._due if _is_of(name, in_snapshot)}
+        looked_at = {name for name in self._found if _is_of(name, in_snapshot)}
+        self._held |= agreed
+        self._due = self._due - agreed | {name for name in looked_at if needless(name)}
+        self._found -= looked_at
+        self._delete_held(needless, failures)
+        return failures
+
+    def tidy(self, files_of: FilesOf) -> list[OSError]:
+        """Without a snapshot: what two of them agreed on, and was kept; else as `sweep`."""
+        failures: list[OSError] = []
+        if self._is_free(failures):
+            self._delete_held(_needless(files_of, self._being_copied()), failures)
+        return failures
+
+    def _is_free(self, failures: list[OSError]) -> bool:
+        """Whether the last deletion is done."""
         if self._deleting is not None:
             if not self._deleting.done():
-                return failures
+                return False
             kept, self._deleting = self._deleting.result(), None
-            self._due.update(kept)
+            self._held.update(kept)
             failures += kept.values()
-        needless = _needless(files_of, self._being_copied())
-        due = {name for name in self._due if needless(name)}
+        return True
+
+    def _delete_held(self, needless: Callable[[str], bool], failures: list[OSError]) -> None:
+        self._held = {name for name in self._held if needless(name)}
+        if not self._held:
+            return
         try:
-            pinned = self._read_pinned() if due else frozenset()
+            pinned = self._read_pinned()
         except OSError as error:
-            return [*failures, error]
-        held = {name for name in due if _is_pinned(name, pinned)}
-        going = sorted(due - held)
-        self._due = held | {name for name in self._found if needless(name)}
-        self._found = set()
+            failures.append(error)
+            return
+        going = sorted(name for name in self._held if not _is_pinned(name, pinned))
         if going:
+            self._held.difference_update(going)
             self._deleting = self._helper.submit(self._delete, going)
-        return failures
 
     def _being_copied(self) -> frozenset[str]:
         """What must not be deleted behind its copying: it may count by then."""
@@ -284,6 +334,12 @@ def object_names(topic_id: int, first_seq: int, version: int) -> list[str]:
         layout.segment_data_path(directory, first_seq, version),
     )
     return [os.path.join(os.path.basename(directory), os.path.basename(path)) for path in paths]
+
+
+def _is_of(name: str, topics: Callable[[int], bool]) -> bool:
+    """Whether the object is of one of these topics, or of none at all."""
+    topic_id = layout.topic_id_of(name.partition("/")[0])
+    return topic_id is None or topics(topic_id)
 
 
 def _is_pinned(name: str, pinned: Pinned) -> bool:

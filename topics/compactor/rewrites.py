@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from concurrent.futures import Future
 from typing import Final, NamedTuple
 
+from topics.compactor.backoff import doubled_ms
 from topics.compactor.checkpoints import Refused, tell
 from topics.compactor.cold_fetch import ColdFetch, Data
 from topics.compactor.follower import Follower
@@ -24,8 +26,9 @@ from topics.storage.segment import ENTRY_LEN, CorruptSegment
 BYTES_PER_S: Final = 32 * 2**20
 """Read or written on behalf of rewriting: a fraction of what a disk gives to those who wait for it."""
 
-FETCH_AGAIN_MS: Final = 10_000
-"""After a cold directory did not give what it was asked for."""
+AGAIN_MS: Final = 10_000
+"""After a segment could not be rewritten, or a cold directory did not give what it was asked for; doubled each time."""
+AGAIN_MAX_MS: Final = 160_000
 
 log = get_logger()
 
@@ -54,10 +57,15 @@ class Rewriting:
         self._queue: deque[_Candidate] = deque()
         self._queued: set[_Candidate] = set()
         self._next_ms = 0
+        self._failures: dict[_Candidate, int] = {}
+        self._later: list[tuple[int, _Candidate]] = []
+        """Heap of (due, candidate): those that failed."""
         self._cold: dict[_Candidate, None] = {}
         """Worth it, and to be fetched first; in that order."""
         self._fetching: tuple[_Candidate, SegmentInfo] | None = None
         self._fetch_next_ms = 0
+        self._fetches_failed = 0
+        """In a row."""
 
     def consider(self, follower: Follower, topic_id: int, first_seq: int) -> None:
         """Records of this segment were deleted."""
@@ -75,14 +83,23 @@ class Rewriting:
 
     def due_in_ms(self) -> int | None:
         """When there is something to look at again; None: nothing is, but for what may have been fetched."""
-        return max(0, self._next_ms - self._clock.monotonic_ms()) if self._queue else None
+        if self._queue:
+            due_ms = self._next_ms
+        elif self._later:
+            due_ms = max(self._next_ms, self._later[0][0])
+        else:
+            return None
+        return max(0, due_ms - self._clock.monotonic_ms())
 
     def step(self, followers: list[Follower]) -> bool:
         """Looks at one segment, if it is time to; True when one was rewritten. Raises OSError, Refused: what it was at
-        comes again.
+        comes again, later each time.
         """
-        if self._clock.monotonic_ms() < self._next_ms:
+        now_ms = self._clock.monotonic_ms()
+        if now_ms < self._next_ms:
             return False
+        while self._later and self._later[0][0] <= now_ms:
+            self._queue.append(heapq.heappop(self._later)[1])
         return self._look_at_next(followers) or self._go_on_with_cold(followers)
 
     def _look_at_next(self, followers: list[Follower]) -> bool:
@@ -91,6 +108,7 @@ class Rewriting:
         candidate = self._queue.popleft()
         self._queued.discard(candidate)
         follower = followers[candidate.shard]
+        times = self._failures.pop(candidate, 0)
         found = self._current(follower, candidate)
         if found is None:
             return False
@@ -110,7 +128,10 @@ class Rewriting:
             return False
         except (OSError, Refused):
             self._pause(info.data_bytes)
-            self.consider(follower, *candidate[1:])
+            self._failures[candidate] = times + 1
+            self._queued.add(candidate)
+            due_ms = self._clock.monotonic_ms() + doubled_ms(AGAIN_MS, times, AGAIN_MAX_MS)
+            heapq.heappush(self._later, (due_ms, candidate))
             raise
         return True
 
@@ -142,14 +163,20 @@ class Rewriting:
             return False  # and it may have failed for that: files go with their segment
         try:
             data = future.result()
-            self._rewrite(follower, found[0], info, data)
+            try:
+                self._rewrite(follower, found[0], info, data)
+            except FileNotFoundError as error:  # here: what is not there is the cold directory's to say, and may come
+                raise CorruptSegment(error.filename or "", 0, "the file is missing") from error
         except (CorruptSegment, CorruptPostings, EOFError) as error:
             log.error("a damaged segment is not rewritten", reason=str(error))
             return False
         except (OSError, Refused):
-            self._fetch_next_ms = self._clock.monotonic_ms() + FETCH_AGAIN_MS
+            pause_ms = doubled_ms(AGAIN_MS, self._fetches_failed, AGAIN_MAX_MS)
+            self._fetches_failed += 1
+            self._fetch_next_ms = self._clock.monotonic_ms() + pause_ms
             self._cold[candidate] = None
             raise
+        self._fetches_failed = 0
         return True
 
     def _current(self, follower: Follower, candidate: _Candidate) -> tuple[Topic, SegmentInfo] | None:

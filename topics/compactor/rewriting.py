@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from contextlib import suppress
 from itertools import accumulate
 
 import msgspec
@@ -12,10 +13,9 @@ from topics.core.location import LOCATION_DELETED
 from topics.core.segment_list import SEALED, SegmentInfo
 from topics.storage import layout
 from topics.storage.committed_file import CommittedFile, Content
-from topics.storage.filesystem import FileSystem
+from topics.storage.filesystem import FileSystem, write_all
 from topics.storage.frame import Bytes
 from topics.storage.kill_points import reached
-from topics.storage.logfile import write_fully
 from topics.storage.postings import Postings, write_postings
 from topics.storage.segment import ENTRY_LEN
 
@@ -55,8 +55,11 @@ def live_pieces(directory: str, info: SegmentInfo) -> list[tuple[int, int]]:
 
 def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | None = None) -> SegmentInfo:
     """The new version, here and on the disk; the old one is as it was. `old` is its `.data` when that is not here, with
-    what `live_pieces` says of it at least. Raises OSError, CorruptSegment, CorruptPostings.
+    what `live_pieces` says of it at least. Raises OSError, CorruptSegment, CorruptPostings: then nothing of a new
+    version is left here.
     """
+    # First: without these all copying is for nothing.
+    postings = list(Postings.load(directory, info.first_seq, info.version).items())
     halves = _columns(directory, info)
     if old is None:
         old = CommittedFile(layout.segment_data_path(directory, info.first_seq, info.version), info.data_bytes)
@@ -78,16 +81,42 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | No
     halves[4::_ENTRY_U32] = array(
         "I", [LOCATION_DELETED if dead else flag for dead, flag in zip(deleted, flags, strict=True)]
     )
+    tagged = [(seq, tag) for tag, seqs in postings for seq in seqs if not deleted[seq - info.first_seq]]
+    tagged.sort()
     version = info.version + 1
-    data_path = layout.segment_data_path(directory, info.first_seq, version)
-    idx_path = layout.segment_idx_path(directory, info.first_seq, version)
+    try:
+        _write_pair(fs, directory, info.first_seq, version, old, pieces, halves)
+        write_postings(fs, directory, info.first_seq, info.records, tagged, version)
+        fs.fsync_dir(directory)
+    except Exception:
+        # On a full disk it is the room that others need.
+        for path_of in (layout.segment_data_path, layout.segment_idx_path, layout.segment_tags_path):
+            with suppress(OSError):
+                fs.unlink(path_of(directory, info.first_seq, version))
+        raise
+    reached("rewrite.synced")
+    return msgspec.structs.replace(info, data_bytes=data_bytes, version=version, flags=SEALED)
+
+
+def _write_pair(
+    fs: FileSystem,
+    directory: str,
+    first_seq: int,
+    version: int,
+    old: Content,
+    pieces: list[tuple[int, int]],
+    idx: array[int],
+) -> None:
+    """`.data` and `.idx` of the new version, synced; their names are not."""
+    data_path = layout.segment_data_path(directory, first_seq, version)
+    idx_path = layout.segment_idx_path(directory, first_seq, version)
     flags_new = os.O_RDWR | os.O_CREAT | os.O_TRUNC
     data_fd = fs.open(data_path, flags_new)
     try:
         idx_fd = fs.open(idx_path, flags_new)
         try:
             _copy(fs, old, data_fd, pieces)
-            write_fully(fs, idx_fd, [halves.tobytes()], 0)
+            write_all(fs, idx_fd, idx.tobytes(), 0)
             reached("rewrite.copied")
             fs.fdatasync(data_fd)
             fs.fdatasync(idx_fd)
@@ -95,17 +124,6 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | No
             fs.close(idx_fd)
     finally:
         fs.close(data_fd)
-    tagged = [
-        (seq, tag)
-        for tag, seqs in Postings.load(directory, info.first_seq, info.version).items()
-        for seq in seqs
-        if not deleted[seq - info.first_seq]
-    ]
-    tagged.sort()
-    write_postings(fs, directory, info.first_seq, info.records, tagged, version)
-    fs.fsync_dir(directory)
-    reached("rewrite.synced")
-    return msgspec.structs.replace(info, data_bytes=data_bytes, version=version, flags=SEALED)
 
 
 def _columns(directory: str, info: SegmentInfo) -> array[int]:
@@ -144,8 +162,8 @@ def _copy(fs: FileSystem, old: Content, fd: int, pieces: list[tuple[int, int]]) 
             gathered.append(piece)
             gathered_bytes += len(piece)
             if gathered_bytes >= _COPY_MAX_BYTES:
-                write_fully(fs, fd, [b"".join(gathered)], offset)
+                write_all(fs, fd, b"".join(gathered), offset)
                 offset += gathered_bytes
                 gathered, gathered_bytes = [], 0
     if gathered:
-        write_fully(fs, fd, [b"".join(gathered)], offset)
+        write_all(fs, fd, b"".join(gathered), offset)

@@ -6,9 +6,11 @@ is cut off, and nothing stays open in between.
 
 from __future__ import annotations
 
+import errno
 import mmap
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import Final, NamedTuple
 
@@ -28,6 +30,10 @@ from topics.storage.segment_writer import SegmentWriter
 
 _IN_RAM: Final = LOCATION_IN_RAM_LOG << FLAGS_SHIFT
 _FILE_MASK: Final = _IN_RAM | 0xFFFF_FFFF
+
+NO_ROOM: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
+_FOR_NOW: Final = NO_ROOM | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""What these say is about the disk or the process, not about a file."""
 
 log = get_logger()
 
@@ -69,14 +75,20 @@ class SegmentAppender:
         """Segments that are new or changed, ascending. `last` is the topic's last segment, committed.
 
         `entries`: index entries (`core.topic`) of consecutive seqs in log files; those that follow `last` go on in it
-        unless it is sealed. Raises ValueError when the logs do not hold what the entries say.
+        unless it is sealed. Where the disk fails behind the first one, what is whole by then is returned: not all of
+        the entries. Raises ValueError when the logs do not hold what the entries say.
         """
         changed: list[SegmentInfo] = []
         count = len(entries) // ENTRY_WORDS
         at = 0
         active = last if last is not None and not last.flags & SEALED and last.last_seq + 1 == entries[0] else None
         while at < count or active is not None:
-            info, appended = self._append_to_one(topic_id, active, entries[at * ENTRY_WORDS :], buffer_of, now_ms)
+            try:
+                info, appended = self._append_to_one(topic_id, active, entries[at * ENTRY_WORDS :], buffer_of, now_ms)
+            except OSError:
+                if changed:
+                    break
+                raise
             active = None
             at += appended
             if info is not None:
@@ -108,6 +120,7 @@ class SegmentAppender:
             if reopened is None:
                 return None, 0
             writer, first_ts = reopened, active.first_ts
+        begins = writer.records, writer.data_bytes
         try:
             bounds = self._seal_at
             room = max(0, bounds.records - writer.records)
@@ -126,6 +139,11 @@ class SegmentAppender:
             if is_full or info.data_bytes >= bounds.data_bytes or bounds.is_old(info, now_ms):
                 info = self._sealed(directory, info) or info
             return info, fitting
+        except OSError:
+            # Nothing will count it, and on a full disk others need the room.
+            with suppress(OSError):
+                writer.cut_back(*begins)
+            raise
         finally:
             writer.close()
 
@@ -134,19 +152,24 @@ class SegmentAppender:
             return SegmentWriter.reopen(
                 self._fs, directory, info.first_seq, info.records, info.data_bytes, info.version
             )
-        except (CorruptSegment, FileNotFoundError) as error:
+        except (CorruptSegment, OSError) as error:
+            if isinstance(error, OSError) and error.errno in _FOR_NOW:
+                raise
             # What is readable of it stays readable, and what comes next is none of its business.
-            log.error("a segment is damaged and is not gone on with", reason=str(error))
+            path = layout.segment_data_path(directory, info.first_seq, info.version)
+            log.error("a segment is damaged and is not gone on with", path=path, reason=str(error))
             return None
 
     def _sealed(self, directory: str, info: SegmentInfo) -> SegmentInfo | None:
         name = (info.first_seq, info.records, info.data_bytes, info.version)
         try:
-            tagged = SegmentReader.open(directory, *name).tagged()
-            write_postings(self._fs, directory, info.first_seq, info.records, tagged, info.version)
-        except CorruptSegment as error:
+            tagged = list(SegmentReader.open(directory, *name).tagged())
+        except (CorruptSegment, OSError) as error:
+            if isinstance(error, OSError) and error.errno in _FOR_NOW:
+                raise
             log.error("a segment is damaged and stays without postings", reason=str(error))
             return None
+        write_postings(self._fs, directory, info.first_seq, info.records, tagged, info.version)
         reached("checkpoint.sealed")
         return msgspec.structs.replace(info, flags=info.flags | SEALED)
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Final, Protocol
 
 from topics.storage.frame import Bytes
 
 BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"
+_SYNCFS_TELLS_ERRORS: Final = (5, 8)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -49,7 +51,7 @@ class FileSystem(Protocol):
 
     def sync_all(self, path: str) -> None:
         """Everything written to the file system that `path` is on, names included, is on the disk afterwards: one call
-        for what would be thousands.
+        for what would be thousands. See `syncfs_tells_errors`.
         """
         ...
 
@@ -139,6 +141,14 @@ class OsFileSystem:
         return os.path.exists(path)
 
 
+def syncfs_tells_errors(release: str) -> bool:
+    """Whether `OsFileSystem.sync_all` fails where something could not be written: syncfs(2) is silent about that before
+    Linux 5.8. `release` is that of `os.uname()`; one that nothing can be read from counts as old.
+    """
+    version = re.match(r"(\d+)\.(\d+)", release)
+    return version is not None and (int(version[1]), int(version[2])) >= _SYNCFS_TELLS_ERRORS
+
+
 def make_dirs(fs: FileSystem, path: str) -> None:
     """Makes `path` and its missing parents durably: each new entry is synced into its parent."""
     if fs.exists(path):
@@ -171,6 +181,18 @@ def read_all(fs: FileSystem, path: str) -> bytes:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
+def write_all(fs: FileSystem, fd: int, content: Bytes, offset: int) -> None:
+    """Into a file that grows for it. Of a disk with room for a part the system takes that part: the rest meets the
+    reason. Raises OSError; some of it may be written then.
+    """
+    written = 0
+    while written < len(content):
+        count = fs.pwritev(fd, [memoryview(content)[written:]], offset + written)
+        if not count:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written += count
+
+
 def replace_file(fs: FileSystem, path: str, content: bytes) -> None:
     """Makes the file, or a new one in its place, durably: it has its name only once it is whole and on the disk.
 
@@ -180,12 +202,7 @@ def replace_file(fs: FileSystem, path: str, content: bytes) -> None:
     fd = fs.open(tmp_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         try:
-            written = 0
-            while written < len(content):  # one call writes 2 GiB at most
-                count = fs.pwritev(fd, [memoryview(content)[written:]], written)
-                if not count:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), tmp_path)
-                written += count
+            write_all(fs, fd, content, 0)
             fs.fdatasync(fd)
         finally:
             fs.close(fd)

@@ -14,10 +14,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Protocol
 
-from topics.storage.filesystem import FileSystem, make_dirs
+from topics.storage.filesystem import FileSystem, make_dirs, write_all
 from topics.storage.frame import Bytes
 from topics.storage.layout import TMP_SUFFIX
-from topics.storage.logfile import write_fully
 
 
 class SegmentStore(Protocol):
@@ -87,7 +86,7 @@ class LocalStore:
             try:
                 offset = 0
                 for piece in pieces:
-                    write_fully(fs, fd, [piece], offset)
+                    write_all(fs, fd, piece, offset)
                     offset += len(piece)
                 fs.fdatasync(fd)
             finally:

@@ -12,9 +12,8 @@ from typing import Final
 
 from topics.core.location import ENTRY_WORDS
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem, make_dirs
+from topics.storage.filesystem import FileSystem, make_dirs, write_all
 from topics.storage.frame import Bytes
-from topics.storage.logfile import write_fully
 from topics.storage.segment import (
     DATA_MAX_BYTES,
     ENTRY,
@@ -136,10 +135,10 @@ class SegmentWriter:
             data, idx_part = convert(buffer, topic_id, chunk, data_bytes)
             assert data_bytes + len(data) <= DATA_MAX_BYTES, "see `room`"
             if data:
-                write_fully(self._fs, self._data_fd, [data], data_bytes)
+                write_all(self._fs, self._data_fd, data, data_bytes)
             data_bytes += len(data)
             idx += idx_part
-        write_fully(self._fs, self._idx_fd, [idx], self.records * ENTRY_LEN)
+        write_all(self._fs, self._idx_fd, idx, self.records * ENTRY_LEN)
         self._has_leftovers = False
         self.records += count
         self.data_bytes = data_bytes
@@ -155,6 +154,12 @@ class SegmentWriter:
             for directory in (self._directory, topics_dir, os.path.dirname(topics_dir)):
                 self._fs.fsync_dir(directory)
             self._is_new = False
+
+    def cut_back(self, records: int, data_bytes: int) -> None:
+        """To what it was before: what was appended since is thrown away."""
+        self.records, self.data_bytes = records, data_bytes
+        self._has_leftovers = True
+        self._cut_leftovers()
 
     def close(self) -> None:
         self._fs.close(self._data_fd)

@@ -39,7 +39,8 @@ from topics.walshard.holdings import Holdings
 from topics.walshard.outbox import Outbox
 from topics.walshard.ram_log import RamTrim
 from topics.walshard.routing_setup import make_routing
-from topics.walshard.segment_files import SegmentFiles, postings_max
+from topics.walshard.segment_files import SegmentFiles
+from topics.walshard.segment_tags import tags_max
 from topics.walshard.sessions import Sessions
 from topics.walshard.shard import Shard
 from topics.walshard.sinks import Sinks
@@ -76,7 +77,7 @@ def recover(
     identity = WalIdentity(index, settings.wal_shards, boot_id())
     directory = layout.group_dir(settings.data_dir, index, settings.wal_shards)
     ram_directory = layout.ram_group_dir(shared.ram_dir, index)
-    files = SegmentFiles(fs, settings.data_dir, postings_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+    files = SegmentFiles(fs, settings.data_dir, tags_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
     tags = TagSearch(files, FrameTags(fs, directory, ram_directory))
     fold = Fold(lambda topic_id: TopicIndex(topic_id, LocationRing(arena.heap, 1), files))
     start, snapshot_line = _restore(fold, fs, settings.data_dir, directory)

@@ -15,19 +15,14 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import compress, islice
-from resource import RLIM_INFINITY
 from typing import Final, NamedTuple
 
-from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_DELETED, LOCATION_GONE
+from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_GONE
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
-from topics.core.tags import Match
 from topics.log import get_logger
 from topics.storage import layout
 from topics.storage.committed_file import CommittedFile
 from topics.storage.filesystem import FileSystem
-from topics.storage.frame import LOCATION_HAS_TAG
-from topics.storage.postings import CorruptPostings, Postings, UnknownPostingsVersion
-from topics.storage.postings import encode as encode_postings
 from topics.storage.segment import (
     ENTRY,
     ENTRY_FLAGS_AT,
@@ -38,14 +33,11 @@ from topics.storage.segment import (
 )
 from topics.storage.segment_deletes import mark_deleted
 from topics.storage.segment_reader import SegmentReader
+from topics.walshard.segment_tags import SegmentTags
 
 log = get_logger()
 
 INDEXES_MAX: Final = 256
-_POSTINGS_MAX: Final = 16384
-"""So many stay open at most. Each delete by tag asks those of all sealed segments of its topic: if these were more,
-every one would be opened and checked anew each time.
-"""
 _COUNTS_AT_ONCE: Final = 32
 _COUNTED_RECORDS_AT_ONCE: Final = 1 << 16
 """So many segments, and as a rule so many records: some ms."""
@@ -77,27 +69,19 @@ class _Due(NamedTuple):
     left: int = 0
 
 
-def postings_max(open_files: int) -> int:
-    """How many may stay open in a process that may open so many files (RLIMIT_NOFILE). The other
-    three quarters are for indexes, logs and whatever is open for a moment.
-    """
-    return _POSTINGS_MAX if open_files == RLIM_INFINITY else min(_POSTINGS_MAX, open_files // 4)
-
-
 class SegmentFiles:
-    """Of all topics of one shard. `postings_max`: so many files of tags stay open.
+    """Of all topics of one shard. `tags`: of their sealed segments, so many of whose files stay open: `tags_max`.
 
     `entries`, `ts_at` and `live_size` raise nothing: floors must move past a damaged segment, and one topic's damage
     take down no shard. Where an index cannot be read, its records count as live, of the segment's mean length and its
     latest time. Marking raises nothing either; everything else OSError and CorruptSegment.
     """
 
-    def __init__(self, fs: FileSystem, data_dir: str, postings_max: int) -> None:
+    def __init__(self, fs: FileSystem, data_dir: str, tags_max: int) -> None:
         self._fs = fs
         self._data_dir = data_dir
-        self._postings_max = postings_max
+        self.tags = SegmentTags(data_dir, tags_max)
         self._indexes: OrderedDict[SegmentKey, CommittedFile] = OrderedDict()
-        self._postings: OrderedDict[SegmentKey, Postings] = OrderedDict()
         self._sizes: dict[SegmentKey, tuple[int, int]] = {}
         """What lives in whole sealed segments: floors that move far cost no look at each record."""
         self._uncounted: dict[SegmentKey, SegmentInfo] = {}
@@ -165,55 +149,6 @@ class SegmentFiles:
         flags = part[ENTRY_FLAGS_AT::ENTRY_LEN]
         found = [info.first_seq + at for at, flag in enumerate(flags) if flag & LOCATION_DELETED]
         return sorted({*found, *self._unmarked_between(topic_id, info, info.first_seq, info.last_seq)})
-
-    def postings(self, topic_id: int, info: SegmentInfo) -> Postings:
-        """The tags of a sealed segment; where the file is missing or damaged, as its frames have them.
-
-        Raises CorruptPostings as well: where these are cold, damaged too, or the file is of another release. One that
-        cannot be opened now, for want of open files for one, is neither: OSError.
-        """
-        key = SegmentKey(topic_id, info.first_seq, info.version)
-        postings = self._postings.get(key)
-        if postings is None:
-            directory = layout.topic_dir(self._data_dir, topic_id)
-            try:
-                postings = Postings.open(directory, info.first_seq, info.version)
-            except UnknownPostingsVersion:
-                raise
-            except (FileNotFoundError, CorruptPostings) as error:
-                postings = self._postings_of_frames(topic_id, info, error)
-            self._postings[key] = postings
-            if len(self._postings) > self._postings_max:
-                self._postings.popitem(last=False)
-        self._postings.move_to_end(key)
-        return postings
-
-    def find_tagged(self, topic_id: int, info: SegmentInfo, match: Match) -> list[int]:
-        """Seqs of a sealed segment's records with a matching tag, ascending. Raises as `postings`."""
-        try:
-            return self.postings(topic_id, info).find(match)
-        except CorruptSegment:
-            # Damaged since it was opened and checked, or gone in place while a copy is put there: by its name there may
-            # be another one, or none, in which case the frames tell.
-            self._postings.pop(SegmentKey(topic_id, info.first_seq, info.version), None)
-            return self.postings(topic_id, info).find(match)
-
-    def _postings_of_frames(
-        self, topic_id: int, info: SegmentInfo, error: FileNotFoundError | CorruptPostings
-    ) -> Postings:
-        """In memory: the file is the compactor's. Every frame that counts is checked: its tag decides about it."""
-        try:
-            reader = self.reader(topic_id, info)
-        except FileNotFoundError:
-            raise error from None
-        words = reader.entries(info.first_seq, info.last_seq)[3::ENTRY_WORDS]
-        flags = [(seq, word >> FLAGS_SHIFT) for seq, word in enumerate(words, info.first_seq)]
-        live = [seq for seq, flag in flags if flag & LOCATION_HAS_TAG and not flag & LOCATION_GONE]
-        frames = map(reader.frame, live)
-        tagged = [(frame.seq, frame.tag) for frame in frames if frame is not None]
-        log.error("a segment's tags are taken from its frames", topic_id=f"{topic_id:016x}", reason=str(error))
-        path = layout.segment_tags_path(layout.topic_dir(self._data_dir, topic_id), info.first_seq, info.version)
-        return Postings(path, encode_postings(info.first_seq, info.records, tagged))
 
     def reader(self, topic_id: int, info: SegmentInfo) -> SegmentReader:
         """Index and frames; not of a cold segment."""
@@ -294,7 +229,7 @@ class SegmentFiles:
         """The segment is no more, or is another file."""
         key = SegmentKey(topic_id, info.first_seq, info.version)
         self._indexes.pop(key, None)
-        self._postings.pop(key, None)
+        self.tags.forget(topic_id, info)
         self._sizes.pop(key, None)
         self._uncounted.pop(key, None)
         self._unreadable.discard(key)

@@ -41,7 +41,7 @@ class TagSearch:
         found: list[int] = []
         for info in index.segments.between(first_seq, sealed_seq):
             if info.flags & SEALED:
-                found += self._files.find_tagged(topic.id, info, match)
+                found += self._files.tags.find(topic.id, info, match)
             else:  # damaged, and gone on with in the next: its frames must tell, or say where they are damaged
                 tagged = self._files.reader(topic.id, info).tagged()
                 found += [seq for seq, tag in tagged if match.covers(tag)]

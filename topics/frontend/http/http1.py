@@ -414,6 +414,8 @@ class Http1Protocol(asyncio.Protocol):
         if not self.reading:
             self._transport.resume_reading()
         self._factory.hand_over(self._transport, data)
+        if self._eof:  # it came while another request was answered, and comes only once
+            cast(asyncio.Protocol, self._transport.get_protocol()).eof_received()
 
     # What is awaited, and until when.
 

@@ -2,12 +2,15 @@
 
 Hypercorn's own buffer goes by how little it could send just now: with a window of 0 that is nothing, it takes this for
 a client that keeps up, and lets the next message in. A client that gives no window pulls a whole topic into memory.
+
+Nor is it waited for without an end: a stream whose client takes nothing is reset (`unread`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import hypercorn.protocol
@@ -21,12 +24,22 @@ from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
 from hypercorn.protocol.http_stream import HTTPStream
 
+from topics.frontend.http.unread import Unread
+
 
 class BoundedBuffer(StreamBuffer):
     """Of one stream: one message, and less than BUFFER_HIGH_WATER before it."""
 
     _added_bytes = 0
     """By `add`, since it was empty."""
+    abort: Callable[[], None]
+    """Its client takes nothing."""
+
+    def get_write_buffer_size(self) -> int:
+        return len(self.buffer)
+
+    def is_closing(self) -> bool:
+        return False
 
     async def push(self, data: bytes) -> None:
         """Returns when there is room for the next one, or the stream is closed."""
@@ -81,16 +94,39 @@ class BoundedProtocol(H2Protocol):
                 self.connection.reset_stream(event.stream_id, ErrorCodes.INTERNAL_ERROR)
                 await self._flush()
         ends = isinstance(event, EndBody | EndData)
-        if buffer is None or asyncio.current_task() is not self._reader or not (ends or isinstance(event, Body | Data)):
+        if buffer is None or not (ends or isinstance(event, Body | Data)):
             await super().stream_send(event)
             return
         assert isinstance(buffer, BoundedBuffer)
+        if asyncio.current_task() is not self._reader:
+            await self._send_watched(event, buffer)
+            return
         if isinstance(event, Body | Data):
             await buffer.add(event.data)
         else:
             buffer.set_complete()
         self.priority.unblock(event.stream_id)
         await self.has_data.set()
+
+    async def _send_watched(self, event: StreamEvent, buffer: BoundedBuffer) -> None:
+        """For the time that the stream is waited for."""
+        unread: Unread = self.context.watched()  # type: ignore[attr-defined]
+        buffer.abort = lambda: self.task_group.spawn(self._give_up, event.stream_id)
+        unread.made(buffer)
+        unread.begin()
+        try:
+            await super().stream_send(event)
+        finally:
+            unread.lost()
+
+    async def _give_up(self, stream_id: int) -> None:
+        buffer = self.stream_buffers.get(stream_id)
+        if buffer is not None:
+            await buffer.close()
+            with contextlib.suppress(ProtocolError):
+                self.connection.reset_stream(stream_id, ErrorCodes.CANCEL)
+                await self._flush()
+            await super().stream_send(StreamClosed(stream_id))
 
     async def _handle_events(self, events: list[Event]) -> None:
         self._reader = asyncio.current_task()

@@ -29,6 +29,7 @@ from topics.frontend.http import handshake, http2_buffer, patience
 from topics.frontend.http.http1 import Http1Factory
 from topics.frontend.http.http1_connections import Connections
 from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http.unread import Unread
 from topics.log import get_logger
 
 HttpProtocol = Literal["httptools", "stock"]
@@ -123,8 +124,10 @@ class _ConnectionContext(WorkerContext):
     wakes when the client has closed it, else Hypercorn would keep the socket until then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watched: Callable[[], Unread]) -> None:
         super().__init__(None)
+        self.watched = watched
+        self.unread = watched()
         self.terminated = self.end = _Flag()
         self.closed = asyncio.Event()
         self._apps: set[asyncio.Task[Any]] = set()
@@ -185,7 +188,7 @@ async def _drop(receive: Receive) -> None:
 
 
 class _Protocol(asyncio.StreamReaderProtocol):
-    """Tells the context when the connection is closed."""
+    """Tells the context when the connection is closed, and how its client takes what it is sent."""
 
     def __init__(
         self,
@@ -197,14 +200,43 @@ class _Protocol(asyncio.StreamReaderProtocol):
         super().__init__(reader, connected, loop)
         self._context = context
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._context.unread.made(cast(asyncio.Transport, transport))
+        super().connection_made(transport)
+
+    def pause_writing(self) -> None:
+        self._context.unread.begin()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._context.unread.taken()
+        super().resume_writing()
+
     def eof_received(self) -> bool | None:
         self._context.client_gone()
         return super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._context.unread.lost()
         self._context.client_gone()
         self._context.closed.set()
+
+
+class _Connection(TCPServer):
+    """Hypercorn's, but that what is left when it closes waits for its client for a time only."""
+
+    def __init__(self, context: _ConnectionContext, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._unread = context.unread
+
+    async def _initiate_server_close(self) -> None:
+        self._unread.begin()
+        await super()._initiate_server_close()
+
+    async def _close(self) -> None:
+        self._unread.begin()
+        await super()._close()
 
 
 class HypercornConnections:
@@ -233,7 +265,7 @@ class HypercornConnections:
     def protocol(self, *, has_place: bool = False) -> asyncio.StreamReaderProtocol:
         """The protocol of a connection that is Hypercorn's; `has_place`: it counts among all connections already."""
         reader = asyncio.StreamReader(limit=self._limits.read_high_water_bytes, loop=self._loop)
-        context = _ConnectionContext()
+        context = _ConnectionContext(partial(Unread, self._limits, self._clock, self._loop))
         return _Protocol(reader, partial(self._connected, context, has_place), self._loop, context)
 
     def take(self, transport: asyncio.Transport, data: bytes) -> None:
@@ -284,7 +316,7 @@ class HypercornConnections:
         try:
             state = {**self._state, TRANSPORT: writer.transport}
             app = ASGIWrapper(cast(Any, partial(self._run, context)))
-            await TCPServer(app, self._loop, self._config, context, cast(Any, state), reader, writer)
+            await _Connection(context, app, self._loop, self._config, context, state, reader, writer)
         except Exception:
             log.exception("connection failed")
         finally:

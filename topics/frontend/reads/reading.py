@@ -157,7 +157,7 @@ class TopicReader:
         except (MovedError, FileNotFoundError):
             # The shard has moved on since `view`; it may be for this very reason.
             return True
-        except CorruptSegment:
+        except (CorruptSegment, OSError):
             # Nothing a shard could settle; whoever reads the records will be told.
             return False
 

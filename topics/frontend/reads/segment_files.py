@@ -76,9 +76,10 @@ class OpenSegment:
             return None
 
     def let_go(self) -> None:
-        """Of data that were removed, which take space as long as they are open, or replaced."""
+        """Of data that were removed, which take space as long as they are open, or replaced by what nobody checked."""
         if self._data is not None and not self._data.has_its_name:
             self._data = None
+            self._checked = bytearray(len(self._checked))
 
     @property
     def is_current(self) -> bool:
@@ -118,9 +119,9 @@ class OpenSegment:
             if not fetched:
                 self._checked[start:end] = _CHECKED * (end - start)
 
-    @property
     def checked(self) -> bytes:
         """To be handed on to the same segment when it has grown."""
+        self.let_go()
         return bytes(self._checked)
 
     def ts_at(self, seq: int) -> int:
@@ -147,7 +148,7 @@ class SegmentFiles:
         opened = self._open.get(key)
         if opened is None or opened.last_seq < info.last_seq:
             directory = layout.topic_dir(self._data_dir, topic_id)
-            opened = OpenSegment(directory, topic_id, info, opened.checked if opened is not None else b"")
+            opened = OpenSegment(directory, topic_id, info, opened.checked() if opened is not None else b"")
             self._open[key] = opened
             if len(self._open) > self._segments_max:
                 self._open.popitem(last=False)

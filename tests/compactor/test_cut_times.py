@@ -1,0 +1,40 @@
+"""When the next cut is due: after one that was complete, and after one that was not."""
+
+from __future__ import annotations
+
+from topics.compactor.cut_times import RETRY_MS, CutTimes
+
+INTERVAL_MS = 60_000
+WAL_BYTES = 1000
+
+
+def first_due(times: CutTimes, now_ms: int, new_bytes: int = 0) -> int:
+    """How long after `now_ms`, to the half second."""
+    waited_ms = 0
+    while not times.is_due(new_bytes, now_ms + waited_ms):
+        waited_ms += 500
+    return waited_ms
+
+
+def test_at_the_interval_or_when_much_was_written() -> None:
+    times = CutTimes(INTERVAL_MS, WAL_BYTES, 0)
+    assert first_due(times, 0) == INTERVAL_MS
+    assert first_due(times, 0, WAL_BYTES - 1) == INTERVAL_MS
+    assert first_due(times, 0, WAL_BYTES) == 0
+    times.done(True, 100_000)
+    assert first_due(times, 100_000) == INTERVAL_MS
+
+
+def test_what_failed_is_tried_again_soon_and_then_less_and_less_often() -> None:
+    times = CutTimes(INTERVAL_MS, WAL_BYTES, 0)
+    now_ms, waits = 0, []
+    for _ in range(8):
+        times.done(False, now_ms)
+        waits.append(first_due(times, now_ms))
+        now_ms += waits[-1]
+    assert waits == [*(RETRY_MS << n for n in range(5)), *[INTERVAL_MS] * 3]
+    times.done(True, now_ms)
+    assert first_due(times, now_ms) == INTERVAL_MS
+    times.done(False, now_ms)
+    assert first_due(times, now_ms) == RETRY_MS
+    assert first_due(times, now_ms, WAL_BYTES) == 0, "other shards may have written much"

@@ -1,0 +1,156 @@
+"""Which segments are looked at to be rewritten, and what a rewriting that fails leaves."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.storage.faults import CHANGING_CALLS, Fault, FaultyFileSystem
+from tests.walshard.compaction import Compaction
+from tests.walshard.rig import Rig
+from topics.compactor.rewrites import AGAIN_MS
+from topics.core.segment_list import COLD, SEALED
+from topics.shm.topic_messages import DeleteRecords
+from topics.storage.verify import verify
+
+EVENTS = 8
+
+
+class Counting(FaultyFileSystem):
+    """`opened`: paths that were, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: list[str] = []
+
+    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+        self.opened.append(path)
+        return super().open(path, flags, mode)
+
+
+class Machine:
+    def __init__(self, root: Path, **settings: str) -> None:
+        self.data_dir = root / "data"
+        self.data_dir.mkdir()
+        self.fs = Counting()
+        self.rig = Rig(
+            str(self.data_dir),
+            self.fs,
+            segment_max_events=str(EVENTS),
+            segment_rewrite_dead_ratio="0.3",
+            **settings,
+        )
+        self.compaction = Compaction(self.rig)
+
+    def write(self, count: int, name: str = "t") -> None:
+        """Every other one has the tag that `delete` deletes."""
+        for number in range(count):
+            self.rig.append(name, b"1", tag=b"x" if number % 2 else b"")
+
+    def delete(self, name: str = "t") -> None:
+        self.rig.call(DeleteRecords(name, None, "eq", b"x"))
+        self.compaction.cut()
+
+    def versions(self, name: str = "t") -> list[int]:
+        return [info.version for info in self.compaction.segments(name)]
+
+    def files(self, pattern: str) -> list[str]:
+        return sorted(path.name for path in self.data_dir.rglob(pattern))
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    machine = Machine(tmp_path)
+    yield machine
+    machine.rig.close()
+
+
+def test_what_was_deleted_before_a_segment_was_sealed_counts_as_well(machine: Machine) -> None:
+    machine.write(EVENTS - 1)
+    machine.compaction.cut()
+    machine.delete()
+    machine.compaction.upkeep()
+    assert machine.versions() == [0], "nothing rewrites what is still appended to"
+    machine.rig.append("t", b"1")
+    machine.rig.append("t", b"1")
+    machine.compaction.cut()
+    machine.compaction.upkeep()
+    assert machine.versions() == [1, 0]
+    assert [seq for seq, _ in machine.compaction.read("t")] == [1, 3, 5, 7, 8, 9]
+
+
+def test_one_without_tags_is_damaged_and_nothing_is_copied(machine: Machine) -> None:
+    machine.write(EVENTS + 1)
+    machine.compaction.cut()
+    path = next(machine.data_dir.rglob("*.tags"))
+    content = path.read_bytes()
+    path.unlink()
+    machine.delete()
+    machine.fs.opened.clear()
+    machine.compaction.upkeep()
+    assert machine.versions() == [0, 0]
+    assert [path for path in machine.fs.opened if ".1." in path] == []
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("call", ["open", "pwritev", "fdatasync", "rename", "fsync_dir"])
+def test_one_that_cannot_be_written_leaves_no_files_and_comes_later_each_time(machine: Machine, call: str) -> None:
+    machine.write(EVENTS + 1)
+    machine.compaction.cut()
+    before = machine.files("seg-*")
+    machine.delete()
+    tries = []
+    machine.fs.arm(Fault(1, errno.ENOSPC, always=True, calls=frozenset((call,))))
+    for second in range(8 * AGAIN_MS // 1000):
+        try:
+            machine.compaction.compactor.upkeep()
+        except OSError:
+            tries.append(second * 1000)
+            assert machine.files("seg-*") == before
+        machine.rig.clock.ms += 1000
+    assert tries == [0, AGAIN_MS, 3 * AGAIN_MS, 7 * AGAIN_MS]
+    machine.fs.arm(None)
+    machine.rig.clock.ms += 8 * AGAIN_MS
+    machine.compaction.upkeep()
+    assert machine.versions() == [1, 0]
+    machine.compaction.cut()
+    assert verify(str(machine.data_dir), lambda _share: None).damage == []
+
+
+def test_one_that_cannot_be_written_holds_up_no_other(machine: Machine) -> None:
+    for name in ("bad", "good"):
+        machine.write(EVENTS + 1, name)
+    machine.compaction.cut()
+    for name in ("bad", "good"):
+        machine.delete(name)
+    machine.fs.arm(Fault(1, errno.EIO, calls=CHANGING_CALLS))
+    with pytest.raises(OSError, match="Input/output error"):
+        machine.compaction.upkeep()
+    machine.compaction.upkeep()
+    assert [machine.versions(name) for name in ("bad", "good")] == [[0, 0], [1, 0]]
+    machine.rig.clock.ms += AGAIN_MS
+    machine.compaction.upkeep()
+    assert machine.versions("bad") == [1, 0]
+
+
+def test_a_cold_one_without_tags_here_is_fetched_once(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, cold_dir=str(tmp_path / "cold"), hot_retain_segments="0")
+    try:
+        machine.write(EVENTS)
+        machine.compaction.cut()
+        machine.compaction.upkeep()
+        assert [info.flags for info in machine.compaction.segments("t")] == [SEALED | COLD]
+        next(machine.data_dir.rglob("*.tags")).unlink()
+        machine.delete()
+        machine.fs.opened.clear()
+        for _ in range(20):
+            machine.compaction.upkeep()
+            machine.rig.clock.ms += AGAIN_MS
+        assert [os.path.basename(path) for path in machine.fs.opened].count("fetched.tmp") == 1
+        assert machine.versions() == [0]
+    finally:
+        machine.rig.close()

@@ -1,0 +1,93 @@
+"""The tags of sealed segments as a shard asks them: in their postings, or in their frames where those are damaged."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from resource import RLIM_INFINITY
+from typing import Final
+
+from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_GONE
+from topics.core.segment_list import SegmentInfo
+from topics.core.tags import Match
+from topics.log import get_logger
+from topics.storage import layout
+from topics.storage.frame import LOCATION_HAS_TAG
+from topics.storage.postings import CorruptPostings, Postings, UnknownPostingsVersion
+from topics.storage.postings import encode as encode_postings
+from topics.storage.segment import CorruptSegment
+from topics.storage.segment_reader import SegmentReader
+
+log = get_logger()
+
+_FILES_MAX: Final = 16384
+"""So many stay open at most. Each delete by tag asks those of all sealed segments of its topic: if these were more,
+every one would be opened and checked anew each time.
+"""
+
+
+def tags_max(open_files: int) -> int:
+    """How many may stay open in a process that may open so many files (RLIMIT_NOFILE). The other three quarters are for
+    indexes, logs and whatever is open for a moment.
+    """
+    return _FILES_MAX if open_files == RLIM_INFINITY else min(_FILES_MAX, open_files // 4)
+
+
+class SegmentTags:
+    """Of all topics of one shard; `files_max` stay open."""
+
+    def __init__(self, data_dir: str, files_max: int) -> None:
+        self._data_dir = data_dir
+        self._files_max = files_max
+        self._open: OrderedDict[tuple[int, int, int], Postings] = OrderedDict()
+        """By topic id, first seq and version of a segment."""
+
+    def find(self, topic_id: int, info: SegmentInfo, match: Match) -> list[int]:
+        """Seqs of a sealed segment's records with a matching tag, ascending; some may be deleted meanwhile.
+
+        Raises OSError where its tags cannot be read for now, for want of open files for one. Where they are missing or
+        damaged its frames tell; CorruptPostings or FileNotFoundError where these are cold or damaged, too, or the file
+        is of another release; CorruptSegment.
+        """
+        try:
+            return self._postings(topic_id, info).find(match)
+        except CorruptSegment:
+            # It was whole when it was opened. By its name there may be another one by now, or a damaged one.
+            self.forget(topic_id, info)
+            return self._postings(topic_id, info).find(match)
+
+    def forget(self, topic_id: int, info: SegmentInfo) -> None:
+        """The segment is no more, or is another file."""
+        self._open.pop((topic_id, info.first_seq, info.version), None)
+
+    def _postings(self, topic_id: int, info: SegmentInfo) -> Postings:
+        key = (topic_id, info.first_seq, info.version)
+        postings = self._open.get(key)
+        if postings is None:
+            directory = layout.topic_dir(self._data_dir, topic_id)
+            try:
+                postings = Postings.open(directory, info.first_seq, info.version)
+            except UnknownPostingsVersion:
+                raise
+            except (FileNotFoundError, CorruptPostings) as error:
+                postings = _of_frames(directory, info, error)
+            self._open[key] = postings
+            if len(self._open) > self._files_max:
+                self._open.popitem(last=False)
+        self._open.move_to_end(key)
+        return postings
+
+
+def _of_frames(directory: str, info: SegmentInfo, error: FileNotFoundError | CorruptPostings) -> Postings:
+    """In memory: the file is the compactor's. Every frame that counts is checked: its tag decides about it."""
+    try:
+        reader = SegmentReader.open(directory, info.first_seq, info.records, info.data_bytes, info.version)
+    except FileNotFoundError:
+        raise error from None
+    words = reader.entries(info.first_seq, info.last_seq)[3::ENTRY_WORDS]
+    flags = [(seq, word >> FLAGS_SHIFT) for seq, word in enumerate(words, info.first_seq)]
+    live = [seq for seq, flag in flags if flag & LOCATION_HAS_TAG and not flag & LOCATION_GONE]
+    frames = map(reader.frame, live)
+    tagged = [(frame.seq, frame.tag) for frame in frames if frame is not None]
+    path = layout.segment_tags_path(directory, info.first_seq, info.version)
+    log.error("a segment's tags are taken from its frames", path=path, reason=str(error))
+    return Postings(path, encode_postings(info.first_seq, info.records, tagged))
