@@ -6,8 +6,8 @@ import http.client
 import json
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.core import keys
 from topics.core.errors import TopicsError
 from topics.core.keys import ANYONE, ApiKey, KeyRing, KeyScope, KeysError, parse_lines, parse_list
 from topics.settings import load

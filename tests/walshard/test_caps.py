@@ -30,7 +30,7 @@ RECORD_BYTES = 54
 def make(tmp_path: Path) -> Iterator[MakeRig]:
     rigs = []
 
-    def make(fs: FaultyFileSystem | None = None, **settings: str) -> Rig:
+    def make(fs: FaultyFileSystem | None = None, **settings: Any) -> Rig:
         rigs.append(Rig(str(tmp_path), fs, **settings))
         return rigs[-1]
 
