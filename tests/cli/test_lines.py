@@ -13,8 +13,9 @@ from topics.cli.list_topics import table
 from topics.cli.output import data_lines, record_lines
 from topics.cli.queue import Lease, job_argument, parse_jobs
 from topics.cli.read import timestamp_ms
-from topics.cli.write import key_of, parse
-from topics.client import NewRecord, Record
+from topics.cli.write import is_certain, key_of, parse
+from topics.client import NewRecord, Record, UnreachableError
+from topics.client.errors import api_error
 
 
 def record(seq: int, data: bytes, **rest: str) -> Record:
@@ -81,6 +82,23 @@ def test_whole_records_also_as_read_prints_them() -> None:
 def test_a_line_that_is_no_record(line: bytes) -> None:
     with pytest.raises(BadLineError, match=r"^line 1: is not a record like"):
         parse(Batch(1, [line]), whole_records=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "certain"),
+    [
+        (api_error(422, "topic_full", "", {}), True),
+        (api_error(400, "record_too_large", "", {}), True),
+        (BadLineError(1, b"", ""), True),
+        (api_error(429, "throttled", "", {}), False),  # an attempt before it may not have been answered
+        (api_error(503, "shard_unavailable", "", {}), False),
+        (api_error(500, "internal", "", {}), False),
+        (UnreachableError(""), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_only_what_is_certain_is_said_to_be_unwritten(error: BaseException, certain: bool) -> None:
+    assert is_certain(error) is certain
 
 
 @pytest.mark.parametrize(("data", "key"), [(b'{"id":"a\\u0062"}', "ab"), (b'{"x":1,"id": 1.50}', "1.50")])

@@ -124,6 +124,7 @@ def test_no_service(shell: Shell) -> None:
         (("read", "t", "--from-ts", "soon"), "--from-ts"),
         (("read", "t", "--limit", "0"), "--limit"),
         (("write", "t", "--durability", "maybe"), "maybe"),
+        (("write", "t", "--patience-s", "120"), "idempotency_window_ms"),
         (("queue", "t", "ack", "7"), "SEQ:LEASE_ID"),
         (("queue", "t"), "VERB"),
     ],

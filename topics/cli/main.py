@@ -34,7 +34,19 @@ EXIT_BROKEN_PIPE: Final = 141
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    return code
+
+
+def _run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="topics", description="Commands of topics, a persistent event engine.")
     parser.add_argument("--version", action="version", version=f"topics {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -52,13 +64,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return EXIT_USAGE
     options = parser.parse_args(arguments)
     options.environment = os.environ
-    try:
-        code = int(options.command(options))
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the output has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
-    return code
+    return int(options.command(options))

@@ -13,12 +13,13 @@ import msgspec
 from topics.cli import service
 from topics.cli.input import BadLineError, Batch, stdin_batches
 from topics.cli.output import print_line
-from topics.cli.service import say
-from topics.client import Client, ClientError, NewRecord, UnreachableError
+from topics.cli.service import UsageError, say
+from topics.client import ApiError, Client, ClientError, NewRecord, ServiceBusyError
 
 BATCH_MAX_BYTES: Final = 1 << 20
 BATCH_MAX_RECORDS: Final = 10_000
 KEY_MAX_CHARS: Final = 256
+PATIENCE_MAX_S: Final = 100
 _PROGRESS_EVERY_S: Final = 0.2
 _EXAMPLES: Final = """  echo '{"item": "tea"}' | topics write orders --tag tea
   tail -F app.log.json | topics write logs
@@ -102,6 +103,11 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def _write(client: Client, options: argparse.Namespace) -> int:
+    if getattr(options, "patience_s", 0.0) > PATIENCE_MAX_S:
+        raise UsageError(
+            f"--patience-s {options.patience_s:g}: at most {PATIENCE_MAX_S} for a write: repeated after the topic's "
+            "idempotency_window_ms, 120 s unless it is set otherwise, it would be written twice"
+        )
     writing = _Writing(client, options)
     batches = stdin_batches(
         lines_max=1 if options.key_of is not None else options.batch_records,
@@ -181,13 +187,21 @@ class _Writing:
         done = f"lines 1 to {self._lines_done} are written" if self._lines_done else "no line was written"
         if self._under_way is None:
             return done
-        known = not isinstance(error, UnreachableError | KeyboardInterrupt)
         rest = f"lines {self._under_way.first} to {self._under_way.last}"
-        return f"{done}, {rest} are not" if known else f"{done}; of {rest} it is not known"
+        return f"{done}, {rest} are not" if is_certain(error) else f"{done}; of {rest} it is not known"
 
     def summary(self) -> None:
         line: dict[str, Any] = {"first_seq": self._first_seq, "last_seq": self._last_seq, "count": self._count}
         print_line(line | ({"deduped": self._deduped} if self._deduped else {}))
+
+
+def is_certain(error: BaseException) -> bool:
+    """Whether nothing was written by what ended so. The last of several attempts does not speak for those before it,
+    unless it was refused for what it is: had one of them been committed, the answer would be that.
+    """
+    if isinstance(error, ApiError):
+        return 400 <= error.status < 500 and not isinstance(error, ServiceBusyError)
+    return isinstance(error, BadLineError)
 
 
 def parse(batch: Batch, *, whole_records: bool, tag: str | None = None) -> list[NewRecord]:
