@@ -6,7 +6,7 @@ import pytest
 
 from tests.cli.shell import Shell, values
 from tests.harness import poll
-from topics.client import Client
+from topics.client import Client, NewRecord
 
 
 @pytest.fixture
@@ -65,6 +65,15 @@ def test_extend_and_nack(shell: Shell, topics: Client, mails: str) -> None:
     shell.ok("queue", f"{mails}.b", "nack", "--delay-ms", "3600000", given=claimed)
     assert counts(shell, f"{mails}.b") == {"ready": 0, "in_flight": 0, "dead_lettered": 0}
     assert shell.ok("queue", f"{mails}.b", "claim") == ""
+
+
+def test_claim_waits_for_a_job(shell: Shell, topics: Client, topic: str) -> None:
+    topics.put_topic(topic, type="queue")
+    assert shell.ok("queue", topic, "claim", "--wait-s", "0.1") == ""
+    topics.append(topic, [NewRecord("later", delay_ms=4_000)])
+    assert counts(shell, topic)["ready"] == 0
+    (job,) = values(shell.ok("queue", topic, "claim", "--wait-s", "50"))
+    assert job["data"] == "later"
 
 
 def test_redrive_brings_dead_letters_back(shell: Shell, mails: str) -> None:

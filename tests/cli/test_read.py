@@ -10,7 +10,7 @@ from typing import IO, Any
 import pytest
 
 from tests.cli.shell import Shell, values
-from tests.harness import poll
+from tests.harness import Service, poll
 from topics.client import Client, NewRecord
 
 
@@ -148,6 +148,22 @@ def test_tail_goes_on_until_its_topics_are_deleted(shell: Shell, topics: Client,
         assert tail.stderr is not None
         said = sorted(tail.stderr.read().decode().splitlines())
         assert said == sorted(f"topics tail: topic {name!r} was deleted" for name in (topic, f"{topic}.b"))
+
+
+def test_tail_outlives_a_restart_of_the_service(topic: str) -> None:
+    with Service(shards=1, frontends=1) as service, Client(service.url) as topics:
+        topics.append(topic, [1])
+        with Shell(service).begin("tail", "-f", "--patience-s", "60", topic) as tail:
+            assert line_of(tail.stdout)["data"] == 1
+            topics.append(topic, [2])
+            assert line_of(tail.stdout)["data"] == 2
+            service.kill_group()
+            service.start()
+            topics.append(topic, [3])
+            line = line_of(tail.stdout)
+            assert (line["$seq"], line["data"]) == (3, 3)
+            tail.send_signal(signal.SIGINT)
+            assert tail.wait(30) == 130
 
 
 def test_tail_ends_with_its_reader_though_nothing_is_written(shell: Shell, topics: Client, topic: str) -> None:

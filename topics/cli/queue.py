@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Final
@@ -21,6 +22,7 @@ from topics.client.calls import Call
 from topics.client.errors import api_error
 from topics.client.queue_calls import Settled
 
+CLAIM_EVERY_S: Final = 0.5
 SETTLE_MAX_JOBS: Final = 1000
 SETTLE_MAX_BYTES: Final = 1 << 20
 SETTLE_DELAY_S: Final = 0.02
@@ -69,6 +71,13 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "--max", dest="max_jobs", metavar="N", type=service.positive, default=1, help="up to so many (1)"
     )
     claim.add_argument("--lease-ms", metavar="MS", type=service.positive, help="for how long (the queue's lease_ms)")
+    claim.add_argument(
+        "--wait-s",
+        metavar="SECONDS",
+        type=service.not_negative,
+        default=0.0,
+        help=f"while none is ready ask again, every {CLAIM_EVERY_S:g} s, for so long (0)",
+    )
     _add_node(claim)
 
     ack = _verb(verbs, "ack", _ack, "Jobs are done and go.")
@@ -108,7 +117,13 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
 
 
 def _claim(client: Client, options: argparse.Namespace) -> int:
-    claimed = client.queue(options.topic, node=options.node).claim(options.max_jobs, options.lease_ms)
+    queue, until_s = client.queue(options.topic, node=options.node), time.monotonic() + options.wait_s
+    while True:
+        claimed = queue.claim(options.max_jobs, options.lease_ms)
+        left_s = until_s - time.monotonic()
+        if claimed.claimed or left_s <= 0:
+            break
+        time.sleep(min(CLAIM_EVERY_S, left_s))
     fields = ClaimedJob.__struct_fields__
     put(
         record_lines(
