@@ -55,7 +55,7 @@ def test_lines_of_several_topics_begin_with_theirs() -> None:
 )
 def test_a_line_that_is_no_json(line: bytes, reason: str) -> None:
     with pytest.raises(BadLineError) as error:
-        parse(Batch(5, [b"1", b"", line, b"2]"]), whole_records=False)
+        parse(Batch(5, [b"1", b"", line, b"2"]), whole_records=False)
     assert error.value.number == 7
     assert str(error.value).startswith(f"line 7: {reason}")
 

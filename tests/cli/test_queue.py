@@ -87,6 +87,21 @@ def test_redrive_brings_dead_letters_back(shell: Shell, mails: str) -> None:
     assert len(values(shell.ok("queue", mails, "peek", "-n", "1"))) == 1
 
 
+def test_redrive_takes_as_many_requests_as_it_needs(shell: Shell, topics: Client, topic: str) -> None:
+    topics.put_topic(topic, type="queue", max_deliveries=1, dead_letter=f"{topic}.dead")
+    topics.append(topic, range(1_100))
+    queue = topics.queue(topic)
+    for _ in range(2):
+        queue.nack(queue.claim(1_000).claimed)
+    poll(
+        "all to be dead letters",
+        lambda: queue.claim(1_000).claimed == [] and counts(shell, topic)["dead_lettered"] == 1_100,
+    )
+    assert values(shell.ok("queue", topic, "redrive")) == [{"redriven": 1_100, "from": f"{topic}.dead"}]
+    jobs = shell.ok("queue", topic, "claim", "--max", "1000") + shell.ok("queue", topic, "claim", "--max", "1000")
+    assert values(shell.ok("queue", topic, "ack", given=jobs)) == [{"acked": 1_100, "skipped": []}]
+
+
 def test_what_is_no_queue_and_what_is_no_job(shell: Shell, topics: Client, mails: str) -> None:
     topics.put_topic(f"{mails}.log")
     for verb in ("counts", "peek", "claim", "redrive"):
