@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 open_services: list[Service] = []
 
 
-def poll(what: str, probe: Callable[[], Result | None], deadline_s: float = 10.0, every_s: float = 0.005) -> Result:
+def poll(what: str, probe: Callable[[], Result | None], deadline_s: float = 30.0, every_s: float = 0.005) -> Result:
     """The first result of `probe` that is neither None nor False; AssertionError naming `what` after `deadline_s`."""
     end = time.monotonic() + deadline_s
     while True:

@@ -167,6 +167,10 @@ def test_variables_of_others_are_none_of_our_business() -> None:
     assert read({"PATH": "/bin", "MYTOPICS_PORT": "x", "topics_port": "x"}) == read()
 
 
+def test_variables_of_the_client_commands_do_not_keep_a_service_from_starting() -> None:
+    assert read({"TOPICS_URL": "http://127.0.0.1:4001", "TOPICS_KEY_FILE": "/run/key"}) == read()
+
+
 def test_every_problem_is_told_at_once() -> None:
     assert len(problems({"TOPICS_PORT": "x", "TOPICS_WAL_SHARDS": "x", "TOPICS_NONSENSE_NAME": "x"})) == 3
 

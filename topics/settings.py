@@ -35,6 +35,8 @@ from topics.setting_values import (
 )
 
 PREFIX: Final = "TOPICS_"
+OF_CLIENTS: Final = frozenset({"TOPICS_URL", "TOPICS_KEY_FILE"})
+"""What `topics write` and its like go by: a shell may have them set when it starts a service."""
 RING_BUDGET_BYTES: Final = 64 * MIB
 """What all request rings take together, as long as each stays within RING_DEFAULT_BYTES."""
 RING_DEFAULT_BYTES: Final = (1 * MIB, 4 * MIB)
@@ -212,7 +214,11 @@ def load(
     problems: list[str] = []
     flags = {name: _Given(raw, "--" + name.replace("_", "-"), 0) for name, raw in overrides.items()}
     variables = _known(
-        {_field(name): _Given(raw, name, 1) for name, raw in environ.items() if name.startswith(PREFIX)},
+        {
+            _field(name): _Given(raw, name, 1)
+            for name, raw in environ.items()
+            if name.startswith(PREFIX) and name not in OF_CLIENTS
+        },
         PREFIX,
         problems,
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.compactor.checkpoints import SEAL_AGAIN_MAX_MS, SEAL_AGAIN_MS
@@ -54,6 +56,22 @@ def test_one_that_cannot_be_sealed_is_no_news_for_ever(compaction: Compaction) -
     settle(compaction)
     assert compaction.segments("t")[0].flags == SEALED
     assert [seq for seq, _ in compaction.read("t")] == [1, 2, 3]
+
+
+def test_one_whose_tags_cannot_be_written_holds_up_no_snapshot(compaction: Compaction) -> None:
+    fs = compaction.rig.fs
+    assert isinstance(fs, FaultyFileSystem)
+    compaction.rig.append("t", b"1", b"2")
+    settle(compaction)
+    compaction.rig.clock.ms += AGE_MS
+    fs.arm(Fault(1, errno.ENOSPC, calls=frozenset({"rename"})))
+    assert compaction.cut()
+    assert fs.struck == 1
+    assert compaction.cut()
+    assert [info.flags for info in compaction.segments("t")] == [0], "it is tried again a while later"
+    compaction.rig.clock.ms += SEAL_AGAIN_MS
+    settle(compaction)
+    assert [info.flags for info in compaction.segments("t")] == [SEALED]
 
 
 def test_one_that_is_repaired_is_sealed_though_nothing_is_written(compaction: Compaction) -> None:

@@ -103,8 +103,8 @@ def test_when_all_fail_less_and_less_is_tried_until_one_succeeds() -> None:
         now_ms += 50
     assert tries < 30
     now_ms += RETRY_MAX_MS
-    taken = set()
+    copied = set()
     while (one := queue.take(now_ms)) is not None:
         queue.done(one)
-        taken.add(one)
-    assert taken == {copy(number) for number in range(100)}
+        copied.add(one)
+    assert copied == {copy(number) for number in range(100)}

@@ -256,6 +256,24 @@ def test_on_a_full_disk_what_is_deleted_gives_its_room_back(machine: Machine, ho
     check()
 
 
+def test_another_failure_does_not_hide_that_the_disk_is_full(machine: Machine) -> None:
+    machine.rig.append("bad", b"1")
+    machine.rig.append("big", *[BIG] * 9)
+    assert machine.compaction.cut()
+    bad = machine.directory_of("bad")
+    assert machine.files_of("big")
+    machine.is_full()
+    machine.fs.fails = lambda call, path: errno.EIO if call == "fdatasync" and Path(path).parent == bad else 0
+    machine.fs.room_bytes += 500
+    for name, data in (("bad", b"2"), ("new", BIG)):
+        machine.rig.append(name, data)
+    machine.delete("big")
+    assert not machine.compaction.cut()
+    assert machine.files_of("big") == []
+    machine.fs.fails = lambda _call, _path: 0
+    assert machine.compaction.cut()
+
+
 def test_half_a_step_counts_and_the_rest_leaves_nothing(machine: Machine) -> None:
     """A full disk is not written full again with the same records at each try."""
     machine.rig.append("t", b"0")

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ class Counting(FaultyFileSystem):
 
 
 class Machine:
-    def __init__(self, root: Path, **settings: str) -> None:
+    def __init__(self, root: Path, **settings: Any) -> None:
         self.data_dir = root / "data"
         self.data_dir.mkdir()
         self.fs = Counting()

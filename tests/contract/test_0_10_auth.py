@@ -234,7 +234,7 @@ def test_one_topic_outside_forbids_the_watch(root: httpx.Client) -> None:
     key = header(TableKey(frozenset({"read"}), "covering"))
     for outside in ("out.side", "out.absent"):
         for query in ("", "?lenient=true"):
-            body = {"topics": {TOPIC: {}, outside: {}}}
+            body: dict[str, Any] = {"topics": {TOPIC: {}, outside: {}}}
             error = refused(root.post(f"/v0/watch{query}", json=body, headers=key), 403, "forbidden")
             assert error["detail"] == {"name": outside}
 

@@ -6,6 +6,7 @@ import http.client
 import json
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_reloads_while_frontends_are_being_killed(guarded: Guarded) -> None:
         guarded.service.kill("frontend", turn % 2)
         guarded.allow(f"key-{turn}")
         assert guarded.reload()[0] == 0
-        poll("the new key alone", lambda turn=turn: _everywhere(guarded, f"key-{turn}"))
+        poll("the new key alone", partial(_everywhere, guarded, f"key-{turn}"))
         assert guarded.statuses(f"key-{turn - 1}" if turn else "old") == {401}
     poll("all to run", lambda: guarded.service.status()["state"] == "running")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -93,7 +94,7 @@ def test_answers_are_readable_by_pages_of_a_listed_origin_only(listed: Service) 
     put(listed.client, "t")
     listed.client.headers["Accept-Encoding"] = "gzip"
     write(listed.client, "t", "x" * 5000)
-    requests = [
+    requests: list[tuple[str, str, dict[str, Any] | None, int]] = [
         ("GET", "/v0/topics/t", None, 200),
         ("POST", "/v0/topics/t", {"records": [{"data": 1}]}, 200),
         ("POST", "/v0/topics/t/diff", {}, 200),

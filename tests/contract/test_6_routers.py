@@ -112,7 +112,7 @@ def test_list_by_prefix_source_and_dest_in_pages(client: httpx.Client, topic: st
     assert names(dest=f"{topic}.d4") == ["r4"]
     assert names(source=f"{topic}.s1", dest=f"{topic}.d4") == []
     seen: list[str] = []
-    query = {"prefix": topic, "page_size": 3}
+    query: dict[str, str | int] = {"prefix": topic, "page_size": 3}
     while True:
         page = ok(client.get("/v0/routers", params=query))
         assert all(one["forwarded_total"] == 0 for one in page["routers"])

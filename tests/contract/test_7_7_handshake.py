@@ -141,7 +141,7 @@ def test_over_http2(spoken: Service, version: str | None) -> None:
             assert data, "the connection was closed"
             for event in h2c.receive_data(data):
                 if isinstance(event, h2.events.ResponseReceived):
-                    answer = dict(event.headers)
+                    answer = {str(name): str(value) for name, value in event.headers}
                 elif isinstance(event, h2.events.DataReceived):
                     body += event.data
                 ended = ended or isinstance(event, h2.events.StreamEnded)
@@ -154,7 +154,7 @@ def test_over_http2(spoken: Service, version: str | None) -> None:
         while status is None:
             for event in h2c.receive_data(raw.recv(65536)):
                 if isinstance(event, h2.events.ResponseReceived) and event.stream_id == 3:
-                    status = dict(event.headers)[":status"]
+                    status = {str(name): str(value) for name, value in event.headers}[":status"]
     assert answer[":status"] == "426"
     assert answer["sec-websocket-version"] == "13"
     assert "connection" not in answer

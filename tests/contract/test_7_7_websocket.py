@@ -29,7 +29,7 @@ def refusal(failure: InvalidStatus, status: int, code: str) -> dict[str, Any]:
     """The envelope of an upgrade that was refused."""
     answer = failure.response
     assert answer.status_code == status
-    return envelope(answer.body or b"", answer.headers["content-type"], code)
+    return envelope(bytes(answer.body or b""), answer.headers["content-type"], code)
 
 
 # --- commands and their answers

@@ -95,7 +95,7 @@ class Reader:
         for event in self._h2.receive_data(received):
             assert not isinstance(event, h2.events.StreamEnded | h2.events.StreamReset), event
             if isinstance(event, h2.events.ResponseReceived):
-                self.status = dict(event.headers)[":status"]
+                self.status = {str(name): str(value) for name, value in event.headers}[":status"]
             elif isinstance(event, h2.events.DataReceived):
                 data += event.data
         self._flush()
@@ -133,7 +133,8 @@ def seqs_of_events(data: bytes, more: Callable[[], bytes]) -> list[int]:
 
 def seqs_of_messages(data: bytes, more: Callable[[], bytes]) -> list[int]:
     """The same of a WebSocket."""
-    connection, seqs, text = Connection(ConnectionType.CLIENT), [], ""
+    connection, text = Connection(ConnectionType.CLIENT), ""
+    seqs: list[int] = []
     while True:
         connection.receive_data(data)
         for event in connection.events():

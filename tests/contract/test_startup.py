@@ -61,7 +61,7 @@ def test_until_recovered_data_routes_say_not_ready(own: Service) -> None:
 
 def answers_while_recovering(service: Service) -> list[tuple[httpx.Response, ...]]:
     """To a probe, a read and a write, one after the other, until the service is ready."""
-    early = []
+    early: list[tuple[httpx.Response, ...]] = []
     with httpx.Client(base_url=service.url, timeout=20) as client:
         while (ready := client.get("/v0/ready")).status_code != 200:
             assert client.get("/v0/health").status_code == 200

@@ -164,7 +164,8 @@ def test_one_that_is_discarded_is_not_served() -> None:
 def test_nobody_waits_more_than_10_s_for_the_first_band(arrivals: list[tuple[int, int]], step_ms: int) -> None:
     """The first band's own topics take all that is served: everybody else is seen to age."""
     scheduler: Scheduler[int] = Scheduler(lambda n: arrivals[n][0])
-    now_ms, pending, since = 5_000, list(enumerate(arrivals)), {}
+    now_ms, pending = 5_000, list(enumerate(arrivals))
+    since: dict[int, int] = {}
     while pending or any(scheduler.band(n) for n in since):
         while pending and pending[0][1][1] <= now_ms - 5_000:
             n, _ = pending.pop(0)

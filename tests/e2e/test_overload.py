@@ -70,11 +70,12 @@ def test_more_to_write_than_fits_is_refused_in_time(small: Service) -> None:
         nothing_but_what_is_documented(endured)
         gave_way_and_recovered(endured)
         assert endured.statuses.get(429, 0) > 0
-        requests = endured.after.requests - endured.before.requests
-        told = f"{endured.asked} requests were sent, {requests} came"
-        assert endured.after.throttled - endured.before.throttled == endured.statuses[429], told
+        # Somebody else's, whose own service has ended and who looks for it on its port: the other tests run meanwhile.
+        strangers = endured.after.requests - endured.before.requests - endured.asked
+        counted = endured.after.throttled - endured.before.throttled
+        assert 0 <= counted - endured.statuses[429] <= strangers, f"{strangers} requests were not of this test"
         assert any(sight.deferring for sight in endured.during)
-        refused += endured.statuses[429]
+        refused += counted
     # The longest of all, so that one process that is held up is enough to exceed it: in one run, and not in each.
     assert min(endured.refused_max_ms for endured in runs) <= ROOM_WAIT_S * 1000 + REFUSAL_SLACK_MS
     grown = grown_bytes(*runs[-2:])

@@ -9,6 +9,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -173,6 +174,10 @@ def test_over_a_changed_number_of_shards(env: dict[str, str]) -> None:
             assert copies(service.client) == before
 
 
+def written_since(acked: list[list[int]], count: int) -> bool:
+    return sum(map(len, acked)) > count
+
+
 @contextmanager
 def writers(service: Service, acked: list[list[int]]) -> Iterator[None]:
     """Two clients that write to `src` with idempotency keys, each repeating until it is answered."""
@@ -226,7 +231,7 @@ def test_a_kill_under_load_loses_and_repeats_nothing(role: str, index: int, env:
         with writers(service, acked):
             for _ in range(3):
                 count = sum(map(len, acked))
-                poll("writes to go on", lambda count=count: sum(map(len, acked)) > count + 50, 30)
+                poll("writes to go on", partial(written_since, acked, count + 50), 30)
                 service.wait_healed(service.kill(role, index))
         expected = everything(client, "src")
         for who, numbers in enumerate(acked):

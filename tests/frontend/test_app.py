@@ -443,7 +443,12 @@ def test_when_a_topic_was_read_is_told_by_the_wall_clock(hosting: Hosting) -> No
     hosting.write("t", [Written(b"1")])
 
     async def test(frontend: Frontend) -> None:
-        for read in (("GET", "/v0/topics/t"), ("GET", "/v0/topics?touch=true"), ("POST", "/v0/topics/t/diff", {})):
+        reads: tuple[tuple[Any, ...], ...] = (
+            ("GET", "/v0/topics/t"),
+            ("GET", "/v0/topics?touch=true"),
+            ("POST", "/v0/topics/t/diff", {}),
+        )
+        for read in reads:
             hosting.reader.now_ms()
             hosting.clock.skew_ms += 86_400_000
             status, _, _ = await frontend.ask(*read)

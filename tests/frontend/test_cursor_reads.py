@@ -41,7 +41,7 @@ class Reader:
                 live.gateway._wait_s = self.wait_s
             return await fetch_page(*args)
 
-        live.reader.fetch_page = fetch_and_stall  # type: ignore[method-assign]
+        live.reader.fetch_page = fetch_and_stall  # type: ignore[assignment, method-assign]
 
     async def make(self, records: int, **config: Any) -> None:
         await self.live.write("t", records)

@@ -8,6 +8,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -309,7 +310,7 @@ def test_what_is_urgent_is_delivered_first(tmp_path: Path, monkeypatch: pytest.M
             wires[name] = follow_live(live, name)[0]
         await until(lambda: all(wire.kinds() == ["caught-up"] for wire in wires.values()))
         for name, wire in wires.items():
-            wire.on_write = lambda name=name: order.append(name)
+            wire.on_write = partial(order.append, name)
         # All in one group of the shard, so in one wake-up of the frontend.
         live.shard_up = False
         written = [live.submit(name) for name in priorities]

@@ -15,4 +15,5 @@ def test_in_the_order_of_their_times() -> None:
     assert held.take_due(1.9) == []
     assert held.take_due(7.4) == [early]
     assert held.take_due(7.5) == [late, same]
-    assert (held.next_ms, len(held)) == (None, 0)
+    assert held.next_ms is None
+    assert len(held) == 0

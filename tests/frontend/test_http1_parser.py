@@ -333,7 +333,7 @@ def test_what_a_chunk_holds_costs_nothing(data: bytes, chunk_bytes: int) -> None
     parser = RequestParser(LIMITS)
     parser.parse_head(CHUNKED)
     counting = CountingLlhttp(parser._llhttp)
-    parser._llhttp = counting
+    parser._llhttp = counting  # type: ignore[assignment]
     chunks = [data[at : at + chunk_bytes] for at in range(0, len(data), chunk_bytes)]
     wire = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
     body: list[bytes] = []

@@ -69,8 +69,8 @@ def test_a_stream_without_a_window_is_sent_no_more_than_one_message(server: Serv
                 connected.read()
         assert server.settled(lambda: server.app.sent_bytes) <= 2 * PIECE_BYTES
         # A window that opens a little lets so much through.
-        for stream_id in (None, 1):
-            connected.h2.increment_flow_control_window(10 * PIECE_BYTES, stream_id)
+        for which in (None, 1):
+            connected.h2.increment_flow_control_window(10 * PIECE_BYTES, which)
         connected.flush()
         while connected.got_bytes[1] < WINDOW_BYTES + 10 * PIECE_BYTES:
             connected.read()

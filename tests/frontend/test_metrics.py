@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.frontend.hosting import Hosting, Written
 from topics.core.keys import KeyRing, KeyScope
+from topics.frontend import exposition
 from topics.frontend import metrics as module
 from topics.frontend.access import Access
 from topics.frontend.figures import ServiceFigures
@@ -92,13 +93,11 @@ def test_a_scrape_of_ten_thousand_topics_lets_others_have_their_turn(hosting: Ho
         beside.cancel()
         return body
 
-    slice_s, module.SLICE_S = module.SLICE_S, 0.0
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "SLICE_S", 0.0)
         body = asyncio.run(main())
-    finally:
-        module.SLICE_S = slice_s
     pages = topics / module.PAGE_TOPICS
-    pieces = 4 * topics / module.exposition.PIECE_SAMPLES
+    pieces = 4 * topics / exposition.PIECE_SAMPLES
     assert turns >= pages + pieces
     if accept:
         assert len(msgspec.json.decode(body)["topics_topic_head_seq"]) == topics

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.frontend.hosting import TestClock
+from topics.frontend.asgi import TRANSPORT
 from topics.frontend.live import websocket as module
 from topics.frontend.live.outbox import MESSAGES_MAX, Outbox, Subscription
 from topics.frontend.live.wording import MESSAGE_END
@@ -191,7 +192,7 @@ def test_a_client_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch,
 
     async def main() -> None:
         transport = Transport()
-        scope = {"state": {module.TRANSPORT: transport}, "http_version": "1.1"}
+        scope = {"state": {TRANSPORT: transport}, "http_version": "1.1"}
         receive: Callable[[], Awaitable[Any]] = never
         socket = module.Socket(Route(), b"", scope, receive, never)  # type: ignore[arg-type]
         watching = asyncio.create_task(socket._watch_progress())

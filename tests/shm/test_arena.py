@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.synchronize
 from array import array
 
 import pytest
@@ -173,7 +173,7 @@ def test_an_old_view_of_a_ring_that_moved_is_refused(identity: str) -> None:
     assert reader.ts_at(old, 3) is None
 
 
-def _write_for_ever(identity: str, ready: multiprocessing.synchronize.Event) -> None:  # type: ignore[name-defined]
+def _write_for_ever(identity: str, ready: multiprocessing.synchronize.Event) -> None:
     writer = ArenaWriter(identity, 0, 1)
     slot = writer.new_slot()
     ring = LocationRing(writer.heap, 1)
@@ -183,7 +183,7 @@ def _write_for_ever(identity: str, ready: multiprocessing.synchronize.Event) -> 
         number += 1
         writer.publish(
             slot,
-            TopicView(
+            TopicView(  # type: ignore[call-arg]
                 *([number] * 11), ring.word, ring.capacity, *descriptor, 1, number, 0, 0, 0, number, number, number, 1
             ),
         )
@@ -199,7 +199,7 @@ def test_a_view_is_never_half_of_two_states_also_when_the_writer_is_killed(ident
     process.start()
     assert ready.wait(30)
     reader = ArenaReader(identity, 0, 1)
-    seen = set()
+    seen: set[int] = set()
     views = 0
     while views < 20_000 or len(seen) < 5:
         view = reader.view(0)

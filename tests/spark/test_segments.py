@@ -62,6 +62,7 @@ def segments_mode(service: Service) -> dict[str, str]:
 def columns_of(options: ReadOptions) -> Columns:
     """As Spark gives the schema; without a session."""
     from pyspark.sql.types import (
+        DataType,
         LongType,
         MapType,
         StringType,
@@ -73,7 +74,13 @@ def columns_of(options: ReadOptions) -> Columns:
     from topics.spark.columns import Columns
 
     text = StringType()
-    fields = [("topic", text), ("seq", LongType()), ("timestamp", TimestampType()), ("node", text), ("tag", text)]
+    fields: list[tuple[str, DataType]] = [
+        ("topic", text),
+        ("seq", LongType()),
+        ("timestamp", TimestampType()),
+        ("node", text),
+        ("tag", text),
+    ]
     fields += [("data", text), ("meta", MapType(text, text))]
     if options.tombstones == "rows":
         fields += [("kind", text), ("gap_from", LongType()), ("gap_to", LongType()), ("reason", text)]

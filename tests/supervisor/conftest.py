@@ -92,10 +92,10 @@ class Service:
         status = self.status()
         return [self.process.pid, *(p.pid for p in status.processes if p.pid)]
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
-    def signal_at_once(self, *numbers: signal.Signals) -> None:
+    def signal_at_once(self, *numbers: int) -> None:
         """All of them wait for it when it looks."""
         self.signal(signal.SIGSTOP)
         poll("it to stand still", lambda: psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)

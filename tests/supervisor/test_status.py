@@ -16,9 +16,9 @@ from tests.harness import COMMAND, clean_environment, poll
 from tests.supervisor.conftest import Service, Start
 from topics.core.clock import SystemClock
 from topics.shm import names
-from topics.shm.control import ControlPage, ProcessState, Role
+from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role
 from topics.storage.lock import DataDirLock
-from topics.supervisor.status import HEARTBEAT_STALE_MS, StatusReader
+from topics.supervisor.status import StatusReader
 from topics.supervisor.table import render
 
 ROLES = (Role.FRONTEND, Role.WALSHARD, Role.COMPACTOR)

@@ -30,7 +30,7 @@ RECORD_BYTES = 54
 def make(tmp_path: Path) -> Iterator[MakeRig]:
     rigs = []
 
-    def make(fs: FaultyFileSystem | None = None, **settings: str) -> Rig:
+    def make(fs: FaultyFileSystem | None = None, **settings: Any) -> Rig:
         rigs.append(Rig(str(tmp_path), fs, **settings))
         return rigs[-1]
 
@@ -61,7 +61,7 @@ def holds(rig: Rig, sessions: int) -> dict[str, int]:
     """The same, counted in what readers see."""
     reader = ArenaReader(rig.identity, 0, rig.cell.get("generation"))
     found = [reader.look_up(name) for name in reader.names]
-    views = [(view, reader.config(slot, view)) for slot, view in found if view is not None]
+    views = [(view, reader.config(slot, view)) for slot, view in filter(None, found) if view is not None]
     classes = Counter(config.durability for _, config in views)
     return {
         "topics": len(views),

@@ -70,8 +70,9 @@ class Beside:
         expected = [(seq, b"%d" % seq) for seq in range(first_seq, self.head_seq + 1)]
         before = self.view
         rig, compaction = self.rig, self.compaction
-        for restart in (lambda: None, rig.boot, rig.restart_service, compaction.cut, compaction.cut, rig.boot):
-            restart()
+        for restart in (None, rig.boot, rig.restart_service, compaction.cut, compaction.cut, rig.boot):
+            if restart is not None:
+                restart()
             if restart == rig.restart_service:
                 compaction.begin_again()
             view = self.view

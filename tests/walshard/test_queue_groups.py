@@ -303,7 +303,7 @@ commands = st.one_of(
 
 
 class Append(NamedTuple):
-    count: int
+    records: int
     delay_ms: int = 0
     order_key: str = ""
 
@@ -465,7 +465,7 @@ class Groups(RuleBasedStateMachine):
         if not isinstance(call, Append):
             return self.rig.post_call(call)
         with_ = [(0, 0, call.delay_ms, call.order_key)] if call.delay_ms or call.order_key else None
-        return self.rig.post_append("q", [b"x"] * call.count, jobs=with_)
+        return self.rig.post_append("q", [b"x"] * call.records, jobs=with_)
 
     # -- what it does to the model
 

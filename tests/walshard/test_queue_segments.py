@@ -44,6 +44,9 @@ class Pair:
     def call(self, call: Any) -> Any:
         return self.both(lambda rig: _comparable(rig.call(call)))
 
+    def put(self, name: str, config: TopicConfig) -> None:
+        self.both(lambda rig: type(rig.call(PutTopic(name, config, True))))
+
     def append(self, name: str, data: list[bytes], jobs: Any) -> None:
         self.both(lambda rig: rig.answer(rig.post_append(name, data, jobs=jobs)).first_seq)
 
@@ -94,7 +97,7 @@ def test_whatever_happens_a_snapshot_says_what_the_log_says(pair: Pair, seed: in
     chance = random.Random(seed)
     for name, config in QUEUES.items():
         made = TopicConfig(type="queue", **config)
-        pair.both(lambda rig, name=name, made=made: type(rig.call(PutTopic(name, made, True))))
+        pair.put(name, made)
     leased: dict[str, list[int]] = {name: [] for name in QUEUES}
     dead: dict[str, list[int]] = {name: [] for name in QUEUES}
     for _ in range(150):

@@ -130,7 +130,7 @@ def test_caps_and_expiry_survive_a_restart(rig: Rig) -> None:
 @pytest.mark.parametrize("durability", ["disk", "ephemeral"])
 @pytest.mark.parametrize("cap", [{"cap_records": 2}, {"cap_bytes": 110}])
 def test_a_full_topic_has_room_again_when_its_records_have_expired(
-    rig: Rig, cap: dict[str, int], durability: Durability
+    rig: Rig, cap: dict[str, Any], durability: Durability
 ) -> None:
     """At the very write: no reader has asked, nothing has swept."""
     rig.call(PutTopic("t", TopicConfig(**cap, discard="reject", ttl_ms=100, durability=durability), False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from functools import partial
 
 import pytest
 
@@ -108,7 +109,7 @@ def test_a_job_costs_the_same_among_10_and_among_5000_streams(busy: bool) -> Non
                 done(leases, number)
             else:
                 leases = leases_with(1)
-            costs.append(lines_of(lambda leases=leases, workers=workers: dealt(workers, leases)))  # type: ignore[misc]
+            costs.append(lines_of(partial(dealt, workers, leases)))
         most.append(max(costs))
     assert most[0] > 0
     assert most[1] <= most[0] * 1.2, most

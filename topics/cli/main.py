@@ -3,32 +3,62 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from typing import Final
 
 from topics import __version__
-from topics.cli import spark, verify
 
-COMMANDS: Final = (verify, spark)
+COMMANDS: Final = {
+    "write": ("write", "append records to a topic: NDJSON on stdin"),
+    "read": ("read", "print the records of a topic, up to its head, as NDJSON"),
+    "tail": ("tail", "print the last records of topics, and with -f what comes after them, as NDJSON"),
+    "list": ("list_topics", "what topics there are, as a table or as NDJSON"),
+    "delete": ("delete", "delete records of a topic, by seq and by tag, or the whole topic"),
+    "queue": ("queue", "claim, ack, nack and extend jobs of a queue; counts, redrive, peek"),
+    "verify": (
+        "verify",
+        "check every frame, segment, index and snapshot of a data directory that no service uses; changes nothing",
+    ),
+    "spark": ("spark", "run a pipeline on Spark: export, rollup, replay or audit"),
+}
+"""Name → (module, what it does). A module is imported when its command is the one: `verify` has no use for the HTTP
+library, nor a client for the storage."""
+OF_CLIENT_EXTRA: Final = ("httpx", "httpx_sse")
+EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
 EXIT_BROKEN_PIPE: Final = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="topics", description="Commands of topics, a persistent event engine.")
     parser.add_argument("--version", action="version", version=f"topics {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_to(commands)
+    given = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name, (module, about) in COMMANDS.items():
+        command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
+        if name != given:
+            continue
+        try:
+            importlib.import_module(f"topics.cli.{module}").fill(command)
+        except ModuleNotFoundError as error:
+            if error.name not in OF_CLIENT_EXTRA:
+                raise
+            print(f"topics {name}: this needs topics[client]: {error}", file=sys.stderr)
+            return EXIT_USAGE
     options = parser.parse_args(arguments)
+    options.environment = os.environ
     try:
-        return int(options.command(options))
+        code = int(options.command(options))
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # Whoever read the output has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    return code

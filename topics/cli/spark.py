@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+from typing import Final
 
 JOBS: Final = {
     "export": "topics to partitioned Parquet or Delta, incrementally",
@@ -19,10 +16,9 @@ JOBS: Final = {
 EXIT_USAGE: Final = 2
 
 
-def add_to(commands: Commands) -> None:
-    """Adds the command to the parser of `topics`."""
-    help = "run a pipeline on Spark: " + "; ".join(f"{name}: {about}" for name, about in JOBS.items())
-    parser = commands.add_parser("spark", help=help, description=help)
+def fill(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.description = "Run a pipeline on Spark: " + "; ".join(f"{name}: {about}" for name, about in JOBS.items())
     parser.add_argument("job", choices=list(JOBS), metavar="JOB", help="JOB --help tells its options")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="…")
     parser.set_defaults(command=_run)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
 from topics.storage.lock import DataDirLocked
 from topics.storage.verify import NotADataDir, verify
 from topics.storage.verify_report import Report
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 EXIT_DAMAGE: Final = 1
 EXIT_USAGE: Final = 2
@@ -23,12 +20,9 @@ _CODES: Final = """exit codes:
   2  usage, a service runs on DIR, or DIR is not a data directory"""
 
 
-def add_to(commands: Commands) -> None:
-    """Adds the command to the parser of `topics`."""
-    help = "check every frame, segment, index and snapshot of a data directory that no service uses; changes nothing"
-    parser = commands.add_parser(
-        "verify", help=help, description=help, epilog=_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def fill(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog, parser.formatter_class = _CODES, argparse.RawDescriptionHelpFormatter
     parser.add_argument("data_dir", metavar="DIR", help="the data directory (TOPICS_DATA_DIR of the service)")
     parser.add_argument(
         "--cold-dir", metavar="DIR", help="TOPICS_COLD_DIR of the service: checks the cold segments' data as well"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -19,6 +19,16 @@ class ClaimedJob(Record, frozen=True, gc=False, kw_only=True):
     lease_id: str
     deadline: int
     deliveries: int
+
+
+class Held(Protocol):
+    """What a job is settled by: its seq and, as the fence, the lease it was claimed under."""
+
+    @property
+    def seq(self) -> int: ...
+
+    @property
+    def lease_id(self) -> str: ...
 
 
 class Claimed(msgspec.Struct, frozen=True):
@@ -58,19 +68,17 @@ def claim(topic: str, node: str, *, max_jobs: int = 1, lease_ms: int | None = No
     return Call("POST", f"{topic_path(topic)}/claim", _claimed, _encode(body), repeatable=False)
 
 
-def ack(topic: str, node: str, jobs: Sequence[ClaimedJob], *, repeatable: bool = False) -> Call[Settled]:
+def ack(topic: str, node: str, jobs: Sequence[Held], *, repeatable: bool = False) -> Call[Settled]:
     """The jobs are done. A repeat finds those skipped that the first attempt took."""
     return _settle(topic, "ack", node, jobs, {}, repeatable)
 
 
-def nack(
-    topic: str, node: str, jobs: Sequence[ClaimedJob], *, delay_ms: int = 0, repeatable: bool = False
-) -> Call[Settled]:
+def nack(topic: str, node: str, jobs: Sequence[Held], *, delay_ms: int = 0, repeatable: bool = False) -> Call[Settled]:
     """The jobs are given back, to be delivered again after `delay_ms`."""
     return _settle(topic, "nack", node, jobs, {"delay_ms": delay_ms}, repeatable)
 
 
-def extend(topic: str, node: str, jobs: Sequence[ClaimedJob], *, lease_ms: int) -> Call[Settled]:
+def extend(topic: str, node: str, jobs: Sequence[Held], *, lease_ms: int) -> Call[Settled]:
     """The leases last until now + `lease_ms`."""
     return _settle(topic, "extend", node, jobs, {"lease_ms": lease_ms}, True)
 
@@ -82,7 +90,7 @@ def redrive(topic: str, dead_letter: str, *, max_jobs: int = 1000) -> Call[Redri
 
 
 def _settle(
-    topic: str, verb: str, node: str, jobs: Sequence[ClaimedJob], more: dict[str, int], repeatable: bool
+    topic: str, verb: str, node: str, jobs: Sequence[Held], more: dict[str, int], repeatable: bool
 ) -> Call[Settled]:
     body = {"node": node, "seqs": [job.seq for job in jobs], "lease_ids": [job.lease_id for job in jobs]} | more
     return Call("POST", f"{topic_path(topic)}/{verb}", _settled, _encode(body), repeatable=repeatable)

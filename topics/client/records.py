@@ -7,8 +7,8 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 
-class Record(msgspec.Struct, frozen=True, gc=False):
-    """One record as it was committed; `ts` in ms since the epoch."""
+class Record(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """One record as it was committed; `ts` in ms since the epoch. Encoded it has the keys it came with."""
 
     seq: int = msgspec.field(name="$seq")
     ts: int = msgspec.field(name="$ts")

@@ -16,7 +16,7 @@ from topics.compactor.backoff import doubled_ms
 from topics.compactor.deferred_sync import deferring_syncs
 from topics.compactor.follower import Follower
 from topics.compactor.log_buffers import LogBuffers
-from topics.compactor.segments import BufferOf, SealAt, SegmentAppender
+from topics.compactor.segments import NO_ROOM, BufferOf, SealAt, SegmentAppender
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_IN_RAM_LOG
@@ -41,7 +41,7 @@ _IN_RAM: Final = LOCATION_IN_RAM_LOG << 32
 _LOOK_AGAIN_S: Final = 0.001
 _LOOKS: Final = 5000
 SEAL_AGAIN_MS: Final = 60_000
-"""After a segment was found damaged that was to be sealed; doubled each time, up to:"""
+"""After a segment could not be sealed, which holds up nothing; doubled each time, up to:"""
 SEAL_AGAIN_MAX_MS: Final = 3_600_000
 _TELL_AGAIN_WAITS: Final = 3
 _TELLS: Final = 50
@@ -99,7 +99,7 @@ class Checkpoints:
         self._alive = alive
         self._one_by_one_max = one_by_one_max
         self._unsealable: dict[tuple[int, SegmentInfo], _Pause] = {}
-        """Damaged, which was said: they stay as they are, until something is appended to them or they are repaired."""
+        """Which was said: they stay as they are, until something is appended to them or it can be done."""
 
     def run(self, follower: Follower, buffers: LogBuffers) -> Written:
         """Everything the follower has read is in segments afterwards, and the shard's log is synced up to there.
@@ -123,7 +123,8 @@ class Checkpoints:
                 chunk = [step.topic for step in steps if step.has_more]
         if failures:
             log.error("records of topics could not be put into segments", topics=len(failures))
-            raise failures[0]
+            # A full disk first: something can be done about that.
+            raise next((error for error in failures if error.errno in NO_ROOM), failures[0])
         # Also when there was nothing: the answer means that the log is synced.
         tell(follower, [])
         reached("checkpoint.marked")

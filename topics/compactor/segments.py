@@ -96,16 +96,22 @@ class SegmentAppender:
         return changed
 
     def seal(self, topic_id: int, info: SegmentInfo) -> SegmentInfo | None:
-        """An active segment to which nothing is added any more; None when it is damaged and stays as it is."""
+        """An active segment to which nothing is added any more; None when it stays as it is: it is damaged, or its tags
+        cannot be written.
+        """
         directory = layout.topic_dir(self._data_dir, topic_id)
         writer = self._reopen(directory, info)
         if writer is None:
             return None
         try:
             writer.sync()
-            return self._sealed(directory, info)
         finally:
             writer.close()
+        try:
+            return self._sealed(directory, info)
+        except OSError as error:
+            log.error("a segment cannot be sealed now", directory=directory, reason=str(error))
+            return None
 
     def _append_to_one(
         self, topic_id: int, active: SegmentInfo | None, entries: array[int], buffer_of: BufferOf, now_ms: int

@@ -1,0 +1,75 @@
+"""The examples of `docs/operations.md` "At a shell" and those of README.md are run as they stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.shell import ROOT
+from tests.harness import Service, clean_environment
+
+CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OF_ITS_TIME = (
+    (re.compile(r'"(\$ts|deadline)":\d+'), r'"\1":0'),
+    (re.compile(r"lease_[0-9a-f]{16}"), "lease_"),
+    (re.compile(r'topics-cli@[^"]+'), "topics-cli@host"),
+)
+
+
+def handbook() -> str:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    return page.split("\n### At a shell\n")[1].split("\n### ")[0]
+
+
+def examples(page: str) -> Iterator[tuple[str, str]]:
+    """(command, what it prints) of each `$ ` line in its console blocks."""
+    for block in CONSOLE.findall(page):
+        for example in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, printed = example.partition("\n")
+            yield command, printed
+
+
+def timeless(printed: str) -> str:
+    for pattern, instead in OF_ITS_TIME:
+        printed = pattern.sub(instead, printed)
+    return printed
+
+
+@pytest.mark.parametrize(
+    ("page", "at_least"),
+    [
+        pytest.param(handbook(), 14, id="operations.md"),
+        pytest.param((ROOT / "README.md").read_text(), 2, id="README.md"),
+    ],
+)
+def test_the_examples_print_what_they_say(page: str, at_least: int, tmp_path: Path) -> None:
+    mine = [(command, printed) for command, printed in examples(page) if re.search(r"(^|\| )topics ", command)]
+    assert len(mine) >= at_least
+    (tmp_path / "bin").mkdir()
+    topics = tmp_path / "bin" / "topics"
+    program = "import sys; from topics.cli.main import main; sys.exit(main())"
+    topics.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(program)} "$@"\n')
+    topics.chmod(0o755)
+    with Service(shards=1, frontends=1) as service:
+        path = f"{topics.parent}:{os.environ['PATH']}"
+        environment = clean_environment({"TOPICS_URL": service.url, "PYTHONPATH": str(ROOT), "PATH": path})
+        for command, printed in mine:
+            done = subprocess.run(
+                command,
+                shell=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=tmp_path,
+                timeout=60,
+                check=False,
+            )
+            assert timeless(done.stdout.decode()) == timeless(printed), command

@@ -1,0 +1,142 @@
+"""What is a line of the input, and a line of the output: pure functions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import msgspec
+import pytest
+
+from topics.cli.input import BadLineError, Batch
+from topics.cli.list_topics import table
+from topics.cli.output import data_lines, record_lines
+from topics.cli.queue import Lease, job_argument, parse_jobs
+from topics.cli.read import timestamp_ms
+from topics.cli.write import key_of, parse
+from topics.client import NewRecord, Record
+
+
+def record(seq: int, data: bytes, **rest: str) -> Record:
+    return Record(seq=seq, ts=9, raw=msgspec.Raw(data), **rest)  # type: ignore[arg-type]
+
+
+def test_data_is_printed_byte_for_byte() -> None:
+    assert record_lines([record(1, b'{"a": 1.50, "a": "\\u00e9"}', tag="t")]) == (
+        b'{"$seq":1,"$ts":9,"data":{"a": 1.50, "a": "\\u00e9"},"$tag":"t"}\n'
+    )
+
+
+def test_data_of_several_lines_is_one_line() -> None:
+    records = [record(1, b'{\r\n  "a": [\n1]\n}'), record(2, b"2"), record(3, b'"\\n"')]
+    lines = record_lines(records).splitlines()
+    assert [json.loads(line)["data"] for line in lines] == [{"a": [1]}, 2, "\n"]
+    assert [json.loads(line) for line in data_lines(records).splitlines()] == [{"a": [1]}, 2, "\n"]
+
+
+def test_lines_of_several_topics_begin_with_theirs() -> None:
+    lines = record_lines([record(1, b'"}\\n{"'), record(2, b"{\n}")], "orders").splitlines()
+    assert [list(json.loads(line))[:2] for line in lines] == [["topic", "$seq"]] * 2
+    assert {json.loads(line)["topic"] for line in lines} == {"orders"}
+    assert record_lines([], "orders") == b""
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{bad", "is not JSON"),
+        (b"1 2", "is not JSON"),
+        (b"1,2", "is not JSON"),
+        (b"[1", "is not JSON"),
+        (b"NaN", "is not JSON"),
+        (b'"\xff"', "is not UTF-8 (byte 1)"),
+    ],
+)
+def test_a_line_that_is_no_json(line: bytes, reason: str) -> None:
+    with pytest.raises(BadLineError) as error:
+        parse(Batch(5, [b"1", b"", line, b"2]"]), whole_records=False)
+    assert error.value.number == 7
+    assert str(error.value).startswith(f"line 7: {reason}")
+
+
+def test_a_long_bad_line_is_shown_in_part() -> None:
+    with pytest.raises(BadLineError) as error:
+        parse(Batch(1, [b"x" * 1000]), whole_records=False)
+    assert str(error.value).endswith(": " + "x" * 120 + "…")
+
+
+def test_whole_records_also_as_read_prints_them() -> None:
+    lines = [
+        b'{"data": 1.50, "tag": "t", "node": "n", "meta": {"k": "v"}, "delay_ms": 5, "order_key": "o"}',
+        b'{"topic":"a","$seq":1,"$ts":9,"data":[1 ],"$tag":"u","$node":"m"}',
+        b'{"data":null}',
+    ]
+    first, second, third = parse(Batch(1, lines), whole_records=True, tag="else")
+    assert first == NewRecord(msgspec.Raw(b"1.50"), "t", "n", {"k": "v"}, delay_ms=5, order_key="o")
+    assert second == NewRecord(msgspec.Raw(b"[1 ]"), "u", "m")
+    assert third == NewRecord(msgspec.Raw(b"null"), "else")
+
+
+@pytest.mark.parametrize("line", [b"1", b'{"dato":1}', b'{"data":1,"tags":"x"}', b'{"tombstone":{"gap_from":1}}'])
+def test_a_line_that_is_no_record(line: bytes) -> None:
+    with pytest.raises(BadLineError, match=r"^line 1: is not a record like"):
+        parse(Batch(1, [line]), whole_records=True)
+
+
+@pytest.mark.parametrize(("data", "key"), [(b'{"id":"a\\u0062"}', "ab"), (b'{"x":1,"id": 1.50}', "1.50")])
+def test_the_key_of_a_record(data: bytes, key: str) -> None:
+    assert key_of(NewRecord(msgspec.Raw(data)), "id", Batch(1, [data])) == key
+
+
+@pytest.mark.parametrize(
+    "data", [b"{}", b"3", b'{"id":null}', b'{"id":{}}', b'{"id":""}', b'{"id":"%b"}' % (b"x" * 257)]
+)
+def test_a_record_without_a_key(data: bytes) -> None:
+    with pytest.raises(BadLineError, match=r"^line 4: .*'id'"):
+        key_of(NewRecord(msgspec.Raw(data)), "id", Batch(4, [data]))
+
+
+def test_jobs_up_to_the_first_line_that_is_none() -> None:
+    job = b'{"$seq":7,"$ts":1,"data":0,"lease_id":"lease_1","deadline":2,"deliveries":1,"node":"w"}'
+    assert parse_jobs(Batch(1, [job, b" "])) == ([Lease(7, "lease_1", "w")], None)
+    leases, bad = parse_jobs(Batch(3, [b'{"$seq":8,"lease_id":"l"}', b'{"$seq":9}', job]))
+    assert leases == [Lease(8, "l")]
+    assert bad is not None
+    assert str(bad).startswith("line 4: is no job like")
+
+
+def test_jobs_as_arguments() -> None:
+    assert job_argument("7:lease_1") == Lease(7, "lease_1")
+    for wrong in ("7", "7:", "lease_1"):
+        with pytest.raises(argparse.ArgumentTypeError, match="SEQ:LEASE_ID"):
+            job_argument(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "ms"),
+    [
+        ("1767225600000", 1767225600000),
+        ("2026-01-01", 1767225600000),
+        ("2026-01-01T00:00:00Z", 1767225600000),
+        ("2026-01-01T01:00:00+01:00", 1767225600000),
+        ("2026-01-01T00:00:00.001", 1767225600001),
+        ("2026-01-01T00:00:00.0001", 1767225600001),  # at this time or later
+    ],
+)
+def test_times(text: str, ms: int) -> None:
+    assert timestamp_ms(text) == ms
+
+
+@pytest.mark.parametrize("text", ["yesterday", "-1", "1969-12-31T00:00:00Z"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(ValueError, match=r".*"):
+        timestamp_ms(text)
+
+
+def test_the_table_has_columns_as_wide_as_they_need() -> None:
+    rows = [("a", "log", "disk", "1", "100000", "1", "1"), ("orders.long", "queue", "ephemeral", "0", "0", "7", "-")]
+    assert table(rows).splitlines() == [
+        "TOPIC        TYPE   CLASS      RECORDS   BYTES  HEAD  OLDEST",
+        "a            log    disk             1  100000     1       1",
+        "orders.long  queue  ephemeral        0       0     7       -",
+    ]

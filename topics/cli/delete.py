@@ -1,0 +1,76 @@
+"""`topics delete TOPIC`: records by seq and tag, or the topic itself."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Final
+
+from topics.cli import service
+from topics.cli.output import print_line
+from topics.cli.service import EXIT_REFUSED, UsageError, say
+from topics.client import Client, NotAllowedError
+
+_EXAMPLES: Final = """  topics delete orders --before 1000
+  topics delete chats --match 'chat-42:*' --yes
+  topics delete orders --topic"""
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    about = (
+        "Delete records of a topic, or all of it: at once and for good, without a tombstone. On a terminal it asks "
+        "before, unless --yes. What went is printed as JSON. With --before and --match records have to fit both."
+    )
+    service.fill(parser, "delete", _delete, about=about, examples=_EXAMPLES)
+    parser.add_argument("topic", metavar="TOPIC")
+    parser.add_argument("--before", dest="before_seq", metavar="SEQ", type=service.whole, help="records below this seq")
+    parser.add_argument(
+        "--match",
+        metavar="GLOB",
+        help="records with this tag, or with a tag that begins with what is before the star at its end; quote it",
+    )
+    parser.add_argument(
+        "--topic",
+        dest="whole",
+        action="store_true",
+        help="the topic, its records, its configuration and the routers that touch it",
+    )
+    parser.add_argument("--if-empty", action="store_true", help="with --topic: refused when it has records")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _delete(client: Client, options: argparse.Namespace) -> int:
+    records = options.before_seq is not None or options.match is not None
+    if records == options.whole:
+        raise UsageError("say what to delete: --before SEQ and/or --match GLOB for records, or --topic for all of it")
+    if options.if_empty and not options.whole:
+        raise UsageError("--if-empty belongs to --topic: it says that the topic is kept if it has records")
+    if not options.yes and sys.stdin is not None and sys.stdin.isatty() and not _agreed(client, options):
+        say("delete", "nothing was deleted")
+        return EXIT_REFUSED
+    if options.whole:
+        print_line(client.delete_topic(options.topic, if_empty=options.if_empty))
+    else:
+        print_line(client.delete_records(options.topic, before_seq=options.before_seq, match=options.match))
+    return 0
+
+
+def _agreed(client: Client, options: argparse.Namespace) -> bool:
+    print(f"{_question(client, options)} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _question(client: Client, options: argparse.Namespace) -> str:
+    try:
+        state = client.get_topic(options.topic, touch=False)
+        seqs = f"seq {state.earliest_seq} to {state.head_seq}"
+        has = f" of topic {options.topic!r}, which has {state.count} records ({seqs})"
+    except NotAllowedError:
+        # A key may delete what it may not read.
+        has = f" of topic {options.topic!r}"
+    if options.whole:
+        return "Delete all" + has + "?"
+    what = [] if options.before_seq is None else [f"below seq {options.before_seq}"]
+    what += [] if options.match is None else [f"with tag {options.match!r}"]
+    return f"Delete the records {' and '.join(what)}{has}?"

@@ -1,0 +1,80 @@
+"""`topics list [PREFIX]`: what topics there are."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from topics.cli import service
+from topics.cli.output import print_line, put
+from topics.client import Client, NotFoundError, TopicState
+
+AT_ONCE: Final = 4
+HEADINGS: Final = ("TOPIC", "TYPE", "CLASS", "RECORDS", "BYTES", "HEAD", "OLDEST")
+_LEFT: Final = 3
+"""So many columns are text; the others are numbers."""
+_EXAMPLES: Final = """  topics list
+  topics list shop. --json | jq -r 'select(.count == 0).topic'
+  topics list --names | xargs -n 1 topics tail -n 1"""
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    about = (
+        "The topics whose names begin with PREFIX, by name: type, durability class, live records and their bytes, "
+        "head_seq, and the seq of the oldest live record."
+    )
+    service.fill(parser, "list", _list, about=about, examples=_EXAMPLES)
+    parser.add_argument("prefix", metavar="PREFIX", nargs="?", default="", help="all topics unless given")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="NDJSON, with the whole configuration of each")
+    form.add_argument("--names", action="store_true", help="only the names, which takes one request for a thousand")
+
+
+def _list(client: Client, options: argparse.Namespace) -> int:
+    names = (entry.topic for entry in client.list_topics(options.prefix))
+    if options.names:
+        for name in names:
+            put(name.encode() + b"\n")
+    elif options.json:
+        for state in _states(client, names):
+            print_line(state)
+    else:
+        put(table([cells(state) for state in _states(client, names)]).encode())
+    return 0
+
+
+def _states(client: Client, names: Iterable[str]) -> Iterator[TopicState]:
+    """Each topic as it is; those that are deleted meanwhile are left out."""
+
+    def state(name: str) -> TopicState | None:
+        try:
+            return client.get_topic(name, touch=False)
+        except NotFoundError:
+            return None
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield from (found for found in pool.map(state, names) if found is not None)
+
+
+def cells(state: TopicState) -> Sequence[str]:
+    """A row of the table."""
+    oldest = str(state.earliest_seq) if state.count else "-"
+    numbers = (str(state.count), str(state.bytes), str(state.head_seq), oldest)
+    return (state.topic, state.type, state.config["durability"], *numbers)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows below their headings, in columns as wide as they need."""
+    widths = [max(map(len, column)) for column in zip(HEADINGS, *rows, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        aligned = [
+            cell.ljust(width) if at < _LEFT else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(aligned) + "\n"
+
+    return "".join(map(line, (HEADINGS, *rows)))

@@ -1,0 +1,251 @@
+"""`topics queue TOPIC claim|ack|nack|extend|counts|redrive|peek`: jobs at a shell."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, Final
+
+import msgspec
+
+from topics.cli import service
+from topics.cli.input import BadLineError, Batch, stdin_batches
+from topics.cli.output import RecordPrinter, print_line, put, record_lines
+from topics.cli.read import read_pages
+from topics.cli.service import EXIT_REFUSED, UsageError, Work, say
+from topics.client import ApiError, ClaimedJob, Client, TopicState, queue_calls
+from topics.client.calls import Call
+from topics.client.errors import api_error
+from topics.client.queue_calls import Settled
+
+SETTLE_MAX_JOBS: Final = 1000
+SETTLE_MAX_BYTES: Final = 1 << 20
+SETTLE_DELAY_S: Final = 0.02
+_EXAMPLES: Final = """  topics queue mails claim --max 10 > jobs && ./send < jobs && topics queue mails ack < jobs
+  topics queue mails claim | ./work | topics queue mails ack     # ./work prints the lines of what it has done
+  topics queue mails nack 7:lease_3eb633b2113a8f7a --delay-ms 60000
+  topics queue mails redrive --max 100"""
+_JOBS_HELP: Final = "seq and lease id of a job as it was claimed; none: NDJSON of claimed jobs on stdin"
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """Of a claimed job, what settling it takes: a line of `claim`, whatever else is in it."""
+
+    seq: int = msgspec.field(name="$seq")
+    lease_id: str
+    node: str | None = None
+
+
+class JobLine(ClaimedJob, frozen=True, gc=False, kw_only=True):
+    """A claimed job as it is printed; `claimed_by` goes with it, so that whoever settles it is the one who has it."""
+
+    claimed_by: str = msgspec.field(name="node")
+
+
+_lease: Final = msgspec.json.Decoder(Lease).decode
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = (
+        f"examples:\n{_EXAMPLES}\n\n`topics queue TOPIC VERB --help` tells the arguments and exit codes of each."
+    )
+    service.add_where(parser)
+    parser.add_argument("topic", metavar="TOPIC")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+
+    claim = _verb(
+        verbs,
+        "claim",
+        _claim,
+        "Lease jobs and print them as NDJSON; nothing when none is ready. What is not "
+        "acknowledged by its deadline (ms since the epoch) is handed out again.",
+    )
+    claim.add_argument(
+        "--max", dest="max_jobs", metavar="N", type=service.positive, default=1, help="up to so many (1)"
+    )
+    claim.add_argument("--lease-ms", metavar="MS", type=service.positive, help="for how long (the queue's lease_ms)")
+    _add_node(claim)
+
+    ack = _verb(verbs, "ack", _ack, "Jobs are done and go.")
+    nack = _verb(verbs, "nack", _nack, "Jobs are given back, to be handed out again.")
+    nack.add_argument("--delay-ms", metavar="MS", type=service.whole, default=0, help="not before so long from now (0)")
+    extend = _verb(verbs, "extend", _extend, "Leases last longer: from now on.")
+    extend.add_argument("--lease-ms", metavar="MS", type=service.positive, required=True, help="for how long from now")
+    for settle in (ack, nack, extend):
+        settle.add_argument("jobs", metavar="SEQ:LEASE_ID", nargs="*", type=job_argument, help=_JOBS_HELP)
+        _add_node(settle)
+
+    _verb(verbs, "counts", _counts, "Jobs that are ready, leased, and moved to the dead letters so far, as JSON.")
+    redrive = _verb(verbs, "redrive", _redrive, "Dead letters become jobs again.")
+    redrive.add_argument(
+        "--from", dest="dead_letter", metavar="TOPIC", help="the dead letters (the queue's dead_letter)"
+    )
+    redrive.add_argument(
+        "--max", dest="max_jobs", metavar="N", type=service.positive, help="up to so many (all there are)"
+    )
+    peek = _verb(
+        verbs, "peek", _peek, "The first jobs that are there, leased or not, as `topics read` would print them."
+    )
+    peek.add_argument("-n", dest="count", metavar="N", type=service.positive, default=10, help="how many (%(default)s)")
+
+
+def _verb(verbs: Any, name: str, work: Work, about: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = verbs.add_parser(name, help=about)
+    examples = (
+        "\n".join(line for line in _EXAMPLES.splitlines() if f" {name}" in line) or f"  topics queue mails {name}"
+    )
+    service.fill(parser, f"queue {name}", work, about=about, examples=examples)
+    return parser
+
+
+def _add_node(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--node", default=f"topics-cli@{socket.gethostname()[:64]}", help="who claims (%(default)s)")
+
+
+def _claim(client: Client, options: argparse.Namespace) -> int:
+    claimed = client.queue(options.topic, node=options.node).claim(options.max_jobs, options.lease_ms)
+    fields = ClaimedJob.__struct_fields__
+    put(
+        record_lines(
+            [
+                JobLine(claimed_by=options.node, **{field: getattr(job, field) for field in fields})
+                for job in claimed.claimed
+            ]
+        )
+    )
+    return 0
+
+
+def _ack(client: Client, options: argparse.Namespace) -> int:
+    def call(node: str, jobs: Sequence[Lease]) -> Call[Settled]:
+        return queue_calls.ack(options.topic, node, jobs)
+
+    return _settle(client, options, "acked", call)
+
+
+def _nack(client: Client, options: argparse.Namespace) -> int:
+    def call(node: str, jobs: Sequence[Lease]) -> Call[Settled]:
+        return queue_calls.nack(options.topic, node, jobs, delay_ms=options.delay_ms)
+
+    return _settle(client, options, "nacked", call)
+
+
+def _extend(client: Client, options: argparse.Namespace) -> int:
+    def call(node: str, jobs: Sequence[Lease]) -> Call[Settled]:
+        return queue_calls.extend(options.topic, node, jobs, lease_ms=options.lease_ms)
+
+    return _settle(client, options, "extended", call)
+
+
+def _settle(
+    client: Client, options: argparse.Namespace, done: str, call: Callable[[str, Sequence[Lease]], Call[Settled]]
+) -> int:
+    """One request for each batch of jobs that were claimed by the same node; says how many were settled."""
+    settled, skipped = 0, list[int]()
+    try:
+        for jobs in _given_jobs(options):
+            for node, group in groupby(jobs, lambda job: job.node or options.node):
+                leases = list(group)
+                lost = client.call(call(node, leases)).skipped
+                settled += len(leases) - len(lost)
+                skipped += lost
+    finally:
+        print_line({done: settled, "skipped": skipped})
+    if not skipped:
+        return 0
+    named = ", ".join(map(str, skipped[:10])) + (", …" if len(skipped) > 10 else "")
+    say(
+        "queue",
+        f"jobs {named} are not leased to this node under these lease ids: they were settled before, or their lease "
+        "ended and they are handed out again",
+    )
+    return EXIT_REFUSED
+
+
+def _given_jobs(options: argparse.Namespace) -> Iterator[list[Lease]]:
+    """The jobs of the arguments, or those on stdin as they come."""
+    if options.jobs:
+        for at in range(0, len(options.jobs), SETTLE_MAX_JOBS):
+            yield options.jobs[at : at + SETTLE_MAX_JOBS]
+        return
+    if sys.stdin is not None and sys.stdin.isatty():
+        raise UsageError("no jobs: name them as SEQ:LEASE_ID, or give claimed jobs as NDJSON on stdin")
+    for batch in stdin_batches(lines_max=SETTLE_MAX_JOBS, bytes_max=SETTLE_MAX_BYTES, delay_s=SETTLE_DELAY_S):
+        leases, bad = parse_jobs(batch)
+        if leases:
+            yield leases
+        if bad is not None:
+            raise bad
+
+
+def parse_jobs(batch: Batch) -> tuple[list[Lease], BadLineError | None]:
+    """The leases of claimed jobs, up to the first line that is none."""
+    leases = []
+    for number, line in enumerate(batch.lines, batch.first):
+        text = line.strip(b" \t\r")
+        if not text:
+            continue
+        try:
+            leases.append(_lease(text))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return leases, BadLineError(number, text, f'is no job like {{"$seq": 7, "lease_id": "lease_…"}} ({error})')
+    return leases, None
+
+
+def job_argument(text: str) -> Lease:
+    """A type of argparse: `7:lease_3eb633b2113a8f7a`."""
+    seq, colon, lease_id = text.partition(":")
+    if not colon or not lease_id:
+        raise argparse.ArgumentTypeError(f"{text!r}: has to be SEQ:LEASE_ID, like 7:lease_3eb633b2113a8f7a")
+    return Lease(service.whole(seq), lease_id)
+
+
+def _counts(client: Client, options: argparse.Namespace) -> int:
+    print_line(_state_of_queue(client, options.topic).queue)
+    return 0
+
+
+def _redrive(client: Client, options: argparse.Namespace) -> int:
+    dead_letter = options.dead_letter or _state_of_queue(client, options.topic).config["dead_letter"]
+    if dead_letter is None:
+        raise UsageError(
+            f"queue {options.topic!r} has no dead_letter: name the topic its dead letters are in by --from"
+        )
+    # No more than there are now: what fails once more meanwhile must not go round for ever.
+    left = client.get_topic(dead_letter, touch=False).count
+    left = left if options.max_jobs is None else min(left, options.max_jobs)
+    redriven = 0
+    queue = client.queue(options.topic)
+    try:
+        while left > 0 and (moved := queue.redrive(dead_letter, min(left, SETTLE_MAX_JOBS)).redriven):
+            redriven += moved
+            left -= moved
+    except ApiError as error:
+        redriven += error.detail.get("redriven", 0)
+        raise
+    finally:
+        print_line({"redriven": redriven, "from": dead_letter})
+    return 0
+
+
+def _peek(client: Client, options: argparse.Namespace) -> int:
+    _state_of_queue(client, options.topic)
+    printer = RecordPrinter()
+    for page in read_pages(client, options.topic, 0, limit=options.count):
+        if page.tombstone is not None:
+            printer.tombstone(options.topic, page.tombstone)
+        printer.records(options.topic, page.records)
+    return printer.exit_code
+
+
+def _state_of_queue(client: Client, topic: str) -> TopicState:
+    """ApiError `not_a_queue`, as every call of a queue says it, for another topic."""
+    state = client.get_topic(topic, touch=False)
+    if state.queue is None:
+        raise api_error(409, "not_a_queue", f"topic {topic!r} is a {state.type}, not a queue", {"topic": topic})
+    return state

@@ -1,0 +1,99 @@
+"""`topics read TOPIC`: records behind a position, up to the head."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from topics.cli import service
+from topics.cli.output import RecordPrinter
+from topics.client import Client, Page
+
+PAGE_MAX_RECORDS: Final = 1000
+_EXAMPLES: Final = """  topics read orders --from 41 --limit 10
+  topics read orders --from-ts 2026-03-01T00:00:00Z --data-only | jq .price
+  topics read orders | topics write copy --records"""
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    about = (
+        "Print the records of a topic as NDJSON, up to its head. Records that are gone without anybody having deleted "
+        'them are a line {"tombstone": {"gap_from", "gap_to", "reason", …}}, and the exit code is 5.'
+    )
+    service.fill(parser, "read", _read, about=about, examples=_EXAMPLES)
+    parser.add_argument("topic", metavar="TOPIC")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument(
+        "--from",
+        dest="from_seq",
+        metavar="SEQ",
+        type=service.whole,
+        default=0,
+        help="only what comes after this seq: the last one you have (0)",
+    )
+    start.add_argument(
+        "--from-ts",
+        metavar="MS|ISO",
+        type=timestamp_ms,
+        help="only what was written at this time or later: ms since the epoch, or like 2026-03-01T12:00:00+01:00, "
+        "which is UTC unless it says otherwise",
+    )
+    parser.add_argument("--limit", metavar="N", type=service.positive, help="no more than so many records")
+    parser.add_argument(
+        "--until-head", action="store_true", help="end at the head as it is now, however much is being written"
+    )
+    parser.add_argument(
+        "--data-only", action="store_true", help="only the `data` of each record; tombstones go to stderr"
+    )
+
+
+def _read(client: Client, options: argparse.Namespace) -> int:
+    printer = RecordPrinter(data_only=options.data_only)
+    pages = read_pages(client, options.topic, options.from_seq, from_ts=options.from_ts, limit=options.limit)
+    until_seq: int | None = None
+    for page in pages:
+        if page.tombstone is not None:
+            printer.tombstone(options.topic, page.tombstone)
+        if options.until_head:
+            until_seq = page.head_seq if until_seq is None else until_seq
+            printer.records(options.topic, [record for record in page.records if record.seq <= until_seq])
+            if page.next_from_seq >= until_seq:
+                break
+        else:
+            printer.records(options.topic, page.records)
+    return printer.exit_code
+
+
+def read_pages(
+    client: Client, topic: str, from_seq: int, *, from_ts: int | None = None, limit: int | None = None
+) -> Iterator[Page]:
+    """What follows a position, up to the head, and no more than `limit` records of it."""
+    start: dict[str, Any] = {} if from_ts is None else {"from_ts": from_ts}
+    left = limit
+    while left is None or left > 0:
+        page = client.diff(
+            topic, from_seq, limit=PAGE_MAX_RECORDS if left is None else min(left, PAGE_MAX_RECORDS), **start
+        )
+        yield page
+        if page.caught_up:
+            return
+        start, from_seq = {}, page.next_from_seq
+        left = None if left is None else left - len(page.records)
+
+
+def timestamp_ms(text: str) -> int:
+    """A type of argparse: ms since the epoch, or a date and time of ISO 8601, UTC unless it has an offset."""
+    if text.isdecimal():
+        return int(text)
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    # Not by way of a float, which would round.
+    since = moment - datetime(1970, 1, 1, tzinfo=UTC)
+    ms = (since.days * 86_400 + since.seconds) * 1000 + -(-since.microseconds // 1000)
+    if ms < 0:
+        raise ValueError(text)
+    return ms

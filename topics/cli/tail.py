@@ -1,0 +1,98 @@
+"""`topics tail TOPIC…`: the last records, and with `-f` all that follow."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import sys
+import threading
+from collections import deque
+from typing import Final
+
+from topics.cli import service
+from topics.cli.output import RecordPrinter
+from topics.cli.read import read_pages
+from topics.cli.service import say
+from topics.client import Client, Record, Tombstone, TopicGone
+
+EXIT_BROKEN_PIPE: Final = 141
+LOOK_BACK_FACTOR: Final = 4
+_EXAMPLES: Final = """  topics tail -n 3 orders
+  topics tail -f orders payments
+  topics tail -f -n 0 --data-only logs | grep --line-buffered error"""
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    about = (
+        "Print the last records of topics as NDJSON and, with -f, those that are written from then on, over every "
+        "disconnect, each once and in order. With several topics each line begins with its topic. A gap is a "
+        'line {"tombstone": …}, and the exit code is 5.'
+    )
+    service.fill(parser, "tail", _tail, about=about, examples=_EXAMPLES)
+    parser.add_argument("topics", metavar="TOPIC", nargs="+")
+    parser.add_argument("-n", dest="count", metavar="N", type=service.whole, default=10, help="how many (%(default)s)")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on with what is written, until Ctrl-C")
+    parser.add_argument(
+        "--data-only", action="store_true", help="only the `data` of each record; tombstones go to stderr"
+    )
+
+
+def _tail(client: Client, options: argparse.Namespace) -> int:
+    topics = list(dict.fromkeys(options.topics))
+    printer = RecordPrinter(data_only=options.data_only, several=len(topics) > 1)
+    positions = {topic: _print_last(client, topic, options.count, printer) for topic in topics}
+    if not options.follow:
+        return printer.exit_code
+    _end_with_the_reader()
+    for topic, item in client.follow(positions, tombstones="yield"):
+        if isinstance(item, Record):
+            printer.records(topic, (item,))
+        elif isinstance(item, Tombstone):
+            printer.tombstone(topic, item)
+        elif isinstance(item, TopicGone):
+            say("tail", f"topic {topic!r} was deleted")
+    return printer.exit_code
+
+
+def _print_last(client: Client, topic: str, count: int, printer: RecordPrinter) -> int:
+    """Prints the last `count` records; the seq behind which everything else comes.
+
+    Deleted and expired ones leave holes, so that it may have to look back further than `count` seqs.
+    """
+    state = client.get_topic(topic, touch=False)
+    if count == 0:
+        return state.head_seq
+    back = count
+    while True:
+        from_seq = max(state.earliest_seq - 1, state.head_seq - back, 0)
+        last: deque[Record] = deque(maxlen=count)
+        gaps, position = [], from_seq
+        for page in read_pages(client, topic, from_seq):
+            gaps += [page.tombstone] if page.tombstone is not None else []
+            last.extend(page.records)
+            position = page.next_from_seq
+            if position >= state.head_seq:
+                break
+        if len(last) == count or gaps or from_seq <= state.earliest_seq - 1 or back >= state.head_seq:
+            break
+        back *= LOOK_BACK_FACTOR
+    for gap in gaps:
+        printer.tombstone(topic, gap)
+    printer.records(topic, list(last))
+    return position
+
+
+def _end_with_the_reader() -> None:
+    """Ends this process when nobody can read its output any more: `tail -f … | head -1` must not wait for one more
+    record to find out. Nothing is lost by it, there is nowhere left to print to.
+    """
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # errors and hang-ups are always reported
+
+    def wait() -> None:
+        output.poll()
+        os._exit(EXIT_BROKEN_PIPE)
+
+    threading.Thread(target=wait, name="topics-reader", daemon=True).start()
