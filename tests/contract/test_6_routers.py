@@ -548,10 +548,21 @@ def test_a_read_that_could_not_be_brought_up_to_date_says_so() -> None:
             assert page["performance"]["copies_pending"] is True
             assert ok(client.get(f"/v0/topics/{dest}"))["performance"]["copies_pending"] is True
             assert ok(client.get("/v0/routers/r"))["performance"]["copies_pending"] is True
+            assert ok(client.get("/v0/topics", params={"prefix": dest}))["performance"]["copies_pending"] is True
+            assert ok(client.get("/v0/routers"))["performance"]["copies_pending"] is True
             assert "copies_pending" not in diff(client, source)["performance"]
+            assert "copies_pending" not in ok(client.get("/v0/topics", params={"prefix": source}))["performance"]
         finally:
             os.kill(pid, signal.SIGCONT)
         assert data(client, dest) == [1, 2]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            write(client, source, 3)
+            ended = ok(client.delete("/v0/routers/r"))
+            assert ended["deleted"] is True
+            assert ended["performance"]["copies_pending"] is True, "who ends it hears that it had not copied everything"
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
 
 def test_exactly_once_writes_a_stable_key(client: httpx.Client, topic: str) -> None:

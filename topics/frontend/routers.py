@@ -57,11 +57,11 @@ class RouterRoutes:
         body = await read_body(receive, headers, self._settings.max_body_bytes)
         spec = parse_router(name, wire.decode_object(body) if body else {})
         caller_of(scope).require(KeyScope.ADMIN, (spec.source, spec.dest))
-        known = self._sight.registry().by_name.get(name)
+        known, with_copies = self._sight.registry().by_name.get(name), True
         if known is not None:
             caller_of(scope).require(KeyScope.ADMIN, (known.spec.source, known.spec.dest))
             # What was acknowledged before is forwarded by the router as it was.
-            await self._catching_up.one(known.spec.dest)
+            with_copies = await self._catching_up.one(known.spec.dest)
         if not spec.create_dest and self._reader.find(spec.dest) is None:
             raise topic_not_found(spec.dest)
         reply = await self._gateway.call(REGISTRY_SHARD, PutRouter(name, spec), PutRouterReply)
@@ -75,7 +75,8 @@ class RouterRoutes:
         if known is not None and known.spec.dest != spec.dest:
             await self._sync(known.spec.dest)
         answer = {"router": name, "created": reply.created, **spec.echo()}
-        await send_object(send, headers, 201 if reply.created else 200, answer, started_ns)
+        status = 201 if reply.created else 200
+        await send_object(send, headers, status, answer, started_ns, with_copies=with_copies)
 
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -89,14 +90,15 @@ class RouterRoutes:
         started_ns = time.perf_counter_ns()
         name = _router_name(scope)
         router = self._sight.registry().by_name.get(name)
-        deleted = False
+        deleted, with_copies = False, True
         if router is not None:
             caller_of(scope).require(KeyScope.DELETE, (router.spec.source, router.spec.dest))
-            await self._catching_up.one(router.spec.dest)
+            with_copies = await self._catching_up.one(router.spec.dest)
             reply = await self._gateway.call(REGISTRY_SHARD, DeleteRouter(name), DeleteRouterReply)
             await self._sync(router.spec.dest)
             deleted = reply.deleted
-        await send_object(send, dict(scope["headers"]), 200, {"router": name, "deleted": deleted}, started_ns)
+        answer = {"router": name, "deleted": deleted}
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns, with_copies=with_copies)
 
     async def list_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -118,19 +120,18 @@ class RouterRoutes:
             key=lambda router: router.name,
         )
         page = found[:most]
-        await self._catching_up.all({router.spec.dest for router in page})
+        with_copies = await self._catching_up.all({router.spec.dest for router in page})
         answer: dict[str, Any] = {"routers": [self._shown(router) for router in page]}
         if len(found) > most:
             answer["next_cursor"] = name_cursor(page[-1].name)
-        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns, with_copies=with_copies)
 
     # -- for topics that are deleted
 
-    async def before_delete(self, topic: str) -> list[Router]:
-        """The routers that go with a topic; what was acknowledged in it is copied first."""
+    async def before_delete(self, topic: str) -> tuple[list[Router], bool]:
+        """The routers that go with a topic; what was acknowledged in it is copied first, if that was possible."""
         routers = self._sight.registry().touching(topic)
-        await self._catching_up.all({router.spec.dest for router in routers})
-        return routers
+        return routers, await self._catching_up.all({router.spec.dest for router in routers})
 
     async def after_delete(self, topic: str, routers: list[Router]) -> None:
         """The topic is gone, and with the return of this they are."""

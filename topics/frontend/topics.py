@@ -89,7 +89,7 @@ class TopicRoutes:
         started_ns = time.perf_counter_ns()
         name = _topic_name(scope)
         if_empty = flag(QueryParams(scope["query_string"]), "if_empty", False)
-        routers = await self._routers.before_delete(name)
+        routers, with_copies = await self._routers.before_delete(name)
         reply = await self._gateway.call(
             owner_shard(name, self._gateway.shards), DeleteTopic(name, if_empty), DeleteTopicReply
         )
@@ -99,7 +99,7 @@ class TopicRoutes:
             await self._routers.after_delete(name, routers)
         removed = [router.name for router in routers]
         answer: dict[str, Any] = {"topic": name, "deleted": reply.deleted, "routers_removed": removed}
-        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns, with_copies=with_copies)
 
     async def delete_records(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`POST /v0/topics/:t/delete` (api §5)."""
@@ -108,7 +108,7 @@ class TopicRoutes:
         body = await read_body(receive, headers, self._settings.max_body_bytes)
         before_seq, match = wire.decode_delete(body)
         op, tag = (None, b"") if match is None else match
-        await self._catching_up.one(name)
+        with_copies = await self._catching_up.one(name)
         reply = await self._gateway.call(
             owner_shard(name, self._gateway.shards), DeleteRecords(name, before_seq, op, tag), DeleteRecordsReply
         )
@@ -120,7 +120,7 @@ class TopicRoutes:
             "count": reply.records,
             "bytes": reply.live_bytes,
         }
-        await send_object(send, headers, 200, answer, started_ns)
+        await send_object(send, headers, 200, answer, started_ns, with_copies=with_copies)
 
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -167,14 +167,14 @@ class TopicRoutes:
         after = name_after(query.get("cursor"), check_topic_name)
         names = list(itertools.islice(live_names(arenas, prefixes, after), most + 1))
         more = len(names) > most
-        await self._catching_up.all(names[:most])
+        with_copies = await self._catching_up.all(names[:most])
         refs = [ref for name in names[:most] if (ref := self._reader.find(name)) is not None]
         refs = await self._all_settled(refs)
         now_ms = self._clock.now_ms()
         answer: dict[str, Any] = {"topics": [self._entry(ref, touch, now_ms) for ref in refs]}
         if more:
             answer["next_cursor"] = name_cursor(names[most - 1])
-        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns, with_copies=with_copies)
 
     def _entry(self, ref: TopicRef, touch: bool, now_ms: int) -> dict[str, Any]:
         view = ref.view

@@ -64,11 +64,11 @@ class CatchingUp:
         registry = self._sight.registry()
         return registry.source_of(name) is None or await self._chain(registry, name)
 
-    async def all(self, names: Iterable[str]) -> None:
+    async def all(self, names: Iterable[str]) -> bool:
+        """The same of each of them."""
         registry = self._sight.registry()
         dests = [name for name in names if registry.source_of(name) is not None]
-        if dests:
-            await asyncio.gather(*[self._chain(registry, dest) for dest in dests])
+        return all(await asyncio.gather(*[self._chain(registry, dest) for dest in dests])) if dests else True
 
     async def _chain(self, registry: RouterRegistry, name: str) -> bool:
         try:
