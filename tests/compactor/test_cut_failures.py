@@ -140,16 +140,30 @@ def test_one_unreadable_segment_holds_up_no_cut(machine: Machine, code: int, kin
     for name in ("bad", "good"):
         machine.rig.append(name, b"3")
     before = machine.snapshots()
-    for _ in range(2):
-        assert machine.compaction.cut()
+    for goes_on in (False, True, True):
+        # The first time it may be over at the next one.
+        assert machine.compaction.cut() == goes_on
         machine.rig.append("good", b"4")
     assert machine.snapshots() > before
     assert machine.files_of("gone") == []
-    assert (machine.in_segments("good"), machine.in_segments("bad")) == (4, 3)
+    assert (machine.in_segments("good"), machine.in_segments("bad")) == (5, 3)
     # What could not be read goes on in the next one, and is there when it can be read again.
     machine.fs.fails = lambda _call, _path: 0
     assert [info.first_seq for info in machine.compaction.segments("bad")] == [1, 3]
     assert machine.seqs("bad") == [1, 2, 3]
+
+
+def test_a_segment_is_gone_on_with_after_one_error(machine: Machine) -> None:
+    machine.rig.append("t", b"1")
+    assert machine.compaction.cut()
+    path = machine.directory_of("t") / f"seg-{1:020d}.idx"
+    for seq in (2, 3):
+        machine.fs.fails = lambda _call, failing: errno.ESTALE if Path(failing) == path else 0
+        machine.rig.append("t", b"%d" % seq)
+        assert not machine.compaction.cut()
+        machine.fs.fails = lambda _call, _path: 0
+        assert machine.compaction.cut(), "what worked in between makes the next one a first one"
+    assert [(info.first_seq, info.last_seq) for info in machine.compaction.segments("t")] == [(1, 3)]
 
 
 def die() -> None:

@@ -38,3 +38,30 @@ def test_what_failed_is_tried_again_soon_and_then_less_and_less_often() -> None:
     times.done(False, now_ms)
     assert first_due(times, now_ms) == RETRY_MS
     assert first_due(times, now_ms, WAL_BYTES) == 0, "other shards may have written much"
+
+
+def test_a_long_interval_puts_off_no_retry_and_no_tidying() -> None:
+    day_ms = 86_400_000
+    times = CutTimes(day_ms, WAL_BYTES, 0)
+    assert first_due(times, 0) == day_ms
+    assert not times.may_keep_up(59_999)
+    assert times.may_keep_up(60_000)
+    assert not times.is_tidying_due(59_999)
+    assert times.is_tidying_due(60_000)
+    times.tidied(60_000)
+    assert not times.is_tidying_due(119_999)
+    assert times.is_tidying_due(120_000)
+    for _ in range(8):
+        times.done(False, 120_000)
+    assert first_due(times, 120_000) == 60_000
+    assert times.is_tidying_due(120_000), "a cut that failed may not have come to it"
+    times.done(True, 120_000, was_made=False)
+    assert times.is_tidying_due(120_000)
+    times.done(True, 120_000)
+    assert not times.is_tidying_due(120_000)
+
+
+def test_upkeep_may_begin_behind_the_first_try_of_a_cut() -> None:
+    times = CutTimes(INTERVAL_MS, WAL_BYTES, 0)
+    times.done(False, 1)
+    assert times.may_keep_up(1)

@@ -268,6 +268,31 @@ def test_what_went_for_its_room_is_not_told_of_again(directory: Directory) -> No
     assert directory.sweep() == []
 
 
+class Stubborn(OsFileSystem):
+    """The next file with that suffix is not removed."""
+
+    def __init__(self, suffix: str) -> None:
+        super().__init__()
+        self.suffix = suffix
+
+    def unlink(self, path: str) -> None:
+        if self.suffix and path.endswith(self.suffix):
+            self.suffix = ""
+            raise OSError(errno.EIO, "Input/output error", path)
+        super().unlink(path)
+
+
+@pytest.mark.parametrize("suffix", [".data", ".idx", ".tags"])
+def test_what_went_for_its_room_by_halves_is_told_of_when_all_of_it_did(directory: Directory, suffix: str) -> None:
+    directory.needed = TopicFiles(SegmentList([info(6, 10), info(11, 15)]), 6)
+    directory.leftovers = Leftovers(Stubborn(suffix), directory.data_dir)
+    swept = directory.leftovers.make_room([TOPIC_ID], lambda _topic_id: directory.needed, lambda: None)
+    assert (swept.removed, len(swept.failures)) == ([], 1)
+    assert directory.tidy() == [1]
+    assert directory.names() == files(6, 11)
+    assert directory.tidy() == []
+
+
 def test_files_inside_of_a_segment_that_counts_go(directory: Directory) -> None:
     """Written, never told of, and written again with another beginning."""
     directory.needed = TopicFiles(SegmentList([info(1, 10), info(11, 15)]), 1)

@@ -32,7 +32,7 @@ class Topic:
     def __init__(self, data_dir: Path, seal_at: SealAt) -> None:
         self.data_dir = str(data_dir)
         self.directory = layout.topic_dir(self.data_dir, TOPIC_ID)
-        self.appender = SegmentAppender(FS, self.data_dir, seal_at)
+        self.appender = SegmentAppender(FS, self.data_dir, seal_at, set())
         self.infos: list[SegmentInfo] = []
         self.now_ms = TS_MS
 
@@ -148,7 +148,7 @@ def test_a_gap_begins_a_new_segment(tmp_path: Path) -> None:
 
 
 def test_records_of_several_log_files(tmp_path: Path) -> None:
-    appender = SegmentAppender(FS, str(tmp_path), SealAt(100, NEVER, 0))
+    appender = SegmentAppender(FS, str(tmp_path), SealAt(100, NEVER, 0), set())
     logs = {1: logged(records(3)), 2: logged(records(3, 4), 4, file_no=2)}
     entries = logs[1].entries + logs[2].flagged(0, LOCATION_DELETED).entries
     asked: list[LogFileKey] = []
@@ -165,7 +165,7 @@ def test_records_of_several_log_files(tmp_path: Path) -> None:
 
 
 def test_a_log_that_holds_something_else_is_refused(tmp_path: Path) -> None:
-    appender = SegmentAppender(FS, str(tmp_path), SealAt(100, NEVER, 0))
+    appender = SegmentAppender(FS, str(tmp_path), SealAt(100, NEVER, 0), set())
     log = logged(records(3), topic_id=TOPIC_ID + 1)
     with pytest.raises(ValueError, match="not those of topic"):
         appender.append(TOPIC_ID, None, log.entries, lambda key, end: log.buffer, TS_MS)

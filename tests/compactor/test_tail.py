@@ -107,3 +107,27 @@ def test_damage_and_a_missing_file_are_no_end_of_the_log(directory: str) -> None
     path.unlink()
     with pytest.raises(TailLost, match="is gone"):
         read(LogTail(directory, WalPosition(1, 0)), end)
+
+
+def test_an_error_in_opening_a_file_leaves_a_place_to_go_on_from(directory: str) -> None:
+    writer = open_writer(OsFileSystem(), directory)
+    for seq in range(1, 100):
+        commit(writer, appends(seq, [b"x" * 100]))
+    end = here(writer)
+    assert end.file_no > 3
+    path = Path(directory, f"wal-{3:020d}.log")
+    aside = path.rename(path.with_suffix(".aside"))
+    path.symlink_to(path)
+    tail = LogTail(directory, WalPosition(1, 0))
+    found: list[bytes] = []
+
+    def follow() -> None:
+        for batch in tail.read(end):
+            found.extend(bytes(batch.buffer[at : at + length]) for at, length, *_ in batch.frames)
+
+    with pytest.raises(OSError, match="symbolic links"):
+        follow()
+    assert found
+    path.unlink()
+    aside.rename(path)
+    assert found + read(tail, end) == [appends(seq, [b"x" * 100]) for seq in range(1, 100)]

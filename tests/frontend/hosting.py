@@ -157,7 +157,7 @@ class Hosting:
         last_seq = ring.next_seq - 1 if up_to_seq is None else up_to_seq
         if last_seq < ring.base_seq:
             return
-        appender = SegmentAppender(self.fs, self.data_dir, SealAt(records_max, 64 << 20, 0))
+        appender = SegmentAppender(self.fs, self.data_dir, SealAt(records_max, 64 << 20, 0), set())
         last = list(index.segments)[-1] if len(index.segments) else None
         entries = ring.entries(ring.base_seq, last_seq)
         self._checkpointed(

@@ -179,7 +179,7 @@ class Live:
         entries = ref.arena.entries(ref.view, 1, ref.view.head_seq)
         assert entries is not None
         data_dir, seal_at = self.rig.settings.data_dir, SealAt(records_max, 1 << 20, 0)
-        appender = SegmentAppender(OsFileSystem(), data_dir, seal_at)
+        appender = SegmentAppender(OsFileSystem(), data_dir, seal_at, set())
         segments = appender.append(ref.view.topic_id, None, entries, self._log_bytes, self.clock.now_ms())
         await self._mark(ref, segments)
 

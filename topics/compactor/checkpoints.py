@@ -37,6 +37,8 @@ TOPICS_PER_MESSAGE: Final = 256
 """A shard takes some ms for so many."""
 RECORDS_PER_STEP: Final = 1 << 16
 """Of one topic at a time, and of one message: the shard looks at the flags of all of them."""
+FULL_AFTER: Final = 16
+"""Topics without room: a smaller one may still find some, but this many say that it is the disk."""
 _IN_RAM: Final = LOCATION_IN_RAM_LOG << 32
 _LOOK_AGAIN_S: Final = 0.001
 _LOOKS: Final = 5000
@@ -71,6 +73,31 @@ class _Step(NamedTuple):
     has_more: bool
 
 
+class _Failures:
+    """What kept topics from segments: how many, and the one to tell of, a full disk before others, for something can be
+    done about that. Not the errors themselves, whose frames hold all that was to be written.
+    """
+
+    def __init__(self) -> None:
+        self.topics = 0
+        self.told: OSError | None = None
+        self._no_room = 0
+
+    def add(self, error: OSError) -> None:
+        self.topics += 1
+        is_first = self.told is None
+        if error.errno in NO_ROOM:
+            is_first = is_first or not self._no_room
+            self._no_room += 1
+        if is_first:
+            self.told = error.with_traceback(None)
+
+    @property
+    def is_full(self) -> bool:
+        """The disk is, whatever the topic: there is no use in trying the others."""
+        return self._no_room >= FULL_AFTER
+
+
 class _Pause(NamedTuple):
     """`until_ms` of the monotonic clock."""
 
@@ -98,20 +125,39 @@ class Checkpoints:
         self._clock = clock
         self._alive = alive
         self._one_by_one_max = one_by_one_max
+        self._suspects: set[str] = set()
         self._unsealable: dict[tuple[int, SegmentInfo], _Pause] = {}
         """Which was said: they stay as they are, until something is appended to them or it can be done."""
 
     def run(self, follower: Follower, buffers: LogBuffers) -> Written:
         """Everything the follower has read is in segments afterwards, and the shard's log is synced up to there.
 
-        Raises Refused, and OSError when some topics could not be written: of all others the shard has heard then.
+        Raises Refused, and OSError when some topics could not be written, whatever was refused besides. Of all others
+        the shard has heard then, unless it refuses or the disk is full.
         """
-        failures: list[OSError] = []
+        failures = _Failures()
+        refused: Refused | None = None
+        written = Written(0, 0, 0)
+        try:
+            written = self._run(follower, buffers, failures)
+        except Refused as error:
+            if failures.told is None:
+                raise
+            refused = error
+        if failures.told is not None:
+            log.error("records of topics could not be put into segments", topics=failures.topics)
+            raise failures.told from refused
+        # Also when there was nothing: the answer means that the log is synced.
+        tell(follower, [])
+        reached("checkpoint.marked")
+        return written
+
+    def _run(self, follower: Follower, buffers: LogBuffers, failures: _Failures) -> Written:
         now_ms = self._clock.now_ms()
         due = self._due(follower, now_ms)
         written = Written(0, 0, 0)
-        while chunk := list(islice(due, TOPICS_PER_SYNC)):
-            while chunk:
+        while not failures.is_full and (chunk := list(islice(due, TOPICS_PER_SYNC))):
+            while chunk and not failures.is_full:
                 steps = self._step(follower, chunk, buffers.get, now_ms, failures)
                 reached("checkpoint.synced")
                 for step in steps:
@@ -121,13 +167,6 @@ class Checkpoints:
                     follower.sealed += _sealed(message)
                     self._alive()
                 chunk = [step.topic for step in steps if step.has_more]
-        if failures:
-            log.error("records of topics could not be put into segments", topics=len(failures))
-            # A full disk first: something can be done about that.
-            raise next((error for error in failures if error.errno in NO_ROOM), failures[0])
-        # Also when there was nothing: the answer means that the log is synced.
-        tell(follower, [])
-        reached("checkpoint.marked")
         return written
 
     def has_old(self, follower: Follower) -> bool:
@@ -165,18 +204,22 @@ class Checkpoints:
         self._unsealable[topic_id, last] = _Pause(pause_ms, self._clock.monotonic_ms() + pause_ms)
 
     def _step(
-        self, follower: Follower, topics: list[Topic], buffer_of: BufferOf, now_ms: int, failures: list[OSError]
+        self, follower: Follower, topics: list[Topic], buffer_of: BufferOf, now_ms: int, failures: _Failures
     ) -> list[_Step]:
-        """Records of each of them are in segments, on the disk, but for those whose failures are added."""
+        """Records of each of them are in segments, on the disk, but for those whose failures are added, and what comes
+        behind these on a full disk.
+        """
         one_by_one = sum(self._segments_due(follower, topic) for topic in topics) <= self._one_by_one_max
         fs = self._fs if one_by_one else deferring_syncs(self._fs)
-        appender = SegmentAppender(fs, self._data_dir, self._seal_at)
+        appender = SegmentAppender(fs, self._data_dir, self._seal_at, self._suspects)
         steps = []
         for topic in topics:
             try:
                 step = self._topic(follower, topic, appender, buffer_of, now_ms)
             except OSError as error:
-                failures.append(error)
+                failures.add(error)
+                if failures.is_full:
+                    break
             else:
                 if step is not None:
                     steps.append(step)
@@ -254,7 +297,7 @@ class Checkpoints:
 def tell(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
     """The shard logs them, and the fold has them at once: the log itself says it behind where it has been read.
 
-    Raises Refused when the shard could not log all of them, OSError.
+    Raises Refused when the shard could not log all of them, or not be told.
     """
     for _ in range(_TELLS):
         held = _tell_once(follower, checkpoints)
@@ -272,7 +315,8 @@ def _tell_once(follower: Follower, checkpoints: list[TopicCheckpoint]) -> set[in
     """The topics of which the shard wants to hear again, soon."""
     try:
         reply = follower.link.call(Checkpoint(checkpoints), CheckpointReply)
-    except TopicsError as error:
+    except (TopicsError, OSError) as error:
+        # An OSError is of shared memory, and nothing about the disk or a file on it follows from that.
         raise Refused(f"shard {follower.shard}: {error}") from error
     gone, refused, held = set(reply.gone), set(reply.refused), set(reply.held)
     for checkpoint in checkpoints:

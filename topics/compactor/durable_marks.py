@@ -79,6 +79,6 @@ class DurableMarks:
             runs = runs_of(seqs[at : at + SEQS_PER_MESSAGE])
             try:
                 follower.link.call(MarkAgain(topic_id, runs), Done)
-            except TopicsError as error:
+            except (TopicsError, OSError) as error:  # of shared memory: see `checkpoints.tell`
                 raise Refused(f"shard {follower.shard}: {error}") from error
             self._alive()

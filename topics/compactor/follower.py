@@ -58,7 +58,8 @@ class Follower:
     def catch_up(self, until: WalPosition, alive: Callable[[], None]) -> None:
         """Reads on; `alive` is called between batches, for it may take long.
 
-        Raises TailLost, FoldError, OSError: then this object is of no use any more.
+        Raises TailLost and FoldError: then this object is of no use any more; and OSError: what was read by then is
+        folded, and to call it again is to go on behind that.
         """
         for batch in self._tail.read(until):
             alive()

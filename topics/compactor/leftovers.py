@@ -127,9 +127,7 @@ class Leftovers:
         keeps no other.
         """
         for topic_id in [topic_id for topic_id in self._found if in_snapshot(topic_id)]:
-            due = self._due.setdefault(topic_id, {})
-            for name, kinds in self._found.pop(topic_id).items():
-                due[name] = due.get(name, frozenset()) | kinds
+            self._make_due(topic_id, self._found.pop(topic_id))
         look = {topic_id for topic_id in self._look | self._look_again if in_snapshot(topic_id)}
         self._look -= look
         self._look_again -= look
@@ -170,7 +168,16 @@ class Leftovers:
         swept = self._remove_all(gone, files_of, alive)
         for topic_id, name in swept.removed:
             self._found.get(topic_id, {}).pop(name, None)
+        for topic_id, names in gone.items():
+            # What stayed, though some of its files may have gone: no other listing shows it as the segment it was.
+            self._make_due(topic_id, names)
         return Swept(swept.removed, failures + swept.failures)
+
+    def _make_due(self, topic_id: int, names: dict[SegmentName, frozenset[str]]) -> None:
+        """It goes as soon as it can, without any further snapshot."""
+        due = self._due.setdefault(topic_id, {})
+        for name, kinds in names.items():
+            due[name] = due.get(name, frozenset()) | kinds
 
     def _remove_all(
         self, found: dict[int, dict[SegmentName, frozenset[str]]], files_of: FilesOf, alive: Callable[[], None]

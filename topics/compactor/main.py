@@ -197,7 +197,6 @@ def _serve(
 ) -> None:
     times = CutTimes(settings.checkpoint_interval_ms, settings.checkpoint_wal_bytes, clock.monotonic_ms())
     upkeep_not_before_ms = 0
-    has_tried_to_cut = False
     pause_ms = min(HEARTBEAT_MS, settings.checkpoint_interval_ms)
     while not life.stopping:
         life.alive()
@@ -205,17 +204,15 @@ def _serve(
         upkeep_in_ms = None
         compactor.follow(FOLLOW_BYTES)
         if times.is_due(compactor.new_bytes, clock.monotonic_ms()):
-            has_tried_to_cut = True
-            complete = True
-            if compactor.has_news:
-                complete = compactor.cut()
-            else:
-                compactor.tidy()
-            times.done(complete, clock.monotonic_ms())
+            has_news = compactor.has_news
+            complete = compactor.cut() if has_news else True
+            times.done(complete, clock.monotonic_ms(), was_made=has_news)
+        if times.is_tidying_due(clock.monotonic_ms()):
+            compactor.tidy()
+            times.tidied(clock.monotonic_ms())
         try:
-            # What fails here, a cold directory for one, holds up no checkpoint. Nor does what ends this process: a cut
-            # comes first in each of its lives.
-            if has_tried_to_cut and clock.monotonic_ms() >= upkeep_not_before_ms:
+            # What fails here, a cold directory for one, holds up no checkpoint.
+            if times.may_keep_up(clock.monotonic_ms()) and clock.monotonic_ms() >= upkeep_not_before_ms:
                 upkeep_in_ms = compactor.upkeep()
         except (OSError, Refused) as error:
             cell.add("failures")

@@ -160,6 +160,8 @@ class Rewriting:
         reached("rewrite.fetched")
         found = self._current(follower, candidate)
         if found is None or found[1] != info:
+            if future.exception() is None:
+                self._fetches_failed = 0
             return False  # and it may have failed for that: files go with their segment
         try:
             data = future.result()
@@ -168,6 +170,7 @@ class Rewriting:
             except FileNotFoundError as error:  # here: what is not there is the cold directory's to say, and may come
                 raise CorruptSegment(error.filename or "", 0, "the file is missing") from error
         except (CorruptSegment, CorruptPostings, EOFError) as error:
+            self._fetches_failed = 0  # the cold directory gave what it has
             log.error("a damaged segment is not rewritten", reason=str(error))
             return False
         except (OSError, Refused):

@@ -62,12 +62,17 @@ class SealAt(NamedTuple):
 
 
 class SegmentAppender:
-    """Of all topics. Methods raise OSError; what they return is synced when they return, if `fs` does sync."""
+    """Of all topics. Methods raise OSError; what they return is synced when they return, if `fs` does sync.
 
-    def __init__(self, fs: FileSystem, data_dir: str, seal_at: SealAt) -> None:
+    `suspects`: `.data` paths of segments that could not be reopened the last time, which outlive this object: what
+    fails twice in a row is damaged.
+    """
+
+    def __init__(self, fs: FileSystem, data_dir: str, seal_at: SealAt, suspects: set[str]) -> None:
         self._fs = fs
         self._data_dir = data_dir
         self._seal_at = seal_at
+        self._suspects = suspects
 
     def append(
         self, topic_id: int, last: SegmentInfo | None, entries: array[int], buffer_of: BufferOf, now_ms: int
@@ -75,8 +80,8 @@ class SegmentAppender:
         """Segments that are new or changed, ascending. `last` is the topic's last segment, committed.
 
         `entries`: index entries (`core.topic`) of consecutive seqs in log files; those that follow `last` go on in it
-        unless it is sealed. Where the disk fails behind the first one, what is whole by then is returned: not all of
-        the entries. Raises ValueError when the logs do not hold what the entries say.
+        unless it is sealed. Where the disk fails behind the first entries, what is whole by then is returned: not all
+        of them. Raises ValueError when the logs do not hold what the entries say.
         """
         changed: list[SegmentInfo] = []
         count = len(entries) // ENTRY_WORDS
@@ -86,7 +91,11 @@ class SegmentAppender:
             try:
                 info, appended = self._append_to_one(topic_id, active, entries[at * ENTRY_WORDS :], buffer_of, now_ms)
             except OSError:
-                if changed:
+                if active is None:
+                    self._forget(topic_id, entries[at * ENTRY_WORDS])
+                # Not when a segment was sealed, or could not be, and nothing appended: whoever repeats what is left
+                # must get on by it. A seal can be made again.
+                if at:
                     break
                 raise
             active = None
@@ -153,18 +162,37 @@ class SegmentAppender:
         finally:
             writer.close()
 
+    def _forget(self, topic_id: int, first_seq: int) -> None:
+        """The files of a segment that did not come to be, for their names take room as well."""
+        directory = layout.topic_dir(self._data_dir, topic_id)
+        for path_of in (layout.segment_tags_path, layout.segment_idx_path, layout.segment_data_path):
+            with suppress(OSError):
+                self._fs.unlink(path_of(directory, first_seq))
+
     def _reopen(self, directory: str, info: SegmentInfo) -> SegmentWriter | None:
+        path = layout.segment_data_path(directory, info.first_seq, info.version)
         try:
-            return SegmentWriter.reopen(
+            writer = SegmentWriter.reopen(
                 self._fs, directory, info.first_seq, info.records, info.data_bytes, info.version
             )
         except (CorruptSegment, OSError) as error:
-            if isinstance(error, OSError) and error.errno in _FOR_NOW:
+            if isinstance(error, OSError) and self._may_pass(error, path):
                 raise
             # What is readable of it stays readable, and what comes next is none of its business.
-            path = layout.segment_data_path(directory, info.first_seq, info.version)
+            self._suspects.discard(path)
             log.error("a segment is damaged and is not gone on with", path=path, reason=str(error))
             return None
+        self._suspects.discard(path)
+        return writer
+
+    def _may_pass(self, error: OSError, path: str) -> bool:
+        """Whether an error in reopening this segment is to be waited out, as anything is that may be over next time."""
+        if error.errno in _FOR_NOW:
+            return True
+        if isinstance(error, FileNotFoundError) or path in self._suspects:
+            return False
+        self._suspects.add(path)
+        return True
 
     def _sealed(self, directory: str, info: SegmentInfo) -> SegmentInfo | None:
         name = (info.first_seq, info.records, info.data_bytes, info.version)

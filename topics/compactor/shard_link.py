@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Final, TypeVar
 
 from topics.core.errors import TopicsError
@@ -12,6 +13,7 @@ from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.shm.messages import Call, Kind
 from topics.shm.names import SHM_ROOT
+from topics.storage.frame import Bytes
 from topics.storage.logfile import WalPosition
 
 _OFFSET_BITS: Final = 32
@@ -57,8 +59,7 @@ class ShardLink:
         parts = messages.encode_call(request_id, request)
         spilled = sum(map(len, parts)) > self._requests.message_max_bytes
         if spilled:
-            with open(self._spill_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-                file.writelines(parts)
+            self._spill(parts)
             parts = messages.encode_reference(Kind.CALL, request_id, self._spill_path)
         while not self._requests.push(*parts):
             self.take_notices()
@@ -75,6 +76,15 @@ class ShardLink:
             raise reply
         assert isinstance(reply, reply_type), reply
         return reply
+
+    def _spill(self, parts: Iterable[Bytes]) -> None:
+        try:
+            with open(self._spill_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                file.writelines(parts)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(self._spill_path)  # half of it is of no use, and others need the room
+            raise
 
     def pause(self, waits: int) -> None:
         """Gives shards time, as much as so many fruitless looks for an answer. Raises what `wait` raises."""
