@@ -36,18 +36,22 @@ READS = frozenset(("pread",))
 
 
 class ColdGate(OsFileSystem):
-    """The real one; who opens a file of the cold directory waits while the gate is closed, and meets `error`."""
+    """The real one; who opens a file of the cold directory, `last` of all, waits while the gate is closed, and meets
+    `error`.
+    """
 
     def __init__(self, cold_dir: str) -> None:
         super().__init__()
         self.gate = threading.Event()
         self.gate.set()
         self.error: int | None = None
+        self.last = ""
         self.entered = threading.Event()
         self._cold_dir = cold_dir
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         if path.startswith(self._cold_dir):
+            self.last = path
             self.entered.set()
             assert self.gate.wait(20)
             if self.error is not None:
@@ -290,6 +294,57 @@ def test_a_cold_directory_that_fails_is_asked_again_later(gated: tuple[Tiers, Co
     tiers.rig.clock.ms += AGAIN_MS
     tiers.settle(lambda: tiers.is_rewritten() and tiers.is_tidy())
     tiers.check()
+
+
+@pytest.mark.parametrize("what", ["damaged", "gone"])
+def test_a_cold_directory_that_gave_something_begins_anew(tmp_path: Path, what: str) -> None:
+    """Whatever became of it: the next failure is a first one."""
+    fs = ColdGate(str(tmp_path / "cold"))
+    tiers = Tiers(tmp_path, fs)
+    tiers.all_cold_but_one()
+    compactor = tiers.compaction.compactor
+    step_ms = 1_000
+    """What was begun in one is taken in the next one."""
+
+    def failure_after_ms() -> int:
+        waited_ms = 0
+        while waited_ms <= 32 * AGAIN_MS:
+            try:
+                compactor.upkeep()
+            except OSError:
+                return waited_ms
+            tiers.rig.clock.ms += step_ms
+            waited_ms += step_ms
+        return waited_ms
+
+    tiers.delete()
+    tiers.compaction.cut()
+    fs.error = errno.EIO
+    failure_after_ms()
+    assert failure_after_ms() == AGAIN_MS + step_ms
+    fs.error = None
+    first = min(Path(tiers.cold_dir).rglob("*.data"))
+    content = first.read_bytes()
+    if what == "damaged":
+        first.write_bytes(content.replace(b'"data":4', b'"data":9'))
+
+    def act() -> None:
+        kill_points.arm(None, lambda: None)
+        assert fs.last == str(first)
+        fs.error = errno.EIO
+        if what == "gone":
+            tiers.rig.call(DeleteRecords("t", EVENTS + 1, None, b""))
+            compactor.follow(0)
+
+    kill_points.arm("rewrite.fetched", act)
+    assert failure_after_ms() >= 2 * AGAIN_MS
+    assert fs.error
+    assert fs.last != str(first)
+    assert failure_after_ms() <= AGAIN_MS + 2 * step_ms
+    fs.error = None
+    if what == "damaged":
+        first.write_bytes(content)
+    tiers.close()
 
 
 @pytest.mark.parametrize("damage", ["changed", "shorter"])

@@ -168,9 +168,9 @@ class Leftovers:
         swept = self._remove_all(gone, files_of, alive)
         for topic_id, name in swept.removed:
             self._found.get(topic_id, {}).pop(name, None)
-        for topic_id, names in gone.items():
+        for topic_id, kept in gone.items():
             # What stayed, though some of its files may have gone: no other listing shows it as the segment it was.
-            self._make_due(topic_id, names)
+            self._make_due(topic_id, kept)
         return Swept(swept.removed, failures + swept.failures)
 
     def _make_due(self, topic_id: int, names: dict[SegmentName, frozenset[str]]) -> None:
