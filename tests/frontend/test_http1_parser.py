@@ -219,6 +219,7 @@ def test_other_protocols_are_left_alone() -> None:
     "head",
     [
         GET + b"Connection: Upgrade\r\nUpgrade: teapot/1\r\n",
+        GET + b"Proxy-Connection: Upgrade\r\nUpgrade: websocket\r\n",
         GET + b"Connection: Upgrade\r\nUpgrade: websocket, teapot/1\r\n",
         GET + b"Connection: Upgrade\r\nUpgrade: websocket\r\nUpgrade: h2c\r\n",
         GET + b"Connection: Upgrade\r\nConnection: keep-alive\r\nUpgrade: websocket\r\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import h2.config
@@ -9,7 +10,7 @@ import h2.connection
 import h2.events
 import pytest
 
-from tests.frontend.http1_server import Client, Server, until
+from tests.frontend.http1_server import Client, Server, undisturbed, until
 from topics.frontend.http.http1 import HttpLimits
 
 PIECE_BYTES = 64 * 1024
@@ -124,3 +125,25 @@ def test_who_gives_no_window_is_not_waited_for_without_an_end(loop: str, path: s
         connected.ask(5, "/status/204")
         while 5 not in connected.ended:
             connected.read()
+
+
+def test_a_long_message_that_is_taken_slowly_is_taken_to_its_end() -> None:
+    """It is kept as a whole: what is taken of it is progress, and its time is that of all of it."""
+    stall_ms, piece_bytes = 600, 20_000
+
+    def attempt() -> None:
+        limits = HttpLimits(write_stall_timeout_ms=stall_ms, linger_ms=20)
+        with Server(limits=limits) as server, server.client() as client:
+            connected = Connected(client)
+            whole_bytes = WINDOW_BYTES + 20 * piece_bytes
+            connected.ask(1, f"/big?{whole_bytes}")
+            while connected.got_bytes.get(1, 0) < whole_bytes:
+                connected.read()
+                assert 1 not in connected.reset
+                if connected.got_bytes.get(1, 0) >= WINDOW_BYTES:
+                    time.sleep(stall_ms / 6000)  # as slow as that: five times what one standstill may take, in all
+                    for which in (None, 1):
+                        connected.h2.increment_flow_control_window(piece_bytes, which)
+                    connected.flush()
+
+    undisturbed(stall_ms, attempt)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -413,6 +414,39 @@ def test_a_damaged_frame_ends_the_page_before_it_and_is_named(hosting: Hosting, 
     assert detail["offset"] == offset
     assert f"seg-{11:020d}.data is corrupt at offset {offset}" in refused.value.message
     assert seqs(read(hosting, bad_seq)) == list(range(bad_seq + 1, 31)), "what lies behind it can be read"
+
+
+def test_damage_costs_no_other_segment_what_is_known_of_it(hosting: Hosting) -> None:
+    """Else whoever repeats a read of it makes everybody check all frames of the topic again."""
+    hosting.make("t")
+    fill(hosting, 30, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    read(hosting)
+    damage(hosting.data_path("t", 11), WHERE["payload"])
+    topic_id = hosting.topics["t"].topic.id
+    whole, damaged = (hosting.reader._stores.segments.get(topic_id, info) for info in hosting.segments("t")[:2])
+    with pytest.raises(TopicsError):
+        read(hosting, 10, ALL._replace(verify=True))
+    assert hosting.reader._stores.segments.get(topic_id, hosting.segments("t")[0]) is whole
+    assert hosting.reader._stores.segments.get(topic_id, hosting.segments("t")[1]) is not damaged
+
+
+def test_one_long_record_is_read_without_those_behind_it(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = b'"%b"' % (b"x" * 300_000)
+    hosting.make("t")
+    hosting.write("t", [Written(long) for _ in range(12)])
+    hosting.checkpoint("t")
+    read_bytes: list[int] = []
+    check = segment_files.OpenSegment.check
+
+    def counted(opened: segment_files.OpenSegment, buffer: bytes, *others: Any, **more: Any) -> None:
+        read_bytes.append(len(buffer))
+        check(opened, buffer, *others, **more)
+
+    monkeypatch.setattr(segment_files.OpenSegment, "check", counted)
+    assert seqs(read(hosting, 3, ALL._replace(limit=1, max_batch_bytes=8 << 20))) == [4]
+    assert read_bytes[0] < 2 * len(long)
+    assert seqs(read(hosting, 3, ALL._replace(limit=3, max_batch_bytes=8 << 20))) == [4, 5, 6]
 
 
 @pytest.mark.parametrize("file", ["data", "idx"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import socket
@@ -12,6 +14,7 @@ import pytest
 
 from tests.harness import poll
 from tests.supervisor.conftest import Start
+from tests.walshard.rig import TestClock
 from topics.core.clock import SystemClock
 from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role
 from topics.supervisor.notify import EVERY_MS, Announcements, Notify
@@ -54,8 +57,11 @@ def test_a_start_is_told_as_it_gets_on(page: ControlPage) -> None:
     assert announcements.lines(page, NOW_MS) == [], "a start that does not get on is given no more time"
     page.cell(Role.WALSHARD, 1).set("progress_ppm", 250_001)
     assert announcements.lines(page, NOW_MS) == [extended]
+    live(page, Role.WALSHARD, 1, ProcessState.READY)
+    lines = announcements.lines(page, NOW_MS)
+    assert lines == ["READY=1", "STATUS=waiting for compactor 0"], "it serves nobody, and reads as much as the shards"
     all_ready(page)
-    assert announcements.lines(page, NOW_MS) == ["READY=1", "STATUS=running: 2 shards, 1 frontends"]
+    assert announcements.lines(page, NOW_MS) == ["STATUS=running: 2 shards, 1 frontends"]
     assert announcements.lines(page, NOW_MS) == []
 
 
@@ -86,6 +92,8 @@ def test_who_hangs_is_a_reason_to_be_silent_until_it_goes_on(page: ControlPage) 
     hangs_ms = NOW_MS + HEARTBEAT_STALE_MS + 1
     for role, index in page.cells():
         live(page, role, index, ProcessState.READY, hangs_ms)
+    live(page, Role.COMPACTOR, 0, ProcessState.READY, NOW_MS)
+    assert announcements.lines(page, hangs_ms) == ["WATCHDOG=1"], "it may be at one long sync"
     live(page, Role.WALSHARD, 0, ProcessState.READY, NOW_MS)
     assert announcements.lines(page, hangs_ms) == []
     live(page, Role.WALSHARD, 0, ProcessState.READY, hangs_ms)
@@ -122,8 +130,9 @@ def test_a_service_manager_hears_a_whole_life(start: Start, tmp_path: Path, abst
         heard.clear()
         service = start(environ={"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "150000"})
         hear("READY=1")
-        assert service.status().state == "running"
+        assert {p.state for p in service.status().processes if p.role != "compactor"} == {"ready"}
         hear("STATUS=running: 2 shards, 2 frontends")
+        assert service.status().state == "running"
         heard.clear()
         hear("WATCHDOG=1")
         assert service.stop() == 0
@@ -133,9 +142,43 @@ def test_a_service_manager_hears_a_whole_life(start: Start, tmp_path: Path, abst
 def test_a_manager_that_has_gone_keeps_nobody_from_running(start: Start, tmp_path: Path) -> None:
     service = start(environ={"NOTIFY_SOCKET": str(tmp_path / "nobody"), "WATCHDOG_USEC": "30000"})
     service.wait_state("running")
-    poll("a word about it", lambda: service.log("the service's manager cannot be told anything"))
+    event = "the service's manager could not be told something, it is said again"
+    poll("a word about it", lambda: service.log(event))
     assert service.stop() == 0
-    assert len(service.log("the service's manager cannot be told anything")) == 1
+    assert len(service.log(event)) == 1
+
+
+def test_what_the_manager_had_no_room_for_is_said_again(page: ControlPage, tmp_path: Path) -> None:
+    all_ready(page)
+    clock = TestClock()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.setblocking(False)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as others:
+            filled = 0
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    others.sendto(b"RELOADING=1", str(tmp_path / "notify"))
+                    filled += 1
+        notify = Notify(str(tmp_path / "notify"), 30_000, clock)
+        notify.tell(page)
+        for _ in range(filled):
+            manager.recv(100)
+        clock.ms += EVERY_MS
+        notify.tell(page)
+        assert manager.recv(1000).decode().splitlines() == [
+            "READY=1",
+            "STATUS=running: 2 shards, 1 frontends",
+            "WATCHDOG=1",
+        ]
+
+
+def test_a_machine_without_descriptors_ends_no_service(page: ControlPage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> socket.socket:
+        raise OSError(errno.ENFILE, "Too many open files in system")
+
+    monkeypatch.setattr(socket, "socket", none_left)
+    Notify("/run/notify", None, TestClock()).tell(page)
 
 
 @pytest.mark.parametrize(

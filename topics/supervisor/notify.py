@@ -1,13 +1,14 @@
 """What the service's manager is told: systemd, or whoever else hands out a `NOTIFY_SOCKET` (sd_notify(3)).
 
-    READY=1               once, when every process is ready: the logs are replayed
+    READY=1               once, when every process that serves is ready: the logs are replayed
     STATUS=…              in words, whenever they change
     EXTEND_TIMEOUT_USEC=  while the start gets on: it may take as long as its log is
-    WATCHDOG=1            again and again, as long as no process that was ready hangs
+    WATCHDOG=1            again and again, as long as no process that serves hangs
     STOPPING=1            once, when it drains
 
 A process that dies is no reason to be silent, it is started again. One that hangs is: nothing but a restart of all
-helps, and whoever waits for it waits for ever.
+helps, and whoever waits for it waits for ever. The compactor serves nobody: it may take its time to start, or for one
+sync, and while it is dead everything goes on.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Announcements:
         if self._draining:
             return lines
         if not self._ready:
-            self._ready = all(state is ProcessState.READY for state in states.values())
+            self._ready = all(
+                state is ProcessState.READY for (role, _), state in states.items() if role is not Role.COMPACTOR
+            )
             if self._ready:
                 lines.append("READY=1")
             elif (progress := _progress(page, states)) != self._progress:
@@ -76,6 +79,8 @@ class Notify:
         self._announcements = Announcements(watched=watchdog_ms is not None)
         self._every_ms = EVERY_MS if watchdog_ms is None else max(1, min(EVERY_MS, watchdog_ms // WATCHDOG_SHARE))
         self._refused = False
+        self._unsaid: dict[str, str] = {}
+        """What the manager had no room for, by its name: it is not worked out again."""
         self.due_ms: int | None = clock.monotonic_ms() if address else None
 
     @classmethod
@@ -94,7 +99,8 @@ class Notify:
         if self.due_ms is None or now_ms < self.due_ms:
             return
         self.due_ms = now_ms + self._every_ms
-        if lines := self._announcements.lines(page, self._clock.now_ms()):
+        lines = self._announcements.lines(page, self._clock.now_ms())
+        if lines or self._unsaid:
             self._send(lines)
 
     def stopping(self) -> None:
@@ -104,13 +110,19 @@ class Notify:
 
     def _send(self, lines: list[str]) -> None:
         assert self._address is not None
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as end:
-            try:
-                end.sendto("\n".join(lines).encode(), self._address)
-            except OSError as error:
-                if not self._refused:
-                    log.warning("the service's manager cannot be told anything", reason=str(error))
-                self._refused = True
+        by_name = self._unsaid | {line.partition("=")[0]: line for line in lines}
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as end:
+                end.sendto("\n".join(by_name.values()).encode(), self._address)
+        except OSError as error:
+            by_name.pop("WATCHDOG", None)  # of that moment only
+            self._unsaid = by_name
+            if not self._refused:
+                log.warning("the service's manager could not be told something, it is said again", reason=str(error))
+            self._refused = True
+        else:
+            self._unsaid = {}
+            self._refused = False
 
 
 def _state(cell: ProcessCell) -> ProcessState:
@@ -149,6 +161,7 @@ def _words(page: ControlPage, states: dict[tuple[Role, int], ProcessState]) -> s
 
 def _hanging(page: ControlPage, states: dict[tuple[Role, int], ProcessState], now_ms: int) -> bool:
     return any(
-        state is ProcessState.READY and now_ms - page.cell(*key).get("heartbeat_ms") > HEARTBEAT_STALE_MS
-        for key, state in states.items()
+        state is ProcessState.READY and now_ms - page.cell(role, index).get("heartbeat_ms") > HEARTBEAT_STALE_MS
+        for (role, index), state in states.items()
+        if role is not Role.COMPACTOR
     )

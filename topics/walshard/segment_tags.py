@@ -48,8 +48,9 @@ class SegmentTags:
         damaged its frames tell; CorruptPostings or FileNotFoundError where these are cold or damaged, too, or the file
         is of another release; CorruptSegment.
         """
+        postings = self._postings(topic_id, info)
         try:
-            return self._postings(topic_id, info).find(match)
+            return postings.find(match)
         except CorruptSegment:
             # It was whole when it was opened. By its name there may be another one by now, or a damaged one.
             self.forget(topic_id, info)

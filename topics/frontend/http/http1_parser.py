@@ -320,7 +320,8 @@ def _begins_another_protocol(method: bytes, http11: bool, headers: list[tuple[by
     limits on what its clients leave unread."""
     asked = [value.lower() for name, value in headers if name == b"upgrade"]
     if asked == [b"websocket"]:
-        *_, connection = (value for name, value in headers if name == b"connection")
+        # None: llhttp goes by Proxy-Connection, too.
+        connection = next((value for name, value in reversed(headers) if name == b"connection"), b"")
         return method == b"GET" and b"upgrade" in [token.strip() for token in connection.lower().split(b",")]
     with_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in headers)
     return asked == [b"h2c"] and http11 and not with_body

@@ -113,7 +113,7 @@ class BoundedProtocol(H2Protocol):
         unread: Unread = self.context.watched()  # type: ignore[attr-defined]
         buffer.abort = lambda: self.task_group.spawn(self._give_up, event.stream_id)
         unread.made(buffer)
-        unread.begin()
+        unread.begin(len(event.data) if isinstance(event, Body | Data) else 0)
         try:
             await super().stream_send(event)
         finally:

@@ -41,10 +41,10 @@ class Unread:
         """It is open."""
         self._kept = kept
 
-    def begin(self) -> None:
-        """The client is to take what there is; can be repeated."""
+    def begin(self, coming_bytes: int = 0) -> None:
+        """The client is to take what there is, and what is about to be kept for it; can be repeated."""
         if self._timer is None and self._kept is not None:
-            self._deadlines.begin_taking(self._kept.get_write_buffer_size())
+            self._deadlines.begin_taking(self._kept.get_write_buffer_size() + coming_bytes)
             self._look_later(self._kept)
 
     def taken(self) -> None:

@@ -36,6 +36,8 @@ SCAN_MAX: Final = 8192
 """Records examined for one page, about: filtering a long log must not hold the event loop."""
 _STEP_MAX: Final = 1024
 _STEP_MIN: Final = 16
+_BEYOND_BYTES: Final = 64 * 1024
+"""What a look may read that is at more records than are wanted, as some may not be for this reader."""
 _TRIES: Final = 8
 _COLD_TRIES: Final = 16
 _T = TypeVar("_T")
@@ -216,7 +218,7 @@ class TopicReader:
             except (MovedError, MismatchError, FileNotFoundError, EOFError) as error:
                 reason = error
             except CorruptSegment as damage:
-                self._stores.segments.forget(ref.view.topic_id)
+                self._stores.segments.forget(damage.path)
                 raise _corrupt(ref, damage) from damage
             except OSError as error:
                 raise _unreadable(ref, error) from error
@@ -255,6 +257,8 @@ class TopicReader:
             step = min(step_max, max(_STEP_MIN, options.limit - count), last_seq - cursor)
             try:
                 room_bytes = options.max_batch_bytes - size_bytes
+                if step > options.limit - count:
+                    room_bytes = min(room_bytes, _BEYOND_BYTES)
                 runs = source.runs(cursor + 1, cursor + step, room_bytes, options.verify)
             except (ColdMissError, CorruptSegment) as error:
                 if isinstance(error, CorruptSegment) and step > 1:

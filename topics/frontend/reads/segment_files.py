@@ -156,9 +156,9 @@ class SegmentFiles:
         opened.is_cold = bool(info.flags & COLD)
         return opened
 
-    def forget(self, topic_id: int) -> None:
-        """A segment of the topic is damaged: whoever comes next opens what there is by then."""
-        for key in [key for key in self._open if key[0] == topic_id]:
+    def forget(self, path: str) -> None:
+        """This file of a segment is damaged: whoever comes next opens what there is by then."""
+        for key in [key for key, opened in self._open.items() if path in (opened.idx_path, opened.data_path)]:
             del self._open[key]
 
     def sweep(self) -> None:
