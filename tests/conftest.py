@@ -51,8 +51,10 @@ def pytest_runtest_makereport(
 
 
 def pytest_configure(config: Any) -> None:
-    # A run ended by SIGTERM takes its fixtures down, as one ended by Ctrl-C does.
+    # A run ended by SIGTERM takes its fixtures down, as one ended by Ctrl-C does. That is ignored by what a shell has
+    # started in the background, and by all that is started by it: also by what a test interrupts.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # A service started by a test must never be answered for by a proxy of the developer's shell.
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         os.environ.pop(name, None)

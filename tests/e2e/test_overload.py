@@ -49,8 +49,11 @@ def gave_way_and_recovered(endured: Endured) -> None:
 
 
 def test_more_to_deliver_than_can_be(small: Service) -> None:
-    endured = endure(Overload(small.port, seconds=5.0))
-    nothing_but_what_is_documented(endured)
+    for name in ("load", "again", "once-more"):
+        endured = endure(Overload(small.port, name=name, seconds=5.0))
+        nothing_but_what_is_documented(endured)
+        if max(sight.pressure for sight in endured.during) > 0.4:
+            break  # else the load has not had the time of the machine that it takes
     gave_way_and_recovered(endured)
     # Of what is longest, one process that is held up for a moment makes up most, whatever the priority.
     p50_us = {priority: p50 for priority, (p50, _) in endured.delivery_us.items()}

@@ -26,6 +26,7 @@ from topics.shm.location_ring import LocationRing
 from topics.shm.messages import Done, Kind
 from topics.shm.names import SHM_ROOT, objects
 from topics.shm.topic_messages import DeleteTopic, DeleteTopicReply, Expire, PutTopic, PutTopicReply
+from topics.shm.txn_messages import TxnPending
 from topics.shm.watch_messages import Hello, SessionOpen, SessionOpenReply, Unwatch, Watch
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import LaidOut, lay_out
@@ -330,11 +331,13 @@ def test_at_the_top_of_the_ladder_a_full_ring_refuses_at_once_who_is_not_patient
         fill(shard, gateway)
         gateway.refusing, gateway.retry_after_ms = True, 990
         hasty, patient = append(gateway), append(gateway, patient=True)
+        own = gateway.submit(0, TxnPending(), patient=True)  # the service's own work is not what is too much
         assert hasty.done()
         error = refusal(hasty)
         assert (error.code, error.detail) == ("throttled", {"retry_after_ms": 990})
         assert shard.shared.control.cell(Role.FRONTEND, 0).get("throttled") == 1
         assert not patient.done()
+        assert not own.done()
         assert gateway.fullness == 1.0
         shard.take()
         shard.free()

@@ -159,18 +159,20 @@ class Gateway:
         )
         return self._submit(shard, request_id, parts, Kind.APPEND, patient)
 
-    def submit(self, shard: int, request: Call, on_late: OnLate | None = None) -> asyncio.Future[Any]:
+    def submit(
+        self, shard: int, request: Call, on_late: OnLate | None = None, patient: bool = False
+    ) -> asyncio.Future[Any]:
         """Sends any other request on its way; its answer, and how it fails, as with `submit_append`. `on_late` gets the
         answer, if there is one, that comes when the future is done: it was cancelled, or has failed.
         """
         self._arenas.require(shard)
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_call(request_id, request)
-        return self._submit(shard, request_id, parts, Kind.CALL, on_late=on_late)
+        return self._submit(shard, request_id, parts, Kind.CALL, patient, on_late)
 
-    async def call(self, shard: int, request: Call, reply_type: type[ReplyT]) -> ReplyT:
+    async def call(self, shard: int, request: Call, reply_type: type[ReplyT], patient: bool = False) -> ReplyT:
         """`submit`, and wait for the answer."""
-        reply = await self.submit(shard, request)
+        reply = await self.submit(shard, request, patient=patient)
         assert isinstance(reply, reply_type), reply
         return reply
 

@@ -95,7 +95,10 @@ class Commits:
     async def pending(self) -> list[tuple[str, int, StageList]]:
         """Every batch that is decided and not over. Raises TopicsError when a shard does not say."""
         answers = await asyncio.gather(
-            *[self._gateway.call(shard, TxnPending(), TxnPendingReply) for shard in range(self._gateway.shards)]
+            *[
+                self._gateway.call(shard, TxnPending(), TxnPendingReply, patient=True)
+                for shard in range(self._gateway.shards)
+            ]
         )
         return [one for answer in answers for one in answer.batches]
 
@@ -149,7 +152,7 @@ class Commits:
         for shard in range(self._gateway.shards):
             while True:
                 try:
-                    answer = await self._gateway.call(shard, TxnPending(), TxnPendingReply)
+                    answer = await self._gateway.call(shard, TxnPending(), TxnPendingReply, patient=True)
                 except TopicsError:
                     await asyncio.sleep(RETRY_S)  # it recovers
                     continue
