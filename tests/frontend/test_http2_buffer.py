@@ -137,13 +137,14 @@ def test_a_long_message_that_is_taken_slowly_is_taken_to_its_end() -> None:
             connected = Connected(client)
             whole_bytes = WINDOW_BYTES + 20 * piece_bytes
             connected.ask(1, f"/big?{whole_bytes}")
-            while connected.got_bytes.get(1, 0) < whole_bytes:
+            while 1 not in connected.ended:
                 connected.read()
                 assert 1 not in connected.reset
-                if connected.got_bytes.get(1, 0) >= WINDOW_BYTES:
+                if WINDOW_BYTES <= connected.got_bytes.get(1, 0) < whole_bytes:
                     time.sleep(stall_ms / 6000)  # as slow as that: five times what one standstill may take, in all
                     for which in (None, 1):
                         connected.h2.increment_flow_control_window(piece_bytes, which)
                     connected.flush()
+            assert connected.got_bytes[1] == whole_bytes
 
     undisturbed(stall_ms, attempt)
