@@ -191,7 +191,7 @@ def fill(live: Live) -> None:
     live.shard_up = False
     while not live.cell.get("ring_full"):
         live.submit("t", data=b'"%b"' % (b"x" * 100_000)).add_done_callback(lambda future: future.exception())
-    live.gateway.refusing = True
+    live.gateway.pressed = True
 
 
 def test_the_end_of_a_stream_is_told_however_full_the_ring_is(tmp_path: Path) -> None:

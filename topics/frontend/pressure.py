@@ -66,7 +66,7 @@ class FrontendPressure:
         ladder = self._ladder
         self._hub.coalesce_ms = ladder.coalesce_ms
         self._hub.pause(ladder.deferring)
-        self._gateway.refusing = ladder.refusing
+        self._gateway.pressed = ladder.pressed
         self._gateway.retry_after_ms = ladder.retry_after_ms
         self._cell.set("coalesce_us", round(ladder.coalesce_ms * 1000))
         self._cell.set("deferring", int(ladder.deferring))
