@@ -14,5 +14,8 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 ROUTE: Final = "topics.route"
 """Key of a scope: which `durations.Route` the request turned out to be, None for one whose time says nothing."""
 
+KEPT: Final = "topics.kept"
+"""Extension of a WebSocket's scope: what was sent over it and is kept for the client (`http.unread.Kept`)."""
+
 TRANSPORT: Final = "topics.transport"
 """Key of `scope["state"]`: the asyncio transport of a connection that Hypercorn serves."""

@@ -40,6 +40,11 @@ class PushStream:
         return self._wire.buffered_bytes
 
     @property
+    def taken_bytes(self) -> int:
+        """Rises with what the client takes, as nothing is written meanwhile."""
+        return -self._wire.buffered_bytes
+
+    @property
     def writable(self) -> bool:
         """Below the high-water mark, and still open."""
         return self._wire.writable and not self.closed

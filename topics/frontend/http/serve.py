@@ -25,7 +25,7 @@ from hypercorn.config import Config
 
 from topics.frontend.asgi import TRANSPORT, AsgiApp, Message, Receive, Scope, Send
 from topics.frontend.attended import AttendedClock
-from topics.frontend.http import handshake, http2_buffer, patience
+from topics.frontend.http import http2_buffer, patience, websocket_stream
 from topics.frontend.http.http1 import Http1Factory
 from topics.frontend.http.http1_connections import Connections
 from topics.frontend.http.http1_parser import HttpLimits
@@ -66,7 +66,7 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
     config = _hypercorn_config(limits)
-    handshake.install()
+    websocket_stream.install()
     http2_buffer.install()
     state: dict[str, Any] = {}
     lifespan = Lifespan(ASGIWrapper(cast(Any, app)), config, loop, state)
