@@ -11,19 +11,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import hypercorn.protocol
 from h2.errors import ErrorCodes
-from h2.events import Event, StreamReset
+from h2.events import Event, RequestReceived, StreamReset
 from h2.exceptions import ProtocolError
-from hypercorn.events import Updated
+from hypercorn.events import Closed, Updated
+from hypercorn.events import Event as ConnectionEvent
 from hypercorn.protocol import h2
 from hypercorn.protocol.events import Body, Data, EndBody, EndData, StreamClosed
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
 from hypercorn.protocol.http_stream import HTTPStream
+from hypercorn.typing import Event as IOEvent
 
+from topics.frontend.asgi import DELIVER, Send
 from topics.frontend.http.unread import Unread
 
 
@@ -34,12 +38,32 @@ class BoundedBuffer(StreamBuffer):
     """By `add`, since it was empty."""
     abort: Callable[[], None]
     """Its client takes nothing."""
+    cut = False
+    """Closed before its client was told that this is all."""
+
+    def __init__(self, event_class: type[IOEvent]) -> None:
+        super().__init__(event_class)
+        self._ended: IOEvent = event_class()
 
     def get_write_buffer_size(self) -> int:
         return len(self.buffer)
 
     def is_closing(self) -> bool:
         return False
+
+    async def close(self) -> None:
+        """Nothing more is sent, and nobody waits for it."""
+        self.cut |= not self._ended.is_set()
+        await super().close()
+        await self.end()
+
+    async def end(self) -> None:
+        """The client has been told that this is all."""
+        await self._ended.set()
+
+    async def drain(self) -> None:
+        """Until then, or the stream is closed."""
+        await self._ended.wait()
 
     async def push(self, data: bytes) -> None:
         """Returns when there is room for the next one, or the stream is closed."""
@@ -127,6 +151,36 @@ class BoundedProtocol(H2Protocol):
                 self.connection.reset_stream(stream_id, ErrorCodes.CANCEL)
                 await self._flush()
             await super().stream_send(StreamClosed(stream_id))
+
+    async def handle(self, event: ConnectionEvent) -> None:
+        if isinstance(event, Closed):
+            for buffer in self.stream_buffers.values():
+                await buffer.close()
+        await super().handle(event)
+
+    async def _create_stream(self, request: RequestReceived) -> None:
+        await super()._create_stream(request)
+        stream = self.streams.get(request.stream_id)
+        if isinstance(stream, HTTPStream):  # its app begins when this task waits for something
+            extensions: dict[str, Any] = stream.scope["extensions"]
+            extensions[DELIVER] = partial(self._deliver, request.stream_id)
+
+    async def _deliver(self, stream_id: int, send: Send, body: bytes) -> None:
+        """The whole body, as `http.delivery` says. Of a stream that was closed before its end `send` says nothing."""
+        buffer = self.stream_buffers.get(stream_id)
+        await send({"type": "http.response.body", "body": body})
+        assert isinstance(buffer, BoundedBuffer | None)
+        if buffer is not None:
+            await buffer.drain()
+        if buffer is None or buffer.cut:
+            raise ConnectionResetError("the stream is closed")
+        await self.context.emptied()  # type: ignore[attr-defined]
+
+    async def _send_data(self, stream_id: int) -> None:
+        buffer = self.stream_buffers.get(stream_id)
+        await super()._send_data(stream_id)
+        if stream_id not in self.stream_buffers and isinstance(buffer, BoundedBuffer):
+            await buffer.end()
 
     async def _handle_events(self, events: list[Event]) -> None:
         self._reader = asyncio.current_task()
