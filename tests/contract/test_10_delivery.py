@@ -1,4 +1,4 @@
-"""api §10 `at_least_once`: nothing is left out that this service still had when the client, or a frontend, went away."""
+"""api §10 `at_least_once`: nothing is left out that the service still had when a client or a frontend went away."""
 
 from __future__ import annotations
 
