@@ -34,6 +34,12 @@ class AnswerRoom:
         while self.waiting and (first := next(iter(self.waiting))).may_enter():
             del self.waiting[first]
 
+    def close(self) -> None:
+        """The connection is gone: no room that comes back now is a reason to make what nobody will take."""
+        waiting, self.waiting = self.waiting, {}
+        for place in waiting:
+            place.close()
+
 
 class Place:
     """What the answer of one stream holds of the room of its connection."""

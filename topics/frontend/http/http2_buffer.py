@@ -50,6 +50,7 @@ class BoundedBuffer(StreamBuffer):
     def __init__(self, event_class: type[IOEvent]) -> None:
         super().__init__(event_class)
         self._parts: deque[memoryview] = deque()
+        self._ended: IOEvent = event_class()
         self.buffered_bytes = 0
         self._added_bytes = 0
         """By `add`, since it was empty."""
@@ -69,6 +70,17 @@ class BoundedBuffer(StreamBuffer):
         self._parts.clear()
         self.buffered_bytes = 0
         await super().close()
+        await self.end()
+
+    async def end(self) -> None:
+        """The client has been told that this is all."""
+        await self._ended.set()
+
+    async def drain(self) -> None:
+        """Until then, or the stream is closed: taken is not enough, as who is answered last ends a connection that is to
+        be closed.
+        """
+        await self._ended.wait()
 
     async def push(self, data: bytes) -> None:
         """Returns when there is room for the next one, or the stream is closed."""
@@ -198,9 +210,16 @@ class BoundedProtocol(H2Protocol):
 
     async def handle(self, event: ConnectionEvent) -> None:
         if isinstance(event, Closed):
+            self.context.room.close()  # type: ignore[attr-defined]
             for buffer in self.stream_buffers.values():
                 await buffer.close()
         await super().handle(event)
+
+    async def _send_data(self, stream_id: int) -> None:
+        buffer = self.stream_buffers.get(stream_id)
+        await super()._send_data(stream_id)
+        if stream_id not in self.stream_buffers and isinstance(buffer, BoundedBuffer):
+            await buffer.end()
 
     async def _handle_events(self, events: list[Event]) -> None:
         self._reader = asyncio.current_task()
