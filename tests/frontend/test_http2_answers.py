@@ -5,25 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import h2.config
-import h2.connection
-import h2.events
-import h2.settings
 import pytest
 
 from tests.frontend.http1_server import Client, Server, until
+from tests.frontend.http2_client import Streams
 from topics.frontend.http import kept_answers
 from topics.frontend.http.answer_room import KEPT_MAX_BYTES
 from topics.frontend.http.http1 import HttpLimits
 from topics.frontend.live import pulse
 
-GENEROUS = (1 << 31) - 1 - 65_535
 PAGE_BYTES = 1 << 20
 AT_ONCE = KEPT_MAX_BYTES // PAGE_BYTES
 """So many of these are made and kept for one connection."""
 PAGES = 100
 """As many streams as a connection may have."""
-HEADERS = [(":method", "GET"), (":scheme", "http"), (":authority", "test")]
 
 
 @pytest.fixture
@@ -32,64 +27,12 @@ def server() -> Iterator[Server]:
         yield running
 
 
-class Streams:
-    """A client that gives its connection all the window there is, and its streams none until they are told to read."""
+def streams_of(client: Client) -> Streams:
+    return Streams(client.socket)
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._h2 = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
-        self._h2.initiate_connection()
-        self._h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0})
-        self._h2.increment_flow_control_window(GENEROUS)
-        self._next = 1
-        self._agreed = 0
-        self.got_bytes: dict[int, int] = {}
-        self.ended: set[int] = set()
-        self.reset: set[int] = set()
-        self.flush()
-        while self._agreed < 2:
-            self.read()
 
-    def ask(self, path: str) -> int:
-        stream_id, self._next = self._next, self._next + 2
-        self._h2.send_headers(stream_id, [*HEADERS, (":path", path)], end_stream=True)
-        self.flush()
-        return stream_id
-
-    def ask_pages(self, count: int) -> list[int]:
-        return [self.ask(f"/page?{PAGE_BYTES}") for _ in range(count)]
-
-    def take(self, *stream_ids: int) -> None:
-        """Their windows open."""
-        for stream_id in stream_ids:
-            self._h2.increment_flow_control_window(GENEROUS, stream_id)
-        self.flush()
-
-    def give_up(self, stream_id: int) -> None:
-        self._h2.reset_stream(stream_id)
-        self.flush()
-
-    def flush(self) -> None:
-        self._client.send(self._h2.data_to_send())
-
-    def read(self) -> None:
-        data = self._client.socket.recv(1 << 20)
-        assert data, "the connection was closed"
-        for event in self._h2.receive_data(data):
-            if isinstance(event, h2.events.DataReceived):
-                self.got_bytes[event.stream_id] = self.got_bytes.get(event.stream_id, 0) + len(event.data)
-            elif isinstance(event, h2.events.StreamEnded):
-                self.ended.add(event.stream_id)
-            elif isinstance(event, h2.events.StreamReset):
-                self.reset.add(event.stream_id)
-            elif isinstance(event, h2.events.SettingsAcknowledged):
-                self._agreed += 1
-        self.flush()
-
-    def read_to_the_end_of(self, *stream_ids: int) -> None:
-        while not self.ended.issuperset(stream_ids):
-            assert not self.reset.intersection(stream_ids)
-            self.read()
+def ask_pages(streams: Streams, count: int) -> list[int]:
+    return [streams.ask(f"/page?{PAGE_BYTES}") for _ in range(count)]
 
 
 def kept_when_all_have_asked(server: Server, pages: int) -> int:
@@ -102,8 +45,8 @@ def kept_when_all_have_asked(server: Server, pages: int) -> int:
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
 def test_a_connection_keeps_as_many_as_there_is_room_for_and_the_others_when_they_are_taken(loop: str) -> None:
     with Server(loop=loop) as server, server.client() as client:
-        streams = Streams(client)
-        pages = streams.ask_pages(PAGES)
+        streams = streams_of(client)
+        pages = ask_pages(streams, PAGES)
         assert kept_when_all_have_asked(server, PAGES) == KEPT_MAX_BYTES
         assert server.app.made == AT_ONCE
         assert server.app.running == PAGES
@@ -114,31 +57,31 @@ def test_a_connection_keeps_as_many_as_there_is_room_for_and_the_others_when_the
         assert server.connections.kept.held_bytes == KEPT_MAX_BYTES
         streams.take(*pages[1:])
         streams.read_to_the_end_of(*pages)
-        assert [streams.got_bytes[stream_id] for stream_id in pages] == [PAGE_BYTES] * PAGES
+        assert [streams.got_bytes(stream_id) for stream_id in pages] == [PAGE_BYTES] * PAGES
         until(lambda: not server.app.running, "the app calls to end")
         assert server.connections.kept.held_bytes == 0
 
 
 def test_short_answers_and_streams_beside_them_do_not_wait(server: Server) -> None:
     with server.client() as client:
-        streams = Streams(client)
+        streams = streams_of(client)
         events = streams.ask("/large")  # which begins, and goes on as it is taken
-        streams.ask_pages(PAGES // 2)
+        ask_pages(streams, PAGES // 2)
         kept_when_all_have_asked(server, PAGES // 2)
         short = streams.ask("/stream")
         streams.take(short, events)
         streams.read_to_the_end_of(short)
-        before_bytes = streams.got_bytes.get(events, 0)
-        while streams.got_bytes.get(events, 0) < before_bytes + 4 * PAGE_BYTES:
+        before_bytes = streams.got_bytes(events)
+        while streams.got_bytes(events) < before_bytes + 4 * PAGE_BYTES:
             streams.read()
         assert server.app.made == AT_ONCE
 
 
 def test_another_connection_has_room_of_its_own(server: Server) -> None:
     with server.client() as client, server.client() as other_client:
-        Streams(client).ask_pages(AT_ONCE + 1)
+        ask_pages(streams_of(client), AT_ONCE + 1)
         kept_when_all_have_asked(server, AT_ONCE + 1)
-        other = Streams(other_client)
+        other = streams_of(other_client)
         page = other.ask(f"/page?{PAGE_BYTES}")
         other.take(page)
         other.read_to_the_end_of(page)
@@ -153,8 +96,8 @@ def test_over_http1_nobody_waits_for_room(server: Server) -> None:
 
 def test_streams_that_are_reset_are_in_nobody_s_way(server: Server) -> None:
     with server.client() as client:
-        streams = Streams(client)
-        pages = streams.ask_pages(AT_ONCE + 4)
+        streams = streams_of(client)
+        pages = ask_pages(streams, AT_ONCE + 4)
         kept_when_all_have_asked(server, len(pages))
         # Two that wait: their calls end. Two that are made: what is kept of them goes, and the last two are made.
         for stream_id in (*pages[AT_ONCE : AT_ONCE + 2], *pages[:2]):
@@ -169,7 +112,7 @@ def test_streams_that_are_reset_are_in_nobody_s_way(server: Server) -> None:
 
 def test_nothing_is_left_of_a_connection_that_is_closed(server: Server) -> None:
     with server.client() as client:
-        Streams(client).ask_pages(PAGES)
+        ask_pages(streams_of(client), PAGES)
         kept_when_all_have_asked(server, PAGES)
     until(lambda: not server.app.running, "the calls to end")
     assert server.connections.kept.held_bytes == 0
@@ -179,8 +122,8 @@ def test_nothing_is_left_of_a_connection_that_is_closed(server: Server) -> None:
 def test_who_takes_nothing_holds_up_the_others_of_its_connection_for_a_time_only() -> None:
     limits = HttpLimits(write_stall_timeout_ms=300, linger_ms=20)
     with Server(limits=limits) as server, server.client() as client:
-        streams = Streams(client)
-        pages = streams.ask_pages(AT_ONCE + 3)
+        streams = streams_of(client)
+        pages = ask_pages(streams, AT_ONCE + 3)
         kept_when_all_have_asked(server, len(pages))
         streams.take(*pages[AT_ONCE:])
         streams.read_to_the_end_of(*pages[AT_ONCE:])
@@ -191,8 +134,8 @@ def test_who_takes_nothing_holds_up_the_others_of_its_connection_for_a_time_only
 
 def test_a_stop_does_not_wait_for_them_beyond_its_grace() -> None:
     with Server(grace_ms=200) as server, server.client() as client:
-        streams = Streams(client)
-        streams.ask_pages(AT_ONCE + 3)
+        streams = streams_of(client)
+        ask_pages(streams, AT_ONCE + 3)
         kept_when_all_have_asked(server, AT_ONCE + 3)
         server.begin_shutdown()
         server.wait_stopped()
@@ -202,8 +145,8 @@ def test_a_stop_does_not_wait_for_them_beyond_its_grace() -> None:
 
 def test_a_stop_waits_for_those_who_take_theirs() -> None:
     with Server() as server, server.client() as client:
-        streams = Streams(client)
-        pages = streams.ask_pages(AT_ONCE + 3)
+        streams = streams_of(client)
+        pages = ask_pages(streams, AT_ONCE + 3)
         kept_when_all_have_asked(server, len(pages))
         server.begin_shutdown()
         streams.take(*pages)
@@ -217,7 +160,7 @@ def test_streams_of_all_connections_have_a_bound_together(monkeypatch: pytest.Mo
     monkeypatch.setattr(kept_answers, "LOOK_S", 0.05)
     monkeypatch.setattr(pulse, "STALL_CUT_MS", 200)
     with Server() as server, contextlib.ExitStack() as stack:
-        clients = [Streams(stack.enter_context(server.client())) for _ in range(3)]
+        clients = [streams_of(stack.enter_context(server.client())) for _ in range(3)]
         asked = []
         for count, streams in enumerate(clients, start=1):
             asked.append(streams.ask("/big?3000000"))

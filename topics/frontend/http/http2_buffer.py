@@ -77,8 +77,8 @@ class BoundedBuffer(StreamBuffer):
         await self._ended.set()
 
     async def drain(self) -> None:
-        """Until then, or the stream is closed: taken is not enough, as who is answered last ends a connection that is to
-        be closed.
+        """Until then, or the stream is closed. That all is taken is not enough: who is answered last ends a connection
+        that is to be closed.
         """
         await self._ended.wait()
 

@@ -158,7 +158,9 @@ class CursorRoutes:
         passed_on = False
         try:
             self._cell.add("records_out", page.count)
-            await send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
+            answering = send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
+            del page  # as `DiffRoute`
+            await answering
             passed_on = True
         finally:
             if lost is not None:

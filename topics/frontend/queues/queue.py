@@ -109,6 +109,7 @@ class QueueRoutes:
                 unclaim = Unclaim(name, node, rendered.unsent, rendered.unsent_leases)
                 self._gateway.post(self._owner(name), unclaim)
                 ready += len(rendered.unsent)
+            del rendered
             self._cell.add("records_out", count)
         answer = b'{"topic":"%b","claimed":[%b],"count":%d,"ready":%d,"performance":{"server_total_ms":%b}}' % (
             name.encode(),
@@ -117,8 +118,10 @@ class QueueRoutes:
             ready,
             str(elapsed_ms(started_ns)).encode(),
         )
+        answering = send_json(send, headers, 200, answer)
+        del body, answer  # as `DiffRoute`
         try:
-            await send_json(send, headers, 200, answer)
+            await answering
         except ConnectionError:
             if dealt.seqs:
                 self._unclaim(name, node, dealt, 0)

@@ -89,7 +89,9 @@ class DiffRoute:
             wait_ms = min(request.wait_ms, WAIT_MS_MAX)
             page, cost = await self._wait(ref, page, options, from_ts, wait_ms, receive, place)
         self._cell.add("records_out", page.count)
-        await send_json(send, headers, 200, _answer(name, page, cost, with_copies, started_ns))
+        answering = send_json(send, headers, 200, _answer(name, page, cost, with_copies, started_ns))
+        del page  # as long as the answer: not to be kept beside it while the client takes that
+        await answering
 
     def drain(self) -> None:
         """The process is to stop: every long poll answers now what it has."""
