@@ -1,5 +1,5 @@
-"""api §2 `disable_backpressure`, §0.6: while a shard stands still and its ring is full a write is told to come back, one
-with that flag waits for room, and what was refused was not done.
+"""api §2 `disable_backpressure`, §0.6: while a shard stands still and its ring is full a write is told to come back,
+one with that flag waits for room, and what was refused was not done.
 """
 
 from __future__ import annotations
