@@ -22,3 +22,6 @@ DELIVER: Final = "topics.deliver"
 
 TRANSPORT: Final = "topics.transport"
 """Key of `scope["state"]`: the asyncio transport of a connection that Hypercorn serves."""
+
+ROOM: Final = "topics.room"
+"""Extension of a scope whose connection has many answers at once: its `http.answer_room.Place`."""
