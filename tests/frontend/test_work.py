@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from tests.frontend.live import Live, Wire, on_loop, until
+from tests.frontend.test_watch import cram, posts
+from topics.core.errors import TopicsError
 from topics.core.keys import KeyRing, parse_list
 from topics.frontend.access import Access
 from topics.frontend.key_limits import KeyLimits
@@ -100,6 +102,19 @@ def test_a_stream_that_ends_while_it_is_opened_does_not_begin(tmp_path: Path, en
     on_loop(tmp_path, test)
 
 
+def test_a_stream_that_a_full_ring_refuses_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.put("q", type="queue")
+        cram(live)
+        for _ in range(10):
+            with pytest.raises(TopicsError) as refused:
+                await Worker(live).ask()
+            assert refused.value.code == "throttled"
+        assert posts(live) == 0
+
+    on_loop(tmp_path, test)
+
+
 def stalled(test: Callable[[Live, Worker], Awaitable[None]]) -> Callable[[Live], Awaitable[None]]:
     """A worker that is behind."""
 
@@ -139,7 +154,7 @@ def test_a_worker_that_takes_something_now_and_then_is_not(tmp_path: Path, monke
         for _ in range(5):
             worker.wire.buffered_bytes -= 1
             left_bytes = worker.wire.buffered_bytes
-            await until(lambda: stream._stall is not None and stream._stall.buffered_bytes == left_bytes)  # noqa: B023
+            await until(lambda: stream._stall is not None and stream._stall.taken_bytes == -left_bytes)  # noqa: B023
             live.clock.ms += STALL_MAX_MS - 1
         worker.wire.read_on()
         await until(lambda: worker.wire.of("job"))

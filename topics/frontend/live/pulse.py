@@ -74,18 +74,18 @@ class Stall:
     `since_ms` is when it was seen to take the last one, `held_bytes` what was then kept for it.
     """
 
-    __slots__ = ("_taken_bytes", "held_bytes", "since_ms")
+    __slots__ = ("held_bytes", "since_ms", "taken_bytes")
 
     def __init__(self, taken_bytes: int, now_ms: int, held_bytes: int = 0) -> None:
-        self._taken_bytes = taken_bytes
+        self.taken_bytes = taken_bytes
         self.since_ms = now_ms
         self.held_bytes = held_bytes
 
     def over(self, taken_bytes: int, now_ms: int) -> bool:
         """True when it has taken nothing for STALL_MAX_MS; `taken_bytes` counts from anywhere."""
-        if taken_bytes > self._taken_bytes:
+        if taken_bytes > self.taken_bytes:
             self.since_ms = now_ms
-        self._taken_bytes = taken_bytes
+        self.taken_bytes = taken_bytes
         return now_ms - self.since_ms >= STALL_MAX_MS
 
 
