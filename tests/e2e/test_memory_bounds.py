@@ -7,13 +7,16 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 from wsproto import ConnectionType, WSConnection
 from wsproto.events import AcceptConnection, Request, TextMessage
 
+from tests.contract.asking import long_polls
 from tests.contract.socket_client import Socket
 from tests.harness import Service, poll
 
@@ -77,3 +80,31 @@ def test_websockets_that_are_not_read_keep_no_more_than_event_streams(service: S
         most_mib = max(most_mib, own_mib(service))
     assert most_mib < KEPT_MIB + AROUND_MIB
     poll("what was kept to be free", lambda: own_mib(service) < AROUND_MIB)
+
+
+def test_long_polls_that_name_many_writers_are_refused_when_there_is_no_room(service: Service) -> None:
+    """100 of them with 10,000 names each, no two alike, would be 200 MiB; those that wait are answered."""
+    service.client.put("/v0/topics/t", json={})
+    polls = 100
+
+    def poll_without(n: int) -> httpx.Response:
+        nodes = [f"{n:04d}-{number:05d}-" + "n" * 90 for number in range(10_000)]
+        url = f"{service.url}/v0/topics/t/diff"
+        return httpx.post(url, json={"wait_ms": 30_000, "node": nodes}, timeout=60)
+
+    def all_settled() -> bool:
+        return sum(one.done() for one in asked) + long_polls(service) == polls
+
+    with ThreadPoolExecutor(polls) as pool:
+        asked = [pool.submit(poll_without, n) for n in range(polls)]
+        poll("each to wait or be refused", all_settled, 60.0)
+        assert own_mib(service) < 128 + AROUND_MIB / 4
+        refused = [one.result() for one in asked if one.done()]
+        service.client.post("/v0/topics/t", json={"records": [{"data": 1}]}).raise_for_status()
+        answers = [one.result() for one in asked]
+    assert 10 < len(refused) < 60
+    for answer in refused:
+        assert (answer.status_code, answer.json()["error"]["detail"]["limit"]) == (429, "node_bytes")
+        assert "retry-after" in answer.headers
+    assert [answer.status_code for answer in answers].count(200) == polls - len(refused)
+    assert all(answer.json()["records"] for answer in answers if answer.status_code == 200)
