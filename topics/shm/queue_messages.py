@@ -91,14 +91,23 @@ class Exhume(msgspec.Struct, tag=True, array_like=True, frozen=True):
     delay_ms: int
 
 
-class Remove(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Delete exactly these records, of whatever topic, as far as they are there."""
+class Carry(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Which of these records is free to be taken elsewhere? In a queue they are kept from its consumers until then: by
+    `Remove`, or `Exhume`.
+    """
 
     name: str
     seqs: list[int]
 
 
-QueueCall = Claim | Ack | Nack | Extend | Unclaim | WorkOpen | WorkClose | Bury | Exhume | Remove
+class Remove(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """These records are elsewhere now: delete them, of whatever topic, as far as they are there and `Carry` was."""
+
+    name: str
+    seqs: list[int]
+
+
+QueueCall = Claim | Ack | Nack | Extend | Unclaim | WorkOpen | WorkClose | Bury | Exhume | Carry | Remove
 
 
 class Dealt(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -142,8 +151,12 @@ class ExtendReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     deadline_ms: int
 
 
+class Carried(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    seqs: list[int]
+
+
 class RemoveReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     count: int
 
 
-QueueReply = Dealt | Waiting | AckReply | ExtendReply | RemoveReply
+QueueReply = Dealt | Waiting | AckReply | ExtendReply | Carried | RemoveReply
