@@ -303,6 +303,7 @@ def test_who_waits_for_room_is_bounded(shard: Shard, monkeypatch: pytest.MonkeyP
     on_loop(shard, test)
 
 
+@pytest.mark.usefixtures("much_patience")
 def test_a_crowd_that_does_not_wait_long_takes_no_place_of_a_patient_write(
     shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +323,7 @@ def test_a_crowd_that_does_not_wait_long_takes_no_place_of_a_patient_write(
         waited = re.search(r"full for (\d+\.\d\d) s", refusal(patient[0]).message)
         assert waited is not None
         assert float(waited[1]) >= 0.1
+        assert shard.shared.control.cell(Role.FRONTEND, 0).get("throttled") == 1, "what is unavailable is not throttled"
 
     on_loop(shard, test, wait_ms=100)
 
@@ -595,6 +597,25 @@ def test_a_name_that_is_made_again_is_watched_again(shard: Shard) -> None:
         await until(lambda: calls == [1, 1])
         ((again,)) = shard.calls()
         assert again == Watch(first.token, "t", 10, 0)
+
+    on_loop(shard, test)
+
+
+def test_a_topic_that_is_polled_while_too_much_waits_is_watched_once(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(gateway: Gateway) -> None:
+        shard.host("t", 9)
+        for hour in range(1, 4):
+            monkeypatch.setattr(lane, "POSTS_MAX", 0)
+            gateway.watch(0, "t", None, lambda: None).cancel()
+            gateway._watches.sweep(asyncio.get_running_loop().time() + 3600 * hour)
+        told = shard.calls()
+        (watch,) = [call for call in told if isinstance(call, Watch)]
+        assert not any(isinstance(call, Unwatch) for call in told)
+        monkeypatch.undo()
+        gateway._watches.sweep(asyncio.get_running_loop().time() + 3600 * 5)
+        assert shard.calls() == [Unwatch(watch.token, "t")]
 
     on_loop(shard, test)
 
