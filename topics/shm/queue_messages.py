@@ -101,7 +101,7 @@ class Carry(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Remove(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """These records are elsewhere now: delete them, of whatever topic, as far as they are there and `Carry` was."""
+    """Delete exactly these records, of whatever topic, as far as they are there."""
 
     name: str
     seqs: list[int]

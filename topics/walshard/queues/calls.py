@@ -309,10 +309,7 @@ class Queues:
     def _remove_records(self, call: Remove, answer: Answer) -> None:
         hosted = self._records(call.name)
         wanted = sorted(set(call.seqs) - self._writes.dying(hosted))
-        leases = hosted.topic.queue
-        if leases is not None:
-            # What was carried for too long may be somebody's job by now.
-            wanted = leases.carried_by(answer.frontend, wanted)
+        # What was carried for too long may be somebody's job by now. It is elsewhere all the same, and not to be twice.
         seqs = hosted.topic.live_of(wanted)
         answer.reply = messages.encode_reply(answer.request_id, RemoveReply(len(seqs)))
         self._writes.removal(hosted, seqs, answer)
