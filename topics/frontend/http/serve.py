@@ -23,9 +23,9 @@ from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
 from hypercorn.config import Config
 
-from topics.frontend.asgi import TRANSPORT, AsgiApp, Message, Receive, Scope, Send
+from topics.frontend.asgi import DELIVER, TRANSPORT, AsgiApp, Message, Receive, Scope, Send
 from topics.frontend.attended import AttendedClock
-from topics.frontend.http import handshake, http2_buffer, patience
+from topics.frontend.http import delivery, handshake, http2_buffer, patience
 from topics.frontend.http.answer_room import AnswerRoom
 from topics.frontend.http.http1 import Http1Factory
 from topics.frontend.http.http1_connections import Connections
@@ -134,6 +134,7 @@ class _ConnectionContext(WorkerContext):
         self.unread = watched()
         self.terminated = self.end = _Flag()
         self.closed = asyncio.Event()
+        self.emptied: delivery.Emptied  # once there is a connection, before which nobody asks
         self._apps: set[asyncio.Task[Any]] = set()
         self._dropping: set[asyncio.Task[None]] = set()
         self._client_gone = False
@@ -242,9 +243,24 @@ class _Protocol(asyncio.StreamReaderProtocol):
 class _Connection(TCPServer):
     """Hypercorn's, but that what is left when it closes waits for its client for a time only."""
 
-    def __init__(self, context: _ConnectionContext, *arguments: Any) -> None:
+    def __init__(self, context: _ConnectionContext, limits: HttpLimits, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._unread = context.unread
+        self._high_bytes = limits.write_high_water_bytes
+        context.emptied = self._emptied
+
+    async def _emptied(self) -> None:
+        transport = self.writer.transport
+        async with self.send_lock:  # what is about to be written is: who waits for the lock waits in order
+            if not transport.is_closing():
+                transport.set_write_buffer_limits(high=0)
+                try:
+                    await self.writer.drain()
+                finally:
+                    if not transport.is_closing():
+                        transport.set_write_buffer_limits(high=self._high_bytes)
+            if transport.is_closing():
+                raise ConnectionResetError("the client is gone")
 
     async def _initiate_server_close(self) -> None:
         self._unread.begin()
@@ -333,7 +349,7 @@ class HypercornConnections:
         try:
             state = {**self._state, TRANSPORT: writer.transport}
             app = ASGIWrapper(cast(Any, partial(self._run, context)))
-            await _Connection(context, app, self._loop, self._config, context, state, reader, writer)
+            await _Connection(context, self._limits, app, self._loop, self._config, context, state, reader, writer)
         except Exception:
             log.exception("connection failed")
         finally:
@@ -346,6 +362,7 @@ class HypercornConnections:
         assert task is not None
         context.enter(task)
         if scope["type"] != "websocket":
+            scope["extensions"].setdefault(DELIVER, partial(delivery.deliver, context.emptied))
             await patience.run(self._app, self._limits, self._clock, scope, receive, send)
             return
         disconnected = False
