@@ -122,7 +122,10 @@ async def _endure(plan: Overload) -> Endured:
         before,
         during,
         after,
-        sum(one.asked for one in (observer, *through, *writers, *floods)) - looks,
+        observer.asked
+        + sum(reader.asked for reader in through)
+        + sum(writer.asked for writer in writers + floods)
+        - looks,
         held_bytes,
         max([max(writer.refused_ms, default=0.0) for writer in writers + floods], default=0.0),
     )
