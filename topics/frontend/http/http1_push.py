@@ -74,9 +74,10 @@ class PushStream:
 
     def client_took(self) -> None:
         """The client has caught up."""
-        self.writable = not self.closed
-        if self.on_writable is not None:
-            self.on_writable()
+        if not self.closed:
+            self.writable = True
+            if self.on_writable is not None:
+                self.on_writable()
 
     def client_gone(self) -> None:
         """Once, when no more can be delivered."""

@@ -13,6 +13,7 @@ changes meanwhile is announced afterwards, so nothing is missed.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Final
 
 from topics.core.clock import Clock
@@ -132,7 +133,7 @@ class Hub:
             made = Channel(name)
             seen = self._topics.see(name)
             view, shard = None if seen is None else seen.view, owner_shard(name, self._gateway.shards)
-            made.watch = self._gateway.watch(shard, name, view, lambda: self._on_change(made))
+            made.watch = self._gateway.watch(shard, name, view, partial(self._on_change, made))
             channel = self._channels[name] = made  # last: whoever follows it later joins it for the watch
         return channel
 
