@@ -23,12 +23,14 @@ from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
 from hypercorn.config import Config
 
-from topics.frontend.asgi import TRANSPORT, AsgiApp, Message, Receive, Scope, Send
+from topics.frontend.asgi import DELIVER, TRANSPORT, AsgiApp, Message, Receive, Scope, Send
 from topics.frontend.attended import AttendedClock
-from topics.frontend.http import handshake, http2_buffer, patience
+from topics.frontend.http import delivery, handshake, http2_buffer, patience
+from topics.frontend.http.answer_room import AnswerRoom
 from topics.frontend.http.http1 import Http1Factory
 from topics.frontend.http.http1_connections import Connections
 from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http.kept_answers import KeptAnswers
 from topics.frontend.http.unread import Unread
 from topics.log import get_logger
 
@@ -124,12 +126,15 @@ class _ConnectionContext(WorkerContext):
     wakes when the client has closed it, else Hypercorn would keep the socket until then.
     """
 
-    def __init__(self, watched: Callable[[], Unread]) -> None:
+    def __init__(self, watched: Callable[[], Unread], kept: KeptAnswers) -> None:
         super().__init__(None)
         self.watched = watched
+        self.kept = kept
+        self.room = AnswerRoom()
         self.unread = watched()
         self.terminated = self.end = _Flag()
         self.closed = asyncio.Event()
+        self.emptied: delivery.Emptied  # once there is a connection, before which nobody asks
         self._apps: set[asyncio.Task[Any]] = set()
         self._dropping: set[asyncio.Task[None]] = set()
         self._client_gone = False
@@ -199,17 +204,28 @@ class _Protocol(asyncio.StreamReaderProtocol):
     ) -> None:
         super().__init__(reader, connected, loop)
         self._context = context
+        self._wire = cast(asyncio.Transport, None)  # until connection_made, before which nothing is called
+
+    @property
+    def buffered_bytes(self) -> int:
+        return self._wire.get_write_buffer_size()
+
+    def abort(self) -> None:
+        self._wire.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._context.unread.made(cast(asyncio.Transport, transport))
+        self._wire = cast(asyncio.Transport, transport)
+        self._context.unread.made(self._wire)
         super().connection_made(transport)
 
     def pause_writing(self) -> None:
         self._context.unread.begin()
+        self._context.kept.hold(self)
         super().pause_writing()
 
     def resume_writing(self) -> None:
         self._context.unread.taken()
+        self._context.kept.let_go(self)
         super().resume_writing()
 
     def eof_received(self) -> bool | None:
@@ -219,6 +235,7 @@ class _Protocol(asyncio.StreamReaderProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._context.unread.lost()
+        self._context.kept.let_go(self)
         self._context.client_gone()
         self._context.closed.set()
 
@@ -226,9 +243,24 @@ class _Protocol(asyncio.StreamReaderProtocol):
 class _Connection(TCPServer):
     """Hypercorn's, but that what is left when it closes waits for its client for a time only."""
 
-    def __init__(self, context: _ConnectionContext, *arguments: Any) -> None:
+    def __init__(self, context: _ConnectionContext, limits: HttpLimits, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._unread = context.unread
+        self._high_bytes = limits.write_high_water_bytes
+        context.emptied = self._emptied
+
+    async def _emptied(self) -> None:
+        transport = self.writer.transport
+        async with self.send_lock:  # what is about to be written is: who waits for the lock waits in order
+            if not transport.is_closing():
+                transport.set_write_buffer_limits(high=0)
+                try:
+                    await self.writer.drain()
+                finally:
+                    if not transport.is_closing():
+                        transport.set_write_buffer_limits(high=self._high_bytes)
+            if transport.is_closing():
+                raise ConnectionResetError("the client is gone")
 
     async def _initiate_server_close(self) -> None:
         self._unread.begin()
@@ -265,7 +297,8 @@ class HypercornConnections:
     def protocol(self, *, has_place: bool = False) -> asyncio.StreamReaderProtocol:
         """The protocol of a connection that is Hypercorn's; `has_place`: it counts among all connections already."""
         reader = asyncio.StreamReader(limit=self._limits.read_high_water_bytes, loop=self._loop)
-        context = _ConnectionContext(partial(Unread, self._limits, self._clock, self._loop))
+        watched = partial(Unread, self._limits, self._clock, self._loop)
+        context = _ConnectionContext(watched, self._connections.kept)
         return _Protocol(reader, partial(self._connected, context, has_place), self._loop, context)
 
     def take(self, transport: asyncio.Transport, data: bytes) -> None:
@@ -316,7 +349,7 @@ class HypercornConnections:
         try:
             state = {**self._state, TRANSPORT: writer.transport}
             app = ASGIWrapper(cast(Any, partial(self._run, context)))
-            await _Connection(context, app, self._loop, self._config, context, state, reader, writer)
+            await _Connection(context, self._limits, app, self._loop, self._config, context, state, reader, writer)
         except Exception:
             log.exception("connection failed")
         finally:
@@ -329,6 +362,7 @@ class HypercornConnections:
         assert task is not None
         context.enter(task)
         if scope["type"] != "websocket":
+            scope["extensions"].setdefault(DELIVER, partial(delivery.deliver, context.emptied))
             await patience.run(self._app, self._limits, self._clock, scope, receive, send)
             return
         disconnected = False

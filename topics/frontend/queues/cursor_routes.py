@@ -17,8 +17,8 @@ from starlette.datastructures import QueryParams
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
-from topics.frontend.answers import elapsed_ms, send_json, send_object
-from topics.frontend.asgi import Receive, Scope, Send
+from topics.frontend.answers import LIST_BYTES_MAX, elapsed_ms, send_json, send_object, take_room
+from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
 from topics.frontend.bodies import read_body
 from topics.frontend.query import name_after, name_cursor, page_size
 from topics.frontend.reads.catching_up import CatchingUp
@@ -122,6 +122,7 @@ class CursorRoutes:
         name = check_topic_name(scope["path_params"]["topic"])
         query = QueryParams(scope["query_string"])
         most = page_size(query)
+        await take_room(scope, LIST_BYTES_MAX)
         look = CursorLook(name, None, name_after(query.get("cursor"), check_topic_name), most + 1)
         found = (await self._gateway.call(self._owner(name), look, CursorList)).cursors
         answer: dict[str, Any] = {"topic": name, "cursors": [_shown(one) for one in found[:most]]}
@@ -153,11 +154,16 @@ class CursorRoutes:
             verify=True,
         )
         await self._catching_up.one(name)
+        await take_room(scope, max(options.max_batch_bytes, MAX_BATCH_BYTES[0]))
         page, seq, lost = await self._read(name, cursor, options, request.checkpoint)
         passed_on = False
         try:
             self._cell.add("records_out", page.count)
-            await send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
+            if lost is not None:
+                send = _delivering(scope["extensions"][DELIVER], send)
+            answering = send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
+            del page  # as `DiffRoute`
+            await answering
             passed_on = True
         finally:
             if lost is not None:
@@ -205,6 +211,18 @@ class CursorRoutes:
 
     def _owner(self, name: str) -> int:
         return owner_shard(name, self._gateway.shards)
+
+
+def _delivering(deliver: Deliver, send: Send) -> Send:
+    """For an answer in one message: it has been passed on when that returns."""
+
+    async def send_or_deliver(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await deliver(send, message["body"])
+        else:
+            await send(message)
+
+    return send_or_deliver
 
 
 def _names(scope: Scope) -> tuple[str, str]:
