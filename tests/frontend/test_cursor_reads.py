@@ -14,6 +14,7 @@ import pytest
 from tests.frontend.live import DEADLINE_S, Live, on_loop, until
 from tests.frontend.test_watch import cram, posts
 from topics.core.errors import TopicsError
+from topics.frontend.asgi import DELIVER, Send
 from topics.frontend.queues import cursor_routes
 from topics.frontend.queues.cursor_routes import CursorRoutes
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
@@ -64,7 +65,14 @@ class Reader:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        scope = {"headers": [(b"content-type", b"application/json")], "path_params": {"topic": "t", "cursor": "c"}}
+        async def deliver(send: Send, body: bytes) -> None:
+            await send({"type": "http.response.body", "body": body})
+
+        scope = {
+            "headers": [(b"content-type", b"application/json")],
+            "path_params": {"topic": "t", "cursor": "c"},
+            "extensions": {DELIVER: deliver},
+        }
         await self.routes.read(scope, receive, send)
         return [record["$seq"] for record in msgspec.json.decode(sent[1]["body"])["records"]]
 

@@ -11,11 +11,11 @@ import msgspec
 from starlette.datastructures import QueryParams
 
 from topics.core.config import U64_MAX, parse_config
+from topics.core.dead_letters import RESERVED
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name, owner_shard
 from topics.core.producers import Turn, producer_key
-from topics.core.routers import META_KEY
 from topics.frontend import long_bodies, wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, encode_json, send_json
@@ -139,9 +139,11 @@ class AppendRoute:
             return node, tag, record.data, b""
         field = f"records[{at}].meta"
         meta = wire.decode_meta(record.meta, field)
-        if META_KEY in meta:
+        if not RESERVED.isdisjoint(meta):
+            name = min(RESERVED & meta.keys())
             raise invalid(
-                f"{field}.{META_KEY} is the server's: routers write it into copies", field=f"{field}.{META_KEY}"
+                f"{field}.{name} is the server's, which says by it where a record came from: leave it out",
+                field=f"{field}.{name}",
             )
         if len(meta) > META_MAX_KEYS:
             raise invalid(f"{field} has {len(meta)} keys, at most {META_MAX_KEYS} are allowed", field=field)

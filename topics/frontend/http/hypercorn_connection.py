@@ -15,6 +15,8 @@ from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
 
 from topics.frontend.asgi import Receive
 from topics.frontend.http.answer_room import AnswerRoom
+from topics.frontend.http.delivery import Emptied
+from topics.frontend.http.http1_parser import HttpLimits
 from topics.frontend.http.kept_answers import KeptAnswers
 from topics.frontend.http.unread import Unread
 
@@ -42,6 +44,7 @@ class ConnectionContext(WorkerContext):
         self.unread = watched()
         self.terminated = self.end = _Flag()
         self.closed = asyncio.Event()
+        self.emptied: Emptied  # once there is a connection, before which nobody asks
         self._apps: set[asyncio.Task[Any]] = set()
         self._dropping: set[asyncio.Task[None]] = set()
         self._client_gone = False
@@ -150,9 +153,24 @@ class WatchedProtocol(asyncio.StreamReaderProtocol):
 class Connection(TCPServer):
     """Hypercorn's, but that what is left when it closes waits for its client for a time only."""
 
-    def __init__(self, context: ConnectionContext, *arguments: Any) -> None:
+    def __init__(self, context: ConnectionContext, limits: HttpLimits, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._unread = context.unread
+        self._high_bytes = limits.write_high_water_bytes
+        context.emptied = self._emptied
+
+    async def _emptied(self) -> None:
+        transport = self.writer.transport
+        async with self.send_lock:  # what is about to be written is: who waits for the lock waits in order
+            if not transport.is_closing():
+                transport.set_write_buffer_limits(high=0)
+                try:
+                    await self.writer.drain()
+                finally:
+                    if not transport.is_closing():
+                        transport.set_write_buffer_limits(high=self._high_bytes)
+            if transport.is_closing():
+                raise ConnectionResetError("the client is gone")
 
     async def _initiate_server_close(self) -> None:
         self._unread.begin()

@@ -20,9 +20,9 @@ from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.lifespan import Lifespan
 from hypercorn.config import Config
 
-from topics.frontend.asgi import TRANSPORT, AsgiApp, Message, Receive, Scope, Send
+from topics.frontend.asgi import DELIVER, TRANSPORT, AsgiApp, Message, Receive, Scope, Send
 from topics.frontend.attended import AttendedClock
-from topics.frontend.http import handshake, http2_buffer, patience
+from topics.frontend.http import delivery, handshake, http2_buffer, patience
 from topics.frontend.http.http1 import Http1Factory
 from topics.frontend.http.http1_connections import Connections
 from topics.frontend.http.http1_parser import HttpLimits
@@ -186,7 +186,7 @@ class HypercornConnections:
         try:
             state = {**self._state, TRANSPORT: writer.transport}
             app = ASGIWrapper(cast(Any, partial(self._run, context)))
-            await Connection(context, app, self._loop, self._config, context, state, reader, writer)
+            await Connection(context, self._limits, app, self._loop, self._config, context, state, reader, writer)
         except Exception:
             log.exception("connection failed")
         finally:
@@ -199,6 +199,7 @@ class HypercornConnections:
         assert task is not None
         context.enter(task)
         if scope["type"] != "websocket":
+            scope["extensions"].setdefault(DELIVER, partial(delivery.deliver, context.emptied))
             await patience.run(self._app, self._limits, self._clock, scope, receive, send)
             return
         disconnected = False

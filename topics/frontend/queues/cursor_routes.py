@@ -18,7 +18,7 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
 from topics.frontend.answers import LIST_BYTES_MAX, elapsed_ms, send_json, send_object, take_room
-from topics.frontend.asgi import Receive, Scope, Send
+from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
 from topics.frontend.bodies import read_body
 from topics.frontend.http.answer_room import AnswerRoom, Place
 from topics.frontend.query import name_after, name_cursor, page_size
@@ -169,6 +169,8 @@ class CursorRoutes:
         passed_on = False
         try:
             self._cell.add("records_out", page.count)
+            if lost is not None:
+                send = _delivering(scope["extensions"][DELIVER], send)
             answering = send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
             del page  # as `DiffRoute`
             await answering
@@ -219,6 +221,18 @@ class CursorRoutes:
 
     def _owner(self, name: str) -> int:
         return owner_shard(name, self._gateway.shards)
+
+
+def _delivering(deliver: Deliver, send: Send) -> Send:
+    """For an answer in one message: it has been passed on when that returns."""
+
+    async def send_or_deliver(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await deliver(send, message["body"])
+        else:
+            await send(message)
+
+    return send_or_deliver
 
 
 def _names(scope: Scope) -> tuple[str, str]:
