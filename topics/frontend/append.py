@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -57,8 +58,7 @@ class AppendRoute:
             request, records = self._read(body)
         else:
             request, records = await asyncio.to_thread(self._read, body)
-        query = scope["query_string"]
-        with_seqs = flag(QueryParams(query), "return_seqs", True) if query else True
+        with_seqs = _wants_seqs(scope["query_string"])
         reply = await self.submit(name, request, records, headers.get(b"idempotency-key"), caller_of(scope))
         self._cell.add("records_in", reply.count)
         await send_json(
@@ -194,6 +194,12 @@ class AppendRoute:
                     f"records[{at}] has {size} bytes of data and meta, at most {max_bytes} are allowed",
                     {"max_record_bytes": max_bytes},
                 )
+
+
+@lru_cache(maxsize=64)
+def _wants_seqs(query: bytes) -> bool:
+    """`?return_seqs`. Remembered: a writer asks in the same words each time."""
+    return flag(QueryParams(query), "return_seqs", True)
 
 
 def _key(request: AppendBody, header: bytes | None) -> bytes:
