@@ -242,3 +242,18 @@ def test_the_snapshot_before_takes_the_place_of_a_damaged_one() -> None:
         service.kill_group()
         service.start()
         assert everything_left(service.client, "t") == [*values[1000:], "goes on"]
+
+
+def test_what_a_killed_service_left_in_its_log_is_behind_until_it_is_cut() -> None:
+    never = {"TOPICS_CHECKPOINT_INTERVAL_MS": "86400000", "TOPICS_CHECKPOINT_WAL_BYTES": str(2 * MIB)}
+    with Service(shards=1, frontends=1, env=never) as service:
+        # Too little for a cut, each time; what is there after the last kill is enough for one.
+        for number in range(3):
+            write(service.client, "t", ["x" * 1000] * 900)
+            service.kill_group()
+            service.start()
+            (shard,) = service.status()["shards"]
+            assert compactor(service).snapshots or shard["lag_bytes"] >= (number + 1) * 900_000
+        poll("a cut", lambda: compactor(service).snapshots > 0, DEADLINE_S)
+        # Its own marks are behind it.
+        poll("nothing but marks", lambda: service.status()["shards"][0]["lag_bytes"] < 10_000, DEADLINE_S)
