@@ -204,12 +204,13 @@ class App:
         self.delivered += 1
 
     async def page(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As routes do whose answers may be long: room is taken before it is made."""
+        """As routes do whose answers may be long: room is taken before it is made, for `?len_bytes` or the most."""
         self.asked += 1
         await self.body(receive)
-        await take_room(scope, int(scope["query_string"]))
+        len_bytes, *most_bytes = map(int, scope["query_string"].split(b"-"))
+        await take_room(scope, most_bytes[0] if most_bytes else len_bytes)
         self.made += 1
-        await self.big(scope, receive, send)
+        await self.answer(send, b"x" * len_bytes)
 
     async def wait(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.body(receive)

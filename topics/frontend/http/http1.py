@@ -154,6 +154,8 @@ class Http1Protocol(asyncio.Protocol):
         self.writable = False
         self._can_write.clear()
         self._deadlines.begin_taking(self.buffered_bytes)
+        if self._exchange is not None:
+            self._exchange.paused()
         if self._exchange is None or not self._exchange.pushing:  # of streams the hub knows what they hold
             self._factory.connections.kept.hold(self)
         self._settle()

@@ -247,10 +247,15 @@ class Exchange:
         self._push = PushStream(self._wire, self._chunked, partial(self._send_body, b"", more=False))
         return self._push
 
+    def paused(self) -> None:
+        """The transport keeps more than its high-water mark."""
+        if self._push is not None:
+            self._push.client_full()
+
     def writable_again(self) -> None:
         """The transport has drained below its low-water mark."""
-        if self._push is not None and self._push.on_writable is not None:
-            self._push.on_writable()
+        if self._push is not None:
+            self._push.client_took()
 
     def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         if self.stage is not Stage.WAITING:
