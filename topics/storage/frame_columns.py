@@ -7,12 +7,13 @@ where anything is not as it should be, `frame.scan` looks at the same frames aga
 
 from __future__ import annotations
 
+import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import chain
-from operator import sub
+from itertools import chain, compress
+from operator import ne, or_, sub
 from struct import Struct
 from typing import Final, NamedTuple, overload
 
@@ -129,9 +130,14 @@ class FrameColumns(Sequence[FrameTuple]):
         if not self.of_any(types):
             return self
         kept = FrameColumns.none()
-        for start, stop in self.stretches():
-            if self.types[start] not in types:
-                kept = kept + self[start:stop]
+        start = 0
+        for dropped in re.finditer(b"[" + re.escape(types) + b"]+|$", self.types):
+            kept.offset_len.extend(self.offset_len[start : dropped.start()])
+            kept.heads.extend(self.heads[start * HEAD_WORDS : dropped.start() * HEAD_WORDS])
+            start = dropped.end()
+        is_kept = [type_ not in types for type_ in self.types]
+        kept.types = bytes(compress(self.types, is_kept))
+        kept.flags = bytes(compress(self.flags, is_kept))
         return kept
 
     def of_any(self, types: bytes) -> int:
@@ -154,16 +160,27 @@ class FrameColumns(Sequence[FrameTuple]):
     def stretches(self) -> list[tuple[int, int]]:
         """(start, stop) of frames that are of one type and topic, all in order; the next may be of the same."""
         if self._stretches is None:
-            self._stretches = list(self._find_stretches())
+            has_more = self.flags.translate(_HAS_MORE)
+            writes_are_long = has_more.count(1) * 8 > len(has_more) * 7
+            self._stretches = list(self._write_by_write(has_more)) if writes_are_long else self._frame_by_frame()
         return self._stretches
 
     def kinds_and_topics(self) -> set[tuple[int, int]]:
         """Which topics they are about, and how: (type, topic_id)."""
         return {(self.types[start], self.heads[start * HEAD_WORDS]) for start, _ in self.stretches()}
 
-    def _find_stretches(self) -> Iterator[tuple[int, int]]:
+    def _frame_by_frame(self) -> list[tuple[int, int]]:
+        types, topic_ids = self.types, self.heads[0::HEAD_WORDS].tolist()
+        count = len(types)
+        is_other: Iterator[bool] = map(ne, topic_ids, topic_ids[1:])
+        if types.count(types[:1]) != count:
+            is_other = map(or_, is_other, map(ne, types, types[1:]))
+        borders = list(compress(range(1, count), is_other))
+        return list(zip([0, *borders], [*borders, count], strict=True)) if count else []
+
+    def _write_by_write(self, has_more: bytes) -> Iterator[tuple[int, int]]:
         # The frames of a write are of one topic as a rule, which is asked of all of them at once.
-        types, topic_ids, has_more = self.types, self.heads[0::HEAD_WORDS], self.flags.translate(_HAS_MORE)
+        types, topic_ids = self.types, self.heads[0::HEAD_WORDS]
         count = len(types)
         start = 0
         while start < count:

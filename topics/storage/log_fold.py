@@ -36,14 +36,13 @@ def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:
     frames = batch.frames
     entries = frames.entries(batch.file_no, LOCATION_IN_RAM_LOG if in_ram else 0)
     runs: dict[int, array[int]] = {}
+    types, topic_ids = frames.types, frames.heads[0::HEAD_WORDS]
     for first, behind in frames.stretches():
-        if frames.types[first] == FrameType.APPEND:
-            topic_id = frames.heads[first * HEAD_WORDS]
-            run = runs.get(topic_id)
-            if run is None:
-                runs[topic_id] = entries[first * ENTRY_WORDS : behind * ENTRY_WORDS]
-            else:
-                run.extend(entries[first * ENTRY_WORDS : behind * ENTRY_WORDS])
+        if types[first] == FrameType.APPEND:
+            part = entries[first * ENTRY_WORDS : behind * ENTRY_WORDS]
+            run = runs.setdefault(topic_ids[first], part)
+            if run is not part:
+                run.extend(part)
             continue
         for frame in frames[first:behind]:
             if frame[2] not in _APART_FROM_RECORDS:
