@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import random
+import resource
 import shutil
 import tempfile
-import time
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 from topics.compactor.follower import Follower
 from topics.compactor.log_buffers import LogBuffers
@@ -24,8 +24,8 @@ from topics.compactor.marked_index import MarkedIndex
 from topics.compactor.segments import SealAt, SegmentAppender
 from topics.compactor.shard_link import ShardLink
 from topics.compactor.tail import LogTail
-from topics.core.control_bodies import CreateBody, encode_body
 from topics.core.config import TopicConfig
+from topics.core.control_bodies import CreateBody, encode_body
 from topics.core.fold import Fold
 from topics.core.location import ENTRY_WORDS
 from topics.core.segment_list import SegmentInfo
@@ -140,14 +140,39 @@ def copy(directory: str, data_dir: str, located: dict[int, array[int]]) -> int:
     return copied
 
 
-def cpu_ns(work: Callable[[], object], records: int, rounds: int) -> float:
-    """For a record, the best of some."""
-    best = float("inf")
+class Cost(NamedTuple):
+    """CPU time for a record, ns: the program's and the system's for it."""
+
+    user: float
+    system: float
+
+    def __str__(self) -> str:
+        return f"{self.user:.0f} + {self.system:.0f}"
+
+
+def cost(work: Callable[[], object], records: int, rounds: int) -> Cost:
+    """The least of some rounds."""
+    found = []
     for _ in range(rounds):
-        began = time.process_time_ns()
+        began = resource.getrusage(resource.RUSAGE_SELF)
         work()
-        best = min(best, time.process_time_ns() - began)
-    return best / records
+        ended = resource.getrusage(resource.RUSAGE_SELF)
+        found.append((ended.ru_utime - began.ru_utime, ended.ru_stime - began.ru_stime))
+    return Cost(*(min(seconds) * 1e9 / records for seconds in zip(*found, strict=True)))
+
+
+def measure(root: str, records: int, rounds: int, batch: int, is_mixed: bool) -> list[Cost]:
+    directory = f"{root}/wal"
+    end = write_log(directory, records, batch, is_mixed)
+    located = {topic.id: cast(_LocatedIndex, topic.index).located for topic in recover(directory).topics.values()}
+    assert sum(map(len, located.values())) == records * ENTRY_WORDS
+
+    def into_segments() -> None:
+        shutil.rmtree(f"{root}/topics", ignore_errors=True)
+        copy(directory, root, located)
+
+    works = (lambda: follow(directory, end), into_segments, lambda: recover(directory))
+    return [cost(work, records, rounds) for work in works]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -156,28 +181,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=None, help="where to make the log, default a temporary one")
     options = parser.parse_args(arguments)
-    print("| log | follow ns | copy ns | both ns | recover ns |\n|---|---|---|---|---|")
+    print("| log | follow | into segments | recover |\n|---|---|---|---|")
     for batch, is_mixed in ((1000, False), (100, False), (100, True), (10, False), (1, False)):
-        root = tempfile.mkdtemp(prefix="cut-cost-", dir=options.directory)
-        try:
-            directory = f"{root}/wal"
-            end = write_log(directory, options.records, batch, is_mixed)
-            followed = cpu_ns(lambda: follow(directory, end), options.records, options.rounds)
-            recovered = cpu_ns(lambda: recover(directory), options.records, options.rounds)
-            located = {
-                topic.id: cast(_LocatedIndex, topic.index).located for topic in recover(directory).topics.values()
-            }
-            assert sum(map(len, located.values())) == options.records * ENTRY_WORDS
-
-            def copied() -> None:
-                shutil.rmtree(f"{root}/topics", ignore_errors=True)
-                copy(directory, root, located)
-
-            copied_ns = cpu_ns(copied, options.records, options.rounds)
-            name = f"batch {batch}{', lengths and tags mixed' if is_mixed else ''}"
-            print(f"| {name} | {followed:.0f} | {copied_ns:.0f} | {followed + copied_ns:.0f} | {recovered:.0f} |")
-        finally:
-            shutil.rmtree(root)
+        with tempfile.TemporaryDirectory(prefix="cut-cost-", dir=options.directory) as root:
+            costs = measure(root, options.records, options.rounds, batch, is_mixed)
+        print(f"| batch {batch}{', lengths and tags mixed' if is_mixed else ''} | {' | '.join(map(str, costs))} |")
 
 
 if __name__ == "__main__":
