@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from topics.storage import layout
+from topics.storage.column_scan import scan_columns
 from topics.storage.frame import FrameType
-from topics.storage.frame_columns import scan_columns
 from topics.storage.logfile import FileStart, NotALogFile, WalPosition, parse_file_start
 from topics.storage.recovery import BATCH_FRAMES, FRAMING_TYPES, RecoveredFile
 

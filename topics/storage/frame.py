@@ -63,9 +63,9 @@ TAG_MAX_BYTES = 0xFFFF
 DATA_MAX_BYTES = 0xFFFF_FFFF - OVERHEAD_LEN - NODE_MAX_BYTES - TAG_MAX_BYTES  # frame_len is a u32 as well
 
 LENGTH_FIELD_LEN = 4
-_TYPE_AT = 4
-_FLAGS_AT = 5
-_IDS_AT = 6
+TYPE_AT = 4
+FLAGS_AT = 5
+IDS_AT = 6
 _IDS = Struct("<QQQ")  # topic_id, seq, ts: what only the shard knows
 _DATA_KEY = b'"data":'
 _META_KEY = b',"meta":'
@@ -125,7 +125,7 @@ def encode(type: int, flags: int, topic_id: int, seq: int, ts: int, node: Bytes,
     frame_len = OVERHEAD_LEN - LENGTH_FIELD_LEN + node_len + tag_len + data_len
     header = HEADER.pack(frame_len, type, flags, topic_id, seq, ts, node_len, tag_len, data_len)
     frame = b"".join((header, node, tag, data))
-    return frame + CHECKSUM.pack(xxh3_64_intdigest(memoryview(frame)[_TYPE_AT:]))
+    return frame + CHECKSUM.pack(xxh3_64_intdigest(memoryview(frame)[TYPE_AT:]))
 
 
 @dataclass(slots=True, frozen=True)
@@ -178,7 +178,7 @@ def lay_out(records: Iterable[tuple[bytes, bytes, Bytes, Bytes]]) -> LaidOut:
     if whole_len >> 32:
         raise _write_too_large(whole_len)
     buffer = _joined(parts, whole_len)
-    buffer[offsets[-1] + _FLAGS_AT] &= ~FLAG_MORE & 0xFF
+    buffer[offsets[-1] + FLAGS_AT] &= ~FLAG_MORE & 0xFF
     offset_len = array("Q", [offset | length << 32 for offset, length in zip(offsets, lengths, strict=True)])
     return LaidOut(buffer, array("Q", offsets), offset_len, bytes(flags) if has_attributes else bytes(count), count)
 
@@ -215,7 +215,7 @@ def lay_out_plain(data: Sequence[Bytes]) -> LaidOut:
     if whole_len >> 32:
         raise _write_too_large(whole_len)
     buffer = _joined(parts, whole_len)
-    buffer[offsets[-1] + _FLAGS_AT] &= ~FLAG_MORE & 0xFF
+    buffer[offsets[-1] + FLAGS_AT] &= ~FLAG_MORE & 0xFF
     offset_len = array("Q", [offset | length << 32 for offset, length in zip(offsets, lengths, strict=True)])
     return LaidOut(buffer, array("Q", offsets), offset_len, bytes(count), count)
 
@@ -278,13 +278,13 @@ def stamp(
     pack_ids, pack_checksum = _IDS.pack_into, CHECKSUM.pack_into
     if extra_flags:  # apart from the loop below, which runs without a flag for most classes
         for entry in offset_len:
-            view[(entry & 0xFFFF_FFFF) + _FLAGS_AT] |= extra_flags
+            view[(entry & 0xFFFF_FFFF) + FLAGS_AT] |= extra_flags
     seq = first_seq
     for entry in offset_len:
         start = entry & 0xFFFF_FFFF
         checksum_at = start + (entry >> 32) - CHECKSUM_LEN
-        pack_ids(view, start + _IDS_AT, topic_id, seq, ts)
-        pack_checksum(view, checksum_at, xxh3_64_intdigest(view[start + _TYPE_AT : checksum_at]))
+        pack_ids(view, start + IDS_AT, topic_id, seq, ts)
+        pack_checksum(view, checksum_at, xxh3_64_intdigest(view[start + TYPE_AT : checksum_at]))
         seq += 1
 
 
@@ -353,7 +353,7 @@ def scan(buffer: Bytes, start: int, end: int, limit: int = 2**63) -> Scan:
             return Scan(frames, offset, Defect.TYPE)
         if offset + HEADER_LEN + node_len + tag_len + data_len != checksum_at:
             return Scan(frames, offset, Defect.LENGTHS)
-        if unpack_checksum(view, checksum_at)[0] != xxh3_64_intdigest(view[offset + _TYPE_AT : checksum_at]):
+        if unpack_checksum(view, checksum_at)[0] != xxh3_64_intdigest(view[offset + TYPE_AT : checksum_at]):
             return Scan(frames, offset, Defect.CHECKSUM)
         if node_len or tag_len:
             text = bytes(view[offset + HEADER_LEN : checksum_at - data_len])

@@ -30,10 +30,11 @@ from itertools import count
 from typing import Final, Literal, NamedTuple
 
 from topics.storage import layout
+from topics.storage.column_scan import scan_columns
 from topics.storage.damage import Survey, survey, used_bytes
 from topics.storage.filesystem import FileSystem, read_all
 from topics.storage.frame import Defect, FrameTuple, FrameType, scan
-from topics.storage.frame_columns import FrameColumns, scan_columns
+from topics.storage.frame_columns import FrameColumns
 from topics.storage.logfile import (
     FileStart,
     NotALogFile,

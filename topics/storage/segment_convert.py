@@ -26,13 +26,13 @@ from topics.core.location import (
     offsets_of,
 )
 from topics.storage.frame import CHECKSUM_LEN as WAL_CHECKSUM_LEN
+from topics.storage.frame import FLAGS_AT as WAL_FLAGS_AT
+from topics.storage.frame import IDS_AT as WAL_IDS_AT
 from topics.storage.frame import LENGTH_FIELD_LEN, OVERHEAD_LEN, Bytes
 from topics.storage.segment import ENTRY_FLAGS_AT, ENTRY_LEN, KEPT_FLAGS, LOG_FRAME_EXTRA_LEN, TAIL_LEN
 
-_WAL_FLAGS_AT: Final = 5
-_WAL_IDENTITY_AT: Final = 6  # topic_id, seq
-_WAL_IDENTITY_LEN: Final = 16
-_WAL_SEQ_AT: Final = 14
+_WAL_IDENTITY_LEN: Final = 16  # topic_id, seq
+_WAL_SEQ_AT: Final = WAL_IDS_AT + 8
 _TABLE_ROWS_MIN: Final = 32
 _TABLE_ROWS_MAX: Final = 128
 _TABLE_MAX_BYTES: Final = 1 << 18
@@ -172,9 +172,9 @@ class _Columns(NamedTuple):
 def _columns_of(total_len: int, rows: int) -> _Columns:
     begin = _WAL_SEQ_AT - 1  # where flags go
     frame_len = total_len - LOG_FRAME_EXTRA_LEN
-    rest = total_len - _WAL_IDENTITY_AT - _WAL_IDENTITY_LEN
+    rest = total_len - WAL_IDS_AT - _WAL_IDENTITY_LEN
     return _Columns(
-        Struct(f"{_WAL_IDENTITY_AT}x{_WAL_IDENTITY_LEN}s{rest}x" * rows),
+        Struct(f"{WAL_IDS_AT}x{_WAL_IDENTITY_LEN}s{rest}x" * rows),
         Struct(f"{begin}x{total_len - WAL_CHECKSUM_LEN - begin}s{WAL_CHECKSUM_LEN}x" * rows),
         Struct(f"{begin - LENGTH_FIELD_LEN}x" + f"{LOG_FRAME_EXTRA_LEN}x".join([f"{frame_len}s"] * rows)),
         [bytes((byte,)) * rows for byte in (frame_len - LENGTH_FIELD_LEN).to_bytes(LENGTH_FIELD_LEN, "little")],
@@ -196,7 +196,7 @@ def _table(buffer: Bytes | mmap.mmap, topic_id: int, seqs: array[int], first_pla
     if b"".join(columns.identities.unpack(table)) != _identities(topic_id, seqs):
         raise _other_frames(topic_id)
     begin = _WAL_SEQ_AT - 1
-    table[begin::total_len] = table[_WAL_FLAGS_AT::total_len]
+    table[begin::total_len] = table[WAL_FLAGS_AT::total_len]
     checksums = array("Q", map(xxh3_64_intdigest, columns.bodies.unpack(table))).tobytes()
     for at in range(WAL_CHECKSUM_LEN):
         table[total_len - WAL_CHECKSUM_LEN + at :: total_len] = checksums[at::WAL_CHECKSUM_LEN]
@@ -212,13 +212,11 @@ def _one_by_one(
     buffer: Bytes | mmap.mmap, topic_id: int, seqs: array[int], places: array[int], lengths: array[int]
 ) -> bytes:
     bodies = [
-        _FLAG_BYTES[buffer[(start := place & 0xFFFF_FFFF) + _WAL_FLAGS_AT]]
+        _FLAG_BYTES[buffer[(start := place & 0xFFFF_FFFF) + WAL_FLAGS_AT]]
         + buffer[start + _WAL_SEQ_AT : start + (place >> 32) - WAL_CHECKSUM_LEN]
         for place in places
     ]
-    identities = [
-        buffer[(start := (place & 0xFFFF_FFFF) + _WAL_IDENTITY_AT) : start + _WAL_IDENTITY_LEN] for place in places
-    ]
+    identities = [buffer[(start := (place & 0xFFFF_FFFF) + WAL_IDS_AT) : start + _WAL_IDENTITY_LEN] for place in places]
     if b"".join(identities) != _identities(topic_id, seqs):
         raise _other_frames(topic_id)
     frame_lens = [(place >> 32) - LOG_FRAME_EXTRA_LEN - LENGTH_FIELD_LEN for place in places]
