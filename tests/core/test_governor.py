@@ -44,7 +44,7 @@ def test_a_process_that_is_busy_and_keeps_up_throttles_nobody() -> None:
     for _ in range(1_000):
         governor.sample(Sample(5, 0.5, 1))
     ladder = ladder_at(governor.pressure)
-    assert (ladder.coalesce_ms, ladder.window_us, ladder.deferring, ladder.refusing) == (0, 0, False, False)
+    assert (ladder.coalesce_ms, ladder.window_us, ladder.deferring, ladder.pressed) == (0, 0, False, False)
 
 
 @given(SAMPLES, SAMPLES)
@@ -99,7 +99,7 @@ def test_deferring_begins_above_08_and_ends_at_06() -> None:
     assert seen == [False, False, True, True, True, False, False, False, True]
 
 
-def test_refusing_is_for_the_very_end() -> None:
-    assert not ladder_at(1.0, 0.94).refusing
-    assert ladder_at(0.95).refusing
+def test_the_top_rung_is_for_the_very_end() -> None:
+    assert not ladder_at(1.0, 0.94).pressed
+    assert ladder_at(0.95).pressed
     assert (ladder_at(0).retry_after_ms, ladder_at(1).retry_after_ms) == (100, 1000)

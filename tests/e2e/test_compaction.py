@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,7 @@ def data_files(root: Path) -> list[Path]:
 
 def recovered(service: Service) -> list[dict[str, Any]]:
     """The log lines of all recoveries so far."""
-    lines = [json.loads(line) for line in service.log_path.read_text().splitlines() if line.startswith("{")]
-    return [line for line in lines if line["event"] == "recovered"]
+    return [line for line in service.said() if line["event"] == "recovered"]
 
 
 def test_the_log_stays_short_and_a_start_reads_none_of_what_was_absorbed() -> None:
@@ -173,8 +171,7 @@ def test_a_cold_directory_that_is_gone_is_not_made_again(tmp_path: Path) -> None
                 write(service.client, "t", values[first : first + 50])
 
         def said(event: str, reason: str) -> bool:
-            lines = [json.loads(line) for line in service.log_path.read_text().splitlines() if line.startswith("{")]
-            return any(line["event"].startswith(event) and reason in line["reason"] for line in lines)
+            return any(line["event"].startswith(event) and reason in line["reason"] for line in service.said())
 
         for first in range(0, 1050, 50):
             write(service.client, "t", values[first : first + 50])

@@ -61,7 +61,7 @@ def test_more_to_deliver_than_can_be(small: Service) -> None:
 
 
 def test_more_to_write_than_fits_is_refused_in_time(small: Service) -> None:
-    plan = Overload(small.port, ((1000, 2), (-1000, 2)), watchers=4, floods=48, seconds=4.0)
+    plan = Overload(small.port, ((1000, 2), (-1000, 2)), watchers=4, floods=600, seconds=4.0)
     plan = plan._replace(pids=tuple(small.family()), shared_objects=tuple(small.shared_memory()))
     # The first time it may grow to what it needs for such a load; the second time it has that.
     runs = [endure(plan), endure(plan._replace(name="again"))]

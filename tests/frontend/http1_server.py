@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 import pytest
 import uvloop
 
+from topics.frontend.answers import take_room
 from topics.frontend.asgi import TRANSPORT, Receive, Scope, Send
 from topics.frontend.http.http1 import Connections, HttpLimits
 from topics.frontend.http.http1_push import PushStream
@@ -83,6 +84,8 @@ class App:
         """Calls that have not ended."""
         self.disconnects = 0
         self.sent_bytes = 0
+        self.asked = self.made = 0
+        """Of `page`."""
         self.errors: list[BaseException] = []
         self.stages: list[str] = []
         self.go = asyncio.Event()
@@ -191,6 +194,14 @@ class App:
 
     async def big(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.answer(send, b"x" * int(scope["query_string"]))
+
+    async def page(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As routes do whose answers may be long: room is taken before it is made."""
+        self.asked += 1
+        await self.body(receive)
+        await take_room(scope, int(scope["query_string"]))
+        self.made += 1
+        await self.big(scope, receive, send)
 
     async def wait(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.body(receive)

@@ -303,6 +303,7 @@ def test_who_waits_for_room_is_bounded(shard: Shard, monkeypatch: pytest.MonkeyP
     on_loop(shard, test)
 
 
+@pytest.mark.usefixtures("much_patience")
 def test_a_crowd_that_does_not_wait_long_takes_no_place_of_a_patient_write(
     shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,23 +320,28 @@ def test_a_crowd_that_does_not_wait_long_takes_no_place_of_a_patient_write(
         assert "for too long" not in error.message
         assert "wait already" in error.message
         await asyncio.wait(patient[:2])
-        waited = re.search(r"full for (\d+\.\d) s", refusal(patient[0]).message)
+        waited = re.search(r"full for (\d+\.\d\d) s", refusal(patient[0]).message)
         assert waited is not None
         assert float(waited[1]) >= 0.1
+        assert shard.shared.control.cell(Role.FRONTEND, 0).get("throttled") == 1, "what is unavailable is not throttled"
 
     on_loop(shard, test, wait_ms=100)
 
 
-def test_at_the_top_of_the_ladder_a_full_ring_refuses_at_once_who_is_not_patient(shard: Shard) -> None:
+def test_at_the_top_of_the_ladder_a_full_ring_refuses_soon_who_is_not_patient(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_module, "ROOM_WAIT_S", DEADLINE_S)
+
     async def test(gateway: Gateway) -> None:
         fill(shard, gateway)
-        gateway.refusing, gateway.retry_after_ms = True, 990
-        hasty, patient = append(gateway), append(gateway, patient=True)
+        gateway.pressed, gateway.retry_after_ms = True, 990
+        hasty, patient = append(gateway, 4000), append(gateway, 4000, patient=True)
         own = gateway.submit(0, TxnPending(), patient=True)  # the service's own work is not what is too much
-        assert hasty.done()
+        await asyncio.wait([hasty])
         error = refusal(hasty)
         assert (error.code, error.detail) == ("throttled", {"retry_after_ms": 990})
-        assert shard.shared.control.cell(Role.FRONTEND, 0).get("throttled") == 1
+        assert shard.shared.control.cell(Role.FRONTEND, 0).get("throttled") >= 1
         assert not patient.done()
         assert not own.done()
         assert gateway.fullness == 1.0
@@ -591,6 +597,25 @@ def test_a_name_that_is_made_again_is_watched_again(shard: Shard) -> None:
         await until(lambda: calls == [1, 1])
         ((again,)) = shard.calls()
         assert again == Watch(first.token, "t", 10, 0)
+
+    on_loop(shard, test)
+
+
+def test_a_topic_that_is_polled_while_too_much_waits_is_watched_once(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(gateway: Gateway) -> None:
+        shard.host("t", 9)
+        for hour in range(1, 4):
+            monkeypatch.setattr(lane, "POSTS_MAX", 0)
+            gateway.watch(0, "t", None, lambda: None).cancel()
+            gateway._watches.sweep(asyncio.get_running_loop().time() + 3600 * hour)
+        told = shard.calls()
+        (watch,) = [call for call in told if isinstance(call, Watch)]
+        assert not any(isinstance(call, Unwatch) for call in told)
+        monkeypatch.undo()
+        gateway._watches.sweep(asyncio.get_running_loop().time() + 3600 * 5)
+        assert shard.calls() == [Unwatch(watch.token, "t")]
 
     on_loop(shard, test)
 

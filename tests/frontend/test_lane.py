@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from topics.frontend.shards import lane as module
-from topics.frontend.shards.lane import Fate, Lane, Waiter
+from topics.frontend.shards.lane import PRESSED_WAIT_S, ROOM_WAIT_S, Fate, Lane, Waiter
 from topics.shm.ring import HEADER_BYTES, Ring
 
 
@@ -17,10 +17,10 @@ class Road:
         self.lane = Lane(self.ring)
         self.last_id = 0
 
-    def offer(self, expires_s: float | None = 10.0, patient: bool = False, refusing: bool = False) -> tuple[int, Fate]:
+    def offer(self, expires_s: float | None = 10.0, patient: bool = False, since_s: float = 0.0) -> tuple[int, Fate]:
         self.last_id += 1
         parts: list[bytes | bytearray | memoryview] = [bytes([self.last_id]) * 240]
-        return self.last_id, self.lane.offer(Waiter(parts, 240, self.last_id, 0.0, expires_s, patient), refusing)
+        return self.last_id, self.lane.offer(Waiter(parts, 240, self.last_id, since_s, expires_s, patient))
 
     def fill(self) -> None:
         while self.ring.pending_bytes + 248 <= self.ring.capacity_bytes:
@@ -46,7 +46,7 @@ def test_first_come_first_sent_whoever_is_patient() -> None:
     for patient in (False, True, False, True):
         assert road.offer(patient=patient)[1] is Fate.WAITS
     assert road.empty() == [5, 6, 7, 8]
-    sent, given_up = road.lane.retry(1.0)
+    sent, given_up = road.lane.retry(1.0, pressed=False)
     assert (ids(sent), given_up) == ([9, 10, 11, 12], [])
     assert road.empty() == [9, 10, 11, 12]
 
@@ -57,7 +57,7 @@ def test_who_comes_later_does_not_overtake() -> None:
     road.offer()
     road.empty()
     assert road.offer()[1] is Fate.WAITS
-    assert ids(road.lane.retry(1.0)[0]) == [5, 6]
+    assert ids(road.lane.retry(1.0, pressed=False)[0]) == [5, 6]
 
 
 def test_time_ends_also_behind_somebody_who_has_more_of_it() -> None:
@@ -66,18 +66,30 @@ def test_time_ends_also_behind_somebody_who_has_more_of_it() -> None:
     kept, _ = road.offer(expires_s=None)
     patient, _ = road.offer(expires_s=5.0, patient=True)
     hasty, _ = road.offer(expires_s=0.25)
-    assert [ids(waiters) for waiters in road.lane.retry(0.25)] == [[], [hasty]]
+    assert [ids(waiters) for waiters in road.lane.retry(0.25, pressed=False)] == [[], [hasty]]
     road.empty()
-    assert [ids(waiters) for waiters in road.lane.retry(4.9)] == [[kept, patient], []]
+    assert [ids(waiters) for waiters in road.lane.retry(4.9, pressed=False)] == [[kept, patient], []]
 
 
-def test_refusing_is_for_a_full_ring_and_for_who_is_not_patient() -> None:
+def test_under_the_greatest_pressure_who_is_not_patient_is_given_up_soon() -> None:
     road = Road()
-    assert road.offer(refusing=True)[1] is Fate.SENT
     road.fill()
-    assert road.offer(refusing=True)[1] is Fate.REFUSED
-    assert road.offer(refusing=True, patient=True)[1] is Fate.WAITS
-    assert road.offer(refusing=True, expires_s=None)[1] is Fate.WAITS
+    hasty, _ = road.offer(expires_s=ROOM_WAIT_S)
+    road.offer(expires_s=5.0, patient=True)
+    road.offer(expires_s=None)
+    younger, _ = road.offer(expires_s=0.01 + ROOM_WAIT_S, since_s=0.01)
+    assert [ids(waiters) for waiters in road.lane.retry(PRESSED_WAIT_S, pressed=False)] == [[], []]
+    assert [ids(waiters) for waiters in road.lane.retry(PRESSED_WAIT_S, pressed=True)] == [[], [hasty]]
+    assert [ids(waiters) for waiters in road.lane.retry(1.0, pressed=True)] == [[], [younger]]
+    assert road.lane.waiting == 2
+
+
+def test_who_finds_room_before_its_time_is_over_is_sent_under_any_pressure() -> None:
+    road = Road()
+    road.fill()
+    hasty, _ = road.offer(expires_s=ROOM_WAIT_S)
+    road.empty()
+    assert [ids(waiters) for waiters in road.lane.retry(0.9 * PRESSED_WAIT_S, pressed=True)] == [[hasty], []]
 
 
 def test_how_many_of_a_kind_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +104,21 @@ def test_how_many_of_a_kind_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert road.lane.waiting == 7
 
 
+@pytest.mark.parametrize("bound", ["POSTS_MAX", "POSTS_BYTES_MAX"])
+def test_beyond_so_many_posts_nothing_is_let_in_that_leaves_one(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+    monkeypatch.setattr(module, bound, {"POSTS_MAX": 3, "POSTS_BYTES_MAX": 3 * 240}[bound])
+    road = Road()
+    road.fill()
+    assert [road.offer(expires_s=None)[1] for _ in range(2)] == [Fate.WAITS] * 2
+    assert (road.lane.crowded, road.offer()[1], road.offer(patient=True)[1]) == (False, Fate.WAITS, Fate.WAITS)
+    # The third, and one of those who were let in before.
+    assert [road.offer(expires_s=None)[1] for _ in range(2)] == [Fate.WAITS] * 2
+    assert (road.lane.crowded, road.offer()[1], road.offer(patient=True)[1]) == (True, Fate.REFUSED, Fate.REFUSED)
+    road.empty()
+    assert len(road.lane.retry(1.0, pressed=False)[0]) == 4
+    assert (road.lane.crowded, road.offer()[1]) == (False, Fate.WAITS)
+
+
 def test_what_those_of_a_kind_hold_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WAITING_BYTES_MAX", 240 * 2)
     road = Road()
@@ -99,7 +126,7 @@ def test_what_those_of_a_kind_hold_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     for patient in (False, True):
         assert [road.offer(patient=patient)[1] for _ in range(3)] == [Fate.WAITS, Fate.WAITS, Fate.REFUSED]
     road.empty()
-    assert len(road.lane.retry(0.0)[0]) == 4
+    assert len(road.lane.retry(0.0, pressed=False)[0]) == 4
     road.empty()
     assert (road.lane.waiting, road.offer()[1]) == (0, Fate.SENT)
     road.fill()
@@ -111,10 +138,10 @@ def test_a_post_in_front_keeps_nobody_whose_time_is_over() -> None:
     road.fill()
     post, _ = road.offer(expires_s=None)
     patient, _ = road.offer(expires_s=5.0, patient=True)
-    assert [ids(waiters) for waiters in road.lane.retry(5.0)] == [[], [patient]]
+    assert [ids(waiters) for waiters in road.lane.retry(5.0, pressed=False)] == [[], [patient]]
     assert road.lane.waiting == 1
     road.empty()
-    assert ids(road.lane.retry(99.0)[0]) == [post]
+    assert ids(road.lane.retry(99.0, pressed=False)[0]) == [post]
 
 
 def test_a_post_keeps_its_place_between_the_requests_around_it() -> None:
@@ -125,7 +152,7 @@ def test_a_post_keeps_its_place_between_the_requests_around_it() -> None:
     road.offer(patient=True)
     road.offer(expires_s=None)
     road.empty()
-    assert ids(road.lane.retry(1.0)[0]) == [5, 6, 7, 8]
+    assert ids(road.lane.retry(1.0, pressed=False)[0]) == [5, 6, 7, 8]
     assert road.empty() == [5, 6, 7, 8]
 
 

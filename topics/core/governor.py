@@ -5,7 +5,7 @@
     commit window           .               │ 0.5 ms … 10 ms ─────────────────────────▶
     deferring               .               .               ◀─ ends   │ begins ────────▶   routers a band lower,
                             .               .               .         .           .        negative priorities paused
-    refusing                .               .               .         .           │ ─▶     429 when a ring is full
+    pressed                 .               .               .         .           │ ─▶     429 soon when a ring is full
 
 A process knows its own pressure (`Governor`); all act on that of the service, the greatest of all processes (`Ladder`).
 
@@ -35,7 +35,7 @@ WINDOW_FROM: Final = 0.4
 WINDOW_US: Final = (500, 10_000)
 DEFER_FROM: Final = 0.8
 DEFER_UNTIL: Final = 0.6
-REFUSE_FROM: Final = 0.95
+PRESSED_FROM: Final = 0.95
 RETRY_AFTER_MS: Final = (100, 1000)
 
 
@@ -81,7 +81,7 @@ class Ladder:
         self.window_us = 0
         """Groups begin at least so far apart."""
         self.deferring = False
-        self.refusing = False
+        self.pressed = False
         self.retry_after_ms = RETRY_AFTER_MS[0]
         """What is refused should not come again sooner."""
 
@@ -92,7 +92,7 @@ class Ladder:
         above = pressure > WINDOW_FROM
         self.window_us = least + round((most - least) * _part(pressure, WINDOW_FROM)) if above else 0
         self.deferring = pressure > (DEFER_UNTIL if self.deferring else DEFER_FROM)
-        self.refusing = pressure >= REFUSE_FROM
+        self.pressed = pressure >= PRESSED_FROM
         least, most = RETRY_AFTER_MS
         self.retry_after_ms = least + round((most - least) * pressure)
 

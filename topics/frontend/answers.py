@@ -11,11 +11,14 @@ from typing import Any, Final
 import msgspec
 
 from topics.core.errors import RETRY_AFTER_S, TopicsError
-from topics.frontend.asgi import Send
+from topics.frontend.asgi import ROOM, Scope, Send
 from topics.frontend.bodies import Headers
+from topics.frontend.http.answer_room import Place
 
 HeaderList = list[tuple[bytes, bytes]]
 
+LIST_BYTES_MAX: Final = 1 << 20
+"""Room that is taken for one page of a list; most are much shorter."""
 GZIP_MIN_BYTES: Final = 1024
 _GZIP_INLINE_BYTES_MAX: Final = 32 * 1024
 _GZIP_LEVEL: Final = 1
@@ -28,6 +31,19 @@ encode_json = msgspec.json.Encoder().encode
 def elapsed_ms(started_ns: int) -> float:
     """Since `started_ns` (time.perf_counter_ns), to the microsecond."""
     return (time.perf_counter_ns() - started_ns) // 1000 / 1000
+
+
+def place_of(scope: Scope) -> Place | None:
+    """Where room is to be taken before an answer is made that may be long; None where each waits for the one before."""
+    place: Place | None = scope.get("extensions", {}).get(ROOM)
+    return place
+
+
+async def take_room(scope: Scope, most_bytes: int) -> None:
+    """Room for an answer of at most so many bytes, as `Place.take`."""
+    place = place_of(scope)
+    if place is not None:
+        await place.take(most_bytes)
 
 
 def send_json(

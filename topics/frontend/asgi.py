@@ -16,3 +16,6 @@ ROUTE: Final = "topics.route"
 
 TRANSPORT: Final = "topics.transport"
 """Key of `scope["state"]`: the asyncio transport of a connection that Hypercorn serves."""
+
+ROOM: Final = "topics.room"
+"""Extension of a scope whose connection has many answers at once: its `http.answer_room.Place`."""

@@ -20,6 +20,8 @@ from topics.walshard.outbox import Outbox
 
 GATHERED_BYTES: Final = 256 * 1024
 """With so much waiting, or a ring that is half full, a group is large enough: who writes much is not held up."""
+LOOK_NS: Final = 1_000_000
+"""How often it is looked whether so much waits: a small ring is full long before a window ends."""
 INTERVALS_MAX: Final = 50
 
 
@@ -51,11 +53,12 @@ class ShardPressure:
         window_ns = self._ladder.window_us * 1000
         if not window_ns or self._outbox.idle:
             return
-        now_ns = self._now_ns()
-        left_ns = self._group_ns + window_ns - now_ns
-        if left_ns > 0 and self._outbox.pending_bytes < GATHERED_BYTES and self._outbox.fullness < FULL_FROM:
-            self._sleep(left_ns / 1e9)
-            self._slept_ns += self._now_ns() - now_ns
+        began_ns = now_ns = self._now_ns()
+        ends_ns = self._group_ns + window_ns
+        while now_ns < ends_ns and self._outbox.pending_bytes < GATHERED_BYTES and self._outbox.fullness < FULL_FROM:
+            self._sleep(min(ends_ns - now_ns, LOOK_NS) / 1e9)
+            now_ns = self._now_ns()
+        self._slept_ns += now_ns - began_ns
 
     def group(self, step: Callable[[], bool]) -> bool:
         """One step of the shard, timed; whether it did something."""

@@ -155,14 +155,14 @@ class Http1Protocol(asyncio.Protocol):
         self._can_write.clear()
         self._deadlines.begin_taking(self.buffered_bytes)
         if self._exchange is None or not self._exchange.pushing:  # of streams the hub knows what they hold
-            self._factory.connections.hold(self)
+            self._factory.connections.kept.hold(self)
         self._settle()
 
     def resume_writing(self) -> None:
         """asyncio: the client has caught up."""
         self.writable = True
         self._deadlines.end_taking()
-        self._factory.connections.let_go(self)
+        self._factory.connections.kept.let_go(self)
         self._can_write.set()
         if self._pending or self._eof:
             self._loop.call_soon(self._go_on)
@@ -345,7 +345,7 @@ class Http1Protocol(asyncio.Protocol):
         if exchange is not self._exchange:
             return
         if not self.writable:
-            self._factory.connections.hold(self)  # that of a stream, too: the hub knows of it no more
+            self._factory.connections.kept.hold(self)  # that of a stream, too: the hub knows of it no more
         if not exchange.keep_alive or self.draining:
             self._end()
             return

@@ -26,9 +26,11 @@ from hypercorn.config import Config
 from topics.frontend.asgi import TRANSPORT, AsgiApp, Message, Receive, Scope, Send
 from topics.frontend.attended import AttendedClock
 from topics.frontend.http import handshake, http2_buffer, patience
+from topics.frontend.http.answer_room import AnswerRoom
 from topics.frontend.http.http1 import Http1Factory
 from topics.frontend.http.http1_connections import Connections
 from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http.kept_answers import KeptAnswers
 from topics.frontend.http.unread import Unread
 from topics.log import get_logger
 
@@ -124,9 +126,11 @@ class _ConnectionContext(WorkerContext):
     wakes when the client has closed it, else Hypercorn would keep the socket until then.
     """
 
-    def __init__(self, watched: Callable[[], Unread]) -> None:
+    def __init__(self, watched: Callable[[], Unread], kept: KeptAnswers) -> None:
         super().__init__(None)
         self.watched = watched
+        self.kept = kept
+        self.room = AnswerRoom()
         self.unread = watched()
         self.terminated = self.end = _Flag()
         self.closed = asyncio.Event()
@@ -199,17 +203,28 @@ class _Protocol(asyncio.StreamReaderProtocol):
     ) -> None:
         super().__init__(reader, connected, loop)
         self._context = context
+        self._wire = cast(asyncio.Transport, None)  # until connection_made, before which nothing is called
+
+    @property
+    def buffered_bytes(self) -> int:
+        return self._wire.get_write_buffer_size()
+
+    def abort(self) -> None:
+        self._wire.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._context.unread.made(cast(asyncio.Transport, transport))
+        self._wire = cast(asyncio.Transport, transport)
+        self._context.unread.made(self._wire)
         super().connection_made(transport)
 
     def pause_writing(self) -> None:
         self._context.unread.begin()
+        self._context.kept.hold(self)
         super().pause_writing()
 
     def resume_writing(self) -> None:
         self._context.unread.taken()
+        self._context.kept.let_go(self)
         super().resume_writing()
 
     def eof_received(self) -> bool | None:
@@ -219,6 +234,7 @@ class _Protocol(asyncio.StreamReaderProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._context.unread.lost()
+        self._context.kept.let_go(self)
         self._context.client_gone()
         self._context.closed.set()
 
@@ -265,7 +281,8 @@ class HypercornConnections:
     def protocol(self, *, has_place: bool = False) -> asyncio.StreamReaderProtocol:
         """The protocol of a connection that is Hypercorn's; `has_place`: it counts among all connections already."""
         reader = asyncio.StreamReader(limit=self._limits.read_high_water_bytes, loop=self._loop)
-        context = _ConnectionContext(partial(Unread, self._limits, self._clock, self._loop))
+        watched = partial(Unread, self._limits, self._clock, self._loop)
+        context = _ConnectionContext(watched, self._connections.kept)
         return _Protocol(reader, partial(self._connected, context, has_place), self._loop, context)
 
     def take(self, transport: asyncio.Transport, data: bytes) -> None:

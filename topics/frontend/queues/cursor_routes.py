@@ -17,7 +17,7 @@ from starlette.datastructures import QueryParams
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
-from topics.frontend.answers import elapsed_ms, send_json, send_object
+from topics.frontend.answers import LIST_BYTES_MAX, elapsed_ms, send_json, send_object, take_room
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import read_body
 from topics.frontend.query import name_after, name_cursor, page_size
@@ -27,6 +27,7 @@ from topics.frontend.reads.page_json import PAGE_MEMBERS, page_values
 from topics.frontend.reads.reading import Page, TopicReader
 from topics.frontend.reads.records import CorruptRecordError, PageOptions
 from topics.frontend.shards.gateway import Gateway
+from topics.frontend.shards.unanswered import is_outcome_unknown
 from topics.frontend.wire import Count
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
@@ -121,6 +122,7 @@ class CursorRoutes:
         name = check_topic_name(scope["path_params"]["topic"])
         query = QueryParams(scope["query_string"])
         most = page_size(query)
+        await take_room(scope, LIST_BYTES_MAX)
         look = CursorLook(name, None, name_after(query.get("cursor"), check_topic_name), most + 1)
         found = (await self._gateway.call(self._owner(name), look, CursorList)).cursors
         answer: dict[str, Any] = {"topic": name, "cursors": [_shown(one) for one in found[:most]]}
@@ -152,11 +154,14 @@ class CursorRoutes:
             verify=True,
         )
         await self._catching_up.one(name)
+        await take_room(scope, max(options.max_batch_bytes, MAX_BATCH_BYTES[0]))
         page, seq, lost = await self._read(name, cursor, options, request.checkpoint)
         passed_on = False
         try:
             self._cell.add("records_out", page.count)
-            await send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
+            answering = send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
+            del page  # as `DiffRoute`
+            await answering
             passed_on = True
         finally:
             if lost is not None:
@@ -178,9 +183,10 @@ class CursorRoutes:
             call = CursorAdvance(name, cursor, revision, seq, page.next_from_seq, read)
             try:
                 moved = await self._gateway.call(owner, call, CursorMoved)
-            except (TopicsError, asyncio.CancelledError):
-                # Nobody waits for the answer any more, but the shard may still move the cursor: it finds this behind.
-                self._gateway.post(owner, lost)
+            except (TopicsError, asyncio.CancelledError) as error:
+                if is_outcome_unknown(error):
+                    # Nobody waits for the answer now, but the shard may still move the cursor: it finds this behind.
+                    self._gateway.post(owner, lost)
                 raise
             if moved.moved:
                 return page, page.next_from_seq, lost if moved.under_way else None

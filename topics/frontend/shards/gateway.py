@@ -75,14 +75,14 @@ class Gateway:
         self._retry_timer: asyncio.TimerHandle | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._spilling: set[asyncio.Task[None]] = set()
-        self._watches = Watches(self._loop, arenas, self.post)
+        self._watches = Watches(self._loop, arenas, self.post, lambda shard: self._links[shard].lane.crowded)
         self._closed = False
         self.on_dealt: Callable[[Dealt], None] | None = None
         """Who gets jobs that a shard deals out."""
         self.on_restart: list[Callable[[int], None]] = []
         """Who is told of a shard that was started again: it has forgotten who waits at it."""
-        self.refusing = False
-        """Who finds a ring full is told at once to come back later, instead of after ROOM_WAIT_S."""
+        self.pressed = False
+        """Who finds a ring full is told to come back later after PRESSED_WAIT_S, instead of ROOM_WAIT_S."""
         self.retry_after_ms = 100
 
     @property
@@ -192,14 +192,17 @@ class Gateway:
 
     # -- sending
 
-    def post(self, shard: int, request: Call) -> bool:
+    def post(self, shard: int, request: Call, may_be_lost: bool = False) -> bool:
         """Sends a request whose answer does not matter; kept, in order, for as long as the ring is full. False: it is
-        too long for the ring and /dev/shm has no room for it, so it is not sent.
+        not sent, being too long for the ring while /dev/shm has no room for it, or `may_be_lost` while too many wait.
         """
+        lane = self._links[shard].lane
+        if may_be_lost and lane.crowded:
+            return False
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_call(request_id, request)
         length = sum(map(len, parts))
-        if length > self._links[shard].lane.message_max_bytes:
+        if length > lane.message_max_bytes:
             # At once, and not in a thread: what is posted behind it may not overtake it.
             try:
                 parts = self._spills.put(Kind.CALL, request_id, parts, length)
@@ -269,36 +272,37 @@ class Gateway:
 
     def _push(self, shard: int, waiter: Waiter) -> None:
         link = self._links[shard]
-        fate = link.lane.offer(waiter, self.refusing)
+        fate = link.lane.offer(waiter)
         if fate is Fate.SENT:
             self._signal(link)
             return
         self._cell.add("ring_full")
         if fate is Fate.REFUSED:
-            pressed = self.refusing and not waiter.patient
-            crowd = "as many requests as may wait for room in the shard's ring wait already"
-            self._reject(waiter.request_id, "the shard has more work than it can take" if pressed else crowd)
+            self._reject(waiter.request_id, "as many requests as may wait for room in the shard's ring wait already")
         elif self._retry_timer is None:
             self._retry_timer = self._loop.call_later(ROOM_RETRY_S, self._retry)
 
     def _retry(self) -> None:
-        """Room may have come: the ring does not say so, hence the timer (it runs only while someone waits)."""
+        """Room may have come from a shard that has nothing to answer (this runs only while someone waits)."""
         self._retry_timer = None
-        now_s = self._loop.time()
         for link in self._links:
-            if not link.lane.waiting:
-                continue
-            sent, given_up = link.lane.retry(now_s)
-            for waiter in given_up:
-                self._reject(waiter.request_id, f"the shard's ring has been full for {now_s - waiter.since_s:.1f} s")
-            for waiter in sent:
-                request = self._unanswered.get(waiter.request_id)
-                if request is not None:
-                    request.throttled_s = now_s - waiter.since_s
-            if sent:
-                self._signal(link)
-            if link.lane.waiting and self._retry_timer is None:
-                self._retry_timer = self._loop.call_later(ROOM_RETRY_S, self._retry)
+            self._send_waiting(link)
+
+    def _send_waiting(self, link: _Link) -> None:
+        if not link.lane.waiting:
+            return
+        now_s = self._loop.time()
+        sent, given_up = link.lane.retry(now_s, self.pressed)
+        for waiter in given_up:
+            self._reject(waiter.request_id, f"the shard's ring has been full for {now_s - waiter.since_s:.2f} s")
+        for waiter in sent:
+            request = self._unanswered.get(waiter.request_id)
+            if request is not None:
+                request.throttled_s = now_s - waiter.since_s
+        if sent:
+            self._signal(link)
+        if link.lane.waiting and self._retry_timer is None:
+            self._retry_timer = self._loop.call_later(ROOM_RETRY_S, self._retry)
 
     def _reject(self, request_id: int, why: str) -> None:
         """Nothing of this request has reached a shard."""
@@ -306,11 +310,11 @@ class Gateway:
         request = self._unanswered.withdraw(request_id)
         if request is None:
             return
-        self._cell.add("throttled")
         what = f"{why}; nothing of this request was done, send it again later"
         if request.patient:
             fail(request.future, TopicsError("shard_unavailable", what))
         else:
+            self._cell.add("throttled")
             fail(request.future, TopicsError("throttled", what, {"retry_after_ms": self.retry_after_ms}))
 
     def _signal(self, link: _Link) -> None:
@@ -343,6 +347,7 @@ class Gateway:
                 self._take(shard, message)
         finally:
             link.replies.consume(position)
+        self._send_waiting(link)  # what was answered has left the ring of requests
 
     def _take(self, shard: int, message: memoryview) -> None:
         kind, request_id, _count = messages.head(message)

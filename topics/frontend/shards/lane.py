@@ -7,6 +7,9 @@ offer ──▶ [ hasty   ] ─┐                 ┌─▶ ring ──▶ the 
 Three queues, each by age, so that those whose time is over stand in front; each with a bound of its own, so that a
 crowd of one kind takes no place of another. They are sent in one order, that of `request_id`: a post never overtakes
 the request that it follows, nor the other way round.
+
+A post is never refused, since nobody would know of one that was lost. Its bound is at what leaves posts behind: while
+there are POSTS_MAX no request is let in, and a request that was refused leaves none.
 """
 
 from __future__ import annotations
@@ -22,15 +25,23 @@ from topics.shm.ring import Ring
 
 ROOM_WAIT_S: Final = 0.25
 """How long a request waits for room in a full ring before it is told to come back later."""
+PRESSED_WAIT_S: Final = 0.05
+"""And how long when the service is pressed as hard as can be: early, but not at once. To refuse takes the time of this
+process as well, and whoever comes again at once would take all of it, so that less is done than there is room for."""
 WAITERS_MAX: Final = 1024
 """How many of one kind wait for room in one ring."""
 WAITING_BYTES_MAX: Final = 32 * 2**20
-"""What they may hold in memory. Posts have no bound: nobody would know of one that was dropped, and they are short."""
+"""What they may hold in memory."""
+POSTS_MAX: Final = 16_384
+"""From so many posts on, requests are refused: more streams than a service has by default may end at once before that.
+Beyond it comes what requests and streams that were let in before leave behind, one each, and each topic's watch."""
+POSTS_BYTES_MAX: Final = 8 * 2**20
+"""And from so many bytes on: the positions of one stream may be 70 KiB."""
 
 
 class Waiter(msgspec.Struct):
     """A message on its way. Without an end (`expires_s` None) it is kept until there is room: nobody awaits it. A
-    `patient` one is not refused for the ring being full, only when too many of its kind wait or its time is over.
+    `patient` one waits for as long under pressure, too.
     """
 
     parts: list[Part]
@@ -58,6 +69,10 @@ class _Queue:
 
     def has_room_for(self, waiter: Waiter) -> bool:
         return len(self.waiters) < WAITERS_MAX and self.size_bytes + waiter.length_bytes <= WAITING_BYTES_MAX
+
+    @property
+    def crowded(self) -> bool:
+        return len(self.waiters) >= POSTS_MAX or self.size_bytes >= POSTS_BYTES_MAX
 
     def add(self, waiter: Waiter) -> None:
         self.waiters.append(waiter)
@@ -89,31 +104,39 @@ class Lane:
         return sum([len(queue.waiters) for queue in self._queues])
 
     @property
+    def crowded(self) -> bool:
+        """As many posts wait as may: whatever can do without another one should."""
+        return self._posts.crowded
+
+    @property
     def fullness(self) -> float:
         """Of the ring, 0 to 1; 1 as long as somebody waits."""
         return 1.0 if self.waiting else self._ring.pending_bytes / self._ring.capacity_bytes
 
-    def offer(self, waiter: Waiter, refusing: bool) -> Fate:
-        """Sends it, or lets it wait; when `refusing` who is not patient does not."""
+    def offer(self, waiter: Waiter) -> Fate:
+        """Sends it, or lets it wait if there is room for those who wait."""
         if not self.waiting and self._ring.push(*waiter.parts):
             return Fate.SENT
         if waiter.expires_s is None:
             self._posts.add(waiter)
             return Fate.WAITS
         queue = self._patient if waiter.patient else self._hasty
-        if not queue.has_room_for(waiter) or (refusing and not waiter.patient):
+        if self._posts.crowded or not queue.has_room_for(waiter):
             return Fate.REFUSED
         queue.add(waiter)
         return Fate.WAITS
 
-    def retry(self, now_s: float) -> tuple[list[Waiter], list[Waiter]]:
+    def retry(self, now_s: float, pressed: bool) -> tuple[list[Waiter], list[Waiter]]:
         """Room may have come: (those who are sent, those whose time was over)."""
         sent: list[Waiter] = []
         given_up: list[Waiter] = []
         for queue in (self._hasty, self._patient):
             while queue.waiters:
-                expires_s = queue.waiters[0].expires_s
+                first = queue.waiters[0]
+                expires_s = first.expires_s
                 assert expires_s is not None, "who waits without an end is a post"
+                if pressed and queue is self._hasty:
+                    expires_s = min(expires_s, first.since_s + PRESSED_WAIT_S)
                 if expires_s > now_s:
                     break
                 given_up.append(queue.pop())
