@@ -1,5 +1,5 @@
-"""The segment: a run of one topic's records taken out of the log. Two files, named by the first seq; nothing else knows
-an offset in them. All integers are little-endian.
+"""The segment: a run of one topic's records taken out of the log. Two files, named by the first seq; others have
+their offsets from here. All integers are little-endian.
 
 `seg-<20 digits>.data`: frames back to back from offset 0, ascending by seq. A frame is the record's Append frame of the
 log (`frame.py`) without type and topic_id, and with a byte behind it:
