@@ -245,6 +245,20 @@ class LeaseMachine(RuleBasedStateMachine):
         for seq in seqs:
             self.model.jobs[seq].until(self.now, lease_ms)
 
+    @rule(picks=st.lists(st.integers(0, 30), min_size=1, max_size=6, unique=True))
+    def carry(self, picks: list[int]) -> None:
+        """A redrive takes what nobody has."""
+        self.advance()
+        live = sorted(self.model.jobs.keys() | self.done)
+        seqs = sorted({live[pick % len(live)] for pick in picks}) if live else []
+        free = set(self.model.ready(self.now))
+        free |= {seq for seq, job in self.model.jobs.items() if job.until_ms and not job.node and not job.held}
+        carried = self.leases.carry(seqs, 3, self.now)
+        assert carried == [seq for seq in seqs if seq in free]
+        for seq in carried:
+            job = self.model.jobs[seq]
+            job.held, job.returned, job.until_ms = True, False, self.now.mono_ms + CARRY_MS
+
     @rule(back=st.booleans())
     def dead_letters_arrive_or_not(self, back: bool) -> None:
         seqs = sorted(seq for seq, job in self.model.jobs.items() if job.held)

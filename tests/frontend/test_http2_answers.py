@@ -117,6 +117,17 @@ def test_nothing_is_left_of_a_connection_that_is_closed(server: Server) -> None:
     until(lambda: not server.app.running, "the calls to end")
     assert server.connections.kept.held_bytes == 0
     assert server.app.made == AT_ONCE
+    assert "cut" not in server.app.stages, "they ended only when they were cancelled"
+
+
+def test_what_might_have_been_longer_holds_as_much_as_it_is_long(server: Server) -> None:
+    with server.client() as client:
+        streams = streams_of(client)
+        pages = [streams.ask(f"/page?{PAGE_BYTES}-{KEPT_MAX_BYTES // 2}") for _ in range(PAGES)]
+        # For the last of them half of the room was left: they are not two, as if all were as long as they might be.
+        assert kept_when_all_have_asked(server, PAGES) == PAGE_BYTES * (AT_ONCE // 2 + 1)
+        streams.take(*pages)
+        streams.read_to_the_end_of(*pages)
 
 
 def test_who_takes_nothing_holds_up_the_others_of_its_connection_for_a_time_only() -> None:

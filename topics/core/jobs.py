@@ -237,10 +237,12 @@ class Jobs:
         """Takes jobs off their places: returned ones first, then by seq."""
         seqs: list[int] = []
         dead: list[int] = []
+        last_seq = 0
         while self._returned and len(seqs) < most and len(dead) < DEAD_PER_TAKE_MAX:
             seq = heappop(self._returned)
             job = self._jobs.get(seq)
-            if job is not None and job.phase == Phase.RETURNED:
+            if job is not None and job.phase == Phase.RETURNED and seq != last_seq:
+                last_seq = seq  # one that was carried off and came back is in it twice
                 (dead if deliveries_max and job.deliveries >= deliveries_max else seqs).append(seq)
         wanted = most - len(seqs)
         if not wanted:
@@ -248,7 +250,8 @@ class Jobs:
         ready: list[int] = []
         while self._ready and len(ready) < wanted:
             seq = heappop(self._ready)
-            if seq in self._jobs:
+            job = self._jobs.get(seq)
+            if job is not None and job.phase == Phase.READY:
                 ready.append(seq)
         fresh = self._fresh(wanted, ready)
         kept = wanted - len(fresh)

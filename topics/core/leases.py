@@ -20,6 +20,7 @@ from topics.core.seq_set import Run, seqs_of
 CARRY_MS: Final = 30_000
 """A frontend that does not bring a job to the dead letters in this time has failed to."""
 LEASE_NO_END: Final = 1 << 64
+_FREE: Final = (Phase.READY, Phase.RETURNED, Phase.DELAYED)
 
 
 class Leased(NamedTuple):
@@ -118,12 +119,32 @@ class Leases(Jobs):
         """
         seqs, dead = self._take(most, deliveries_max)
         for seq in dead:
-            job = self._jobs[seq]
-            job.holder = (carrier, 0)
-            job.due_ms = now.mono_ms + CARRY_MS
-            self._set(seq, job, Phase.HELD)
-            heappush(self._due, (job.due_ms, seq))
+            self._carry(seq, self._jobs[seq], carrier, now)
         return seqs, dead
+
+    def carry(self, seqs: Iterable[int], carrier: int, now: Now) -> list[int]:
+        """Of these live records the jobs that nobody has and that wait for nothing but a delay: HELD, as dead ones in
+        `take`. Call `advance` first.
+        """
+        carried = []
+        for seq in seqs:
+            job = self._jobs.get(seq)
+            if job is None:
+                if seq in self.done:
+                    continue
+                job = self._track(seq, Job())
+            elif job.phase not in _FREE:
+                continue
+            self._carry(seq, job, carrier, now)
+            carried.append(seq)
+        self._tidy()
+        return carried
+
+    def _carry(self, seq: int, job: Job, carrier: int, now: Now) -> None:
+        job.holder = (carrier, 0)
+        job.due_ms = now.mono_ms + CARRY_MS
+        self._set(seq, job, Phase.HELD)
+        heappush(self._due, (job.due_ms, seq))
 
     def lease(self, seqs: list[int], node: str, lease_ms: int, now: Now, holder: Holder | None) -> Leased:
         """Leases what was taken."""

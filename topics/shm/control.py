@@ -12,7 +12,7 @@ own. So each word has one writer, and `status` works while a child is dead or re
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
 from typing import Final
 
@@ -244,6 +244,12 @@ class Cell:
 
     def set(self, field: str, value: int) -> None:
         self._words[self._index[field]] = value
+
+    def set_all(self, values: Mapping[str, int]) -> None:
+        """In their order."""
+        words, index = self._words, self._index
+        for field, value in values.items():
+            words[index[field]] = value
 
     def add(self, field: str, amount: int = 1) -> None:
         self._words[self._index[field]] += amount

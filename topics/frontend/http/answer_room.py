@@ -18,16 +18,17 @@ KEPT_MAX_BYTES: Final = 16 * 2**20
 
 
 class AnswerRoom:
-    """Of one connection."""
+    """Of one connection, or of whatever else has `most_bytes` for the answers of many."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = KEPT_MAX_BYTES) -> None:
+        self._most_bytes = most_bytes
         self.held_bytes = 0
         self.waiting: dict[Place, None] = {}
         """In the order in which they came."""
 
     def fits(self, size_bytes: int) -> bool:
         """Whether it may be made now. One that is longer than all of the room is made when nothing else is kept."""
-        return not self.held_bytes or self.held_bytes + size_bytes <= KEPT_MAX_BYTES
+        return not self.held_bytes or self.held_bytes + size_bytes <= self._most_bytes
 
     def let_in(self) -> None:
         """Those for whom there is room now."""

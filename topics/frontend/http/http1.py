@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
-from topics.frontend.asgi import AsgiApp, Scope
+from topics.frontend.asgi import DELIVER, AsgiApp, Scope
 from topics.frontend.attended import AttendedClock
 from topics.frontend.http.http1_connections import Connections
 from topics.frontend.http.http1_deadlines import Awaited, Deadlines, Verdict
@@ -154,6 +154,8 @@ class Http1Protocol(asyncio.Protocol):
         self.writable = False
         self._can_write.clear()
         self._deadlines.begin_taking(self.buffered_bytes)
+        if self._exchange is not None:
+            self._exchange.paused()
         if self._exchange is None or not self._exchange.pushing:  # of streams the hub knows what they hold
             self._factory.connections.kept.hold(self)
         self._settle()
@@ -253,7 +255,7 @@ class Http1Protocol(asyncio.Protocol):
             "client": self._client,
             "server": self._server,
             "state": factory.state.copy(),
-            "extensions": {"topics.push": exchange.push},
+            "extensions": {"topics.push": exchange.push, DELIVER: exchange.deliver},
         }
 
     def _start_app(self, scope: Scope) -> None:
@@ -319,6 +321,16 @@ class Http1Protocol(asyncio.Protocol):
     async def wait_writable(self) -> None:
         """Until the client has caught up, or is gone."""
         await self._can_write.wait()
+
+    async def wait_emptied(self) -> None:
+        """Until the transport keeps nothing for the client, or it is gone; it is to take that as all else."""
+        self._transport.set_write_buffer_limits(high=0)
+        try:
+            if not self.writable:
+                await self._can_write.wait()
+        finally:
+            if not self.closing:
+                self._transport.set_write_buffer_limits(high=self._limits.write_high_water_bytes)
 
     def body_wanted(self) -> None:
         """The app has taken what was there, or waits for more."""

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import hypercorn.protocol
 from h2.errors import ErrorCodes
-from h2.events import Event, StreamReset
+from h2.events import Event, RequestReceived, StreamReset
 from h2.exceptions import ProtocolError
 from hypercorn.config import Config
 from hypercorn.events import Closed, Updated
@@ -32,7 +32,7 @@ from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.typing import AppWrapper, WorkerContext
 from hypercorn.typing import Event as IOEvent
 
-from topics.frontend.asgi import ROOM
+from topics.frontend.asgi import DELIVER, ROOM, Send
 from topics.frontend.http.answer_room import Place
 from topics.frontend.http.kept_answers import KeptAnswers
 from topics.frontend.http.unread import Unread
@@ -46,6 +46,8 @@ class BoundedBuffer(StreamBuffer):
     abort: Callable[[], None]
     """Its client takes nothing, or too little of all that is kept."""
     kept: KeptAnswers
+    cut = False
+    """Closed before its client was told that this is all."""
 
     def __init__(self, event_class: type[IOEvent]) -> None:
         super().__init__(event_class)
@@ -67,6 +69,7 @@ class BoundedBuffer(StreamBuffer):
 
     async def close(self) -> None:
         """Nothing more is sent, and nobody waits for it."""
+        self.cut |= not self._ended.is_set()
         self._parts.clear()
         self.buffered_bytes = 0
         await super().close()
@@ -214,6 +217,21 @@ class BoundedProtocol(H2Protocol):
             for buffer in self.stream_buffers.values():
                 await buffer.close()
         await super().handle(event)
+
+    async def _create_stream(self, request: RequestReceived) -> None:
+        await super()._create_stream(request)
+        stream = self.streams.get(request.stream_id)
+        if isinstance(stream, BoundedStream):
+            cast("dict[str, Any]", stream.scope["extensions"])[DELIVER] = partial(self._deliver, request.stream_id)
+
+    async def _deliver(self, stream_id: int, send: Send, body: bytes) -> None:
+        """The whole body, as `http.delivery` says. Of a stream that was closed before its end `send` says nothing."""
+        buffer = self.stream_buffers.get(stream_id)
+        assert isinstance(buffer, BoundedBuffer | None)
+        await send({"type": "http.response.body", "body": body})
+        if buffer is None or buffer.cut:
+            raise ConnectionResetError("the stream is closed")
+        await self.context.emptied()  # type: ignore[attr-defined]
 
     async def _send_data(self, stream_id: int) -> None:
         buffer = self.stream_buffers.get(stream_id)

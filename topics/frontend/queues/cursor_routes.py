@@ -18,8 +18,9 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
 from topics.frontend.answers import LIST_BYTES_MAX, elapsed_ms, send_json, send_object, take_room
-from topics.frontend.asgi import Receive, Scope, Send
+from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
 from topics.frontend.bodies import read_body
+from topics.frontend.http.answer_room import AnswerRoom, Place
 from topics.frontend.query import name_after, name_cursor, page_size
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES, node_set
@@ -44,6 +45,8 @@ from topics.shm.cursor_messages import (
 )
 
 LIMIT_MAX: Final = 2000
+MOVING_MAX_BYTES: Final = 256 * 2**20
+"""Of pages whose cursors are being moved, in this process: they are made, and their shard may be slow."""
 TRIES_MAX: Final = 100
 """How often a read may find that others were faster, before its client is told to come back."""
 
@@ -93,6 +96,7 @@ class CursorRoutes:
         self._settings = settings
         self._cell = cell
         self._reads = itertools.count(1)
+        self._moving = AnswerRoom(MOVING_MAX_BYTES)
 
     async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -154,11 +158,19 @@ class CursorRoutes:
             verify=True,
         )
         await self._catching_up.one(name)
-        await take_room(scope, max(options.max_batch_bytes, MAX_BATCH_BYTES[0]))
-        page, seq, lost = await self._read(name, cursor, options, request.checkpoint)
+        most_bytes = max(options.max_batch_bytes, MAX_BATCH_BYTES[0])
+        await take_room(scope, most_bytes)
+        moving = Place(self._moving)
+        try:
+            await moving.take(most_bytes)
+            page, seq, lost = await self._read(name, cursor, options, request.checkpoint)
+        finally:
+            moving.close()
         passed_on = False
         try:
             self._cell.add("records_out", page.count)
+            if lost is not None:
+                send = _delivering(scope["extensions"][DELIVER], send)
             answering = send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
             del page  # as `DiffRoute`
             await answering
@@ -209,6 +221,18 @@ class CursorRoutes:
 
     def _owner(self, name: str) -> int:
         return owner_shard(name, self._gateway.shards)
+
+
+def _delivering(deliver: Deliver, send: Send) -> Send:
+    """For an answer in one message: it has been passed on when that returns."""
+
+    async def send_or_deliver(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await deliver(send, message["body"])
+        else:
+            await send(message)
+
+    return send_or_deliver
 
 
 def _names(scope: Scope) -> tuple[str, str]:

@@ -59,6 +59,7 @@ class ExtendBody(JobsBody, kw_only=True, gc=False):
 class RedriveBody(msgspec.Struct, gc=False):
     source: str = msgspec.field(name="from")
     max: Count = 100
+    from_seq: Count = 0
 
 
 _claim_decoder = wire.decoder(ClaimBody)
@@ -215,8 +216,10 @@ class QueueRoutes:
         if self._reader.get(name).config.type != "queue":
             raise not_a_queue(name)
         most = max(1, min(request.max, self._settings.max_claim))
-        redriven = await self._dead_letters.redrive(name, source, most)
-        answer: dict[str, Any] = {"topic": name, "from": source, "redriven": redriven}
+        redriven = await self._dead_letters.redrive(name, source, request.from_seq, most)
+        answer: dict[str, Any] = {"topic": name, "from": source, "redriven": redriven.moved}
+        if redriven.next_from_seq is not None:
+            answer["next_from_seq"] = redriven.next_from_seq
         await send_object(send, headers, 200, answer, started_ns)
 
     async def _body(self, decoder: msgspec.json.Decoder[BodyT], receive: Receive, headers: Headers) -> BodyT:
