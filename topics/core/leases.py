@@ -1,4 +1,4 @@
-"""The lease machine of one queue (api §9): who has which job, until when. Pure; `jobs.py` has the picture.
+"""The lease machine of one queue (api §9): who has which job, until when. Pure; `job.py` has the picture.
 
 What it is asked to do it does at once; what must be in the log first is `hold`ed until then. Time is passed in. Leases
 and delays run on the monotonic clock; what is told to clients and logged is the wall clock of that moment.
@@ -13,7 +13,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from topics.core.jobs import Holder, Job, Jobs, Now, Phase
+from topics.core.job import Holder, Job, Now, Phase
+from topics.core.jobs import Jobs
 from topics.core.queue_state import LeaseBody, QueueState
 from topics.core.seq_set import Run, seqs_of
 
