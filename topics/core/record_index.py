@@ -32,6 +32,9 @@ class RecordIndex(Protocol):
     def pick_live(self, seqs: Sequence[int]) -> tuple[list[int], int]:
         """Which of them (ascending) are neither deleted nor lost, and their bytes in the log."""
 
+    def behind_deleted(self, seq: int) -> int:
+        """The first seq from `seq` on that is not in a sealed segment of which every record is deleted."""
+
     def flag_deleted(self, seqs: Sequence[int]) -> None:
         """Ascending; those that are gone already are passed over."""
 

@@ -229,14 +229,14 @@ class Topic:
         if match is None:
             # Lost ones below are given up like those that live.
             records, size_bytes = self._live_below(last_seq + 1)
-            return Deletion(last_seq + 1, (), records, size_bytes, front_from(self.index, last_seq + 1, self.head_seq))
+            return Deletion(last_seq + 1, (), records, size_bytes, self._front_from(last_seq + 1))
         seqs, size_bytes = self.index.pick_live(find(match, self.earliest_seq, last_seq))
         return Deletion(
             0,
             tuple(seqs),
             len(seqs),
             size_bytes,
-            front_from(self.index, self.earliest_seq, self.head_seq, frozenset(seqs)),
+            self._front_from(self.earliest_seq, frozenset(seqs)),
         )
 
     def plan_removal(self, seqs: Sequence[int], dying: Set[int], earliest_seq: int = 0) -> Deletion:
@@ -249,9 +249,7 @@ class Topic:
             live.append(seq)
             size_bytes += offset_len >> 32
         earliest_seq = max(earliest_seq, self.earliest_seq)
-        front = (
-            front_from(self.index, earliest_seq, self.head_seq, dying) if earliest_seq in dying else Front(earliest_seq)
-        )
+        front = self._front_from(earliest_seq, dying) if earliest_seq in dying else Front(earliest_seq)
         return Deletion(0, tuple(live), len(live), size_bytes, front)
 
     def live_from(self, seq: int, most: int) -> list[int]:
@@ -340,7 +338,7 @@ class Topic:
         if seq <= self.earliest_seq:
             return None
         records, size_bytes = self._live_below(seq)
-        front = front_from(self.index, seq, self.head_seq)
+        front = self._front_from(seq)
         floors = msgspec.structs.replace(
             self.floors(),
             earliest_seq=front.earliest_seq,
@@ -354,7 +352,7 @@ class Topic:
 
     def lay_open_lost(self) -> None:
         """Recovery: the first records may turn out to be lost."""
-        front = front_from(self.index, self.earliest_seq, self.head_seq)
+        front = self._front_from(self.earliest_seq)
         if front.earliest_seq > self.earliest_seq:
             floors = msgspec.structs.replace(self.floors(), earliest_seq=front.earliest_seq)
             self._move(floors.evicted(front.lost_below_seq, front.lost_reason))
@@ -405,6 +403,9 @@ class Topic:
         if not self.records:
             floors = msgspec.structs.replace(self.floors(), earliest_seq=last_seq + 1)
             self._move(floors.evicted(last_seq + 1, reason))
+
+    def _front_from(self, seq: int, dying: Set[int] = frozenset()) -> Front:
+        return front_from(self.index, seq, self.head_seq, dying, self.index.behind_deleted)
 
     def _settle(self, seq: int) -> None:
         self.earliest_seq = seq
