@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from tests.frontend.live import DEADLINE_S, Live, on_loop, until
+from tests.frontend.test_watch import cram, posts
 from topics.core.errors import TopicsError
 from topics.frontend.queues.cursor_routes import CursorRoutes
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
@@ -108,6 +109,25 @@ def test_records_whose_client_has_gone_are_read_again(tmp_path: Path) -> None:
         assert await reader.read(2) == [1, 2]
         assert await reader.read(2) == [3]
         await reader.persisted(3)
+
+    on_loop(tmp_path, test)
+
+
+def test_reads_that_a_full_ring_refuses_leave_nothing_behind(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        reader = Reader(live)
+        await reader.make(3)
+        fetch_page = live.reader.fetch_page
+
+        async def fetch_and_cram(*args: Any) -> Page:
+            cram(live)
+            return await fetch_page(*args)
+
+        live.reader.fetch_page = fetch_and_cram  # type: ignore[assignment, method-assign]
+        with pytest.raises(TopicsError) as refused:
+            await reader.read(2)
+        assert refused.value.code == "throttled"
+        assert posts(live) == 0
 
     on_loop(tmp_path, test)
 

@@ -599,6 +599,25 @@ def test_a_name_that_is_made_again_is_watched_again(shard: Shard) -> None:
     on_loop(shard, test)
 
 
+def test_a_topic_that_is_polled_while_too_much_waits_is_watched_once(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(gateway: Gateway) -> None:
+        shard.host("t", 9)
+        for hour in range(1, 4):
+            monkeypatch.setattr(lane, "POSTS_MAX", 0)
+            gateway.watch(0, "t", None, lambda: None).cancel()
+            gateway._watches.sweep(asyncio.get_running_loop().time() + 3600 * hour)
+        told = shard.calls()
+        (watch,) = [call for call in told if isinstance(call, Watch)]
+        assert not any(isinstance(call, Unwatch) for call in told)
+        monkeypatch.undo()
+        gateway._watches.sweep(asyncio.get_running_loop().time() + 3600 * 5)
+        assert shard.calls() == [Unwatch(watch.token, "t")]
+
+    on_loop(shard, test)
+
+
 def test_a_watch_ends_some_time_after_its_last_listener(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watches, "LINGER_S", 0.0)
 

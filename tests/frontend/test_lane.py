@@ -104,6 +104,21 @@ def test_how_many_of_a_kind_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert road.lane.waiting == 7
 
 
+@pytest.mark.parametrize("bound", ["POSTS_MAX", "POSTS_BYTES_MAX"])
+def test_beyond_so_many_posts_nothing_is_let_in_that_leaves_one(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+    monkeypatch.setattr(module, bound, {"POSTS_MAX": 3, "POSTS_BYTES_MAX": 3 * 240}[bound])
+    road = Road()
+    road.fill()
+    assert [road.offer(expires_s=None)[1] for _ in range(2)] == [Fate.WAITS] * 2
+    assert (road.lane.crowded, road.offer()[1], road.offer(patient=True)[1]) == (False, Fate.WAITS, Fate.WAITS)
+    # The third, and one of those who were let in before.
+    assert [road.offer(expires_s=None)[1] for _ in range(2)] == [Fate.WAITS] * 2
+    assert (road.lane.crowded, road.offer()[1], road.offer(patient=True)[1]) == (True, Fate.REFUSED, Fate.REFUSED)
+    road.empty()
+    assert len(road.lane.retry(1.0, pressed=False)[0]) == 4
+    assert (road.lane.crowded, road.offer()[1]) == (False, Fate.WAITS)
+
+
 def test_what_those_of_a_kind_hold_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WAITING_BYTES_MAX", 240 * 2)
     road = Road()

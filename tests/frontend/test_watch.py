@@ -9,7 +9,7 @@ from typing import NoReturn, cast
 
 import pytest
 
-from tests.frontend.live import Live, on_loop, until
+from tests.frontend.live import DEADLINE_S, Live, on_loop, until
 from tests.storage.faults import Fault, FaultyFileSystem
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyRing
@@ -20,7 +20,7 @@ from topics.frontend.live import sessions as module
 from topics.frontend.live.sessions import SESSION_TTL_MS, Follow, Session, Sessions
 from topics.frontend.live.watch import WatchRoutes, accepts_event_stream
 from topics.frontend.reads.catching_up import CatchingUp
-from topics.frontend.shards import spills
+from topics.frontend.shards import gateway, lane, spills
 from topics.shm.cap import Cap
 from topics.shm.key_counts import KeyCounts
 from topics.shm.names import objects
@@ -227,6 +227,79 @@ def test_a_stream_that_nobody_waits_for_is_abandoned_however_full_the_ring_is(tm
         known = live.rig.shard._sessions._sessions
         await until(lambda: known[wid].newest_stream)
         await until(lambda: known[wid].stream is None)
+
+    on_loop(tmp_path, test)
+
+
+def cram(live: Live) -> None:
+    """The shard stands still for good, and its ring has no room for the shortest request."""
+    live.shard_up = False
+    ring = live.rig.shared.rings[0][0].requests
+    for length_bytes in (10_000, 1000, 100, 10, 1):
+        while ring.push(b"x" * length_bytes):
+            pass
+
+
+def posts(live: Live) -> int:
+    """How many wait for room, nobody awaiting them."""
+    return len(live.gateway._links[0].lane._posts.waiters)
+
+
+def test_a_stream_that_is_refused_by_a_full_ring_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        sessions = sessions_of(live)
+        wid = await sessions.create(SESSION)
+        cram(live)
+        refused = await asyncio.gather(*[refusal(sessions, wid) for _ in range(50)])
+        assert {error.code for error in refused} == {"throttled"}
+        assert posts(live) == 0
+
+    on_loop(tmp_path, test)
+
+
+def test_clients_that_do_not_wait_for_a_full_ring_fill_it_with_their_ends_up_to_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "POSTS_MAX", 20)
+    monkeypatch.setattr(gateway, "ROOM_WAIT_S", DEADLINE_S)
+
+    async def test(live: Live) -> None:
+        sessions = sessions_of(live)
+        wid = await sessions.create(SESSION)
+        fill(live)
+        live.gateway.pressed = False
+        for _ in range(30):
+            opening = asyncio.create_task(sessions.open(wid))
+            await asyncio.sleep(0)
+            opening.cancel()
+            await asyncio.wait([opening])
+        assert posts(live) == 20
+        live.shard_up = True
+        known = live.rig.shard._sessions._sessions
+        await until(lambda: not posts(live) and known[wid].stream is None)
+        assert (await sessions.open(wid)).session == SESSION
+
+    on_loop(tmp_path, test)
+
+
+def test_where_too_much_waits_a_stream_ends_without_its_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "POSTS_BYTES_MAX", 100_000)
+    positions = {f"{n:0255}": n for n in range(256)}
+
+    async def test(live: Live) -> None:
+        sessions = sessions_of(live)
+        wids = [await sessions.create(SESSION) for _ in range(50)]
+        streams = [await sessions.open(wid) for wid in wids]
+        fill(live)
+        for opened in streams:
+            sessions.close(opened, positions)
+        assert live.gateway._links[0].lane._posts.size_bytes < 100_000 + 70_000 + 50 * 100
+        live.shard_up = True
+        known = live.rig.shard._sessions._sessions
+        await until(lambda: all(known[wid].stream is None for wid in wids))
+        assert {known[wid].exact for wid in wids} == {True, False}
 
     on_loop(tmp_path, test)
 

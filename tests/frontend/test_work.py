@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from tests.frontend.live import Live, Wire, on_loop, until
+from tests.frontend.test_watch import cram, posts
+from topics.core.errors import TopicsError
 from topics.core.keys import KeyRing, parse_list
 from topics.frontend.access import Access
 from topics.frontend.key_limits import KeyLimits
@@ -96,6 +98,19 @@ def test_a_stream_that_ends_while_it_is_opened_does_not_begin(tmp_path: Path, en
         await asked
         assert worker.wire.kinds() == (["error"] if end == "forbidden" else [])
         await until(lambda: leased(live) == 0)
+
+    on_loop(tmp_path, test)
+
+
+def test_a_stream_that_a_full_ring_refuses_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await live.put("q", type="queue")
+        cram(live)
+        for _ in range(10):
+            with pytest.raises(TopicsError) as refused:
+                await Worker(live).ask()
+            assert refused.value.code == "throttled"
+        assert posts(live) == 0
 
     on_loop(tmp_path, test)
 

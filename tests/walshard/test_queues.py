@@ -318,6 +318,81 @@ def test_streams_are_dealt_to_in_turn_and_refilled_on_ack(rig: Rig) -> None:
     assert [(dealt.seqs, dealt.deliveries) for dealt in rig.dealt] == [([1, 3, 4], [2, 2, 2])]
 
 
+def seqs_by(rig: Rig, at_ms: int) -> list[int]:
+    """What streams have been dealt when the clock has come to this, a tick at a time as the shard sleeps."""
+    while (tick_ms := rig.shard.next_tick_ms) is not None and tick_ms <= at_ms:
+        rig.clock.ms = max(rig.clock.ms, tick_ms)
+        rig.run()
+        rig.outbox.flush()
+        rig.take_replies()
+    rig.clock.ms = at_ms
+    return [seq for dealt in rig.dealt for seq in dealt.seqs]
+
+
+def deferring(rig: Rig, **config: Any) -> int:
+    """A queue with two streams under great pressure; when that was."""
+    queue(rig, 0, **config)
+    for stream in (7, 8):
+        rig.call(WorkOpen("q", stream, f"s{stream}", 1, MINUTE_MS))
+    rig.cell.set("deferring", 1)
+    return rig.clock.ms
+
+
+def test_under_pressure_streams_of_a_queue_of_negative_priority_wait_until_it_has_aged_above_zero(rig: Rig) -> None:
+    began_ms = deferring(rig, priority=-300)
+    rig.append("q", b"1", b"2", b"3")
+    assert seqs_by(rig, began_ms + 2_999) == []
+    assert counts(rig) == (3, 0, 0)
+    assert seqs_by(rig, began_ms + 3_100) == [1, 2]
+    ack(rig, 1, node="s7")
+    again_ms = rig.clock.ms
+    assert seqs_by(rig, again_ms + 2_999) == [1, 2]
+    assert seqs_by(rig, again_ms + 3_100) == [1, 2, 3]
+
+
+def test_none_waits_longer_for_that_than_10_s(rig: Rig) -> None:
+    began_ms = deferring(rig, priority=-1000)
+    rig.append("q", b"1")
+    assert seqs_by(rig, began_ms + 9_999) == []
+    assert seqs_by(rig, began_ms + 10_100) == [1]
+
+
+@pytest.mark.parametrize("how", ["the pressure", "the priority"])
+def test_when_what_holds_jobs_back_is_over_streams_have_them_soon(rig: Rig, how: str) -> None:
+    began_ms = deferring(rig, priority=-1000)
+    rig.append("q", b"1")
+    assert seqs_by(rig, began_ms + 500) == []
+    if how == "the pressure":
+        rig.cell.set("deferring", 0)
+    else:
+        rig.call(PutTopic("q", TopicConfig(type="queue", priority=0), True))
+    assert seqs_by(rig, began_ms + 700) == [1]
+    assert rig.shard.next_tick_ms is not None
+    assert rig.shard.next_tick_ms > began_ms + 1_000, "it is not looked at any more"
+
+
+@pytest.mark.parametrize("priority", [None, 0, 500])
+def test_no_other_queue_waits_under_pressure(rig: Rig, priority: int | None) -> None:
+    deferring(rig, priority=priority)
+    rig.append("q", b"1")
+    assert [dealt.seqs for dealt in rig.dealt] == [[1]]
+
+
+def test_claims_go_on_under_any_pressure(rig: Rig) -> None:
+    deferring(rig, priority=-1000)
+    rig.append("q", b"1", b"2")
+    assert claim(rig).seqs == [1]
+    assert rig.dealt == []
+
+
+def test_claims_that_gather_go_on_under_any_pressure(rig: Rig) -> None:
+    began_ms = deferring(rig, priority=-1000, claim_jitter_ms=50)
+    rig.append("q", b"1", b"2")
+    assert isinstance(rig.call(Claim("q", "w", 5, None, 9)), Waiting)
+    assert seqs_by(rig, began_ms + 200) == [1, 2]
+    assert [dealt.stream for dealt in rig.dealt] == [9]
+
+
 def test_a_stream_gets_what_time_brings(rig: Rig) -> None:
     queue(rig, 1)
     claim(rig, lease_ms=500)

@@ -24,8 +24,10 @@ from topics.shm.router_table import RouterTable
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, EnsureTopic, PutTopic
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType, lay_out, scan
 from topics.storage.layout import group_dir, log_path, ram_group_dir
+from topics.walshard.routers.feed import PAGE_RECORDS
 from topics.walshard.routers.feeds import Feeds
 from topics.walshard.routers.links import Follow
+from topics.walshard.routers.routing import PAGES_PER_STEP
 
 
 def route(rig: Rig, name: str, source: str, dest: str, **fields: Any) -> None:
@@ -65,6 +67,35 @@ def logged_types(rig: Rig) -> list[FrameType]:
         content = Path(log_path(group_dir(rig.settings.data_dir, 0, 1), number)).read_bytes()
         found += [FrameType(frame[2]) for frame in scan(content, 0, len(content)).frames]
     return [type_ for type_ in found if type_ not in (32, 33, 34)]
+
+
+def most_copies_in_a_step(rig: Rig, other_requests: bool) -> int:
+    """Records of a burst of 6 pages that one step of the shard copies, at most, until all are copied."""
+    route(rig, "r", "a", "b")
+    rig.append("other", b"1")
+    for _ in range(2):
+        rig.post_append("a", [b"1"] * (3 * PAGE_RECORDS))
+    most = copied = 0
+    while copied < 6 * PAGE_RECORDS:
+        if other_requests:
+            rig.post_append("other", [b"1"])
+        assert rig.step()
+        rig.take_replies()
+        view = rig.view("b")
+        assert view is not None
+        most, copied = max(most, view.head_seq - copied), view.head_seq
+    return most
+
+
+def test_while_the_service_defers_a_page_is_copied_after_each_group_of_requests(rig: Rig) -> None:
+    rig.cell.set("deferring", 1)
+    assert most_copies_in_a_step(rig, other_requests=True) == PAGE_RECORDS
+
+
+@pytest.mark.parametrize(("deferring", "other_requests"), [(0, True), (1, False)], ids=["no pressure", "no requests"])
+def test_otherwise_so_many_pages_are_as_one_step_may_copy(rig: Rig, deferring: int, other_requests: bool) -> None:
+    rig.cell.set("deferring", deferring)
+    assert most_copies_in_a_step(rig, other_requests) == PAGES_PER_STEP * PAGE_RECORDS
 
 
 def test_a_copy_is_not_logged_until_something_else_is(rig: Rig) -> None:

@@ -47,6 +47,11 @@ def age(waited_ms: int) -> int:
     return min(AGE_MAX, max(0, waited_ms) // AGE_MS_PER_POINT)
 
 
+def below_zero_ms(base: int) -> int:
+    """How long something of this base priority waits until its age has brought it to zero."""
+    return max(0, -base) * AGE_MS_PER_POINT
+
+
 def band_of(priority: int, waited_ms: int = 0) -> int:
     """The band of an effective priority. `waited_ms` is what it has waited, 0 for one that does not."""
     if waited_ms >= AGE_FULL_MS:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from topics.core.governor import INTERVAL_MS, Governor, Ladder, Sample
+from topics.core.priority import LAST
 from topics.frontend.live.delivery import Hub
 from topics.frontend.shards.gateway import Gateway
 from topics.shm.control import ControlPage, ProcessCell
 
 READY_FULL: Final = 10_000
 """So many topics that wait to be delivered are a full queue."""
+
+
+def ready_fullness(depths: Sequence[int]) -> float:
+    """How full the queue of topics is, 0 to 1, by how many wait in each band. The last band is left out: its topics may
+    wait without anything being wrong, and while they are paused for the pressure they would keep it up themselves.
+    """
+    return min(1.0, sum(depths[:LAST]) / READY_FULL)
 
 
 class FrontendPressure:
@@ -40,7 +49,8 @@ class FrontendPressure:
         waited_ms = self._waited_ms()
         ready = self._hub.ready
         busy = min(1.0, (cpu_s - self._cpu_s) / max(0.001, now_s - self._sampled_s))
-        fullness = max(min(1.0, len(ready) / READY_FULL), self._gateway.fullness)
+        depths = ready.depths()
+        fullness = max(ready_fullness(depths), self._gateway.fullness)
         pressure = self._governor.sample(Sample(max(lag_ms, waited_ms), fullness, busy))
         cell = self._cell
         cell.set("pressure_ppm", round(pressure * 1e6))  # first: the service's pressure is that of all cells
@@ -50,7 +60,7 @@ class FrontendPressure:
         cell.set("loop_lag_us", round(lag_ms * 1000))
         cell.set("scheduling_us", round(waited_ms * 1000))
         cell.set("ready_topics", len(ready))
-        for band, depth in enumerate(ready.depths()):
+        for band, depth in enumerate(depths):
             cell.set(f"ready_band_{band}", depth)
         self._sampled_s, self._cpu_s = now_s, cpu_s
         self.start()

@@ -18,6 +18,7 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.names import owner_shard
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
+from topics.frontend.shards.unanswered import is_outcome_unknown
 from topics.shm.messages import Done
 from topics.shm.watch_messages import (
     SessionAbandon,
@@ -114,9 +115,10 @@ class Sessions:
         self._announce()
         try:
             reply = await self._gateway.call(self._owner(wid), SessionOpen(wid, stream_no), SessionOpenReply)
-        except (TopicsError, asyncio.CancelledError):
-            # The shard may have it all the same, or will: a session with a stream is never collected.
-            self._gateway.post(self._owner(wid), SessionAbandon(wid, stream_no))
+        except (TopicsError, asyncio.CancelledError) as error:
+            if is_outcome_unknown(error):
+                # The shard may have it all the same, or will: a session with a stream is never collected.
+                self._gateway.post(self._owner(wid), SessionAbandon(wid, stream_no))
             raise
         self._open[stream_no] = wid
         if self._timer is None:
@@ -131,7 +133,7 @@ class Sessions:
         # Posted, however full the ring is: a session whose stream never ends is never collected. And now, not in a
         # task: the same client's next GET comes behind it.
         owner = self._owner(wid)
-        if not self._gateway.post(owner, SessionClose(wid, stream_no, positions)):
+        if not self._gateway.post(owner, SessionClose(wid, stream_no, positions), may_be_lost=True):
             # The session goes on at an earlier position, or at the client's Last-Event-ID.
             self._gateway.post(owner, SessionAbandon(wid, stream_no))
 

@@ -27,6 +27,7 @@ from topics.frontend.reads.page_json import PAGE_MEMBERS, page_values
 from topics.frontend.reads.reading import Page, TopicReader
 from topics.frontend.reads.records import CorruptRecordError, PageOptions
 from topics.frontend.shards.gateway import Gateway
+from topics.frontend.shards.unanswered import is_outcome_unknown
 from topics.frontend.wire import Count
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
@@ -178,9 +179,10 @@ class CursorRoutes:
             call = CursorAdvance(name, cursor, revision, seq, page.next_from_seq, read)
             try:
                 moved = await self._gateway.call(owner, call, CursorMoved)
-            except (TopicsError, asyncio.CancelledError):
-                # Nobody waits for the answer any more, but the shard may still move the cursor: it finds this behind.
-                self._gateway.post(owner, lost)
+            except (TopicsError, asyncio.CancelledError) as error:
+                if is_outcome_unknown(error):
+                    # Nobody waits for the answer now, but the shard may still move the cursor: it finds this behind.
+                    self._gateway.post(owner, lost)
                 raise
             if moved.moved:
                 return page, page.next_from_seq, lost if moved.under_way else None

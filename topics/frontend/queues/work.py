@@ -36,6 +36,7 @@ from topics.frontend.queues.unreadable import ASIDE_MS, UnreadableJobs
 from topics.frontend.reads.cold import ColdMissError
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.shards.gateway import Gateway
+from topics.frontend.shards.unanswered import is_outcome_unknown
 from topics.settings import Settings
 from topics.shm.cap import Cap
 from topics.shm.control import ProcessCell
@@ -188,6 +189,8 @@ class WorkStream:
         self._early: list[Dealt] = []
         """What came before the head of the answer was out, or while a record was fetched."""
         self._fetching: asyncio.Task[None] | None = None
+        self._announced = False
+        """The shard knows of it, or may."""
         self._closed = False
         self._last_words = b""
         """Of one that ended before it began."""
@@ -199,7 +202,12 @@ class WorkStream:
     async def open(self) -> None:
         """The shard knows of it, or why not."""
         self._routes.channel.listen(self._number, self._take)
-        await self._routes.gateway.call(self.shard, self._asked(self.wish.most), Done)
+        self._announced = True
+        try:
+            await self._routes.gateway.call(self.shard, self._asked(self.wish.most), Done)
+        except TopicsError as error:
+            self._announced = is_outcome_unknown(error)
+            raise
 
     def begin(self, push: Push) -> None:
         """From now on what it gets is written."""
@@ -250,7 +258,8 @@ class WorkStream:
         """The connection is over: whatever it has is free again."""
         self._gone()
         self._routes.channel.forget(self._number)
-        self._routes.gateway.post(self.shard, WorkClose(self.wish.name, self._number))
+        if self._announced:
+            self._routes.gateway.post(self.shard, WorkClose(self.wish.name, self._number))
 
     def _gone(self) -> None:
         self._closed = True
@@ -350,7 +359,7 @@ class WorkStream:
         if self._stall is None:
             self._stall = Stall(push.buffered_bytes, self._routes.clock.monotonic_ms())
             self._look_timer = self._loop.call_later(LOOK_S, self._look, push)
-        self._post_most(0)
+        self._routes.gateway.post(self.shard, self._asked(0))
         self._routes.gateway.post(self.shard, unclaim)
 
     def _writable(self) -> None:
@@ -358,7 +367,7 @@ class WorkStream:
             self._stall = None
             if self._look_timer is not None:
                 self._look_timer.cancel()
-            self._post_most(self.wish.most)
+            self._routes.gateway.post(self.shard, self._asked(self.wish.most))
 
     def _look(self, push: Push) -> None:
         if self._stall is None or self._closed:
@@ -367,9 +376,6 @@ class WorkStream:
             self.end(EVENT_STREAM.final("throttled", f"nothing was taken for {STALL_MAX_MS} ms"))
         else:
             self._look_timer = self._loop.call_later(LOOK_S, self._look, push)
-
-    def _post_most(self, most: int) -> None:
-        self._routes.gateway.post(self.shard, self._asked(most))
 
     def _asked(self, most: int) -> WorkOpen:
         return WorkOpen(self.wish.name, self._number, self.wish.node, most, self.wish.lease_ms)

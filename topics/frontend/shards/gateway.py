@@ -75,7 +75,7 @@ class Gateway:
         self._retry_timer: asyncio.TimerHandle | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._spilling: set[asyncio.Task[None]] = set()
-        self._watches = Watches(self._loop, arenas, self.post)
+        self._watches = Watches(self._loop, arenas, self.post, lambda shard: self._links[shard].lane.crowded)
         self._closed = False
         self.on_dealt: Callable[[Dealt], None] | None = None
         """Who gets jobs that a shard deals out."""
@@ -192,14 +192,17 @@ class Gateway:
 
     # -- sending
 
-    def post(self, shard: int, request: Call) -> bool:
+    def post(self, shard: int, request: Call, may_be_lost: bool = False) -> bool:
         """Sends a request whose answer does not matter; kept, in order, for as long as the ring is full. False: it is
-        too long for the ring and /dev/shm has no room for it, so it is not sent.
+        not sent, being too long for the ring while /dev/shm has no room for it, or `may_be_lost` while too many wait.
         """
+        lane = self._links[shard].lane
+        if may_be_lost and lane.crowded:
+            return False
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_call(request_id, request)
         length = sum(map(len, parts))
-        if length > self._links[shard].lane.message_max_bytes:
+        if length > lane.message_max_bytes:
             # At once, and not in a thread: what is posted behind it may not overtake it.
             try:
                 parts = self._spills.put(Kind.CALL, request_id, parts, length)

@@ -7,6 +7,9 @@ offer ──▶ [ hasty   ] ─┐                 ┌─▶ ring ──▶ the 
 Three queues, each by age, so that those whose time is over stand in front; each with a bound of its own, so that a
 crowd of one kind takes no place of another. They are sent in one order, that of `request_id`: a post never overtakes
 the request that it follows, nor the other way round.
+
+A post is never refused, since nobody would know of one that was lost. Its bound is at what leaves posts behind: while
+there are POSTS_MAX no request is let in, and a request that was refused leaves none.
 """
 
 from __future__ import annotations
@@ -28,7 +31,12 @@ process as well, and whoever comes again at once would take all of it, so that l
 WAITERS_MAX: Final = 1024
 """How many of one kind wait for room in one ring."""
 WAITING_BYTES_MAX: Final = 32 * 2**20
-"""What they may hold in memory. Posts have no bound: nobody would know of one that was dropped, and they are short."""
+"""What they may hold in memory."""
+POSTS_MAX: Final = 16_384
+"""From so many posts on, requests are refused: more streams than a service has by default may end at once before that.
+Beyond it comes what requests and streams that were let in before leave behind, one each, and each topic's watch."""
+POSTS_BYTES_MAX: Final = 8 * 2**20
+"""And from so many bytes on: the positions of one stream may be 70 KiB."""
 
 
 class Waiter(msgspec.Struct):
@@ -62,6 +70,10 @@ class _Queue:
     def has_room_for(self, waiter: Waiter) -> bool:
         return len(self.waiters) < WAITERS_MAX and self.size_bytes + waiter.length_bytes <= WAITING_BYTES_MAX
 
+    @property
+    def crowded(self) -> bool:
+        return len(self.waiters) >= POSTS_MAX or self.size_bytes >= POSTS_BYTES_MAX
+
     def add(self, waiter: Waiter) -> None:
         self.waiters.append(waiter)
         self.size_bytes += waiter.length_bytes
@@ -92,6 +104,11 @@ class Lane:
         return sum([len(queue.waiters) for queue in self._queues])
 
     @property
+    def crowded(self) -> bool:
+        """As many posts wait as may: whatever can do without another one should."""
+        return self._posts.crowded
+
+    @property
     def fullness(self) -> float:
         """Of the ring, 0 to 1; 1 as long as somebody waits."""
         return 1.0 if self.waiting else self._ring.pending_bytes / self._ring.capacity_bytes
@@ -104,7 +121,7 @@ class Lane:
             self._posts.add(waiter)
             return Fate.WAITS
         queue = self._patient if waiter.patient else self._hasty
-        if not queue.has_room_for(waiter):
+        if self._posts.crowded or not queue.has_room_for(waiter):
             return Fate.REFUSED
         queue.add(waiter)
         return Fate.WAITS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -13,6 +13,7 @@ from topics.core.errors import TopicsError
 from topics.shm.append_messages import AppendReply
 
 OnLate = Callable[[Any], None]
+_UNKNOWN_OUTCOMES: Final = ("shard_unavailable", "shutting_down", "storage_unavailable", "internal")
 
 
 class Request(msgspec.Struct, eq=False):
@@ -77,6 +78,13 @@ class Unanswered:
         for request in self._requests.values():
             fail(request.future, error())
         self._requests.clear()
+
+
+def is_outcome_unknown(error: BaseException) -> bool:
+    """Whether what failed with this may be done all the same, or may yet be. If not, its shard has said so or has never
+    seen it: there is nothing to take back, and a shard whose ring is full is not told of it.
+    """
+    return not isinstance(error, TopicsError) or error.code in _UNKNOWN_OUTCOMES
 
 
 def fail(future: asyncio.Future[Any], error: TopicsError) -> None:

@@ -57,12 +57,19 @@ class _Watched:
 
 
 class Watches:
-    """`post` sends a message to a shard, in order, and does not mind a full ring."""
+    """`post` sends a message to a shard, in order, and does not mind a full ring; `crowded`: too many wait there."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, arenas: Arenas, post: Callable[[int, Call], object]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        arenas: Arenas,
+        post: Callable[[int, Call], object],
+        crowded: Callable[[int], bool],
+    ) -> None:
         self._loop = loop
         self._arenas = arenas
         self._post = post
+        self._crowded = crowded
         self._by_name: dict[tuple[int, str], _Watched] = {}
         self._by_token: dict[int, _Watched] = {}
         self._idle_since_s: dict[_Watched, float] = {}
@@ -118,6 +125,10 @@ class Watches:
         overdue = list(itertools.takewhile(lambda idle: now_s - idle[1] >= LINGER_S, self._idle_since_s.items()))
         for watched, _since_s in overdue:
             del self._idle_since_s[watched]
+            if self._crowded(watched.shard):
+                # Not told now, nor forgotten: a topic that is polled now and then would be watched anew each time.
+                self._idle_since_s[watched] = now_s
+                continue
             del self._by_name[watched.shard, watched.name]
             del self._by_token[watched.token]
             self._post(watched.shard, Unwatch(watched.token, watched.name))

@@ -4,7 +4,8 @@ A claim reads and writes nothing but memory, unless its queue has `leases_durabl
 it is told. An ack is logged as what it is, the deletion of its jobs. The lease machine (`core/leases.py`) changes as a
 request is prepared; what the log must have first is held until the commit, and `Operation.undo` takes it back.
 
-Streams and gathered claims are dealt to after each commit, in `deal`, and when the clock says so, in `tick`.
+Streams and gathered claims are dealt to after each commit, in `deal`, and when the clock says so, in `tick`. While the
+service defers what is not urgent, streams of a queue of negative priority wait as pushes of such a topic do.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import Final
 from topics.core.config import TopicConfig
 from topics.core.control_bodies import encode_body
 from topics.core.errors import TopicsError, not_a_queue, topic_not_found
+from topics.core.governor import INTERVAL_MS
 from topics.core.leases import Leased, Leases, Marked
+from topics.core.priority import below_zero_ms
 from topics.core.queue_log import AckBody
 from topics.core.seq_set import runs_of
 from topics.shm import messages
@@ -60,11 +63,13 @@ class Queues:
         writes: QueueWrites,
         push: Callable[[int, Dealt], None],
         time: StepClock,
+        deferring: Callable[[], object],
     ) -> None:
         self._find = find
         self._writes = writes
         self._push = push
         self._time = time
+        self._deferring = deferring
         self._workers: dict[int, Workers] = {}
         """By topic id, of queues for which somebody waits."""
         self._changed: dict[int, Hosted] = {}
@@ -97,8 +102,11 @@ class Queues:
             workers = self._workers.get(topic_id)
             if workers is not None:
                 workers.have_room(freed)
-                if workers.may_deal(leases.ready, hosted.topic.config.claim_jitter_ms, self._time.now):
-                    added |= self._deal(hosted, leases, workers)
+                config, now = hosted.topic.config, self._time.now
+                patience_ms = below_zero_ms(config.priority or 0) if self._deferring() else 0
+                held = workers.hold(patience_ms, leases.ready, now)
+                if workers.may_deal(leases.ready, config.claim_jitter_ms, now, held):
+                    added |= self._deal(hosted, leases, workers, held)
             hosted.publish_counts()
             self._set_timer(hosted, leases, workers)
         return added
@@ -303,9 +311,9 @@ class Queues:
 
     # -- dealing
 
-    def _deal(self, hosted: Hosted, leases: Leases, workers: Workers) -> bool:
+    def _deal(self, hosted: Hosted, leases: Leases, workers: Workers, held: bool) -> bool:
         config = hosted.topic.config
-        hands = workers.deal(leases, config.lease_ms, _deliveries_max(config), self._time.now)
+        hands = workers.deal(leases, config.lease_ms, _deliveries_max(config), self._time.now, held)
         self._forget_if_empty(hosted)
         for worker, leased, dead in hands:
             frontend, stream = worker.where
@@ -342,6 +350,10 @@ class Queues:
         at_ms = None if wait_ms is None else self._time.now.mono_ms + wait_ms
         if workers is not None and workers.window_ends_ms is not None:
             at_ms = workers.window_ends_ms if at_ms is None else min(at_ms, workers.window_ends_ms)
+        if workers is not None and workers.held_since_ms is not None:
+            # To see whether their time, or that of the pressure, is over.
+            look_ms = self._time.now.mono_ms + INTERVAL_MS
+            at_ms = look_ms if at_ms is None else min(at_ms, look_ms)
         expiry_ms = hosted.topic.next_expiry_ms() if workers is not None else None
         if expiry_ms is not None and expiry_ms > self._time.expiry_ms:
             # What expires is nobody's any more: who had it has room for the next one, before that expires as well.

@@ -51,6 +51,8 @@ class Workers:
         self._claims: dict[Holder, Worker] = {}
         self.window_ends_ms: int | None = None
         """Monotonic; None while nobody waits for the end of a window."""
+        self.held_since_ms: int | None = None
+        """Monotonic; since when there has been something for streams that they are not dealt yet."""
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -84,22 +86,35 @@ class Workers:
             known.clear()
         return workers
 
-    def may_deal(self, ready: int, jitter_ms: int, now: Now) -> bool:
+    def hold(self, patience_ms: int, ready: int, now: Now) -> bool:
+        """Whether streams are not to be dealt what is ready: until it has been for `patience_ms`."""
+        if not patience_ms or not ready or not self._hungry:
+            self.held_since_ms = None
+            return False
+        if self.held_since_ms is None:
+            self.held_since_ms = now.mono_ms
+        return now.mono_ms - self.held_since_ms < patience_ms
+
+    def may_deal(self, ready: int, jitter_ms: int, now: Now, held: bool = False) -> bool:
         """Whether it is time to deal. With a window, it opens with the first who could have something (a claim wants
-        an answer in any case) and everybody who comes before its end takes part.
+        an answer in any case) and everybody who comes before its end takes part; but no stream that is `held`.
         """
         if self.window_ends_ms is None:
-            if not self._claims and not (ready and self._hungry):
+            if not self._claims and not (ready and self._hungry and not held):
                 return False
             if not jitter_ms:
                 return True
             self.window_ends_ms = now.mono_ms + jitter_ms
         return now.mono_ms >= self.window_ends_ms
 
-    def deal(self, leases: Leases, lease_ms: int, deliveries_max: int, now: Now) -> list[Hand]:
-        """Leases what is ready among all of them; claims are over then, whatever they got."""
+    def deal(self, leases: Leases, lease_ms: int, deliveries_max: int, now: Now, held: bool = False) -> list[Hand]:
+        """Leases what is ready among all of them, or among claims if streams are `held`; claims are over then, whatever
+        they got.
+        """
         self.window_ends_ms = None
-        takers = self._takers(leases)
+        if not held:
+            self.held_since_ms = None
+        takers = self._takers(leases, held)
         if not takers:
             return []
         wanted = list(takers.values())
@@ -118,12 +133,12 @@ class Workers:
                 self._hungry.move_to_end(worker.where)
         return hands
 
-    def _takers(self, leases: Leases) -> dict[Worker, int]:
+    def _takers(self, leases: Leases, held: bool) -> dict[Worker, int]:
         """Those who can get something or have to be answered, in turn, and how much each has room for."""
         takers: dict[Worker, int] = {}
         full = []
         ready = leases.ready
-        for where, worker in self._hungry.items():
+        for where, worker in () if held else self._hungry.items():
             if len(takers) >= ready:
                 break
             most = worker.most if worker.once else worker.most - leases.held_by(where)
