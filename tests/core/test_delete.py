@@ -52,7 +52,12 @@ class Log:
             self.evict_floor = oldest + 1
 
     def delete(self, before_seq: int | None, match: Match | None) -> int:
-        plan = self.topic.plan_delete(before_seq, match, self.find)
+        topic = self.topic
+        if match is None:
+            plan = topic.plan_cut(topic.head_seq + 1 if before_seq is None else before_seq)
+        else:
+            last_seq = topic.head_seq if before_seq is None else min(topic.head_seq, before_seq - 1)
+            plan = topic.plan_delete(self.find(match, topic.earliest_seq, last_seq))
         revision = self.topic.revision
         self.topic.deleted(plan, self.topic.floors_without(plan))
         assert self.topic.revision == revision + 1

@@ -491,7 +491,7 @@ def test_a_deletion_changes_the_bytes_that_it_is_about(records: list[tuple[int, 
             idx[(seq - 1) * 20 + 16] |= 2
             if seq != bad:
                 data[ends[seq - 1] - 1] = 0xD5
-        assert contents(directory) == (data, idx)
+        assert contents(directory) == (bytes(data), bytes(idx))
 
 
 def test_neighbours_are_marked_by_few_writes(directory: str) -> None:

@@ -115,7 +115,7 @@ def test_floors_pass_over_deleted_segments_as_a_whole(compaction: Compaction, mo
         rig.append("t", *[b"%d" % number for number in range(first, first + 400)], tag=b"rest")
     rig.append("t", b"1", b"2", tag=b"last")
     compaction.cut()
-    assert rig.call(DeleteRecords("t", None, "eq", b"rest")).deleted == 8 * SMALL_SEGMENTS
+    assert rig.delete(DeleteRecords("t", None, "eq", b"rest")) == 8 * SMALL_SEGMENTS
     looked_at = 0
     entries = SegmentFiles.entries
 

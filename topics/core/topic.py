@@ -30,8 +30,8 @@ from topics.core.idempotency import IdempotencyWindow
 from topics.core.leases import Leases
 from topics.core.live_scan import first_live, first_not_older, freeing, front_from, last_undeleted, living
 from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_LOST, lost_entries
-from topics.core.record_index import FindTagged, RecordIndex
-from topics.core.tags import Match, TagIndex
+from topics.core.record_index import RecordIndex
+from topics.core.tags import TagIndex
 
 
 class Topic:
@@ -221,16 +221,18 @@ class Topic:
 
     # -- deletion (api §5): permanent, at once, silent
 
-    def plan_delete(self, before_seq: int | None, match: Match | None, find: FindTagged) -> Deletion:
-        """What is live below `before_seq` and matches."""
-        last_seq = self.head_seq if before_seq is None else min(self.head_seq, before_seq - 1)
-        if last_seq < self.earliest_seq:
+    def plan_cut(self, before_seq: int) -> Deletion:
+        """What is live below `before_seq`."""
+        before_seq = min(before_seq, self.head_seq + 1)
+        if before_seq <= self.earliest_seq:
             return Deletion(0, (), 0, 0, Front(self.earliest_seq))
-        if match is None:
-            # Lost ones below are given up like those that live.
-            records, size_bytes = self._live_below(last_seq + 1)
-            return Deletion(last_seq + 1, (), records, size_bytes, self._front_from(last_seq + 1))
-        seqs, size_bytes = self.index.pick_live(find(match, self.earliest_seq, last_seq))
+        # Lost ones below are given up like those that live.
+        records, size_bytes = self._live_below(before_seq)
+        return Deletion(before_seq, (), records, size_bytes, self._front_from(before_seq))
+
+    def plan_delete(self, seqs: Sequence[int]) -> Deletion:
+        """What is live of these, which ascend and are none below `earliest_seq`."""
+        seqs, size_bytes = self.index.pick_live(seqs)
         return Deletion(
             0,
             tuple(seqs),
