@@ -35,6 +35,7 @@ class Log:
     def find(self, match: Match, first_seq: int, last_seq: int) -> list[int]:
         if self.topic.tags is None:
             self.topic.tags = TagIndex(self.topic.index.base_seq)
+        self.topic.tags.forget_below(self.topic.index.base_seq)
         self.topic.tags.catch_up(self.topic.index.base_seq, self.topic.head_seq, self.tags_of)
         return [seq for seq in self.topic.tags.find(match) if first_seq <= seq <= last_seq]
 

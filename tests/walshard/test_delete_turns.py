@@ -10,6 +10,7 @@ import pytest
 from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
+from topics.core import tags
 from topics.core.errors import TopicsError
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.walshard import tag_search
@@ -128,3 +129,21 @@ def test_tags_that_could_not_be_read_are_not_counted_twice(rig: Rig, monkeypatch
     view = rig.view("t")
     assert view is not None
     assert view.records == 0
+
+
+def test_an_index_of_tags_that_starts_over_catches_up_in_turns(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tags, "_FORGET_FROM", 4)
+    monkeypatch.setattr(tag_search, "TURN_MS", 0)
+    assert rig.delete(DeleteRecords("t", None, "eq", b"none")) == 0
+    rig.call(DeleteRecords("t", RECORDS - 15, None, b""))
+    frames = rig.shard._deletes._tags._frames
+    tagged = frames.tagged
+    asked: list[int] = []
+
+    def counting(topic: object, ring: object, first_seq: int, last_seq: int) -> Iterator[tuple[int, bytes]]:
+        asked.append(last_seq - first_seq + 1)
+        return tagged(topic, ring, first_seq, last_seq)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(frames, "tagged", counting)
+    assert rig.delete(DeleteRecords("t", None, "eq", b"x")) == 16
+    assert asked == [8, 8]

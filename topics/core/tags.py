@@ -7,12 +7,14 @@ the index catches up when a delete asks for it, piece by piece.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from sortedcontainers import SortedDict
 
 from topics.core.errors import invalid
 
+_FORGET_FROM: Final = 4096
+"""Fewer entries are not worth it."""
 TagsOf = Callable[[int, int], Iterator[tuple[int, bytes]]]
 """(first_seq, last_seq) → (seq, tag) of the tagged records among them, ascending."""
 
@@ -56,14 +58,15 @@ class TagIndex:
         self._entries = 0
         self.next_seq = first_seq
 
-    def catch_up(self, base_seq: int, last_seq: int, tags_of: TagsOf) -> None:
-        """Indexes what was appended since, up to `last_seq`; starts over at `base_seq` when most of what it holds is
-        below that.
-        """
-        if self._entries > 4096 and self._entries > 2 * (max(self.next_seq, last_seq + 1) - base_seq):
+    def forget_below(self, base_seq: int) -> None:
+        """Starts over at `base_seq` when most of what it holds is below that."""
+        if self._entries > _FORGET_FROM and self._entries > 2 * (self.next_seq - base_seq):
             self._seqs.clear()
             self._entries = 0
             self.next_seq = base_seq
+
+    def catch_up(self, base_seq: int, last_seq: int, tags_of: TagsOf) -> None:
+        """Indexes what was appended since, up to `last_seq`."""
         first_seq = max(self.next_seq, base_seq)
         if first_seq > last_seq:
             return

@@ -67,12 +67,14 @@ class TagSearch:
         next_seq = max(next_seq, sealed_seq + 1)
         if next_seq <= last_seq:
             open_seq = max(sealed_seq + 1, index.base_seq, topic.earliest_seq)
-            if not self._catch_up(topic, index, open_seq, last_seq, ends_ms):
-                return Found(found, next_seq)
-            assert topic.tags is not None
-            key = (topic.id, match, last_seq)
-            matches = self._matches[1] if key == self._matches[0] else topic.tags.find(match)
-            if not self._take(found, key, matches, max(next_seq, open_seq), last_seq):
+            tail_key = (topic.id, match, last_seq)
+            matches = self._matches[1]
+            if tail_key != self._matches[0]:
+                tags = self._caught_up(topic, index, open_seq, last_seq, ends_ms)
+                if tags is None:
+                    return Found(found, next_seq)
+                matches = tags.find(match)
+            if not self._take(found, tail_key, matches, max(next_seq, open_seq), last_seq):
                 return Found(found, found[-1] + 1)
         self._matches = ((), [])
         return Found(found, last_seq + 1)
@@ -95,11 +97,14 @@ class TagSearch:
         # Damaged, and gone on with in the next: its frames must tell, or say where they are damaged.
         return [seq for seq, tag in self._files.reader(topic_id, info).tagged() if match.covers(tag)]
 
-    def _catch_up(self, topic: Topic, index: TopicIndex, open_seq: int, last_seq: int, ends_ms: int) -> bool:
-        """The topic's `tags` know of everything up to `last_seq`. False: not yet, but of more than before."""
+    def _caught_up(
+        self, topic: Topic, index: TopicIndex, open_seq: int, last_seq: int, ends_ms: int
+    ) -> TagIndex | None:
+        """The topic's `tags`, which know of everything up to `last_seq`. None: not yet, but of more than before."""
         if topic.tags is None:
             topic.tags = TagIndex(open_seq)
         tags = topic.tags
+        tags.forget_below(open_seq)
         while True:
             tags.catch_up(
                 open_seq,
@@ -107,9 +112,9 @@ class TagSearch:
                 lambda first, last: self._tagged(topic, index, first, last),
             )
             if tags.next_seq > last_seq:
-                return True
+                return tags
             if self._clock.monotonic_ms() >= ends_ms:
-                return False
+                return None
 
     def _tagged(self, topic: Topic, index: TopicIndex, first_seq: int, last_seq: int) -> Iterator[tuple[int, bytes]]:
         base_seq = index.ring.base_seq
