@@ -13,6 +13,7 @@ import socket
 import time
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from bench import wire
@@ -64,6 +65,18 @@ class Client:
     def close(self) -> None:
         if self._streams is not None:
             self._streams[1].close()
+
+
+class SharedClient(Client):
+    """One that several tasks may ask at once: each waits for its turn."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port)
+        self._turn = asyncio.Lock()
+
+    async def send(self, request: bytes) -> Answer:
+        async with self._turn:
+            return await super().send(request)
 
 
 class Watcher(asyncio.Protocol):
@@ -121,8 +134,18 @@ class Watcher(asyncio.Protocol):
 class Writer:
     """Writes stamped records of one topic as fast as it is let, or `every_s`; counts what it is told."""
 
-    def __init__(self, port: int, topic: str, pad: int = 20, every_s: float = 0.0, read_back: int = 0) -> None:
-        """`read_back`: each so many acknowledged writes, one is asked for by diff at once."""
+    def __init__(
+        self,
+        port: int,
+        topic: str,
+        pad: int = 20,
+        every_s: float = 0.0,
+        read_back: int = 0,
+        readers: Sequence[Client] = (),
+    ) -> None:
+        """`read_back`: each so many acknowledged writes, one is asked for by diff at once, through all of `readers` or,
+        without any, through the writer's own connection.
+        """
         self.topic = topic
         self.statuses: Counter[int] = Counter()
         self.odd: list[str] = []
@@ -136,6 +159,7 @@ class Writer:
         self._pad = b"x" * pad
         self._every_s = every_s
         self._read_back = read_back
+        self._readers = readers or (self._client,)
 
     @property
     def asked(self) -> int:
@@ -177,8 +201,11 @@ class Writer:
         await asyncio.sleep(after_ms / 1000)
 
     async def _check(self, seq: int) -> None:
-        found = await self._client.send(wire.diff(self.topic, seq - 1, 1))
-        if found.status != 200 or b'"$seq":%d,' % seq not in found.body:
+        for found in await asyncio.gather(
+            *[reader.send(wire.diff(self.topic, seq - 1, 1)) for reader in self._readers]
+        ):
+            if found.status == 200 and b'"$seq":%d,' % seq in found.body:
+                continue
             self.odd.append(f"seq {seq} was acknowledged and is not there: {found.status} {found.body[:300]!r}")
 
 
@@ -259,6 +286,34 @@ async def watch(
     _, watcher = await loop.create_connection(lambda: Watcher(topic), sock=end)
     watcher.open(answer.json["stream_url"])
     return watcher
+
+
+async def readers(port: int, frontends: int) -> list[Client]:
+    """A connection to each of so many frontends, which for the moment nobody else asks for anything."""
+    found: dict[str, Client] = {}
+    deadline = time.monotonic() + DEADLINE_S
+    while len(found) < frontends:
+        if time.monotonic() > deadline:
+            raise LoadError(f"all connections came to {len(found)} of {frontends} frontends")
+        client = SharedClient(port)
+        if found.setdefault(await _frontend_of(client), client) is not client:
+            client.close()
+    return list(found.values())
+
+
+async def _frontend_of(client: Client) -> str:
+    """The one whose count of requests goes up by what it is asked."""
+    before = await _requests(client)
+    for _ in range(20):
+        await client.ask("GET", "/v0/health")
+    after = await _requests(client)
+    return max(after, key=lambda index: after[index] - before.get(index, 0))
+
+
+async def _requests(client: Client) -> dict[str, int]:
+    """By frontend."""
+    found: dict[str, int] = (await client.ask("GET", "/v0/metrics")).json["topics_frontend_requests_total"]
+    return found
 
 
 async def until(true: Any, what: str) -> None:

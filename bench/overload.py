@@ -11,14 +11,14 @@ from typing import NamedTuple
 import uvloop
 
 from bench import machine
-from bench.crowd import Client, Observer, Sight, Watcher, Writer, put, until, watch
+from bench.crowd import Client, Observer, Sight, Watcher, Writer, put, readers, until, watch
 from bench.load import percentiles
 
 
 class Overload(NamedTuple):
     """`topics` are (priority, None for automatic; how many topics of it), each with `watchers` streams that all filter
     differently, so that nothing is shared between them; one closed-loop writer a topic, and `floods` writers of
-    `flood_bytes` each on topics that nobody watches.
+    `flood_bytes` each on topics that nobody watches. What is acknowledged is read back through each of `frontends`.
     """
 
     port: int
@@ -27,6 +27,7 @@ class Overload(NamedTuple):
     floods: int = 0
     flood_bytes: int = 15_000
     seconds: float = 5.0
+    frontends: int = 1
     pids: tuple[int, ...] = ()
     shared_objects: tuple[Path, ...] = ()
     """What the service consists of, to see what it holds meanwhile; the floods have a cap, so nothing is retained."""
@@ -61,6 +62,7 @@ def endure(plan: Overload) -> Endured:
 async def _endure(plan: Overload) -> Endured:
     loop = asyncio.get_running_loop()
     client, observer = Client(plan.port), Observer(plan.port)
+    through = await readers(plan.port, plan.frontends) if plan.frontends > 1 else []
     watchers: dict[int | None, list[Watcher]] = {}
     writers: list[Writer] = []
     for priority, topics in plan.topics:
@@ -71,7 +73,7 @@ async def _endure(plan: Overload) -> Endured:
             watchers[priority] += [
                 await watch(client, plan.port, topic, node=f"reader-{k}") for k in range(plan.watchers)
             ]
-            writers.append(Writer(plan.port, topic, read_back=20))
+            writers.append(Writer(plan.port, topic, read_back=20, readers=through))
     for n in range(plan.floods):
         await put(client, f"flood.{n}", cap_records=20)
     floods = [Writer(plan.port, f"flood.{n}", pad=plan.flood_bytes) for n in range(plan.floods)]
@@ -79,7 +81,7 @@ async def _endure(plan: Overload) -> Endured:
     await until(lambda: all(watcher.caught_up for watcher in everybody), "every stream to be caught up")
     before = await observer.until(lambda sight: sight.pressure < 0.2, "a quiet server")
     observer.sights.clear()
-    looks = observer.asked
+    looks = observer.asked + sum(reader.asked for reader in through)
     observing = loop.create_task(observer.run())
     held_bytes: list[int] = []
     weighing = loop.create_task(_weigh(plan, held_bytes))
@@ -110,6 +112,8 @@ async def _endure(plan: Overload) -> Endured:
         statuses += writer.statuses
     for watcher in everybody:
         watcher.close()
+    for reader in through:
+        reader.close()
     return Endured(
         dict(statuses),
         [problem for writer in writers + floods for problem in writer.odd],
@@ -118,7 +122,10 @@ async def _endure(plan: Overload) -> Endured:
         before,
         during,
         after,
-        observer.asked - looks + sum(writer.asked for writer in writers + floods),
+        observer.asked
+        + sum(reader.asked for reader in through)
+        + sum(writer.asked for writer in writers + floods)
+        - looks,
         held_bytes,
         max([max(writer.refused_ms, default=0.0) for writer in writers + floods], default=0.0),
     )

@@ -6,16 +6,18 @@ Nothing here reaches into the server: it is started by its command, found by its
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -72,6 +74,15 @@ def _stop_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def size_bytes(paths: Iterable[Path]) -> int:
+    """Of those that are there: a service removes files meanwhile."""
+    size = 0
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            size += path.stat().st_size
+    return size
+
+
 class Service:
     """One service on one data directory; start, kill and start it again, on the same port.
 
@@ -105,6 +116,7 @@ class Service:
         self._cpus = cpus
         self._process: subprocess.Popen[bytes] | None = None
         self._client: httpx.Client | None = None
+        self._placeholder: socket.socket | None = None
         open_services.append(self)
 
     # --- life
@@ -113,6 +125,8 @@ class Service:
         """Start it; return once its port file is there and, unless told otherwise, `/v0/ready` is 200."""
         assert self._process is None, "already started"
         self.port_file.unlink(missing_ok=True)
+        if not self.port:
+            self._take_port()
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [str(COMMAND), "run"],
@@ -132,6 +146,15 @@ class Service:
         if wait_ready:
             poll("/v0/ready to be 200", self.is_ready, START_DEADLINE_S)
         return self
+
+    def _take_port(self) -> None:
+        """Any, for all lives of this service. Nobody else is given it while the service is down: a socket that never
+        listens keeps a port from those who ask for any, and not from who asks for it.
+        """
+        self._placeholder = socket.socket()
+        self._placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._placeholder.bind(("127.0.0.1", 0))
+        self.port = self._placeholder.getsockname()[1]
 
     def environment(self) -> dict[str, str]:
         """The whole environment of this service's commands."""
@@ -196,6 +219,8 @@ class Service:
         for entry in self.shared_memory():
             shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
         shutil.rmtree(self.root, ignore_errors=True)
+        if self._placeholder is not None:
+            self._placeholder.close()
         if self in open_services:
             open_services.remove(self)
 
@@ -260,6 +285,11 @@ class Service:
             cwd=self.root,
         )
 
+    def said(self) -> list[dict[str, Any]]:
+        """The lines of its log so far; one that is just being written is none yet."""
+        whole, _, _ = self.log_path.read_text().rpartition("\n")
+        return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
+
     def status(self) -> dict[str, Any]:
         """`topics-supervisor status --json`, parsed."""
         answer = self.run("status", "--json")
@@ -280,8 +310,18 @@ class Service:
 
     def kill(self, role: str, index: int = 0) -> int:
         """SIGKILL to one process; its pid, which is gone on return."""
-        pid = self.pid_of(role, index)
-        os.kill(pid, signal.SIGKILL)
+
+        def send() -> int | None:
+            """None when it has just died by itself: there will be another one."""
+            pid = self.pid_of(role, index)
+            if not is_running(pid):
+                return None
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                return pid
+            return None
+
+        pid = poll(f"{role} {index} to be there", send, HEAL_DEADLINE_S)
         poll(f"{role} {index} (pid {pid}) to be gone", lambda: not is_running(pid))
         return pid
 

@@ -79,7 +79,7 @@ def test_claim_waits_for_a_job(shell: Shell, topics: Client, topic: str) -> None
 def test_redrive_brings_dead_letters_back(shell: Shell, mails: str) -> None:
     shell.ok("queue", mails, "nack", given=shell.ok("queue", mails, "claim", "--max", "3"))
     assert shell.ok("queue", mails, "claim") == ""  # the second delivery is the move
-    assert counts(shell, mails)["dead_lettered"] == 3
+    poll("the move", lambda: counts(shell, mails)["dead_lettered"] == 3)
     dead = f"{mails}.dead"
     assert values(shell.ok("queue", mails, "redrive", "--max", "2")) == [{"redriven": 2, "from": dead}]
     assert values(shell.ok("queue", mails, "redrive", "--from", dead)) == [{"redriven": 1, "from": dead}]

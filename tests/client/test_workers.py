@@ -222,6 +222,27 @@ def test_the_key_of_a_job_is_the_same_at_each_delivery(topics: Client, queue: st
     assert topics.get_topic(f"{queue}.done").count == 1
 
 
+def test_the_key_of_a_job_is_the_same_after_a_redrive(topics: Client, topic: str) -> None:
+    dead = f"{topic}.dead"
+    topics.put_topic(topic, type="queue", max_deliveries=1, dead_letter=dead)
+    topics.put_topic(dead)
+    topics.append(topic, ["x"])
+    work = topics.queue(topic)
+    keys = []
+    for job in work.work(backoff=AT_ONCE):
+        keys.append((job.seq, job.key))
+        if len(keys) == 3:
+            break
+        # The effect was had, and the ack lost.
+        topics.append(f"{topic}.done", [job.data], idempotency_key=job.key)
+        job.nack(0)
+        poll("it to be a dead letter", lambda: topics.get_topic(dead).count == 1)
+        assert work.redrive(dead).redriven == 1
+    assert [seq for seq, _ in keys] == [1, 2, 3]
+    assert len({key for _, key in keys}) == 1
+    assert topics.get_topic(f"{topic}.done").count == 1
+
+
 def test_claims_and_dead_letters_by_hand(topics: Client, queue: str) -> None:
     dead = f"{queue}.dead"
     topics.put_topic(queue, type="queue", max_deliveries=1, dead_letter=dead)

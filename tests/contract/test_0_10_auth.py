@@ -388,7 +388,7 @@ def test_no_key_is_ever_said(guarded: Service, root: httpx.Client) -> None:
     assert answers[1].text.count(MARKER) == answers[1].text.count("touch must be"), "what the client sent as a value"
     log = guarded.log_path.read_text()
     assert MARKER not in log
-    said = {line["event"]: line for line in map(json.loads, log.splitlines())}
+    said = {line["event"]: line for line in guarded.said()}
     assert said["starting"]["settings"]["api_keys"] == f"{len(KEYS[::2])} masked"
     assert said["authentication is on"]["keys"] == len(KEYS) + 1
     assert not [event for event in said if "AUTHENTICATION IS OFF" in event]
@@ -398,8 +398,7 @@ def test_no_key_is_ever_said(guarded: Service, root: httpx.Client) -> None:
 
 
 def test_digests_are_not_said_either(guarded: Service) -> None:
-    log = guarded.log_path.read_text()
-    starting = next(line for line in map(json.loads, log.splitlines()) if line["event"] == "starting")
+    starting = next(line for line in guarded.said() if line["event"] == "starting")
     assert "digest" not in json.dumps(starting)
 
 
@@ -497,8 +496,7 @@ def test_keys_are_no_flag(arguments: list[str], command: str) -> None:
 
 
 def test_without_keys_it_says_so_loudly_and_serves_everybody(service: Service, topic: str) -> None:
-    lines = list(map(json.loads, service.log_path.read_text().splitlines()))
-    (loud,) = [line for line in lines if "AUTHENTICATION IS OFF" in line["event"]]
+    (loud,) = [line for line in service.said() if "AUTHENTICATION IS OFF" in line["event"]]
     assert loud["level"] == "warning"
     assert "TOPICS_API_KEYS" in loud["way_out"]
     put(service.client, topic)

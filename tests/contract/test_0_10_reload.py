@@ -50,8 +50,7 @@ class Guarded:
         return ok(self.service.client.post(path, json=body, headers={"Authorization": f"Bearer {key}"}))
 
     def log(self, event: str) -> list[dict[str, Any]]:
-        lines = map(json.loads, self.service.log_path.read_text().splitlines())
-        return [line for line in lines if line["event"] == event]
+        return [line for line in self.service.said() if line["event"] == event]
 
 
 @pytest.fixture

@@ -99,7 +99,9 @@ def test_a_slow_reader_gets_its_page_and_holds_nobody_up(service: Service, topic
             assert state(service.client, topic)["head_seq"] == 8
         answer = b""
         while b"\r\n\r\n" not in answer:
-            answer += slow.recv(4096)
+            piece = slow.recv(4096)
+            assert piece, "cut short"
+            answer += piece
         header, _, content = answer.partition(b"\r\n\r\n")
         length = int(header.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
         parts = [content]

@@ -133,7 +133,10 @@ def test_limits_by_key_under_churn(start: Any, killing: bool) -> None:
         with ExitStack() as stack:
             headers = {"Authorization": f"Bearer {key}"}
             client = stack.enter_context(by(service, key))
-            wids = [watch(client, {"t": {}})["wid"] for _ in range(most)]
+            try:
+                wids = [watch(client, {"t": {}})["wid"] for _ in range(most)]
+            except AssertionError:  # throttled
+                return False
             streams = [stack.enter_context(Stream(service.url, wid, headers)) for wid in wids]
             return all(stream.response.status_code == 200 for stream in streams)
 
@@ -188,8 +191,13 @@ def test_connections_over_all_frontends(start: Any, protocol: str) -> None:
             connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=20)
             stack.callback(connection.close)
             # Nobody reads the request of one too many: its answer must not be lost to a reset for that.
-            connection.request("GET", "/v0/health", body=b"x" * 100_000)
-            answer = connection.getresponse()
+            try:
+                connection.request("GET", "/v0/health", body=b"x" * 100_000)
+                answer = connection.getresponse()
+            except OSError:  # it was refused, and this process then took longer to send than its rest was read
+                assert len(opened) == 12
+                refusals += 1
+                continue
             body = answer.read()
             if answer.status == 429:
                 error = envelope(body, answer.getheader("content-type", ""), "throttled")
@@ -394,6 +402,6 @@ def test_long_bodies_wait_for_room_and_short_ones_need_none(start: Any) -> None:
 def test_a_head_that_never_ends_is_cut(service: Service) -> None:
     with socket.create_connection(("127.0.0.1", service.port), timeout=20) as raw:
         raw.sendall(b"GET /v0/health HTTP/1.1\r\nHost: x\r\nX-Slow: ")
-        answer = raw.recv(65536)
+        answer = b"".join(iter(lambda: raw.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 408")
     envelope(answer.partition(b"\r\n\r\n")[2], "application/json", "request_timeout")

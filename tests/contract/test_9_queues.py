@@ -17,6 +17,7 @@ from tests.contract.stream import follow
 from tests.contract.timing import now_ms, undisturbed, until_ms
 from tests.contract.working import Work, ask, claim, counts, queue, seqs, until_counts
 from tests.harness import Service, poll
+from topics.frontend.queues.dead_letters import LOOK_MAX
 
 FOREVER_MS = 3_600_000
 TIMEOUT_S = 20.0
@@ -380,6 +381,7 @@ def test_the_delivery_after_the_last_allowed_one_is_a_move_to_the_dead_letters(
         "$dead_letter_from": topic,
         "$dead_letter_deliveries": "2",
         "$dead_letter_src_seq": "1",
+        "$dead_letter_job_key": f"{topic}:{state(client, topic)['epoch']}:1",
     }
 
 
@@ -434,11 +436,138 @@ def test_redrive_moves_dead_letters_back(client: httpx.Client, topic: str) -> No
     first = ok(post(client, topic, "redrive", **{"from": dead, "max": 2}))
     assert (first["topic"], first["from"], first["redriven"]) == (topic, dead, 2)
     jobs = claim(client, topic, max=10)
-    assert [(job["data"], job["meta"], job["deliveries"]) for job in jobs] == [(0, {"n": "0"}, 1), (1, {"n": "1"}, 1)]
+    key = f"{topic}:{state(client, topic)['epoch']}"
+    assert [(job["$seq"], job["data"], job["meta"], job["deliveries"]) for job in jobs] == [
+        (6, 0, {"n": "0", "$job_key": f"{key}:1"}, 1),
+        (7, 1, {"n": "1", "$job_key": f"{key}:2"}, 1),
+    ]
     assert ok(post(client, topic, "redrive", **{"from": dead}))["redriven"] == 3
     assert ok(post(client, topic, "redrive", **{"from": dead}))["redriven"] == 0
     assert [record.data for record in diff_records(client, dead)] == [b'"not a dead letter of ours"']
     assert len(claim(client, topic, max=10)) == 3
+
+
+def dead_jobs(client: httpx.Client, topic: str, count: int) -> None:
+    """So many more jobs of a queue (`max_deliveries` 1) are dead letters now."""
+    dead = counts(client, topic)[2] + count
+    write(client, topic, *range(count))
+    ask(client, topic, "nack", *seqs(claim(client, topic, max=count)))
+    poll("all to be dead letters", lambda: claim(client, topic) == [] and counts(client, topic) == (0, 0, dead))
+
+
+def test_the_key_of_a_job_survives_dead_letters_of_dead_letters_and_every_redrive(
+    client: httpx.Client, topic: str
+) -> None:
+    names = [topic, f"{topic}.b", f"{topic}.c"]
+    for at, name in enumerate(names[:2]):
+        put(client, name, type="queue", max_deliveries=1, dead_letter=names[at + 1])
+    write(client, topic, "before")
+    ask(client, topic, "ack", *seqs(claim(client, topic)))
+    dead_jobs(client, topic, 1)
+    for _ in range(2):
+        (job,) = claim(client, names[1])
+        assert job["meta"]["$dead_letter_from"] == topic
+        ask(client, names[1], "nack", job["$seq"])
+        assert claim(client, names[1]) == []
+        (dead,) = diff(client, names[2])["records"]
+        assert dead["meta"]["$dead_letter_from"] == names[1]
+        assert ok(post(client, names[1], "redrive", **{"from": names[2]}))["redriven"] == 1
+        assert ok(post(client, topic, "redrive", **{"from": names[1]}))["redriven"] == 1
+        (job,) = claim(client, topic)
+        assert job["meta"] == {"$job_key": f"{topic}:{state(client, topic)['epoch']}:2"}
+        ask(client, topic, "nack", job["$seq"])
+        assert claim(client, topic) == []
+
+
+@pytest.mark.parametrize("name", ["$dead_letter_from", "$dead_letter_job_key", "$dead_letter_before", "$job_key"])
+def test_clients_may_not_write_what_says_where_a_job_was(client: httpx.Client, topic: str, name: str) -> None:
+    records = [{"data": 1, "meta": {"$of_ours": "fine"}}, {"data": 1, "meta": {name: "x"}}]
+    error = refused(client.post(f"/v0/topics/{topic}", json={"records": records}), 400, "invalid_request")
+    assert error["detail"]["field"] == f"records[1].meta.{name}"
+    missing(client, topic)
+
+
+def test_a_job_that_a_router_brought_with_its_origin_goes_to_the_dead_letters_and_back(
+    client: httpx.Client, topic: str
+) -> None:
+    work, dead = f"{topic}.work", f"{topic}.dead"
+    put(client, topic)
+    put(client, work, type="queue", max_deliveries=1, dead_letter=dead)
+    route = {"source": topic, "dest": work, "guarantee": "exactly_once"}
+    ok(client.put(f"/v0/routers/{topic}", json=route))
+    write(client, topic, "x")
+    (job,) = poll("the router's copy", lambda: claim(client, work) or None)
+    ask(client, work, "nack", job["$seq"])
+    poll("it to be dead", lambda: claim(client, work) == [] and counts(client, work) == (0, 0, 1))
+    assert diff(client, dead)["records"][0]["meta"]["_topics_router"] == job["meta"]["_topics_router"]
+    assert ok(post(client, work, "redrive", **{"from": dead}))["redriven"] == 1
+    assert claim(client, work)[0]["meta"]["_topics_router"] == job["meta"]["_topics_router"]
+
+
+@pytest.mark.parametrize("on_ack", ["keep", "delete"])
+def test_a_redrive_leaves_dead_letters_that_are_done_or_somebodys_work(
+    client: httpx.Client, topic: str, on_ack: str
+) -> None:
+    dead = f"{topic}.dead"
+    put(client, dead, type="queue", on_ack=on_ack)
+    put(client, topic, type="queue", max_deliveries=1, dead_letter=dead)
+    dead_jobs(client, topic, 4)
+    assert seqs(claim(client, dead, max=3)) == [1, 2, 3]
+    ask(client, dead, "ack", 1)
+    ask(client, dead, "nack", 3, delay_ms=FOREVER_MS)
+    answer = ok(post(client, topic, "redrive", **{"from": dead}))
+    assert answer["redriven"] == 2
+    assert len(claim(client, topic, max=9)) == 2
+    assert counts(client, dead) == (0, 1, 0)
+    assert [one["$seq"] for one in diff(client, dead)["records"]] == ([1, 2] if on_ack == "keep" else [2])
+    assert ask(client, dead, "ack", 2)["acked"] == 1
+
+
+def test_a_dead_letter_that_does_not_fit_back_is_a_job_of_its_topic_again(client: httpx.Client, topic: str) -> None:
+    dead = f"{topic}.dead"
+    put(client, dead, type="queue")
+    put(client, topic, type="queue", max_deliveries=1, dead_letter=dead, cap_records=2, discard="reject")
+    dead_jobs(client, topic, 2)
+    write(client, topic, "in the way")
+    assert refused(post(client, topic, "redrive", **{"from": dead}), 422, "topic_full")["detail"]["redriven"] == 1
+    poll("the other to be free", lambda: counts(client, dead) == (1, 0, 0))
+    assert seqs(claim(client, dead, max=9)) == [2]
+
+
+@pytest.mark.parametrize("type", ["log", "queue"])
+def test_redrives_at_once_bring_each_dead_letter_once_and_count_it_once(
+    client: httpx.Client, topic: str, type: str
+) -> None:
+    dead = f"{topic}.dead"
+    put(client, dead, type=type)
+    put(client, topic, type="queue", max_deliveries=1, dead_letter=dead)
+    dead_jobs(client, topic, 200)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: ok(post(client, topic, "redrive", **{"from": dead, "max": 200})), range(4)))
+    left = state(client, dead)["count"]
+    assert sum(answer["redriven"] for answer in answers) == 200 - left
+    # Some may have passed over what another one was just bringing.
+    ok(post(client, topic, "redrive", **{"from": dead, "max": 200}))
+    assert sorted(job["data"] for job in claim(client, topic, max=500)) == list(range(200))
+
+
+def test_a_redrive_says_where_it_stopped_and_looks_at_so_many_records_at_most(client: httpx.Client, topic: str) -> None:
+    dead = f"{topic}.dead"
+    put(client, topic, type="queue", max_deliveries=1, dead_letter=dead)
+    dead_jobs(client, topic, 3)
+    for _ in range(LOOK_MAX // 1000):
+        write(client, dead, *[0] * 1000)
+    dead_jobs(client, topic, 1)
+    first = ok(post(client, topic, "redrive", **{"from": dead, "max": 2}))
+    assert (first["redriven"], first["next_from_seq"]) == (2, 2)
+    second = ok(post(client, topic, "redrive", **{"from": dead, "max": 2, "from_seq": 2}))
+    assert second["redriven"] == 2
+    write(client, dead, *[0] * 1000)
+    third = ok(post(client, topic, "redrive", **{"from": dead}))
+    assert third["redriven"] == 0
+    assert third["next_from_seq"] >= LOOK_MAX
+    last = ok(post(client, topic, "redrive", **{"from": dead, "from_seq": third["next_from_seq"]}))
+    assert (last["redriven"], last.get("next_from_seq")) == (0, None)
 
 
 def test_a_redrive_into_a_full_queue_says_so_and_how_many_are_back(client: httpx.Client, topic: str) -> None:
@@ -469,7 +598,7 @@ def test_redriven_jobs_of_an_order_key_are_in_flight_one_by_one(client: httpx.Cl
     put(client, topic, type="queue")
     for seq, n in ((3, "2"), (4, "0"), (5, "1")):
         (job,) = claim(client, topic, max=9)
-        assert (job["$seq"], job["meta"]) == (seq, {"n": n})
+        assert (job["$seq"], job["meta"]["n"]) == (seq, n)
         assert ask(client, topic, "ack", seq)["acked"] == 1
     assert state(client, topic)["count"] == 0
 

@@ -57,6 +57,7 @@ def test_a_damaged_job_takes_down_no_stream_and_holds_up_no_other_job(most: int)
         fill(service, "q")
         damage(service, "q", BAD)
         assert work_through(service, "q", most, 30) == [seq for seq in ALL if seq != BAD][:30]
+        poll("the leases of that stream to be free", lambda: counts(service.client, "q")[1] == 0)
         assert work_through(service, "q", most, RECORDS - 31) == [seq for seq in ALL if seq != BAD][30:]
         assert counts(service.client, "q") == (0, 0, 0)
         assert 1 <= said(service) <= FRONTENDS

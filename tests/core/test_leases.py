@@ -16,7 +16,7 @@ from tests.core.list_index import ListIndex
 from topics.core import jobs
 from topics.core.config import TopicConfig
 from topics.core.floors import EvictReason
-from topics.core.jobs import Now
+from topics.core.job import Now
 from topics.core.leases import CARRY_MS, Leases
 from topics.core.queue_state import QueueState
 from topics.core.topic import Topic
@@ -47,6 +47,8 @@ class ModelJob:
     seq: int
     deliver_at_ms: int = 0
     order_key: str = ""
+    due_ms: int = 0
+    """Monotonic: end of the delay it was written with, in the life that saw it written."""
     deliveries: int = 0
     node: str = ""
     lease_no: int = 0
@@ -80,7 +82,9 @@ class Model:
         rest = [
             job.seq
             for job in free
-            if not job.returned and job.deliver_at_ms <= now.wall_ms and self.first_of_its_key(job)
+            if not job.returned
+            and (job.due_ms <= now.mono_ms if job.due_ms else job.deliver_at_ms <= now.wall_ms)
+            and self.first_of_its_key(job)
         ]
         return again + sorted(rest)
 
@@ -116,15 +120,19 @@ class LeaseMachine(RuleBasedStateMachine):
         for seq in append(self.topic, count):
             self.model.jobs[seq] = ModelJob(seq)
 
-    @rule(delays=st.lists(st.tuples(st.sampled_from([0, 0, 30, 200]), st.sampled_from(["", "a", "b"])), max_size=5))
-    def produce_with_attributes(self, delays: list[tuple[int, str]]) -> None:
+    @rule(
+        delays=st.lists(st.tuples(st.sampled_from([0, 0, 30, 200]), st.sampled_from(["", "a", "b"])), max_size=5),
+        at_a_time=st.booleans(),
+    )
+    def produce_with_attributes(self, delays: list[tuple[int, str]], at_a_time: bool) -> None:
         if not delays:
             return
         for seq, (delay_ms, order_key) in zip(append(self.topic, len(delays)), delays, strict=True):
             deliver_at_ms = self.now.wall_ms + delay_ms if delay_ms else 0
-            self.model.jobs[seq] = ModelJob(seq, deliver_at_ms, order_key)
+            due_ms = self.now.mono_ms + delay_ms if delay_ms and not at_a_time else 0
+            self.model.jobs[seq] = ModelJob(seq, deliver_at_ms, order_key, due_ms)
             if deliver_at_ms or order_key:
-                self.leases.add(seq, deliver_at_ms, order_key)
+                self.leases.add(seq, deliver_at_ms, order_key, due_ms)
 
     @rule(share=st.floats(0, 1))
     def evict(self, share: float) -> None:
@@ -245,6 +253,20 @@ class LeaseMachine(RuleBasedStateMachine):
         for seq in seqs:
             self.model.jobs[seq].until(self.now, lease_ms)
 
+    @rule(picks=st.lists(st.integers(0, 30), min_size=1, max_size=6, unique=True))
+    def carry(self, picks: list[int]) -> None:
+        """A redrive takes what nobody has."""
+        self.advance()
+        live = sorted(self.model.jobs.keys() | self.done)
+        seqs = sorted({live[pick % len(live)] for pick in picks}) if live else []
+        free = set(self.model.ready(self.now))
+        free |= {seq for seq, job in self.model.jobs.items() if job.until_ms and not job.node and not job.held}
+        carried = self.leases.carry(seqs, 3, self.now)
+        assert carried == [seq for seq in seqs if seq in free]
+        for seq in carried:
+            job = self.model.jobs[seq]
+            job.held, job.returned, job.until_ms = True, False, self.now.mono_ms + CARRY_MS
+
     @rule(back=st.booleans())
     def dead_letters_arrive_or_not(self, back: bool) -> None:
         seqs = sorted(seq for seq, job in self.model.jobs.items() if job.held)
@@ -298,6 +320,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.now = Now(self.now.wall_ms, 17)
         self.leases.start(self.now, 10_000, keep_leases)
         for job in self.model.jobs.values():
+            job.due_ms = 0  # by the wall clock from now on
             if not keep_leases:
                 job.deliveries, job.node, job.until_ms, job.returned = 0, "", 0, False
             elif job.until_ms:
@@ -328,6 +351,11 @@ class LeaseMachine(RuleBasedStateMachine):
             return
         due_ms = self.leases.next_due_ms(self.now)
         ends = [job.until_ms - self.now.mono_ms for job in self.model.jobs.values() if job.until_ms]
+        ends += [
+            job.due_ms - self.now.mono_ms
+            for job in self.model.jobs.values()
+            if job.due_ms > self.now.mono_ms and self.model.first_of_its_key(job) and not job.held and not job.node
+        ]
         if ends:
             assert due_ms is not None
             assert due_ms <= min(ends)
@@ -456,7 +484,15 @@ def test_jobs_that_cannot_be_handed_out_are_passed_over_once() -> None:
 def held_by(leases: Leases) -> int:
     """Entries of whatever kind that the machine keeps."""
     lines = sum(map(len, leases._lines.values()))
-    heaps = (leases._jobs, leases._tracked, leases._returned, leases._ready, leases._due, leases._scheduled)
+    heaps = (
+        leases._jobs,
+        leases._tracked,
+        leases._returned,
+        leases._ready,
+        leases._due,
+        leases._scheduled,
+        leases._delayed,
+    )
     return sum(map(len, heaps)) + lines
 
 

@@ -75,8 +75,8 @@ def test_the_api_page_renders_every_operation(own: Service, browser: Browser) ->
 def test_an_event_source_follows_and_comes_back_by_itself(own: Service, browser: Browser) -> None:
     write(own.client, "browsed", *range(5))
     browser.run(FOLLOW % watch(own.client, {"browsed": {}}, limit=3)["wid"])
-    poll("the backlog", lambda: browser.run("seen.length") == 5)
-    assert browser.run("kinds.join()") == "record,record,caught-up"
+    poll("the backlog", lambda: browser.run("kinds.join()") == "record,record,caught-up")
+    assert browser.run("seen.length") == 5
     write(own.client, "browsed", 5, 6)
     poll("the live ones", lambda: browser.run("seen.length") == 7)
     for index in range(2):

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Self
 import pytest
 import uvloop
 
-from topics.frontend.asgi import TRANSPORT, Receive, Scope, Send
+from topics.frontend.answers import take_room
+from topics.frontend.asgi import DELIVER, TRANSPORT, Receive, Scope, Send
 from topics.frontend.http.http1 import Connections, HttpLimits
 from topics.frontend.http.http1_push import PushStream
 from topics.frontend.http.serve import HttpProtocol, serve
@@ -83,6 +84,9 @@ class App:
         """Calls that have not ended."""
         self.disconnects = 0
         self.sent_bytes = 0
+        self.delivered = 0
+        self.asked = self.made = 0
+        """Of `page`."""
         self.errors: list[BaseException] = []
         self.stages: list[str] = []
         self.go = asyncio.Event()
@@ -191,6 +195,22 @@ class App:
 
     async def big(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.answer(send, b"x" * int(scope["query_string"]))
+
+    async def deliver(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = b"x" * int(scope["query_string"])
+        length = (b"content-length", b"%d" % len(body))
+        await send({"type": "http.response.start", "status": 200, "headers": [JSON, length]})
+        await scope["extensions"][DELIVER](send, body)
+        self.delivered += 1
+
+    async def page(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As routes do whose answers may be long: room is taken before it is made, for `?len_bytes` or the most."""
+        self.asked += 1
+        await self.body(receive)
+        len_bytes, *most_bytes = map(int, scope["query_string"].split(b"-"))
+        await take_room(scope, most_bytes[0] if most_bytes else len_bytes)
+        self.made += 1
+        await self.answer(send, b"x" * len_bytes)
 
     async def wait(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.body(receive)

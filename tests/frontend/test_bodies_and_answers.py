@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import os
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 from starlette.datastructures import QueryParams
 
 from topics.core.errors import STATUS_BY_CODE, TopicsError
+from topics.frontend import answers
 from topics.frontend.answers import GZIP_MIN_BYTES, accepts_gzip, send_error, send_json
 from topics.frontend.bodies import ClientGoneError, Headers, read_body, unzip
 from topics.frontend.query import count, flag
@@ -144,6 +146,31 @@ def test_answers_are_packed_for_those_who_ask(size: int) -> None:
     _, headers, small = sent({b"accept-encoding": b"gzip"}, 200, b"{}")
     assert b"content-encoding" not in headers
     assert small == b"{}"
+
+
+def test_answers_beyond_what_threads_keep_up_with_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor kept until they are: pages are made faster than they are packed."""
+    body = b"x" * 200_000
+    monkeypatch.setattr(answers, "PACKING_MAX_BYTES", 3 * len(body))
+
+    async def main() -> list[tuple[bool, bytes]]:
+        messages: dict[int, list[Any]] = {at: [] for at in range(8)}
+
+        async def send(at: int, message: Any) -> None:
+            messages[at].append(message)
+
+        takes_gzip = {b"accept-encoding": b"gzip"}
+        for round_at in (0, 4):
+            # All begin before any is packed.
+            await asyncio.gather(
+                *(send_json(partial(send, at), takes_gzip, 200, body) for at in range(round_at, round_at + 4))
+            )
+        return [(b"content-encoding" in dict(start["headers"]), answer["body"]) for start, answer in messages.values()]
+
+    sent_at = asyncio.run(main())
+    # The fourth of each finds no room, and what was packed before takes none.
+    assert [packed for packed, _ in sent_at] == [True, True, True, False] * 2
+    assert all((gzip.decompress(answer) if packed else answer) == body for packed, answer in sent_at)
 
 
 @pytest.mark.parametrize("code", STATUS_BY_CODE)

@@ -14,8 +14,11 @@ import pytest
 from tests.frontend.live import DEADLINE_S, Live, on_loop, until
 from tests.frontend.test_watch import cram, posts
 from topics.core.errors import TopicsError
+from topics.frontend.asgi import DELIVER, Send
+from topics.frontend.queues import cursor_routes
 from topics.frontend.queues.cursor_routes import CursorRoutes
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
+from topics.frontend.reads.diff import MAX_BATCH_BYTES
 from topics.frontend.reads.reading import Page
 from topics.shm.cursor_messages import CursorList, CursorLook, CursorPut, CursorReply
 
@@ -33,10 +36,13 @@ class Reader:
         catching_up = CatchingUp(RouterSight(live.rig.shared), live.reader, live.gateway)
         self.routes = CursorRoutes(live.gateway, live.reader, catching_up, live.rig.settings, live.cell)
         self.stall = False
+        self.pages = 0
+        """That were made."""
         self.wait_s = live.gateway._wait_s = DEADLINE_S
         fetch_page = live.reader.fetch_page
 
         async def fetch_and_stall(*args: Any) -> Page:
+            self.pages += 1
             if self.stall:
                 live.shard_up = False
                 live.gateway._wait_s = self.wait_s
@@ -59,7 +65,14 @@ class Reader:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        scope = {"headers": [(b"content-type", b"application/json")], "path_params": {"topic": "t", "cursor": "c"}}
+        async def deliver(send: Send, body: bytes) -> None:
+            await send({"type": "http.response.body", "body": body})
+
+        scope = {
+            "headers": [(b"content-type", b"application/json")],
+            "path_params": {"topic": "t", "cursor": "c"},
+            "extensions": {DELIVER: deliver},
+        }
         await self.routes.read(scope, receive, send)
         return [record["$seq"] for record in msgspec.json.decode(sent[1]["body"])["records"]]
 
@@ -75,6 +88,29 @@ class Reader:
         self.stall = False
         self.live.shard_up = True
         self.live.gateway._wait_s = DEADLINE_S
+
+
+def test_pages_that_wait_for_a_slow_shard_have_a_bound_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who finds no room for a page does not make it, and is served when there is."""
+    monkeypatch.setattr(cursor_routes, "MOVING_MAX_BYTES", 3 * MAX_BATCH_BYTES[0])
+
+    async def test(live: Live) -> None:
+        reader = Reader(live)
+        await reader.make(20)
+        reader.stall = True
+        reads = [asyncio.create_task(reader.read(1)) for _ in range(10)]
+        await until(lambda: reader.pages == 3)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert reader.pages == 3
+        reads.pop().cancel()  # one that waits: in nobody's way
+        reader.go_on()
+        read = [seq for seqs in await asyncio.gather(*reads) for seq in seqs]
+        assert sorted(read) == list(range(1, 10))
+
+    on_loop(tmp_path, test)
 
 
 def test_records_whose_answer_was_late_are_read_again_and_the_position_is_kept(tmp_path: Path) -> None:

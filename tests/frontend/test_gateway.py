@@ -303,6 +303,7 @@ def test_who_waits_for_room_is_bounded(shard: Shard, monkeypatch: pytest.MonkeyP
     on_loop(shard, test)
 
 
+@pytest.mark.usefixtures("much_patience")
 def test_a_crowd_that_does_not_wait_long_takes_no_place_of_a_patient_write(
     shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +323,7 @@ def test_a_crowd_that_does_not_wait_long_takes_no_place_of_a_patient_write(
         waited = re.search(r"full for (\d+\.\d\d) s", refusal(patient[0]).message)
         assert waited is not None
         assert float(waited[1]) >= 0.1
+        assert shard.shared.control.cell(Role.FRONTEND, 0).get("throttled") == 1, "what is unavailable is not throttled"
 
     on_loop(shard, test, wait_ms=100)
 

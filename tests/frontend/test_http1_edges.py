@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from tests.frontend.http1_server import Client, Server, until
-from topics.frontend.http import http1_connections
+from topics.frontend.http import kept_answers
 from topics.frontend.http.http1 import HttpLimits
 from topics.frontend.live import pulse
 
@@ -140,8 +140,8 @@ def test_an_http2_connection_that_asks_for_nothing_is_idle(loop: str) -> None:
 
 def test_what_a_stream_leaves_behind_is_bounded_like_any_answer(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub counts what it keeps for a stream as long as it is open, and nobody would from then on."""
-    monkeypatch.setattr(http1_connections, "ANSWERS_HIGH_BYTES", 40_000_000)
-    monkeypatch.setattr(http1_connections, "LOOK_S", 0.05)
+    monkeypatch.setattr(kept_answers, "KEPT_HIGH_BYTES", 40_000_000)
+    monkeypatch.setattr(kept_answers, "LOOK_S", 0.05)
     monkeypatch.setattr(pulse, "STALL_CUT_MS", 200)
 
     def leave_behind(client: Client, count: int) -> None:

@@ -13,7 +13,7 @@ import wsproto
 from wsproto.events import AcceptConnection, CloseConnection, Ping, Request, TextMessage
 
 from tests.frontend.http1_server import Client, Server, until
-from topics.frontend.http import serve
+from topics.frontend.http import hypercorn_connection
 from topics.frontend.http.http1 import HttpLimits
 from topics.frontend.http.serve import HttpProtocol
 from topics.shm.cap import Cap
@@ -124,7 +124,7 @@ def test_a_websocket_that_nobody_reads_from_gives_its_place_back(
     protocol: HttpProtocol, app_ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More messages than Hypercorn keeps for an app: until somebody takes some it reads no more, not even the end."""
-    monkeypatch.setattr(serve, "GONE_S", 0.05)
+    monkeypatch.setattr(hypercorn_connection, "GONE_S", 0.05)
     cell = Cell(memoryview(array("Q", [0])), ("held",))
     with Server(protocol, places=Cap("connections", 1, "held", cell, [cell])) as server:
         with server.client() as client:

@@ -114,6 +114,33 @@ def test_slow_reader_is_seen_in_the_stream(server: Server) -> None:
         assert server.settled(lambda: stream.buffered_bytes) == 0
 
 
+def test_a_stream_that_ends_while_its_client_is_behind_does_not_go_on(server: Server) -> None:
+    with server.client(receive_buffer_bytes=4096) as client:
+        stream = opened(server, client)
+        frame = b"x" * 65_536
+        written = 0
+
+        def write_while_writable() -> None:
+            nonlocal written
+            while stream.writable:
+                stream.write(frame)
+                written += 1
+
+        def full() -> bool:
+            server.call(write_while_writable)
+            return server.settled(lambda: stream.buffered_bytes) > HttpLimits().write_high_water_bytes
+
+        until(full, "the client's buffers are full")
+        told_before = server.app.push_writable
+        server.call(stream.close)
+        for _ in range(written):
+            assert client.chunk() == frame
+        assert client.chunk() == b""
+        assert client.post("/echo", b"next").answer().body == b"next"
+        assert not stream.writable
+        assert server.app.push_writable == told_before
+
+
 @pytest.mark.parametrize("how", ["close", "reset", "half_close"])
 def test_client_goes_away(server: Server, client: Client, how: str) -> None:
     stream = opened(server, client)

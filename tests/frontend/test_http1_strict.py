@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.frontend.http1_server import DEADLINE_S, Client, Server, undisturbed, until
-from topics.frontend.http import http1_connections
+from topics.frontend.http import kept_answers
 from topics.frontend.http.http1 import HttpLimits
 from topics.frontend.live import pulse
 
@@ -471,8 +471,8 @@ class TestTime:
 
     def test_answers_that_nobody_takes_have_a_bound_together(self, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Who has not taken its own for longest is cut for it, and nobody else."""
-        monkeypatch.setattr(http1_connections, "ANSWERS_HIGH_BYTES", 70_000_000)
-        monkeypatch.setattr(http1_connections, "LOOK_S", 0.05)
+        monkeypatch.setattr(kept_answers, "KEPT_HIGH_BYTES", 70_000_000)
+        monkeypatch.setattr(kept_answers, "LOOK_S", 0.05)
         monkeypatch.setattr(pulse, "STALL_CUT_MS", 200)
         with Server(loop=loop) as server, contextlib.ExitStack() as stack:
             clients = ask_for_long_answers(server, stack, *[30_000_000] * 3)
@@ -487,8 +487,8 @@ class TestTime:
 
     def test_answers_are_not_cut_while_they_are_taken(self, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of those that are too much together the one that came first is read on, if not quickly."""
-        monkeypatch.setattr(http1_connections, "ANSWERS_HIGH_BYTES", 95_000_000)
-        monkeypatch.setattr(http1_connections, "LOOK_S", 0.05)
+        monkeypatch.setattr(kept_answers, "KEPT_HIGH_BYTES", 95_000_000)
+        monkeypatch.setattr(kept_answers, "LOOK_S", 0.05)
         monkeypatch.setattr(pulse, "STALL_CUT_MS", 1000)
         with Server(loop=loop) as server, contextlib.ExitStack() as stack:
             reading, still = ask_for_long_answers(server, stack, 60_000_000, 30_000_000)
@@ -517,8 +517,8 @@ class TestTime:
 
     def test_answers_have_a_bound_whoever_takes_them(self, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """At once: so much may come within the time that a client has to take something."""
-        monkeypatch.setattr(http1_connections, "ANSWERS_HIGH_BYTES", 30_000_000)
-        monkeypatch.setattr(http1_connections, "ANSWERS_MAX_BYTES", 70_000_000)
+        monkeypatch.setattr(kept_answers, "KEPT_HIGH_BYTES", 30_000_000)
+        monkeypatch.setattr(kept_answers, "KEPT_MAX_BYTES", 70_000_000)
         monkeypatch.setattr(pulse, "STALL_CUT_MS", 3_600_000)
         with Server(loop=loop) as server, contextlib.ExitStack() as stack:
             _, *others = ask_for_long_answers(server, stack, *[30_000_000] * 3)

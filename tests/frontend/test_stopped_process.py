@@ -23,7 +23,7 @@ LIMITS = HttpLimits(
     read_min_bytes_per_s=2**40,
 )
 POST = b"POST /echo HTTP/1.1\r\nHost: test\r\nContent-Length: 10\r\n\r\n"
-LONG_BYTES = 30_000_000
+LONG_BYTES = 10_000_000
 
 
 class Stop:

@@ -56,8 +56,11 @@ def test_a_closed_connection_does_not_wait_for_ever_for_its_last_bytes_to_be_tak
             until(lambda: server.app.scopes and not server.app.running, "it has answered")
 
             def room() -> bool:
-                with server.client() as another:
-                    return another.get("/echo").answer().status == 200
+                try:
+                    with server.client() as another:
+                        return another.get("/echo").answer().status == 200
+                except (AssertionError, OSError):  # it was idle for longer than an idle one is kept
+                    return False
 
             until(room, "its place is free")
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.contract.asking import ok, put, state, write
-from tests.contract.stream import Stream, follow, position_id, watch
+from tests.contract.stream import Stream, follow, position_id, until_streams_are_over, watch
 from tests.harness import Service, poll
 from topics.core.names import owner_shard
 from topics.shm.control import ControlPage, Role
@@ -27,11 +27,6 @@ def counted(service: Service, field: str) -> int:
     """A counter of all frontends together."""
     page = ControlPage.attach(shm_name(identity(str(service.data_dir)), "control"))
     return sum(page.cell(Role.FRONTEND, index).get(field) for index in range(service.frontends))
-
-
-def nothing_is_open(service: Service) -> None:
-    """Waits until every stream has been closed, and its shard told how far it came: its place is given back then."""
-    poll("the streams to be gone", lambda: counted(service, "sse_admitted") == 0)
 
 
 def serving_frontend(service: Service) -> int:
@@ -94,7 +89,7 @@ def test_shards_die_under_streams_that_go_on(service: Service) -> None:
                 if frame.event == "record":
                     seen[frame.json["topic"]] += [record["$seq"] for record in frame.json["records"]]
         assert seen == {name: list(range(1, written + 1)) for name in names}
-    nothing_is_open(service)
+    until_streams_are_over(service)
     for name in names:
         write(service.client, name, "more")
     with Stream(service.url, wid) as stream:
@@ -185,13 +180,13 @@ def test_a_deleted_topic_stays_ended_for_who_has_heard_of_it(service: Service) -
         ok(service.client.delete("/v0/topics/gone"))
         ended = stream.event("topic-deleted")
         assert ended.positions == {"stays": 1}
-    nothing_is_open(service)
+    until_streams_are_over(service)
     write(service.client, "gone", "another instance")
     write(service.client, "stays", 2)
     with Stream(service.url, wid, {"Last-Event-ID": ended.id}) as stream:
         assert stream.event("record").json["topic"] == "stays"
         stream.event("caught-up")
-    nothing_is_open(service)
+    until_streams_are_over(service)
     unheard = position_id({"gone": 1, "stays": 2})
     with Stream(service.url, wid, {"Last-Event-ID": unheard}) as stream:
         assert {stream.event().event, stream.event().event} == {"topic-deleted", "caught-up"}

@@ -121,7 +121,7 @@ class Service:
                 self.signal(signal.SIGTERM)
             return self.process.poll() is not None
 
-        poll("the impatient stop", gone, STOP_DEADLINE_S, every_s=0.05)
+        poll("the impatient stop", gone, STOP_DEADLINE_S, every_s=1.1)  # what comes sooner counts as the same stop
         return self.wait_exit()
 
     def shared_memory(self) -> list[str]:

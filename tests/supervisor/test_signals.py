@@ -25,6 +25,10 @@ with Signals():
 sys.exit(4)
 """
 
+ASKED_WHILE_THE_INTERPRETER_ENDS = ASKED_AGAIN_AT_THE_END.replace(
+    "sys.exit(4)", "import atexit; atexit.register(os.kill, os.getpid(), signal.SIGTERM); sys.exit(4)"
+)
+
 
 def exit_code(program: str) -> int:
     return subprocess.run([sys.executable, "-c", program], timeout=30, check=False).returncode
@@ -39,3 +43,7 @@ def test_a_stop_asked_for_again_does_not_end_the_process_at_its_end() -> None:
     assert exit_code(ASKED_AGAIN_AT_THE_END) == 4
     unheeded = ASKED_AGAIN_AT_THE_END.replace("with Signals():", "if True:")
     assert exit_code(unheeded) == -signal.SIGTERM
+
+
+def test_nor_does_one_that_comes_while_the_interpreter_ends() -> None:
+    assert exit_code(ASKED_WHILE_THE_INTERPRETER_ENDS) == 4

@@ -7,10 +7,12 @@ import pytest
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.expiry_clock import SETTLE_MS
-from topics.shm.queue_messages import Claim
+from topics.shm.queue_messages import Claim, WorkOpen
 from topics.shm.topic_messages import DeleteRecords, Expire, PutTopic
 
 DAY_MS = 86_400_000
+HOUR_MS = 3_600_000
+MINUTE_MS = 60_000
 TTL_MS = 3 * SETTLE_MS
 
 
@@ -106,3 +108,41 @@ def test_a_clock_behind_the_uptime_is_a_clock(rig: Rig) -> None:
     rig.clock.skew_ms = 0
     fill(rig)
     assert (left(rig), left(rig, "q")) == (4, 2), "set to the right time: a step forward as any other"
+
+
+@pytest.mark.parametrize("step_ms", [2 * HOUR_MS, -2 * HOUR_MS])
+@pytest.mark.parametrize("order_key", ["", "k"])
+def test_a_delay_takes_its_time_whatever_the_wall_clock_does(rig: Rig, step_ms: int, order_key: str) -> None:
+    rig.call(PutTopic("q", TopicConfig(type="queue"), True))
+    rig.append("q", b"later", jobs=[(0, 0, HOUR_MS, order_key)])
+    rig.clock.skew_ms += step_ms
+    for _ in range(4):
+        rig.clock.ms += HOUR_MS // 4 - 1
+        assert rig.call(Claim("q", "w", 1, 1000, 1)).seqs == []
+    rig.clock.ms += 4
+    assert rig.call(Claim("q", "w", 1, 1000, 1)).seqs == [1]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_delay_begins_with_the_write_and_not_with_a_ts_that_is_ahead(rig: Rig, restarts: bool) -> None:
+    rig.call(PutTopic("q", TopicConfig(type="queue"), True))
+    rig.append("q", b"at once")
+    rig.clock.skew_ms -= 2 * HOUR_MS
+    rig.append("q", b"soon", jobs=[(0, 0, 1000, "")])
+    rig.clock.ms += 999
+    assert rig.call(Claim("q", "w", 9, MINUTE_MS, 1)).seqs == [1]
+    if restarts:
+        rig.restart_service()
+    rig.clock.ms += 1
+    assert rig.call(Claim("q", "w", 9, MINUTE_MS, 1)).seqs == ([1, 2] if restarts else [2])
+
+
+def test_who_waits_for_a_delayed_job_is_dealt_it_at_its_time(rig: Rig) -> None:
+    rig.call(PutTopic("q", TopicConfig(type="queue"), True))
+    rig.call(WorkOpen("q", 1, "w", 1, MINUTE_MS))
+    rig.append("q", b"soon", jobs=[(0, 0, 5000, "")])
+    rig.clock.skew_ms -= 2 * HOUR_MS
+    assert rig.shard.next_tick_ms == rig.clock.monotonic_ms() + 5000
+    rig.clock.ms += 5000
+    rig.run()
+    assert [dealt.seqs for dealt in rig.dealt] == [[1]]

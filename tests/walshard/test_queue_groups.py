@@ -24,7 +24,7 @@ from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.core.jobs import Phase
+from topics.core.job import Phase
 from topics.core.leases import CARRY_MS, Leases
 from topics.shm.append_messages import AppendReply
 from topics.shm.arena import TopicView

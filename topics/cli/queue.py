@@ -232,14 +232,17 @@ def _redrive(client: Client, options: argparse.Namespace) -> int:
             f"queue {options.topic!r} has no dead_letter: name the topic its dead letters are in by --from"
         )
     # No more than there are now: what fails once more meanwhile must not go round for ever.
-    left = client.get_topic(dead_letter, touch=False).count
-    left = left if options.max_jobs is None else min(left, options.max_jobs)
+    there = client.get_topic(dead_letter, touch=False)
+    left = there.count if options.max_jobs is None else min(there.count, options.max_jobs)
     redriven = 0
     queue = client.queue(options.topic)
+    from_seq: int | None = 0
     try:
-        while left > 0 and (moved := queue.redrive(dead_letter, min(left, SETTLE_MAX_JOBS)).redriven):
-            redriven += moved
-            left -= moved
+        while left > 0 and from_seq is not None and from_seq < there.head_seq:
+            part = queue.redrive(dead_letter, min(left, SETTLE_MAX_JOBS), from_seq)
+            redriven += part.redriven
+            left -= part.redriven
+            from_seq = part.next_from_seq
     except ApiError as error:
         redriven += error.detail.get("redriven", 0)
         raise

@@ -62,7 +62,13 @@ class _Job:
 
     @property
     def key(self) -> str:
-        """Names this job for ever, whoever gets it and how often: the idempotency key of its effects."""
+        """Names this job for ever, whoever gets it and how often, also when it was a dead letter between: the
+        idempotency key of its effects.
+        """
+        known = self.meta.get("$job_key")  # api §9: of one that a redrive brought back
+        # A router, or a program, may have brought a copy of it to another queue: there it is another job.
+        if isinstance(known, str) and known.rsplit(":", 2)[0] == self.topic:
+            return known
         return f"{self.topic}:{self._leased.epoch}:{self.claimed.seq}"
 
     @property
@@ -164,9 +170,10 @@ class AsyncQueue:
         """Gives claimed jobs back; the seqs that were no longer leased."""
         return (await self._client.call(queue_calls.nack(self.topic, self.node, jobs, delay_ms=delay_ms))).skipped
 
-    async def redrive(self, dead_letter: str, max_jobs: int = 1000) -> Redriven:
-        """Makes dead letters jobs again."""
-        return await self._client.call(queue_calls.redrive(self.topic, dead_letter, max_jobs=max_jobs))
+    async def redrive(self, dead_letter: str, max_jobs: int = 1000, from_seq: int = 0) -> Redriven:
+        """Makes dead letters jobs again. Where the answer has a `next_from_seq` there may be more, behind that."""
+        call = queue_calls.redrive(self.topic, dead_letter, max_jobs=max_jobs, from_seq=from_seq)
+        return await self._client.call(call)
 
     async def work(
         self,
@@ -262,9 +269,10 @@ class Queue:
         """Gives claimed jobs back; the seqs that were no longer leased."""
         return self._client.call(queue_calls.nack(self.topic, self.node, jobs, delay_ms=delay_ms)).skipped
 
-    def redrive(self, dead_letter: str, max_jobs: int = 1000) -> Redriven:
-        """Makes dead letters jobs again."""
-        return self._client.call(queue_calls.redrive(self.topic, dead_letter, max_jobs=max_jobs))
+    def redrive(self, dead_letter: str, max_jobs: int = 1000, from_seq: int = 0) -> Redriven:
+        """Makes dead letters jobs again. Where the answer has a `next_from_seq` there may be more, behind that."""
+        call = queue_calls.redrive(self.topic, dead_letter, max_jobs=max_jobs, from_seq=from_seq)
+        return self._client.call(call)
 
     def work(
         self,

@@ -47,10 +47,11 @@ class Settled(msgspec.Struct, frozen=True):
 
 
 class Redriven(msgspec.Struct, frozen=True):
-    """How many dead letters are jobs again."""
+    """How many dead letters are jobs again. `next_from_seq`: it stopped there, before the end."""
 
     topic: str
     redriven: int
+    next_from_seq: int | None = None
 
 
 _encode = msgspec.json.Encoder().encode
@@ -83,9 +84,9 @@ def extend(topic: str, node: str, jobs: Sequence[Held], *, lease_ms: int) -> Cal
     return _settle(topic, "extend", node, jobs, {"lease_ms": lease_ms}, True)
 
 
-def redrive(topic: str, dead_letter: str, *, max_jobs: int = 1000) -> Call[Redriven]:
-    """Moves dead letters back into the queue."""
-    body = {"from": dead_letter, "max": max_jobs}
+def redrive(topic: str, dead_letter: str, *, max_jobs: int = 1000, from_seq: int = 0) -> Call[Redriven]:
+    """Moves dead letters behind `from_seq` back into the queue."""
+    body = {"from": dead_letter, "max": max_jobs, "from_seq": from_seq}
     return Call("POST", f"{topic_path(topic)}/redrive", _redriven, _encode(body), repeatable=False)
 
 

@@ -1,32 +1,23 @@
 """The jobs of one queue (api §9) and where each of them stands; `leases.py` is who has them. Pure.
 
 A job is a live record that is not acknowledged. Most jobs cost no memory: those that never were handed out and wait in
-order are simply the live records from `fresh_seq` on. Only what is out of order has a `Job`:
-
-               ┌────────────── due ──── DELAYED ◀── nack with a delay ──┐
-               ▼                                                        │
-    BEHIND ─▶ READY ─┐     RETURNED ◀── expiry, nack, release ──────── LEASED ──▶ HELD ──▶ gone
-                     ├──claim──▶ LEASED                                   ▲          │
-    fresh ───────────┘     RETURNED ──claim (first of all)────────────────┘          └─▶ as it was, or RETURNED
-
-    BEHIND     scheduled for later (`deliver_at_ms`), or not the first of its `order_key`
-    HELD       its end is being committed to the log, or it is on its way to the dead letters
+order are simply the live records from `fresh_seq` on. Only what is out of order has a `Job`
+(`job.py` has the picture).
 
 Everything below `fresh_seq` is gone, done, or has a `Job`. `done` are acknowledged jobs whose records stay
 (`on_ack: "keep"`).
 
-Time is passed in. Leases and delays run on the monotonic clock; what is told to clients and logged is the wall clock of
-that moment. `deliver_at_ms` is a wall time by its nature.
+Time is passed in.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from enum import IntEnum
 from heapq import heapify, heappop, heappush
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
+from topics.core.job import Holder, Job, Now, Phase
 from topics.core.seq_set import SeqSet
 
 DEAD_PER_TAKE_MAX: Final = 100
@@ -37,16 +28,6 @@ WALL_LOOK_MS: Final = 1_000
 
 _LOOK_MAX: Final = 1024
 """Records looked at in one go where there are only jobs of other kinds."""
-
-Holder = tuple[int, int]
-"""(frontend, stream) of a `/work` stream; stream 0: the frontend carries the job to the dead letters."""
-
-
-class Now(NamedTuple):
-    """One moment on both clocks."""
-
-    wall_ms: int
-    mono_ms: int
 
 
 class JobRecords(Protocol):
@@ -60,48 +41,8 @@ class JobRecords(Protocol):
     def live_of(self, seqs: Sequence[int]) -> list[int]: ...
 
 
-class Phase(IntEnum):
-    BEHIND = 0
-    READY = 1
-    RETURNED = 2
-    DELAYED = 3
-    LEASED = 4
-    HELD = 5
-
-
 _DUE: Final = (Phase.LEASED, Phase.DELAYED, Phase.HELD)
 """Phases that may end by the clock; HELD on its way to the dead letters."""
-
-
-class Job:
-    """One job that is not fresh. `due_ms` is monotonic: when its lease or delay ends; `deadline_ms` is that instant as
-    the wall clock had it.
-    """
-
-    __slots__ = (
-        "deadline_ms",
-        "deliver_at_ms",
-        "deliveries",
-        "due_ms",
-        "holder",
-        "lease_ms",
-        "lease_no",
-        "node",
-        "order_key",
-        "phase",
-    )
-
-    def __init__(self, deliver_at_ms: int = 0, order_key: str = "") -> None:
-        self.phase = Phase.BEHIND
-        self.deliver_at_ms = deliver_at_ms
-        self.order_key = order_key
-        self.node = ""
-        self.lease_no = 0
-        self.lease_ms = 0
-        self.deadline_ms = 0
-        self.due_ms = 0
-        self.deliveries = 0
-        self.holder: Holder | None = None
 
 
 class Jobs:
@@ -118,6 +59,9 @@ class Jobs:
         self._due: list[tuple[int, int]] = []
         """(due_ms, seq) of leases and delays, and some that are over."""
         self._scheduled: list[tuple[int, int]] = []
+        """(deliver_at_ms, seq) of jobs that wait for the wall clock, and some that do no more."""
+        self._delayed: list[tuple[int, int]] = []
+        """(due_ms, seq) of those that were written with a delay in this life of the process."""
         self._lines: dict[str, deque[int]] = {}
         """By order_key: all its jobs, oldest first, some behind the first of them gone. Only that one can be handed
         out.
@@ -135,8 +79,10 @@ class Jobs:
 
     # -- records come and go
 
-    def add(self, seq: int, deliver_at_ms: int, order_key: str) -> None:
-        """A record that was written with one of these (0, "" for none). Ascending by seq."""
+    def add(self, seq: int, deliver_at_ms: int, order_key: str, due_ms: int = 0) -> None:
+        """A record that was written with one of these (0, "" for none). Ascending by seq. `due_ms`: `deliver_at_ms` is
+        the end of a delay, and this is it on the monotonic clock.
+        """
         if seq in self.done or (self._started and seq < self._records.earliest_seq):
             return
         known = self._jobs.get(seq)
@@ -144,7 +90,7 @@ class Jobs:
             if not self._started:  # a snapshot had its leases, and the RAM log what it was written with
                 known.deliver_at_ms, known.order_key = deliver_at_ms, order_key
             return
-        job = self._track(seq, Job(deliver_at_ms, order_key))
+        job = self._track(seq, Job(deliver_at_ms, order_key, due_ms))
         if not self._started:
             return
         if self._fresh_seq == seq:
@@ -205,6 +151,8 @@ class Jobs:
         waits = []
         if self._due:
             waits.append(self._due[0][0] - now.mono_ms)
+        if self._delayed:
+            waits.append(self._delayed[0][0] - now.mono_ms)
         if self._scheduled:
             waits.append(min(self._scheduled[0][0] - now.wall_ms, WALL_LOOK_MS))
         return max(0, min(waits)) if waits else None
@@ -223,12 +171,13 @@ class Jobs:
             carried = job.phase == Phase.HELD and job.holder is not None and not job.holder[1]
             if carried or job.phase in (Phase.LEASED, Phase.DELAYED):
                 self._return(seq, job)
-        while self._scheduled and self._scheduled[0][0] <= now.wall_ms:
-            _, seq = heappop(self._scheduled)
-            job = jobs.get(seq)
-            if job is not None and job.phase == Phase.BEHIND:
-                self._set(seq, job, Phase.READY)
-                heappush(self._ready, seq)
+        for waiting, until_ms in ((self._delayed, now.mono_ms), (self._scheduled, now.wall_ms)):
+            while waiting and waiting[0][0] <= until_ms:
+                _, seq = heappop(waiting)
+                job = jobs.get(seq)
+                if job is not None and job.phase == Phase.BEHIND:
+                    self._set(seq, job, Phase.READY)
+                    heappush(self._ready, seq)
         return self._counts[Phase.READY] + self._counts[Phase.RETURNED] > before
 
     # -- moving jobs
@@ -237,10 +186,12 @@ class Jobs:
         """Takes jobs off their places: returned ones first, then by seq."""
         seqs: list[int] = []
         dead: list[int] = []
+        last_seq = 0
         while self._returned and len(seqs) < most and len(dead) < DEAD_PER_TAKE_MAX:
             seq = heappop(self._returned)
             job = self._jobs.get(seq)
-            if job is not None and job.phase == Phase.RETURNED:
+            if job is not None and job.phase == Phase.RETURNED and seq != last_seq:
+                last_seq = seq  # one that was carried off and came back is in it twice
                 (dead if deliveries_max and job.deliveries >= deliveries_max else seqs).append(seq)
         wanted = most - len(seqs)
         if not wanted:
@@ -248,7 +199,8 @@ class Jobs:
         ready: list[int] = []
         while self._ready and len(ready) < wanted:
             seq = heappop(self._ready)
-            if seq in self._jobs:
+            job = self._jobs.get(seq)
+            if job is not None and job.phase == Phase.READY:
                 ready.append(seq)
         fresh = self._fresh(wanted, ready)
         kept = wanted - len(fresh)
@@ -348,7 +300,9 @@ class Jobs:
 
     def _arm(self, seq: int, job: Job) -> None:
         """First of its key, or without one: it only waits for its time, if it has one."""
-        if job.deliver_at_ms:
+        if job.due_ms:
+            heappush(self._delayed, (job.due_ms, seq))
+        elif job.deliver_at_ms:
             heappush(self._scheduled, (job.deliver_at_ms, seq))
         else:
             self._set(seq, job, Phase.READY)
@@ -370,9 +324,10 @@ class Jobs:
             self._ready = self._still(self._ready, Phase.READY)
         if len(self._returned) > _room(counts[Phase.RETURNED]):
             self._returned = self._still(self._returned, Phase.RETURNED)
-        if len(self._scheduled) > _room(counts[Phase.BEHIND]):
-            seqs = set(self._still([seq for _, seq in self._scheduled], Phase.BEHIND))
-            self._scheduled = sorted((at, seq) for at, seq in self._scheduled if seq in seqs)
+        for waiting in (self._scheduled, self._delayed):
+            if len(waiting) > _room(counts[Phase.BEHIND]):
+                seqs = set(self._still([seq for _, seq in waiting], Phase.BEHIND))
+                waiting[:] = sorted((at, seq) for at, seq in waiting if seq in seqs)
         if len(self._tracked) > _room(len(jobs)):
             self._tracked = sorted(jobs)
         if self._lined > _room(len(jobs)):

@@ -1,4 +1,4 @@
-"""The lease machine of one queue (api §9): who has which job, until when. Pure; `jobs.py` has the picture.
+"""The lease machine of one queue (api §9): who has which job, until when. Pure; `job.py` has the picture.
 
 What it is asked to do it does at once; what must be in the log first is `hold`ed until then. Time is passed in. Leases
 and delays run on the monotonic clock; what is told to clients and logged is the wall clock of that moment.
@@ -13,13 +13,15 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from topics.core.jobs import Holder, Job, Jobs, Now, Phase
+from topics.core.job import Holder, Job, Now, Phase
+from topics.core.jobs import Jobs
 from topics.core.queue_state import LeaseBody, QueueState
 from topics.core.seq_set import Run, seqs_of
 
 CARRY_MS: Final = 30_000
 """A frontend that does not bring a job to the dead letters in this time has failed to."""
 LEASE_NO_END: Final = 1 << 64
+_FREE: Final = (Phase.READY, Phase.RETURNED, Phase.DELAYED)
 
 
 class Leased(NamedTuple):
@@ -118,12 +120,32 @@ class Leases(Jobs):
         """
         seqs, dead = self._take(most, deliveries_max)
         for seq in dead:
-            job = self._jobs[seq]
-            job.holder = (carrier, 0)
-            job.due_ms = now.mono_ms + CARRY_MS
-            self._set(seq, job, Phase.HELD)
-            heappush(self._due, (job.due_ms, seq))
+            self._carry(seq, self._jobs[seq], carrier, now)
         return seqs, dead
+
+    def carry(self, seqs: Iterable[int], carrier: int, now: Now) -> list[int]:
+        """Of these live records the jobs that nobody has and that wait for nothing but a delay: HELD, as dead ones in
+        `take`. Call `advance` first.
+        """
+        carried = []
+        for seq in seqs:
+            job = self._jobs.get(seq)
+            if job is None:
+                if seq in self.done:
+                    continue
+                job = self._track(seq, Job())
+            elif job.phase not in _FREE:
+                continue
+            self._carry(seq, job, carrier, now)
+            carried.append(seq)
+        self._tidy()
+        return carried
+
+    def _carry(self, seq: int, job: Job, carrier: int, now: Now) -> None:
+        job.holder = (carrier, 0)
+        job.due_ms = now.mono_ms + CARRY_MS
+        self._set(seq, job, Phase.HELD)
+        heappush(self._due, (job.due_ms, seq))
 
     def lease(self, seqs: list[int], node: str, lease_ms: int, now: Now, holder: Holder | None) -> Leased:
         """Leases what was taken."""

@@ -28,6 +28,7 @@ TURN_COST: Final = 1024
 TICK_MS: Final = 50
 PROMOTIONS_MAX: Final = 64
 _SLOTS: Final = AGE_FULL_MS // TICK_MS + 2
+_ROUND: Final = tuple(weight * QUANTUM for weight in WEIGHTS)
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -61,7 +62,7 @@ class Scheduler(Generic[Item]):
         self._base_of = base_of
         self._entries: dict[Item, _Entry[Item]] = {}
         self._bands: list[_Queue[Item]] = [OrderedDict() for _ in range(BANDS)]
-        self._deficits = [weight * QUANTUM for weight in WEIGHTS]
+        self._deficits = list(_ROUND)
         self._wheel: list[_Queue[Item]] = [OrderedDict() for _ in range(_SLOTS)]
         self._tick = 0
         """The slot that is due next, counted from the beginning of time."""
@@ -106,7 +107,7 @@ class Scheduler(Generic[Item]):
             return
         if not self._entries:
             # After a time with nothing to do nobody owes anything; and nothing is filed in the wheel.
-            self._deficits = [weight * QUANTUM for weight in WEIGHTS]
+            self._deficits = list(_ROUND)
             self._tick = now_ms // TICK_MS + 1
         entry = self._entries[item] = _Entry(item, now_ms if since_ms is None else since_ms)
         entry.base = self._base_of(item)
@@ -124,6 +125,8 @@ class Scheduler(Generic[Item]):
     def take(self, now_ms: int) -> Item | None:
         """Who is to be served now; `served` must follow before the next `take`."""
         assert self._serving is None
+        if not self._entries:
+            return None
         self.age(now_ms)
         entry = self._first()
         if entry is None:
@@ -185,12 +188,11 @@ class Scheduler(Generic[Item]):
                     deficit = self._deficits[band]
                     if deficit > 0:
                         return next(iter(self._bands[band]))
-                    rounds = -deficit // (WEIGHTS[band] * QUANTUM) + 1
+                    rounds = -deficit // _ROUND[band] + 1
                     missing = rounds if missing is None else min(missing, rounds)
             if missing is None:
                 return None
-            for band, weight in enumerate(WEIGHTS):
-                most = weight * QUANTUM
+            for band, most in enumerate(_ROUND):
                 self._deficits[band] = min(self._deficits[band] + missing * most, most)
 
     def _file(self, entry: _Entry[Item], now_ms: int) -> None:

@@ -11,16 +11,47 @@ from typing import Any, Final
 import msgspec
 
 from topics.core.errors import RETRY_AFTER_S, TopicsError
-from topics.frontend.asgi import Send
+from topics.frontend.asgi import ROOM, Scope, Send
 from topics.frontend.bodies import Headers
+from topics.frontend.http.answer_room import Place
 
 HeaderList = list[tuple[bytes, bytes]]
 
+LIST_BYTES_MAX: Final = 1 << 20
+"""Room that is taken for one page of a list; most are much shorter."""
 GZIP_MIN_BYTES: Final = 1024
+PACKING_MAX_BYTES: Final = 64 * 2**20
+"""Of answers that wait for a thread that packs them, or are being packed: half a second of its work or so."""
 _GZIP_INLINE_BYTES_MAX: Final = 32 * 1024
 _GZIP_LEVEL: Final = 1
 """A page of JSON packs well at any level; the first costs the least."""
 _JSON: Final = (b"content-type", b"application/json")
+
+
+class _Packer:
+    """Packs short answers at once, and has threads pack long ones: not more than PACKING_MAX_BYTES of them, which they
+    are slower with than pages are made. What finds no room goes as it is.
+    """
+
+    def __init__(self) -> None:
+        self._packing_bytes = 0
+
+    def has_room_for(self, body: bytes) -> bool:
+        return self._packing_bytes + len(body) <= PACKING_MAX_BYTES
+
+    async def packed(self, body: bytes) -> bytes:
+        if len(body) <= _GZIP_INLINE_BYTES_MAX:
+            return gzip.compress(body, _GZIP_LEVEL, mtime=0)
+        len_bytes = len(body)
+        self._packing_bytes += len_bytes
+        try:
+            return await asyncio.to_thread(gzip.compress, body, _GZIP_LEVEL, mtime=0)
+        finally:
+            self._packing_bytes -= len_bytes
+
+
+_packer: Final = _Packer()
+"""Of this process: its threads are shared by all routes."""
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -28,6 +59,19 @@ encode_json = msgspec.json.Encoder().encode
 def elapsed_ms(started_ns: int) -> float:
     """Since `started_ns` (time.perf_counter_ns), to the microsecond."""
     return (time.perf_counter_ns() - started_ns) // 1000 / 1000
+
+
+def place_of(scope: Scope) -> Place | None:
+    """Where room is to be taken before an answer is made that may be long; None where each waits for the one before."""
+    place: Place | None = scope.get("extensions", {}).get(ROOM)
+    return place
+
+
+async def take_room(scope: Scope, most_bytes: int) -> None:
+    """Room for an answer of at most so many bytes, as `Place.take`."""
+    place = place_of(scope)
+    if place is not None:
+        await place.take(most_bytes)
 
 
 def send_json(
@@ -53,12 +97,9 @@ async def send_whole(
         accepted = request_headers.get(b"accept-encoding")
         if accepted is not None:
             head.append((b"vary", b"accept-encoding"))
-            if accepts_gzip(accepted):
+            if accepts_gzip(accepted) and _packer.has_room_for(body):
                 head.append((b"content-encoding", b"gzip"))
-                if len(body) <= _GZIP_INLINE_BYTES_MAX:
-                    body = gzip.compress(body, _GZIP_LEVEL, mtime=0)
-                else:
-                    body = await asyncio.to_thread(gzip.compress, body, _GZIP_LEVEL, mtime=0)
+                body = await _packer.packed(body)
     head.append((b"content-length", b"%d" % len(body)))
     await send({"type": "http.response.start", "status": status, "headers": head})
     await send({"type": "http.response.body", "body": body})

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Final
 
 import msgspec
 from starlette.datastructures import QueryParams
 
 from topics.core.config import U64_MAX, parse_config
+from topics.core.dead_letters import RESERVED
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name, owner_shard
 from topics.core.producers import Turn, producer_key
-from topics.core.routers import META_KEY
 from topics.frontend import long_bodies, wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, encode_json, send_json
@@ -57,8 +58,7 @@ class AppendRoute:
             request, records = self._read(body)
         else:
             request, records = await asyncio.to_thread(self._read, body)
-        query = scope["query_string"]
-        with_seqs = flag(QueryParams(query), "return_seqs", True) if query else True
+        with_seqs = _wants_seqs(scope["query_string"])
         reply = await self.submit(name, request, records, headers.get(b"idempotency-key"), caller_of(scope))
         self._cell.add("records_in", reply.count)
         await send_json(
@@ -139,9 +139,11 @@ class AppendRoute:
             return node, tag, record.data, b""
         field = f"records[{at}].meta"
         meta = wire.decode_meta(record.meta, field)
-        if META_KEY in meta:
+        if not RESERVED.isdisjoint(meta):
+            name = min(RESERVED & meta.keys())
             raise invalid(
-                f"{field}.{META_KEY} is the server's: routers write it into copies", field=f"{field}.{META_KEY}"
+                f"{field}.{name} is the server's, which says by it where a record came from: leave it out",
+                field=f"{field}.{name}",
             )
         if len(meta) > META_MAX_KEYS:
             raise invalid(f"{field} has {len(meta)} keys, at most {META_MAX_KEYS} are allowed", field=field)
@@ -192,6 +194,12 @@ class AppendRoute:
                     f"records[{at}] has {size} bytes of data and meta, at most {max_bytes} are allowed",
                     {"max_record_bytes": max_bytes},
                 )
+
+
+@lru_cache(maxsize=64)
+def _wants_seqs(query: bytes) -> bool:
+    """`?return_seqs`. Remembered: a writer asks in the same words each time."""
+    return flag(QueryParams(query), "return_seqs", True)
 
 
 def _key(request: AppendBody, header: bytes | None) -> bytes:

@@ -14,5 +14,14 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 ROUTE: Final = "topics.route"
 """Key of a scope: which `durations.Route` the request turned out to be, None for one whose time says nothing."""
 
+Deliver = Callable[[Send, bytes], Awaitable[None]]
+"""Sends the whole body of an answer by the `send` it is given, and returns when nothing of it is in this process."""
+
+DELIVER: Final = "topics.deliver"
+"""Extension of a scope: its `Deliver`, as `http.delivery` says."""
+
 TRANSPORT: Final = "topics.transport"
 """Key of `scope["state"]`: the asyncio transport of a connection that Hypercorn serves."""
+
+ROOM: Final = "topics.room"
+"""Extension of a scope whose connection has many answers at once: its `http.answer_room.Place`."""

@@ -46,7 +46,7 @@ _FRONTEND: Final[tuple[tuple[str, _Kind, str, str], ...]] = (
     ("long_polls", "gauge", "long_polls", "Long polls that wait in one frontend"),
     ("requests_total", "counter", "requests", "Requests to one frontend"),
     ("ready_topics", "gauge", "ready_topics", "Topics that wait to be delivered by one frontend"),
-    ("throttled_total", "counter", "throttled", "Requests that one frontend refused because a ring was full"),
+    ("throttled_total", "counter", "throttled", "429s of one frontend for want of room on the way to a shard"),
 )
 _COMPACTOR: Final[tuple[tuple[str, _Kind, str, str], ...]] = (
     ("snapshots_total", "counter", "snapshots", "Snapshots made"),
@@ -157,10 +157,7 @@ class ServiceFigures:
 
     def _compactor(self) -> Iterator[Family]:
         cell = self._control.cell(Role.COMPACTOR, 0)
-        lags: list[Sample] = [
-            ((str(shard),), max(0, of.get("wal_bytes_written") - cell.get(f"absorbed_bytes_{shard:02d}")))
-            for shard, of in enumerate(self._shards)
-        ]
+        lags: list[Sample] = [((str(shard),), self._control.lag_bytes(shard)) for shard in range(len(self._shards))]
         help = "Bytes in the log of one shard that no snapshot has absorbed"
         yield Family("topics_compactor_lag_bytes", "gauge", help, ("shard",), lags)
         since_ms = cell.get("absorbed_ms") or self._control.header.get("started_ms")
@@ -196,9 +193,9 @@ class ServiceFigures:
         cells = self._control.cells()
         yield single("topics_pressure", "gauge", "Pressure of the service, 0 to 1", self._control.pressure())
         deferring = int(any(cell.get("deferring") for cell in cells.values()))
-        help = "1 while topics of negative priority are not pushed and routers forward last"
+        help = "1 while topics of negative priority are not pushed and routers copy less at a time"
         yield single("topics_deferring", "gauge", help, deferring)
-        help = "Requests that were refused because a shard had more work than it could take"
+        help = "Requests refused with 429 for want of room on the way to a shard; limits are not counted"
         yield single("topics_throttled_total", "counter", help, _sum(self._frontends, "throttled"))
         at_work = [(role, index, cell) for (role, index), cell in cells.items() if role is not Role.COMPACTOR]
         for name, field, help in _PRESSURE:

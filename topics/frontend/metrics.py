@@ -15,7 +15,7 @@ from typing import Final
 from topics.core.names import owner_shard
 from topics.frontend import exposition
 from topics.frontend.access import caller_of
-from topics.frontend.answers import elapsed_ms, send_json, send_whole
+from topics.frontend.answers import elapsed_ms, send_json, send_whole, take_room
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.exposition import TEXT_TYPE, Family, Sample, single
 from topics.frontend.figures import ServiceFigures
@@ -23,6 +23,8 @@ from topics.frontend.media import weight
 from topics.frontend.shards.arenas import Arenas, live_names
 from topics.shm.arena import TopicView
 
+ANSWER_BYTES: Final = 8 << 20
+"""Room that is taken for one; 10,000 topics are about 3 MB."""
 SLICE_S: Final = 0.001
 PAGE_TOPICS: Final = 64
 _TOPIC_SERIES: Final = (
@@ -51,6 +53,7 @@ class MetricsRoute:
         started_ns = time.perf_counter_ns()
         headers = dict(scope["headers"])
         accept = headers.get(b"accept", b"")
+        await take_room(scope, ANSWER_BYTES)
         families = [*self._figures.families(), *await self._topic_families(caller_of(scope).narrowed(""))]
         if wants_json(accept):
             members = await _in_slices(exposition.json(families))

@@ -14,7 +14,7 @@ from topics.core.names import check_router_name
 from topics.core.routers import Router, parse_router
 from topics.frontend import wire
 from topics.frontend.access import caller_of
-from topics.frontend.answers import send_object
+from topics.frontend.answers import LIST_BYTES_MAX, send_object, take_room
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import read_body
 from topics.frontend.query import name_after, name_cursor, page_size
@@ -107,6 +107,7 @@ class RouterRoutes:
         after = name_after(query.get("cursor"), check_router_name)
         prefix, source, dest = query.get("prefix", ""), query.get("source"), query.get("dest")
         caller = caller_of(scope)
+        await take_room(scope, LIST_BYTES_MAX)
         found = sorted(
             (
                 router

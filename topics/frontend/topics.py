@@ -18,7 +18,7 @@ from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
 from topics.frontend.access import caller_of
-from topics.frontend.answers import send_object
+from topics.frontend.answers import LIST_BYTES_MAX, send_object, take_room
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import read_body
 from topics.frontend.query import flag, name_after, name_cursor, page_size
@@ -184,6 +184,7 @@ class TopicRoutes:
         prefixes = caller_of(scope).narrowed(prefix)
         arenas = [self._arenas.require(shard) for shard in range(self._gateway.shards)]
         after = name_after(query.get("cursor"), check_topic_name)
+        await take_room(scope, LIST_BYTES_MAX)
         names = list(itertools.islice(live_names(arenas, prefixes, after), most + 1))
         more = len(names) > most
         with_copies = await self._catching_up.all(names[:most])

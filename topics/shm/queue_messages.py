@@ -91,6 +91,15 @@ class Exhume(msgspec.Struct, tag=True, array_like=True, frozen=True):
     delay_ms: int
 
 
+class Carry(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Which of these records is free to be taken elsewhere? In a queue they are kept from its consumers until then: by
+    `Remove`, or `Exhume`.
+    """
+
+    name: str
+    seqs: list[int]
+
+
 class Remove(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Delete exactly these records, of whatever topic, as far as they are there."""
 
@@ -98,7 +107,7 @@ class Remove(msgspec.Struct, tag=True, array_like=True, frozen=True):
     seqs: list[int]
 
 
-QueueCall = Claim | Ack | Nack | Extend | Unclaim | WorkOpen | WorkClose | Bury | Exhume | Remove
+QueueCall = Claim | Ack | Nack | Extend | Unclaim | WorkOpen | WorkClose | Bury | Exhume | Carry | Remove
 
 
 class Dealt(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -142,8 +151,12 @@ class ExtendReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     deadline_ms: int
 
 
+class Carried(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    seqs: list[int]
+
+
 class RemoveReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     count: int
 
 
-QueueReply = Dealt | Waiting | AckReply | ExtendReply | RemoveReply
+QueueReply = Dealt | Waiting | AckReply | ExtendReply | Carried | RemoveReply

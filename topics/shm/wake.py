@@ -8,7 +8,6 @@ bounds its sleep while there was traffic lately (`shm/memory.py`: `FENCE_IS_FULL
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 
@@ -33,8 +32,10 @@ class Wake:
 
     def signal_always(self) -> None:
         """By a peer, for an owner that sleeps in an event loop and keeps no flag."""
-        with contextlib.suppress(BlockingIOError):
+        try:
             os.eventfd_write(self.fd, 1)
+        except BlockingIOError:  # signalled 2⁶⁴ − 2 times and not yet seen: that will do
+            return
 
     def announce_sleep(self) -> None:
         """By the owner; it must look at its rings once more before `sleep`."""
@@ -52,8 +53,10 @@ class Wake:
 
     def drain(self) -> None:
         """By the owner: forget signals received so far."""
-        with contextlib.suppress(BlockingIOError):
+        try:
             os.eventfd_read(self.fd)
+        except BlockingIOError:  # none
+            return
 
     def close(self) -> None:
         """Also when nobody has it any more."""

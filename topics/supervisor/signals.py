@@ -25,9 +25,10 @@ class Signals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Who asks again for the stop that is over must not make its exit code another one.
-        while self.wait(0) is not None:
-            pass
+        # Who asks again for the stop that is over must not make its exit code another one, nor while the interpreter
+        # ends, which takes a while: what is ignored is dropped, also what is pending.
+        for number in STOP:
+            signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
 
     def wait(self, timeout_ms: int | None) -> signal.Signals | None:

@@ -14,6 +14,7 @@ from topics.core.config import TopicConfig
 from topics.core.control_bodies import CreateBody, encode_body, encode_idempotency
 from topics.core.errors import TopicsError, not_a_queue, topic_not_found
 from topics.core.idempotency import Outcome, is_pin
+from topics.core.job import Now
 from topics.core.location import LOCATION_IN_RAM_LOG
 from topics.core.producers import Turn, check_fence, check_order, is_producer_key, parse_key
 from topics.shm import append_messages
@@ -41,12 +42,13 @@ class Draft:
         "last",
         "live_bytes",
         "new",
+        "now",
         "records",
         "ts",
         "turns",
     )
 
-    def __init__(self, hosted: Hosted, now_ms: int, new: bool) -> None:
+    def __init__(self, hosted: Hosted, now: Now, new: bool) -> None:
         topic = hosted.topic
         self.hosted = hosted
         self.new = new
@@ -54,7 +56,8 @@ class Draft:
         self.created = False
         self.head_seq = topic.head_seq
         self.ceiling = topic.head_ceiling
-        self.ts = topic.commit_ts(now_ms)
+        self.now = now
+        self.ts = topic.commit_ts(now.wall_ms)
         self.records = 0
         self.live_bytes = 0
         self.claimed_bytes = 0
@@ -102,17 +105,17 @@ class Appends:
         self.ram = []
         self.touched = {}
 
-    def prepare(self, request: AppendRequest, answer: Answer, now_ms: int) -> None:
+    def prepare(self, request: AppendRequest, answer: Answer, now: Now) -> None:
         """Adds the request's operations; or answers at once when it repeats a key; or raises TopicsError or
         ArenaFullError, the group being as before.
         """
-        draft = self._draft(request, now_ms)
+        draft = self._draft(request, now)
         size_bytes = len(request.frames)
         for make_room in (self._expire_for, self._give_way):
             if make_room(draft.hosted, draft.records + request.count, draft.live_bytes + size_bytes):
-                draft = self._draft(request, now_ms)
+                draft = self._draft(request, now)
         try:
-            known = self._known(draft, request, now_ms)
+            known = self._known(draft, request, now.wall_ms)
             if known is not None:
                 answer.reply = self._reply(answer, known, draft, created=False, deduped=True)
                 return
@@ -143,18 +146,18 @@ class Appends:
                 self._abandon_topic(draft.hosted)
                 self.touched.pop(draft.hosted.topic.id, None)
 
-    def _draft(self, request: AppendRequest, now_ms: int) -> Draft:
+    def _draft(self, request: AppendRequest, now: Now) -> Draft:
         draft = self._drafts.get(request.name)
         if draft is not None:
             return draft
         hosted = self._find(request.name)
         if hosted is not None:
-            draft = Draft(hosted, now_ms, new=False)
+            draft = Draft(hosted, now, new=False)
         else:
             config = request.config or TopicConfig()
             if not request.create or not config.auto_create:
                 raise topic_not_found(request.name)
-            draft = Draft(self._make_topic(request.name, config, now_ms), now_ms, new=True)
+            draft = Draft(self._make_topic(request.name, config, now.wall_ms), now, new=True)
         self._drafts[request.name] = draft
         return draft
 
@@ -218,10 +221,13 @@ class Appends:
         if key:
             body = encode_idempotency(request.count, key)
             buffers.append(frame.encode(FrameType.IDEMPOTENCY, FLAG_MORE, topic.id, first_seq, ts, b"", b"", body))
+        # Not from `ts`, which stays ahead of a clock that was put back.
+        now = draft.now
         jobs = [
-            (first_seq + at, deliver_at_ms or (ts + delay_ms if delay_ms else 0), order_key)
+            (first_seq + at, deliver_at_ms or (now.wall_ms + delay_ms if delay_ms else 0), order_key)
             for at, deliver_at_ms, delay_ms, order_key in request.jobs
         ]
+        due_ms = [now.mono_ms + delay_ms if delay_ms else 0 for _, _, delay_ms, _ in request.jobs]
         if jobs:
             body = encode_body(jobs)
             buffers.append(frame.encode(FrameType.JOB_ATTRIBUTES, FLAG_MORE, topic.id, 0, ts, b"", b"", body))
@@ -246,8 +252,8 @@ class Appends:
             absolute = array("Q", [base + entry for entry in offset_len])
             topic.appended(ts, absolute, _file_flags(file_no, record_flags, location_flags), size_bytes)
             if topic.queue is not None:
-                for job in jobs:
-                    topic.queue.add(*job)
+                for job, at_ms in zip(jobs, due_ms, strict=True):
+                    topic.queue.add(*job, at_ms)
             if key:
                 topic.idempotency.remember(key, outcome)
 

@@ -9,7 +9,7 @@ from typing import Final
 from topics.core.clock import Clock
 from topics.core.config import TopicConfig
 from topics.core.fold import Fold, FoldError
-from topics.core.jobs import Now
+from topics.core.job import Now
 from topics.core.location import LOCATION_IN_RAM_LOG
 from topics.core.names import owner_shard
 from topics.core.topic import Topic

@@ -196,16 +196,22 @@ class Logs:
 
     def count(self) -> None:
         """Shows how far the log is."""
-        wal, cell = self.wal, self._cell
-        cell.set("wal_file", wal.file_no)
-        cell.set("wal_offset", wal.offset)
-        cell.set("committed", wal.file_no << 32 | wal.offset)
-        for field, now in zip(
-            _COUNTERS, (wal.frames, wal.batches, wal.fsyncs, wal.bytes_written, wal.rotations), strict=True
-        ):
-            cell.set(field, self._former_lives[field] + now)
-        cell.set("wal_unsynced_bytes", wal.unsynced_bytes)
-        cell.set("wal_read_only", int(wal.read_only is not None))
+        wal, before = self.wal, self._former_lives
+        file_no, offset = wal.file_no, wal.offset
+        self._cell.set_all(
+            {
+                "wal_file": file_no,
+                "wal_offset": offset,
+                "committed": file_no << 32 | offset,
+                "wal_frames": before["wal_frames"] + wal.frames,
+                "wal_batches": before["wal_batches"] + wal.batches,
+                "wal_fsyncs": before["wal_fsyncs"] + wal.fsyncs,
+                "wal_bytes_written": before["wal_bytes_written"] + wal.bytes_written,
+                "wal_rotations": before["wal_rotations"] + wal.rotations,
+                "wal_unsynced_bytes": wal.unsynced_bytes,
+                "wal_read_only": int(wal.read_only is not None),
+            }
+        )
 
     def _count_sync(self, times: CommitTimes) -> None:
         fsync_us = int(times.fsync_us)

@@ -64,11 +64,15 @@ class Holdings:
             for durability, topics in self._by_class.items():
                 cell.set(f"topics_{durability}", topics)
             cell.set("queue_topics", self._queues)
-        cell.set("topics", self._by_class.total())
-        cell.set("leases_in_flight", self._leases)
-        cell.set("records_live", self._records)
-        cell.set("bytes_live", self._live_bytes)
-        cell.set("sessions", sessions)
+        cell.set_all(
+            {
+                "topics": self._by_class.total(),
+                "leases_in_flight": self._leases,
+                "records_live": self._records,
+                "bytes_live": self._live_bytes,
+                "sessions": sessions,
+            }
+        )
 
     # -- what there may be
 

@@ -197,7 +197,7 @@ class Shard:
             message = _read_spill(messages.decode_reference(message))
             kind &= ~messages.BY_REFERENCE
         if kind == Kind.APPEND:
-            self._appends.prepare(append_messages.decode_append(message), answer, self._time.now.wall_ms)
+            self._appends.prepare(append_messages.decode_append(message), answer, self._time.now)
             return True
         assert kind == Kind.CALL
         call = messages.decode_call(message)
@@ -244,7 +244,7 @@ class Shard:
                 self._queues.frontend_died(answer.frontend, list(self._catalog))
                 self._cursors.frontend_died(answer.frontend, self._catalog)
             case StagePublish():
-                self._appends.prepare(self._sinks.staged(call), answer, self._time.now.wall_ms)
+                self._appends.prepare(self._sinks.staged(call), answer, self._time.now)
             case StagesOver():
                 hosted = self._catalog.find(call.name)
                 if hosted is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from topics.core.clock import Clock
 from topics.core.expiry_clock import ExpiryClock
-from topics.core.jobs import Now
+from topics.core.job import Now
 
 
 class StepClock:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
-from topics.frontend.asgi import AsgiApp, Scope
+from topics.frontend.asgi import DELIVER, AsgiApp, Scope
 from topics.frontend.attended import AttendedClock
 from topics.frontend.http.http1_connections import Connections
 from topics.frontend.http.http1_deadlines import Awaited, Deadlines, Verdict
@@ -154,15 +154,17 @@ class Http1Protocol(asyncio.Protocol):
         self.writable = False
         self._can_write.clear()
         self._deadlines.begin_taking(self.buffered_bytes)
+        if self._exchange is not None:
+            self._exchange.paused()
         if self._exchange is None or not self._exchange.pushing:  # of streams the hub knows what they hold
-            self._factory.connections.hold(self)
+            self._factory.connections.kept.hold(self)
         self._settle()
 
     def resume_writing(self) -> None:
         """asyncio: the client has caught up."""
         self.writable = True
         self._deadlines.end_taking()
-        self._factory.connections.let_go(self)
+        self._factory.connections.kept.let_go(self)
         self._can_write.set()
         if self._pending or self._eof:
             self._loop.call_soon(self._go_on)
@@ -253,7 +255,7 @@ class Http1Protocol(asyncio.Protocol):
             "client": self._client,
             "server": self._server,
             "state": factory.state.copy(),
-            "extensions": {"topics.push": exchange.push},
+            "extensions": {"topics.push": exchange.push, DELIVER: exchange.deliver},
         }
 
     def _start_app(self, scope: Scope) -> None:
@@ -320,6 +322,16 @@ class Http1Protocol(asyncio.Protocol):
         """Until the client has caught up, or is gone."""
         await self._can_write.wait()
 
+    async def wait_emptied(self) -> None:
+        """Until the transport keeps nothing for the client, or it is gone; it is to take that as all else."""
+        self._transport.set_write_buffer_limits(high=0)
+        try:
+            if not self.writable:
+                await self._can_write.wait()
+        finally:
+            if not self.closing:
+                self._transport.set_write_buffer_limits(high=self._limits.write_high_water_bytes)
+
     def body_wanted(self) -> None:
         """The app has taken what was there, or waits for more."""
         self._settle()
@@ -345,7 +357,7 @@ class Http1Protocol(asyncio.Protocol):
         if exchange is not self._exchange:
             return
         if not self.writable:
-            self._factory.connections.hold(self)  # that of a stream, too: the hub knows of it no more
+            self._factory.connections.kept.hold(self)  # that of a stream, too: the hub knows of it no more
         if not exchange.keep_alive or self.draining:
             self._end()
             return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from topics.core.clock import Clock, SystemClock
 from topics.frontend.http.http1_wire import error_answer
-from topics.frontend.live.pulse import Stalls
+from topics.frontend.http.kept_answers import KeptAnswers
 from topics.shm.cap import Cap
 
 if TYPE_CHECKING:
@@ -17,31 +17,21 @@ if TYPE_CHECKING:
 TURNED_AWAY_MAX: Final = 1024
 """Connections of one process that are told that they are too many and may take their time to read it."""
 
-ANSWERS_HIGH_BYTES: Final = 256 * 2**20
-"""What the clients of one process have not taken of answers longer than ANSWER_COUNTED_FROM_BYTES, all together. With
-more, those are cut who have taken nothing for STALL_CUT_MS."""
-ANSWERS_MAX_BYTES: Final = 2 * ANSWERS_HIGH_BYTES
-"""With more than that, others as well: all may have come a moment ago, or take a byte now and then."""
-ANSWER_COUNTED_FROM_BYTES: Final = 1 << 20
-LOOK_S: Final = 1.0
-
 
 class Connections:
     """Every HTTP/1.1 connection of this process: counts them, drains them, says when all are gone.
 
-    `places` is how many connections the whole service may have, those of other protocols included.
+    `places` is how many connections the whole service may have, those of other protocols included; `kept` counts what
+    the clients of all protocols have not taken.
     """
 
     def __init__(self, places: Cap | None = None, clock: Clock | None = None) -> None:
-        self._clock = clock or SystemClock()
         self.places = places
         self.draining = False
         self.requests = 0
         self.open: set[Http1Protocol] = set()
         self.turned_away = 0
-        self._stalls: Stalls[Http1Protocol] = Stalls(lambda connection: connection.buffered_bytes)
-        """Those with a long answer that their client has not taken."""
-        self._look_timer: asyncio.TimerHandle | None = None
+        self.kept = KeptAnswers(clock or SystemClock())
         self.tasks: set[asyncio.Task[None]] = set()
         """Running app calls; the loop itself keeps only weak references."""
         self._changed = asyncio.Event()
@@ -59,37 +49,6 @@ class Connections:
         reached = self.places.reached()
         self.turned_away += (stays := self.turned_away < TURNED_AWAY_MAX)
         return error_answer(reached.code, reached.message, reached.detail), stays
-
-    def hold(self, connection: Http1Protocol) -> None:
-        """Its client is behind."""
-        if connection.buffered_bytes >= ANSWER_COUNTED_FROM_BYTES:
-            self._stalls.note(connection, self._clock.monotonic_ms())
-            self._bound()
-
-    def let_go(self, connection: Http1Protocol) -> None:
-        """Its client has caught up. Can be repeated."""
-        self._stalls.end(connection)
-
-    def _bound(self) -> None:
-        """Cuts whose answers are too much, longest without progress first, and looks again while they still are."""
-        stalls = self._stalls
-        if stalls.held_bytes <= ANSWERS_HIGH_BYTES:
-            return
-        now_ms = self._clock.monotonic_ms()
-        stalls.over(now_ms)
-        self._cut(stalls.holding(stalls.held_bytes - ANSWERS_HIGH_BYTES, now_ms))
-        self._cut(stalls.holding(stalls.held_bytes - ANSWERS_MAX_BYTES, now_ms, still_ms=0))
-        if stalls.held_bytes > ANSWERS_HIGH_BYTES and self._look_timer is None:
-            self._look_timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
-
-    def _look(self) -> None:
-        self._look_timer = None
-        self._bound()
-
-    def _cut(self, connections: list[Http1Protocol]) -> None:
-        for connection in connections:
-            self._stalls.end(connection)
-            connection.abort()
 
     def begin_drain(self) -> None:
         """Close what is idle; what is busy finishes its request with `connection: close`. Can be repeated."""
@@ -114,7 +73,7 @@ class Connections:
 
     def forget(self, connection: Http1Protocol, handed_over: bool = False) -> None:
         """The connection is closed, or `handed_over`: no longer ours, and keeps its place. Can be repeated."""
-        self.let_go(connection)
+        self.kept.let_go(connection)
         if connection in self.open:
             self.open.remove(connection)
             if self.places is not None and not handed_over:

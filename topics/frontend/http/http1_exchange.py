@@ -14,7 +14,8 @@ from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING
 
-from topics.frontend.asgi import AsgiApp, Message, Scope
+from topics.frontend.asgi import AsgiApp, Message, Scope, Send
+from topics.frontend.http import delivery
 from topics.frontend.http.http1_push import PushStream
 from topics.frontend.http.http1_wire import LAST_CHUNK, STATUS_LINES, chunk, error_answer
 from topics.log import get_logger
@@ -45,7 +46,7 @@ class Stage(IntEnum):
 
 class Exchange:
     """One request, one answer. The connection calls `feed`, `end_of_request`, `half_closed` and `lose`; the app
-    calls `receive`, `send` and `push`."""
+    calls `receive`, `send`, `deliver` and `push`."""
 
     __slots__ = (
         "_body",
@@ -221,6 +222,16 @@ class Exchange:
         else:
             raise RuntimeError(f"ASGI message {kind!r} is unknown here; http.response.start and .body are")
 
+    async def deliver(self, send: Send, body: bytes) -> None:
+        """The whole body, as `http.delivery` says; `send` is this one's, and whatever the app has put around it."""
+        await delivery.deliver(self._emptied, send, body)
+
+    async def _emptied(self) -> None:
+        if not (self.lost or self._wire.closing):
+            await self._wire.wait_emptied()
+        if self.lost or self._wire.closing:
+            raise ConnectionResetError("the client is gone")
+
     def push(self) -> PushStream:
         """Leave ASGI: put the head on the wire and go on with raw writes. Only after `http.response.start`.
 
@@ -236,10 +247,15 @@ class Exchange:
         self._push = PushStream(self._wire, self._chunked, partial(self._send_body, b"", more=False))
         return self._push
 
+    def paused(self) -> None:
+        """The transport keeps more than its high-water mark."""
+        if self._push is not None:
+            self._push.client_full()
+
     def writable_again(self) -> None:
         """The transport has drained below its low-water mark."""
-        if self._push is not None and self._push.on_writable is not None:
-            self._push.on_writable()
+        if self._push is not None:
+            self._push.client_took()
 
     def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         if self.stage is not Stage.WAITING:

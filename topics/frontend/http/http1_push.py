@@ -22,7 +22,7 @@ class PushStream:
     the stream is closed.
     """
 
-    __slots__ = ("_chunked", "_end", "_wire", "_write", "closed", "on_close", "on_writable")
+    __slots__ = ("_chunked", "_end", "_wire", "_write", "closed", "on_close", "on_writable", "writable")
 
     def __init__(self, wire: Http1Protocol, chunked: bool, end: Callable[[], None]) -> None:
         """`end` writes the end of the answer."""
@@ -31,6 +31,8 @@ class PushStream:
         self._end = end
         self._chunked = chunked
         self.closed = False
+        self.writable = wire.writable
+        """Below the high-water mark, and still open. Looked at for every frame and client, so it is kept, not asked."""
         self.on_writable: Callable[[], None] | None = None
         self.on_close: Callable[[], None] | None = None
 
@@ -39,40 +41,50 @@ class PushStream:
         """Bytes that the client has not taken yet and that are kept for it in this process."""
         return self._wire.buffered_bytes
 
-    @property
-    def writable(self) -> bool:
-        """Below the high-water mark, and still open."""
-        return self._wire.writable and not self.closed
-
     def write(self, data: bytes) -> bool:
         """Send `data` now, as one chunk. Dropped when the stream is closed; an empty one is no chunk and not sent.
         False: now more than the high-water mark is kept for the client.
         """
         global _last_push
         if data and not self.closed:
-            if not self._chunked:
-                self._write(data)
-            else:
+            if self._chunked:
                 # The same frame goes to every watcher in turn, so it is framed once: remembered by identity, one deep.
                 if _last_push[0] is not data:
                     _last_push = (data, chunk(data))
-                self._write(_last_push[1])
-        return self._wire.writable
+                data = _last_push[1]
+            self._write(data)
+        return self.writable or self.closed
 
     def close(self) -> None:
         """The end of the answer; the connection may serve the next request."""
         if not self.closed:
-            self.closed = True
+            self._ended()
             self._end()
 
     def abort(self) -> None:
         """Cut the connection, whatever waits for the client is gone."""
-        self.closed = True
+        self._ended()
         self._wire.abort()
 
-    def client_gone(self) -> None:
-        """The connection's call, once, when no more can be delivered."""
+    # The connection's calls.
+
+    def client_full(self) -> None:
+        """More than the high-water mark is kept for the client."""
+        self.writable = False
+
+    def client_took(self) -> None:
+        """The client has caught up."""
         if not self.closed:
-            self.closed = True
+            self.writable = True
+            if self.on_writable is not None:
+                self.on_writable()
+
+    def client_gone(self) -> None:
+        """Once, when no more can be delivered."""
+        if not self.closed:
+            self._ended()
             if self.on_close is not None:
                 self.on_close()
+
+    def _ended(self) -> None:
+        self.closed, self.writable = True, False

@@ -8,7 +8,6 @@ to Hypercorn when it turns out to be another protocol; with `stock` it is Hyperc
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 import socket
@@ -19,26 +18,21 @@ from typing import Any, Final, Literal, cast
 from h2.connection import H2Connection
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.lifespan import Lifespan
-from hypercorn.asyncio.tcp_server import TCPServer
-from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
 from hypercorn.config import Config
 
-from topics.frontend.asgi import TRANSPORT, AsgiApp, Message, Receive, Scope, Send
+from topics.frontend.asgi import DELIVER, TRANSPORT, AsgiApp, Message, Receive, Scope, Send
 from topics.frontend.attended import AttendedClock
-from topics.frontend.http import handshake, http2_buffer, patience
+from topics.frontend.http import delivery, handshake, http2_buffer, patience
 from topics.frontend.http.http1 import Http1Factory
 from topics.frontend.http.http1_connections import Connections
 from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http.hypercorn_connection import Connection, ConnectionContext, WatchedProtocol
 from topics.frontend.http.unread import Unread
 from topics.log import get_logger
 
 HttpProtocol = Literal["httptools", "stock"]
 WS_PING_INTERVAL_S: Final = 30.0
 """Proxies close what is silent; a client that is gone without a word is found."""
-GONE_S: Final = 2.0
-"""How long app calls may go on whose client has closed its end of the connection."""
-CLOSED_NAP_S: Final = 0.05
-"""Between two looks of who would ping a connection that is closed already."""
 _WS_EXTENSIONS: Final = re.compile(rb"(?i)\r\nsec-websocket-extensions:[^\r\n]*")
 
 log = get_logger()
@@ -114,131 +108,6 @@ async def serve(
             await asyncio.gather(lifespan_task, attending, return_exceptions=True)
 
 
-class _Flag(EventWrapper):
-    def set_now(self) -> None:
-        self._event.set()
-
-
-class _ConnectionContext(WorkerContext):
-    """Of one connection. Whoever waits for the end of an idle connection, or sleeps between two pings of a WebSocket,
-    wakes when the client has closed it, else Hypercorn would keep the socket until then.
-    """
-
-    def __init__(self, watched: Callable[[], Unread]) -> None:
-        super().__init__(None)
-        self.watched = watched
-        self.unread = watched()
-        self.terminated = self.end = _Flag()
-        self.closed = asyncio.Event()
-        self._apps: set[asyncio.Task[Any]] = set()
-        self._dropping: set[asyncio.Task[None]] = set()
-        self._client_gone = False
-
-    def enter(self, app: asyncio.Task[Any]) -> None:
-        """An app call begins on this connection."""
-        self._apps.add(app)
-        app.add_done_callback(self._left)
-        if self._client_gone:
-            app.get_loop().call_later(GONE_S, app.cancel)
-
-    def client_gone(self) -> None:
-        """The client has closed its end. App calls learn of it from Hypercorn, but not in all of its states: those that
-        go on all the same are cancelled, or they and their socket would stay for ever.
-        """
-        self._client_gone = True
-        self.end.set_now()
-        for app in self._apps:
-            app.get_loop().call_later(GONE_S, app.cancel)
-        self._wake_if_over()
-
-    def _left(self, app: asyncio.Task[Any]) -> None:
-        self._apps.discard(app)
-        self._wake_if_over()
-
-    def _wake_if_over(self) -> None:
-        """Nobody is left to be pinged: over HTTP/2 the sockets of a connection end one by one, and it with the last."""
-        if self._client_gone and not self._apps:
-            self.closed.set()
-
-    def drop(self, receive: Receive) -> None:
-        """Takes what still comes for a WebSocket whose app has ended. Hypercorn reads on only as long as somebody does,
-        and without reading on it never ends: it does not learn that the client is gone.
-        """
-        task = asyncio.get_running_loop().create_task(_drop(receive))
-        self._dropping.add(task)
-        task.add_done_callback(self._dropping.discard)
-
-    def ended(self) -> None:
-        """The connection is over, whatever was still to come."""
-        for task in self._dropping:
-            task.cancel()
-
-    async def sleep(self, wait: float) -> None:  # type: ignore[override]
-        if self.closed.is_set():
-            await asyncio.sleep(CLOSED_NAP_S)
-            return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait):
-                await self.closed.wait()
-
-
-async def _drop(receive: Receive) -> None:
-    while (await receive())["type"] != "websocket.disconnect":
-        pass
-
-
-class _Protocol(asyncio.StreamReaderProtocol):
-    """Tells the context when the connection is closed, and how its client takes what it is sent."""
-
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        connected: Callable[[asyncio.StreamReader, asyncio.StreamWriter], None],
-        loop: asyncio.AbstractEventLoop,
-        context: _ConnectionContext,
-    ) -> None:
-        super().__init__(reader, connected, loop)
-        self._context = context
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._context.unread.made(cast(asyncio.Transport, transport))
-        super().connection_made(transport)
-
-    def pause_writing(self) -> None:
-        self._context.unread.begin()
-        super().pause_writing()
-
-    def resume_writing(self) -> None:
-        self._context.unread.taken()
-        super().resume_writing()
-
-    def eof_received(self) -> bool | None:
-        self._context.client_gone()
-        return super().eof_received()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._context.unread.lost()
-        self._context.client_gone()
-        self._context.closed.set()
-
-
-class _Connection(TCPServer):
-    """Hypercorn's, but that what is left when it closes waits for its client for a time only."""
-
-    def __init__(self, context: _ConnectionContext, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._unread = context.unread
-
-    async def _initiate_server_close(self) -> None:
-        self._unread.begin()
-        await super()._initiate_server_close()
-
-    async def _close(self) -> None:
-        self._unread.begin()
-        await super()._close()
-
-
 class HypercornConnections:
     """Connections that Hypercorn's own protocols serve."""
 
@@ -259,14 +128,15 @@ class HypercornConnections:
         self._limits = limits
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._contexts: set[_ConnectionContext] = set()
+        self._contexts: set[ConnectionContext] = set()
         self.tasks: set[asyncio.Task[None]] = set()
 
     def protocol(self, *, has_place: bool = False) -> asyncio.StreamReaderProtocol:
         """The protocol of a connection that is Hypercorn's; `has_place`: it counts among all connections already."""
         reader = asyncio.StreamReader(limit=self._limits.read_high_water_bytes, loop=self._loop)
-        context = _ConnectionContext(partial(Unread, self._limits, self._clock, self._loop))
-        return _Protocol(reader, partial(self._connected, context, has_place), self._loop, context)
+        watched = partial(Unread, self._limits, self._clock, self._loop)
+        context = ConnectionContext(watched, self._connections.kept)
+        return WatchedProtocol(reader, partial(self._connected, context, has_place), self._loop, context)
 
     def take(self, transport: asyncio.Transport, data: bytes) -> None:
         """Take over an open transport and the bytes that were read from it."""
@@ -277,7 +147,7 @@ class HypercornConnections:
         protocol.data_received(data)
 
     def _connected(
-        self, context: _ConnectionContext, has_place: bool, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, context: ConnectionContext, has_place: bool, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         if self._places is not None and not has_place and not self._places.claim():
             self._start(context, self._turn_away(reader, writer))
@@ -285,7 +155,7 @@ class HypercornConnections:
         writer.transport.set_write_buffer_limits(high=self._limits.write_high_water_bytes)
         self._start(context, self._serve(context, reader, writer))
 
-    def _start(self, context: _ConnectionContext, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, context: ConnectionContext, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self.tasks.add(task)
         self._contexts.add(context)
@@ -311,12 +181,12 @@ class HypercornConnections:
         writer.close()
 
     async def _serve(
-        self, context: _ConnectionContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, context: ConnectionContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         try:
             state = {**self._state, TRANSPORT: writer.transport}
             app = ASGIWrapper(cast(Any, partial(self._run, context)))
-            await _Connection(context, app, self._loop, self._config, context, state, reader, writer)
+            await Connection(context, self._limits, app, self._loop, self._config, context, state, reader, writer)
         except Exception:
             log.exception("connection failed")
         finally:
@@ -324,11 +194,12 @@ class HypercornConnections:
             if self._places is not None:
                 self._places.release()
 
-    async def _run(self, context: _ConnectionContext, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run(self, context: ConnectionContext, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
         context.enter(task)
         if scope["type"] != "websocket":
+            scope["extensions"].setdefault(DELIVER, partial(delivery.deliver, context.emptied))
             await patience.run(self._app, self._limits, self._clock, scope, receive, send)
             return
         disconnected = False

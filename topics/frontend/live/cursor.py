@@ -7,7 +7,6 @@ base64url, without padding, of the JSON map from topic to position.
 from __future__ import annotations
 
 import binascii
-from base64 import urlsafe_b64encode
 from collections.abc import Mapping, Set
 from typing import Annotated
 
@@ -16,11 +15,12 @@ import msgspec
 _encode_json = msgspec.json.Encoder().encode
 _decode_json = msgspec.json.Decoder(dict[str, Annotated[int, msgspec.Meta(ge=0)]]).decode
 _STANDARD = bytes.maketrans(b"-_", b"+/")
+_URL_SAFE = bytes.maketrans(b"+/", b"-_")
 
 
 def encode(positions: Mapping[str, int]) -> bytes:
     """The cursor of these positions (seqs, exclusive lower bounds)."""
-    return urlsafe_b64encode(_encode_json(positions)).rstrip(b"=")
+    return binascii.b2a_base64(_encode_json(positions), newline=False).translate(_URL_SAFE).rstrip(b"=")
 
 
 def size_max_bytes(topics: int) -> int:

@@ -13,6 +13,7 @@ changes meanwhile is announced afterwards, so nothing is missed.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Final
 
 from topics.core.clock import Clock
@@ -132,7 +133,7 @@ class Hub:
             made = Channel(name)
             seen = self._topics.see(name)
             view, shard = None if seen is None else seen.view, owner_shard(name, self._gateway.shards)
-            made.watch = self._gateway.watch(shard, name, view, lambda: self._on_change(made))
+            made.watch = self._gateway.watch(shard, name, view, partial(self._on_change, made))
             channel = self._channels[name] = made  # last: whoever follows it later joins it for the watch
         return channel
 
@@ -172,8 +173,10 @@ class Hub:
     def _on_change(self, channel: Channel) -> None:
         if not channel.changed:
             channel.changed = True
-            if not channel.todo and not self._hold(channel, self._clock.monotonic_ms()):
-                self._mark(channel)
+            if not channel.todo:
+                now_ms = self._clock.monotonic_ms()
+                if not self._hold(channel, now_ms):
+                    self._mark(channel, now_ms)
 
     def _hold(self, channel: Channel, now_ms: int) -> bool:
         """Whether what changed is to wait because the topic was served only just now."""
@@ -192,7 +195,7 @@ class Hub:
         for channel in self._held.take_due(now_ms):
             channel.held = False
             if channel.has_work and channel.members:
-                self._mark(channel)
+                self._mark(channel, now_ms)
         if self._held.next_ms is not None:
             delay_ms = max(1.0, self._held.next_ms - now_ms)
             self._held_timer = self._loop.call_later(delay_ms / 1000, self._release)
@@ -208,15 +211,15 @@ class Hub:
         connection.behind[index] = True
         channel = self._channels[connection.stream.plan.names[index]]
         channel.backlog.append(connection)
-        self._mark(channel)
+        self._mark(channel, self._clock.monotonic_ms())
 
     def _let_in(self) -> None:
         """Large frames for which there is room now."""
         for connection, index in self._room.take_admitted(self._stalls.held_bytes):
             self._line_up(connection, index)
 
-    def _mark(self, channel: Channel) -> None:
-        self._ready.mark(channel, self._clock.monotonic_ms())
+    def _mark(self, channel: Channel, now_ms: int) -> None:
+        self._ready.mark(channel, now_ms)
         self._schedule()
 
     def _schedule(self) -> None:

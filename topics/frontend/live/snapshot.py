@@ -23,8 +23,6 @@ KEPT_MS: Final = 50
 """What is older is made again: records expire, and a frame may be on its way for so long without anybody noticing."""
 KEPT_BYTES: Final = 1 * 2**20
 """Of so much that was made nothing is kept beside the next page."""
-_TRIED_AGAIN: Final = frozenset((Outcome.FAILED, Outcome.COLD))
-
 _log = get_logger()
 
 
@@ -135,7 +133,7 @@ class Snapshot:
                 self._made_bytes = 0
             step = sight.steps[stream] = self._make(sight, stream, index)
             self._made_bytes += len(step.data)
-            if step.outcome in _TRIED_AGAIN:
+            if step.outcome is Outcome.FAILED or step.outcome is Outcome.COLD:
                 sight.lasting = False
         return step
 

@@ -14,7 +14,7 @@ How it is said, over an event stream or a WebSocket, is `wording.py`.
 from __future__ import annotations
 
 from enum import Enum, IntEnum
-from typing import Final, NamedTuple
+from typing import Final
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -57,7 +57,7 @@ class Outcome(Enum):
     """Try again when `miss` is there."""
 
 
-class Step(NamedTuple):
+class Step(msgspec.Struct, frozen=True):
     """`data` goes on the wire (may be nothing), `stream` is where that leaves the connection."""
 
     stream: Stream

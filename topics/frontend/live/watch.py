@@ -34,7 +34,7 @@ from topics.shm.cap import Cap
 from topics.shm.key_counts import Counted
 
 HEARTBEAT_MAX_MS: Final = 60_000
-_HEADERS: Final[HeaderList] = [
+EVENT_STREAM_HEADERS: Final[HeaderList] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
@@ -143,7 +143,7 @@ class WatchRoutes:
             stream = self._resume(opened, headers.get(b"last-event-id"))
             if self._hub.draining:
                 raise TopicsError("shutting_down", "the service is stopping; ask again when it is back")
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
             extension = scope.get("extensions", {}).get("topics.push")
             push = AsgiPush(send) if extension is None else extension()
             connection = self._hub.open(push, stream, opened.session.heartbeat_ms)

@@ -17,9 +17,10 @@ from starlette.datastructures import QueryParams
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
-from topics.frontend.answers import elapsed_ms, send_json, send_object
-from topics.frontend.asgi import Receive, Scope, Send
+from topics.frontend.answers import LIST_BYTES_MAX, elapsed_ms, send_json, send_object, take_room
+from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
 from topics.frontend.bodies import read_body
+from topics.frontend.http.answer_room import AnswerRoom, Place
 from topics.frontend.query import name_after, name_cursor, page_size
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES, node_set
@@ -44,6 +45,8 @@ from topics.shm.cursor_messages import (
 )
 
 LIMIT_MAX: Final = 2000
+MOVING_MAX_BYTES: Final = 256 * 2**20
+"""Of pages whose cursors are being moved, in this process: they are made, and their shard may be slow."""
 TRIES_MAX: Final = 100
 """How often a read may find that others were faster, before its client is told to come back."""
 
@@ -93,6 +96,7 @@ class CursorRoutes:
         self._settings = settings
         self._cell = cell
         self._reads = itertools.count(1)
+        self._moving = AnswerRoom(MOVING_MAX_BYTES)
 
     async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -122,6 +126,7 @@ class CursorRoutes:
         name = check_topic_name(scope["path_params"]["topic"])
         query = QueryParams(scope["query_string"])
         most = page_size(query)
+        await take_room(scope, LIST_BYTES_MAX)
         look = CursorLook(name, None, name_after(query.get("cursor"), check_topic_name), most + 1)
         found = (await self._gateway.call(self._owner(name), look, CursorList)).cursors
         answer: dict[str, Any] = {"topic": name, "cursors": [_shown(one) for one in found[:most]]}
@@ -153,11 +158,22 @@ class CursorRoutes:
             verify=True,
         )
         await self._catching_up.one(name)
-        page, seq, lost = await self._read(name, cursor, options, request.checkpoint)
+        most_bytes = max(options.max_batch_bytes, MAX_BATCH_BYTES[0])
+        await take_room(scope, most_bytes)
+        moving = Place(self._moving)
+        try:
+            await moving.take(most_bytes)
+            page, seq, lost = await self._read(name, cursor, options, request.checkpoint)
+        finally:
+            moving.close()
         passed_on = False
         try:
             self._cell.add("records_out", page.count)
-            await send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
+            if lost is not None:
+                send = _delivering(scope["extensions"][DELIVER], send)
+            answering = send_json(send, headers, 200, _answer(name, cursor, page, seq, started_ns))
+            del page  # as `DiffRoute`
+            await answering
             passed_on = True
         finally:
             if lost is not None:
@@ -169,9 +185,9 @@ class CursorRoutes:
         """The page, where the cursor stands after it, and what to tell the shard if the page gets lost, if it cares."""
         owner = self._owner(name)
         (at,) = (await self._gateway.call(owner, CursorLook(name, cursor), CursorList)).cursors
-        seq, revision = at.seq, at.revision
+        seq, up_to_seq, revision = at.seq, at.up_to_seq, at.revision
         for _ in range(TRIES_MAX):
-            page = await self._page(name, seq, options)
+            page = await self._page(name, seq, up_to_seq, options)
             if not checkpoint or page.next_from_seq <= seq:
                 return page, seq, None
             read = next(self._reads)
@@ -185,16 +201,21 @@ class CursorRoutes:
                     self._gateway.post(owner, lost)
                 raise
             if moved.moved:
-                return page, page.next_from_seq, lost if moved.under_way else None
-            seq, revision = moved.seq, moved.revision
+                if page.count or page.tombstone is not None or up_to_seq is None:
+                    return page, page.next_from_seq, lost if moved.under_way else None
+                # What was to be read again is gone, or not for this reader: there is more to read behind it.
+                if moved.under_way:
+                    self._gateway.post(owner, msgspec.structs.replace(lost, passed_on=True))
+            seq, up_to_seq, revision = moved.seq, moved.up_to_seq, moved.revision
         raise TopicsError(
             "throttled", f"too many readers move cursor {cursor!r} of topic {name!r}", {"retry_after_ms": 10}
         )
 
-    async def _page(self, name: str, from_seq: int, options: PageOptions) -> Page:
+    async def _page(self, name: str, from_seq: int, up_to_seq: int | None, options: PageOptions) -> Page:
         ref = self._reader.get(name)
         try:
-            return await self._reader.fetch_page(ref, from_seq, options, self._reader.now_ms())
+            page = await self._reader.fetch_page(ref, from_seq, options, self._reader.now_ms(), up_to_seq)
+            return page if up_to_seq is None else _up_to(page, up_to_seq)
         except CorruptRecordError as error:
             raise TopicsError(
                 "internal",
@@ -205,6 +226,28 @@ class CursorRoutes:
 
     def _owner(self, name: str) -> int:
         return owner_shard(name, self._gateway.shards)
+
+
+def _up_to(page: Page, seq: int) -> Page:
+    """What floors took beyond `seq` is no loss of this reader."""
+    if page.next_from_seq <= seq:
+        return page
+    gap = page.tombstone
+    if gap is not None and gap.gap_to > seq:
+        gap = msgspec.structs.replace(gap, gap_to=seq, missed_estimate=seq - gap.gap_from + 1)
+    return msgspec.structs.replace(page, next_from_seq=seq, tombstone=gap)
+
+
+def _delivering(deliver: Deliver, send: Send) -> Send:
+    """For an answer in one message: it has been passed on when that returns."""
+
+    async def send_or_deliver(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await deliver(send, message["body"])
+        else:
+            await send(message)
+
+    return send_or_deliver
 
 
 def _names(scope: Scope) -> tuple[str, str]:

@@ -14,29 +14,26 @@ from typing import Final, NamedTuple
 import msgspec
 
 from topics.core.config import TopicConfig
+from topics.core.dead_letters import FROM, ORDER_KEY, Meta, came_back, died
 from topics.core.errors import TopicsError
 from topics.core.key_marks import KeyMark
 from topics.core.names import owner_shard
 from topics.frontend.queues.unreadable import ASIDE_MS, UnreadableJobs
-from topics.frontend.reads.reading import TopicReader
+from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.gateway import Gateway
 from topics.log import get_logger
 from topics.shm.append_messages import AppendReply, JobAttributes
 from topics.shm.messages import Done
-from topics.shm.queue_messages import Bury, Dealt, Exhume, Remove, RemoveReply
+from topics.shm.queue_messages import Bury, Carried, Carry, Dealt, Exhume, Remove, RemoveReply
 from topics.storage.frame import lay_out
 
 RETRY_MS: Final = 1_000
 """How long a job waits that could not be brought to its dead letters."""
 PATIENCE_S: Final = 1.0
 """How long a claim's answer waits for that: then it goes on behind it."""
-FROM: Final = "$dead_letter_from"
-DELIVERIES: Final = "$dead_letter_deliveries"
-SRC_SEQ: Final = "$dead_letter_src_seq"
-ORDER_KEY: Final = "$dead_letter_order_key"
-"""Ours: only of jobs that have one, which no record says otherwise."""
-_OURS: Final = (FROM, DELIVERIES, SRC_SEQ, ORDER_KEY)
+LOOK_MAX: Final = 65_536
+"""Records that one redrive looks at: a topic may hold another queue's dead letters by the million."""
 _PAGE: Final = PageOptions(limit=256, max_batch_bytes=1 << 20, include_tags=True)
 
 _log = get_logger()
@@ -47,7 +44,7 @@ class _Record(msgspec.Struct, frozen=True):
     data: msgspec.Raw
     node: str = msgspec.field(name="$node", default="")
     tag: str = msgspec.field(name="$tag", default="")
-    meta: dict[str, str] = {}
+    meta: Meta = {}
 
 
 class Copy(NamedTuple):
@@ -55,9 +52,16 @@ class Copy(NamedTuple):
 
     seq: int
     record: _Record
-    meta: dict[str, str]
+    meta: Meta
     key: bytes
     order_key: str = ""
+
+
+class Redriven(NamedTuple):
+    """`next_from_seq`: behind it nothing was looked at; None where there was nothing left."""
+
+    moved: int
+    next_from_seq: int | None
 
 
 _decode_records = msgspec.json.Decoder(list[_Record]).decode
@@ -114,11 +118,9 @@ class DeadLetters:
                     unreadable.append(seq)
                     continue
                 for record in records:
-                    said = {FROM: name, DELIVERIES: str(deliveries), SRC_SEQ: str(seq)}
-                    if order_key:
-                        said[ORDER_KEY] = order_key
+                    meta = died(record.meta, name, ref.view.topic_id, seq, deliveries, order_key)
                     key = KeyMark.CARRIED + b"dead-letter:%d:%d" % (ref.view.topic_id, seq)
-                    copies.append(Copy(seq, record, record.meta | said, key))
+                    copies.append(Copy(seq, record, meta, key))
             config = TopicConfig(durability=ref.config.durability)
             copied, _refusal = await self._append(dealt.dead_letter, copies, config)
             return copied, unreadable
@@ -126,35 +128,28 @@ class DeadLetters:
             _log.warning("dead letters cannot be carried", topic=name, reason=error.message)
             return [], unreadable
 
-    async def redrive(self, name: str, dead_letter: str, most: int) -> int:
-        """Moves the oldest `most` dead letters of a queue back to it; returns how many.
+    async def redrive(self, name: str, dead_letter: str, from_seq: int, most: int) -> Redriven:
+        """Moves the oldest `most` dead letters of a queue behind `from_seq` back to it: those that nobody has, where
+        they are jobs themselves.
 
         Raises `topic_not_found` where there is no `dead_letter`, and what the append or the removal raises; how many
         were moved before an append was refused is in its detail, as `redriven`.
         """
         ref = self._reader.get(dead_letter)
         moved = 0
-        cursor = ref.view.earliest_seq - 1
-        while moved < most and cursor < ref.view.head_seq:
+        cursor = max(from_seq, ref.view.earliest_seq - 1)
+        last_seq = cursor + LOOK_MAX
+        while moved < most and cursor < min(last_seq, ref.view.head_seq):
             page = await self._reader.fetch_page(ref, cursor, _PAGE, self._reader.now_ms())
+            records = _decode_records(b"[%b]" % page.body)
+            letters = [record for record in records if record.meta.get(FROM) == name]
             cursor = max(page.next_from_seq, cursor + 1)
-            copies = [
-                Copy(
-                    record.seq,
-                    record,
-                    {key: value for key, value in record.meta.items() if key not in _OURS},
-                    KeyMark.CARRIED + b"redrive:%d:%d" % (ref.view.topic_id, record.seq),
-                    record.meta.get(ORDER_KEY, ""),
-                )
-                for record in _decode_records(b"[%b]" % page.body)
-                if record.meta.get(FROM) == name
-            ][: most - moved]
-            if copies:
-                seqs, refusal = await self._append(name, copies, None)
-                owner = owner_shard(dead_letter, self._gateway.shards)
-                if seqs:
-                    await self._gateway.call(owner, Remove(dead_letter, seqs), RemoveReply)
-                moved += len(seqs)
+            if len(letters) > most - moved:
+                letters = letters[: most - moved]
+                cursor = letters[-1].seq
+            if letters:
+                count, refusal = await self._move_back(name, ref, letters)
+                moved += count
                 if refusal is not None:
                     raise TopicsError(
                         refusal.code,
@@ -163,7 +158,30 @@ class DeadLetters:
                     )
             await asyncio.sleep(0)
             ref = self._reader.refresh(ref)
-        return moved
+        return Redriven(moved, cursor if cursor < ref.view.head_seq else None)
+
+    async def _move_back(self, name: str, ref: TopicRef, letters: list[_Record]) -> tuple[int, TopicsError | None]:
+        """How many of these are jobs again by our doing, and why the first of the others is not."""
+        owner = owner_shard(ref.name, self._gateway.shards)
+        free = await self._gateway.call(owner, Carry(ref.name, [letter.seq for letter in letters]), Carried)
+        carried = set(free.seqs)
+        copies = [
+            Copy(
+                letter.seq,
+                letter,
+                came_back(letter.meta),
+                KeyMark.CARRIED + b"redrive:%d:%d" % (ref.view.topic_id, letter.seq),
+                letter.meta.get(ORDER_KEY, ""),
+            )
+            for letter in letters
+            if letter.seq in carried
+        ]
+        seqs, refusal = await self._append(name, copies, None)
+        left = sorted(carried.difference(seqs))
+        if left and ref.config.type == "queue":
+            self._gateway.post(owner, Exhume(ref.name, left, 0))
+        # Another redrive may have brought the same ones: who removes a record has moved it.
+        return (await self._gateway.call(owner, Remove(ref.name, seqs), RemoveReply)).count if seqs else 0, refusal
 
     async def _read(self, name: str, seq: int) -> list[_Record]:
         """The record, if it is there."""

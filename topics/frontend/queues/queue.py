@@ -14,12 +14,12 @@ from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
 from topics.frontend.access import caller_of
-from topics.frontend.answers import elapsed_ms, send_json, send_object
+from topics.frontend.answers import elapsed_ms, send_json, send_object, take_room
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import Headers, read_body, read_wish
 from topics.frontend.queues.dead_letters import PATIENCE_S, DeadLetters
 from topics.frontend.queues.job_channel import JobChannel
-from topics.frontend.queues.job_records import RenderedJobs, fetch_jobs, lease_no
+from topics.frontend.queues.job_records import ANSWER_BYTES_MAX, RenderedJobs, fetch_jobs, lease_no
 from topics.frontend.queues.unreadable import ASIDE_MS, UnreadableJobs
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader
@@ -59,6 +59,7 @@ class ExtendBody(JobsBody, kw_only=True, gc=False):
 class RedriveBody(msgspec.Struct, gc=False):
     source: str = msgspec.field(name="from")
     max: Count = 100
+    from_seq: Count = 0
 
 
 _claim_decoder = wire.decoder(ClaimBody)
@@ -102,13 +103,14 @@ class QueueRoutes:
         dealt = await self._claim(name, node, most, clamped_lease_ms(request.lease_ms), receive)
         count, body, ready = 0, b"", dealt.ready
         if dealt.seqs:
-            rendered = await self._fetch(name, node, dealt)
+            rendered = await self._fetch(scope, name, node, dealt)
             count, body = rendered.jobs, rendered.body
             if rendered.unsent:
                 # Not awaited: a full ring would refuse the whole claim, whose jobs are leased.
                 unclaim = Unclaim(name, node, rendered.unsent, rendered.unsent_leases)
                 self._gateway.post(self._owner(name), unclaim)
                 ready += len(rendered.unsent)
+            del rendered
             self._cell.add("records_out", count)
         answer = b'{"topic":"%b","claimed":[%b],"count":%d,"ready":%d,"performance":{"server_total_ms":%b}}' % (
             name.encode(),
@@ -117,8 +119,10 @@ class QueueRoutes:
             ready,
             str(elapsed_ms(started_ns)).encode(),
         )
+        answering = send_json(send, headers, 200, answer)
+        del body, answer  # as `DiffRoute`
         try:
-            await send_json(send, headers, 200, answer)
+            await answering
         except ConnectionError:
             if dealt.seqs:
                 self._unclaim(name, node, dealt, 0)
@@ -144,7 +148,12 @@ class QueueRoutes:
             if dealt.seqs or loop.time() >= give_up_s:
                 return dealt
 
-    async def _fetch(self, name: str, node: str, dealt: Dealt) -> RenderedJobs:
+    async def _fetch(self, scope: Scope, name: str, node: str, dealt: Dealt) -> RenderedJobs:
+        try:
+            await take_room(scope, min(ANSWER_BYTES_MAX, len(dealt.seqs) * self._settings.max_record_bytes))
+        except (ConnectionError, asyncio.CancelledError):
+            self._unclaim(name, node, dealt, 0)
+            raise
         try:
             return await fetch_jobs(self._reader, name, dealt)
         except TopicsError as error:
@@ -207,8 +216,10 @@ class QueueRoutes:
         if self._reader.get(name).config.type != "queue":
             raise not_a_queue(name)
         most = max(1, min(request.max, self._settings.max_claim))
-        redriven = await self._dead_letters.redrive(name, source, most)
-        answer: dict[str, Any] = {"topic": name, "from": source, "redriven": redriven}
+        redriven = await self._dead_letters.redrive(name, source, request.from_seq, most)
+        answer: dict[str, Any] = {"topic": name, "from": source, "redriven": redriven.moved}
+        if redriven.next_from_seq is not None:
+            answer["next_from_seq"] = redriven.next_from_seq
         await send_object(send, headers, 200, answer, started_ns)
 
     async def _body(self, decoder: msgspec.json.Decoder[BodyT], receive: Receive, headers: Headers) -> BodyT:

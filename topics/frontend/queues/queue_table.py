@@ -78,12 +78,13 @@ class ExtendAnswer(msgspec.Struct):
 
 
 class RedriveAnswer(msgspec.Struct):
-    """So many dead letters are jobs again."""
+    """So many dead letters are jobs again; `next_from_seq` only where it stopped before the end."""
 
     topic: str
     source: str = msgspec.field(name="from")
     redriven: int
     performance: Performance
+    next_from_seq: Seq | msgspec.UnsetType = msgspec.UNSET
 
 
 class CursorState(msgspec.Struct, kw_only=True):

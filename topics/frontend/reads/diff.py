@@ -10,9 +10,10 @@ from topics.core.clock import Clock
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name
 from topics.frontend import wire
-from topics.frontend.answers import elapsed_ms, send_json
+from topics.frontend.answers import elapsed_ms, place_of, send_json
 from topics.frontend.asgi import ROUTE, Receive, Scope, Send
 from topics.frontend.bodies import ClientGoneError, read_wish
+from topics.frontend.http.answer_room import Place
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.page_json import PAGE_MEMBERS, page_values
 from topics.frontend.reads.reading import Page, TopicReader, TopicRef
@@ -75,6 +76,9 @@ class DiffRoute:
         request, options = await read_wish(receive, headers, self._settings.max_body_bytes, self._wish)
         reader = self._reader
         with_copies = await self._catching_up.one(name)
+        place = place_of(scope)
+        if place is not None:
+            await place.take(_room_bytes(options))
         ref = reader.get(name)
         from_ts = request.from_ts
         page = await reader.fetch_page(ref, request.from_seq, options, reader.now_ms(), from_ts=from_ts)
@@ -82,9 +86,12 @@ class DiffRoute:
         self._recency.touch(ref.shard, ref.slot, ref.view.topic_id, self._clock.now_ms())
         if request.wait_ms and not _deliverable(page):
             scope[ROUTE] = Route.DIFF_WAIT
-            page, cost = await self._wait(ref, page, options, from_ts, min(request.wait_ms, WAIT_MS_MAX), receive)
+            wait_ms = min(request.wait_ms, WAIT_MS_MAX)
+            page, cost = await self._wait(ref, page, options, from_ts, wait_ms, receive, place)
         self._cell.add("records_out", page.count)
-        await send_json(send, headers, 200, _answer(name, page, cost, with_copies, started_ns))
+        answering = send_json(send, headers, 200, _answer(name, page, cost, with_copies, started_ns))
+        del page  # as long as the answer: not to be kept beside it while the client takes that
+        await answering
 
     def drain(self) -> None:
         """The process is to stop: every long poll answers now what it has."""
@@ -101,7 +108,14 @@ class DiffRoute:
         return request, PageOptions(limit, max_batch_bytes, nodes, request.include_tags, request.include_meta)
 
     async def _wait(
-        self, ref: TopicRef, page: Page, options: PageOptions, from_ts: int | None, wait_ms: int, receive: Receive
+        self,
+        ref: TopicRef,
+        page: Page,
+        options: PageOptions,
+        from_ts: int | None,
+        wait_ms: int,
+        receive: Receive,
+        place: Place | None,
     ) -> tuple[Page, Cost]:
         """The first page that delivers something, or the last one before the deadline; what all of them took.
         `from_ts` may be yet to come: what is written before it is not what the reader waits for.
@@ -132,6 +146,8 @@ class DiffRoute:
         self._cell.set("long_polls", len(self._waiting))
         try:
             while not (self._draining or over or _deliverable(page)):
+                if place is not None:
+                    place.give_back()
                 if page.caught_up:
                     await news.wait()
                 else:
@@ -140,6 +156,8 @@ class DiffRoute:
                 news.clear()
                 if gone.done():
                     raise ClientGoneError
+                if place is not None:
+                    await place.take(_room_bytes(options))
                 reader = self._reader
                 page = await reader.fetch_page(
                     reader.get(ref.name), page.next_from_seq, options, reader.now_ms(), from_ts=from_ts
@@ -162,6 +180,11 @@ def node_set(node: str | list[str] | None) -> frozenset[bytes] | None:
     if len(nodes) > NODES_MAX or sum(map(len, nodes)) > NODES_MAX_BYTES:
         raise invalid(f"node names at most {NODES_MAX} writers, with {NODES_MAX_BYTES} bytes in all", field="node")
     return nodes
+
+
+def _room_bytes(options: PageOptions) -> int:
+    """What a page may take: one record at least, however little is asked for."""
+    return max(options.max_batch_bytes, MAX_BATCH_BYTES[0])
 
 
 def _deliverable(page: Page) -> bool:

@@ -19,7 +19,7 @@ from topics.core.config import U64_MAX
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
-from topics.frontend.answers import send_object
+from topics.frontend.answers import LIST_BYTES_MAX, send_object, take_room
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.query import count
 from topics.frontend.reads.catching_up import CatchingUp
@@ -75,6 +75,7 @@ class ManifestRoutes:
         from_seq, to_seq = count(query, "from_seq", 0), count(query, "to_seq", U64_MAX)
         ttl_ms = min(count(query, "pin_ttl_ms", 0), PIN_TTL_MAX_MS)
         await self._catching_up.one(name)
+        await take_room(scope, LIST_BYTES_MAX)
         ref, segments = self._reader.with_segments(self._reader.get(name))
         listed, more = _wanted(ref, segments, from_seq, to_seq)
         pin: dict[str, Any] | None = None

@@ -310,11 +310,11 @@ class Gateway:
         request = self._unanswered.withdraw(request_id)
         if request is None:
             return
-        self._cell.add("throttled")
         what = f"{why}; nothing of this request was done, send it again later"
         if request.patient:
             fail(request.future, TopicsError("shard_unavailable", what))
         else:
+            self._cell.add("throttled")
             fail(request.future, TopicsError("throttled", what, {"retry_after_ms": self.retry_after_ms}))
 
     def _signal(self, link: _Link) -> None:

@@ -16,11 +16,10 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Final
 
-from topics.core.config import TopicConfig
 from topics.core.control_bodies import encode_body
 from topics.core.errors import TopicsError, not_a_queue, topic_not_found
 from topics.core.governor import INTERVAL_MS
-from topics.core.leases import Leased, Leases, Marked
+from topics.core.leases import Leases, Marked
 from topics.core.priority import below_zero_ms
 from topics.core.queue_log import AckBody
 from topics.core.seq_set import runs_of
@@ -30,6 +29,8 @@ from topics.shm.queue_messages import (
     Ack,
     AckReply,
     Bury,
+    Carried,
+    Carry,
     Claim,
     Dealt,
     Exhume,
@@ -48,10 +49,10 @@ from topics.storage.frame import FrameType
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer
 from topics.walshard.queues.queue_writes import QueueWrites
-from topics.walshard.queues.work import Worker, Workers
+from topics.walshard.queues.work import Worker, Workers, dealt_of, deliveries_max
 from topics.walshard.step_clock import StepClock
 
-QUEUE_CALLS: Final = (Claim, Ack, Nack, Extend, Unclaim, WorkOpen, WorkClose, Bury, Exhume, Remove)
+QUEUE_CALLS: Final = (Claim, Ack, Nack, Extend, Unclaim, WorkOpen, WorkClose, Bury, Exhume, Carry, Remove)
 
 
 class Queues:
@@ -182,6 +183,8 @@ class Queues:
                 seqs = leases.carried_by(answer.frontend, set(call.seqs) - self._writes.dying(hosted))
                 self._release(hosted, leases, seqs, call.delay_ms)
                 answer.reply = messages.encode_reply(answer.request_id, Done())
+            case Carry():
+                self._carry(call, answer)
             case Remove():
                 self._remove_records(call, answer)
 
@@ -210,9 +213,9 @@ class Queues:
             self._workers.setdefault(hosted.topic.id, Workers()).put(worker)
             answer.reply = messages.encode_reply(answer.request_id, Waiting(config.claim_jitter_ms))
             return
-        seqs, dead = leases.take(call.max, _deliveries_max(config), answer.frontend, self._time.now)
+        seqs, dead = leases.take(call.max, deliveries_max(config), answer.frontend, self._time.now)
         leased = leases.lease(seqs, call.node, call.lease_ms or config.lease_ms, self._time.now, None)
-        dealt = _dealt(call.stream, leased, dead, leases, config)
+        dealt = dealt_of(call.stream, leased, dead, leases, config)
         answer.reply = messages.encode_reply(answer.request_id, dealt)
         self._writes.leases(hosted, seqs, answer, partial(self._unclaim, leases, seqs, dead))
 
@@ -293,16 +296,31 @@ class Queues:
         leases.advance(self._time.now)
         self._release(hosted, leases, leases.leases_of(where), 0)
 
+    def _carry(self, call: Carry, answer: Answer) -> None:
+        hosted = self._records(call.name)
+        seqs = hosted.topic.live_of(sorted(set(call.seqs) - self._writes.dying(hosted)))
+        leases = hosted.topic.queue
+        if leases is not None:
+            leases.advance(self._time.now)
+            seqs = leases.carry(seqs, answer.frontend, self._time.now)
+            self.changed(hosted)
+        answer.reply = messages.encode_reply(answer.request_id, Carried(seqs))
+
     def _remove_records(self, call: Remove, answer: Answer) -> None:
-        hosted = self._find(call.name)
-        if hosted is None:
-            raise topic_not_found(call.name)
-        self._writes.settle(hosted)
-        topic = hosted.topic
+        hosted = self._records(call.name)
         wanted = sorted(set(call.seqs) - self._writes.dying(hosted))
-        seqs = topic.live_of(wanted)
+        # What was carried for too long may be somebody's job by now. It is elsewhere all the same, and not to be twice.
+        seqs = hosted.topic.live_of(wanted)
         answer.reply = messages.encode_reply(answer.request_id, RemoveReply(len(seqs)))
         self._writes.removal(hosted, seqs, answer)
+
+    def _records(self, name: str) -> Hosted:
+        """A topic of whatever type, its floors as the clock has them now."""
+        hosted = self._find(name)
+        if hosted is None:
+            raise topic_not_found(name)
+        self._writes.settle(hosted)
+        return hosted
 
     def _release(self, hosted: Hosted, leases: Leases, seqs: list[int], delay_ms: int) -> None:
         leases.give_back(seqs, delay_ms, self._time.now)
@@ -313,11 +331,11 @@ class Queues:
 
     def _deal(self, hosted: Hosted, leases: Leases, workers: Workers, held: bool) -> bool:
         config = hosted.topic.config
-        hands = workers.deal(leases, config.lease_ms, _deliveries_max(config), self._time.now, held)
+        hands = workers.deal(leases, config.lease_ms, deliveries_max(config), self._time.now, held)
         self._forget_if_empty(hosted)
         for worker, leased, dead in hands:
             frontend, stream = worker.where
-            dealt = _dealt(stream, leased, dead, leases, config)
+            dealt = dealt_of(stream, leased, dead, leases, config)
             if not (leased.seqs and config.leases_durable):
                 self._push(frontend, dealt)
                 continue
@@ -368,23 +386,3 @@ class Queues:
                 # A far one is set anew behind each near one that was set before it, and there it stays.
                 self._timers = [timer for timer in set(self._timers) if self._timer_of.get(timer[1]) == timer[0]]
                 heapify(self._timers)
-
-
-def _deliveries_max(config: TopicConfig) -> int:
-    """Without a dead-letter topic there is no bound: a job is never thrown away."""
-    return 0 if config.dead_letter is None else config.max_deliveries
-
-
-def _dealt(stream: int, leased: Leased, dead: list[int], leases: Leases, config: TopicConfig) -> Dealt:
-    return Dealt(
-        stream,
-        leased.seqs,
-        leased.first_lease_no,
-        leased.deadline_ms,
-        leased.deliveries,
-        leases.ready,
-        dead,
-        leases.deliveries_of(dead),
-        leases.order_keys_of(dead),
-        config.dead_letter or "",
-    )

@@ -6,9 +6,11 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from topics.core.config import TopicConfig
 from topics.core.dealing import deal
-from topics.core.jobs import Holder, Now
+from topics.core.job import Holder, Now
 from topics.core.leases import Leased, Leases
+from topics.shm.queue_messages import Dealt
 
 
 class Worker:
@@ -151,3 +153,24 @@ class Workers:
         for worker in self._claims.values():
             takers.setdefault(worker, worker.most)
         return takers
+
+
+def deliveries_max(config: TopicConfig) -> int:
+    """Without a dead-letter topic there is no bound: a job is never thrown away."""
+    return 0 if config.dead_letter is None else config.max_deliveries
+
+
+def dealt_of(stream: int, leased: Leased, dead: list[int], leases: Leases, config: TopicConfig) -> Dealt:
+    """What a frontend is told of it."""
+    return Dealt(
+        stream,
+        leased.seqs,
+        leased.first_lease_no,
+        leased.deadline_ms,
+        leased.deliveries,
+        leases.ready,
+        dead,
+        leases.deliveries_of(dead),
+        leases.order_keys_of(dead),
+        config.dead_letter or "",
+    )

@@ -1,0 +1,80 @@
+"""A client of HTTP/2 with many streams on one connection, whose windows open when the test says so."""
+
+from __future__ import annotations
+
+import socket
+from typing import Final
+
+import h2.config
+import h2.connection
+import h2.events
+import h2.settings
+
+GENEROUS: Final = (1 << 31) - 1 - 65_535
+HEADERS: Final = [(":scheme", "http"), (":authority", "test")]
+
+
+class Streams:
+    """A client that gives its connection all the window there is, and its streams none until they are told to read."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._h2 = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
+        self._h2.initiate_connection()
+        self._h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0})
+        self._h2.increment_flow_control_window(GENEROUS)
+        self._next = 1
+        self._agreed = 0
+        self.bodies: dict[int, bytearray] = {}
+        self.ended: set[int] = set()
+        self.reset: set[int] = set()
+        self.flush()
+        while self._agreed < 2:
+            self.read()
+
+    def ask(self, path: str, body: bytes = b"", **headers: str) -> int:
+        """GET, or POST of a JSON body; returns the stream."""
+        stream_id, self._next = self._next, self._next + 2
+        head = [(":method", "POST" if body else "GET"), (":path", path), *HEADERS, *headers.items()]
+        if body:
+            head.append(("content-type", "application/json"))
+        self._h2.send_headers(stream_id, head, end_stream=not body)
+        if body:
+            self._h2.send_data(stream_id, body, end_stream=True)
+        self.flush()
+        return stream_id
+
+    def got_bytes(self, stream_id: int) -> int:
+        return len(self.bodies.get(stream_id, b""))
+
+    def take(self, *stream_ids: int) -> None:
+        """Their windows open."""
+        for stream_id in stream_ids:
+            self._h2.increment_flow_control_window(GENEROUS, stream_id)
+        self.flush()
+
+    def give_up(self, stream_id: int) -> None:
+        self._h2.reset_stream(stream_id)
+        self.flush()
+
+    def flush(self) -> None:
+        self._socket.sendall(self._h2.data_to_send())
+
+    def read(self) -> None:
+        data = self._socket.recv(1 << 20)
+        assert data, "the connection was closed"
+        for event in self._h2.receive_data(data):
+            if isinstance(event, h2.events.DataReceived):
+                self.bodies.setdefault(event.stream_id, bytearray()).extend(event.data)
+            elif isinstance(event, h2.events.StreamEnded):
+                self.ended.add(event.stream_id)
+            elif isinstance(event, h2.events.StreamReset):
+                self.reset.add(event.stream_id)
+            elif isinstance(event, h2.events.SettingsAcknowledged):
+                self._agreed += 1
+        self.flush()
+
+    def read_to_the_end_of(self, *stream_ids: int) -> None:
+        while not self.ended.issuperset(stream_ids):
+            assert not self.reset.intersection(stream_ids)
+            self.read()

@@ -1,0 +1,84 @@
+"""What the clients of one process have not taken of their answers: counted together, and bounded.
+
+    hold ─▶ too much of it: cut who has taken nothing for longest ─▶ and again every LOOK_S, while it is too much
+      └─▶ let_go: it is taken, or its client is gone
+
+It is there already, whoever made it: nobody can be asked to wait for room, as those are who make long answers beside
+others on one connection (`answer_room`) or write into event streams (`live/room.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, Protocol
+
+from topics.core.clock import Clock
+from topics.frontend.live.pulse import Stalls
+
+KEPT_HIGH_BYTES: Final = 256 * 2**20
+"""What clients have not taken, all together. With more, those are cut who have taken nothing for STALL_CUT_MS."""
+KEPT_MAX_BYTES: Final = 2 * KEPT_HIGH_BYTES
+"""With more than that, others as well: all may have come a moment ago, or take a byte now and then."""
+COUNTED_FROM_BYTES: Final = 128 * 1024
+"""What is shorter is not counted: it is little more than the 64 KiB that wait for any client."""
+LOOK_S: Final = 1.0
+
+
+class Holder(Protocol):
+    """Who keeps an answer for its client: a connection, or a stream of HTTP/2."""
+
+    @property
+    def buffered_bytes(self) -> int: ...
+
+    def abort(self) -> None:
+        """Cut, whatever waits for the client is gone."""
+        ...
+
+
+class KeptAnswers:
+    """Of one process. Called on its event loop."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._stalls: Stalls[Holder] = Stalls(lambda holder: holder.buffered_bytes)
+        self._look_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """As of the last look: what has been taken since then still counts."""
+        return self._stalls.held_bytes
+
+    def hold(self, holder: Holder) -> None:
+        """Its client is behind."""
+        if holder.buffered_bytes >= COUNTED_FROM_BYTES:
+            self._stalls.note(holder, self._clock.monotonic_ms())
+            self._bound()
+
+    def let_go(self, holder: Holder) -> None:
+        """Its client has caught up, or is gone. Can be repeated."""
+        self._stalls.end(holder)
+
+    def _bound(self) -> None:
+        """Cuts whose answers are too much, longest without progress first, and looks again while they still are."""
+        stalls = self._stalls
+        if stalls.held_bytes <= KEPT_HIGH_BYTES:
+            return
+        # There may be thousands, and a look is at all of them: below the most there may be, once in LOOK_S.
+        if stalls.held_bytes > KEPT_MAX_BYTES or self._look_timer is None:
+            now_ms = self._clock.monotonic_ms()
+            stalls.over(now_ms)
+            self._cut(stalls.holding(stalls.held_bytes - KEPT_HIGH_BYTES, now_ms))
+            if stalls.held_bytes > KEPT_MAX_BYTES:
+                # A little more than must be: the next answer is not to be the reason for the next look.
+                self._cut(stalls.holding(stalls.held_bytes - KEPT_MAX_BYTES // 16 * 15, now_ms, still_ms=0))
+        if stalls.held_bytes > KEPT_HIGH_BYTES and self._look_timer is None:
+            self._look_timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._look_timer = None
+        self._bound()
+
+    def _cut(self, holders: list[Holder]) -> None:
+        for holder in holders:
+            self._stalls.end(holder)
+            holder.abort()
