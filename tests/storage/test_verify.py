@@ -23,6 +23,7 @@ from topics.core.unlocated_index import UnlocatedIndex
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem, boot_id
 from topics.storage.frame import FrameType, encode
+from topics.storage.frame_columns import FrameColumns
 from topics.storage.lock import DataDirLock, DataDirLocked, holder_pid
 from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import WalIdentity, WalPosition
@@ -64,7 +65,7 @@ def snapshot(data_dir: str, shard: int, shards: int, log_id: int, position: WalP
     group = layout.group_dir(data_dir, shard, shards)
     fold = Fold(lambda _topic_id: UnlocatedIndex())
     for batch in recover_group(LookOnlyFileSystem(), group, WalIdentity(shard, shards, boot_id())):
-        frames = [frame for frame in batch.frames if WalPosition(batch.file_no, frame[0]) < position]
+        frames = FrameColumns.of(frame for frame in batch.frames if WalPosition(batch.file_no, frame[0]) < position)
         fold_frames(fold, batch._replace(frames=frames), in_ram=False)
     state = fold.state()
     for topic in state.topics:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from topics.compactor.marked_index import MarkedIndex
 from topics.compactor.shard_link import ShardLink
-from topics.compactor.tail import LogTail, kinds_and_topics
+from topics.compactor.tail import LogTail
 from topics.core.fold import Fold
 from topics.core.topic import Topic
 from topics.shm.arena import ArenaReader, TopicView
@@ -64,7 +64,7 @@ class Follower:
         for batch in self._tail.read(until):
             alive()
             fold_frames(self.fold, batch, in_ram=False)
-            for kind, topic_id in kinds_and_topics(batch.frames):
+            for kind, topic_id in batch.frames.kinds_and_topics():
                 self.touched.add(topic_id)
                 if kind in _MAY_FREE_FILES:
                     self.shrunk.add(topic_id)

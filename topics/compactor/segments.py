@@ -11,12 +11,21 @@ import mmap
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import groupby
+from itertools import compress, groupby
 from typing import Final, NamedTuple
 
 import msgspec
 
-from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_IN_RAM_LOG
+from topics.core.location import (
+    ENTRY_WORDS,
+    FLAGS_SHIFT,
+    LOCATION_GONE,
+    LOCATION_IN_RAM_LOG,
+    any_flagged,
+    flags_of,
+    lengths_of,
+    offsets_of,
+)
 from topics.core.segment_list import SEALED, SegmentInfo
 from topics.log import get_logger
 from topics.storage import layout
@@ -213,12 +222,17 @@ def _runs(entries: array[int]) -> Iterator[tuple[LogFileKey | None, array[int]]]
     file_words: Sequence[int] = entries[3::ENTRY_WORDS]
     if not file_words:
         return
-    gone = {word for word in set(file_words) if is_gone(word)}
-    keys: list[int] = []
-    key = next((word & _FILE_MASK for word in file_words if word not in gone), 0)
-    if len({word & _FILE_MASK for word in set(file_words) if word not in gone}) <= 1:
-        yield _key(key), entries
+    if not any_flagged(entries, LOCATION_GONE) and file_words == entries[3:ENTRY_WORDS] * len(file_words):
+        yield _key(file_words[0] & _FILE_MASK), entries
         return
+    words = set(file_words)
+    gone = {word for word in words if is_gone(word)}
+    files = {word & _FILE_MASK for word in words - gone}
+    if len(files) <= 1:
+        yield _key(next(iter(files), 0)), entries
+        return
+    keys: list[int] = []
+    key = next(word & _FILE_MASK for word in file_words if word not in gone)
     for word in file_words:
         if word not in gone:
             key = word & _FILE_MASK
@@ -236,9 +250,11 @@ def _key(word: int) -> LogFileKey | None:
 
 def _end(entries: array[int]) -> int:
     """Behind the last byte that any of them names."""
-    offset_lens: Sequence[int] = entries[2::ENTRY_WORDS]
-    file_words = entries[3::ENTRY_WORDS]
-    gone = {word for word in set(file_words) if is_gone(word)}
-    if gone:
-        offset_lens = [at for at, word in zip(offset_lens, file_words, strict=True) if word not in gone]
-    return max([(at & 0xFFFF_FFFF) + (at >> 32) for at in offset_lens], default=0)
+    offsets, lengths, flags = offsets_of(entries), lengths_of(entries), flags_of(entries)
+    if any_flagged(entries, LOCATION_GONE):
+        is_live = [not flag & LOCATION_GONE for flag in flags]
+        offsets, lengths = array("I", compress(offsets, is_live)), array("I", compress(lengths, is_live))
+    if not offsets:
+        return 0
+    last = max(offsets)  # frames do not overlap
+    return last + lengths[offsets.index(last)]

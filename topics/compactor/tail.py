@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from typing import Final
 
 from topics.storage import layout
-from topics.storage.frame import FrameTuple, FrameType, scan
+from topics.storage.column_scan import scan_columns
+from topics.storage.frame import FrameType
 from topics.storage.logfile import FileStart, NotALogFile, WalPosition, parse_file_start
-from topics.storage.recovery import BATCH_FRAMES, RecoveredFile
+from topics.storage.recovery import BATCH_FRAMES, FRAMING_TYPES, RecoveredFile
 
 _HEAD_BYTES: Final = 4096
-_FRAMING: Final = frozenset((int(FrameType.FILE_START), int(FrameType.FILE_END), int(FrameType.SYNC_MARK)))
 
 
 class TailLost(Exception):  # noqa: N818 — named for what it is
@@ -71,13 +71,14 @@ class LogTail:
             offset = self.position.offset or self._data_offset(path, mapped)
             limit = len(view) if end is None else end
             while offset < limit or end is None:
-                frames, next_offset, defect = scan(view, offset, limit, BATCH_FRAMES)
-                ending = next((frame for frame in frames if frame[2] == FrameType.FILE_END), None)
+                frames, next_offset, defect = scan_columns(view, offset, limit, BATCH_FRAMES)
+                ending_at = frames.find(FrameType.FILE_END)
+                ending = frames[ending_at] if ending_at < len(frames) else None
                 if ending is not None and (ends_file_no is None or ending[4:6] != (ends_file_no, ending[0])):
                     raise TailLost(f"{path}: the file ends at offset {ending[0]}, where it should go on")
                 if ending is None and (defect is not None or not frames):
                     raise TailLost(f"{path}: no frame at offset {next_offset}: {defect}")
-                kept = [frame for frame in frames if frame[2] not in _FRAMING]
+                kept = frames.without(FRAMING_TYPES)
                 if kept:
                     yield RecoveredFile(file_no, path, view, kept)
                 offset = next_offset
@@ -110,8 +111,3 @@ def _parse(path: str, head: bytes) -> tuple[FileStart, int]:
         return parse_file_start(path, head)
     except NotALogFile as error:
         raise TailLost(f"{path}: is no log file: {error}") from error
-
-
-def kinds_and_topics(frames: list[FrameTuple]) -> set[tuple[int, int]]:
-    """Which topics some frames are about, and how: (type, topic_id)."""
-    return {(frame[2], frame[4]) for frame in frames}

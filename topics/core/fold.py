@@ -29,7 +29,7 @@ from topics.core.control_bodies import (
 )
 from topics.core.floors import EvictReason, Floors
 from topics.core.idempotency import Outcome
-from topics.core.location import ENTRY_WORDS, LOCATION_IN_RAM_LOG, dense_run, in_order, lost_entries
+from topics.core.location import ENTRY_WORDS, LOCATION_IN_RAM_LOG, any_flagged, dense_run, in_order, lost_entries
 from topics.core.queue_log import (
     consumer_state,
     decode_ack,
@@ -357,7 +357,7 @@ class Fold:
             return
         # Repeats (a file that was salvaged into the next one) and known records are left out.
         entries = in_order(entries, topic.head_seq)
-        if any(word >> 32 & LOCATION_IN_RAM_LOG for word in set(entries[3::4])):
+        if any_flagged(entries, LOCATION_IN_RAM_LOG):
             self._uncounted.add(topic.id)
         while entries:
             expected = topic.head_seq + 1

@@ -8,10 +8,17 @@ frame (`storage/frame.py`, LOCATION_HAS_…) stand beside those below.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from typing import Final
 
+assert sys.byteorder == "little", "columns of entries are steps over their bytes"
+
 ENTRY_WORDS: Final = 4
+_ENTRY_LEN: Final = 8 * ENTRY_WORDS
+_OFFSET_AT_U32: Final = 4
+_LEN_AT_U32: Final = 5
+_FLAGS_AT: Final = 28  # of the u32, which is little-endian, the low byte
 FLAGS_SHIFT: Final = 32
 LOW_WORD: Final = 0xFFFF_FFFF
 
@@ -20,6 +27,26 @@ LOCATION_DELETED: Final = 2
 LOCATION_LOST: Final = 32
 """A seq whose record is gone for good though its neighbours live; `offset` is then an EvictReason."""
 LOCATION_GONE: Final = LOCATION_DELETED | LOCATION_LOST
+
+
+def flags_of(entries: array[int]) -> bytes:
+    """A byte for each entry: all flags there are fit into one."""
+    return entries.tobytes()[_FLAGS_AT::_ENTRY_LEN]
+
+
+def lengths_of(entries: array[int]) -> array[int]:
+    """u32: len_bytes of each entry."""
+    return array("I", entries.tobytes())[_LEN_AT_U32 :: 2 * ENTRY_WORDS]
+
+
+def offsets_of(entries: array[int]) -> array[int]:
+    """u32: offset of each entry."""
+    return array("I", entries.tobytes())[_OFFSET_AT_U32 :: 2 * ENTRY_WORDS]
+
+
+def any_flagged(entries: array[int], mask: int) -> bool:
+    """Whether an entry has any of these flags."""
+    return any(flags & mask for flags in set(flags_of(entries)))
 
 
 def lost_entries(first_seq: int, last_seq: int, ts: int, reason: int) -> array[int]:

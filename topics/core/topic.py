@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence, Set
+from itertools import compress
 
 import msgspec
 
@@ -29,7 +30,7 @@ from topics.core.floors import EvictReason, Floors
 from topics.core.idempotency import IdempotencyWindow
 from topics.core.leases import Leases
 from topics.core.live_scan import first_live, first_not_older, freeing, front_from, last_undeleted, living
-from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_LOST, lost_entries
+from topics.core.location import ENTRY_WORDS, LOCATION_LOST, any_flagged, flags_of, lengths_of, lost_entries
 from topics.core.record_index import FindTagged, RecordIndex
 from topics.core.tags import Match, TagIndex
 
@@ -172,14 +173,15 @@ class Topic:
         self.index.reserve(count)
         self.index.append_entries(entries)
         self.head_seq += count
-        flags = entries[3::4]
-        if any(word >> FLAGS_SHIFT & LOCATION_LOST for word in flags):
-            live = [at for at, word in enumerate(flags) if not word >> FLAGS_SHIFT & LOCATION_LOST]
+        lengths = lengths_of(entries)
+        if any_flagged(entries, LOCATION_LOST):
+            is_live = [not flags & LOCATION_LOST for flags in flags_of(entries)]
+            live = list(compress(lengths, is_live))
             self.records += len(live)
-            self.live_bytes += sum(entries[at * 4 + 2] >> 32 for at in live)
+            self.live_bytes += sum(live)
         else:
             self.records += count
-            self.live_bytes += sum([word >> 32 for word in entries[2::4]])
+            self.live_bytes += sum(lengths)
         self.last_write_ts = max(self.last_write_ts, entries[-3])
 
     def configured(self, config: TopicConfig) -> None:

@@ -27,8 +27,7 @@ def survey(buffer: bytes, start: int, file_no: int) -> Survey:
     """Looks for valid frames at any offset in buffer[start:], the content of file `file_no`."""
     frames = records = synced_offset = 0
     first_offset: int | None = None
-    end = start + len(buffer[start:].rstrip(b"\0"))
-    end = min(len(buffer), end + CHECKSUM_LEN)  # a checksum may end in zeros
+    end = min(len(buffer), start + used_bytes(buffer, start) + CHECKSUM_LEN)  # a checksum may end in zeros
     offset = start
     while (candidate := _TYPE_AND_FLAGS.search(buffer, offset + _TYPE_AT, end)) is not None:
         offset = candidate.start() - _TYPE_AT

@@ -48,7 +48,7 @@ class Folding:
         if batch.file_no < position.file_no:
             return
         if batch.file_no == position.file_no:
-            frames = [frame for frame in frames if frame[0] >= position.offset]
+            frames = frames.from_offset(position.offset)
         if frames:
             fold_frames(self._fold, batch._replace(frames=frames), in_ram=False)
 

@@ -1,4 +1,5 @@
-"""The WAL frame: how one record or control entry lies in a log file. Nothing else knows an offset inside a frame.
+"""The WAL frame: how one record or control entry lies in a log file. Others have the offsets
+inside a frame from here, and do many frames at a time: `column_scan.py`, `segment_convert.py`.
 
 All integers are little-endian.
 
@@ -62,10 +63,10 @@ NODE_MAX_BYTES = 0xFFFF
 TAG_MAX_BYTES = 0xFFFF
 DATA_MAX_BYTES = 0xFFFF_FFFF - OVERHEAD_LEN - NODE_MAX_BYTES - TAG_MAX_BYTES  # frame_len is a u32 as well
 
-_LENGTH_FIELD_LEN = 4
-_TYPE_AT = 4
-_FLAGS_AT = 5
-_IDS_AT = 6
+LENGTH_FIELD_LEN = 4
+TYPE_AT = 4
+FLAGS_AT = 5
+IDS_AT = 6
 _IDS = Struct("<QQQ")  # topic_id, seq, ts: what only the shard knows
 _DATA_KEY = b'"data":'
 _META_KEY = b',"meta":'
@@ -106,7 +107,7 @@ class FrameType(IntEnum):
     CURSOR = 50
 
 
-_KNOWN_TYPES = frozenset(int(member) for member in FrameType)
+KNOWN_TYPES = frozenset(int(member) for member in FrameType)
 _PLAIN_TYPE_AND_FLAGS = FrameType.APPEND | FLAG_MORE << 8
 
 
@@ -122,10 +123,10 @@ def encode(type: int, flags: int, topic_id: int, seq: int, ts: int, node: Bytes,
     node_len, tag_len, data_len = len(node), len(tag), len(data)
     _check_lengths(node_len, tag_len, data_len)
     flags |= (FLAG_NODE if node_len else 0) | (FLAG_TAG if tag_len else 0)
-    frame_len = OVERHEAD_LEN - _LENGTH_FIELD_LEN + node_len + tag_len + data_len
+    frame_len = OVERHEAD_LEN - LENGTH_FIELD_LEN + node_len + tag_len + data_len
     header = HEADER.pack(frame_len, type, flags, topic_id, seq, ts, node_len, tag_len, data_len)
     frame = b"".join((header, node, tag, data))
-    return frame + CHECKSUM.pack(xxh3_64_intdigest(memoryview(frame)[_TYPE_AT:]))
+    return frame + CHECKSUM.pack(xxh3_64_intdigest(memoryview(frame)[TYPE_AT:]))
 
 
 @dataclass(slots=True, frozen=True)
@@ -151,7 +152,7 @@ def lay_out(records: Iterable[tuple[bytes, bytes, Bytes, Bytes]]) -> LaidOut:
     flags: list[int] = []
     pack_plain = _PLAIN_HEADER.pack
     plain_len = len(_DATA_KEY)
-    plain_frame_len = OVERHEAD_LEN - _LENGTH_FIELD_LEN + plain_len
+    plain_frame_len = OVERHEAD_LEN - LENGTH_FIELD_LEN + plain_len
     has_attributes = False
     for node, tag, data, meta in records:
         try:
@@ -164,7 +165,7 @@ def lay_out(records: Iterable[tuple[bytes, bytes, Bytes, Bytes]]) -> LaidOut:
                 data_len = len(data)
                 add(pack_plain(data_len + plain_frame_len, _PLAIN_TYPE_AND_FLAGS, 0, data_len + plain_len, _DATA_KEY))
                 add(data)
-                lengths.append(data_len + plain_frame_len + _LENGTH_FIELD_LEN)
+                lengths.append(data_len + plain_frame_len + LENGTH_FIELD_LEN)
                 flags.append(0)
         except struct.error:
             _check_lengths(len(node), len(tag), len(_DATA_KEY) + len(data) + len(_META_KEY) + len(meta))
@@ -178,7 +179,7 @@ def lay_out(records: Iterable[tuple[bytes, bytes, Bytes, Bytes]]) -> LaidOut:
     if whole_len >> 32:
         raise _write_too_large(whole_len)
     buffer = _joined(parts, whole_len)
-    buffer[offsets[-1] + _FLAGS_AT] &= ~FLAG_MORE & 0xFF
+    buffer[offsets[-1] + FLAGS_AT] &= ~FLAG_MORE & 0xFF
     offset_len = array("Q", [offset | length << 32 for offset, length in zip(offsets, lengths, strict=True)])
     return LaidOut(buffer, array("Q", offsets), offset_len, bytes(flags) if has_attributes else bytes(count), count)
 
@@ -189,7 +190,7 @@ class _PlainHeaders(dict[int, bytes]):
     def __missing__(self, data_len: int) -> bytes:
         payload_len = data_len + len(_DATA_KEY)
         _check_lengths(0, 0, payload_len)
-        frame_len = OVERHEAD_LEN - _LENGTH_FIELD_LEN + payload_len
+        frame_len = OVERHEAD_LEN - LENGTH_FIELD_LEN + payload_len
         if len(self) >= 4096:
             self.clear()
         header = self[data_len] = _PLAIN_HEADER.pack(frame_len, _PLAIN_TYPE_AND_FLAGS, 0, payload_len, _DATA_KEY)
@@ -215,7 +216,7 @@ def lay_out_plain(data: Sequence[Bytes]) -> LaidOut:
     if whole_len >> 32:
         raise _write_too_large(whole_len)
     buffer = _joined(parts, whole_len)
-    buffer[offsets[-1] + _FLAGS_AT] &= ~FLAG_MORE & 0xFF
+    buffer[offsets[-1] + FLAGS_AT] &= ~FLAG_MORE & 0xFF
     offset_len = array("Q", [offset | length << 32 for offset, length in zip(offsets, lengths, strict=True)])
     return LaidOut(buffer, array("Q", offsets), offset_len, bytes(count), count)
 
@@ -252,14 +253,14 @@ def _add_record(parts: list[Bytes], node: bytes, tag: bytes, data: Bytes, meta: 
         flags |= FLAG_META
         location_flags |= LOCATION_HAS_META
         data_len += len(_META_KEY) + len(meta)
-    frame_len = OVERHEAD_LEN - _LENGTH_FIELD_LEN + node_len + tag_len + data_len
+    frame_len = OVERHEAD_LEN - LENGTH_FIELD_LEN + node_len + tag_len + data_len
     parts.append(_ATTRIBUTE_HEADER.pack(frame_len, FrameType.APPEND, flags, node_len, tag_len, data_len))
     parts.append(node + tag + _DATA_KEY)
     parts.append(data)
     if meta:
         parts.append(_META_KEY)
         parts.append(meta)
-    return location_flags, frame_len + _LENGTH_FIELD_LEN
+    return location_flags, frame_len + LENGTH_FIELD_LEN
 
 
 def stamp(
@@ -278,13 +279,13 @@ def stamp(
     pack_ids, pack_checksum = _IDS.pack_into, CHECKSUM.pack_into
     if extra_flags:  # apart from the loop below, which runs without a flag for most classes
         for entry in offset_len:
-            view[(entry & 0xFFFF_FFFF) + _FLAGS_AT] |= extra_flags
+            view[(entry & 0xFFFF_FFFF) + FLAGS_AT] |= extra_flags
     seq = first_seq
     for entry in offset_len:
         start = entry & 0xFFFF_FFFF
         checksum_at = start + (entry >> 32) - CHECKSUM_LEN
-        pack_ids(view, start + _IDS_AT, topic_id, seq, ts)
-        pack_checksum(view, checksum_at, xxh3_64_intdigest(view[start + _TYPE_AT : checksum_at]))
+        pack_ids(view, start + IDS_AT, topic_id, seq, ts)
+        pack_checksum(view, checksum_at, xxh3_64_intdigest(view[start + TYPE_AT : checksum_at]))
         seq += 1
 
 
@@ -339,12 +340,12 @@ def scan(buffer: Bytes, start: int, end: int, limit: int = 2**63) -> Scan:
     frames: list[FrameTuple] = []
     add = frames.append
     unpack, unpack_checksum = HEADER.unpack_from, CHECKSUM.unpack_from
-    known_types = _KNOWN_TYPES
+    known_types = KNOWN_TYPES
     offset = start
     last_start = end - OVERHEAD_LEN
     while offset <= last_start and limit:
         frame_len, type_, flags, topic_id, seq, ts, node_len, tag_len, data_len = unpack(view, offset)
-        checksum_at = offset + (_LENGTH_FIELD_LEN - CHECKSUM_LEN) + frame_len
+        checksum_at = offset + (LENGTH_FIELD_LEN - CHECKSUM_LEN) + frame_len
         if frame_len == 0:
             return Scan(frames, offset, Defect.EMPTY)
         if checksum_at + CHECKSUM_LEN > end:
@@ -353,11 +354,11 @@ def scan(buffer: Bytes, start: int, end: int, limit: int = 2**63) -> Scan:
             return Scan(frames, offset, Defect.TYPE)
         if offset + HEADER_LEN + node_len + tag_len + data_len != checksum_at:
             return Scan(frames, offset, Defect.LENGTHS)
-        if unpack_checksum(view, checksum_at)[0] != xxh3_64_intdigest(view[offset + _TYPE_AT : checksum_at]):
+        if unpack_checksum(view, checksum_at)[0] != xxh3_64_intdigest(view[offset + TYPE_AT : checksum_at]):
             return Scan(frames, offset, Defect.CHECKSUM)
         if node_len or tag_len:
             text = bytes(view[offset + HEADER_LEN : checksum_at - data_len])
-            if not (text.isascii() or (_is_utf8(text[:node_len]) and _is_utf8(text[node_len:]))):
+            if not (text.isascii() or (is_utf8(text[:node_len]) and is_utf8(text[node_len:]))):
                 return Scan(frames, offset, Defect.TEXT)
         next_offset = checksum_at + CHECKSUM_LEN
         add((offset, next_offset - offset, type_, flags, topic_id, seq, ts, node_len, tag_len, data_len))
@@ -391,7 +392,7 @@ def read_frame(buffer: Bytes, offset: int, end: int) -> Frame | FrameDefect:
     )
 
 
-def _is_utf8(text: bytes) -> bool:
+def is_utf8(text: bytes) -> bool:
     try:
         text.decode()
     except UnicodeDecodeError:

@@ -27,13 +27,14 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterator
 from itertools import count
-from operator import itemgetter
 from typing import Final, Literal, NamedTuple
 
 from topics.storage import layout
+from topics.storage.column_scan import scan_columns
 from topics.storage.damage import Survey, survey, used_bytes
 from topics.storage.filesystem import FileSystem, read_all
-from topics.storage.frame import FLAG_MORE, Defect, FrameTuple, FrameType, scan
+from topics.storage.frame import Defect, FrameTuple, FrameType, scan
+from topics.storage.frame_columns import FrameColumns
 from topics.storage.logfile import (
     FileStart,
     NotALogFile,
@@ -50,8 +51,8 @@ from topics.storage.logfile import (
 
 BATCH_FRAMES: Final = 1024  # few enough to be freed while they are in the cache: a third faster than 8192
 _HEAD_BYTES: Final = 4096
-_FRAMING_TYPES: Final = frozenset((int(FrameType.FILE_START), int(FrameType.FILE_END), int(FrameType.SYNC_MARK)))
-_type_of = itemgetter(2)
+FRAMING_TYPES: Final = bytes((FrameType.FILE_START, FrameType.FILE_END, FrameType.SYNC_MARK))
+"""Of frames that say something of the log, and nothing of a topic."""
 
 Start = WalPosition | Literal["lowest"] | None
 
@@ -79,7 +80,7 @@ class RecoveredFile(NamedTuple):
     file_no: int
     path: str
     buffer: memoryview
-    frames: list[FrameTuple]
+    frames: FrameColumns
 
 
 class _File(NamedTuple):
@@ -247,14 +248,14 @@ class Recovery:
         view = memoryview(buffer)
         limit = len(buffer) if previous_end is None else min(previous_end, len(buffer))
         offset = self._check_start(file, buffer, limit, previous_end)
-        open_write: list[FrameTuple] = []
+        open_write = FrameColumns.none()
         while True:
-            frames, offset, found_defect = scan(view, offset, limit, BATCH_FRAMES)
+            frames, offset, found_defect = scan_columns(view, offset, limit, BATCH_FRAMES)
             defect = None if found_defect is None else found_defect.value
             sealed_at = None
             at_end = defect is not None or offset == limit
-            if not _FRAMING_TYPES.isdisjoint(map(_type_of, frames)):
-                frames, stray = _without_framing(frames, file.file_no)
+            if frames.of_any(FRAMING_TYPES):
+                frames, stray = _without_framing(frames)
                 if stray is not None:
                     at_end, offset = True, stray[0]
                     if stray[2] == FrameType.FILE_END and stray[4:6] == (file.file_no, offset):
@@ -262,9 +263,7 @@ class Recovery:
                     else:
                         defect = f"a misplaced frame of type {FrameType(stray[2]).name}"
             frames = open_write + frames
-            complete = len(frames)
-            while complete and frames[complete - 1][3] & FLAG_MORE:
-                complete -= 1
+            complete = frames.complete()
             open_write = frames[complete:]
             self._files_read = files_before + offset / limit
             if complete:
@@ -286,7 +285,7 @@ class Recovery:
         offset = file.data_offset
         defect: Defect | None = None
         while offset < min(start, limit) and defect is None:
-            _, offset, defect = scan(buffer, offset, min(start, limit), BATCH_FRAMES)
+            _, offset, defect = scan_columns(buffer, offset, min(start, limit), BATCH_FRAMES)
         if offset == start:
             return start
         if start > limit or not used_bytes(buffer[:start], offset):
@@ -419,12 +418,10 @@ class Recovery:
         return next(name for number in count(1) if not self._fs.exists(name := f"{path}.damaged-{number}"))
 
 
-def _without_framing(frames: list[FrameTuple], file_no: int) -> tuple[list[FrameTuple], FrameTuple | None]:
+def _without_framing(frames: FrameColumns) -> tuple[FrameColumns, FrameTuple | None]:
     """The frames that say something about topics, and the FILE_START or FILE_END that ends them, if one does."""
-    for position, frame in enumerate(frames):
-        if frame[2] == FrameType.FILE_START or frame[2] == FrameType.FILE_END:
-            return [other for other in frames[:position] if other[2] != FrameType.SYNC_MARK], frame
-    return [other for other in frames if other[2] != FrameType.SYNC_MARK], None
+    ending = frames.find(FrameType.FILE_START, FrameType.FILE_END)
+    return frames[:ending].without(FRAMING_TYPES), frames[ending] if ending < len(frames) else None
 
 
 def recover_group(

@@ -1,5 +1,5 @@
-"""The segment: a run of one topic's records taken out of the log. Two files, named by the first seq; nothing else knows
-an offset in them. All integers are little-endian.
+"""The segment: a run of one topic's records taken out of the log. Two files, named by the first seq; others have
+their offsets from here. All integers are little-endian.
 
 `seg-<20 digits>.data`: frames back to back from offset 0, ascending by seq. A frame is the record's Append frame of the
 log (`frame.py`) without type and topic_id, and with a byte behind it:
@@ -34,17 +34,12 @@ the index is behind the data, never before it.
 
 from __future__ import annotations
 
-import mmap
 import sys
 from array import array
-from itertools import accumulate, repeat
 from struct import Struct
 from typing import Final
 
-from xxhash import xxh3_64_intdigest
-
-from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_DELETED, LOCATION_GONE, LOCATION_LOST
-from topics.storage.frame import CHECKSUM_LEN as WAL_CHECKSUM_LEN
+from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_GONE
 from topics.storage.frame import (
     LOCATION_HAS_META,
     LOCATION_HAS_NODE,
@@ -67,16 +62,7 @@ LOG_FRAME_EXTRA_LEN: Final = 8
 DATA_MAX_BYTES: Final = 0xFFFF_FFFF
 
 _LENGTH_FIELD_LEN: Final = 4
-_WAL_FLAGS_AT: Final = 5
-_WAL_IDENTITY_AT: Final = 6  # topic_id, seq
-_WAL_IDENTITY_LEN: Final = 16
-_WAL_SEQ_AT: Final = 14
-_GONE_FLAGS: Final = frozenset(flags for flags in range(256) if flags & LOCATION_GONE)
 KEPT_FLAGS: Final = LOCATION_GONE | LOCATION_HAS_TAG | LOCATION_HAS_NODE | LOCATION_HAS_META
-_FLAG_BYTES: Final = [bytes((flags,)) for flags in range(256)]
-# The end of a frame and the length of the one behind it: one pack and one join entry less a record.
-_TAIL_AND_NEXT: Final = Struct("<QBI")
-_FRAME_LEN: Final = Struct("<I")
 
 
 class CorruptSegment(Exception):  # noqa: N818 — named for what it is
@@ -118,72 +104,3 @@ def holds_frame(header: bytes, length: int, seq: int) -> bool:
     """Whether a frame's first HEADER_LEN bytes are those of `seq`, `length` bytes long."""
     frame_len, _, frame_seq, *_ = HEADER.unpack(header)
     return bool(frame_len == length - _LENGTH_FIELD_LEN and frame_seq == seq)
-
-
-def convert(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int], data_bytes: int) -> tuple[bytes, bytes]:
-    """Log frames → the segment's frames, which will lie at `data_bytes`, and their entries in the index."""
-    count = len(entries) // ENTRY_WORDS
-    halves = array("I")
-    halves.frombytes(entries.tobytes())
-    idx = array("I", bytes(count * ENTRY_LEN))
-    idx[2::5] = halves[2::8]
-    idx[3::5] = halves[3::8]
-    location_flags = halves[7::8].tolist()
-    if not _GONE_FLAGS.isdisjoint(location_flags):
-        lengths = array("I", bytes(count * 4))
-        offsets = array("I", bytes(count * 4))
-        live = array("Q")
-        at_live = []
-        for at, flags in enumerate(location_flags):
-            if flags & LOCATION_DELETED:
-                location_flags[at] = LOCATION_DELETED
-            elif flags & LOCATION_LOST:
-                location_flags[at] = LOCATION_LOST
-                offsets[at] = halves[at * 8 + 4]
-            else:
-                at_live.append(at)
-                live.extend(entries[at * ENTRY_WORDS : (at + 1) * ENTRY_WORDS])
-        data, live_offsets, live_lengths = _frames(buffer, topic_id, live, data_bytes)
-        for at, offset, length in zip(at_live, live_offsets, live_lengths, strict=True):
-            offsets[at], lengths[at] = offset, length
-    else:
-        data, offsets, lengths = _frames(buffer, topic_id, entries, data_bytes)
-    idx[0::5] = offsets
-    idx[1::5] = lengths
-    idx[4::5] = array("I", [flags & KEPT_FLAGS for flags in location_flags])
-    return data, idx.tobytes()
-
-
-def _frames(
-    buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int], data_bytes: int
-) -> tuple[bytes, array[int], array[int]]:
-    """The frames of live records back to back, and their offsets and lengths."""
-    if isinstance(buffer, memoryview) and isinstance(buffer.obj, bytes) and buffer.nbytes == len(buffer.obj):
-        buffer = buffer.obj  # a slice of it costs half
-    offset_lens = entries[2::ENTRY_WORDS]
-    bodies = [
-        _FLAG_BYTES[buffer[(start := offset_len & 0xFFFF_FFFF) + _WAL_FLAGS_AT]]
-        + buffer[start + _WAL_SEQ_AT : start + (offset_len >> 32) - WAL_CHECKSUM_LEN]
-        for offset_len in offset_lens
-    ]
-    identities = [
-        buffer[(start := (offset_len & 0xFFFF_FFFF) + _WAL_IDENTITY_AT) : start + _WAL_IDENTITY_LEN]
-        for offset_len in offset_lens
-    ]
-    expected = array("Q", [topic_id]) * (2 * len(bodies))
-    expected[1::2] = entries[0::ENTRY_WORDS]
-    if b"".join(identities) != expected.tobytes():
-        raise ValueError(f"the log's frames are not those of topic {topic_id:#x} that the entries name")
-    if not bodies:
-        return b"", array("I"), array("I")
-    lengths = array("I", [(offset_len >> 32) - LOG_FRAME_EXTRA_LEN for offset_len in offset_lens])
-    frame_lens = [length - _LENGTH_FIELD_LEN for length in lengths]
-    parts: list[bytes] = [b""] * (2 * len(bodies) + 1)
-    parts[0] = _FRAME_LEN.pack(frame_lens[0])
-    parts[1::2] = bodies
-    next_frame_lens = [*frame_lens[1:], 0]
-    parts[2::2] = map(_TAIL_AND_NEXT.pack, map(xxh3_64_intdigest, bodies), repeat(0), next_frame_lens)
-    parts[-1] = parts[-1][:TAIL_LEN]  # nothing is behind the last one
-    offsets = list(accumulate(lengths, initial=data_bytes))
-    offsets.pop()
-    return b"".join(parts), array("I", offsets), lengths

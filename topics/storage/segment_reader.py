@@ -6,12 +6,21 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from itertools import compress
 from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 from topics.core.floors import EvictReason
-from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_DELETED, LOCATION_LOST
+from topics.core.location import (
+    ENTRY_WORDS,
+    LOCATION_DELETED,
+    LOCATION_LOST,
+    any_flagged,
+    flags_of,
+    lengths_of,
+    offsets_of,
+)
 from topics.storage import layout
 from topics.storage.committed_file import CommittedFile, Content
 from topics.storage.frame import LOCATION_FLAGS, LOCATION_HAS_TAG
@@ -97,13 +106,15 @@ class SegmentReader:
         """
         first_seq = max(first_seq, self.first_seq)
         entries = self.entries(first_seq, min(last_seq, self.last_seq))
+        if not any_flagged(entries, LOCATION_HAS_TAG):
+            return
         data, unpack = self.data, HEADER.unpack_from
         window, window_at = b"", 0
-        for seq, offset_len, file_flags in zip(
-            entries[0::ENTRY_WORDS], entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS], strict=True
+        has_tag = [flags & LOCATION_HAS_TAG for flags in flags_of(entries)]
+        for seq, offset, length in compress(
+            zip(entries[0::ENTRY_WORDS], offsets_of(entries), lengths_of(entries), strict=True), has_tag
         ):
-            offset, length = offset_len & 0xFFFF_FFFF, offset_len >> 32
-            if not length or not file_flags >> FLAGS_SHIFT & LOCATION_HAS_TAG:
+            if not length:
                 continue
             if offset + length > len(data) or length < HEADER_LEN + TAIL_LEN:
                 self.frame(seq)  # says what is wrong

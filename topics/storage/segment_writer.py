@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Final
 
-from topics.core.location import ENTRY_WORDS
+from topics.core.location import ENTRY_WORDS, LOCATION_GONE, flags_of, lengths_of
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, make_dirs, write_all
 from topics.storage.frame import Bytes
@@ -20,9 +20,8 @@ from topics.storage.segment import (
     ENTRY_LEN,
     LOG_FRAME_EXTRA_LEN,
     CorruptSegment,
-    convert,
-    is_gone,
 )
+from topics.storage.segment_convert import convert
 
 _CHUNK_RECORDS: Final = 4096  # few enough to be hashed and joined while they are in the cache
 _CHUNK_BYTES: Final = 64 * 1024 * 1024
@@ -104,13 +103,14 @@ class SegmentWriter:
 
     def room(self, entries: array[int], max_records: int, max_bytes: int) -> int:
         """How many of the entries (see `append`) fit into a segment of these bounds; at least one into an empty one."""
-        file_words = entries[3::ENTRY_WORDS]
-        lengths = [(offset_len >> 32) - LOG_FRAME_EXTRA_LEN for offset_len in entries[2::ENTRY_WORDS]]
-        gone = {word for word in set(file_words) if is_gone(word)}
-        if gone:
-            lengths = [0 if word in gone else length for length, word in zip(lengths, file_words, strict=True)]
-        ends = list(accumulate(lengths, initial=self.data_bytes))
-        fitting = min(bisect_right(ends, min(max_bytes, DATA_MAX_BYTES)) - 1, max_records - self.records)
+        max_bytes = min(max_bytes, DATA_MAX_BYTES)
+        lengths = lengths_of(entries)
+        fitting = len(lengths)
+        if self.data_bytes + sum(lengths) > max_bytes:  # more than they take, for a few bytes of each are left out
+            is_gone = [flags & LOCATION_GONE for flags in flags_of(entries)]
+            taken = [0 if gone else length - LOG_FRAME_EXTRA_LEN for length, gone in zip(lengths, is_gone, strict=True)]
+            fitting = bisect_right(list(accumulate(taken, initial=self.data_bytes)), max_bytes) - 1
+        fitting = min(fitting, max_records - self.records)
         if fitting <= 0 and self.records == 0 and lengths:
             return 1
         return max(fitting, 0)
@@ -180,9 +180,9 @@ def _chunks(entries: array[int]) -> Iterator[array[int]]:
     at = 0
     while at < len(entries):
         chunk = entries[at : at + _CHUNK_RECORDS * ENTRY_WORDS]
-        ends = list(accumulate([offset_len >> 32 for offset_len in chunk[2::ENTRY_WORDS]]))
-        if ends[-1] > _CHUNK_BYTES:
-            chunk = chunk[: max(1, bisect_right(ends, _CHUNK_BYTES)) * ENTRY_WORDS]
+        lengths = lengths_of(chunk)
+        if sum(lengths) > _CHUNK_BYTES:
+            chunk = chunk[: max(1, bisect_right(list(accumulate(lengths)), _CHUNK_BYTES)) * ENTRY_WORDS]
         yield chunk
         at += len(chunk)
 

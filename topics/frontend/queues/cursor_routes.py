@@ -23,7 +23,8 @@ from topics.frontend.bodies import read_body
 from topics.frontend.http.answer_room import AnswerRoom, Place
 from topics.frontend.query import name_after, name_cursor, page_size
 from topics.frontend.reads.catching_up import CatchingUp
-from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES, node_set
+from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES
+from topics.frontend.reads.node_sets import node_set
 from topics.frontend.reads.page_json import PAGE_MEMBERS, page_values
 from topics.frontend.reads.reading import Page, TopicReader
 from topics.frontend.reads.records import CorruptRecordError, PageOptions
@@ -185,9 +186,9 @@ class CursorRoutes:
         """The page, where the cursor stands after it, and what to tell the shard if the page gets lost, if it cares."""
         owner = self._owner(name)
         (at,) = (await self._gateway.call(owner, CursorLook(name, cursor), CursorList)).cursors
-        seq, revision = at.seq, at.revision
+        seq, up_to_seq, revision = at.seq, at.up_to_seq, at.revision
         for _ in range(TRIES_MAX):
-            page = await self._page(name, seq, options)
+            page = await self._page(name, seq, up_to_seq, options)
             if not checkpoint or page.next_from_seq <= seq:
                 return page, seq, None
             read = next(self._reads)
@@ -201,16 +202,21 @@ class CursorRoutes:
                     self._gateway.post(owner, lost)
                 raise
             if moved.moved:
-                return page, page.next_from_seq, lost if moved.under_way else None
-            seq, revision = moved.seq, moved.revision
+                if page.count or page.tombstone is not None or up_to_seq is None:
+                    return page, page.next_from_seq, lost if moved.under_way else None
+                # What was to be read again is gone, or not for this reader: there is more to read behind it.
+                if moved.under_way:
+                    self._gateway.post(owner, msgspec.structs.replace(lost, passed_on=True))
+            seq, up_to_seq, revision = moved.seq, moved.up_to_seq, moved.revision
         raise TopicsError(
             "throttled", f"too many readers move cursor {cursor!r} of topic {name!r}", {"retry_after_ms": 10}
         )
 
-    async def _page(self, name: str, from_seq: int, options: PageOptions) -> Page:
+    async def _page(self, name: str, from_seq: int, up_to_seq: int | None, options: PageOptions) -> Page:
         ref = self._reader.get(name)
         try:
-            return await self._reader.fetch_page(ref, from_seq, options, self._reader.now_ms())
+            page = await self._reader.fetch_page(ref, from_seq, options, self._reader.now_ms(), up_to_seq)
+            return page if up_to_seq is None else _up_to(page, up_to_seq)
         except CorruptRecordError as error:
             raise TopicsError(
                 "internal",
@@ -221,6 +227,16 @@ class CursorRoutes:
 
     def _owner(self, name: str) -> int:
         return owner_shard(name, self._gateway.shards)
+
+
+def _up_to(page: Page, seq: int) -> Page:
+    """What floors took beyond `seq` is no loss of this reader."""
+    if page.next_from_seq <= seq:
+        return page
+    gap = page.tombstone
+    if gap is not None and gap.gap_to > seq:
+        gap = msgspec.structs.replace(gap, gap_to=seq, missed_estimate=seq - gap.gap_from + 1)
+    return msgspec.structs.replace(page, next_from_seq=seq, tombstone=gap)
 
 
 def _delivering(deliver: Deliver, send: Send) -> Send:

@@ -21,11 +21,10 @@ from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend.access import Access
-from topics.frontend.answers import HeaderList
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.live.pulse import STALL_MAX_MS, Stall
 from topics.frontend.live.push import AsgiPush, Push, until_disconnect
-from topics.frontend.live.watch import HEARTBEAT_MAX_MS, accepts_event_stream
+from topics.frontend.live.watch import EVENT_STREAM_HEADERS, HEARTBEAT_MAX_MS, accepts_event_stream
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
 from topics.frontend.query import count
 from topics.frontend.queues.dead_letters import DeadLetters
@@ -49,13 +48,7 @@ ASK_AGAIN_S: Final = 1.0
 """A stream that a restarted shard could not be told of is asked for again."""
 LOOK_S: Final = 1.0
 """Between two looks at a client that is behind."""
-OPENING: Final = b"retry: 2000\n\n"
 _NEEDED: Final = KeyScope.READ | KeyScope.WRITE
-_HEADERS: Final[HeaderList] = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),
-]
 
 
 class WorkWish(msgspec.Struct, frozen=True):
@@ -148,7 +141,7 @@ class WorkRoutes:
             await stream.open()
             self.cell.add("work_streams")
             try:
-                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
                 extension = scope.get("extensions", {}).get("topics.push")
                 push: Push = AsgiPush(send) if extension is None else extension()
                 stream.begin(push)
@@ -214,7 +207,7 @@ class WorkStream:
         self._push = push
         push.on_writable = self._writable
         push.on_close = self._gone
-        push.write(OPENING)
+        push.write(EVENT_STREAM.opening)
         if self._closed:
             push.write(self._last_words)
             push.close()
@@ -357,7 +350,7 @@ class WorkStream:
         seqs = dealt.seqs[from_at:]
         unclaim = Unclaim(self.wish.name, self.wish.node, seqs, list(range(first, first + len(seqs))))
         if self._stall is None:
-            self._stall = Stall(push.buffered_bytes, self._routes.clock.monotonic_ms())
+            self._stall = Stall(push.taken_bytes, self._routes.clock.monotonic_ms())
             self._look_timer = self._loop.call_later(LOOK_S, self._look, push)
         self._routes.gateway.post(self.shard, self._asked(0))
         self._routes.gateway.post(self.shard, unclaim)
@@ -372,7 +365,7 @@ class WorkStream:
     def _look(self, push: Push) -> None:
         if self._stall is None or self._closed:
             return
-        if self._stall.over(push.buffered_bytes, self._routes.clock.monotonic_ms()):
+        if self._stall.over(push.taken_bytes, self._routes.clock.monotonic_ms()):
             self.end(EVENT_STREAM.final("throttled", f"nothing was taken for {STALL_MAX_MS} ms"))
         else:
             self._look_timer = self._loop.call_later(LOOK_S, self._look, push)
