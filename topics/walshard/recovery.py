@@ -79,7 +79,7 @@ def recover(
     directory = layout.group_dir(settings.data_dir, index, settings.wal_shards)
     ram_directory = layout.ram_group_dir(shared.ram_dir, index)
     files = SegmentFiles(fs, settings.data_dir, tags_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
-    tags = TagSearch(files, FrameTags(fs, directory, ram_directory))
+    tags = TagSearch(files, FrameTags(fs, directory, ram_directory), clock)
     fold = Fold(lambda topic_id: TopicIndex(topic_id, LocationRing(arena.heap, 1), files))
     start, snapshot_line = _restore(fold, fs, settings.data_dir, directory)
 
