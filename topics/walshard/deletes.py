@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+import msgspec
+
 from topics.core.control_bodies import DeleteBody, encode_body
+from topics.core.deletion import Deletion
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.floors import EvictReason, Floors
 from topics.core.runs import encode_runs
@@ -92,9 +95,13 @@ class Deletes:
         self.expire(hosted)
         self._routing.before_log(hosted)
         topic = hosted.topic
-        match = None if call.op is None else Match(call.op, call.pattern)
+        if call.topic_id not in (0, topic.id):
+            raise topic_not_found(call.name)  # the one that this is the rest for
+        last_seq = topic.head_seq if call.last_seq is None else min(call.last_seq, topic.head_seq)
+        if call.before_seq is not None:
+            last_seq = min(last_seq, call.before_seq - 1)
         try:
-            deletion = topic.plan_delete(call.before_seq, match, self._tags.of(topic, hosted.index))
+            deletion, rest = self._plan(hosted, call, last_seq)
         except (OSError, CorruptSegment, CorruptPostings) as error:
             log.error("a delete could not find its records", topic=call.name, reason=str(error))
             raise TopicsError(
@@ -110,6 +117,7 @@ class Deletes:
                 topic.head_seq,
                 topic.records - deletion.records,
                 topic.live_bytes - deletion.size_bytes,
+                rest,
             ),
         )
         if not deletion.records and deletion.earliest_seq == topic.earliest_seq:
@@ -125,3 +133,17 @@ class Deletes:
 
         sync = topic.config.durability == "fsync"
         self._commits.commit_one(Operation([entry], apply, sync=sync, answer=answer), {topic.id})
+
+    def _plan(self, hosted: Hosted, call: DeleteRecords, last_seq: int) -> tuple[Deletion, DeleteRecords | None]:
+        """What one turn takes of it, and what is left to do then. Each is a delete of its own, complete when it is
+        answered; all of them together end at one head.
+        """
+        topic = hosted.topic
+        if call.op is None:
+            return topic.plan_cut(last_seq + 1), None
+        first_seq = max(call.from_seq, topic.earliest_seq)
+        found = self._tags.find(topic, hosted.index, Match(call.op, call.pattern), first_seq, last_seq)
+        rest = None
+        if found.next_seq <= last_seq:
+            rest = msgspec.structs.replace(call, from_seq=found.next_seq, last_seq=last_seq, topic_id=topic.id)
+        return topic.plan_delete(found.seqs), rest

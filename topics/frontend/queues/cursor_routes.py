@@ -24,7 +24,8 @@ from topics.frontend.http.answer_room import AnswerRoom, Place
 from topics.frontend.query import name_after, name_cursor, page_size
 from topics.frontend.queues.turns import Turn, Turns, too_many_readers
 from topics.frontend.reads.catching_up import CatchingUp
-from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES, node_set
+from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES
+from topics.frontend.reads.node_sets import node_set
 from topics.frontend.reads.page_json import PAGE_MEMBERS, page_values
 from topics.frontend.reads.reading import Page, TopicReader
 from topics.frontend.reads.records import CorruptRecordError, PageOptions
