@@ -32,6 +32,7 @@ from topics.storage.wal import WalWriter
 from topics.walshard.background_sync import BackgroundSync
 from topics.walshard.catalog import Catalog
 from topics.walshard.commit import Logs
+from topics.walshard.deaths import FrontendDeaths
 from topics.walshard.frame_tags import FrameTags
 from topics.walshard.group_commit import GroupCommit
 from topics.walshard.head_marks import LostHeads
@@ -140,6 +141,7 @@ def recover(
         syncs,
         outbox,
         watchers,
+        FrontendDeaths(shared.control, outbox.drained),
         commits,
         routing,
         cell,
