@@ -82,9 +82,7 @@ class TagSearch:
         return Found(found, last_seq + 1)
 
     def index_some(self, topic: Topic, index: TopicIndex, last_seq: int) -> bool:
-        """In an idle turn: of what came since somebody deleted by tag, up to `last_seq`, for the next to find it. False:
-        nothing came.
-        """
+        """In an idle turn: of what came, up to `last_seq`, since somebody deleted by tag. False: nothing came."""
         tags = topic.tags
         if tags is None or tags.next_seq > last_seq:
             return False
