@@ -94,7 +94,7 @@ class _Table(NamedTuple):
     total_lens: array[int]
 
 
-@lru_cache(256)
+@lru_cache(64)
 def _table_of(total_len: int, rows: int) -> _Table:
     return _Table(
         Struct("<" + f"{LENGTH_FIELD_LEN}x{total_len - LENGTH_FIELD_LEN - CHECKSUM_LEN}sQ" * rows),

@@ -165,20 +165,23 @@ def _gathered(buffer: Bytes | mmap.mmap, offsets: array[int], total_len: int) ->
         if not _are_neighbours(offsets, at, behind, total_len) or (
             behind < rows and offsets[behind] - offsets[behind - 1] == total_len
         ):
-            behind = bisect_left(
-                range(rows),
-                True,
-                lo=at + 1,
-                key=lambda row, at=at, offset=offset: offsets[row] != offset + (row - at) * total_len,
-            )
-            if not _are_neighbours(offsets, at, behind, total_len):
-                behind = at + 1
+            behind = _neighbours_from(offsets, at, total_len)
         guess = behind - at
         short += guess < _SHORT_ROWS
         pieces.append(buffer[offset : offset + guess * total_len])
         at = behind
     pieces += [buffer[offset : offset + total_len] for offset in offsets[at:]]
     return bytearray().join(pieces)
+
+
+def _neighbours_from(offsets: array[int], first: int, total_len: int) -> int:
+    """Behind the last of those that lie back to back from the first one on."""
+    offset = offsets[first]
+    behind = bisect_left(
+        range(len(offsets)), True, lo=first + 1, key=lambda at: offsets[at] != offset + (at - first) * total_len
+    )
+    # Where they are not in the order of the log, what was asked of some need not hold for all.
+    return behind if _are_neighbours(offsets, first, behind, total_len) else first + 1
 
 
 def _are_neighbours(offsets: array[int], first: int, behind: int, total_len: int) -> bool:
@@ -198,7 +201,7 @@ class _Columns(NamedTuple):
     frame_len: list[bytes]
 
 
-@lru_cache(256)
+@lru_cache(64)
 def _columns_of(total_len: int, rows: int) -> _Columns:
     begin = _WAL_SEQ_AT - 1  # where flags go
     frame_len = total_len - LOG_FRAME_EXTRA_LEN
