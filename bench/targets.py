@@ -110,12 +110,15 @@ BOUNDS = [
         scale=MS,
     ),
     Bound("recovery of 1 M records, s", 1.5, ("recovery", "1 M records, one shard", "seconds")),
-    Bound(
-        "write p99, compactor at work / idle",
-        2.0,
-        ("checkpoint", "16 writers of 10, compactor at work", "p99_us"),
-        divided_by=("checkpoint", "16 writers of 10, idle compactor", "p99_us"),
-    ),
+    *[
+        Bound(
+            f"write p99 of {batch}, compactor at work / held",
+            2.0,
+            ("checkpoint", f"16 writers of {batch}, compactor at work", "p99_us"),
+            divided_by=("checkpoint", f"16 writers of {batch}, compactor held", "p99_us"),
+        )
+        for batch in (10, 100)
+    ],
     Bound("start with 10 M checkpointed, s", 1.0, ("retained", "10 M records", "restart_s")),
     *(
         Bound(f"memory per retained record of {label}, {when}, B", 50.0, ("retained", f"{label} records", name))

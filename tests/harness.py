@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -72,6 +72,15 @@ def is_running(pid: int) -> bool:
 def _stop_with_parent() -> None:
     """SIGTERM for the child when this process is gone, even by SIGKILL: no service outlives its test run."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def size_bytes(paths: Iterable[Path]) -> int:
+    """Of those that are there: a service removes files meanwhile."""
+    size = 0
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            size += path.stat().st_size
+    return size
 
 
 class Service:

@@ -62,8 +62,8 @@ class Readers:
 
 @BOTH
 def test_what_readers_of_one_cursor_get_while_processes_are_killed(consistency: str) -> None:
-    """strictly_at_once: nothing twice. at_least_once: nothing left out; again comes what was read while the lost answer
-    was under way, and what was since the position was logged.
+    """strictly_at_once: nothing twice. at_least_once: nothing left out; again comes what was under way, of which each
+    reader may just have got one, and what was passed on since the position was logged.
     """
     every = 5
     kills = [("walshard", 0), ("frontend", 0), ("walshard", 0), ("frontend", 1)]
@@ -87,7 +87,8 @@ def test_what_readers_of_one_cursor_get_while_processes_are_killed(consistency: 
             assert records - len(readers.seen) <= len(kills) * READERS
         else:
             assert sorted(set(range(records)) - set(readers.seen)) == []
-            assert len(twice) < records / 4
+            again = sum(readers.seen.values()) - len(readers.seen)
+            assert again <= sum(READERS + (every - 1 if role == "walshard" else 0) for role, _ in kills)
 
 
 def test_at_least_once_is_persisted_with_exactly_every_nth_read() -> None:

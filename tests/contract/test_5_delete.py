@@ -65,6 +65,20 @@ def test_it_is_point_in_time_and_idempotent(client: httpx.Client, topic: str) ->
     assert delete(client, topic, match="a")["deleted"] == 0
 
 
+def test_many_matches_are_one_delete(client: httpx.Client, topic: str) -> None:
+    """Though the shard takes them in several turns; `before_seq` bounds all of these."""
+    for _ in range(3):
+        ok(
+            client.post(
+                f"/v0/topics/{topic}", json={"records": [{"data": n, "tag": f"t-{n % 3}"} for n in range(3000)]}
+            )
+        )
+    assert delete(client, topic, match="t-1")["deleted"] == 3000
+    assert delete(client, topic, match="t-*", before_seq=9000)["deleted"] == 5999
+    answer = delete(client, topic, match="t-*")
+    assert (answer["deleted"], answer["earliest_seq"], answer["count"], answer["bytes"]) == (1, 9001, 0, 0)
+
+
 def test_when_nothing_is_left(client: httpx.Client, topic: str) -> None:
     write(client, topic, 1, 2)
     answer = delete(client, topic, before_seq=100)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from topics.core.cursors import Consistency, Cursor, CursorBody, Cursors
+from topics.core.cursors import UNDER_WAY_MAX, Consistency, Cursor, CursorBody, Cursors
+from topics.core.errors import TopicsError
 
 
 @dataclass
@@ -18,8 +21,18 @@ class Reading:
     read: int
     revision: int
     frontend: int
+    strict: bool
     first_seq: int
     last_seq: int
+
+    @property
+    def seqs(self) -> set[int]:
+        return set(range(self.first_seq, self.last_seq + 1))
+
+
+def unread(body: CursorBody) -> set[int]:
+    """What a cursor that begins like this reads again of what was read before."""
+    return {seq for begin, end in body.missing for seq in range(begin + 1, end + 1)}
 
 
 class CursorMachine(RuleBasedStateMachine):
@@ -31,7 +44,11 @@ class CursorMachine(RuleBasedStateMachine):
         self.cursors.logged(CursorBody("c", consistency, every, 0))
         self.readings: list[Reading] = []
         self.received: list[int] = []
-        self.strict = consistency == "strictly_at_once"
+        self.read_strictly: list[int] = []
+        self.only_strict = consistency == "strictly_at_once"
+        self.passed_on: list[set[int]] = []
+        """What each answer had that was passed on in this life of the shard."""
+        self.log_fails = False
         self.reads = 0
 
     @property
@@ -42,75 +59,167 @@ class CursorMachine(RuleBasedStateMachine):
         cursor = self.cursor
         if cursor.to_persist:
             cursor.persisting()
+            self.log_fails = fails
             if fails:
                 cursor.not_persisted()
             else:
-                cursor.persisted(cursor.body().seq)
+                cursor.persisted(cursor.body())
 
     @rule(frontend=st.integers(0, 1), records=st.integers(1, 3), fails=st.booleans())
     def read(self, frontend: int, records: int, fails: bool) -> None:
         cursor = self.cursor
         first = cursor.seq
+        last = min(first + records, cursor.up_to_seq or first + records)
         self.reads += 1
         read = self.reads
-        assert not cursor.advance(cursor.revision, first + 1, first + records, frontend, read)
-        assert not cursor.advance(cursor.revision + 1, first, first + records, frontend, read)
-        assert cursor.advance(cursor.revision, first, first + records, frontend, read)
-        if self.strict:
+        assert not cursor.advance(cursor.revision + 1, first, last, frontend, read)
+        if cursor.up_to_seq is not None:
+            assert not cursor.advance(cursor.revision, first, cursor.up_to_seq + 1, frontend, read)
+        assert cursor.advance(cursor.revision, first, last, frontend, read)
+        if cursor.strict:
             if fails:  # the log does not have it: the reader gets an error
                 cursor.persisting()
-                cursor.take_back(first)
+                cursor.give_back([(first, last)])
                 return
             self.persist()
-            assert cursor.persisted_seq == first + records
-        self.readings.append(Reading(read, cursor.revision, frontend, first + 1, first + records))
+            assert cursor.logged_body() == cursor.body()
+            self.read_strictly += range(first + 1, last + 1)
+        self.readings.append(Reading(read, cursor.revision, frontend, cursor.strict, first + 1, last))
 
     @precondition(lambda self: self.readings)
     @rule(at=st.integers(0, 20), log_fails=st.booleans())
     def answer_is_passed_on(self, at: int, log_fails: bool) -> None:
         reading = self.readings.pop(at % len(self.readings))
-        self.received += range(reading.first_seq, reading.last_seq + 1)
-        self.cursor.passed_on(reading.revision, 1 - reading.frontend, reading.read)  # another frontend's number
-        self.cursor.passed_on(reading.revision, reading.frontend, reading.read)
-        if not self.strict:
-            self.persist(fails=log_fails)
+        self.received += sorted(reading.seqs)
+        cursor = self.cursor
+        if reading.revision == cursor.revision and not reading.strict:
+            self.passed_on.append(reading.seqs)
+        cursor.passed_on(reading.revision, 1 - reading.frontend, reading.read)  # another frontend's number
+        cursor.passed_on(reading.revision, reading.frontend, reading.read)
+        self.persist(fails=log_fails)
 
     @precondition(lambda self: self.readings)
     @rule(at=st.integers(0, 20))
     def answer_fails(self, at: int) -> None:
         reading = self.readings.pop(at % len(self.readings))
+        before = self.cursor.body()
         self.cursor.failed(reading.revision, reading.frontend, reading.read)
+        assert self.cursor.body() == before  # it was missing already, for the log
 
     @rule(frontend=st.integers(0, 1))
     def frontend_dies(self, frontend: int) -> None:
         self.readings = [reading for reading in self.readings if reading.frontend != frontend]
         self.cursor.frontend_died(frontend)
 
+    @rule(consistency=st.sampled_from(["strictly_at_once", "at_least_once"]), every=st.integers(1, 4))
+    def is_configured(self, consistency: Consistency, every: int) -> None:
+        """`PUT` that moves nothing."""
+        cursor = self.cursor
+        before = (cursor.seq, cursor.up_to_seq, cursor.revision)
+        cursor.configured(msgspec.structs.replace(cursor.body(), consistency=consistency, persist_every=every))
+        assert (cursor.seq, cursor.up_to_seq, cursor.revision) == before
+        assert (cursor.consistency, cursor.persist_every) == (consistency, every)
+        self.only_strict &= consistency == "strictly_at_once"
+        self.log_fails = False
+
     @rule()
     def shard_dies(self) -> None:
         """Answers that are under way may come through all the same."""
+        every = self.cursor.persist_every
         bodies = self.cursors.bodies()
         first_revision = self.cursor.revision + 100
         self.cursors = Cursors()
         for body in bodies:
             self.cursors.logged(body)
         self.cursors.restart(first_revision)
+        again = [seqs for seqs in self.passed_on if max(seqs) > bodies[0].seq or seqs & unread(bodies[0])]
+        assert self.log_fails or len(again) < every
+        self.passed_on = []
 
     @invariant()
     def as_promised(self) -> None:
         if not hasattr(self, "cursors"):
             return
         cursor = self.cursor
-        assert cursor.persisted_seq <= cursor.settled_seq <= cursor.seq
-        if self.strict:
+        body = cursor.body()
+        assert cursor.persisted_seq <= body.next_seq <= cursor.seq
+        ends = [end for stretch in body.missing for end in stretch] + [body.seq]
+        assert ends == sorted(set(ends)), "apart, ascending, and before the front"
+        assert len(set(self.read_strictly)) == len(self.read_strictly)
+        if self.only_strict:
             assert len(set(self.received)) == len(self.received)
-            assert cursor.persisted_seq == cursor.seq
-        else:
-            assert set(self.received) >= set(range(1, cursor.settled_seq + 1))
+            assert (cursor.persisted_seq, cursor.up_to_seq) == (cursor.seq, None)
+        got = {*self.received, *self.read_strictly}
+        assert got >= set(range(1, body.seq + 1)) - unread(body), "nothing is left out"
 
 
 CursorMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
 TestCursorMachine = CursorMachine.TestCase
+
+
+def at_least_once(every: int) -> tuple[Cursors, Cursor]:
+    cursors = Cursors()
+    cursors.logged(CursorBody("c", "at_least_once", every, 0))
+    return cursors, cursors.get("t", "c")
+
+
+def pass_on(cursor: Cursor, read: int) -> None:
+    cursor.passed_on(cursor.revision, 0, read)
+    if cursor.to_persist:
+        cursor.persisting()
+        cursor.persisted(cursor.body())
+
+
+def restarted(cursors: Cursors) -> Cursor:
+    after = Cursors()
+    for body in cursors.bodies():
+        after.logged(msgspec.msgpack.decode(msgspec.msgpack.encode(body), type=CursorBody))
+    return after.get("t", "c")
+
+
+def test_who_takes_long_takes_back_nobody_else() -> None:
+    """Neither by a crash nor when it fails."""
+    cursors, cursor = at_least_once(1)
+    assert cursor.advance(cursor.revision, 0, 500, 0, 1)
+    for read in range(2, 32):
+        assert cursor.advance(cursor.revision, cursor.seq, cursor.seq + 10, 0, read)
+        pass_on(cursor, read)
+    assert cursor.body() == CursorBody("c", "at_least_once", 1, 800, ((0, 500),))
+    after = restarted(cursors)
+    cursor.failed(cursor.revision, 0, 1)
+    for one in (cursor, after):
+        assert (one.seq, one.up_to_seq, one.persisted_seq) == (0, 500, 0)
+        assert not one.advance(one.revision, 0, 501, 0, 40)
+        assert one.advance(one.revision, 0, 200, 0, 41)
+        assert one.advance(one.revision, 200, 500, 0, 42)
+        assert (one.seq, one.up_to_seq) == (800, None)
+        pass_on(one, 42)
+        assert one.body().missing == ((0, 200),)
+        pass_on(one, 41)
+        assert one.logged_body() == CursorBody("c", "at_least_once", 1, 800)
+
+
+def test_a_reader_that_looked_before_others_failed_may_go_on_behind_them() -> None:
+    _, cursor = at_least_once(1)
+    assert cursor.advance(cursor.revision, 0, 10, 0, 1)
+    assert cursor.advance(cursor.revision, 10, 20, 0, 2)
+    cursor.failed(cursor.revision, 0, 1)
+    assert cursor.seq == 0
+    assert cursor.advance(cursor.revision, 20, 30, 0, 3)
+    cursor.failed(cursor.revision, 0, 3)
+    cursor.failed(cursor.revision, 0, 2)
+    assert cursor.body() == CursorBody("c", "at_least_once", 1, 0)
+
+
+def test_answers_that_nobody_takes_are_bounded() -> None:
+    _, cursor = at_least_once(1)
+    for read in range(UNDER_WAY_MAX):
+        assert cursor.advance(cursor.revision, read, read + 1, 0, read)
+    with pytest.raises(TopicsError) as refused:
+        cursor.advance(cursor.revision, UNDER_WAY_MAX, UNDER_WAY_MAX + 1, 0, UNDER_WAY_MAX)
+    assert (refused.value.code, refused.value.detail) == ("throttled", {"limit": "cursor_reads", "max": UNDER_WAY_MAX})
+    cursor.failed(cursor.revision, 0, 5)
+    assert cursor.advance(cursor.revision, 5, 6, 0, UNDER_WAY_MAX)
 
 
 @given(st.integers(1, 5), st.integers(0, 30), st.booleans())
@@ -125,7 +234,7 @@ def test_a_crash_takes_back_at_most_n_reads_of_one_reader_after_the_other(every:
         cursor.passed_on(cursor.revision, 0, at)
         if cursor.to_persist:
             cursor.persisting()
-            cursor.persisted(cursor.settled_seq)
+            cursor.persisted(cursor.body())
     assert reads - cursor.persisted_seq <= every
     assert reads - cursor.persisted_seq >= (1 if lost and reads else 0)
     cursor.frontend_died(1)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.e2e.test_kill_points import everything_left, verify
-from tests.harness import Service, poll
+from tests.harness import Service, poll, size_bytes
 from topics.core.clock import SystemClock
 from topics.supervisor.status import CompactorStatus, StatusReader
 
@@ -60,7 +60,7 @@ def test_the_log_stays_short_and_a_start_reads_none_of_what_was_absorbed() -> No
 
         def is_short() -> bool:
             # Files of 1 MiB each: the one being written, a spare, and what the snapshot before the newest begins with.
-            return sum(path.stat().st_size for path in (service.data_dir / "wal").glob("wal-*.log")) <= 4 * MIB
+            return size_bytes((service.data_dir / "wal").glob("wal-*.log")) <= 4 * MIB
 
         poll("the log of 12 MB to become short", is_short, DEADLINE_S)
         assert everything_left(service.client, "t") == values
@@ -104,12 +104,12 @@ def test_a_segment_of_mostly_deleted_records_is_rewritten() -> None:
             write(client, "t", [f"{n}" + "x" * 500 for n in range(first, first + 60)], "drop")
             write(client, "t", [f"{n}" + "x" * 500 for n in range(first + 60, first + 100)])
         poll("all of it in segments", lambda: compactor(service).checkpointed_records >= 1000, DEADLINE_S)
-        before = sum(path.stat().st_size for path in data_files(service.data_dir))
+        before = size_bytes(data_files(service.data_dir))
         client.post("/v0/topics/t/delete", json={"match": "drop"}).raise_for_status()
         poll("rewriting", lambda: compactor(service).segments_rewritten >= 10, DEADLINE_S)
 
         def smaller() -> bool:
-            return sum(path.stat().st_size for path in data_files(service.data_dir)) < before * 0.5
+            return size_bytes(data_files(service.data_dir)) < before * 0.5
 
         poll("the old versions to go", smaller, DEADLINE_S)
         kept = [f"{n}" + "x" * 500 for n in range(1000) if n % 100 >= 60]
@@ -242,3 +242,18 @@ def test_the_snapshot_before_takes_the_place_of_a_damaged_one() -> None:
         service.kill_group()
         service.start()
         assert everything_left(service.client, "t") == [*values[1000:], "goes on"]
+
+
+def test_what_a_killed_service_left_in_its_log_is_behind_until_it_is_cut() -> None:
+    never = {"TOPICS_CHECKPOINT_INTERVAL_MS": "86400000", "TOPICS_CHECKPOINT_WAL_BYTES": str(2 * MIB)}
+    with Service(shards=1, frontends=1, env=never) as service:
+        # Too little for a cut, each time; what is there after the last kill is enough for one.
+        for number in range(3):
+            write(service.client, "t", ["x" * 1000] * 900)
+            service.kill_group()
+            service.start()
+            (shard,) = service.status()["shards"]
+            assert compactor(service).snapshots or shard["lag_bytes"] >= (number + 1) * 900_000
+        poll("a cut", lambda: compactor(service).snapshots > 0, DEADLINE_S)
+        # Its own marks are behind it.
+        poll("nothing but marks", lambda: service.status()["shards"][0]["lag_bytes"] < 10_000, DEADLINE_S)

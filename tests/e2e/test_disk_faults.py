@@ -14,7 +14,7 @@ import pytest
 from tests.contract.asking import ok, refused, state
 from tests.contract.stream import Stream, watch
 from tests.e2e.test_crash import everything
-from tests.harness import Service, poll
+from tests.harness import Service, poll, size_bytes
 
 RECORD = "x" * 2000
 LIMIT_BYTES = 300_001
@@ -127,7 +127,7 @@ def test_on_a_full_disk_a_deleted_topic_gives_its_room_back(small_disk: Path) ->
             write(client, "old", value).raise_for_status()
 
         def in_segments() -> bool:
-            return sum(path.stat().st_size for path in small_disk.rglob("seg-*.data")) > len(filled) * 20 * len(RECORD)
+            return size_bytes(small_disk.rglob("seg-*.data")) > len(filled) * 20 * len(RECORD)
 
         poll("all of it to be in segments", in_segments, 30)
         acked: list[str] = []

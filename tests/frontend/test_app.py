@@ -38,6 +38,7 @@ from topics.frontend.queues.queue_table import cursor_operations, queue_operatio
 from topics.frontend.queues.unreadable import UnreadableJobs
 from topics.frontend.queues.work import WorkRoutes
 from topics.frontend.reads import diff as diff_module
+from topics.frontend.reads import node_sets as node_sets_module
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.reads.manifest import ManifestRoutes
@@ -248,12 +249,12 @@ def test_a_reader_may_name_so_many_writers(hosting: Hosting) -> None:
             status, _, _ = await frontend.ask("POST", "/v0/topics/t/diff", {"node": nodes})
             return status
 
-        names = [f"n{number}" for number in range(diff_module.NODES_MAX)]
+        names = [f"n{number}" for number in range(node_sets_module.NODES_MAX)]
         assert await asked(names) == 200
         assert await asked([*names, *names]) == 200
         assert await asked([*names, "one more"]) == 400
-        assert await asked(["x" * diff_module.NODES_MAX_BYTES]) == 200
-        assert await asked(["x" * diff_module.NODES_MAX_BYTES, "y"]) == 400
+        assert await asked(["x" * node_sets_module.NODES_MAX_BYTES]) == 200
+        assert await asked(["x" * node_sets_module.NODES_MAX_BYTES, "y"]) == 400
 
     on_loop(hosting, test)
 

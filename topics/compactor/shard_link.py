@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 from topics.core.errors import TopicsError
 from topics.shm import messages
-from topics.shm.control import Role
+from topics.shm.control import Role, log_bytes
 from topics.shm.instance import SharedMemory
 from topics.shm.messages import Call, Kind
 from topics.shm.names import SHM_ROOT
@@ -43,8 +43,8 @@ class ShardLink:
 
     @property
     def written_bytes(self) -> int:
-        """Bytes written to its log since the service was started."""
-        return self._cell.get("wal_bytes_written")
+        """Bytes of its log that were in no snapshot when the service was started, or have been written since."""
+        return log_bytes(self._cell)
 
     @property
     def generation(self) -> int:

@@ -5,16 +5,20 @@ it, so of two readers one gets the records and the other tries again behind them
 no lock for a dead reader to keep. What differs is when a move is in the log:
 
     strictly_at_once   each move, and on the disk, before the reader may pass on what it read: nothing comes twice
-    at_least_once      when `persist_every` answers have been passed on since the last time, up to the first one that
-                       has not: a crash takes back what comes after it, so nothing is left out
+    at_least_once      when `persist_every` answers have been passed on since the last time, without those that have not
 
 Between its move and the word that its answer was passed on, a read is *under way*. If that fails, or its frontend dies,
-the cursor goes back to where it began.
+what it read is *missing*, and read again before anything new; the log says so of all that is under way.
+
+    ├── read and passed on ──┤ missing ├── passed on ──┤ under way ├── passed on ──┤ not read yet …
+                             └ the next read                                       └ front
+
+So a crash brings again what was under way, and what `persist_every` answers had at most, however long others take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, Literal
 
 import msgspec
@@ -22,44 +26,61 @@ import msgspec
 from topics.core.errors import TopicsError
 
 Consistency = Literal["strictly_at_once", "at_least_once"]
+Stretch = tuple[int, int]
+"""Records behind the first seq, up to the second."""
 CURSORS_MAX: Final = 10_000
 """Of one topic."""
+UNDER_WAY_MAX: Final = 1000
+"""Of one cursor: each may be a stretch in every CURSOR frame."""
 
 
-class CursorBody(msgspec.Struct, frozen=True):
-    """Payload of a CURSOR frame, and what a snapshot holds of a cursor. A nil `consistency`: it was deleted."""
+class CursorBody(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Payload of a CURSOR frame, and what a snapshot holds of a cursor. A nil `consistency`: it was deleted. `missing`,
+    ascending and apart, was read before `seq` and is to be read again.
+    """
 
     name: str
     consistency: Consistency | None
     persist_every: int = 1
     seq: int = 0
+    missing: tuple[Stretch, ...] = ()
+
+    @property
+    def next_seq(self) -> int:
+        """Where the first read begins."""
+        return self.missing[0][0] if self.missing else self.seq
 
 
 class Cursor:
-    """`seq` is the last seq that was read. `revision` changes whenever it is moved by anything but a reader."""
+    """`revision` changes whenever it is moved by anything but a reader."""
 
     __slots__ = (
+        "_front",
+        "_logged",
+        "_missing",
         "_passed_on",
         "_under_way",
         "consistency",
         "name",
         "persist_every",
-        "persisted_seq",
         "revision",
-        "seq",
     )
 
     def __init__(self, body: CursorBody, revision: int) -> None:
         assert body.consistency is not None
         self.name = body.name
-        self.consistency = body.consistency
+        self.consistency: Consistency = body.consistency
         self.persist_every = body.persist_every
-        self.seq = self.persisted_seq = body.seq
         self.revision = revision
-        self._under_way: dict[tuple[int, int], int] = {}
-        """By frontend, and its number of the read: where it began."""
+        self._front = body.seq
+        """The last seq that was ever read."""
+        self._missing = list(body.missing)
+        self._under_way: dict[tuple[int, int], Stretch] = {}
+        """By frontend, and its number of the read."""
+        self._logged = body
+        """What the log has."""
         self._passed_on = 0
-        """Answers since the position was last logged."""
+        """Answers since that was logged."""
 
     @property
     def strict(self) -> bool:
@@ -67,23 +88,52 @@ class Cursor:
         return self.consistency == "strictly_at_once"
 
     @property
-    def settled_seq(self) -> int:
-        """Everything up to here has been passed on, as far as that matters."""
-        return min(self._under_way.values(), default=self.seq)
+    def seq(self) -> int:
+        """Where the next read begins."""
+        return self._missing[0][0] if self._missing else self._front
+
+    @property
+    def up_to_seq(self) -> int | None:
+        """Where it ends at the latest: others have read on from there."""
+        return self._missing[0][1] if self._missing else None
+
+    @property
+    def persisted_seq(self) -> int:
+        """Where it would begin after a crash."""
+        return self._logged.next_seq
 
     def body(self) -> CursorBody:
         """As it is logged."""
-        return CursorBody(self.name, self.consistency, self.persist_every, self.settled_seq)
+        seq, missing = _settled(self._front, (*self._missing, *self._under_way.values()))
+        return CursorBody(self.name, self.consistency, self.persist_every, seq, tuple(missing))
+
+    def logged_body(self) -> CursorBody:
+        """What the log has."""
+        return self._logged
 
     def advance(self, revision: int, from_seq: int, to_seq: int, frontend: int, read: int) -> bool:
         """Moves on what a reader found at `from_seq`; False when it is not there any more. `read` is the frontend's
         number of this read: unless no record may come twice, it is under way until that was passed on or failed.
+        `throttled` when UNDER_WAY_MAX are.
         """
-        if (revision, from_seq) != (self.revision, self.seq) or to_seq < from_seq:
+        if revision != self.revision or to_seq <= from_seq:
             return False
-        self.seq = to_seq
+        again = bool(self._missing) and from_seq == self._missing[0][0] and to_seq <= self._missing[0][1]
+        if not again and from_seq != self._front:
+            return False
         if not self.strict:
-            self._under_way[frontend, read] = from_seq
+            if len(self._under_way) >= UNDER_WAY_MAX:
+                raise TopicsError(
+                    "throttled",
+                    f"{UNDER_WAY_MAX} answers of cursor {self.name!r} are under way to readers that do not take them",
+                    {"limit": "cursor_reads", "max": UNDER_WAY_MAX},
+                )
+            self._under_way[frontend, read] = (from_seq, to_seq)
+        if again:
+            end_seq = self._missing[0][1]
+            self._missing[:1] = [(to_seq, end_seq)] if to_seq < end_seq else []
+        else:
+            self._front = to_seq
         return True
 
     def passed_on(self, revision: int, frontend: int, read: int) -> None:
@@ -93,42 +143,62 @@ class Cursor:
 
     def failed(self, revision: int, frontend: int, read: int) -> None:
         """The answer of that read never was."""
-        began = self._under_way.get((frontend, read))
-        if revision == self.revision and began is not None:
-            self.take_back(began)
+        stretch = self._under_way.pop((frontend, read), None) if revision == self.revision else None
+        if stretch is not None:
+            self.give_back([stretch])
 
     def frontend_died(self, frontend: int) -> None:
         """And with it all answers that it had not passed on."""
-        begins = [began for (of, _), began in self._under_way.items() if of == frontend]
-        if begins:
-            self.take_back(min(begins))
+        reads = [read for read in self._under_way if read[0] == frontend]
+        if reads:
+            self.give_back([self._under_way.pop(read) for read in reads])
 
-    def take_back(self, seq: int) -> None:
-        """What was read behind it is to be read again."""
-        self.seq = min(self.seq, seq)
-        self._under_way = {read: began for read, began in self._under_way.items() if began < seq}
+    def give_back(self, stretches: Iterable[Stretch]) -> None:
+        """These are to be read again."""
+        self._front, self._missing = _settled(self._front, (*self._missing, *stretches))
 
     @property
     def unlogged(self) -> bool:
         """Whether the log has it somewhere else."""
-        return self.settled_seq != self.persisted_seq
+        return self.body() != self._logged
 
     @property
     def to_persist(self) -> bool:
         """Whether it is to be logged where it is."""
-        return self.unlogged and (self.strict or self._passed_on >= self.persist_every)
+        return (self.strict or self._passed_on >= self.persist_every) and self.unlogged
 
     def persisting(self) -> None:
         """The next answers are counted from here: what is logged now covers those so far."""
         self._passed_on = 0
 
-    def persisted(self, seq: int) -> None:
+    def persisted(self, body: CursorBody) -> None:
         """The log has it."""
-        self.persisted_seq = seq
+        self._logged = body
 
     def not_persisted(self) -> None:
         """The log does not have it: it is tried again with the next answer."""
         self._passed_on += self.persist_every
+
+    def configured(self, body: CursorBody) -> None:
+        """The log says: it is this from now on, where it was. What is under way stays what it was."""
+        assert body.consistency is not None
+        self.consistency = body.consistency
+        self.persist_every = body.persist_every
+        self.persisting()
+        self.persisted(body)
+
+
+def _settled(front: int, stretches: Iterable[Stretch]) -> tuple[int, list[Stretch]]:
+    """Front and what is missing before it: what nobody has read last was never read."""
+    missing: list[Stretch] = []
+    for begin, end in sorted(stretches):
+        if missing and missing[-1][1] == begin:
+            missing[-1] = (missing[-1][0], end)
+        else:
+            missing.append((begin, end))
+    if missing and missing[-1][1] == front:
+        front = missing.pop()[0]
+    return front, missing
 
 
 class Cursors:
@@ -192,7 +262,4 @@ class Cursors:
 
     def bodies(self) -> list[CursorBody]:
         """For a snapshot: what the log has, not what is only in memory."""
-        return [
-            CursorBody(cursor.name, cursor.consistency, cursor.persist_every, cursor.persisted_seq)
-            for cursor in self.every()
-        ]
+        return [cursor.logged_body() for cursor in self.every()]

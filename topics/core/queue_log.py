@@ -5,7 +5,8 @@ Bodies (msgpack; `seq` of the frame is not used):
     LEASE            topic_id     {"node": str, "deadline_ms": u64, "lease_ms": u64, "seqs": [u64], …}    LeaseBody
     JOB_ATTRIBUTES   topic_id     [[seq, deliver_at_ms, order_key], …]           first frame of the write it belongs to
     ACK              topic_id     {"runs": [[first_seq, last_seq], …], "keep": bool, "dead_lettered": u64, …}    AckBody
-    CURSOR           topic_id     {"name": str, "consistency": str | nil, "persist_every": u64, "seq": u64}
+    CURSOR           topic_id     {"name": str, "consistency": str | nil, "persist_every": u64, "seq": u64,
+                                   "missing": [[after_seq, to_seq], …]}
 
 Each says what is, and an ACK that deletes has a revision: a run of frames that comes twice changes nothing. None asks
 for a record, which may be marked, rewritten or gone when the log is read (`core/fold.py`).

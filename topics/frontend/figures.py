@@ -157,10 +157,7 @@ class ServiceFigures:
 
     def _compactor(self) -> Iterator[Family]:
         cell = self._control.cell(Role.COMPACTOR, 0)
-        lags: list[Sample] = [
-            ((str(shard),), max(0, of.get("wal_bytes_written") - cell.get(f"absorbed_bytes_{shard:02d}")))
-            for shard, of in enumerate(self._shards)
-        ]
+        lags: list[Sample] = [((str(shard),), self._control.lag_bytes(shard)) for shard in range(len(self._shards))]
         help = "Bytes in the log of one shard that no snapshot has absorbed"
         yield Family("topics_compactor_lag_bytes", "gauge", help, ("shard",), lags)
         since_ms = cell.get("absorbed_ms") or self._control.header.get("started_ms")

@@ -24,7 +24,7 @@ CELL_WORDS: Final = 128
 SHARDS_MAX: Final = 64
 SUPERVISOR_WORDS: Final = 16
 MAGIC: Final = 0x31535049434F5454  # "TTOCIPS1"
-VERSION: Final = 3
+VERSION: Final = 4
 
 EXIT_REFUSED: Final = 78
 """Exit code of a child that must not be restarted: its data needs a human (the log says what and where)."""
@@ -66,7 +66,8 @@ HEADER_FIELDS: Final = (
     "write_path",
     "clock_offset_ms",
 )
-SUPERVISOR_FIELDS: Final = ("pid", "state", "restarts", "last_exit", "since_ms")
+SUPERVISOR_FIELDS: Final = ("pid", "state", "restarts", "last_exit", "since_ms", "ended")
+"""`ended`: the last incarnation that is over, 0 for none."""
 LATENCY_BUCKETS: Final = 24
 """Bucket i counts latencies of at most 2^(i+3) µs that fit no earlier one: 8 µs … 34 s; the last one all longer."""
 
@@ -124,6 +125,7 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "wal_batches",
         "wal_fsyncs",
         "wal_bytes_written",
+        "wal_bytes_found",
         "wal_rotations",
         "wal_unsynced_bytes",
         "queue_depth",
@@ -166,8 +168,9 @@ recovered. One word, so that nobody sees the file of one and the offset of anoth
 before it looked. A clock that was never set is behind the uptime: the words are unsigned.
 In the header: as the service before this one trusted it, 0 if the clock is to be trusted.
 
-The compactor's `absorbed_bytes_NN`: a shard's `wal_bytes_written` at its last snapshot; what came since is the lag, and
-grows while the compactor is dead. `absorbed_ms`: when that snapshot was begun.
+The compactor's `absorbed_bytes_NN`: a shard's `log_bytes` at its last snapshot; what came since is the lag, and grows
+while the compactor is dead. `absorbed_ms`: when that snapshot was begun. `wal_bytes_found`: what of a shard's log was
+behind the newest snapshot when the service was started.
 """
 CLOCK_BIAS: Final = 1 << 63
 HELD_FIELDS: Final = (
@@ -203,6 +206,7 @@ OVER_LIVES: Final[dict[Role, frozenset[str]]] = {
             "wal_batches",
             "wal_fsyncs",
             "wal_bytes_written",
+            "wal_bytes_found",
             "wal_rotations",
             "write_errors",
             "router_copies",
@@ -297,6 +301,11 @@ class ProcessCell(Cell):
         self.set("state", state)
 
 
+def log_bytes(shard: Cell) -> int:
+    """What its log has been since the snapshot that this service began with; it only grows."""
+    return shard.get("wal_bytes_found") + shard.get("wal_bytes_written")
+
+
 def latency_bucket(latency_us: int) -> int:
     """Which bucket counts this latency."""
     return min(LATENCY_BUCKETS - 1, max(0, (latency_us - 1).bit_length() - 3))
@@ -374,6 +383,11 @@ class ControlPage:
     def pressure(self) -> float:
         """Of the service, 0 to 1: the greatest of all processes that run."""
         return max(cell.get("pressure_ppm") if cell.supervisor.get("pid") else 0 for cell in self._cells.values()) / 1e6
+
+    def lag_bytes(self, shard: int) -> int:
+        """How much of its log is in no snapshot."""
+        absorbed = self.cell(Role.COMPACTOR, 0).get(f"absorbed_bytes_{shard:02d}")
+        return max(0, log_bytes(self.cell(Role.WALSHARD, shard)) - absorbed)
 
     def unlink(self) -> None:
         self._shared.unlink()

@@ -61,7 +61,9 @@ CursorCall = CursorPut | CursorDelete | CursorLook | CursorAdvance | CursorPasse
 
 
 class CursorReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A cursor as it is. `revision` is another one whenever it was moved by anything but a reader."""
+    """A cursor as it is: the next read begins at `seq`, and ends at `up_to_seq` at the latest. `revision` is another
+    one whenever it was moved by anything but a reader.
+    """
 
     cursor: str
     consistency: Literal["strictly_at_once", "at_least_once"]
@@ -70,6 +72,7 @@ class CursorReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     persisted_seq: int
     revision: int
     created: bool = False
+    up_to_seq: int | None = None
 
 
 class CursorList(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -81,12 +84,13 @@ class CursorDeleted(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class CursorMoved(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`moved`: what was read is the reader's, and if it is `under_way` CursorPassedOn has to follow. Else it is where
-    it is now, for another try.
+    """`moved`: what was read is the reader's, and if it is `under_way` CursorPassedOn has to follow. Where it is now is
+    for another try, as in CursorReply.
     """
 
     moved: bool
     seq: int
+    up_to_seq: int | None
     revision: int
     under_way: bool = False
 

@@ -252,7 +252,6 @@ def _compactor(page: ControlPage, now_ms: int) -> CompactorStatus:
 
 def _shard(page: ControlPage, index: int, state: str) -> ShardStatus:
     cell = page.cell(Role.WALSHARD, index).read()
-    absorbed_bytes = page.cell(Role.COMPACTOR, 0).get(f"absorbed_bytes_{index:02d}")
     return ShardStatus(
         index=index,
         topics=cell["topics"],
@@ -266,7 +265,7 @@ def _shard(page: ControlPage, index: int, state: str) -> ShardStatus:
         fsync_p99_us=latency_quantile_us(cell, 0.99),
         commit_window_ms=cell["commit_window_us"] / 1000,
         write_errors=cell["write_errors"],
-        lag_bytes=max(0, cell["wal_bytes_written"] - absorbed_bytes),
+        lag_bytes=page.lag_bytes(index),
         progress=cell["progress_ppm"] / 1e6 if state == "recovering" else None,
     )
 

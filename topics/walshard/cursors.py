@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final
 
+import msgspec
+
 from topics.core.control_bodies import encode_body
 from topics.core.cursors import Cursor, CursorBody
 from topics.core.errors import topic_not_found
@@ -51,7 +53,7 @@ class NamedCursors:
             for cursor in hosted.topic.cursors:
                 if cursor.unlogged:
                     body = cursor.body()
-                    self._log(hosted, body, partial(cursor.persisted, body.seq), None, None, sync=cursor.strict)
+                    self._log(hosted, body, partial(cursor.persisted, body), None, None, sync=cursor.strict)
 
     def take(self, call: CursorCall, answer: Answer) -> None:
         """Prepares the answer, and what it has the group write; raises TopicsError, the group being as before."""
@@ -84,22 +86,32 @@ class NamedCursors:
         topic = hosted.topic
         topic.cursors.check_room(call.cursor)
         known = topic.cursors.find(call.cursor)
+        if known is not None and call.seq is None and not call.tail:
+            self._configure(hosted, known, call, answer)
+            self._commit()
+            return
         consistency = call.consistency or (known.consistency if known is not None else "at_least_once")
         persist_every = call.persist_every or (known.persist_every if known is not None else 1)
-        seq = call.seq
-        if call.tail:
-            seq = topic.head_seq
-        elif seq is None:
-            strict = consistency == "strictly_at_once"
-            seq = 0 if known is None else known.seq if strict else known.settled_seq
-        elif seq > topic.head_seq:  # as a diff from there: it was never read from this topic
+        seq = topic.head_seq if call.tail else call.seq or 0
+        if seq > topic.head_seq:  # as a diff from there: it was never read from this topic
             seq = 0 if topic.recreated else topic.head_seq
         body = CursorBody(call.cursor, consistency, persist_every, seq)
         reply = CursorReply(call.cursor, consistency, persist_every, seq, seq, 0, known is None)
         answer.reply = messages.encode_reply(answer.request_id, reply)
-        if known is None or known.body() != body or known.persisted_seq != seq:
-            self._log(hosted, body, lambda: topic.cursors.logged(body), None, answer, sync=True)
+        self._log(hosted, body, lambda: topic.cursors.logged(body), None, answer, sync=True)
         self._commit()
+
+    def _configure(self, hosted: Hosted, cursor: Cursor, call: CursorPut, answer: Answer) -> None:
+        """It stays where it is, and so does what readers have under way."""
+        consistency = call.consistency or cursor.consistency
+        persist_every = call.persist_every or cursor.persist_every
+        persisted_seq = cursor.persisted_seq
+        if (consistency, persist_every) != (cursor.consistency, cursor.persist_every):
+            body = msgspec.structs.replace(cursor.body(), consistency=consistency, persist_every=persist_every)
+            persisted_seq = body.next_seq
+            self._log(hosted, body, lambda: cursor.configured(body), None, answer, sync=True)
+        reply = CursorReply(cursor.name, consistency, persist_every, cursor.seq, persisted_seq, cursor.revision)
+        answer.reply = messages.encode_reply(answer.request_id, reply)
 
     def _delete(self, hosted: Hosted, call: CursorDelete, answer: Answer) -> None:
         self._commit()
@@ -114,10 +126,10 @@ class NamedCursors:
     def _advance(self, hosted: Hosted, call: CursorAdvance, answer: Answer) -> None:
         cursor = hosted.topic.cursors.get(call.name, call.cursor)
         moved = cursor.advance(call.revision, call.from_seq, call.to_seq, answer.frontend, call.read)
-        reply = CursorMoved(moved, cursor.seq, cursor.revision, moved and not cursor.strict)
+        reply = CursorMoved(moved, cursor.seq, cursor.up_to_seq, cursor.revision, moved and not cursor.strict)
         answer.reply = messages.encode_reply(answer.request_id, reply)
         if moved and cursor.strict:
-            self._persist(hosted, cursor, answer, lambda: cursor.take_back(call.from_seq))
+            self._persist(hosted, cursor, answer, lambda: cursor.give_back([(call.from_seq, call.to_seq)]))
 
     def _passed_on(self, hosted: Hosted, call: CursorPassedOn, answer: Answer) -> None:
         answer.reply = messages.encode_reply(answer.request_id, Done())
@@ -134,7 +146,7 @@ class NamedCursors:
         if cursor.to_persist:
             cursor.persisting()
             body = cursor.body()
-            self._log(hosted, body, lambda: cursor.persisted(body.seq), undo, answer, sync=cursor.strict)
+            self._log(hosted, body, lambda: cursor.persisted(body), undo, answer, sync=cursor.strict)
 
     def _log(
         self,
@@ -151,5 +163,11 @@ class NamedCursors:
 
 def _shown(cursor: Cursor) -> CursorReply:
     return CursorReply(
-        cursor.name, cursor.consistency, cursor.persist_every, cursor.seq, cursor.persisted_seq, cursor.revision
+        cursor.name,
+        cursor.consistency,
+        cursor.persist_every,
+        cursor.seq,
+        cursor.persisted_seq,
+        cursor.revision,
+        up_to_seq=cursor.up_to_seq,
     )

@@ -32,6 +32,7 @@ from topics.storage.wal import WalWriter
 from topics.walshard.background_sync import BackgroundSync
 from topics.walshard.catalog import Catalog
 from topics.walshard.commit import Logs
+from topics.walshard.deaths import FrontendDeaths
 from topics.walshard.frame_tags import FrameTags
 from topics.walshard.group_commit import GroupCommit
 from topics.walshard.head_marks import LostHeads
@@ -78,14 +79,17 @@ def recover(
     directory = layout.group_dir(settings.data_dir, index, settings.wal_shards)
     ram_directory = layout.ram_group_dir(shared.ram_dir, index)
     files = SegmentFiles(fs, settings.data_dir, tags_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
-    tags = TagSearch(files, FrameTags(fs, directory, ram_directory))
+    tags = TagSearch(files, FrameTags(fs, directory, ram_directory), clock)
     fold = Fold(lambda topic_id: TopicIndex(topic_id, LocationRing(arena.heap, 1), files))
     start, snapshot_line = _restore(fold, fs, settings.data_dir, directory)
 
     # The RAM log outlives a crash of this process, never a service: a torn end of it is one of a killed process.
     ram_recovery = recover_group(fs, ram_directory, identity, start="lowest")
     recovery = recover_group(fs, directory, identity, settings.accept_data_loss, start=start)
-    frames = _fold_log(fold, ram_recovery, True, cell) + _fold_log(fold, recovery, False, cell)
+    ram_frames, _ = _fold_log(fold, ram_recovery, True, cell)
+    frames, log_bytes = _fold_log(fold, recovery, False, cell)
+    if generation == 1:
+        cell.set("wal_bytes_found", log_bytes)
     fold.finish(ram_log_survived=ram_recovery.end is not None)
     for topic in fold.topics.values():
         topic.durable_seq = 0 if topic.config.durability == "ephemeral" else topic.head_seq
@@ -137,6 +141,7 @@ def recover(
         syncs,
         outbox,
         watchers,
+        FrontendDeaths(shared.control, outbox.drained),
         commits,
         routing,
         cell,
@@ -157,7 +162,7 @@ def recover(
     log.info(
         "recovered",
         snapshot=snapshot_line,
-        frames=frames,
+        frames=ram_frames + frames,
         topics=len(catalog),
         torn_bytes=recovery.torn_bytes,
         took_ms=clock.monotonic_ms() - started_ms,
@@ -186,11 +191,14 @@ def _restore(fold: Fold, fs: FileSystem, data_dir: str, directory: str) -> tuple
     return part.position, str(snapshot.number)
 
 
-def _fold_log(fold: Fold, recovery: Recovery, in_ram: bool, cell: ProcessCell) -> int:
-    """Feeds the frames of one log, in order; returns how many."""
-    frames = 0
+def _fold_log(fold: Fold, recovery: Recovery, in_ram: bool, cell: ProcessCell) -> tuple[int, int]:
+    """Feeds the frames of one log, in order; returns how many, and their bytes."""
+    frames = size_bytes = 0
     for batch in recovery:
         fold_frames(fold, batch, in_ram)
         frames += len(batch.frames)
+        if batch.frames:
+            last_offset, last_len = batch.frames[-1][:2]
+            size_bytes += last_offset + last_len - batch.frames[0][0]
         cell.set("progress_ppm", int(recovery.progress * 1_000_000))
-    return frames
+    return frames, size_bytes
