@@ -13,6 +13,8 @@ from tests.contract.asking import diff_records, ok, put, state, write
 from tests.contract.test_9_queues import FOREVER_MS
 from tests.contract.working import Work, ask, claim, counts, queue, seqs, until_counts
 from tests.harness import Service, poll
+from topics.shm import names
+from topics.shm.control import ControlPage, Role
 
 Crash = Callable[[Service], None]
 
@@ -136,6 +138,28 @@ def test_leases_of_streams_end_with_their_frontend_and_those_of_claims_do_not(du
             until_counts(service.client, "q", 4, 2, 0)
         again = claim(service.client, "q", node="next", max=10)
         assert [(job["$seq"], job["deliveries"]) for job in again] == [(3, 2), (4, 2), (5, 2), (6, 1)]
+
+
+def test_leases_of_a_stream_end_while_its_frontend_waits_to_be_started_again() -> None:
+    with Service(shards=1, frontends=1) as service:
+        queue(service.client, "q", *range(3), lease_ms=FOREVER_MS)
+        page = ControlPage.attach(names.shm_name(names.identity(str(service.data_dir)), "control"))
+        shard, frontend = page.cell(Role.WALSHARD, 0), page.cell(Role.FRONTEND, 0)
+
+        def free_before_the_successor_begins() -> bool:
+            """False: the pause was too short to tell. It grows with each death."""
+            with Work(service.url, "q", max=2) as work:
+                work.jobs(2)
+                assert shard.get("leases_in_flight") == 2
+                began = frontend.get("incarnation")
+                pid = service.kill("frontend", 0)
+                poll("the leases to be free", lambda: shard.get("leases_in_flight") == 0, every_s=0.001)
+                in_time = frontend.get("incarnation") == began
+                service.wait_healed(pid)
+                return in_time
+
+        # Without a word of the supervisor only the successor's hello would end them.
+        poll("leases to end first", free_before_the_successor_begins)
 
 
 def test_durable_leases_of_a_stream_are_over_after_a_crash_of_all_and_stay_in_one_of_the_shard() -> None:

@@ -45,6 +45,9 @@ class ListIndex:
         live = [seq for seq in seqs if not self.rows[seq][3] >> 32 & 34]
         return live, sum(self.rows[seq][2] >> 32 for seq in live)
 
+    def behind_deleted(self, seq: int) -> int:
+        return seq
+
     def flag_deleted(self, seqs: Sequence[int]) -> None:
         for seq in seqs:
             self.replace(seq, 3, self.rows[seq][3] | 2 << 32)

@@ -35,6 +35,7 @@ class Log:
     def find(self, match: Match, first_seq: int, last_seq: int) -> list[int]:
         if self.topic.tags is None:
             self.topic.tags = TagIndex(self.topic.index.base_seq)
+        self.topic.tags.forget_below(self.topic.index.base_seq)
         self.topic.tags.catch_up(self.topic.index.base_seq, self.topic.head_seq, self.tags_of)
         return [seq for seq in self.topic.tags.find(match) if first_seq <= seq <= last_seq]
 
@@ -52,7 +53,12 @@ class Log:
             self.evict_floor = oldest + 1
 
     def delete(self, before_seq: int | None, match: Match | None) -> int:
-        plan = self.topic.plan_delete(before_seq, match, self.find)
+        topic = self.topic
+        if match is None:
+            plan = topic.plan_cut(topic.head_seq + 1 if before_seq is None else before_seq)
+        else:
+            last_seq = topic.head_seq if before_seq is None else min(topic.head_seq, before_seq - 1)
+            plan = topic.plan_delete(self.find(match, topic.earliest_seq, last_seq))
         revision = self.topic.revision
         self.topic.deleted(plan, self.topic.floors_without(plan))
         assert self.topic.revision == revision + 1

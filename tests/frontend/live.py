@@ -54,6 +54,10 @@ class Wire:
         self._open = True
 
     @property
+    def taken_bytes(self) -> int:
+        return -self.buffered_bytes
+
+    @property
     def writable(self) -> bool:
         return self._open and not self.ended
 

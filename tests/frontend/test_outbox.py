@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.frontend.hosting import TestClock
-from topics.frontend.asgi import TRANSPORT
+from topics.frontend.asgi import KEPT
 from topics.frontend.live import websocket as module
 from topics.frontend.live.outbox import MESSAGES_MAX, Outbox, Subscription
+from topics.frontend.live.push import HIGH_WATER_BYTES
 from topics.frontend.live.wording import MESSAGE_END
 
 
@@ -36,7 +37,7 @@ class Client:
 def with_outbox(test: Callable[[Outbox, Client], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         client = Client()
-        outbox = Outbox(client.send, lambda: 0)
+        outbox = Outbox(client.send, None)
         carrier = asyncio.create_task(outbox.carry())
         try:
             async with asyncio.timeout(10):
@@ -118,7 +119,7 @@ async def with_room(outbox: Outbox, subscription: Subscription, said: list[bytes
 
 def test_a_step_is_written_only_when_all_of_it_has_room() -> None:
     async def test(outbox: Outbox, client: Client) -> None:
-        subscription = Subscription(outbox, ended)
+        subscription = Subscription(outbox, ended, ended)
         for n in range(2):
             await outbox.put(b"%d" % n)
         await settle()
@@ -141,7 +142,9 @@ def test_subscriptions_and_answers_take_turns() -> None:
         answers = [asyncio.create_task(outbox.put(b"answer")) for _ in range(60)]
         await settle()
         names = (b"left", b"right")
-        writers = [asyncio.create_task(with_room(outbox, Subscription(outbox, ended), [name] * 20)) for name in names]
+        writers = [
+            asyncio.create_task(with_room(outbox, Subscription(outbox, ended, ended), [name] * 20)) for name in names
+        ]
         for _ in range(100):
             await client.take()
         await asyncio.gather(*answers, *writers)
@@ -154,7 +157,7 @@ def test_subscriptions_and_answers_take_turns() -> None:
 
 def test_a_subscription_that_has_ended_is_not_asked_again() -> None:
     async def test(outbox: Outbox, client: Client) -> None:
-        first, second = Subscription(outbox, lambda: None), Subscription(outbox, ended)
+        first, second = Subscription(outbox, lambda: None, ended), Subscription(outbox, ended, ended)
         for n in range(4):
             await outbox.put(b"%d" % n)
         assert not first.writable
@@ -165,6 +168,53 @@ def test_a_subscription_that_has_ended_is_not_asked_again() -> None:
         first.close()
         await client.take(4)
         assert told == ["second"]
+
+    with_outbox(test)
+
+
+def test_a_long_step_leaves_nobody_room_until_it_is_taken() -> None:
+    """Few messages may be many bytes: who writes them is counted with them, and told when there is room again."""
+
+    async def test(outbox: Outbox, client: Client) -> None:
+        large, small = Subscription(outbox, ended, ended), Subscription(outbox, ended, ended)
+        told: list[str] = []
+        large.on_writable = lambda: told.append("large")
+        small.on_writable = lambda: told.append("small")
+        assert small.write(b"s" + MESSAGE_END)
+        assert large.writable
+        assert not large.write(b"x" * HIGH_WATER_BYTES + MESSAGE_END + b"y" + MESSAGE_END)
+        assert (large.buffered_bytes, small.buffered_bytes) == (HIGH_WATER_BYTES + 1, 1)
+        answer = asyncio.create_task(outbox.put(b"answer"))
+        await client.take()
+        assert (client.taken, small.buffered_bytes) == (["s"], 0)
+        assert not small.writable
+        assert not answer.done()
+        await client.take()
+        assert answer.done()
+        assert large.buffered_bytes == 1
+        await client.take(2)
+        assert large.buffered_bytes == 0
+        assert told == ["large", "small"], "it has nothing more to say, and is told all the same"
+        assert client.taken[2:] == ["y", "answer"]
+
+    with_outbox(test)
+
+
+def test_who_enters_has_the_room_that_was_promised() -> None:
+    async def test(outbox: Outbox, client: Client) -> None:
+        for n in range(MESSAGES_MAX + 1):
+            await outbox.put(b"%d" % n)
+            await settle()
+        entered = asyncio.create_task(outbox.enter())
+        late = asyncio.create_task(outbox.put(b"late"))
+        await settle()
+        assert not entered.done()
+        await client.take()
+        assert entered.done()
+        assert not late.done()
+        outbox.add(b"mine")
+        await client.take(20)
+        assert client.taken[-2:] == ["mine", "late"]
 
     with_outbox(test)
 
@@ -192,7 +242,7 @@ def test_a_client_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch,
 
     async def main() -> None:
         transport = Transport()
-        scope = {"state": {TRANSPORT: transport}, "http_version": "1.1"}
+        scope = {"extensions": {KEPT: transport}}
         receive: Callable[[], Awaitable[Any]] = never
         socket = module.Socket(Route(), b"", scope, receive, never)  # type: ignore[arg-type]
         watching = asyncio.create_task(socket._watch_progress())

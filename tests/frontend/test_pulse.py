@@ -85,16 +85,16 @@ def test_silence_is_never_longer_than_the_heartbeat(intervals_ms: list[int], tur
 
 
 def test_a_stall_ends_only_without_progress() -> None:
-    stall = Stall(buffered_bytes=100, now_ms=0)
-    assert not stall.over(100, STALL_MAX_MS - 1)
-    assert not stall.over(99, STALL_MAX_MS), "one byte is progress"
-    assert not stall.over(99, 2 * STALL_MAX_MS - 1)
-    assert not stall.over(120, 2 * STALL_MAX_MS - 1)
-    assert stall.over(120, 2 * STALL_MAX_MS)
+    stall = Stall(taken_bytes=-100, now_ms=0)
+    assert not stall.over(-100, STALL_MAX_MS - 1)
+    assert not stall.over(-99, STALL_MAX_MS), "one byte is progress"
+    assert not stall.over(-99, 2 * STALL_MAX_MS - 1)
+    assert not stall.over(-120, 2 * STALL_MAX_MS - 1)
+    assert stall.over(-120, 2 * STALL_MAX_MS)
 
 
 def test_what_is_kept_for_all_that_stand_still() -> None:
-    buffered = {"a": 100, "b": 200, "socket": -5_000}
+    buffered = {"a": 100, "b": 200, "socket": 0}
     stalls: Stalls[str] = Stalls(buffered.__getitem__)
     for now_ms, one in enumerate(buffered):
         stalls.note(one, now_ms)
@@ -111,8 +111,20 @@ def test_what_is_kept_for_all_that_stand_still() -> None:
     assert stalls.over(STALL_MAX_MS + 2) == ["socket"]
 
 
+def test_what_is_kept_may_stay_while_the_client_takes_what_others_say() -> None:
+    taken = {"topic": 0}
+    stalls: Stalls[str] = Stalls(lambda _: 100, taken.__getitem__)
+    stalls.note("topic", 0)
+    taken["topic"] = 1
+    assert stalls.over(STALL_MAX_MS) == []
+    assert stalls.held_bytes == 100
+    assert stalls.holding(1, STALL_MAX_MS) == []
+    assert stalls.holding(1, STALL_MAX_MS + STALL_CUT_MS) == ["topic"]
+    assert stalls.over(2 * STALL_MAX_MS) == ["topic"]
+
+
 def test_who_is_cut_when_memory_is_wanted() -> None:
-    buffered = {"first": 100, "second": 200, "third": 400, "moving": 800, "fresh": 1600, "socket": -5_000}
+    buffered = {"first": 100, "second": 200, "third": 400, "moving": 800, "fresh": 1600, "socket": 0}
     stalls: Stalls[str] = Stalls(buffered.__getitem__)
     for one in ("moving", "socket", "first", "second", "third"):
         stalls.note(one, 0)

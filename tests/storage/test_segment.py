@@ -440,7 +440,7 @@ def test_deletion_of_what_has_no_frame_changes_nothing(directory: str) -> None:
 @pytest.mark.parametrize("error", [Fault.CRASH, Fault.LATE_CRASH])
 def test_a_deletion_killed_anywhere_is_repeated(directory: str, error: int) -> None:
     data_dir = str(Path(directory).parents[1])
-    for nth in range(1, 6):  # open, open, del, del, idx
+    for nth in range(1, 5):  # open, open, both del, idx
         reader = make_segment(FaultyFileSystem(), data_dir, plain, sealed=False)
         fs = FaultyFileSystem()
         fs.arm(Fault(nth, error))
@@ -448,7 +448,7 @@ def test_a_deletion_killed_anywhere_is_repeated(directory: str, error: int) -> N
             mark_deleted(fs, directory, 1, [2, 5])
         fs.bury()
         assert list(reader.damage(True)) == []
-        halfway = (nth == 3 and error == Fault.LATE_CRASH) or nth == 4 or (nth == 5 and error == Fault.CRASH)
+        halfway = (nth, error) in ((3, Fault.LATE_CRASH), (4, Fault.CRASH))
         assert bool(list(reader.damage(False))) == halfway
         mark_deleted(OsFileSystem(), directory, 1, [2, 5])
         assert list(reader.damage(False)) == []
@@ -468,6 +468,53 @@ def test_a_wrong_index_never_makes_a_deletion_write_elsewhere(directory: str) ->
     assert contents(directory)[0] == before[0]
 
 
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.tuples(st.sampled_from([1, 90, 2500, 4090, 9000, 300_000]), st.booleans()), min_size=1, max_size=30),
+    st.booleans(),
+)
+def test_a_deletion_changes_the_bytes_that_it_is_about(records: list[tuple[int, bool]], damaged: bool) -> None:
+    """However far apart they are, and whatever else is damaged between them."""
+    with TemporaryDirectory() as root:
+        reader = make_segment(FaultyFileSystem(), root, [Record(b"1" * size) for size, _ in records], sealed=False)
+        directory = layout.topic_dir(root, TOPIC_ID)
+        data, idx = (bytearray(content) for content in contents(directory))
+        asked = [seq for seq, (_, asked) in enumerate(records, 1) if asked]
+        ends = [(word & 0xFFFF_FFFF) + (word >> 32) for word in reader.entries(1, len(records))[2::4]]
+        bad = asked[len(asked) // 2] if damaged and asked else 0
+        if bad:
+            data[ends[bad - 2] if bad > 1 else 0] ^= 0xFF
+            Path(reader.data_path).write_bytes(data)
+        fs = FaultyFileSystem()
+        assert (mark_deleted(fs, directory, 1, asked) is None) == (not bad)
+        for seq in asked:
+            idx[(seq - 1) * 20 + 16] |= 2
+            if seq != bad:
+                data[ends[seq - 1] - 1] = 0xD5
+        assert contents(directory) == (bytes(data), bytes(idx))
+
+
+def test_neighbours_are_marked_by_few_writes(directory: str) -> None:
+    make_segment(FaultyFileSystem(), str(Path(directory).parents[1]), plain * 500, sealed=False)
+    fs = FaultyFileSystem()
+    assert mark_deleted(fs, directory, 1, range(1, 3001, 3)) is None
+    assert fs.log.count("pwritev") == 2, "they lie within a window, and no two a page apart"
+
+
+class BadSector(FaultyFileSystem):
+    """One byte of one file cannot be written."""
+
+    def __init__(self, path: str, offset: int) -> None:
+        super().__init__()
+        self._ino = os.stat(path).st_ino
+        self._offset = offset
+
+    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        if os.fstat(fd).st_ino == self._ino and 0 <= self._offset - offset < sum(map(len, buffers)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().pwritev(fd, buffers, offset)
+
+
 @pytest.mark.parametrize("damage", ["header", "short", "missing", "EMFILE", "EIO"])
 def test_what_cannot_be_marked_in_its_frame_is_in_the_index(directory: str, damage: str) -> None:
     """And all that can be is in both: nobody goes on seeing any of them."""
@@ -484,7 +531,7 @@ def test_what_cannot_be_marked_in_its_frame_is_in_the_index(directory: str, dama
     elif damage == "EMFILE":
         fs.arm(Fault(2, errno.EMFILE, calls=frozenset({"open"})))
     else:
-        fs.arm(Fault(2, errno.EIO, calls=frozenset({"pwritev"})))
+        fs = BadSector(str(path), 3 * length - 1)
     assert isinstance(mark_deleted(fs, directory, 1, [2, 3, 6]), (OSError, CorruptSegment))
     assert [flags >> 32 for flags in reader.entries(1, 6)[3::4]] == [0, 2, 2, 0, 0, 2]
     marked = {"header": [2, 6], "short": [2, 3], "missing": [], "EMFILE": [], "EIO": [2, 6]}[damage]

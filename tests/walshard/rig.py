@@ -20,6 +20,7 @@ from topics.shm.instance import SharedMemory
 from topics.shm.messages import Call, Kind
 from topics.shm.queue_messages import Dealt
 from topics.shm.ring import Ring
+from topics.shm.topic_messages import DeleteRecords
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import HEADER, HEADER_LEN, lay_out
 from topics.storage.layout import group_dir, log_path, ram_group_dir
@@ -191,6 +192,16 @@ class Rig:
 
     def call(self, call: Call, shard: int = 0) -> Any:
         return self.answer(self.post_call(call, shard))
+
+    def delete(self, call: DeleteRecords) -> int:
+        """All of it, turn after turn, as a frontend has it done: how many there were."""
+        deleted = 0
+        rest: DeleteRecords | None = call
+        while rest is not None:
+            reply = self.call(rest, self.owner(call.name))
+            deleted += reply.deleted
+            rest = reply.rest
+        return deleted
 
     def answer(self, request_id: int) -> Any:
         self.run()

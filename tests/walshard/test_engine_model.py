@@ -23,10 +23,12 @@ from tests.storage.faults import FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
+from topics.core.errors import TopicsError
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, Expire, PutTopic
 from topics.storage import kill_points
 from topics.storage.verify import verify
+from topics.walshard import tag_search
 
 NAMES = ("a", "b")
 TAGS = (b"", b"x", b"x:1", b"y")
@@ -80,11 +82,12 @@ class Model:
         self.evict_floor = max(self.evict_floor, *(seq + 1 for seq in self.lost if seq < front), 1)
         self.lost = {seq for seq in self.lost if seq > front}
 
-    def delete(self, before_seq: int | None, op: str | None, tag: bytes) -> int:
+    def delete(self, before_seq: int | None, op: str | None, tag: bytes, first_seq: int, last_seq: int) -> int:
         gone = [
             seq
             for seq, (_, has, _, _) in self.live.items()
-            if (before_seq is None or seq < before_seq)
+            if first_seq <= seq <= last_seq
+            and (before_seq is None or seq < before_seq)
             and (op is None or (has == tag if op == "eq" else has.startswith(tag)))
             and (op is None or has)
         ]
@@ -116,6 +119,7 @@ class Engine(RuleBasedStateMachine):
         )
         self.compaction = Compaction(self.rig)
         self.models: dict[str, Model] = {}
+        self.rests: list[tuple[DeleteRecords, int]] = []
         self.written = 0
 
     def teardown(self) -> None:
@@ -167,11 +171,31 @@ class Engine(RuleBasedStateMachine):
     def delete(self, name: str, before: int | None, match: tuple[Literal["eq", "glob"], bytes] | None) -> None:
         if name not in self.models or (before is None and match is None):
             return
-        model = self.models[name]
-        model.expire(self.rig.clock.ms)
         op, tag = match or (None, b"")
-        reply = self.rig.call(DeleteRecords(name, before, op, tag))
-        assert reply.deleted == model.delete(before, op, tag)
+        self._delete(DeleteRecords(name, before, op, tag), self.models[name].head_seq)
+
+    @precondition(lambda self: bool(self.rests))
+    @rule()
+    def go_on_deleting(self) -> None:
+        """What a delete has left to later turns, whatever happened since."""
+        call, last_seq = self.rests.pop()
+        hosted = self.rig.shard._catalog.find(call.name)
+        if hosted is not None and hosted.topic.id == call.topic_id:
+            self._delete(call, last_seq)
+        else:
+            with pytest.raises(TopicsError, match="does not exist"):
+                self.rig.call(call)
+
+    def _delete(self, call: DeleteRecords, last_seq: int) -> None:
+        """It is point-in-time: `last_seq` was the head when it began."""
+        model = self.models[call.name]
+        model.expire(self.rig.clock.ms)
+        reply = self.rig.call(call)
+        done_seq = last_seq
+        if reply.rest is not None:
+            self.rests.append((reply.rest, last_seq))
+            done_seq = reply.rest.from_seq - 1
+        assert reply.deleted == model.delete(call.before_seq, call.op, call.pattern, call.from_seq, done_seq)
         assert reply.earliest_seq == min(model.live, default=model.head_seq + 1)
 
     @rule(name=st.sampled_from(NAMES))
@@ -298,4 +322,11 @@ class Engine(RuleBasedStateMachine):
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
 class TestEngine(Engine.TestCase):  # type: ignore[misc, valid-type]
+    @pytest.fixture(autouse=True)
+    def short_turns(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A few records take a delete several of them."""
+        monkeypatch.setattr(tag_search, "FOUND_MAX", 3)
+        monkeypatch.setattr(tag_search, "TURN_MS", 0)
+        monkeypatch.setattr(tag_search, "CATCH_UP_RECORDS", 2)
+
     settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None)

@@ -14,6 +14,7 @@ from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.shm.arena import TopicView
+from topics.shm.control import Role
 from topics.shm.cursor_messages import CursorAdvance, CursorLook, CursorPassedOn, CursorPut
 from topics.shm.queue_messages import (
     Ack,
@@ -294,6 +295,69 @@ def test_who_does_not_bring_its_dead_letters_away_loses_them(rig: Rig) -> None:
     rig.post_call(Hello(2))  # the frontend was killed
     rig.run()
     assert claim(rig).dead == [1]
+
+
+# -- frontends that die
+
+
+def dies(rig: Rig, incarnation: int = 1) -> None:
+    """As the supervisor says it of the rig's frontend."""
+    rig.shared.control.cell(Role.FRONTEND, 0).supervisor.set("ended", incarnation)
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_what_a_dead_frontend_had_is_over_before_a_successor_says_hello(rig: Rig, durable: bool) -> None:
+    queue(rig, 4, max_deliveries=1, dead_letter="dead", leases_durable=durable)
+    assert claim(rig).seqs == [1]
+    rig.call(Nack("q", "w", [1], None, 0))
+    dealt = claim(rig)
+    assert (dealt.seqs, dealt.dead) == ([2], [1])
+    rig.call(WorkOpen("q", 7, "stream", 2, MINUTE_MS))
+    assert [dealt.seqs for dealt in rig.dealt] == [[3, 4]]
+    rig.run()
+    assert counts(rig) == (0, 3, 0)
+    dies(rig)
+    rig.run()
+    assert counts(rig) == (3, 1, 0), "the claim's lease stays"
+    rig.dealt.clear()
+    rig.append("q", b"5")
+    assert rig.dealt == [], "nobody is there any more"
+    rig.call(WorkOpen("q", 8, "stream", 1, MINUTE_MS))
+    rig.post_call(Hello(2))
+    rig.run()
+    assert counts(rig) == (4, 1, 0)
+    rig.boot()
+    assert counts(rig) == ((4, 1, 0) if durable else (5, 0, 0))
+
+
+def test_what_a_dead_frontend_has_still_asked_for_is_over_as_well(rig: Rig) -> None:
+    queue(rig, 2)
+    rig.post_call(WorkOpen("q", 7, "stream", 2, MINUTE_MS))
+    dies(rig)
+    rig.run()
+    assert counts(rig) == (2, 0, 0)
+
+
+def test_a_successor_that_was_faster_keeps_what_it_has(rig: Rig) -> None:
+    queue(rig, 2)
+    rig.post_call(Hello(2))
+    rig.post_call(WorkOpen("q", 7, "stream", 2, MINUTE_MS))
+    dies(rig)
+    rig.run()
+    assert counts(rig) == (0, 2, 0)
+    dies(rig, 2)
+    rig.run()
+    assert counts(rig) == (2, 0, 0)
+
+
+def test_a_shard_that_is_started_again_takes_no_former_death_for_one_of_now(rig: Rig) -> None:
+    queue(rig, 2, leases_durable=True)
+    dies(rig)
+    rig.post_call(Hello(2))
+    rig.call(WorkOpen("q", 7, "stream", 2, MINUTE_MS))
+    rig.boot()
+    rig.run()
+    assert counts(rig) == (0, 2, 0)
 
 
 # -- streams and windows

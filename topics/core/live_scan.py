@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Final, Protocol
 
 from topics.core.deletion import Front
@@ -35,20 +35,37 @@ class Entries(Protocol):
     def entries(self, first_seq: int, last_seq: int) -> array[int]: ...
 
 
-def front_from(index: Entries, seq: int, head_seq: int, dying: Set[int] = frozenset()) -> Front:
-    """The first seq from `seq` on whose record is neither gone nor about to be deleted."""
+def front_from(
+    index: Entries,
+    seq: int,
+    head_seq: int,
+    dying: Set[int] = frozenset(),
+    behind_deleted: Callable[[int], int] | None = None,
+) -> Front:
+    """The first seq from `seq` on whose record is neither gone nor about to be deleted. `behind_deleted`: as in
+    `RecordIndex`, if there is one.
+    """
     lost_below_seq, reason = 0, EvictReason.NONE
     count = 8
     while seq <= head_seq:
+        if behind_deleted is not None and count > 8:
+            passed_seq = behind_deleted(seq)
+            if passed_seq != seq:
+                seq = passed_seq
+                continue
         entries = index.entries(seq, min(head_seq, seq + count - 1))
-        for at, file_flags in enumerate(entries[3::4]):
+        words = entries[3::4]
+        count = min(2 * count, _STEP_MAX)
+        if all(word >> FLAGS_SHIFT & LOCATION_DELETED for word in set(words)):
+            seq += len(words)
+            continue
+        for at, file_flags in enumerate(words):
             flags = file_flags >> FLAGS_SHIFT
             if not flags & LOCATION_GONE and seq not in dying:
                 return Front(seq, lost_below_seq, reason)
             seq += 1
             if flags & LOCATION_GONE == LOCATION_LOST:
                 lost_below_seq, reason = seq, EvictReason(entries[at * ENTRY_WORDS + 2] & LOW_WORD)
-        count = min(2 * count, _STEP_MAX)
     return Front(seq, lost_below_seq, reason)
 
 

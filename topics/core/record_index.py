@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from topics.core.segment_list import SegmentInfo, SegmentList
-from topics.core.tags import Match
 
 
 class RecordIndex(Protocol):
@@ -32,6 +31,9 @@ class RecordIndex(Protocol):
     def pick_live(self, seqs: Sequence[int]) -> tuple[list[int], int]:
         """Which of them (ascending) are neither deleted nor lost, and their bytes in the log."""
 
+    def behind_deleted(self, seq: int) -> int:
+        """The first seq from `seq` on that is not in a sealed segment of which every record is deleted."""
+
     def flag_deleted(self, seqs: Sequence[int]) -> None:
         """Ascending; those that are gone already are passed over."""
 
@@ -44,7 +46,3 @@ class RecordIndex(Protocol):
 
     def skip_to(self, seq: int) -> None:
         """Nothing below `seq` is left but what segments hold, and the next entry is of that seq."""
-
-
-FindTagged = Callable[[Match, int, int], list[int]]
-"""(match, first_seq, last_seq) → seqs of records among them that have a matching tag, ascending; some may be gone."""

@@ -1,18 +1,20 @@
 """Which records have which tag (api §5): what makes a delete by tag cost its matches, not the log.
 
 Only records that are not in a sealed segment are indexed here (a segment has its own postings). Appends pay nothing:
-the index catches up when a delete asks for it.
+the index catches up when a delete asks for it, piece by piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from sortedcontainers import SortedDict
 
 from topics.core.errors import invalid
 
+_FORGET_FROM: Final = 4096
+"""Fewer entries are not worth it."""
 TagsOf = Callable[[int, int], Iterator[tuple[int, bytes]]]
 """(first_seq, last_seq) → (seq, tag) of the tagged records among them, ascending."""
 
@@ -56,21 +58,28 @@ class TagIndex:
         self._entries = 0
         self.next_seq = first_seq
 
-    def catch_up(self, base_seq: int, head_seq: int, tags_of: TagsOf) -> None:
-        """Indexes what was appended since, up to `head_seq`; starts over at `base_seq` when most of what it holds is
-        below that.
-        """
-        if self._entries > 4096 and self._entries > 2 * (head_seq + 1 - base_seq):
+    def forget_below(self, base_seq: int) -> None:
+        """Starts over at `base_seq` when most of what it holds is below that."""
+        if self._entries > _FORGET_FROM and self._entries > 2 * (self.next_seq - base_seq):
             self._seqs.clear()
             self._entries = 0
             self.next_seq = base_seq
+
+    def catch_up(self, base_seq: int, last_seq: int, tags_of: TagsOf) -> None:
+        """Indexes what was appended since, up to `last_seq`."""
         first_seq = max(self.next_seq, base_seq)
-        if first_seq > head_seq:
+        if first_seq > last_seq:
             return
-        for seq, tag in tags_of(first_seq, head_seq):
-            self._seqs.setdefault(tag, []).append(seq)
-            self._entries += 1
-        self.next_seq = head_seq + 1
+        tagged = list(tags_of(first_seq, last_seq))  # all of them, or an error and none
+        known = self._seqs.get
+        for seq, tag in tagged:
+            seqs = known(tag)
+            if seqs is None:
+                self._seqs[tag] = [seq]
+            else:
+                seqs.append(seq)
+        self._entries += len(tagged)
+        self.next_seq = last_seq + 1
 
     def find(self, match: Match) -> list[int]:
         """Seqs of records with a matching tag, ascending; some may be gone already."""

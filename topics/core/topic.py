@@ -31,8 +31,8 @@ from topics.core.idempotency import IdempotencyWindow
 from topics.core.leases import Leases
 from topics.core.live_scan import first_live, first_not_older, freeing, front_from, last_undeleted, living
 from topics.core.location import ENTRY_WORDS, LOCATION_LOST, any_flagged, flags_of, lengths_of, lost_entries
-from topics.core.record_index import FindTagged, RecordIndex
-from topics.core.tags import Match, TagIndex
+from topics.core.record_index import RecordIndex
+from topics.core.tags import TagIndex
 
 
 class Topic:
@@ -223,22 +223,24 @@ class Topic:
 
     # -- deletion (api §5): permanent, at once, silent
 
-    def plan_delete(self, before_seq: int | None, match: Match | None, find: FindTagged) -> Deletion:
-        """What is live below `before_seq` and matches."""
-        last_seq = self.head_seq if before_seq is None else min(self.head_seq, before_seq - 1)
-        if last_seq < self.earliest_seq:
+    def plan_cut(self, before_seq: int) -> Deletion:
+        """What is live below `before_seq`."""
+        before_seq = min(before_seq, self.head_seq + 1)
+        if before_seq <= self.earliest_seq:
             return Deletion(0, (), 0, 0, Front(self.earliest_seq))
-        if match is None:
-            # Lost ones below are given up like those that live.
-            records, size_bytes = self._live_below(last_seq + 1)
-            return Deletion(last_seq + 1, (), records, size_bytes, front_from(self.index, last_seq + 1, self.head_seq))
-        seqs, size_bytes = self.index.pick_live(find(match, self.earliest_seq, last_seq))
+        # Lost ones below are given up like those that live.
+        records, size_bytes = self._live_below(before_seq)
+        return Deletion(before_seq, (), records, size_bytes, self._front_from(before_seq))
+
+    def plan_delete(self, seqs: Sequence[int]) -> Deletion:
+        """What is live of these, which ascend and are none below `earliest_seq`."""
+        seqs, size_bytes = self.index.pick_live(seqs)
         return Deletion(
             0,
             tuple(seqs),
             len(seqs),
             size_bytes,
-            front_from(self.index, self.earliest_seq, self.head_seq, frozenset(seqs)),
+            self._front_from(self.earliest_seq, frozenset(seqs)),
         )
 
     def plan_removal(self, seqs: Sequence[int], dying: Set[int], earliest_seq: int = 0) -> Deletion:
@@ -251,9 +253,7 @@ class Topic:
             live.append(seq)
             size_bytes += offset_len >> 32
         earliest_seq = max(earliest_seq, self.earliest_seq)
-        front = (
-            front_from(self.index, earliest_seq, self.head_seq, dying) if earliest_seq in dying else Front(earliest_seq)
-        )
+        front = self._front_from(earliest_seq, dying) if earliest_seq in dying else Front(earliest_seq)
         return Deletion(0, tuple(live), len(live), size_bytes, front)
 
     def live_from(self, seq: int, most: int) -> list[int]:
@@ -342,7 +342,7 @@ class Topic:
         if seq <= self.earliest_seq:
             return None
         records, size_bytes = self._live_below(seq)
-        front = front_from(self.index, seq, self.head_seq)
+        front = self._front_from(seq)
         floors = msgspec.structs.replace(
             self.floors(),
             earliest_seq=front.earliest_seq,
@@ -356,7 +356,7 @@ class Topic:
 
     def lay_open_lost(self) -> None:
         """Recovery: the first records may turn out to be lost."""
-        front = front_from(self.index, self.earliest_seq, self.head_seq)
+        front = self._front_from(self.earliest_seq)
         if front.earliest_seq > self.earliest_seq:
             floors = msgspec.structs.replace(self.floors(), earliest_seq=front.earliest_seq)
             self._move(floors.evicted(front.lost_below_seq, front.lost_reason))
@@ -407,6 +407,9 @@ class Topic:
         if not self.records:
             floors = msgspec.structs.replace(self.floors(), earliest_seq=last_seq + 1)
             self._move(floors.evicted(last_seq + 1, reason))
+
+    def _front_from(self, seq: int, dying: Set[int] = frozenset()) -> Front:
+        return front_from(self.index, seq, self.head_seq, dying, self.index.behind_deleted)
 
     def _settle(self, seq: int) -> None:
         self.earliest_seq = seq

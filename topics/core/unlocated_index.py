@@ -43,6 +43,9 @@ class UnlocatedIndex:
     def pick_live(self, seqs: Sequence[int]) -> tuple[list[int], int]:
         raise AssertionError("locations are not kept")
 
+    def behind_deleted(self, seq: int) -> int:
+        raise AssertionError("locations are not kept")
+
     def flag_deleted(self, seqs: Sequence[int]) -> None:
         """The shard marks them; what follows from it is in the log."""
 

@@ -14,6 +14,9 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 ROUTE: Final = "topics.route"
 """Key of a scope: which `durations.Route` the request turned out to be, None for one whose time says nothing."""
 
+KEPT: Final = "topics.kept"
+"""Extension of a WebSocket's scope: what was sent over it and is kept for the client (`http.unread.Kept`)."""
+
 Deliver = Callable[[Send, bytes], Awaitable[None]]
 """Sends the whole body of an answer by the `send` it is given, and returns when nothing of it is in this process."""
 

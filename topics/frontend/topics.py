@@ -109,18 +109,37 @@ class TopicRoutes:
         before_seq, match = wire.decode_delete(body)
         op, tag = (None, b"") if match is None else match
         with_copies = await self._catching_up.one(name)
-        reply = await self._gateway.call(
-            owner_shard(name, self._gateway.shards), DeleteRecords(name, before_seq, op, tag), DeleteRecordsReply
-        )
+        deleted, reply = await self._delete_all(DeleteRecords(name, before_seq, op, tag))
         answer: dict[str, Any] = {
             "topic": name,
-            "deleted": reply.deleted,
+            "deleted": deleted,
             "earliest_seq": reply.earliest_seq,
             "head_seq": reply.head_seq,
             "count": reply.records,
             "bytes": reply.live_bytes,
         }
         await send_object(send, headers, 200, answer, started_ns, with_copies=with_copies)
+
+    async def _delete_all(self, call: DeleteRecords) -> tuple[int, DeleteRecordsReply]:
+        """Turn after turn of the shard, with room for others in between: how many were deleted, and its last answer."""
+        shard = owner_shard(call.name, self._gateway.shards)
+        deleted = 0
+        while True:
+            try:
+                # What has begun is not given up for a ring that is full.
+                reply = await self._gateway.call(shard, call, DeleteRecordsReply, patient=deleted > 0)
+            except TopicsError as error:
+                if not deleted:
+                    raise
+                raise TopicsError(
+                    error.code,
+                    f"{error.message}; before that {deleted} records were deleted",
+                    {**(error.detail or {}), "deleted": deleted},
+                ) from error
+            deleted += reply.deleted
+            if reply.rest is None:
+                return deleted, reply
+            call = reply.rest
 
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()

@@ -66,7 +66,8 @@ HEADER_FIELDS: Final = (
     "write_path",
     "clock_offset_ms",
 )
-SUPERVISOR_FIELDS: Final = ("pid", "state", "restarts", "last_exit", "since_ms")
+SUPERVISOR_FIELDS: Final = ("pid", "state", "restarts", "last_exit", "since_ms", "ended")
+"""`ended`: the last incarnation that is over, 0 for none."""
 LATENCY_BUCKETS: Final = 24
 """Bucket i counts latencies of at most 2^(i+3) µs that fit no earlier one: 8 µs … 34 s; the last one all longer."""
 

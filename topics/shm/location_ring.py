@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Final
 
 from topics.core.config import U64_MAX
@@ -121,6 +122,19 @@ class LocationRing:
         """Overwrites one word (0..3) of an entry."""
         assert self.base_seq <= seq < self.next_seq
         self._words[self.word + (seq & (self.capacity - 1)) * ENTRY_WORDS + word] = value
+
+    def flag(self, seqs: Sequence[int], bits: int) -> None:
+        """Sets bits in the file_flags of these entries."""
+        assert not seqs or (self.base_seq <= seqs[0] and seqs[-1] < self.next_seq)
+        words, start, mask = self._words, self.word + 3, self.capacity - 1
+        for seq in seqs:
+            words[start + (seq & mask) * ENTRY_WORDS] |= bits
+
+    def column(self, seqs: Sequence[int], word: int) -> list[int]:
+        """One word (0..3) of the entry of each of these seqs, which ascend."""
+        assert not seqs or (self.base_seq <= seqs[0] and seqs[-1] < self.next_seq)
+        words, start, mask = self._words, self.word + word, self.capacity - 1
+        return [words[start + (seq & mask) * ENTRY_WORDS] for seq in seqs]
 
     def replace_entries(self, first_seq: int, entries: array[int]) -> None:
         """Overwrites whole entries of consecutive seqs."""

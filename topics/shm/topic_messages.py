@@ -29,12 +29,19 @@ class DeleteTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class DeleteRecords(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Delete what is below `before_seq` and matches (`core/tags.py`); a nil `op` matches every record."""
+    """Delete what is below `before_seq` and matches (`core/tags.py`); a nil `op` matches every record.
+
+    Those after `before_seq` and `op` are for the `rest` of another one: it begins at `from_seq` and ends at `last_seq`
+    (nil: the head at that moment), in the topic that has this id (0: whichever has the name).
+    """
 
     name: str
     before_seq: int | None
     op: Literal["eq", "glob"] | None
     pattern: bytes
+    from_seq: int = 0
+    last_seq: int | None = None
+    topic_id: int = 0
 
 
 class Expire(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -56,13 +63,16 @@ class DeleteTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class DeleteRecordsReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """How many were deleted, and what the topic is now."""
+    """How many were deleted, and what the topic is now. `rest`: what is to be asked next, until all is done: a shard
+    takes as much of a delete as fits into one turn.
+    """
 
     deleted: int
     earliest_seq: int
     head_seq: int
     records: int
     live_bytes: int
+    rest: DeleteRecords | None = None
 
 
 TopicReply = PutTopicReply | DeleteTopicReply | DeleteRecordsReply

@@ -139,7 +139,7 @@ class Child:
 
     def _gone(self, state: ProcessState, exit_code: int) -> None:
         self.pid = None
-        self._note(pid=0, state=state, last_exit=exit_code, since_ms=self._clock.now_ms())
+        self._note(pid=0, state=state, last_exit=exit_code, since_ms=self._clock.now_ms(), ended=self._incarnation)
 
     def _note(self, **fields: int) -> None:
         if self._cell is not None:

@@ -196,6 +196,10 @@ class Supervisor:
                 self._start_shards()
         else:
             child.died(exit_code)
+            if child in self._frontends:
+                # They end what it had: `walshard/deaths.py`.
+                for wake in self._shared.shard_wakes:
+                    wake.signal()
 
     def _start_due(self) -> None:
         now_ms = self._clock.monotonic_ms()

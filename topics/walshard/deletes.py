@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
+from typing import Final
+
+import msgspec
 
 from topics.core.control_bodies import DeleteBody, encode_body
+from topics.core.deletion import Deletion
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.floors import EvictReason, Floors
 from topics.core.runs import encode_runs
@@ -28,6 +33,9 @@ from topics.walshard.tag_search import TagSearch
 
 log = get_logger()
 
+_BY_TAG_MAX: Final = 64
+"""So many topics are looked at in an idle turn."""
+
 
 class Deletes:
     """Of one shard's topics, each a commit of its own: everything prepared is committed before."""
@@ -40,6 +48,8 @@ class Deletes:
         self._commits = commits
         self._routing = routing
         self._time = time
+        self._by_tag: OrderedDict[int, None] = OrderedDict()
+        """Ids of the topics that were deleted from by tag, the latest last."""
         self._kept: set[int] = set()
         """Topics whose log could not be written when they were to expire: said once."""
 
@@ -69,6 +79,20 @@ class Deletes:
         entry = floor_frame(hosted, floors, self._time.now.wall_ms)
         return self._commits.commit_one(Operation([entry], partial(self._expired, hosted, floors)), {topic.id})
 
+    def index_some(self) -> bool:
+        """In an idle turn: tags of what came into topics that were deleted from by tag lately. False: nothing came."""
+        for topic_id in list(self._by_tag):
+            hosted = self._catalog.find_id(topic_id)
+            try:
+                # Copies that no log holds yet are not to be found there.
+                if hosted is not None and self._tags.index_some(hosted.topic, hosted.index, hosted.logged_head_seq):
+                    return True
+            except (OSError, CorruptSegment):
+                hosted = None  # the next delete finds out, and is told
+            if hosted is None:
+                del self._by_tag[topic_id]
+        return False
+
     def sweep(self) -> None:
         """Expiry of topics that nobody touches. One whose log cannot be written now has to wait for the next sweep."""
         kept = set()
@@ -92,9 +116,13 @@ class Deletes:
         self.expire(hosted)
         self._routing.before_log(hosted)
         topic = hosted.topic
-        match = None if call.op is None else Match(call.op, call.pattern)
+        if call.topic_id not in (0, topic.id):
+            raise topic_not_found(call.name)  # the one that this is the rest for
+        last_seq = topic.head_seq if call.last_seq is None else min(call.last_seq, topic.head_seq)
+        if call.before_seq is not None:
+            last_seq = min(last_seq, call.before_seq - 1)
         try:
-            deletion = topic.plan_delete(call.before_seq, match, self._tags.of(topic, hosted.index))
+            deletion, rest = self._plan(hosted, call, last_seq)
         except (OSError, CorruptSegment, CorruptPostings) as error:
             log.error("a delete could not find its records", topic=call.name, reason=str(error))
             raise TopicsError(
@@ -110,6 +138,7 @@ class Deletes:
                 topic.head_seq,
                 topic.records - deletion.records,
                 topic.live_bytes - deletion.size_bytes,
+                rest,
             ),
         )
         if not deletion.records and deletion.earliest_seq == topic.earliest_seq:
@@ -125,3 +154,21 @@ class Deletes:
 
         sync = topic.config.durability == "fsync"
         self._commits.commit_one(Operation([entry], apply, sync=sync, answer=answer), {topic.id})
+
+    def _plan(self, hosted: Hosted, call: DeleteRecords, last_seq: int) -> tuple[Deletion, DeleteRecords | None]:
+        """What one turn takes of it, and what is left to do then. Each is a delete of its own, complete when it is
+        answered; all of them together end at one head.
+        """
+        topic = hosted.topic
+        if call.op is None:
+            return topic.plan_cut(last_seq + 1), None
+        self._by_tag[topic.id] = None
+        self._by_tag.move_to_end(topic.id)
+        if len(self._by_tag) > _BY_TAG_MAX:
+            self._by_tag.popitem(last=False)
+        first_seq = max(call.from_seq, topic.earliest_seq)
+        found = self._tags.find(topic, hosted.index, Match(call.op, call.pattern), first_seq, last_seq)
+        rest = None
+        if found.next_seq <= last_seq:
+            rest = msgspec.structs.replace(call, from_seq=found.next_seq, last_seq=last_seq, topic_id=topic.id)
+        return topic.plan_delete(found.seqs), rest

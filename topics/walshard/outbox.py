@@ -44,6 +44,10 @@ class Outbox:
 
     # -- requests
 
+    def drained(self, frontend: int) -> bool:
+        """Whether all that it has asked for so far was taken."""
+        return not self._waiting[frontend] and not any(self._rings[frontend].requests.peek(self._read[frontend]))
+
     def requests(self) -> Iterator[tuple[int, memoryview, int]]:
         """(frontend, message, position behind it) of what is new, bounded to one group's worth.
 

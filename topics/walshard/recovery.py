@@ -32,6 +32,7 @@ from topics.storage.wal import WalWriter
 from topics.walshard.background_sync import BackgroundSync
 from topics.walshard.catalog import Catalog
 from topics.walshard.commit import Logs
+from topics.walshard.deaths import FrontendDeaths
 from topics.walshard.frame_tags import FrameTags
 from topics.walshard.group_commit import GroupCommit
 from topics.walshard.head_marks import LostHeads
@@ -78,7 +79,7 @@ def recover(
     directory = layout.group_dir(settings.data_dir, index, settings.wal_shards)
     ram_directory = layout.ram_group_dir(shared.ram_dir, index)
     files = SegmentFiles(fs, settings.data_dir, tags_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
-    tags = TagSearch(files, FrameTags(fs, directory, ram_directory))
+    tags = TagSearch(files, FrameTags(fs, directory, ram_directory), clock)
     fold = Fold(lambda topic_id: TopicIndex(topic_id, LocationRing(arena.heap, 1), files))
     start, snapshot_line = _restore(fold, fs, settings.data_dir, directory)
 
@@ -140,6 +141,7 @@ def recover(
         syncs,
         outbox,
         watchers,
+        FrontendDeaths(shared.control, outbox.drained),
         commits,
         routing,
         cell,

@@ -45,6 +45,8 @@ _WAIT_MAX: Final = 64
 """Occasions (`mark_again`) that are let pass, at most, before another try at what a try is not likely to help."""
 _FOR_NOW: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
 """What these say is about the process, not about a file."""
+_ENTRY_U32: Final = ENTRY_LEN // 4
+_DELETED_TABLE: Final = bytes(1 if flags & LOCATION_DELETED else 0 for flags in range(256))
 _LIVE_TABLE: Final = bytes(0 if flags & LOCATION_GONE else 1 for flags in range(256))
 
 
@@ -85,6 +87,8 @@ class SegmentFiles:
         self._sizes: dict[SegmentKey, tuple[int, int]] = {}
         """What lives in whole sealed segments: floors that move far cost no look at each record."""
         self._uncounted: dict[SegmentKey, SegmentInfo] = {}
+        self._all_deleted: set[SegmentKey] = set()
+        """Of which it is known: no record of them comes back."""
         self._due: dict[tuple[int, int], _Due] = {}
         """By topic id and first seq."""
         self._unreadable: set[SegmentKey] = set()
@@ -132,16 +136,27 @@ class SegmentFiles:
 
     def pick_live(self, topic_id: int, info: SegmentInfo, seqs: Sequence[int]) -> tuple[list[int], int]:
         """Which of these seqs (ascending, in that segment) are live, and their bytes in the log."""
-        part = self._part(topic_id, info, seqs[0], seqs[-1])
-        unmarked = set(self._unmarked_between(topic_id, info, seqs[0], seqs[-1]))
-        live: list[int] = []
-        size_bytes = 0
-        for seq in seqs:
-            _, length, _, flags = ENTRY.unpack_from(part, (seq - seqs[0]) * ENTRY_LEN)
-            if not flags & LOCATION_GONE and seq not in unmarked:
-                live.append(seq)
-                size_bytes += length + LOG_FRAME_EXTRA_LEN
-        return live, size_bytes
+        first = seqs[0]
+        unmarked = set(self._unmarked_between(topic_id, info, first, seqs[-1]))
+        with memoryview(self._part(topic_id, info, first, seqs[-1])).cast("I") as words:
+            live = [seq for seq in seqs if not words[(seq - first) * _ENTRY_U32 + 4] & LOCATION_GONE]
+            if unmarked:
+                live = [seq for seq in live if seq not in unmarked]
+            size_bytes = sum([words[(seq - first) * _ENTRY_U32 + 1] for seq in live])
+        return live, size_bytes + len(live) * LOG_FRAME_EXTRA_LEN
+
+    def is_all_deleted(self, topic_id: int, info: SegmentInfo) -> bool:
+        """Whether every record of a sealed segment is deleted, as far as its index can be read and says so."""
+        key = SegmentKey(topic_id, info.first_seq, info.version)
+        if key in self._all_deleted:
+            return True
+        if not info.flags & SEALED or self._sizes.get(key, (0, 0))[0]:
+            return False
+        part = self._readable_part(topic_id, info, info.first_seq, info.last_seq)
+        if part is None or 0 in part[ENTRY_FLAGS_AT::ENTRY_LEN].translate(_DELETED_TABLE):
+            return False
+        self._all_deleted.add(key)
+        return True
 
     def deleted(self, topic_id: int, info: SegmentInfo) -> list[int]:
         """All seqs of the segment that are deleted, whether they have a frame or not."""
@@ -232,6 +247,7 @@ class SegmentFiles:
         self.tags.forget(topic_id, info)
         self._sizes.pop(key, None)
         self._uncounted.pop(key, None)
+        self._all_deleted.discard(key)
         self._unreadable.discard(key)
         if with_marks:
             self._due.pop((topic_id, info.first_seq), None)

@@ -35,6 +35,7 @@ from topics.walshard.catalog import Catalog
 from topics.walshard.checkpoints import Checkpoints
 from topics.walshard.commit import Logs
 from topics.walshard.cursors import CURSOR_CALLS, NamedCursors
+from topics.walshard.deaths import FrontendDeaths
 from topics.walshard.deletes import Deletes
 from topics.walshard.group_commit import GroupCommit
 from topics.walshard.head_marks import head_mark
@@ -79,6 +80,7 @@ class Shard:
         syncs: BackgroundSync,
         outbox: Outbox,
         watchers: Watchers,
+        deaths: FrontendDeaths,
         commits: GroupCommit,
         routing: Routing,
         cell: ProcessCell,
@@ -96,6 +98,7 @@ class Shard:
         self._syncs = syncs
         self._outbox = outbox
         self._watchers = watchers
+        self._deaths = deaths
         self._commits = commits
         self.routing = routing
         self._cell = cell
@@ -144,6 +147,11 @@ class Shard:
         self._time.look()
         self._queues.tick()
         requests = self._serve_requests()
+        dead = self._deaths.take()
+        for frontend in dead:
+            self._frontend_died(frontend)
+        if dead:
+            self._answer([])
         # Under pressure what nobody waits for goes behind everything else.
         forwarded = self.routing.pump(1) if requests and self._cell.get("deferring") else self.routing.pump()
         if forwarded:
@@ -239,10 +247,8 @@ class Shard:
                 self._watchers.unwatch(call, answer.frontend)
             case Hello():
                 self._commit_group()
-                self._watchers.frontend_died(answer.frontend)
-                self._sessions.frontend_died(answer.frontend, self._time.now.mono_ms)
-                self._queues.frontend_died(answer.frontend, list(self._catalog))
-                self._cursors.frontend_died(answer.frontend, self._catalog)
+                self._deaths.said_hello(answer.frontend, call.incarnation)
+                self._frontend_died(answer.frontend)
             case StagePublish():
                 self._appends.prepare(self._sinks.staged(call), answer, self._time.now)
             case StagesOver():
@@ -251,6 +257,12 @@ class Shard:
                     hosted.topic.idempotency.unpin(call.sink, call.batch)
             case TxnBegin() | TxnEnd() | TxnForget() | TxnLook() | TxnPending():
                 self._sinks.take(call, answer)
+
+    def _frontend_died(self, frontend: int) -> None:
+        self._watchers.frontend_died(frontend)
+        self._sessions.frontend_died(frontend, self._time.now.mono_ms)
+        self._queues.frontend_died(frontend, list(self._catalog))
+        self._cursors.frontend_died(frontend, self._catalog)
 
     def _answer(self, answers: list[Answer]) -> None:
         """Commits what is gathered, deals out jobs that are ready by it, and answers everything so far."""
@@ -293,6 +305,10 @@ class Shard:
     def next_tick_ms(self) -> int | None:
         """Monotonic: when `step` will have something to do though nobody asks; None: never."""
         return self._queues.next_tick_ms()
+
+    def idle(self) -> bool:
+        """A little of what can wait, when there is nothing else to do; False: nothing waits."""
+        return self._deletes.index_some()
 
     def sync_in_background(self) -> None:
         """What became durable meanwhile goes out to those who wait for that."""

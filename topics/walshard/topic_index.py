@@ -126,20 +126,23 @@ class TopicIndex:
                 live += found
                 size_bytes += found_bytes
                 continue
-            for seq in part:
-                _, _, offset_len, file_flags = self.ring.entries(seq, seq)
-                if not file_flags >> FLAGS_SHIFT & LOCATION_GONE:
-                    live.append(seq)
-                    size_bytes += offset_len >> 32
+            flags = [word >> FLAGS_SHIFT for word in self.ring.column(part, 3)]
+            found = [seq for seq, flag in zip(part, flags, strict=True) if not flag & LOCATION_GONE]
+            live += found
+            size_bytes += sum([word >> 32 for word in self.ring.column(found, 2)])
         return live, size_bytes
+
+    def behind_deleted(self, seq: int) -> int:
+        while (info := self.segments.at(seq)) is not None and self._files.is_all_deleted(self.topic_id, info):
+            seq = info.last_seq + 1
+        return seq
 
     def flag_deleted(self, seqs: Sequence[int]) -> None:
         for info, part in self._by_segment(seqs):
             if info is not None:
                 self._files.mark(self.topic_id, info, part)
                 continue
-            for seq in part:
-                self.ring.replace(seq, 3, self.ring.entries(seq, seq)[3] | LOCATION_DELETED << FLAGS_SHIFT)
+            self.ring.flag(part, LOCATION_DELETED << FLAGS_SHIFT)
 
     def checkpointed(self, up_to_seq: int, segments: Iterable[SegmentInfo]) -> None:
         ring = self.ring

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from hypercorn.protocol import h2, h11
 from hypercorn.protocol.events import Body, EndBody, Event, Request, Response, StreamClosed
 from hypercorn.protocol.ws_stream import ASGIWebsocketState, WSStream
 
@@ -32,12 +31,12 @@ _BY_STATUS: Final = {
 class EnvelopedWebSocket(WSStream):
     """Hypercorn's, but for how it refuses."""
 
-    _over_http2 = False
+    over_http2 = False
 
     async def handle(self, event: Event) -> None:
         """From the protocol: what the client sent."""
         if isinstance(event, Request) and not self.closed:
-            self._over_http2 = event.http_version == "2"
+            self.over_http2 = event.http_version == "2"
             wrong = flaw(event.headers, event.http_version)
             if wrong is not None:
                 await self._refuse(wrong)
@@ -54,12 +53,12 @@ class EnvelopedWebSocket(WSStream):
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         if error.code == "upgrade_required":
             headers.append((b"sec-websocket-version", _VERSION))
-        if not self._over_http2:
+        if not self.over_http2:
             headers.append((b"connection", b"close"))
         await self.send(Response(stream_id=self.stream_id, headers=headers, status_code=error.status))
         await self.send(Body(stream_id=self.stream_id, data=body))
         await self.send(EndBody(stream_id=self.stream_id))
-        if not self._over_http2:
+        if not self.over_http2:
             # Else nobody would close the connection. A stream of HTTP/2 must stay: the client may still send on it.
             await self.send(StreamClosed(stream_id=self.stream_id))
 
@@ -79,9 +78,3 @@ def flaw(headers: list[tuple[bytes, bytes]], http_version: str) -> TopicsError |
 
 def _show(values: list[bytes]) -> str:
     return ", ".join(repr(value[:_SHOWN_BYTES].decode("latin-1")) for value in values[:2]) or "not there"
-
-
-def install() -> None:
-    """Hypercorn's protocols of this process use it from now on."""
-    for module in (h11, h2):
-        vars(module)["WSStream"] = EnvelopedWebSocket

@@ -41,6 +41,11 @@ class PushStream:
         """Bytes that the client has not taken yet and that are kept for it in this process."""
         return self._wire.buffered_bytes
 
+    @property
+    def taken_bytes(self) -> int:
+        """Rises with what the client takes, as nothing is written meanwhile."""
+        return -self._wire.buffered_bytes
+
     def write(self, data: bytes) -> bool:
         """Send `data` now, as one chunk. Dropped when the stream is closed; an empty one is no chunk and not sent.
         False: now more than the high-water mark is kept for the client.

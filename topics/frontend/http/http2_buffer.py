@@ -51,6 +51,7 @@ class BoundedBuffer(StreamBuffer):
 
     def __init__(self, event_class: type[IOEvent]) -> None:
         super().__init__(event_class)
+        self.abort = lambda: None
         self._parts: deque[memoryview] = deque()
         self._ended: IOEvent = event_class()
         self.buffered_bytes = 0

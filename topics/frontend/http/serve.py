@@ -22,7 +22,7 @@ from hypercorn.config import Config
 
 from topics.frontend.asgi import DELIVER, TRANSPORT, AsgiApp, Message, Receive, Scope, Send
 from topics.frontend.attended import AttendedClock
-from topics.frontend.http import delivery, handshake, http2_buffer, patience
+from topics.frontend.http import delivery, http2_buffer, patience, websocket_stream
 from topics.frontend.http.http1 import Http1Factory
 from topics.frontend.http.http1_connections import Connections
 from topics.frontend.http.http1_parser import HttpLimits
@@ -60,7 +60,7 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
     config = _hypercorn_config(limits)
-    handshake.install()
+    websocket_stream.install()
     http2_buffer.install()
     state: dict[str, Any] = {}
     lifespan = Lifespan(ASGIWrapper(cast(Any, app)), config, loop, state)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from operator import attrgetter
 from typing import Final
 
 from topics.core.clock import Clock
@@ -58,7 +59,7 @@ class Hub:
         self._room: Room[tuple[Connection, int]] = Room()
         self._cold: ColdWaits[tuple[Connection, int]] = ColdWaits(topics.reader.fetch, self._on_fetched)
         self._undurable: dict[Channel, None] = {}
-        self._stalls: Stalls[Connection] = Stalls(lambda connection: connection.push.buffered_bytes)
+        self._stalls: Stalls[Connection] = Stalls(attrgetter("push.buffered_bytes"), attrgetter("push.taken_bytes"))
         self._beats = Beats(clock, self._stalls.note)
         self._tick_timer: asyncio.TimerHandle | None = None
         self._age_timer: asyncio.TimerHandle | None = None

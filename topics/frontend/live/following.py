@@ -9,7 +9,8 @@ import msgspec
 from topics.core.errors import invalid
 from topics.core.names import check_topic_name
 from topics.frontend import wire
-from topics.frontend.reads.diff import LIMIT_DEFAULT, node_set
+from topics.frontend.reads.diff import LIMIT_DEFAULT
+from topics.frontend.reads.node_sets import node_set
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.wire import Count

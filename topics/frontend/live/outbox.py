@@ -1,9 +1,11 @@
-"""What waits for the client of a WebSocket: MESSAGES_MAX messages, whoever has more to say waits for room.
+"""What waits for the client of a WebSocket: MESSAGES_MAX messages, whoever has more to say waits for room. Once they
+are HIGH_WATER_BYTES together nobody has room, as in an event stream: then there are these and what one step said.
 
 Two kinds of writers share it and take turns while it is full. Answers to commands wait in `put`, so a client that does
 not read its answers is not read from either. Subscriptions are the hub's: they are told that there is no room, stay
 behind in their topic, and are asked again (`on_writable`) when there is room for all that one step may say. Until then
-nothing of theirs is read or put into words: the log is their queue.
+nothing of theirs is read or put into words: the log is their queue. What is kept is counted with the subscription that
+said it: the hub bounds all of that together (`room.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from collections.abc import Callable
 from typing import Final
 
 from topics.frontend.asgi import Send
+from topics.frontend.http.unread import Kept
+from topics.frontend.live.push import HIGH_WATER_BYTES
 from topics.frontend.live.wording import MESSAGE_END
 
 MESSAGES_MAX: Final = 4
@@ -22,13 +26,15 @@ STEP_MESSAGES_MAX: Final = 3
 
 
 class Outbox:
-    """Of one WebSocket. `unsent_bytes` tells what its transport keeps for the client."""
+    """Of one WebSocket. `wire` tells what was sent and is still kept for the client; None where nobody can tell."""
 
-    def __init__(self, send: Send, unsent_bytes: Callable[[], int]) -> None:
+    def __init__(self, send: Send, wire: Kept | None) -> None:
         self._loop = asyncio.get_running_loop()
         self._send = send
-        self._unsent_bytes = unsent_bytes
-        self._queue: deque[str] = deque()
+        self._wire = wire
+        self._queue: deque[tuple[bytes, Subscription | None]] = deque()
+        self._kept_bytes = 0
+        """Of the queue, and of the message that is being sent."""
         self._news = asyncio.Event()
         self._answers: deque[asyncio.Future[None]] = deque()
         """Who waits in `put`."""
@@ -45,15 +51,27 @@ class Outbox:
     @property
     def taken_bytes(self) -> int:
         """How much the client has taken so far, or a little more."""
-        return self._handed_bytes - self._unsent_bytes()
+        return self._handed_bytes - self._unsent_bytes
 
     @property
     def waiting(self) -> bool:
         """Whether there is anything that the client has not taken."""
-        return self._sending or bool(self._queue) or self._unsent_bytes() > 0
+        return self._sending or bool(self._queue) or self._unsent_bytes > 0
+
+    @property
+    def full(self) -> bool:
+        """Nobody is to say more before the client has taken some of it."""
+        return self._kept_bytes >= HIGH_WATER_BYTES
 
     async def put(self, message: bytes) -> None:
         """Adds an answer as soon as there is room and it is its turn."""
+        await self.enter()
+        self.add(message)
+
+    async def enter(self) -> None:
+        """Returns when an answer has room and it is its turn; it is to be added at once. For those that are made, or
+        done, no earlier: there may be many of them.
+        """
         if self._answers or not self._answer_may():
             room = self._loop.create_future()
             self._answers.append(room)
@@ -66,12 +84,12 @@ class Outbox:
                 raise
             self._promised -= 1
         self._after_answer = True
-        self.add(message.decode())
 
-    def add(self, *messages: str) -> None:
+    def add(self, message: bytes, owner: Subscription | None = None) -> None:
         """Without asking for room: for who was promised some, and for last words."""
         if not self._closed:
-            self._queue.extend(messages)
+            self._queue.append((message, owner))
+            self._count(owner, len(message))
             self._news.set()
 
     async def carry(self) -> None:
@@ -81,34 +99,51 @@ class Outbox:
                 self._news.clear()
                 await self._news.wait()
                 continue
-            text = self._queue.popleft()
+            message, owner = self._queue.popleft()
             self._let_in()
             self._sending = True
-            self._handed_bytes += len(text)
-            await self._send({"type": "websocket.send", "text": text})
+            len_bytes = len(message)
+            self._handed_bytes += len_bytes
+            event = {"type": "websocket.send", "text": message.decode()}
+            del message
+            await self._send(event)
             self._sending = False
+            self._count(owner, -len_bytes)
+            self._let_in()
 
     def close(self) -> None:
         """Nothing more is added."""
         self._closed = True
         self._news.set()
 
+    @property
+    def _unsent_bytes(self) -> int:
+        return 0 if self._wire is None else self._wire.get_write_buffer_size()
+
+    def _count(self, owner: Subscription | None, more_bytes: int) -> None:
+        self._kept_bytes += more_bytes
+        if owner is not None:
+            owner.buffered_bytes += more_bytes
+
     # -- turns
 
-    @property
-    def _room(self) -> int:
-        return MESSAGES_MAX - len(self._queue) - self._promised
+    def _has_room(self, messages: int) -> bool:
+        return not self.full and len(self._queue) + self._promised + messages <= MESSAGES_MAX
 
     def _answer_may(self) -> bool:
         subscriptions_turn = self._offered or (self._after_answer and bool(self._subscriptions))
-        return self._room > 0 and not subscriptions_turn
+        return self._has_room(1) and not subscriptions_turn
 
     def has_room_for(self, subscription: Subscription) -> bool:
         """Whether all that a step may say has room now; if not, the subscription is told when."""
-        if self._room >= STEP_MESSAGES_MAX and (self._offered or not self._answers):
+        if self._has_room(STEP_MESSAGES_MAX) and (self._offered or not self._answers):
             return True
-        self._subscriptions[subscription] = None
+        self.tell(subscription)
         return False
+
+    def tell(self, subscription: Subscription) -> None:
+        """When there is room."""
+        self._subscriptions[subscription] = None
 
     def forget(self, subscription: Subscription) -> None:
         """It has ended."""
@@ -121,7 +156,7 @@ class Outbox:
                 self._promised += 1
                 self._after_answer = True
                 room.set_result(None)
-        if self._subscriptions and self._room >= STEP_MESSAGES_MAX and not self._offered:
+        if self._subscriptions and not self._offered and self._has_room(STEP_MESSAGES_MAX):
             subscription = next(iter(self._subscriptions))
             del self._subscriptions[subscription]
             self._offered, self._after_answer = True, False
@@ -136,33 +171,44 @@ class Outbox:
 
 
 class Subscription:
-    """One topic of a WebSocket, as the hub writes to it (`push.Push`). `on_end`: the hub ended it."""
+    """One topic of a WebSocket, as the hub writes to it (`push.Push`). `on_end`: the hub ended it; `cut` the socket
+    when what is kept for it is wanted for others. `buffered_bytes` is its own part of what the outbox keeps.
+    """
 
-    def __init__(self, outbox: Outbox, on_end: Callable[[], None]) -> None:
+    def __init__(self, outbox: Outbox, on_end: Callable[[], None], cut: Callable[[], None]) -> None:
         self._outbox = outbox
         self._closed = False
+        self._cut = cut
+        self.buffered_bytes = 0
         self.on_end: Callable[[], None] | None = on_end
         self.on_writable: Callable[[], None] | None = None
         self.on_close: Callable[[], None] | None = None
 
     @property
-    def buffered_bytes(self) -> int:
-        """Falls with every byte that the client takes, whatever others add meanwhile: it is compared with itself."""
-        return -self._outbox.taken_bytes
+    def taken_bytes(self) -> int:
+        """Of the whole socket: a client that takes what others say does not stand still."""
+        return self._outbox.taken_bytes
 
     @property
     def writable(self) -> bool:
         return not self._closed and self._outbox.has_room_for(self)
 
     def write(self, data: bytes) -> bool:
-        """True always: what is kept for the client is bounded by messages, and room is asked for before a step."""
-        if not self._closed:
-            self._outbox.add(*_messages(data))
-        return True
+        """False: now more is kept for the client than HIGH_WATER_BYTES. `on_writable` says when that is over."""
+        if self._closed:
+            return True
+        for message in _messages(data):
+            self._outbox.add(message, self)
+        if not self._outbox.full:
+            return True
+        self._outbox.tell(self)
+        return False
 
     def abort(self) -> None:
-        """As `close`. The hub never does it: there is nothing to free."""
-        self.close()
+        """Cuts the socket, whatever else it follows: they share what is kept."""
+        self._closed = True
+        self._outbox.forget(self)
+        self._cut()
 
     def close(self) -> None:
         self._closed = True
@@ -171,12 +217,12 @@ class Subscription:
             self.on_end()
 
 
-_last_messages: tuple[bytes, tuple[str, ...]] = (b"", ())
+_last_messages: tuple[bytes, tuple[bytes, ...]] = (b"", ())
 
 
-def _messages(data: bytes) -> tuple[str, ...]:
+def _messages(data: bytes) -> tuple[bytes, ...]:
     """The same frames go to every subscriber in turn: remembered by identity, one deep."""
     global _last_messages
     if _last_messages[0] is not data:
-        _last_messages = (data, tuple(data.decode().split(MESSAGE_END.decode())[:-1]))
+        _last_messages = (data, tuple(data.split(MESSAGE_END)[:-1]))
     return _last_messages[1]

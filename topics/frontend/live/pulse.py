@@ -71,20 +71,21 @@ class Heartbeats(Generic[BeatingT]):
 
 class Stall:
     """A client that has more waiting for it than the connection may buffer. Any byte it takes is progress;
-    `since_ms` is when it was seen to take the last one.
+    `since_ms` is when it was seen to take the last one, `held_bytes` what was then kept for it.
     """
 
-    __slots__ = ("buffered_bytes", "since_ms")
+    __slots__ = ("held_bytes", "since_ms", "taken_bytes")
 
-    def __init__(self, buffered_bytes: int, now_ms: int) -> None:
-        self.buffered_bytes = buffered_bytes
+    def __init__(self, taken_bytes: int, now_ms: int, held_bytes: int = 0) -> None:
+        self.taken_bytes = taken_bytes
         self.since_ms = now_ms
+        self.held_bytes = held_bytes
 
-    def over(self, buffered_bytes: int, now_ms: int) -> bool:
-        """True when it has taken nothing for STALL_MAX_MS; `buffered_bytes` is what waits for it now."""
-        if buffered_bytes < self.buffered_bytes:
+    def over(self, taken_bytes: int, now_ms: int) -> bool:
+        """True when it has taken nothing for STALL_MAX_MS; `taken_bytes` counts from anywhere."""
+        if taken_bytes > self.taken_bytes:
             self.since_ms = now_ms
-        self.buffered_bytes = buffered_bytes
+        self.taken_bytes = taken_bytes
         return now_ms - self.since_ms >= STALL_MAX_MS
 
 
@@ -92,36 +93,40 @@ StallingT = TypeVar("StallingT")
 
 
 class Stalls(Generic[StallingT]):
-    """All that stand still, and what is kept for them; `buffered_bytes(one)` is that of one (negative: what it counts
-    from has no beginning, and its memory is bounded elsewhere).
+    """All that stand still, and what is kept for them: `buffered_bytes(one)` is that of one, and `taken_bytes(one)`
+    what its client has taken. Without the latter it has taken what is no longer kept: nothing is added meanwhile.
     """
 
-    def __init__(self, buffered_bytes: Callable[[StallingT], int]) -> None:
+    def __init__(
+        self, buffered_bytes: Callable[[StallingT], int], taken_bytes: Callable[[StallingT], int] | None = None
+    ) -> None:
         self._buffered_bytes = buffered_bytes
+        self._taken_bytes = taken_bytes or (lambda one: -buffered_bytes(one))
         self._stalls: dict[StallingT, Stall] = {}
         self.held_bytes = 0
 
     def note(self, one: StallingT, now_ms: int) -> None:
         """It has not taken what it was sent; does nothing when that is known."""
         if one not in self._stalls:
-            buffered_bytes = self._buffered_bytes(one)
-            self._stalls[one] = Stall(buffered_bytes, now_ms)
-            self.held_bytes += max(0, buffered_bytes)
+            held_bytes = self._buffered_bytes(one)
+            self._stalls[one] = Stall(self._taken_bytes(one), now_ms, held_bytes)
+            self.held_bytes += held_bytes
 
     def end(self, one: StallingT) -> None:
         """There is room again, or it is gone."""
         stall = self._stalls.pop(one, None)
         if stall is not None:
-            self.held_bytes -= max(0, stall.buffered_bytes)
+            self.held_bytes -= stall.held_bytes
 
     def over(self, now_ms: int) -> list[StallingT]:
         """Those who have taken nothing for STALL_MAX_MS. To be asked now and then: this is where progress is seen."""
         over = []
         for one, stall in self._stalls.items():
-            self.held_bytes -= max(0, stall.buffered_bytes)
-            if stall.over(self._buffered_bytes(one), now_ms):
+            held_bytes = self._buffered_bytes(one)
+            self.held_bytes += held_bytes - stall.held_bytes
+            stall.held_bytes = held_bytes
+            if stall.over(self._taken_bytes(one), now_ms):
                 over.append(one)
-            self.held_bytes += max(0, stall.buffered_bytes)
         return over
 
     def holding(self, bytes_too_many: int, now_ms: int, still_ms: int | None = None) -> list[StallingT]:
@@ -129,11 +134,11 @@ class Stalls(Generic[StallingT]):
         `still_ms` (STALL_CUT_MS), so it may be less.
         """
         last_ms = now_ms - (STALL_CUT_MS if still_ms is None else still_ms)
-        still = [(stall.since_ms, one) for one, stall in self._stalls.items() if stall.buffered_bytes > 0]
+        still = [(stall.since_ms, one) for one, stall in self._stalls.items() if stall.held_bytes]
         holding = []
         for since_ms, one in sorted(still, key=itemgetter(0)):
             if bytes_too_many <= 0 or since_ms > last_ms:
                 break
             holding.append(one)
-            bytes_too_many -= self._stalls[one].buffered_bytes
+            bytes_too_many -= self._stalls[one].held_bytes
         return holding

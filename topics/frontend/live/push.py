@@ -28,7 +28,14 @@ class Push(Protocol):
     on_close: Callable[[], None] | None
 
     @property
-    def buffered_bytes(self) -> int: ...
+    def buffered_bytes(self) -> int:
+        """What is kept for the client."""
+        ...
+
+    @property
+    def taken_bytes(self) -> int:
+        """Rises when the client takes some of it, while it is not writable; compared with itself only."""
+        ...
 
     @property
     def writable(self) -> bool: ...
@@ -56,6 +63,10 @@ class AsgiPush:
         self.buffered_bytes = 0
         self.on_writable: Callable[[], None] | None = None
         self.on_close: Callable[[], None] | None = None
+
+    @property
+    def taken_bytes(self) -> int:
+        return -self.buffered_bytes
 
     @property
     def writable(self) -> bool:

@@ -74,6 +74,11 @@ class Opened(msgspec.Struct, frozen=True):
     exact: bool
 
 
+def without_nodes(opened: Opened) -> Opened:
+    """For as long as the stream is open: they may be most of it."""
+    return msgspec.structs.replace(opened, session=msgspec.structs.replace(opened.session, nodes=None))
+
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Session).decode
 

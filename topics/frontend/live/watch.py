@@ -20,12 +20,13 @@ from topics.frontend.live.channels import Connection
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.following import FollowBody, StartBody, check_starts, check_strong, place, resolve
 from topics.frontend.live.push import AsgiPush, until_disconnect
-from topics.frontend.live.sessions import SESSION_TTL_MS, Follow, Opened, Session, Sessions
+from topics.frontend.live.sessions import SESSION_TTL_MS, Follow, Opened, Session, Sessions, without_nodes
 from topics.frontend.live.stream import Stream
 from topics.frontend.live.wording import EVENT_STREAM
 from topics.frontend.media import weight
 from topics.frontend.query import flag
 from topics.frontend.reads.catching_up import CatchingUp
+from topics.frontend.reads.node_sets import node_sets
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.wire import Count
@@ -141,6 +142,7 @@ class WatchRoutes:
         connection: Connection | None = None
         try:
             stream = self._resume(opened, headers.get(b"last-event-id"))
+            opened = without_nodes(opened)  # which its plan has, as a set that many may share
             if self._hub.draining:
                 raise TopicsError("shutting_down", "the service is stopping; ask again when it is back")
             await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
@@ -204,7 +206,7 @@ class WatchRoutes:
             PageOptions(
                 session.limit,
                 session.max_batch_bytes,
-                None if session.nodes is None else frozenset(session.nodes),
+                None if session.nodes is None else node_sets.keep(frozenset(session.nodes)),
                 session.include_tags,
                 session.include_meta,
                 session.include_data,

@@ -18,9 +18,10 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name
 from topics.frontend import append, wire
-from topics.frontend.asgi import TRANSPORT, Receive, Scope, Send
+from topics.frontend.asgi import KEPT, Receive, Scope, Send
 from topics.frontend.bodies import INLINE_BYTES_MAX
-from topics.frontend.body_budget import COUNTED_FROM_BYTES, bodies
+from topics.frontend.body_budget import LONG_BYTES, bodies
+from topics.frontend.http.unread import Kept
 from topics.frontend.live.channels import Connection
 from topics.frontend.live.following import check_starts, check_strong, place, resolve
 from topics.frontend.live.outbox import Outbox, Subscription
@@ -67,10 +68,8 @@ class Socket:
         self._digest = digest
         self._receive = receive
         self._send = send
-        transport = scope.get("state", {}).get(TRANSPORT)
-        # Over HTTP/2 it is not the socket's alone.
-        self._transport: asyncio.Transport | None = transport if scope["http_version"] == "1.1" else None
-        self._outbox = Outbox(send, self._unsent_bytes)
+        self._kept: Kept | None = scope.get("extensions", {}).get(KEPT)
+        self._outbox = Outbox(send, self._kept)
         self._subscriptions: dict[str, Connection] = {}
         self._publishes: set[asyncio.Task[None]] = set()
         self._may_publish = asyncio.Semaphore(PUBLISHES_MAX)
@@ -112,7 +111,7 @@ class Socket:
             if not (key.has(KeyScope.READ) and key.covers(name)):
                 self._unfollow([name])
                 reason = f"the key of this socket may no longer read topic {name!r}"
-                self._outbox.add(error_message(None, TopicsError("forbidden", reason, {"topic": name})).decode())
+                self._outbox.add(error_message(None, TopicsError("forbidden", reason, {"topic": name})))
 
     # -- commands
 
@@ -124,7 +123,7 @@ class Socket:
             text = message.get("text")
             body = None if text is None else text.encode("utf-8", "surrogatepass")
             del message, text  # nothing of a message is kept, uncounted, while the next one is awaited
-            if body is None or len(body) <= COUNTED_FROM_BYTES:
+            if body is None or len(body) <= LONG_BYTES:
                 await self._obey(body)
             else:
                 await asyncio.create_task(self._obey_long(body))
@@ -147,7 +146,7 @@ class Socket:
             if text is None:
                 raise invalid("a message is JSON text, not binary")
             try:
-                if len(body) > COUNTED_FROM_BYTES:
+                if len(body) > LONG_BYTES:
                     await bodies.hold(len(body), self._route.settings.max_body_bytes)
                 command = decode(body) if len(body) <= INLINE_BYTES_MAX else await asyncio.to_thread(decode, body)
             except TopicsError:
@@ -196,8 +195,8 @@ class Socket:
         self._key().require(KeyScope.READ, starts)
         await self._route.catching_up.all(starts)
         self._key().require(KeyScope.READ, starts)
-        self._drop_ended()
-        followed = len(self._subscriptions.keys() | starts.keys())
+        ended = self._ended()
+        followed = len((self._subscriptions.keys() - ended) | starts.keys())
         if followed > topics_max:
             raise invalid(f"a WebSocket follows at most {topics_max} topics, not {followed}", field="topics")
         reader, hub = self._route.reader, self._route.hub
@@ -206,24 +205,27 @@ class Socket:
             check_strong(refs)
         positions = {name: resolve(reader, ref, starts[name]) for name, ref in refs.items()}
         places = {name: place(reader, ref, positions[name]) for name, ref in refs.items()}
-        # Nothing of the former subscription comes behind the answer to this one.
-        self._unfollow(list(starts))
-        answer = {"op": "subscribed", "request_id": command.request_id, "topics": places}
-        await self._outbox.put(_encode(answer))
+        await self._outbox.enter()
+        # Nothing of the former subscription comes behind the answer to this one. And not before there is room: what it
+        # has said counts with it.
+        self._unfollow([*ended, *starts])
+        self._outbox.add(_encode({"op": "subscribed", "request_id": command.request_id, "topics": places}))
         if hub.draining or self._over.done():
             return
         options = command.page_options(self._route.settings)
         for name, ref in refs.items():
             plan = hub.plans.get((name,), (ref.view.topic_id,), options, command.strong, MESSAGES)
-            push = Subscription(self._outbox, self._ended_by_hub)
+            push = Subscription(self._outbox, self._ended_by_hub, self._abort)
             self._subscriptions[name] = hub.open(push, plan.start({name: positions[name]}), 0)
         # Other keys may count since there was room for the answer.
         self.end_what_is_forbidden()
 
     async def _unsubscribe(self, command: Unsubscribe) -> None:
-        names = [name for name in command.names() if name in self._subscriptions]
+        wanted = command.names()
+        await self._outbox.enter()
+        names = [name for name in wanted if name in self._subscriptions]
         self._unfollow(names)
-        await self._outbox.put(_encode({"op": "unsubscribed", "request_id": command.request_id, "topics": names}))
+        self._outbox.add(_encode({"op": "unsubscribed", "request_id": command.request_id, "topics": names}))
 
     async def _publish(self, command: Publish, key: ApiKey, body_bytes: int, started_ns: int) -> None:
         needed = KeyScope.WRITE | KeyScope.ADMIN if wire.given(command.config) else KeyScope.WRITE
@@ -249,7 +251,8 @@ class Socket:
         except BaseException:
             self._may_publish.release()
             raise
-        task = asyncio.create_task(self._acknowledge(command, reply, started_ns))
+        told = command.request_id, command.topic, command.return_seqs  # and not the records, which may be many
+        task = asyncio.create_task(self._acknowledge(*told, reply, started_ns))
         self._publishes.add(task)
         # Not in the task: one that is cancelled before its first step does not take any.
         task.add_done_callback(partial(self._published, key))
@@ -259,15 +262,18 @@ class Socket:
         self._may_publish.release()
         self._route.access.limits.give_back(key, Counted.REQUESTS)
 
-    async def _acknowledge(self, command: Publish, reply: asyncio.Future[AppendReply], started_ns: int) -> None:
+    async def _acknowledge(
+        self, request_id: RequestId, topic: str, with_seqs: bool, reply: asyncio.Future[AppendReply], started_ns: int
+    ) -> None:
         try:
             done = await reply
             self._route.cell.add("records_in", done.count)
-            members = append.members(command.topic, done, command.return_seqs, started_ns)
-            await self._outbox.put(b'{"op":"ack","request_id":%b,%b}' % (_encode(command.request_id), members))
+            await self._outbox.enter()
+            members = append.members(topic, done, with_seqs, started_ns)
+            self._outbox.add(b'{"op":"ack","request_id":%b,%b}' % (_encode(request_id), members))
         except TopicsError as error:
-            await self._refuse(command.request_id, error)
-        self._observe(command.timed, started_ns)
+            await self._refuse(request_id, error)
+        self._observe(Publish.timed, started_ns)
 
     # -- subscriptions
 
@@ -279,9 +285,9 @@ class Socket:
                 connection.push.on_end = None
                 self._route.hub.close(connection)
 
-    def _drop_ended(self) -> None:
+    def _ended(self) -> set[str]:
         """Topics that were deleted: the client has been told, or will be."""
-        self._unfollow([name for name, one in self._subscriptions.items() if one.stream.phases[0] == Phase.ENDED])
+        return {name for name, one in self._subscriptions.items() if one.stream.phases[0] == Phase.ENDED}
 
     def _ended_by_hub(self) -> None:
         """It drains, or the client has not read for too long: what concerns one subscription concerns the socket."""
@@ -298,8 +304,8 @@ class Socket:
             if not self._outbox.waiting:
                 stall = None
             elif stall is None:
-                stall = Stall(-self._outbox.taken_bytes, now_ms)
-            elif stall.over(-self._outbox.taken_bytes, now_ms):
+                stall = Stall(self._outbox.taken_bytes, now_ms)
+            elif stall.over(self._outbox.taken_bytes, now_ms):
                 self._abort()
                 return
 
@@ -327,11 +333,8 @@ class Socket:
 
     def _abort(self) -> None:
         """The client does not read, so it cannot be told: all that is left is to cut the connection."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    def _unsent_bytes(self) -> int:
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+        if self._kept is not None:
+            self._kept.abort()
 
     def _note_failures(self, *tasks: asyncio.Task[None]) -> None:
         for task in tasks:

@@ -350,7 +350,7 @@ class WorkStream:
         seqs = dealt.seqs[from_at:]
         unclaim = Unclaim(self.wish.name, self.wish.node, seqs, list(range(first, first + len(seqs))))
         if self._stall is None:
-            self._stall = Stall(push.buffered_bytes, self._routes.clock.monotonic_ms())
+            self._stall = Stall(push.taken_bytes, self._routes.clock.monotonic_ms())
             self._look_timer = self._loop.call_later(LOOK_S, self._look, push)
         self._routes.gateway.post(self.shard, self._asked(0))
         self._routes.gateway.post(self.shard, unclaim)
@@ -365,7 +365,7 @@ class WorkStream:
     def _look(self, push: Push) -> None:
         if self._stall is None or self._closed:
             return
-        if self._stall.over(push.buffered_bytes, self._routes.clock.monotonic_ms()):
+        if self._stall.over(push.taken_bytes, self._routes.clock.monotonic_ms()):
             self.end(EVENT_STREAM.final("throttled", f"nothing was taken for {STALL_MAX_MS} ms"))
         else:
             self._look_timer = self._loop.call_later(LOOK_S, self._look, push)

@@ -7,7 +7,7 @@ import time
 from typing import Final, NamedTuple
 
 from topics.core.clock import Clock
-from topics.core.errors import TopicsError, invalid
+from topics.core.errors import TopicsError
 from topics.core.names import check_topic_name
 from topics.frontend import wire
 from topics.frontend.answers import elapsed_ms, place_of, send_json
@@ -15,6 +15,7 @@ from topics.frontend.asgi import ROUTE, Receive, Scope, Send
 from topics.frontend.bodies import ClientGoneError, read_wish
 from topics.frontend.http.answer_room import Place
 from topics.frontend.reads.catching_up import CatchingUp
+from topics.frontend.reads.node_sets import node_set
 from topics.frontend.reads.page_json import PAGE_MEMBERS, page_values
 from topics.frontend.reads.reading import Page, TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
@@ -29,9 +30,6 @@ LIMIT_DEFAULT: Final = 256
 MAX_BATCH_BYTES: Final = (1 << 20, 8 << 20)
 """Default and most of `max_batch_bytes`."""
 WAIT_MS_MAX: Final = 30_000
-NODES_MAX: Final = 10_000
-NODES_MAX_BYTES: Final = 1 << 20
-"""Writers whose records one reader does not want."""
 LONG_POLLS_MAX: Final = 10_000
 """Waiting at once in this process; one more is refused, for each holds a connection and memory."""
 
@@ -90,7 +88,8 @@ class DiffRoute:
             page, cost = await self._wait(ref, page, options, from_ts, wait_ms, receive, place)
         self._cell.add("records_out", page.count)
         answering = send_json(send, headers, 200, _answer(name, page, cost, with_copies, started_ns))
-        del page  # as long as the answer: not to be kept beside it while the client takes that
+        # As long as the answer may be, and the writers who are left out: not to be kept while the client takes it.
+        del page, options
         await answering
 
     def drain(self) -> None:
@@ -170,16 +169,6 @@ class DiffRoute:
             self._waiting.discard(news)
             self._cell.set("long_polls", len(self._waiting))
         return page, cost
-
-
-def node_set(node: str | list[str] | None) -> frozenset[bytes] | None:
-    """The writers whose records a reader does not want back (api §4). They are kept for as long as it reads."""
-    if not node:
-        return None
-    nodes = frozenset([node.encode()] if isinstance(node, str) else [one.encode() for one in node])
-    if len(nodes) > NODES_MAX or sum(map(len, nodes)) > NODES_MAX_BYTES:
-        raise invalid(f"node names at most {NODES_MAX} writers, with {NODES_MAX_BYTES} bytes in all", field="node")
-    return nodes
 
 
 def _room_bytes(options: PageOptions) -> int:

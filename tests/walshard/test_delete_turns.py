@@ -1,0 +1,184 @@
+"""A delete by tag takes several turns of its shard: others come in between, and it ends where the head was (api §5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.storage.faults import Fault, FaultyFileSystem
+from tests.walshard.compaction import Compaction
+from tests.walshard.rig import Rig
+from topics.core import tags
+from topics.core.errors import TopicsError
+from topics.shm.topic_messages import DeleteRecords, DeleteTopic
+from topics.walshard import tag_search
+
+RECORDS = 40
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr(tag_search, "FOUND_MAX", 3)
+    monkeypatch.setattr(tag_search, "CATCH_UP_RECORDS", 8)
+    rig = Rig(str(tmp_path), segment_max_events="8")
+    rig.append("t", *[b"%d" % seq for seq in range(1, RECORDS + 1)], tag=b"x")
+    yield rig
+    rig.close()
+
+
+@pytest.fixture(params=["tail", "sealed", "sealed meanwhile"])
+def compaction(request: pytest.FixtureRequest, rig: Rig) -> Compaction:
+    compaction = Compaction(rig)
+    if request.param == "sealed":
+        compaction.cut()
+    elif request.param == "sealed meanwhile":
+        take = rig.call
+
+        def cut_behind(call: object, shard: int = 0) -> object:
+            reply = take(call, shard)  # type: ignore[arg-type]
+            if isinstance(call, DeleteRecords) and call.from_seq in (7, 19):
+                compaction.cut()
+            return reply
+
+        rig.call = cut_behind  # type: ignore[method-assign]
+    return compaction
+
+
+def test_what_is_written_between_two_turns_stays(compaction: Compaction) -> None:
+    rig = compaction.rig
+    rest: DeleteRecords | None = DeleteRecords("t", None, "eq", b"x")
+    turns = deleted = 0
+    while rest is not None:
+        reply = rig.call(rest)
+        assert reply.deleted <= 3
+        deleted += reply.deleted
+        rest = reply.rest
+        turns += 1
+        if turns < 5:
+            rig.append("t", b"new", tag=b"x")
+        if turns == 2:
+            rig.boot()  # a shard that dies has forgotten nothing of it
+            compaction.begin_again()
+    assert (turns, deleted) == (14, RECORDS)
+    assert [data for _, data in compaction.read("t")] == [b"new"] * 4
+    view = rig.view("t")
+    assert view is not None
+    assert (view.earliest_seq, view.evict_floor, view.records) == (RECORDS + 1, 1, 4)
+
+
+def test_what_others_take_meanwhile_is_not_counted(rig: Rig) -> None:
+    reply = rig.call(DeleteRecords("t", None, "eq", b"x"))
+    assert rig.call(DeleteRecords("t", 21, None, b"")).deleted == 17
+    assert rig.delete(reply.rest) == 20
+
+
+def test_the_rest_is_for_no_other_topic_of_that_name(rig: Rig) -> None:
+    rest = rig.call(DeleteRecords("t", None, "eq", b"x")).rest
+    rig.call(DeleteTopic("t", False))
+    for _ in range(2):
+        with pytest.raises(TopicsError, match="does not exist"):
+            rig.call(rest)
+        rig.append("t", b"another", tag=b"x")
+    view = rig.view("t")
+    assert view is not None
+    assert view.records == 2
+
+
+def test_a_turn_that_cannot_be_logged_takes_nothing_and_can_be_repeated(rig: Rig) -> None:
+    rest = rig.call(DeleteRecords("t", None, "eq", b"x")).rest
+    assert isinstance(rig.fs, FaultyFileSystem)
+    rig.fs.arm(Fault(1, 28, calls=frozenset({"pwritev"})))
+    with pytest.raises(TopicsError) as refused:
+        rig.call(rest)
+    assert refused.value.code == "storage_unavailable"
+    rig.fs.arm(None)
+    assert rig.delete(rest) == RECORDS - 3
+
+
+def test_a_turn_ends_when_its_time_is_over(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little it has found: here the tags of the tail, of which it looks at some each time."""
+    monkeypatch.setattr(tag_search, "TURN_MS", 0)
+    rest: DeleteRecords | None = DeleteRecords("t", None, "eq", b"none")
+    turns = 0
+    while rest is not None:
+        rest = rig.call(rest).rest
+        turns += 1
+    assert turns == RECORDS // 8
+    assert rig.call(DeleteRecords("t", None, "eq", b"none")).rest is None, "all of them are known now"
+
+
+def test_tags_that_could_not_be_read_are_not_counted_twice(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = rig.shard._deletes._tags._frames
+    tagged = frames.tagged
+    reads = 0
+
+    def fails_once(topic: object, ring: object, first_seq: int, last_seq: int) -> Iterator[tuple[int, bytes]]:
+        nonlocal reads
+        reads += 1
+        for number, found in enumerate(tagged(topic, ring, first_seq, last_seq)):  # type: ignore[arg-type]
+            if reads == 2 and number == 3:
+                raise OSError("unreadable")
+            yield found
+
+    monkeypatch.setattr(frames, "tagged", fails_once)
+    with pytest.raises(TopicsError, match="cannot be read to delete them"):
+        rig.call(DeleteRecords("t", None, "eq", b"x"))
+    assert rig.delete(DeleteRecords("t", None, "eq", b"x")) == RECORDS
+    view = rig.view("t")
+    assert view is not None
+    assert view.records == 0
+
+
+def test_idle_turns_index_what_comes_behind_a_delete_by_tag(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tag_search, "IDLE_RECORDS", 5)
+    frames = rig.shard._deletes._tags._frames
+    tagged = frames.tagged
+    asked: list[tuple[int, int]] = []
+
+    def counting(topic: object, ring: object, first_seq: int, last_seq: int) -> Iterator[tuple[int, bytes]]:
+        asked.append((first_seq, last_seq))
+        return tagged(topic, ring, first_seq, last_seq)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(frames, "tagged", counting)
+    rig.append("u", b"1", tag=b"x")
+    assert not rig.shard.idle(), "nobody has deleted by tag"
+    assert rig.delete(DeleteRecords("t", 3, "eq", b"x")) == 2
+    asked.clear()
+    while rig.shard.idle():
+        pass
+    assert asked == [(first, min(first + 4, RECORDS)) for first in range(3, RECORDS + 1, 5)]
+    rig.append("t", b"1", b"2", tag=b"y")
+    assert rig.shard.idle()
+    asked.clear()
+    assert rig.delete(DeleteRecords("t", None, "eq", b"y")) == 2
+    assert asked == []
+    rig.append("t", b"3", tag=b"y")
+    Compaction(rig).cut()
+    rig.append("t", *[b"4"] * 20, tag=b"z")
+    Compaction(rig).cut()
+    while rig.shard.idle():
+        pass
+    assert rig.delete(DeleteRecords("t", None, "glob", b"")) == RECORDS - 2 + 21
+    rig.append("t", b"5", tag=b"y")
+    rig.call(DeleteTopic("t", False))
+    assert not rig.shard.idle()
+
+
+def test_an_index_of_tags_that_starts_over_catches_up_in_turns(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tags, "_FORGET_FROM", 4)
+    monkeypatch.setattr(tag_search, "TURN_MS", 0)
+    assert rig.delete(DeleteRecords("t", None, "eq", b"none")) == 0
+    rig.call(DeleteRecords("t", RECORDS - 15, None, b""))
+    frames = rig.shard._deletes._tags._frames
+    tagged = frames.tagged
+    asked: list[int] = []
+
+    def counting(topic: object, ring: object, first_seq: int, last_seq: int) -> Iterator[tuple[int, bytes]]:
+        asked.append(last_seq - first_seq + 1)
+        return tagged(topic, ring, first_seq, last_seq)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(frames, "tagged", counting)
+    assert rig.delete(DeleteRecords("t", None, "eq", b"x")) == 16
+    assert asked == [8, 8]
