@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from topics.core.expiry_clock import ExpiryClock
 from topics.core.job import Now
+from topics.log import get_logger
 from topics.walshard.step_clock import StepClock
 
 OFFSET_MS = 1_700_000_000_000
@@ -25,7 +26,7 @@ class Running:
 
 def test_what_expires_in_a_step_is_what_is_old_when_it_writes() -> None:
     clock = Running()
-    time = StepClock(clock, ExpiryClock(clock, print))
+    time = StepClock(clock, ExpiryClock(clock, get_logger().warning))
     for step in range(3):
         time.look()
         assert time.now == Now(OFFSET_MS + 2 * step + 3, 2 * step + 4)
@@ -34,7 +35,7 @@ def test_what_expires_in_a_step_is_what_is_old_when_it_writes() -> None:
 
 def test_the_look_that_is_as_late_as_can_be_is_another_one() -> None:
     clock = Running()
-    time = StepClock(clock, ExpiryClock(clock, print))
+    time = StepClock(clock, ExpiryClock(clock, get_logger().warning))
     before_ms = time.expiry_ms
     time.look_at_expiry()
     assert time.expiry_ms > before_ms
