@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +23,7 @@ from topics.client import (
     LeaseLostError,
     NewRecord,
     NotFoundError,
+    SeenJobs,
 )
 from topics.client.shift import extend_every_s
 
@@ -164,6 +167,29 @@ def test_threads_share_the_jobs_until_they_are_told_to_stop(topics: Client, queu
 
     work.run(handle, threads=4)
     assert sorted(done) == JOBS
+    wait_counts(topics, queue, (0, 0))
+
+
+def test_threads_share_the_memory_of_what_was_done(topics: Client, queue: str, tmp_path: Path) -> None:
+    work = topics.queue(queue)
+    together = threading.Barrier(2, timeout=20)
+    with SeenJobs(tmp_path / "jobs.db") as seen:
+        seen.db.execute("CREATE TABLE effects (job INTEGER)")
+
+        def handle(job: Job) -> None:
+            if job.data < 2 and job.deliveries == 1:
+                together.wait()  # both threads have one
+            with seen.once(job) as db:
+                if db is not None:
+                    db.execute("INSERT INTO effects VALUES (?)", (job.data,))
+            if job.deliveries == 1:
+                raise ValueError("the effect was had, and the job comes again")
+            if next(done) == len(JOBS):
+                work.stop()
+
+        done = itertools.count(1)
+        work.run(handle, threads=2, backoff=AT_ONCE)
+        assert sorted(row[0] for row in seen.db.execute("SELECT job FROM effects")) == JOBS
     wait_counts(topics, queue, (0, 0))
 
 
