@@ -31,7 +31,7 @@ class SeenJobs:
 
     def __init__(self, path: str | Path) -> None:
         self.db = sqlite3.connect(path, isolation_level=None, timeout=30.0, check_same_thread=False)
-        """For tables of the program's own. Between threads only `once` and `forget_before` keep out of each other's way."""
+        """For tables of the program's own. Threads take turns at `once` and `forget_before`, and not at this."""
         # Re-entered by its own thread, so that a block within a block is SQLite's error and no deadlock.
         self._turn = threading.RLock()
         self.db.execute("PRAGMA journal_mode = WAL")
