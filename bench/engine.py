@@ -1,4 +1,4 @@
-"""The cases of the storage engine: checkpoints, deletes, expiry, restart, cold reads, and memory per record."""
+"""The cases of the storage engine: checkpoints, restart, cold reads, and memory per record. Deletes: `deletes.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tests.harness import Service, poll
 NO_CHECKPOINTS: Final = {"TOPICS_CHECKPOINT_INTERVAL_MS": "86400000", "TOPICS_CHECKPOINT_WAL_BYTES": str(8 << 30)}
 AT_ONCE: Final = {"TOPICS_CHECKPOINT_INTERVAL_MS": "100", "TOPICS_CHECKPOINT_WAL_BYTES": str(1 << 20)}
 ABSORBED_DEADLINE_S: Final = 600.0
-TAGGED: Final = 1000
 BESIDE_CUTS: Final = (10, 100)
 """Records of a write."""
 ROUNDS: Final = 3
@@ -86,37 +85,6 @@ def held(service: Service, role: str) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
-
-
-def delete(bench: Bench) -> list[Figure]:
-    """A thousand records with one tag out of a long topic, all but the last of it in sealed segments; then expiry."""
-    records, label = scaled(bench, 5 * MILLION)
-    body = b'{"records":[{"data":1,"tag":"rare"}]}'
-    with service_with(bench, {"TOPICS_CHECKPOINT_WAL_BYTES": str(16 << 20)}) as service:
-        topic = make_topic(service, "long", "disk")
-        tagged = TAGGED // 10 if bench.quick else TAGGED
-        rounds = [wire.write(topic, 1000)] * (records // tagged // 1000)
-        rounds.append(wire.post(f"/v0/topics/{topic}?return_seqs=false", body))
-        bench.run(service, [rounds], tagged)
-        service.restart()  # with a last cut
-        wait_absorbed(service)
-        times = {}
-        for what, asked in (("first", "rare"), ("again", "rare"), ("absent", "nowhere")):
-            start = time.perf_counter()
-            answer = service.client.post(f"/v0/topics/{topic}/delete", json={"match": asked}).raise_for_status().json()
-            times[what] = (time.perf_counter() - start) * 1e6
-            assert answer["deleted"] == (tagged if what == "first" else 0), answer
-        values = {f"{what}_us": took for what, took in times.items()}
-        figures = [Figure("delete", f"{tagged} of {label} by tag", values)]
-        count = answer["count"]
-        config = {"durability": "disk", "ttl_ms": 1}
-        start = time.perf_counter()
-        service.client.put(f"/v0/topics/{topic}", json=config).raise_for_status()
-        state = service.client.get(f"/v0/topics/{topic}").raise_for_status().json()
-        took_us = (time.perf_counter() - start) * 1e6
-        assert (state["count"], state["earliest_seq"]) == (0, state["head_seq"] + 1), state
-        figures.append(Figure("expiry", f"{count} records at once", {"took_us": took_us}))
-        return figures
 
 
 def retained(bench: Bench) -> list[Figure]:
@@ -189,7 +157,6 @@ def cold(bench: Bench) -> list[Figure]:
 
 CASES: dict[str, Callable[[Bench], list[Figure]]] = {
     "checkpoint": checkpoint,
-    "delete": delete,
     "retained": retained,
     "cold": cold,
 }

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.contract.asking import diff, ok, put, refused, state, write
-from tests.harness import Service
+from tests.harness import Service, poll
 
 
 def delete(client: httpx.Client, topic: str, **body: Any) -> dict[str, Any]:
@@ -77,6 +77,32 @@ def test_many_matches_are_one_delete(client: httpx.Client, topic: str) -> None:
     assert delete(client, topic, match="t-*", before_seq=9000)["deleted"] == 5999
     answer = delete(client, topic, match="t-*")
     assert (answer["deleted"], answer["earliest_seq"], answer["count"], answer["bytes"]) == (1, 9001, 0, 0)
+
+
+def test_what_fails_on_the_way_says_how_many_are_gone() -> None:
+    """Here the tags of a segment are lost, and its frames with them; once they are back it is sent again."""
+    small = {"TOPICS_SEGMENT_MAX_EVENTS": "1000", "TOPICS_CHECKPOINT_INTERVAL_MS": "20"}
+    with Service(shards=1, env=small) as own:
+        client = own.client
+        for _ in range(4):
+            ok(client.post("/v0/topics/t", json={"records": [{"data": n, "tag": "a"} for n in range(1000)]}))
+        rows = poll(
+            "four sealed segments",
+            lambda: found if len(found := ok(client.get("/v0/topics/t/segments"))["segments"]) == 4 else None,
+        )
+        data = own.data_dir / rows[3]["data_path"]
+        lost = [data, data.with_suffix(".tags")]
+        for path in lost:
+            path.rename(path.with_suffix(path.suffix + "-away"))
+        error = refused(client.post("/v0/topics/t/delete", json={"match": "a"}), 503, "storage_unavailable")
+        gone = error["detail"]["deleted"]
+        assert 0 < gone <= 3000
+        assert f"before that {gone} records were deleted" in error["message"]
+        assert state(client, "t")["count"] == 4000 - gone
+        for path in lost:
+            path.with_suffix(path.suffix + "-away").rename(path)
+        answer = delete(client, "t", match="a")
+        assert (answer["deleted"], answer["count"], answer["earliest_seq"]) == (4000 - gone, 0, 4001)
 
 
 def test_when_nothing_is_left(client: httpx.Client, topic: str) -> None:

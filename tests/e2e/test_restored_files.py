@@ -1,4 +1,6 @@
-"""Files of segments that are cut while all processes have them open, and put back: errors, and nobody dies."""
+"""Files of segments that are cut while all processes have them open, and put back: errors, and nobody dies. And files
+that are put back as they were once: what was deleted since stays so where anything else says it, and else is found.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import httpx
 
 from tests.contract.asking import diff, ok, refused
 from tests.harness import Service, poll
+from topics.storage.verify import verify
 
 EVENTS = 10
 RECORDS = 40
@@ -70,3 +73,50 @@ def test_files_that_are_cut_in_place_are_errors_until_they_are_restored() -> Non
         left = [record["data"] for record in diff(client, "t", limit=RECORDS)["records"]]
         assert left == list(range(1, RECORDS, 2))
         assert set(service.family()) == family
+
+
+def older_index(service: Service, data_path: str) -> list[str]:
+    """Every other record is deleted, and the index of that segment put back as it was before: what `verify` finds."""
+    index = Path(service.data_dir, data_path).with_suffix(".idx")
+    before = index.read_bytes()
+    assert ok(delete(service.client, "t", "b"))["deleted"] == RECORDS // 2
+    service.stop()  # with a snapshot: no log says it again
+    places = str(service.data_dir), str(service.root / "cold")
+    assert verify(places[0], lambda _share: None, places[1]).damage == []
+    assert index.read_bytes() != before
+    index.write_bytes(before)
+    return [found.reason for found in verify(places[0], lambda _share: None, places[1]).damage]
+
+
+def restarted_reads(service: Service) -> list[int]:
+    service.start()
+    return [record["data"] for record in diff(service.client, "t", limit=RECORDS)["records"]]
+
+
+KEPT = {
+    "TOPICS_SEGMENT_MAX_EVENTS": str(EVENTS),
+    "TOPICS_CHECKPOINT_INTERVAL_MS": "20",
+    "TOPICS_SEGMENT_REWRITE_DEAD_RATIO": "0",
+}
+
+
+def test_an_index_of_before_a_deletion_brings_nothing_back_as_long_as_the_frames_say_so() -> None:
+    with Service(env=KEPT, frontends=1) as service:
+        fill(service.client, "t")
+        found = older_index(service, sealed(service.client, "t")[0])
+        assert [" is deleted here and live in the index" in reason for reason in found] == [True] * (EVENTS // 2)
+        assert restarted_reads(service) == list(range(0, RECORDS, 2))
+
+
+def test_an_index_of_before_a_deletion_is_found_where_it_alone_says_it() -> None:
+    """The frames of a cold segment cannot be marked."""
+    with Service(env=KEPT | {"TOPICS_HOT_RETAIN_SEGMENTS": "1"}, frontends=1) as service:
+        service.env["TOPICS_COLD_DIR"] = str(service.root / "cold")
+        service.restart()
+        client = service.client
+        fill(client, "t")
+        first = sealed(client, "t")[0]
+        poll("it to be cold", lambda: not Path(service.data_dir, first).exists() or None)
+        (reason,) = older_index(service, first)
+        live = RECORDS // 2
+        assert reason.startswith(f"{live + EVENTS // 2} records live by its indexes and the log behind them, {live} by")

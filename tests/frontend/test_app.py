@@ -18,7 +18,7 @@ from topics.core.keys import KeyRing
 from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
-from topics.frontend.body_budget import COUNTED_FROM_BYTES, bodies
+from topics.frontend.body_budget import LONG_BYTES, bodies
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.key_limits import KeyLimits
 from topics.frontend.live import websocket, websocket_commands
@@ -225,7 +225,7 @@ def on_loop(hosting: Hosting, test: Callable[[Frontend], Awaitable[None]], shard
 # -- long polls
 
 
-@pytest.mark.parametrize("padding", [" " * (COUNTED_FROM_BYTES + 1), '"node":[%s"me"],' % ('"me",' * 300_000)])
+@pytest.mark.parametrize("padding", [" " * (LONG_BYTES + 1), '"node":[%s"me"],' % ('"me",' * 300_000)])
 def test_a_long_poll_does_not_hold_what_its_body_was(hosting: Hosting, padding: str) -> None:
     """Four of them, each of the longest there may be, would keep every other long body out for 30 s."""
     hosting.make("t")
@@ -477,7 +477,7 @@ def test_a_long_message_is_counted_until_it_is_answered(
         return websocket_commands.decode(body)
 
     monkeypatch.setattr(websocket, "decode", decode)
-    padding = filling * ((COUNTED_FROM_BYTES + 100_000) // len(filling.encode()))
+    padding = filling * ((LONG_BYTES + 100_000) // len(filling.encode()))
     text = msgspec.json.encode({"op": "ping", "request_id": 1, "padding": padding}).decode()
 
     async def test(frontend: Frontend) -> None:

@@ -26,6 +26,7 @@ def budget(monkeypatch: pytest.MonkeyPatch) -> BodyBudget:
     monkeypatch.setattr(module, "BODIES_MAX_BYTES", MOST)
     budget = BodyBudget()
     monkeypatch.setattr(bodies_module, "bodies", budget)
+    monkeypatch.setattr(bodies_module, "medium_bodies", BodyBudget())
     return budget
 
 
@@ -147,40 +148,63 @@ def pieces(body: bytes, size_bytes: int = 65_536, gone: bool = False) -> Callabl
 
 
 def reading(
-    budget: BodyBudget, body: bytes, headers: dict[bytes, bytes], gone: bool = False, max_bytes: int = 2 * MIB
-) -> tuple[int, int]:
-    """(bytes of the body, bytes held when it was read); nothing is held after its request."""
-    seen: list[tuple[int, int]] = []
+    budget: BodyBudget,
+    body: bytes,
+    headers: dict[bytes, bytes],
+    gone: bool = False,
+    max_bytes: int = 2 * MIB,
+    piece_bytes: int = 65_536,
+) -> tuple[int, int, int]:
+    """(bytes of the body, bytes held when it was read: with the long ones, with the medium ones); nothing is held after
+    its request.
+    """
+    seen: list[tuple[int, int, int]] = []
+    medium: BodyBudget = vars(bodies_module)["medium_bodies"]
 
     async def test() -> None:
         async def request() -> None:
-            read = await read_body(pieces(body, gone=gone), headers, max_bytes)
-            seen.append((len(read), budget.held_bytes))
+            read = await read_body(pieces(body, piece_bytes, gone), headers, max_bytes)
+            seen.append((len(read), budget.held_bytes, medium.held_bytes))
 
         await asyncio.create_task(request())
 
     try:
         on_loop(test)
     finally:
-        assert budget.held_bytes == 0
+        assert budget.held_bytes == medium.held_bytes == 0
     return seen[0]
 
 
-def test_bodies_are_counted_from_a_mib_on(budget: BodyBudget) -> None:
-    length = {b"content-length": b"1500000"}
-    assert reading(budget, b"x" * MIB, JSON) == (MIB, 0)
-    assert reading(budget, b"x" * 1_500_000, JSON | length) == (1_500_000, 1_500_000)
-    assert reading(budget, b"x" * 1_500_000, JSON) == (1_500_000, MIB), (
-        "in chunks: a MiB for each begun beyond the first"
-    )
+def of_length(len_bytes: int) -> dict[bytes, bytes]:
+    return JSON | {b"content-length": b"%d" % len_bytes}
+
+
+def test_bodies_are_counted_from_64_kib_on(budget: BodyBudget) -> None:
+    assert reading(budget, b"x" * 65_536, JSON) == (65_536, 0, 0)
+    assert reading(budget, b"x" * 65_536, of_length(65_536)) == (65_536, 0, 0)
+    assert reading(budget, b"x" * 65_537, JSON) == (65_537, 0, 65_536), "in chunks: 64 KiB for each begun but the first"
+    assert reading(budget, b"x" * 100_000, of_length(100_000)) == (100_000, 0, 100_000)
+    assert reading(budget, b"x" * 100_000, of_length(100_000), piece_bytes=MIB) == (100_000, 0, 100_000)
+    assert reading(budget, b"x" * MIB, of_length(MIB)) == (MIB, 0, MIB)
     with pytest.raises(ClientGoneError):
-        reading(budget, b"x" * 1_500_000, JSON | length, gone=True)
+        reading(budget, b"x" * 100_000, of_length(100_000), gone=True)
+
+
+def test_bodies_are_counted_apart_from_a_mib_on(budget: BodyBudget) -> None:
+    length = of_length(1_500_000)
+    assert reading(budget, b"x" * 1_500_000, length) == (1_500_000, 1_500_000, 0)
+    assert reading(budget, b"x" * 1_500_000, JSON) == (1_500_000, MIB, MIB - 65_536), "in chunks: by the MiB"
+    with pytest.raises(ClientGoneError):
+        reading(budget, b"x" * 1_500_000, length, gone=True)
 
 
 def test_a_zipped_body_is_counted_before_it_is_unpacked(budget: BodyBudget) -> None:
     packed = gzip.compress(b" " * 2 * MIB)
     assert len(packed) < 10_000
-    assert reading(budget, packed, GZIP) == (2 * MIB, 2 * MIB)
+    assert reading(budget, packed, GZIP) == (2 * MIB, 2 * MIB, 0)
+    tiny = gzip.compress(b" " * 500_000)
+    assert len(tiny) < 1000
+    assert reading(budget, tiny, GZIP) == (500_000, 0, 500_000)
     with pytest.raises(TopicsError) as refused:
         reading(budget, gzip.compress(b" " * (2 * MIB + 1)), GZIP)
     assert refused.value.code == "payload_too_large"
@@ -205,7 +229,7 @@ def test_a_body_that_is_decoded_to_something_short_is_counted_no_longer(budget: 
                 return len(body)
 
             assert await read_wish(pieces(b" " * 1_500_000), JSON, 2 * MIB, decode) == 1_500_000
-            assert (held, budget.held_bytes) == ([MIB], 0)
+            assert (held, budget.held_bytes, vars(bodies_module)["medium_bodies"].held_bytes) == ([MIB], 0, 0)
             await budget.hold(MIB, 2 * MIB)  # and what is held from then on is, to the end
             assert budget.held_bytes == MIB
 

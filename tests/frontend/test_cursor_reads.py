@@ -5,6 +5,8 @@ real shard on one event loop, so that it is late exactly when the test says.
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from topics.core.errors import TopicsError
 from topics.frontend.asgi import DELIVER, Send
 from topics.frontend.queues import cursor_routes
 from topics.frontend.queues.cursor_routes import CursorRoutes
+from topics.frontend.queues.turns import READERS_MAX, Turns
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.diff import MAX_BATCH_BYTES
 from topics.frontend.reads.reading import Page
@@ -33,8 +36,9 @@ class Reader:
 
     def __init__(self, live: Live) -> None:
         self.live = live
-        catching_up = CatchingUp(RouterSight(live.rig.shared), live.reader, live.gateway)
-        self.routes = CursorRoutes(live.gateway, live.reader, catching_up, live.rig.settings, live.cell)
+        self.catching_up = CatchingUp(RouterSight(live.rig.shared), live.reader, live.gateway)
+        self.routes = CursorRoutes(live.gateway, live.reader, self.catching_up, live.rig.settings, live.cell)
+        self.before_page: Callable[[], Awaitable[None]] | None = None
         self.stall = False
         self.pages = 0
         """That were made."""
@@ -43,6 +47,8 @@ class Reader:
 
         async def fetch_and_stall(*args: Any) -> Page:
             self.pages += 1
+            if self.before_page is not None:
+                await self.before_page()
             if self.stall:
                 live.shard_up = False
                 live.gateway._wait_s = self.wait_s
@@ -55,7 +61,7 @@ class Reader:
         put = CursorPut("t", "c", config.get("consistency", "at_least_once"), config.get("persist_every", 1), 0, False)
         await self.live.gateway.call(0, put, CursorReply)
 
-    async def read(self, limit: int) -> list[int]:
+    async def read(self, limit: int, routes: CursorRoutes | None = None, cursor: str = "c") -> list[int]:
         """The seqs of one answer."""
         sent: list[Any] = []
 
@@ -70,10 +76,10 @@ class Reader:
 
         scope = {
             "headers": [(b"content-type", b"application/json")],
-            "path_params": {"topic": "t", "cursor": "c"},
+            "path_params": {"topic": "t", "cursor": cursor},
             "extensions": {DELIVER: deliver},
         }
-        await self.routes.read(scope, receive, send)
+        await (routes or self.routes).read(scope, receive, send)
         return [record["$seq"] for record in msgspec.json.decode(sent[1]["body"])["records"]]
 
     async def at(self) -> CursorReply:
@@ -99,16 +105,18 @@ def test_pages_that_wait_for_a_slow_shard_have_a_bound_together(
     async def test(live: Live) -> None:
         reader = Reader(live)
         await reader.make(20)
+        names = [f"c{n}" for n in range(10)]
+        for name in names:
+            await live.gateway.call(0, CursorPut("t", name, None, None, 0, False), CursorReply)
         reader.stall = True
-        reads = [asyncio.create_task(reader.read(1)) for _ in range(10)]
+        reads = [asyncio.create_task(reader.read(1, cursor=name)) for name in names]
         await until(lambda: reader.pages == 3)
         for _ in range(100):
             await asyncio.sleep(0)
         assert reader.pages == 3
         reads.pop().cancel()  # one that waits: in nobody's way
         reader.go_on()
-        read = [seq for seqs in await asyncio.gather(*reads) for seq in seqs]
-        assert sorted(read) == list(range(1, 10))
+        assert await asyncio.gather(*reads) == [[1]] * 9
 
     on_loop(tmp_path, test)
 
@@ -174,8 +182,10 @@ def test_what_a_late_answer_takes_back_is_only_what_it_had(tmp_path: Path) -> No
     async def test(live: Live) -> None:
         reader = Reader(live)
         await reader.make(4)
+        other = CursorRoutes(live.gateway, live.reader, reader.catching_up, live.rig.settings, live.cell)
+        other._reads = itertools.count(100)  # as at another frontend: it waits for no turn at this one
         reader.stall = True
-        first, second = (asyncio.create_task(reader.read(2)) for _ in range(2))
+        first, second = (asyncio.create_task(reader.read(2, routes)) for routes in (reader.routes, other))
         await until(lambda: not live.shard_up and len(live.gateway._unanswered._requests) == 2)
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
@@ -183,6 +193,79 @@ def test_what_a_late_answer_takes_back_is_only_what_it_had(tmp_path: Path) -> No
         assert await first == [1, 2]
         assert await reader.read(2) == [3, 4]
         await reader.persisted(4)
+
+    on_loop(tmp_path, test)
+
+
+@pytest.mark.parametrize("consistency", ["at_least_once", "strictly_at_once"])
+def test_readers_take_turns_and_no_page_is_read_in_vain(tmp_path: Path, consistency: str) -> None:
+    async def test(live: Live) -> None:
+        reader = Reader(live)
+        await reader.make(100, consistency=consistency)
+        reads = [asyncio.create_task(reader.read(2)) for _ in range(50)]
+        assert await asyncio.gather(*reads) == [[n, n + 1] for n in range(1, 100, 2)], "first come, first served"
+        assert reader.pages == 50
+        assert not len(reader.routes._turns), "nothing is kept of a cursor that nobody reads"
+        await reader.persisted(100)
+
+    on_loop(tmp_path, test)
+
+
+def test_who_gives_up_its_turn_is_in_nobodys_way(tmp_path: Path) -> None:
+    """Whether it waits for it, or has it."""
+
+    async def test(live: Live) -> None:
+        reader = Reader(live)
+        await reader.make(6)
+        live.shard_up = False
+        reads = [asyncio.create_task(reader.read(2)) for _ in range(5)]
+        await until(lambda: live.gateway._unanswered._requests)
+        await asyncio.sleep(0)
+        for one in (reads[0], reads[2]):
+            one.cancel()
+        await asyncio.gather(reads[0], reads[2], return_exceptions=True)
+        live.shard_up = True
+        assert await asyncio.gather(*[reads[n] for n in (1, 3, 4)]) == [[1, 2], [3, 4], [5, 6]]
+        assert not len(reader.routes._turns)
+
+    on_loop(tmp_path, test)
+
+
+def test_readers_that_wait_for_their_turn_are_bounded_in_number_and_time(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        reader = Reader(live)
+        await reader.make(6)
+        reader.routes._turns = Turns(WAIT_S)
+        live.shard_up = False
+        reads = [asyncio.create_task(reader.read(2)) for _ in range(READERS_MAX)]
+        await until(lambda: live.gateway._unanswered._requests)
+        await asyncio.sleep(0)
+        with pytest.raises(TopicsError, match="too many readers") as refused:
+            await reader.read(2)
+        assert (refused.value.code, refused.value.detail) == ("throttled", {"retry_after_ms": 10})
+        late = await asyncio.gather(*reads[1:], return_exceptions=True)
+        assert {one.code for one in late if isinstance(one, TopicsError)} == {"throttled"}
+        live.shard_up = True
+        assert await reads[0] == [1, 2]
+        assert await reader.read(2) == [3, 4]
+
+    on_loop(tmp_path, test)
+
+
+def test_where_the_reader_before_left_the_cursor_is_not_taken_for_where_it_is(tmp_path: Path) -> None:
+    """It was put somewhere else while others waited for their turn, of whom one has nothing behind the old place."""
+
+    async def test(live: Live) -> None:
+        reader = Reader(live)
+        await reader.make(2)
+        put_back = CursorPut("t", "c", None, None, 0, False)
+
+        async def between() -> None:
+            if reader.pages == 2:
+                await live.gateway.call(0, put_back, CursorReply)
+
+        reader.before_page = between
+        assert await asyncio.gather(*(reader.read(2) for _ in range(2))) == [[1, 2], [1, 2]]
 
     on_loop(tmp_path, test)
 

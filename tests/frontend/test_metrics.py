@@ -73,6 +73,38 @@ def test_series_of_topics_are_bounded_by_name_and_the_bound_is_told(hosting: Hos
     assert plain(text, "topics_topic_metrics_truncated") == 1
 
 
+def test_few_scrapes_are_made_at_once(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many ask: each has all its series in memory, and takes slices of a millisecond in turns with others."""
+    monkeypatch.setattr(module, "SLICE_S", 0.0)
+    for n in range(3 * module.PAGE_TOPICS):
+        hosting.make(f"t{n}")
+    metrics = route(hosting, 1000)
+    making = most = 0
+    series = metrics._series
+
+    async def counted(*arguments: Any) -> bytes:
+        nonlocal making, most
+        making += 1
+        most = max(most, making)
+        try:
+            return await series(*arguments)
+        finally:
+            making -= 1
+
+    monkeypatch.setattr(metrics, "_series", counted)
+
+    async def main() -> list[bytes]:
+        scrapes = [asyncio.create_task(scrape(metrics)) for _ in range(5 * module.AT_ONCE)]
+        await asyncio.sleep(0)
+        scrapes.pop(0).cancel()  # in nobody's way, wherever it is
+        scrapes.pop().cancel()
+        return await asyncio.gather(*scrapes)
+
+    texts = asyncio.run(main())
+    assert most == module.AT_ONCE
+    assert {len(of_topics(text, "head_seq")) for text in texts} == {3 * module.PAGE_TOPICS}
+
+
 @pytest.mark.parametrize("accept", [b"", b"application/json"])
 def test_a_scrape_of_ten_thousand_topics_lets_others_have_their_turn(hosting: Hosting, accept: bytes) -> None:
     """How much is done between two turns of the loop is bounded, in topics read and in series rendered."""

@@ -542,6 +542,30 @@ def test_deletions_are_seen_in_an_index_that_was_replaced(hosting: Hosting) -> N
     assert 3 not in seqs(read(hosting))
 
 
+@pytest.mark.parametrize("checked_before", [True, False])
+def test_what_a_frame_says_is_deleted_is_so_though_the_index_is_an_older_one(
+    hosting: Hosting, checked_before: bool
+) -> None:
+    """docs/storage-format.md: a record is deleted if either says so."""
+    hosting.make("t")
+    fill(hosting, 10)
+    hosting.checkpoint("t", records_max=10)
+    if checked_before:
+        assert len(seqs(read(hosting))) == 10
+    path = hosting.data_path("t", 1).with_suffix(".idx")
+    older = path.read_bytes()
+    for seq in (1, 4, 10):
+        hosting.delete_record("t", seq)
+    path.with_suffix(".copy").write_bytes(older)
+    path.with_suffix(".copy").rename(path)
+    hosting.reader.sweep()
+    for _ in range(2):  # also when they were checked before
+        assert seqs(read(hosting)) == [2, 3, 5, 6, 7, 8, 9]
+        page = read(hosting, 3, PageOptions(limit=3, max_batch_bytes=1 << 20, verify=True))
+        assert seqs(page) == [5, 6, 7]
+        assert read(hosting, 9).next_from_seq == 10
+
+
 @pytest.mark.parametrize("noticed", ["by the sweep", "when the segment has grown"])
 def test_data_that_were_replaced_are_checked_again(hosting: Hosting, noticed: str) -> None:
     hosting.make("t")

@@ -15,6 +15,7 @@ from tests.storage.segments import Record, logged, make_segment
 from topics.core.control_bodies import DeleteBody, MarkBody, encode_body
 from topics.core.floors import Floors
 from topics.core.fold import Fold
+from topics.core.location import LOCATION_DELETED
 from topics.core.runs import encode_runs
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.core.segment_list import SEALED as SEALED_FLAG
@@ -43,9 +44,10 @@ ACTIVE = [Record(b'"d"'), Record(b'"e"', tag=b"v")]
 MARK_SEQ = len(SEALED) + len(ACTIVE)
 
 
-def mark_frame(revision: int, *segments: SegmentInfo) -> bytes:
+def mark_frame(revision: int, head_seq: int, *segments: SegmentInfo) -> bytes:
+    """Of a topic whose record 2 is deleted."""
     up_to_seq = segments[-1].last_seq
-    floors = Floors(revision, 1, 1, 0, 1, up_to_seq, 100 * up_to_seq)
+    floors = Floors(revision, 1, 1, 0, 1, head_seq - 1, 100 * (head_seq - 1))
     body = encode_body(MarkBody(list(segments), floors))
     return encode(FrameType.CHECKPOINT_MARK, 0, TOPIC_ID, up_to_seq, TS_MS, b"", b"", body)
 
@@ -92,10 +94,10 @@ def fill(data_dir: str, shard: int = 0, shards: int = 1, closed: bool = True) ->
     for seq in range(1, MARK_SEQ + 1):
         commit(writer, appends(seq, [b'"%d"' % seq * 4]))
         if seq == len(SEALED):
-            commit(writer, mark_frame(1, sealed))
+            commit(writer, mark_frame(1, seq, sealed))
         elif seq == len(SEALED) + 1:
             places.append(WalPosition(writer.file_no, writer.offset))
-    commit(writer, mark_frame(2, active))
+    commit(writer, mark_frame(2, MARK_SEQ, active))
     writer.close() if closed else kill(writer)
     mark_deleted(OsFileSystem(), layout.topic_dir(data_dir, TOPIC_ID), 1, [2])
     for place in places:
@@ -336,7 +338,7 @@ class Cold:
         writer = open_writer(FaultyFileSystem(), layout.wal_dir(data_dir), recovery.end, identity=identity)
         self.hot = topic_file(data_dir, 1, "data")
         sealed = SegmentReader.open(layout.topic_dir(data_dir, TOPIC_ID), 1, 3, self.hot.stat().st_size)
-        commit(writer, mark_frame(3, info_of(sealed, SEALED_FLAG | COLD)))
+        commit(writer, mark_frame(3, MARK_SEQ, info_of(sealed, SEALED_FLAG | COLD)))
         writer.close()
         self.data_dir, self.cold_dir = data_dir, cold_dir
         self.there = Path(layout.segment_data_path(layout.topic_dir(cold_dir, TOPIC_ID), 1))
@@ -394,6 +396,41 @@ def test_what_was_deleted_since_is_not_marked_in_the_copy_of_an_index(cold: Cold
     mark_deleted(OsFileSystem(), str(cold.hot.parent), 1, [2], cold=True)
     assert cold.check().damage == []
     cold.hot.unlink()
+    assert cold.check().damage == []
+
+
+def test_an_index_of_before_a_deletion_is_found_though_nothing_else_repeats_it(cold: Cold) -> None:
+    """A cold segment's deletions are in the index alone: what the log counts tells that one is an older one."""
+    cold.hot.unlink()
+    here = topic_file(cold.data_dir, 1, "idx")
+    content = here.read_bytes()
+    older = content[:36] + bytes([content[36] & ~LOCATION_DELETED]) + content[37:]
+    assert older != content
+    cold.there.with_suffix(".idx").write_bytes(older)  # it was deleted since
+    assert cold.check().damage == []
+    here.write_bytes(older)
+    for look in (True, False):
+        (finding,) = cold.check(look).damage
+        assert (finding.kind, finding.path) == (Kind.SEGMENT, str(here.parent))
+        assert finding.reason.startswith("5 records live by its indexes and the log behind them, 4 by what the log")
+    here.write_bytes(content[:16] + bytes([content[16] | LOCATION_DELETED]) + content[17:])
+    assert cold.check(look=False).damage[0].reason.startswith("3 records live by its indexes")
+
+
+def test_what_the_log_deletes_need_not_be_marked_yet(cold: Cold) -> None:
+    """Behind the last snapshot the next start marks it again."""
+    recovery = recover_group(FaultyFileSystem(), layout.wal_dir(cold.data_dir), WalIdentity(0, 1, boot_id()))
+    for _ in recovery:
+        pass
+    writer = open_writer(
+        FaultyFileSystem(), layout.wal_dir(cold.data_dir), recovery.end, identity=WalIdentity(0, 1, boot_id())
+    )
+    commit(writer, appends(MARK_SEQ + 1, [b"1", b"2", b"3"]))
+    body = DeleteBody(0, encode_runs([3, MARK_SEQ + 2]), Floors(4, 1, 1, 0, 1, MARK_SEQ, 1))
+    commit(writer, encode(FrameType.DELETE, 0, TOPIC_ID, MARK_SEQ + 3, TS_MS, b"", b"", encode_body(body)))
+    writer.close()
+    assert cold.check().damage == []
+    mark_deleted(OsFileSystem(), str(cold.hot.parent), 1, [3], cold=True)
     assert cold.check().damage == []
 
 

@@ -131,6 +131,41 @@ def test_tags_that_could_not_be_read_are_not_counted_twice(rig: Rig, monkeypatch
     assert view.records == 0
 
 
+def test_idle_turns_index_what_comes_behind_a_delete_by_tag(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tag_search, "IDLE_RECORDS", 5)
+    frames = rig.shard._deletes._tags._frames
+    tagged = frames.tagged
+    asked: list[tuple[int, int]] = []
+
+    def counting(topic: object, ring: object, first_seq: int, last_seq: int) -> Iterator[tuple[int, bytes]]:
+        asked.append((first_seq, last_seq))
+        return tagged(topic, ring, first_seq, last_seq)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(frames, "tagged", counting)
+    rig.append("u", b"1", tag=b"x")
+    assert not rig.shard.idle(), "nobody has deleted by tag"
+    assert rig.delete(DeleteRecords("t", 3, "eq", b"x")) == 2
+    asked.clear()
+    while rig.shard.idle():
+        pass
+    assert asked == [(first, min(first + 4, RECORDS)) for first in range(3, RECORDS + 1, 5)]
+    rig.append("t", b"1", b"2", tag=b"y")
+    assert rig.shard.idle()
+    asked.clear()
+    assert rig.delete(DeleteRecords("t", None, "eq", b"y")) == 2
+    assert asked == []
+    rig.append("t", b"3", tag=b"y")
+    Compaction(rig).cut()
+    rig.append("t", *[b"4"] * 20, tag=b"z")
+    Compaction(rig).cut()
+    while rig.shard.idle():
+        pass
+    assert rig.delete(DeleteRecords("t", None, "glob", b"")) == RECORDS - 2 + 21
+    rig.append("t", b"5", tag=b"y")
+    rig.call(DeleteTopic("t", False))
+    assert not rig.shard.idle()
+
+
 def test_an_index_of_tags_that_starts_over_catches_up_in_turns(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tags, "_FORGET_FROM", 4)
     monkeypatch.setattr(tag_search, "TURN_MS", 0)

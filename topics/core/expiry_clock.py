@@ -82,8 +82,10 @@ class ExpiryClock:
 
     def now_ms(self) -> int:
         """Milliseconds since the epoch."""
-        mono_ms = self._clock.monotonic_ms()
-        wall_ms = self._clock.now_ms()
+        return self.at(self._clock.now_ms(), self._clock.monotonic_ms())
+
+    def at(self, wall_ms: int, mono_ms: int) -> int:
+        """`now_ms`, for who has just looked at the clock."""
         offset_ms = wall_ms - mono_ms
         trusted_ms = offset_ms if self.offset_ms is None else self.offset_ms
         forward_ms = offset_ms - trusted_ms

@@ -331,6 +331,10 @@ class Fold:
             # What the last writes evicted may not have been logged any more.
             topic.evict_over_cap()
 
+    def is_counted(self, topic: Topic) -> bool:
+        """Whether `topic.records` is what the durable log alone says: none of them ever were in RAM only."""
+        return topic.id not in self._uncounted and self._ram.ceiling(topic.id) is None
+
     def settle(self) -> None:
         """Every topic has the records that were fed so far, as far as they follow each other."""
         for topic_id in list(self._pending):

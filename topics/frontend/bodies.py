@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 from topics.core.errors import TopicsError, invalid
 from topics.frontend.asgi import Receive
-from topics.frontend.body_budget import COUNTED_FROM_BYTES, bodies
+from topics.frontend.body_budget import COUNTED_FROM_BYTES, LONG_BYTES, bodies, medium_bodies
 
 Headers = dict[bytes, bytes]
 WishT = TypeVar("WishT")
@@ -30,8 +30,8 @@ class ClientGoneError(Exception):
 async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes:
     """The unpacked body, JSON by its content type where there is any (api §0.2).
 
-    A long one is counted in `body_budget` until the current task ends. Raises `payload_too_large`, `throttled`,
-    `unsupported_media_type`, `invalid_request`; ClientGoneError.
+    From COUNTED_FROM_BYTES on it counts in `body_budget` until the current task ends. Raises `payload_too_large`,
+    `throttled`, `unsupported_media_type`, `invalid_request`; ClientGoneError.
     """
     message = await receive()
     if message["type"] == "http.disconnect":
@@ -40,7 +40,7 @@ async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes
     if message.get("more_body"):
         body = await _read_rest(receive, body, headers, max_bytes)
     elif len(body) > COUNTED_FROM_BYTES:
-        await bodies.hold(len(body), max_bytes)
+        await _hold(len(body), max_bytes)
     if len(body) > max_bytes:
         raise _too_large(max_bytes)
     if not body:
@@ -56,19 +56,32 @@ async def read_wish(receive: Receive, headers: Headers, max_bytes: int, decode: 
     """`read_body`, decoded to something short, for requests that may wait for long: the body is counted no longer."""
     wish = decode(await read_body(receive, headers, max_bytes))
     bodies.let_go()
+    medium_bodies.let_go()
     return wish
+
+
+async def _hold(size_bytes: int, max_bytes: int) -> None:
+    """Room for a body, or a piece, of this size."""
+    if size_bytes > LONG_BYTES:
+        await bodies.hold(size_bytes, max_bytes)
+    else:
+        await medium_bodies.hold(size_bytes, LONG_BYTES)
 
 
 async def _read_rest(receive: Receive, first: bytes, headers: Headers, max_bytes: int) -> bytes:
     chunks = [first]
     size = len(first)
     # With a length all of it is asked for at once, so that of those let in none waits again.
-    step = _length(headers, max_bytes) or COUNTED_FROM_BYTES
+    length = _length(headers, max_bytes)
     room = COUNTED_FROM_BYTES
     while True:
         if size >= room:
-            await bodies.hold(step, max_bytes)
-            room += step
+            if length or room < LONG_BYTES:
+                await _hold(length or COUNTED_FROM_BYTES, max_bytes)
+                room += length or COUNTED_FROM_BYTES
+            else:
+                await bodies.hold(LONG_BYTES, max_bytes)
+                room += LONG_BYTES
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGoneError
@@ -105,12 +118,12 @@ async def _unpack(body: bytes, encoding: bytes, max_bytes: int) -> bytes:
     if name not in (b"gzip", b"x-gzip"):
         shown = encoding[:100].decode("latin-1")
         raise TopicsError("unsupported_media_type", f"Content-Encoding must be gzip or absent, not {shown!r}")
-    if len(body) <= _UNZIP_INLINE_BYTES_MAX:
-        return unzip(body, max_bytes)
     # RFC 1952: the last four bytes are the size of what was packed. Who states less gets no more than that unpacked.
     stated = int.from_bytes(body[-4:], "little")
     if min(stated, max_bytes) > COUNTED_FROM_BYTES:
-        await bodies.hold(min(stated, max_bytes), max_bytes)
+        await _hold(min(stated, max_bytes), max_bytes)
+    if len(body) <= _UNZIP_INLINE_BYTES_MAX:
+        return unzip(body, max_bytes, stated)
     return await asyncio.to_thread(unzip, body, max_bytes, stated)
 
 

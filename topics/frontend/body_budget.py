@@ -1,4 +1,4 @@
-"""What the long bodies of requests hold in the memory of one frontend, all together.
+"""What the bodies of requests hold in the memory of one frontend, all together; short ones are not counted.
 
     read_body ──▶ hold(what is to come) ──▶ … unpacked, decoded ──▶ laid out, answered: the request's task ends ──▶ free
                      │ no room: first come, first served, for ROOM_WAIT_S    └─▶ let_go: little of it is kept ──▶ free
@@ -6,7 +6,8 @@
 
 A body waits for room before it is read on, so that its client is held up by TCP, and holds what it got until its
 request is over, or needs it no more. Of two that have a part each and wait for the rest one is refused in the end: room
-for the other.
+for the other. Bodies of up to a MiB have a budget of their own: four clients that send theirs slowly fill that of the
+long ones.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import msgspec
 from topics.core.errors import TopicsError
 
 BODIES_MAX_BYTES: Final = 256 * 2**20
-"""Bytes of all long bodies, packed and unpacked; or four of the longest there may be, if that is more. What is made of
-them while they are laid out is about twice as much again."""
-COUNTED_FROM_BYTES: Final = 1 << 20
-"""What is shorter is not counted: a connection has one of those at most."""
+"""Bytes of all bodies of a budget, packed and unpacked; or four of the longest there may be, if that is more. What is
+made of long ones while they are laid out is about twice as much again."""
+COUNTED_FROM_BYTES: Final = 64 << 10
+"""What is shorter is not counted: a connection, or stream of HTTP/2, has one of those at most."""
+LONG_BYTES: Final = 1 << 20
+"""What is longer is counted apart."""
 ROOM_WAIT_S: Final = 2.0
 RETRY_AFTER_MS: Final = 1000
 
@@ -35,7 +38,7 @@ class _Waiter(msgspec.Struct, eq=False):
 
 
 class BodyBudget:
-    """Of one process. Called on its event loop, by the tasks of the requests themselves."""
+    """Of one process and one kind of bodies. Called on its event loop, by the tasks of the requests themselves."""
 
     def __init__(self) -> None:
         self.held_bytes = 0
@@ -101,4 +104,6 @@ class BodyBudget:
 
 
 bodies: Final = BodyBudget()
-"""Of this process: there is one event loop, and all routes share it."""
+"""The long ones of this process: there is one event loop, and all routes share it."""
+medium_bodies: Final = BodyBudget()
+"""Those from COUNTED_FROM_BYTES to LONG_BYTES."""

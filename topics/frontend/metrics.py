@@ -25,6 +25,8 @@ from topics.shm.arena import TopicView
 
 ANSWER_BYTES: Final = 8 << 20
 """Room that is taken for one; 10,000 topics are about 3 MB."""
+AT_ONCE: Final = 4
+"""Scrapes that are being made; others wait, first come, first served. Each has all its series in memory."""
 SLICE_S: Final = 0.001
 PAGE_TOPICS: Final = 64
 _TOPIC_SERIES: Final = (
@@ -48,21 +50,27 @@ class MetricsRoute:
         self._arenas = arenas
         self._shards = shards
         self._topics_max = topics_max
+        self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         headers = dict(scope["headers"])
         accept = headers.get(b"accept", b"")
         await take_room(scope, ANSWER_BYTES)
-        families = [*self._figures.families(), *await self._topic_families(caller_of(scope).narrowed(""))]
-        if wants_json(accept):
-            members = await _in_slices(exposition.json(families))
+        as_json = wants_json(accept)
+        async with self._turns:
+            series = await self._series(caller_of(scope).narrowed(""), as_json)
+        if as_json:
             took_ms = str(elapsed_ms(started_ns)).encode()
-            body = b'{%b,"performance":{"server_total_ms":%b}}' % (members, took_ms)
-            await send_json(send, headers, 200, body, [(b"vary", b"accept")])
+            series = b'{%b,"performance":{"server_total_ms":%b}}' % (series, took_ms)
+            await send_json(send, headers, 200, series, [(b"vary", b"accept")])
         else:
-            body = await _in_slices(exposition.text(families))
-            await send_whole(send, headers, 200, TEXT_TYPE, body, [(b"vary", b"accept")])
+            await send_whole(send, headers, 200, TEXT_TYPE, series, [(b"vary", b"accept")])
+
+    async def _series(self, prefixes: tuple[str, ...], as_json: bool) -> bytes:
+        """All of them, as text or as the members of a JSON object."""
+        families = [*self._figures.families(), *await self._topic_families(prefixes)]
+        return await _in_slices(exposition.json(families) if as_json else exposition.text(families))
 
     async def _topic_families(self, prefixes: tuple[str, ...]) -> list[Family]:
         """Of the topics that begin with one of these: nobody learns the names of others."""

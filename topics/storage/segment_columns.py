@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 from topics.core.location import LOCATION_GONE
 from topics.storage.committed_file import Content
 from topics.storage.frame import LOCATION_FLAGS
-from topics.storage.segment import ENTRY_LEN, HEADER_LEN, TAIL_LEN, CorruptSegment
+from topics.storage.segment import DELETED, ENTRY_LEN, HEADER_LEN, TAIL_LEN, CorruptSegment
 
 _LENGTH_FIELD_LEN: Final = 4
 _ENTRY_U32: Final = ENTRY_LEN // 4
@@ -103,8 +103,9 @@ def extent(columns: Columns, data_bytes: int, idx_path: str, first_entry_at: int
 
 def check_frames(
     path: str, buffer: Content, base: int, first_seq: int, columns: Columns, starts: Sequence[int]
-) -> None:
+) -> list[int]:
     """That live records have the frames the index says, whole and unchanged. Raises CorruptSegment, naming `path`.
+    Returns the seqs of those whose frames are marked deleted: with these the index is behind, or an older one.
 
     frame_len is not looked at: the checksum vouches for the length that the index gives.
 
@@ -117,7 +118,7 @@ def check_frames(
         seqs, ts, flags = [seqs[n] for n in live], [ts[n] for n in live], [flags[n] for n in live]
         starts, lengths = [starts[n] for n in live], [lengths[n] for n in live]
     if not seqs:
-        return
+        return []
     if min(lengths) < HEADER_LEN + TAIL_LEN:
         shortest = lengths.index(min(lengths))
         raise CorruptSegment(path, base + starts[shortest], f"seq {seqs[shortest]} has a frame of {min(lengths)} bytes")
@@ -126,13 +127,15 @@ def check_frames(
         buffer[start + _LENGTH_FIELD_LEN : checksum_at] for start, checksum_at in zip(starts, checksums_at, strict=True)
     ]
     digests = array("Q", map(xxh3_64_intdigest, bodies)).tobytes()
-    stored = b"".join([buffer[at : at + 8] for at in checksums_at])
+    stored = bytearray().join([buffer[at : at + TAIL_LEN] for at in checksums_at])
+    marks = stored[8::TAIL_LEN]
+    del stored[8::TAIL_LEN]
     identities = b"".join([body[1:17] for body in bodies])
     wanted = array("Q", bytes(16 * len(bodies)))
     wanted[0::2] = array("Q", seqs)
     wanted[1::2] = array("Q", ts)
     if digests == stored and identities == wanted.tobytes() and [LOCATION_FLAGS[body[0]] for body in bodies] == flags:
-        return
+        return list(compress(seqs, [mark == DELETED for mark in marks])) if DELETED in marks else []
     for number, (seq, body) in enumerate(zip(seqs, bodies, strict=True)):
         reason = ""
         if digests[number * 8 : number * 8 + 8] != stored[number * 8 : number * 8 + 8]:

@@ -236,11 +236,25 @@ class _Check:
                     begun = name.first_seq > last_seq
                     why = "begun, and no checkpoint counts it yet" if begun else "counts for nothing any more"
                     self._report.note(f"{layout.segment_data_path(directory, *name)}: {why}")
-            for info in known.segments:
-                self._segments.listed(topic_id, directory, info, known.is_deleting)
+            self._listed(topic_id, directory, known)
         for name in names:
             for path_of in (layout.segment_data_path, layout.segment_idx_path, layout.segment_tags_path):
                 self._done(path_of(directory, *name))
+
+    def _listed(self, topic_id: int, directory: str, known: Known) -> None:
+        findings = len(self._report.damage)
+        live = known.live_behind
+        for info in known.segments:
+            live += self._segments.listed(topic_id, directory, info, known.earliest_seq, known.deleted)
+        # An index of before a deletion is whole in itself; of a cold segment nothing else repeats what it says.
+        if known.live is not None and live != known.live and len(self._report.damage) == findings:
+            self._report.damaged(
+                Kind.SEGMENT,
+                directory,
+                0,
+                f"{live} records live by its indexes and the log behind them, {known.live} by what the log counts: an"
+                " index is of before, or behind, a deletion",
+            )
 
     # -- transactions
 

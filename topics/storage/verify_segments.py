@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from topics.core.location import ENTRY_WORDS, LOCATION_DELETED
+from typing import Final
+
+from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_GONE
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, read_all
@@ -10,6 +12,8 @@ from topics.storage.postings import CorruptPostings, Postings
 from topics.storage.segment import ENTRY_FLAGS_AT, ENTRY_LEN
 from topics.storage.segment_reader import SegmentReader
 from topics.storage.verify_report import Kind, Report
+
+_LIVE_TABLE: Final = bytes(0 if flags & LOCATION_GONE else 1 for flags in range(256))
 
 
 class SegmentCheck:
@@ -20,23 +24,33 @@ class SegmentCheck:
         self._cold_dir = cold_dir
         self._report = report
 
-    def listed(self, topic_id: int, directory: str, info: SegmentInfo, is_deleting: bool) -> None:
-        """A segment that log or snapshot have; `is_deleting`: the log has deletions that it may not have yet."""
+    def listed(
+        self, topic_id: int, directory: str, info: SegmentInfo, earliest_seq: int, deleted: frozenset[int]
+    ) -> int:
+        """A segment that log or snapshot have; `deleted`: what the log has deleted and it may not have marked yet.
+
+        Returns how many of its records live from `earliest_seq` on; 0 when its index cannot be read.
+        """
         self._report.segments += 1
         try:
-            self._check_listed(topic_id, directory, info, is_deleting)
+            idx = self._check_listed(topic_id, directory, info, bool(deleted))
         except FileNotFoundError as error:
             self._report.damaged(Kind.SEGMENT, error.filename, 0, "the file is missing")
         except OSError as error:
             self._report.unreadable(error, directory)
+        else:
+            if idx is not None:
+                return _live(idx, info.first_seq, earliest_seq, deleted)
+        return 0
 
-    def _check_listed(self, topic_id: int, directory: str, info: SegmentInfo, is_deleting: bool) -> None:
+    def _check_listed(self, topic_id: int, directory: str, info: SegmentInfo, is_deleting: bool) -> bytes | None:
+        """Its index, as far as it is committed."""
         name = (info.first_seq, info.version)
         is_sealed = bool(info.flags & SEALED)
         idx_path = layout.segment_idx_path(directory, *name)
         idx = self._committed(idx_path, info.records * ENTRY_LEN, f"up to seq {info.last_seq}", is_sealed)
         if idx is None:
-            return
+            return None
         self._report.segment_records += info.records
         bare = SegmentReader(directory, info.first_seq, idx, b"", info.version)
         ts = bare.entries(info.first_seq, info.last_seq)[1::ENTRY_WORDS] if info.records else None
@@ -54,6 +68,7 @@ class SegmentCheck:
             self._postings(directory, whole or bare, whole is not None and is_in_time, info.version)
         if info.flags & COLD and self._cold_dir is not None:
             self._copies(layout.topic_dir(self._cold_dir, topic_id), directory, name, idx)
+        return idx
 
     def _places(self, topic_id: int, directory: str, info: SegmentInfo) -> list[str]:
         """Where its data have to be right: for a while after a segment has become cold, in both directories."""
@@ -168,6 +183,16 @@ class SegmentCheck:
                 expected.setdefault(tag, []).append(seq)
             if list(postings.items()) != sorted(expected.items()):
                 self._report.damaged(Kind.POSTINGS, path, 0, "does not list the tags that the segment's records have")
+
+
+def _live(idx: bytes, first_seq: int, earliest_seq: int, deleted: frozenset[int]) -> int:
+    """How many entries of an index are of records that live, from `earliest_seq` on."""
+    is_live = idx[ENTRY_FLAGS_AT::ENTRY_LEN].translate(_LIVE_TABLE)
+    start = max(0, earliest_seq - first_seq)
+    live = is_live.count(1, start)
+    if deleted:
+        live -= sum(is_live[seq - first_seq] for seq in deleted if start <= seq - first_seq < len(is_live))
+    return live
 
 
 def _first_difference(copy: bytes, original: bytes, is_idx: bool) -> int | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
+from typing import Final
 
 import msgspec
 
@@ -31,6 +33,9 @@ from topics.walshard.tag_search import TagSearch
 
 log = get_logger()
 
+_BY_TAG_MAX: Final = 64
+"""So many topics are looked at in an idle turn."""
+
 
 class Deletes:
     """Of one shard's topics, each a commit of its own: everything prepared is committed before."""
@@ -43,6 +48,8 @@ class Deletes:
         self._commits = commits
         self._routing = routing
         self._time = time
+        self._by_tag: OrderedDict[int, None] = OrderedDict()
+        """Ids of the topics that were deleted from by tag, the latest last."""
         self._kept: set[int] = set()
         """Topics whose log could not be written when they were to expire: said once."""
 
@@ -71,6 +78,20 @@ class Deletes:
             return True
         entry = floor_frame(hosted, floors, self._time.now.wall_ms)
         return self._commits.commit_one(Operation([entry], partial(self._expired, hosted, floors)), {topic.id})
+
+    def index_some(self) -> bool:
+        """In an idle turn: tags of what came into topics that were deleted from by tag lately. False: nothing came."""
+        for topic_id in list(self._by_tag):
+            hosted = self._catalog.find_id(topic_id)
+            try:
+                # Copies that no log holds yet are not to be found there.
+                if hosted is not None and self._tags.index_some(hosted.topic, hosted.index, hosted.logged_head_seq):
+                    return True
+            except (OSError, CorruptSegment):
+                hosted = None  # the next delete finds out, and is told
+            if hosted is None:
+                del self._by_tag[topic_id]
+        return False
 
     def sweep(self) -> None:
         """Expiry of topics that nobody touches. One whose log cannot be written now has to wait for the next sweep."""
@@ -141,6 +162,10 @@ class Deletes:
         topic = hosted.topic
         if call.op is None:
             return topic.plan_cut(last_seq + 1), None
+        self._by_tag[topic.id] = None
+        self._by_tag.move_to_end(topic.id)
+        if len(self._by_tag) > _BY_TAG_MAX:
+            self._by_tag.popitem(last=False)
         first_seq = max(call.from_seq, topic.earliest_seq)
         found = self._tags.find(topic, hosted.index, Match(call.op, call.pattern), first_seq, last_seq)
         rest = None

@@ -74,7 +74,7 @@ class GroupCommit:
         group says what their floors are.
         """
         told: dict[int, Hosted] = {}
-        if durable:
+        if durable and self._capped:
             told = {id: hosted for id, hosted in self._capped.items() if id in floors_of or _is_logged(hosted)}
             for topic_id in told:
                 del self._capped[topic_id]

@@ -98,6 +98,8 @@ def _serve(
             outbox.flush()
         elif stop.requested:
             return
+        elif shard.idle():
+            continue
         wake.announce_sleep()
         if outbox.idle and shard.routing.idle:
             if outbox.stuck or now_ms - busy_ms < BUSY_FOR_MS:

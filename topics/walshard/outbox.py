@@ -92,7 +92,10 @@ class Outbox:
     @property
     def fullness(self) -> float:
         """Of the fullest ring of requests, 0 to 1."""
-        return max(pair.requests.pending_bytes / pair.requests.capacity_bytes for pair in self._rings)
+        fullest = 0.0
+        for pair in self._rings:
+            fullest = max(fullest, pair.requests.pending_bytes / pair.requests.capacity_bytes)
+        return fullest
 
     # -- the journal
 

@@ -306,6 +306,10 @@ class Shard:
         """Monotonic: when `step` will have something to do though nobody asks; None: never."""
         return self._queues.next_tick_ms()
 
+    def idle(self) -> bool:
+        """A little of what can wait, when there is nothing else to do; False: nothing waits."""
+        return self._deletes.index_some()
+
     def sync_in_background(self) -> None:
         """What became durable meanwhile goes out to those who wait for that."""
         for hosted in self._syncs.poll(self._clock.monotonic_ms()):

@@ -22,8 +22,8 @@ class StepClock:
 
     def look(self) -> None:
         """A step begins."""
-        self.now = Now(self._clock.now_ms(), self._clock.monotonic_ms())
-        self.expiry_ms = self._expiry.now_ms()
+        self.now = now = Now(self._clock.now_ms(), self._clock.monotonic_ms())
+        self.expiry_ms = self._expiry.at(now.wall_ms, now.mono_ms)
 
     def look_at_expiry(self) -> None:
         """As late as can be: readers have their own clock, and may have been told since the step began."""

@@ -21,12 +21,14 @@ from topics.walshard.frame_tags import FrameTags
 from topics.walshard.segment_files import SegmentFiles
 from topics.walshard.topic_index import TopicIndex
 
-FOUND_MAX: Final = 2048
-"""Of one turn: to delete so many takes some ms."""
+FOUND_MAX: Final = 1024
+"""Of one turn: to delete so many takes two or three ms."""
 TURN_MS: Final = 4
 """So long a turn looks for them, and a step more."""
 CATCH_UP_RECORDS: Final = 1024
 """Between two looks at the clock."""
+IDLE_RECORDS: Final = 512
+"""Indexed in an idle turn, which a request may have to wait for."""
 
 
 class Found(NamedTuple):
@@ -66,7 +68,7 @@ class TagSearch:
                 return Found(found, next_seq)
         next_seq = max(next_seq, sealed_seq + 1)
         if next_seq <= last_seq:
-            open_seq = max(sealed_seq + 1, index.base_seq, topic.earliest_seq)
+            open_seq = _open_seq(topic, index)
             tail_key = (topic.id, match, last_seq)
             matches = self._matches[1]
             if tail_key != self._matches[0]:
@@ -78,6 +80,17 @@ class TagSearch:
                 return Found(found, found[-1] + 1)
         self._matches = ((), [])
         return Found(found, last_seq + 1)
+
+    def index_some(self, topic: Topic, index: TopicIndex, last_seq: int) -> bool:
+        """In an idle turn: of what came, up to `last_seq`, since somebody deleted by tag. False: nothing came."""
+        tags = topic.tags
+        if tags is None or tags.next_seq > last_seq:
+            return False
+        open_seq = _open_seq(topic, index)
+        tags.forget_below(open_seq)
+        first_seq = max(tags.next_seq, open_seq)
+        self._index(tags, topic, index, open_seq, min(last_seq, first_seq + IDLE_RECORDS - 1))
+        return first_seq <= last_seq
 
     def _take(
         self, found: list[int], key: tuple[object, ...], matches: list[int], first_seq: int, last_seq: int
@@ -106,15 +119,15 @@ class TagSearch:
         tags = topic.tags
         tags.forget_below(open_seq)
         while True:
-            tags.catch_up(
-                open_seq,
-                min(last_seq, max(tags.next_seq, open_seq) + CATCH_UP_RECORDS - 1),
-                lambda first, last: self._tagged(topic, index, first, last),
-            )
+            first_seq = max(tags.next_seq, open_seq)
+            self._index(tags, topic, index, open_seq, min(last_seq, first_seq + CATCH_UP_RECORDS - 1))
             if tags.next_seq > last_seq:
                 return tags
             if self._clock.monotonic_ms() >= ends_ms:
                 return None
+
+    def _index(self, tags: TagIndex, topic: Topic, index: TopicIndex, open_seq: int, last_seq: int) -> None:
+        tags.catch_up(open_seq, last_seq, lambda first, last: self._tagged(topic, index, first, last))
 
     def _tagged(self, topic: Topic, index: TopicIndex, first_seq: int, last_seq: int) -> Iterator[tuple[int, bytes]]:
         base_seq = index.ring.base_seq
@@ -123,3 +136,8 @@ class TagSearch:
                 yield from self._files.reader(topic.id, info).tagged(first_seq, last_seq)
         if last_seq >= base_seq:
             yield from self._frames.tagged(topic, index.ring, max(first_seq, base_seq), last_seq)
+
+
+def _open_seq(topic: Topic, index: TopicIndex) -> int:
+    """The first that may live and is in no sealed segment."""
+    return max(index.segments.sealed_last_seq + 1, index.base_seq, topic.earliest_seq)

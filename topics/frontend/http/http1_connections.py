@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from topics.core.clock import Clock, SystemClock
 from topics.frontend.http.http1_wire import error_answer
@@ -82,6 +82,8 @@ class Connections:
 
     def task_done(self) -> None:
         """The current task, an app call, is at its end."""
-        self.tasks.discard(cast("asyncio.Task[None]", asyncio.current_task()))
+        task = asyncio.current_task()
+        assert task is not None
+        self.tasks.discard(task)
         if self.draining:
             self._changed.set()

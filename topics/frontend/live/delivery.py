@@ -306,7 +306,7 @@ class Hub:
             channel.changed = False
             channel.todo = list(current)
         todo = channel.todo
-        steps = self._snapshot.steps(channel.name)
+        snapshot = self._snapshot
         stream: Stream | None = None
         cost = 0
         while todo and cost < FAN_OUT_STEP:
@@ -321,9 +321,9 @@ class Hub:
                 continue
             if connection.stream is not stream:
                 # Those who stand at one place mostly come one after the other.
-                stream = connection.stream
-                cost += 0 if stream in steps else PAGE_COST
-                step = self._snapshot.step(stream, index)
+                stream, made = connection.stream, snapshot.made
+                step = snapshot.step(stream, index)
+                cost += PAGE_COST * (snapshot.made - made)
                 len_bytes = len(step.data)
                 stays = step.outcome is Outcome.CURRENT
             if len_bytes >= COST_BYTES:

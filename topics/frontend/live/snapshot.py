@@ -103,6 +103,8 @@ class Snapshot:
         self._slice_no = 0
         self._now_ms = self._since_ms = 0
         self._made_bytes = 0
+        self.made = 0
+        """Steps, ever."""
 
     def begin(self) -> None:
         """The event loop has gone on: every topic is looked at again."""
@@ -117,10 +119,6 @@ class Snapshot:
         self._made_bytes = 0
         self._since_ms = self._now_ms
 
-    def steps(self, name: str) -> dict[Stream, Step]:
-        """The steps made so far in a topic."""
-        return self._look(name).steps
-
     def step(self, stream: Stream, index: int) -> Step:
         """What follows for every connection that stands at `stream`, in the topic at `index` of its plan."""
         sight = self._look(stream.plan.names[index])
@@ -133,6 +131,7 @@ class Snapshot:
                 self._made_bytes = 0
             step = sight.steps[stream] = self._make(sight, stream, index)
             self._made_bytes += len(step.data)
+            self.made += 1
             if step.outcome is Outcome.FAILED or step.outcome is Outcome.COLD:
                 sight.lasting = False
         return step

@@ -20,7 +20,7 @@ from topics.core.names import check_topic_name
 from topics.frontend import append, wire
 from topics.frontend.asgi import KEPT, Receive, Scope, Send
 from topics.frontend.bodies import INLINE_BYTES_MAX
-from topics.frontend.body_budget import COUNTED_FROM_BYTES, bodies
+from topics.frontend.body_budget import LONG_BYTES, bodies
 from topics.frontend.http.unread import Kept
 from topics.frontend.live.channels import Connection
 from topics.frontend.live.following import check_starts, check_strong, place, resolve
@@ -123,7 +123,7 @@ class Socket:
             text = message.get("text")
             body = None if text is None else text.encode("utf-8", "surrogatepass")
             del message, text  # nothing of a message is kept, uncounted, while the next one is awaited
-            if body is None or len(body) <= COUNTED_FROM_BYTES:
+            if body is None or len(body) <= LONG_BYTES:
                 await self._obey(body)
             else:
                 await asyncio.create_task(self._obey_long(body))
@@ -146,7 +146,7 @@ class Socket:
             if text is None:
                 raise invalid("a message is JSON text, not binary")
             try:
-                if len(body) > COUNTED_FROM_BYTES:
+                if len(body) > LONG_BYTES:
                     await bodies.hold(len(body), self._route.settings.max_body_bytes)
                 command = decode(body) if len(body) <= INLINE_BYTES_MAX else await asyncio.to_thread(decode, body)
             except TopicsError:

@@ -1,7 +1,7 @@
 """Named cursors over HTTP (api §10): the shard keeps the position, the records are read here.
 
-A read takes the page behind the position, and only then asks the shard to move it; if another reader was faster, it
-reads again behind that one. What the answer holds is this reader's alone.
+A read takes the page behind the position, and only then asks the shard to move it; if a reader at another frontend was
+faster, it reads again behind that one. What the answer holds is this reader's alone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
 from topics.frontend.bodies import read_body
 from topics.frontend.http.answer_room import AnswerRoom, Place
 from topics.frontend.query import name_after, name_cursor, page_size
+from topics.frontend.queues.turns import Turn, Turns, too_many_readers
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES
 from topics.frontend.reads.node_sets import node_set
@@ -49,7 +50,7 @@ LIMIT_MAX: Final = 2000
 MOVING_MAX_BYTES: Final = 256 * 2**20
 """Of pages whose cursors are being moved, in this process: they are made, and their shard may be slow."""
 TRIES_MAX: Final = 100
-"""How often a read may find that others were faster, before its client is told to come back."""
+"""How often a read may find that others, at other frontends, were faster before its client is told to come back."""
 
 
 class CursorBody(msgspec.Struct, gc=False):
@@ -97,6 +98,7 @@ class CursorRoutes:
         self._settings = settings
         self._cell = cell
         self._reads = itertools.count(1)
+        self._turns = Turns(gateway.shard_wait_s)
         self._moving = AnswerRoom(MOVING_MAX_BYTES)
 
     async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -163,8 +165,13 @@ class CursorRoutes:
         await take_room(scope, most_bytes)
         moving = Place(self._moving)
         try:
-            await moving.take(most_bytes)
-            page, seq, lost = await self._read(name, cursor, options, request.checkpoint)
+            if request.checkpoint:
+                async with self._turns.of(name, cursor) as turn:
+                    await moving.take(most_bytes)
+                    page, seq, lost = await self._take(name, cursor, options, turn)
+            else:
+                await moving.take(most_bytes)
+                page, seq, lost = await self._peek(name, cursor, options)
         finally:
             moving.close()
         passed_on = False
@@ -180,20 +187,33 @@ class CursorRoutes:
             if lost is not None:
                 self._gateway.post(self._owner(name), msgspec.structs.replace(lost, passed_on=passed_on))
 
-    async def _read(
-        self, name: str, cursor: str, options: PageOptions, checkpoint: bool
+    async def _peek(self, name: str, cursor: str, options: PageOptions) -> tuple[Page, int, None]:
+        """As `_take`, and nothing is moved."""
+        at = await self._look(name, cursor)
+        return await self._page(name, at, options), at.seq, None
+
+    async def _look(self, name: str, cursor: str) -> CursorReply:
+        (found,) = (await self._gateway.call(self._owner(name), CursorLook(name, cursor), CursorList)).cursors
+        return found
+
+    async def _take(
+        self, name: str, cursor: str, options: PageOptions, turn: Turn
     ) -> tuple[Page, int, CursorPassedOn | None]:
         """The page, where the cursor stands after it, and what to tell the shard if the page gets lost, if it cares."""
         owner = self._owner(name)
-        (at,) = (await self._gateway.call(owner, CursorLook(name, cursor), CursorList)).cursors
-        seq, up_to_seq, revision = at.seq, at.up_to_seq, at.revision
+        left_at, turn.left_at = turn.left_at, None
+        looked = left_at is None
+        at: CursorReply | CursorMoved = left_at or await self._look(name, cursor)
         for _ in range(TRIES_MAX):
-            page = await self._page(name, seq, up_to_seq, options)
-            if not checkpoint or page.next_from_seq <= seq:
-                return page, seq, None
+            page = await self._page(name, at, options)
+            if page.next_from_seq <= at.seq:
+                if looked:
+                    return page, at.seq, None
+                at, looked = await self._look(name, cursor), True
+                continue
             read = next(self._reads)
-            lost = CursorPassedOn(name, cursor, revision, read, False)
-            call = CursorAdvance(name, cursor, revision, seq, page.next_from_seq, read)
+            lost = CursorPassedOn(name, cursor, at.revision, read, False)
+            call = CursorAdvance(name, cursor, at.revision, at.seq, page.next_from_seq, read)
             try:
                 moved = await self._gateway.call(owner, call, CursorMoved)
             except (TopicsError, asyncio.CancelledError) as error:
@@ -202,21 +222,20 @@ class CursorRoutes:
                     self._gateway.post(owner, lost)
                 raise
             if moved.moved:
-                if page.count or page.tombstone is not None or up_to_seq is None:
+                if page.count or page.tombstone is not None or at.up_to_seq is None:
+                    turn.left_at = moved
                     return page, page.next_from_seq, lost if moved.under_way else None
                 # What was to be read again is gone, or not for this reader: there is more to read behind it.
                 if moved.under_way:
                     self._gateway.post(owner, msgspec.structs.replace(lost, passed_on=True))
-            seq, up_to_seq, revision = moved.seq, moved.up_to_seq, moved.revision
-        raise TopicsError(
-            "throttled", f"too many readers move cursor {cursor!r} of topic {name!r}", {"retry_after_ms": 10}
-        )
+            at, looked = moved, True
+        raise too_many_readers(name, cursor)
 
-    async def _page(self, name: str, from_seq: int, up_to_seq: int | None, options: PageOptions) -> Page:
+    async def _page(self, name: str, at: CursorReply | CursorMoved, options: PageOptions) -> Page:
         ref = self._reader.get(name)
         try:
-            page = await self._reader.fetch_page(ref, from_seq, options, self._reader.now_ms(), up_to_seq)
-            return page if up_to_seq is None else _up_to(page, up_to_seq)
+            page = await self._reader.fetch_page(ref, at.seq, options, self._reader.now_ms(), at.up_to_seq)
+            return page if at.up_to_seq is None else _up_to(page, at.up_to_seq)
         except CorruptRecordError as error:
             raise TopicsError(
                 "internal",

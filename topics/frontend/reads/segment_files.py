@@ -22,6 +22,7 @@ SEGMENTS_MAX: Final = 128
 """Open at once, each with its index and, most often, its data."""
 _SWEEP_STEP: Final = 8
 _CHECKED: Final = b"\1"
+_MARKED: Final = 2
 
 
 class OpenSegment:
@@ -55,7 +56,7 @@ class OpenSegment:
         self.is_cold = False
         """The cold tier has its data, and this directory for a while at most."""
         self._checked = bytearray(checked.ljust(info.records, b"\0"))
-        """1: the frame of this record was found to be whole since this was opened."""
+        """1: the frame of this record was found to be whole since this was opened; 2: and marked deleted."""
 
     def data(self) -> CommittedFile:
         """What the index leads to, opened when it is first asked for: times and floors are in the index alone. Raises
@@ -108,16 +109,27 @@ class OpenSegment:
         starts: list[int],
         again: bool = False,
         fetched: bool = False,
-    ) -> None:
+    ) -> list[int]:
         """That these frames are whole (`segment_columns.check_frames`): once for bytes of this file unless it has to be
         `again`, every time for those that were `fetched` from the cold tier. Raises CorruptSegment.
+
+        Returns the seqs whose frames say that they are deleted, though the index did not: an older one, as a rule, that
+        somebody put here. Either of the two counts.
         """
         start = first_seq - self.first_seq
         end = start + len(starts)
         if again or fetched or self._checked.find(0, start, end) >= 0:
-            check_frames(self.data_path, buffer, base, first_seq, columns, starts)
-            if not fetched:
-                self._checked[start:end] = _CHECKED * (end - start)
+            marked = check_frames(self.data_path, buffer, base, first_seq, columns, starts)
+            if fetched:
+                return marked
+            self._checked[start:end] = _CHECKED * (end - start)
+            for seq in marked:
+                self._checked[seq - self.first_seq] = _MARKED
+        if self._checked.find(_MARKED, start, end) < 0:
+            return []
+        return [
+            seq for seq in range(first_seq, first_seq + len(starts)) if self._checked[seq - self.first_seq] == _MARKED
+        ]
 
     def checked(self) -> bytes:
         """To be handed on to the same segment when it has grown."""

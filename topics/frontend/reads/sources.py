@@ -16,7 +16,7 @@ from struct import Struct
 from typing import Final
 
 from topics.core.errors import TopicsError
-from topics.core.location import LOCATION_GONE, LOCATION_IN_RAM_LOG
+from topics.core.location import LOCATION_DELETED, LOCATION_GONE, LOCATION_IN_RAM_LOG
 from topics.core.segment_list import SegmentInfo
 from topics.frontend.reads.cold import ColdTier
 from topics.frontend.reads.log_files import LogFiles
@@ -170,7 +170,12 @@ class Source:
                 buffer = data[base:end]
             if base:
                 starts = [start - base for start in starts]
-            opened.check(buffer, base, first_seq, columns, starts, again, fetched=data is None)
+            marked = opened.check(buffer, base, first_seq, columns, starts, again, fetched=data is None)
+            if marked:
+                flags = columns.flags[:]
+                for seq in marked:
+                    flags[seq - first_seq] |= LOCATION_DELETED
+                columns = columns._replace(flags=flags)
         return Run(first_seq, columns.ts, starts, columns.lengths, columns.flags, buffer, SEGMENT_FRAME)
 
     def _cold_tier(self, opened: OpenSegment) -> ColdTier:
