@@ -21,9 +21,9 @@ from topics.walshard.frame_tags import FrameTags
 from topics.walshard.segment_files import SegmentFiles
 from topics.walshard.topic_index import TopicIndex
 
-FOUND_MAX: Final = 1024
-"""Of one turn: to delete so many takes two or three ms."""
-TURN_MS: Final = 4
+FOUND_MAX: Final = 2048
+"""Of one turn: to delete so many takes some 4 ms."""
+TURN_MS: Final = 5
 """So long a turn looks for them, and a step more."""
 CATCH_UP_RECORDS: Final = 1024
 """Between two looks at the clock."""
