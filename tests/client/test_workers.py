@@ -283,6 +283,29 @@ def test_claims_and_dead_letters_by_hand(topics: Client, queue: str) -> None:
     assert work.redrive(dead).redriven == 2
 
 
+def test_jobs_can_be_looked_at_without_claiming_them(service: Service, topics: Client, topic: str) -> None:
+    topics.put_topic(topic, type="queue")
+    topics.append(topic, ["a", "b", NewRecord("c", delay_ms=60_000)])
+    queue = topics.queue(topic, node="w")
+    (job,) = queue.claim().claimed
+    seen = queue.peek()
+    assert [(one.data, one.state, one.deliveries, one.leased_to) for one in seen.jobs] == [
+        ("a", "leased", 1, "w"),
+        ("b", "waiting", 0, None),
+        ("c", "scheduled", 0, None),
+    ]
+    assert (seen.jobs[0].deadline, seen.jobs[2].deliver_at) == (job.deadline, seen.jobs[2].ts + 60_000)
+    assert seen.next_from_seq is None
+    page = queue.peek(max_jobs=1)
+    assert page.next_from_seq == 1
+
+    async def rest() -> list[str]:
+        async with AsyncClient(service.url) as client:
+            return [one.data for one in (await client.queue(topic).peek("waiting", from_seq=1)).jobs]
+
+    assert asyncio.run(rest()) == ["b"]
+
+
 def test_what_cannot_work_is_said_at_once(topics: Client, topic: str) -> None:
     topics.put_topic(topic)
     with pytest.raises(ConflictError, match="queue"):
