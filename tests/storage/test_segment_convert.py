@@ -128,8 +128,16 @@ def test_frames_that_are_others_are_refused_wherever_they_are(rows: int) -> None
 def test_a_table_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise all of the above would hold without one."""
     monkeypatch.delattr(segment_convert, "_one_by_one")
-    for size in (32, 100, 1000):
-        log, entries = log_of([([(b"", b"t", b"123", b"")] * size, 3)] * 5)
-        remainder = size % 128
-        assert remainder >= 32, "what is left of a batch is a table as well"
-        assert convert(log, TOPIC_ID, entries, DATA_BYTES) == expected(log, entries)
+    record = (b"", b"t", b"123", b"")
+    for sizes in (
+        [32] * 5,
+        [100] * 5,
+        [1000] * 5,
+        [1] * 300,
+        [3, 1, 1, 100, 2, 5, 50, 50, 7],
+        [88, 100, 100, 100, 100],
+    ):
+        assert sum(sizes) % 512 >= 32, "what is left is a table as well"
+        for gap in (0, 3):
+            log, entries = log_of([([record] * size, gap) for size in sizes])
+            assert convert(log, TOPIC_ID, entries, DATA_BYTES) == expected(log, entries)

@@ -19,7 +19,7 @@ from topics.compactor.log_buffers import LogBuffers
 from topics.compactor.segments import NO_ROOM, BufferOf, SealAt, SegmentAppender
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
-from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_IN_RAM_LOG
+from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_IN_RAM_LOG, any_flagged, flags_of
 from topics.core.segment_list import SEALED, SegmentInfo
 from topics.core.topic import Topic
 from topics.log import get_logger
@@ -39,7 +39,6 @@ RECORDS_PER_STEP: Final = 1 << 16
 """Of one topic at a time, and of one message: the shard looks at the flags of all of them."""
 FULL_AFTER: Final = 16
 """Topics without room: a smaller one may still find some, but this many say that it is the disk."""
-_IN_RAM: Final = LOCATION_IN_RAM_LOG << 32
 _LOOK_AGAIN_S: Final = 0.001
 _LOOKS: Final = 5000
 SEAL_AGAIN_MS: Final = 60_000
@@ -337,13 +336,12 @@ def _followed(entries: array[int], topic: Topic) -> array[int]:
     """Those that may go into segments now: records up to the one that was read from the log last, whose frames were
     all checked then, and what lies in the RAM log before them, or behind them if the topic is durable by now.
     """
-    seqs, file_words = entries[0::ENTRY_WORDS], entries[3::ENTRY_WORDS]
-    if not any(word & _IN_RAM for word in set(file_words)):
-        count = max(0, min(len(seqs), topic.head_seq - seqs[0] + 1))
+    if not any_flagged(entries, LOCATION_IN_RAM_LOG):
+        count = max(0, topic.head_seq - entries[0] + 1)
         return entries[: count * ENTRY_WORDS]
     count = 0
-    for number, (seq, word) in enumerate(zip(seqs, file_words, strict=True), 1):
-        if word & _IN_RAM:
+    for number, (seq, flags) in enumerate(zip(entries[0::ENTRY_WORDS], flags_of(entries), strict=True), 1):
+        if flags & LOCATION_IN_RAM_LOG:
             if topic.config.durability != "ephemeral":
                 count = number
         elif seq <= topic.head_seq:

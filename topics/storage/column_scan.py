@@ -39,7 +39,7 @@ _BODY_TEXT_AT: Final = HEADER_LEN - LENGTH_FIELD_LEN
 _FRAME_LEN_MIN: Final = OVERHEAD_LEN - LENGTH_FIELD_LEN
 _START: Final = Struct("<IH")  # frame_len, type | flags << 8
 
-_TABLE_ROWS: Final = (128, 64, 32, 16)
+_TABLE_ROWS: Final = (512, 256, 128, 64, 32, 16)
 """Few sizes, so that the structs for them are made once; for fewer rows a walk is as fast."""
 _WALK_FRAMES: Final = 128
 _ALIKE: Final = 8
@@ -94,7 +94,7 @@ class _Table(NamedTuple):
     total_lens: array[int]
 
 
-@lru_cache(256)
+@lru_cache(64)
 def _table_of(total_len: int, rows: int) -> _Table:
     return _Table(
         Struct("<" + f"{LENGTH_FIELD_LEN}x{total_len - LENGTH_FIELD_LEN - CHECKSUM_LEN}sQ" * rows),

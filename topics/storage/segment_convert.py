@@ -1,13 +1,14 @@
 """Records out of a log file into the form of a segment (`frame.py` and `segment.py` have the two).
 
-Records of one length that lie back to back in the log, as those of a batch often do, are a table of which whole columns
-are moved; of others each is cut out by itself.
+Records of one length that follow each other in their topic are gathered into a table, of which whole columns are moved;
+of others each is cut out by itself.
 """
 
 from __future__ import annotations
 
 import mmap
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate, compress, repeat
@@ -34,7 +35,10 @@ from topics.storage.segment import ENTRY_FLAGS_AT, ENTRY_LEN, KEPT_FLAGS, LOG_FR
 _WAL_IDENTITY_LEN: Final = 16  # topic_id, seq
 _WAL_SEQ_AT: Final = WAL_IDS_AT + 8
 _TABLE_ROWS_MIN: Final = 32
-_TABLE_ROWS_MAX: Final = 128
+_TABLE_ROWS_MAX: Final = 512
+_SHORT_ROWS: Final = 4
+_SHORT_MAX: Final = 4
+"""After so many that are so short the rest of a table is gathered record by record."""
 _TABLE_MAX_BYTES: Final = 1 << 18
 """At once, so that it is in the cache when it is hashed."""
 
@@ -101,60 +105,89 @@ def _frames(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int]) -> tu
     lengths = array("I")
     loose = 0
     count = len(places)
-    for first, behind in _tables(offsets, total_lens):
+    for first, behind in _tables(total_lens):
         if loose < first:
             parts.append(_one_by_one(buffer, topic_id, seqs[loose:first], places[loose:first], lengths))
-        parts.append(_table(buffer, topic_id, seqs[first:behind], places[first], lengths))
+        table = _gathered(buffer, offsets[first:behind], total_lens[first])
+        parts.append(_converted(table, topic_id, seqs[first:behind], total_lens[first]))
+        lengths.extend(array("I", (total_lens[first] - LOG_FRAME_EXTRA_LEN,)) * (behind - first))
         loose = behind
     if loose < count:
         parts.append(_one_by_one(buffer, topic_id, seqs[loose:], places[loose:], lengths))
     return b"".join(parts), lengths
 
 
-def _tables(offsets: array[int], lengths: array[int]) -> Iterator[tuple[int, int]]:
-    """(first, behind) of records that lie back to back and are of one length, where there are enough of them.
-
-    Whether there are as many as the last time, which is so with batches of one size, is asked of all of them at once.
-    """
-    count = len(offsets)
-    first, guess = 0, _TABLE_ROWS_MAX
+def _tables(lengths: array[int]) -> Iterator[tuple[int, int]]:
+    """(first, behind) of records of one length, where there are enough of them."""
+    count = len(lengths)
+    first = 0
     while first < count:
-        offset, length = offsets[first], lengths[first]
-        limit = min(count, first + max(1, min(_TABLE_ROWS_MAX, _TABLE_MAX_BYTES // max(1, length))))
-        behind = min(limit, first + guess)
-        rows = behind - first
-        if (
-            offsets[behind - 1] != offset + (rows - 1) * length
-            or lengths[first:behind] != lengths[first : first + 1] * rows
-            or offsets[first:behind] != array("I", range(offset, offset + rows * length, length))
-        ):
-            behind = first + 1
-            while behind < limit and offsets[behind] - offsets[behind - 1] == length == lengths[behind]:
-                behind += 1
-            guess = behind - first
-        elif behind < count and offsets[behind] - offsets[behind - 1] == length:
-            guess = _TABLE_ROWS_MAX
+        behind = min(count, first + max(1, min(_TABLE_ROWS_MAX, _TABLE_MAX_BYTES // max(1, lengths[first]))))
+        if not _are_alike(lengths, first, behind):
+            behind = bisect_left(
+                range(behind), True, lo=first + 1, key=lambda end: not _are_alike(lengths, first, end + 1)
+            )
         if behind - first >= _TABLE_ROWS_MIN:
             yield first, behind
             first = behind
         else:
-            first = _next_table(offsets, lengths, behind)
-            guess = _TABLE_ROWS_MAX
+            first = _next_table(lengths, behind)
 
 
-def _next_table(offsets: array[int], lengths: array[int], start: int) -> int:
+def _are_alike(lengths: array[int], first: int, behind: int) -> bool:
+    return lengths[first:behind] == lengths[first : first + 1] * (behind - first)
+
+
+def _next_table(lengths: array[int], start: int) -> int:
     """The number of the first record from `start` on that may begin a table; how many there are if none does."""
     # A table has a whole block of half its least size in it, wherever it begins.
     block = _TABLE_ROWS_MIN // 2
     at = -(-start // block) * block
-    count = len(offsets)
-    while at + block <= count and offsets[at + block - 1] - offsets[at] != (block - 1) * lengths[at]:
+    count = len(lengths)
+    while at + block <= count and not (lengths[at] == lengths[at + block - 1] and _are_alike(lengths, at, at + block)):
         at += block
     if at + block > count:
         return count
-    while at > start and offsets[at] - offsets[at - 1] == lengths[at - 1] == lengths[at]:
+    while at > start and lengths[at - 1] == lengths[at]:
         at -= 1
     return at
+
+
+def _gathered(buffer: Bytes | mmap.mmap, offsets: array[int], total_len: int) -> bytearray:
+    """Log frames of one length from wherever they lie, those of a batch back to back."""
+    pieces: list[Bytes] = []
+    rows = len(offsets)
+    at, guess, short = 0, rows, 0
+    while at < rows and short < _SHORT_MAX:
+        offset = offsets[at]
+        # As many as the last time, which is so with batches of one size, or how many there are.
+        behind = min(at + guess, rows)
+        if not _are_neighbours(offsets, at, behind, total_len) or (
+            behind < rows and offsets[behind] - offsets[behind - 1] == total_len
+        ):
+            behind = _neighbours_from(offsets, at, total_len)
+        guess = behind - at
+        short += guess < _SHORT_ROWS
+        pieces.append(buffer[offset : offset + guess * total_len])
+        at = behind
+    pieces += [buffer[offset : offset + total_len] for offset in offsets[at:]]
+    return bytearray().join(pieces)
+
+
+def _neighbours_from(offsets: array[int], first: int, total_len: int) -> int:
+    """Behind the last of those that lie back to back from the first one on."""
+    offset = offsets[first]
+    behind = bisect_left(
+        range(len(offsets)), True, lo=first + 1, key=lambda at: offsets[at] != offset + (at - first) * total_len
+    )
+    # Where they are not in the order of the log, what was asked of some need not hold for all.
+    return behind if _are_neighbours(offsets, first, behind, total_len) else first + 1
+
+
+def _are_neighbours(offsets: array[int], first: int, behind: int, total_len: int) -> bool:
+    offset = offsets[first]
+    end = offset + (behind - first) * total_len
+    return offsets[behind - 1] == end - total_len and offsets[first:behind] == array("I", range(offset, end, total_len))
 
 
 class _Columns(NamedTuple):
@@ -168,7 +201,7 @@ class _Columns(NamedTuple):
     frame_len: list[bytes]
 
 
-@lru_cache(256)
+@lru_cache(64)
 def _columns_of(total_len: int, rows: int) -> _Columns:
     begin = _WAL_SEQ_AT - 1  # where flags go
     frame_len = total_len - LOG_FRAME_EXTRA_LEN
@@ -181,15 +214,13 @@ def _columns_of(total_len: int, rows: int) -> _Columns:
     )
 
 
-def _table(buffer: Bytes | mmap.mmap, topic_id: int, seqs: array[int], first_place: int, lengths: array[int]) -> bytes:
-    """Frames of records of one length that lie back to back.
+def _converted(table: bytearray, topic_id: int, seqs: array[int], total_len: int) -> bytes:
+    """The segment's frames, of log frames of one length.
 
     In place: a frame begins in the topic id of its log frame, with flags where that ended, and its `del` is the first
     byte of the next one.
     """
-    offset, total_len = first_place & 0xFFFF_FFFF, first_place >> 32
     rows = len(seqs)
-    table = bytearray(buffer[offset : offset + rows * total_len])
     if len(table) != rows * total_len or total_len < OVERHEAD_LEN:
         raise _other_frames(topic_id)
     columns = _columns_of(total_len, rows)
@@ -204,7 +235,6 @@ def _table(buffer: Bytes | mmap.mmap, topic_id: int, seqs: array[int], first_pla
         table[at::total_len] = column
     table.append(0)
     table[total_len::total_len] = bytes(rows)
-    lengths.extend(array("I", (total_len - LOG_FRAME_EXTRA_LEN,)) * rows)
     return b"".join(columns.frames.unpack(table))
 
 
