@@ -96,14 +96,14 @@ def _of_many(bench: Bench) -> list[Figure]:
 
 
 def _sealed(bench: Bench) -> list[Figure]:
-    records, label = scaled(bench, 600_000)
-    each = records // TAGS
+    records, _ = scaled(bench, 600_000)
+    each, label = records // TAGS, f"{records // 1000} k"
     with service_with(bench, {"TOPICS_CHECKPOINT_WAL_BYTES": str(16 << 20)}) as service:
         topic = _fill_tagged(bench, service, records)
         service.restart()  # with a last cut
         wait_absorbed(service)
         return [
-            _beside(service, topic, f"{each} of {label}, sealed", {"match": "g:07"}, each),
+            _beside(service, topic, f"sealed: {each} of {label}", {"match": "g:07"}, each),
             _beside(service, topic, f"{10 * each} of them", {"match": "g:1*"}, 10 * each),
             _beside(service, topic, f"{39 * each} of them", {"match": "g:*"}, 39 * each),
             _beside(service, topic, "the one in front of these", {"before_seq": 2}, 1),
@@ -111,12 +111,12 @@ def _sealed(bench: Bench) -> list[Figure]:
 
 
 def _tail(bench: Bench) -> list[Figure]:
-    records, label = scaled(bench, 500_000)
-    each = records // TAGS
+    records, _ = scaled(bench, 500_000)
+    each, label = records // TAGS, f"{records // 1000} k"
     with service_with(bench, NO_CHECKPOINTS) as service:
         topic = _fill_tagged(bench, service, records)
         return [
-            _beside(service, topic, f"1 of {label} in the tail", {"match": "front"}, 1),
+            _beside(service, topic, f"tail: 1 of {label}", {"match": "front"}, 1),
             _beside(service, topic, "the same again", {"match": "front"}, 0),
             _beside(service, topic, f"{each} of them", {"match": "g:07"}, each),
             _beside(service, topic, f"{49 * each} of them", {"match": "g:*"}, 49 * each),

@@ -1,13 +1,16 @@
 """Deliver webhooks from a queue: retries with back-off, dead letters, a quiet end on SIGTERM.
 
-    python -m examples.webhooks send --queue hooks http://127.0.0.1:8000/orders '{"order": 7}'
     python -m examples.webhooks work --queue hooks --threads 8
+    python -m examples.webhooks send --queue hooks http://127.0.0.1:8000/orders '{"order": 7}'
     python -m examples.webhooks failed --queue hooks
     python -m examples.webhooks again --queue hooks
 
 A job is `{"url": …, "body": …}`. It is done when the receiver answers 2xx. Anything else is a failure: the job rests,
 twice as long each time, and after --attempts goes to the dead letters (`<queue>.dead`), from where `again` brings it
 back. A job may be delivered twice, when its worker is killed at the wrong moment; its Idempotency-Key is the same then.
+
+The first worker makes the queue; how it was configured since is left alone. So `send` needs a key that may `write`, no
+more, and `work` one that may `admin` only where there is no queue yet.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from topics.client import Backoff, Client, ClientError, Job, Record
+from topics.client import Backoff, Client, ClientError, Job, NotFoundError, Record
 
 SEND_TIMEOUT_S = 10.0
 
@@ -35,8 +38,16 @@ def dead_letters(queue: str) -> str:
 
 
 def make_queue(topics: Client, queue: str, attempts: int) -> None:
-    """Leases and counts of deliveries are logged as well: a job that kills its worker ends among the dead letters."""
-    topics.put_topic(queue, type="queue", max_deliveries=attempts, dead_letter=dead_letters(queue), leases_durable=True)
+    """Where there is none: a PUT replaces the whole configuration, and somebody may have changed it since.
+
+    Leases and counts of deliveries are logged as well: a job that kills its worker ends among the dead letters.
+    """
+    try:
+        topics.get_topic(queue, touch=False)
+    except NotFoundError:
+        topics.put_topic(
+            queue, type="queue", max_deliveries=attempts, dead_letter=dead_letters(queue), leases_durable=True
+        )
 
 
 def deliver(http: httpx.Client, job: Job) -> None:
@@ -72,14 +83,13 @@ def main() -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         with Client(arguments.url, token=arguments.token) as topics:
-            if arguments.command in ("send", "work"):
-                make_queue(topics, arguments.queue, arguments.attempts)
             if arguments.command == "send":
                 appended = topics.append(
                     arguments.queue, [{"url": arguments.receiver, "body": arguments.body}], create=False
                 )
                 print(f"job {appended.first_seq}")
             elif arguments.command == "work":
+                make_queue(topics, arguments.queue, arguments.attempts)
                 work(topics, arguments)
             elif arguments.command == "failed":
                 list_failed(topics, arguments.queue)
@@ -104,12 +114,12 @@ def parse() -> argparse.Namespace:
     ):
         command = commands.add_parser(name, help=help)
         command.add_argument("--queue", default="webhooks", help="name of the queue (default %(default)s)")
-        if name in ("send", "work"):
-            command.add_argument("--attempts", type=int, default=5, help="deliveries of a job (default %(default)s)")
         if name == "send":
             command.add_argument("receiver", help="where to")
             command.add_argument("body", type=json.loads, help="what, as JSON")
         if name == "work":
+            attempts = "deliveries of a job, of a queue that is made now (default %(default)s)"
+            command.add_argument("--attempts", type=int, default=5, help=attempts)
             command.add_argument("--threads", type=int, default=4, help="deliveries at a time (default %(default)s)")
             command.add_argument("--lease-ms", type=int, default=30_000, help="lease of a job (default %(default)s)")
             command.add_argument("--backoff-ms", type=int, default=1_000, help="first pause (default %(default)s)")

@@ -17,7 +17,7 @@ from tests.harness import Service, clean_environment
 
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OF_ITS_TIME = (
-    (re.compile(r'"(\$ts|deadline)":\d+'), r'"\1":0'),
+    (re.compile(r'"(\$ts|deadline|deliver_at)":\d+'), r'"\1":0'),
     (re.compile(r"lease_[0-9a-f]{16}"), "lease_"),
     (re.compile(r'topics-cli@[^"]+'), "topics-cli@host"),
 )

@@ -87,6 +87,22 @@ def test_redrive_brings_dead_letters_back(shell: Shell, mails: str) -> None:
     assert len(values(shell.ok("queue", mails, "peek", "-n", "1"))) == 1
 
 
+def test_peek_says_where_each_job_stands(shell: Shell, topics: Client, topic: str) -> None:
+    topics.put_topic(topic, type="queue", on_ack="keep")
+    topics.append(topic, range(1_500))
+    queue = topics.queue(topic)
+    queue.ack(queue.claim(12).claimed)
+    (job,) = values(shell.ok("queue", topic, "claim", "--node", "w"))
+    first, second = values(shell.ok("queue", topic, "peek", "-n", "2"))
+    said = (first["$seq"], first["data"], first["state"], first["deliveries"], first["node"], first["deadline"])
+    assert said == (13, 12, "leased", 1, "w", job["deadline"])
+    assert (second["$seq"], second["state"], second["deliveries"]) == (14, "waiting", 0)
+    done = values(shell.ok("queue", topic, "peek", "--state", "done", "-n", "100"))
+    assert [one["$seq"] for one in done] == [*range(1, 13)]
+    behind = values(shell.ok("queue", topic, "peek", "--from-seq", "14", "-n", "2000"))
+    assert [one["$seq"] for one in behind] == [*range(15, 1_501)]
+
+
 def test_redrive_takes_as_many_requests_as_it_needs(shell: Shell, topics: Client, topic: str) -> None:
     topics.put_topic(topic, type="queue", max_deliveries=1, dead_letter=f"{topic}.dead")
     topics.append(topic, range(1_100))

@@ -98,6 +98,47 @@ def test_two_workers_at_the_same_job_have_one_effect(seen: SeenJobs, tmp_path: P
     assert sum(won) == len(effects(seen)) == 20
 
 
+def test_threads_share_one_and_what_fails_in_one_of_them_is_undone_alone(seen: SeenJobs) -> None:
+    have_effect(seen, "old")
+    in_block, followed = threading.Event(), threading.Event()
+    outcomes: list[object] = []
+
+    def fail() -> None:
+        try:
+            with seen.once(Job("a")) as db:
+                assert db is not None
+                db.execute("INSERT INTO effects VALUES ('half')")
+                in_block.set()
+                assert not followed.wait(0.2)  # the other one waits for the end of the block
+                raise KeyError
+        except KeyError as error:
+            outcomes.append(error)
+
+    def follow() -> None:
+        assert in_block.wait(20)
+        outcomes.append(seen.forget_before(1 << 60))
+        followed.set()
+        outcomes.append(have_effect(seen, "b"))
+
+    threads = [threading.Thread(target=work) for work in (fail, follow)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [type(outcome) for outcome in outcomes] == [KeyError, int, bool]
+    assert outcomes[1:] == [1, True]
+    assert effects(seen) == ["b", "old"]
+    assert [have_effect(seen, key) for key in ("a", "b", "old")] == [True, False, True]
+
+
+def test_a_block_within_a_block_is_an_error_and_ends_neither_in_a_deadlock(seen: SeenJobs) -> None:
+    with seen.once(Job("a")) as db:
+        assert db is not None
+        with pytest.raises(sqlite3.OperationalError, match="within a transaction"):
+            have_effect(seen, "b")
+    assert [have_effect(seen, key) for key in ("a", "b")] == [False, True]
+
+
 def test_it_remembers_over_a_restart_and_forgets_when_told(seen: SeenJobs, tmp_path: Path) -> None:
     have_effect(seen, "a")
     seen.close()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +23,7 @@ from topics.client import (
     LeaseLostError,
     NewRecord,
     NotFoundError,
+    SeenJobs,
 )
 from topics.client.shift import extend_every_s
 
@@ -167,6 +170,29 @@ def test_threads_share_the_jobs_until_they_are_told_to_stop(topics: Client, queu
     wait_counts(topics, queue, (0, 0))
 
 
+def test_threads_share_the_memory_of_what_was_done(topics: Client, queue: str, tmp_path: Path) -> None:
+    work = topics.queue(queue)
+    together = threading.Barrier(2, timeout=20)
+    with SeenJobs(tmp_path / "jobs.db") as seen:
+        seen.db.execute("CREATE TABLE effects (job INTEGER)")
+
+        def handle(job: Job) -> None:
+            if job.data < 2 and job.deliveries == 1:
+                together.wait()  # both threads have one
+            with seen.once(job) as db:
+                if db is not None:
+                    db.execute("INSERT INTO effects VALUES (?)", (job.data,))
+            if job.deliveries == 1:
+                raise ValueError("the effect was had, and the job comes again")
+            if next(done) == len(JOBS):
+                work.stop()
+
+        done = itertools.count(1)
+        work.run(handle, threads=2, backoff=AT_ONCE)
+        assert sorted(row[0] for row in seen.db.execute("SELECT job FROM effects")) == JOBS
+    wait_counts(topics, queue, (0, 0))
+
+
 def test_a_stop_finishes_what_was_begun_and_gives_back_the_rest(topics: Client, queue: str) -> None:
     work = topics.queue(queue)
     done = []
@@ -255,6 +281,29 @@ def test_claims_and_dead_letters_by_hand(topics: Client, queue: str) -> None:
     assert work.claim(1).claimed[0].data == 3
     poll("the second delivery to be the dead letter's", lambda: topics.get_topic(dead).count == 2)
     assert work.redrive(dead).redriven == 2
+
+
+def test_jobs_can_be_looked_at_without_claiming_them(service: Service, topics: Client, topic: str) -> None:
+    topics.put_topic(topic, type="queue")
+    topics.append(topic, ["a", "b", NewRecord("c", delay_ms=60_000)])
+    queue = topics.queue(topic, node="w")
+    (job,) = queue.claim().claimed
+    seen = queue.peek()
+    assert [(one.data, one.state, one.deliveries, one.leased_to) for one in seen.jobs] == [
+        ("a", "leased", 1, "w"),
+        ("b", "waiting", 0, None),
+        ("c", "scheduled", 0, None),
+    ]
+    assert (seen.jobs[0].deadline, seen.jobs[2].deliver_at) == (job.deadline, seen.jobs[2].ts + 60_000)
+    assert seen.next_from_seq is None
+    page = queue.peek(max_jobs=1)
+    assert page.next_from_seq == 1
+
+    async def rest() -> list[str]:
+        async with AsyncClient(service.url) as client:
+            return [one.data for one in (await client.queue(topic).peek("waiting", from_seq=1)).jobs]
+
+    assert asyncio.run(rest()) == ["b"]
 
 
 def test_what_cannot_work_is_said_at_once(topics: Client, topic: str) -> None:

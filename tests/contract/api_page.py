@@ -168,7 +168,9 @@ def _settings(line: int, content: list[str]) -> dict[str, str]:
 
 IDS: Final = frozenset({"epoch", "wid", "lease_id", "stage", "id", "idx_xxh3"})
 """Text that is made up anew; where the page has it again, so has the service."""
-TIMES: Final = frozenset({"$ts", "deadline", "deadlines", "first_ts", "last_ts", "last_write_ts", "last_read_ts"})
+TIMES: Final = frozenset(
+    {"$ts", "deadline", "deliver_at", "deadlines", "first_ts", "last_ts", "last_write_ts", "last_read_ts"}
+)
 MEASURED: Final = frozenset({"performance", "uptime_ms", "pressure", "durable_seq"})
 """What depends on how long something took."""
 

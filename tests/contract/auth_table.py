@@ -41,6 +41,7 @@ ROUTES = [
     _row("POST", "/v0/topics/{topic}/ack", "write", json={"node": "w", "seqs": [1]}),
     _row("POST", "/v0/topics/{topic}/nack", "write", json={"node": "w", "seqs": [1]}),
     _row("POST", "/v0/topics/{topic}/extend", "write", json={"node": "w", "seqs": [1], "lease_ms": 1000}),
+    _row("POST", "/v0/topics/{topic}/peek", "read", json={}),
     _row("POST", "/v0/topics/{topic}/redrive", "admin", json={"from": DEAD}),
     _row("GET", "/v0/topics/{topic}/cursors", "read"),
     _row("PUT", "/v0/topics/{topic}/cursors/{cursor}", "write", json={}),

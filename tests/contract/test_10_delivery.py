@@ -180,6 +180,17 @@ def test_at_least_once_a_crash_brings_again_what_was_under_way_and_at_most_n_rea
             assert len({*again} & {seq for read in reads for seq in read}) <= 10 * every
 
 
+def test_at_least_once_a_stop_brings_again_what_was_under_way_alone() -> None:
+    with Service(shards=1, frontends=1, env={"TOPICS_SHUTDOWN_GRACE_MS": "4000"}) as service:
+        write(service.client, "short", *["x" * 2000] * 1000)
+        make(service.client, "short", persist_every=100)
+        with Stalled(service, "short", 500):
+            assert seqs(service.client, limit=300) == list(range(501, 801))
+            service.restart()
+        assert seqs(service.client, limit=1000) == list(range(1, 501))
+        assert seqs(service.client, limit=1000) == list(range(801, 1001))
+
+
 @pytest.mark.parametrize("body", [{}, {"persist_every": 2}, {"consistency": "strictly_at_once"}])
 def test_put_without_a_position_leaves_it_and_what_is_under_way(full: Service, body: dict[str, Any]) -> None:
     make(full.client, "short", from_seq=0, persist_every=1, consistency="at_least_once")

@@ -17,7 +17,9 @@ from tests.contract.stream import follow
 from tests.contract.timing import now_ms, undisturbed, until_ms
 from tests.contract.working import Work, ask, claim, counts, queue, seqs, until_counts
 from tests.harness import Service, poll
+from topics.core.leases import PEEK_LOOK_MAX
 from topics.frontend.queues.dead_letters import LOOK_MAX
+from topics.frontend.queues.peek import LOOKS_MAX
 
 FOREVER_MS = 3_600_000
 TIMEOUT_S = 20.0
@@ -49,6 +51,7 @@ def test_diff_and_watch_read_a_queue_and_touch_no_lease(service: Service, client
         ("nack", {"seqs": [1]}),
         ("extend", {"seqs": [1], "lease_ms": 1000}),
         ("redrive", {"from": "somewhere-else"}),
+        ("peek", {}),
     ],
 )
 def test_on_a_log_it_is_409_and_on_a_missing_topic_404(
@@ -804,6 +807,107 @@ def test_a_queue_that_rejects_has_room_again_after_an_ack(client: httpx.Client, 
     claim(client, topic)
     ask(client, topic, "ack", 1)
     assert write(client, topic, 3)["first_seq"] == 3
+
+
+# -- peek [+]
+
+
+def peek(client: httpx.Client, topic: str, **body: Any) -> dict[str, Any]:
+    answer = ok(post(client, topic, "peek", **body))
+    assert answer["topic"] == topic
+    assert answer["count"] == len(answer["jobs"])
+    return answer
+
+
+def states(client: httpx.Client, topic: str, **body: Any) -> dict[int, str]:
+    return {job["$seq"]: job["state"] for job in peek(client, topic, **body)["jobs"]}
+
+
+def test_a_peek_says_of_every_job_where_it_stands_and_touches_no_lease(client: httpx.Client, topic: str) -> None:
+    put(client, topic, type="queue", on_ack="keep")
+    at_ms = now_ms() + FOREVER_MS
+    records: list[dict[str, Any]] = [{"data": n, "tag": "t", "node": "n", "meta": {"k": "v"}} for n in range(5)]
+    records += [{"data": "at", "deliver_at": at_ms}, {"data": "in", "delay_ms": FOREVER_MS}]
+    records += [{"data": "first", "order_key": "k"}, {"data": "second", "order_key": "k"}]
+    ok(client.post(f"/v0/topics/{topic}", json={"records": records}))
+    jobs = claim(client, topic, node='a "worker"', max=4)
+    ask(client, topic, "ack", 1, node='a "worker"')
+    ask(client, topic, "nack", 2, node='a "worker"')
+    ask(client, topic, "nack", 3, node='a "worker"', delay_ms=FOREVER_MS)
+    before = counts(client, topic)
+    answer = peek(client, topic)
+    seen = {job["$seq"]: job for job in answer["jobs"]}
+    assert list(seen) == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert "next_from_seq" not in answer
+    record = {"data": 3, "$tag": "t", "$node": "n", "meta": {"k": "v"}, "$seq": 4, "$ts": jobs[3]["$ts"]}
+    assert seen[4] == record | {
+        "state": "leased",
+        "deliveries": 1,
+        "node": 'a "worker"',
+        "deadline": jobs[3]["deadline"],
+    }
+    assert (seen[2]["state"], seen[2]["deliveries"]) == ("waiting", 1)
+    assert (seen[3]["state"], seen[3]["deliveries"]) == ("scheduled", 1)
+    assert at_ms - FOREVER_MS / 2 < seen[3]["deliver_at"]
+    assert (seen[5]["state"], seen[5]["deliveries"]) == ("waiting", 0)
+    assert (seen[6]["state"], seen[6]["deliver_at"]) == ("scheduled", at_ms)
+    assert (seen[7]["state"], seen[7]["deliver_at"]) == ("scheduled", seen[7]["$ts"] + FOREVER_MS)
+    assert (seen[8]["state"], seen[8]["order_key"]) == ("waiting", "k")
+    assert (seen[9]["state"], seen[9]["order_key"]) == ("behind", "k")
+    assert states(client, topic, state="done") == {1: "done"}
+    assert states(client, topic, state="leased") == {4: "leased"}
+    assert counts(client, topic) == before
+    assert ask(client, topic, "ack", 4, node='a "worker"', lease_ids=[jobs[3]["lease_id"]])["acked"] == 1
+
+
+def test_a_peek_goes_on_where_it_stopped(client: httpx.Client, topic: str) -> None:
+    queue(client, topic, *range(10))
+    claim(client, topic, max=5)
+    first = peek(client, topic, max=4)
+    assert ([job["$seq"] for job in first["jobs"]], first["next_from_seq"]) == ([1, 2, 3, 4], 4)
+    assert list(states(client, topic, from_seq=4)) == [5, 6, 7, 8, 9, 10]
+    last = peek(client, topic, state="waiting", max=5)
+    assert ([job["$seq"] for job in last["jobs"]], last.get("next_from_seq")) == ([6, 7, 8, 9, 10], None)
+    assert states(client, topic, from_seq=10) == states(client, topic, from_seq=2**64 - 1) == {}
+
+
+def test_a_peek_looks_at_so_many_records_at_most_and_says_where_to_go_on(client: httpx.Client, topic: str) -> None:
+    looked = PEEK_LOOK_MAX * LOOKS_MAX
+    put(client, topic, type="queue")
+    for _ in range(looked // 1000 + 1):
+        write(client, topic, *[0] * 1000)
+    ok(client.post(f"/v0/topics/{topic}", json={"records": [{"data": "later", "delay_ms": FOREVER_MS}]}))
+    found = peek(client, topic, state="scheduled")
+    assert (found["jobs"], found["next_from_seq"]) == ([], looked)
+    (job,) = peek(client, topic, state="scheduled", from_seq=looked)["jobs"]
+    assert job["data"] == "later"
+
+
+def test_a_peek_passes_over_what_is_done(client: httpx.Client, topic: str) -> None:
+    put(client, topic, type="queue", on_ack="keep")
+    for _ in range(PEEK_LOOK_MAX * LOOKS_MAX // 1000 + 1):
+        write(client, topic, *[0] * 1000)
+        ask(client, topic, "ack", *seqs(claim(client, topic, max=1000)))
+    write(client, topic, "the first that is there")
+    answer = peek(client, topic, max=1)
+    assert [job["data"] for job in answer["jobs"]] == ["the first that is there"]
+
+
+def test_a_peek_that_is_longer_than_an_answer_is_cut(client: httpx.Client, topic: str) -> None:
+    put(client, topic, type="queue")
+    for _ in range(12):
+        write(client, topic, "x" * 1_000_000)
+    answer = peek(client, topic)
+    assert 1 < answer["count"] < 12
+    assert answer["next_from_seq"] == answer["jobs"][-1]["$seq"]
+    assert list(states(client, topic, from_seq=answer["next_from_seq"]))[-1] == 12
+
+
+@pytest.mark.parametrize("body", [{"state": "lost"}, {"max": -1}, {"from_seq": "1"}])
+def test_a_peek_that_makes_no_sense_is_400(client: httpx.Client, topic: str, body: dict[str, Any]) -> None:
+    put(client, topic, type="queue")
+    error = refused(post(client, topic, "peek", **body), 400, "invalid_request")
+    assert next(iter(body)) in json.dumps(error)
 
 
 # -- /work

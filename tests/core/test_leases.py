@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 import pytest
 from hypothesis import settings
@@ -14,9 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.core.cost import lines_of
 from tests.core.list_index import ListIndex
 from topics.core import jobs
+from topics.core import leases as lease_machine
 from topics.core.config import TopicConfig
 from topics.core.floors import EvictReason
-from topics.core.job import Now
+from topics.core.job import JobView, Now, State
 from topics.core.leases import CARRY_MS, Leases
 from topics.core.queue_state import QueueState
 from topics.core.topic import Topic
@@ -266,6 +268,47 @@ class LeaseMachine(RuleBasedStateMachine):
         for seq in carried:
             job = self.model.jobs[seq]
             job.held, job.returned, job.until_ms = True, False, self.now.mono_ms + CARRY_MS
+
+    @rule(
+        state=st.sampled_from([None, *get_args(State)]),
+        share=st.floats(0, 1),
+        most=st.integers(1, 20),
+        looks=st.integers(1, 9),
+    )
+    def peek(self, state: State | None, share: float, most: int, looks: int) -> None:
+        """All pages together are what the model says."""
+        self.advance()
+        from_seq = int(share * self.topic.head_seq)
+        ready = set(self.model.ready(self.now))
+
+        def view(seq: int) -> JobView:
+            job = self.model.jobs.get(seq)
+            if job is None:
+                return JobView(seq, "done", 0, 0, "", "")
+            said: tuple[State, int] = ("waiting", 0)
+            if job.held:
+                said = "dead", 0
+            elif job.node:
+                said = "leased", job.deadline_ms
+            elif job.until_ms:
+                said = "scheduled", job.deadline_ms
+            elif seq not in ready:
+                said = ("scheduled", job.deliver_at_ms) if self.model.first_of_its_key(job) else ("behind", 0)
+            return JobView(seq, *said, job.deliveries, "" if job.held else job.node, job.order_key)
+
+        live = [view(seq) for seq in sorted(self.model.jobs.keys() | self.done) if seq > from_seq]
+        expected = [one for one in live if one.state == state or (state is None and one.state != "done")]
+        found: list[JobView] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lease_machine, "PEEK_LOOK_MAX", looks)
+            while from_seq < self.topic.head_seq:
+                page, up_to_seq = self.leases.peek(from_seq, state, most)
+                assert len(page) <= min(most, looks)
+                assert from_seq < up_to_seq
+                assert all(from_seq < one.seq <= up_to_seq for one in page)
+                found += page
+                from_seq = up_to_seq
+        assert found == expected
 
     @rule(back=st.booleans())
     def dead_letters_arrive_or_not(self, back: bool) -> None:

@@ -33,6 +33,8 @@ WORKERS = 3
 KILLS = 12
 LEASE_MS = 3_000
 DEADLINE_S = 120.0
+ADMIN, WRITER, WORKER = (name * 8 for name in ("ad", "wr", "wo"))
+KEYS = f"{ADMIN},{WRITER}:write,{WORKER}:read+write"
 
 
 class Receiver(ThreadingHTTPServer):
@@ -103,6 +105,16 @@ def start_worker(service: Service, said: Path) -> subprocess.Popen[bytes]:
         )
 
 
+def run_example(service: Service, token: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "examples.webhooks", "--url", service.url, "--token", token, *arguments],
+        cwd=REPOSITORY,
+        env=clean_environment({}),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def catches(pid: int, number: signal.Signals) -> bool:
     """Whether a process has a handler for this signal."""
     (mask,) = re.findall(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
@@ -155,3 +167,36 @@ def test_killed_workers_lose_no_job(tmp_path: Path) -> None:
         dead = [record for record in topics.read(f"{QUEUE}.dead") if hasattr(record, "data")]
         assert sorted(record.data["body"]["number"] for record in dead) == list(range(0, JOBS, POISON))
         print(f"{kills} kills, {sum(receiver.taken.values()) - len(good)} done twice")
+
+
+def test_a_configuration_is_left_as_it_is_and_only_the_maker_of_a_queue_needs_to_be_an_admin() -> None:
+    with (
+        receiving(random.Random(0)) as receiver,
+        Service(shards=1, env={"TOPICS_API_KEYS": KEYS}) as service,
+        Client(service.url, token=ADMIN) as topics,
+    ):
+        receiver.refusals = dict.fromkeys(range(JOBS), 0)
+        url = f"http://127.0.0.1:{receiver.server_port}/"
+        send = ("send", "--queue", QUEUE, url, json.dumps({"number": 1}))
+        work = ("work", "--queue", QUEUE)
+        for token, arguments, why in ((WRITER, send, "topic_not_found"), (WORKER, work, "forbidden")):
+            refused = run_example(service, token, *arguments)
+            said = refused.communicate(timeout=30)[1]
+            assert (refused.returncode, why in said) == (1, True), said
+        assert [topic.topic for topic in topics.list_topics()] == []
+
+        topics.put_topic(QUEUE, type="queue", max_deliveries=10, cap_records=1000, discard="reject")
+        before = topics.get_topic(QUEUE).config
+        worker = run_example(service, WORKER, *work)
+        try:
+            sender = run_example(service, WRITER, *send)
+            assert sender.communicate(timeout=30)[1] == ""
+            poll("the webhook to be delivered", lambda: receiver.taken[1] == 1)
+            worker.send_signal(signal.SIGTERM)
+            worker.communicate(timeout=30)
+            assert worker.returncode == 0
+        finally:
+            worker.kill()
+            worker.wait()
+        assert topics.get_topic(QUEUE).config == before
+        assert before["max_deliveries"] == 10

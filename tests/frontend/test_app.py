@@ -33,6 +33,7 @@ from topics.frontend.probes import ProbeRoutes
 from topics.frontend.queues.cursor_routes import CursorRoutes
 from topics.frontend.queues.dead_letters import DeadLetters
 from topics.frontend.queues.job_channel import JobChannel
+from topics.frontend.queues.peek import PeekRoute
 from topics.frontend.queues.queue import QueueRoutes
 from topics.frontend.queues.queue_table import cursor_operations, queue_operations
 from topics.frontend.queues.unreadable import UnreadableJobs
@@ -115,7 +116,7 @@ class Frontend:
                 *topic_operations(append, self.diff, topics),
                 *router_operations(routers),
                 *watch_operations(watch),
-                *queue_operations(queues, work),
+                *queue_operations(queues, PeekRoute(self.gateway, reader, catching_up, settings), work),
                 *cursor_operations(cursors),
                 *txn_operations(
                     TxnRoutes(

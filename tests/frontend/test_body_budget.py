@@ -119,7 +119,7 @@ def test_who_is_cancelled_while_it_waits_holds_nothing_and_blocks_nobody(budget:
         # Let in and cancelled in one turn of the loop.
         last = Request(budget, 6 * MIB)
         await settle()
-        budget._free(6 * MIB)
+        budget.give_back(6 * MIB)
         last.task.cancel()
         await settle()
         assert (last.held, budget.held_bytes) == (False, 4 * MIB)

@@ -14,6 +14,7 @@ from tests.frontend.hosting import Hosting, Written
 from tests.frontend.live import turns, until
 from tests.frontend.test_app import Frontend, on_loop
 from topics.core.keys import KeyRing, parse_list
+from topics.frontend.asgi import DROPPED
 from topics.frontend.live.outbox import MESSAGES_MAX
 from topics.frontend.live.websocket import PUBLISHES_MAX
 from topics.shm import append_messages, messages
@@ -170,5 +171,20 @@ def test_a_publish_that_is_cut_before_its_first_step_counts_no_longer(
         assert appends(frontend)
         (digest,) = (key.digest for key in parse_list("me:rw"))
         assert all(frontend.key_counts.claim(digest, what, most=1) for what in Counted)
+
+    on_loop(hosting, test)
+
+
+def test_a_message_for_which_there_was_no_room_is_answered_and_the_socket_lives_on(hosting: Hosting) -> None:
+    async def test(frontend: Frontend) -> None:
+        client = Client(frontend)
+        client._sent.put_nowait({"type": "websocket.receive", "text": None, "bytes": None, DROPPED: True})
+        client.say(op="ping", request_id="next")
+        await until(lambda: client.of("pong"))
+        error, pong = client.received
+        assert (error["op"], error["request_id"], error["code"]) == ("error", None, "throttled")
+        assert error["detail"]["limit"] == "body_bytes"
+        assert pong["request_id"] == "next"
+        await client.leave()
 
     on_loop(hosting, test)

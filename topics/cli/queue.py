@@ -8,19 +8,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 
 from topics.cli import service
 from topics.cli.input import BadLineError, Batch, stdin_batches
-from topics.cli.output import RecordPrinter, print_line, put, record_lines
-from topics.cli.read import read_pages
+from topics.cli.output import print_line, put, record_lines
 from topics.cli.service import EXIT_REFUSED, UsageError, Work, say
 from topics.client import ApiError, ClaimedJob, Client, TopicState, queue_calls
 from topics.client.calls import Call
 from topics.client.errors import api_error
 from topics.client.queue_calls import Settled
+from topics.core.job import State
 
 CLAIM_EVERY_S: Final = 0.5
 SETTLE_MAX_JOBS: Final = 1000
@@ -29,6 +29,7 @@ SETTLE_DELAY_S: Final = 0.02
 _EXAMPLES: Final = """  topics queue mails claim --max 10 > jobs && ./send < jobs && topics queue mails ack < jobs
   topics queue mails claim | ./work | topics queue mails ack     # ./work prints the lines of what it has done
   topics queue mails nack 7:lease_3eb633b2113a8f7a --delay-ms 60000
+  topics queue mails peek --state leased
   topics queue mails redrive --max 100"""
 _JOBS_HELP: Final = "seq and lease id of a job as it was claimed; none: NDJSON of claimed jobs on stdin"
 
@@ -98,9 +99,16 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "--max", dest="max_jobs", metavar="N", type=service.positive, help="up to so many (all there are)"
     )
     peek = _verb(
-        verbs, "peek", _peek, "The first jobs that are there, leased or not, as `topics read` would print them."
+        verbs,
+        "peek",
+        _peek,
+        "Look at jobs without claiming them: each with its state, how often it was handed out, who has it until when.",
     )
     peek.add_argument("-n", dest="count", metavar="N", type=service.positive, default=10, help="how many (%(default)s)")
+    peek.add_argument("--state", choices=get_args(State), help="only those that are so (all but done)")
+    peek.add_argument(
+        "--from-seq", metavar="SEQ", type=service.whole, default=0, help="only those behind this seq (%(default)s)"
+    )
 
 
 def _verb(verbs: Any, name: str, work: Work, about: str) -> argparse.ArgumentParser:
@@ -252,13 +260,14 @@ def _redrive(client: Client, options: argparse.Namespace) -> int:
 
 
 def _peek(client: Client, options: argparse.Namespace) -> int:
-    _state_of_queue(client, options.topic)
-    printer = RecordPrinter()
-    for page in read_pages(client, options.topic, 0, limit=options.count):
-        if page.tombstone is not None:
-            printer.tombstone(options.topic, page.tombstone)
-        printer.records(options.topic, page.records)
-    return printer.exit_code
+    queue = client.queue(options.topic)
+    left, from_seq = options.count, options.from_seq
+    while left > 0 and from_seq is not None:
+        page = queue.peek(options.state, min(left, SETTLE_MAX_JOBS), from_seq)
+        put(record_lines(page.jobs))
+        left -= len(page.jobs)
+        from_seq = page.next_from_seq
+    return 0
 
 
 def _state_of_queue(client: Client, topic: str) -> TopicState:

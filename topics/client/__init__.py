@@ -19,7 +19,7 @@ from topics.client.errors import (
     UnreachableError,
 )
 from topics.client.queue import AsyncJob, AsyncQueue, Job, Queue
-from topics.client.queue_calls import Claimed, ClaimedJob
+from topics.client.queue_calls import Claimed, ClaimedJob, Peeked, PeekedJob
 from topics.client.records import (
     Appended,
     Item,
@@ -62,6 +62,8 @@ __all__ = [
     "NotAllowedError",
     "NotFoundError",
     "Page",
+    "Peeked",
+    "PeekedJob",
     "Producer",
     "Queue",
     "Record",

@@ -42,7 +42,8 @@ class AsyncCursor:
         `max_bytes`, `node`, `include_tags`, `include_meta`. What was lost to cap or ttl is in the page's `tombstone`.
 
         A read that moves the cursor is not repeated when its answer is lost (UnreachableError, or ServiceBusyError with
-        the code `shard_unavailable`): with `at_least_once` those records come again, with `strictly_at_once` never.
+        the code `shard_unavailable`): with `at_least_once` those records come again unless they had left the service
+        whole, with `strictly_at_once` never.
         """
         return await self._client.call(
             cursor_calls.read_cursor(self.topic, self.name, checkpoint=checkpoint, **options)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from topics.client import queue_calls
 from topics.client.errors import ClientError, LeaseLostError
 from topics.client.loop_thread import LoopThread
-from topics.client.queue_calls import Claimed, ClaimedJob, Redriven
+from topics.client.queue_calls import Claimed, ClaimedJob, Peeked, Redriven
 from topics.client.shift import Backoff, Leased, Shift
 
 if TYPE_CHECKING:
@@ -170,6 +170,11 @@ class AsyncQueue:
         """Gives claimed jobs back; the seqs that were no longer leased."""
         return (await self._client.call(queue_calls.nack(self.topic, self.node, jobs, delay_ms=delay_ms))).skipped
 
+    async def peek(self, state: str | None = None, max_jobs: int = 100, from_seq: int = 0) -> Peeked:
+        """Jobs and where each of them stands; touches no lease. Without a `state`: in any but `done`."""
+        call = queue_calls.peek(self.topic, state=state, max_jobs=max_jobs, from_seq=from_seq)
+        return await self._client.call(call)
+
     async def redrive(self, dead_letter: str, max_jobs: int = 1000, from_seq: int = 0) -> Redriven:
         """Makes dead letters jobs again. Where the answer has a `next_from_seq` there may be more, behind that."""
         call = queue_calls.redrive(self.topic, dead_letter, max_jobs=max_jobs, from_seq=from_seq)
@@ -268,6 +273,11 @@ class Queue:
     def nack(self, jobs: Sequence[ClaimedJob], delay_ms: int = 0) -> list[int]:
         """Gives claimed jobs back; the seqs that were no longer leased."""
         return self._client.call(queue_calls.nack(self.topic, self.node, jobs, delay_ms=delay_ms)).skipped
+
+    def peek(self, state: str | None = None, max_jobs: int = 100, from_seq: int = 0) -> Peeked:
+        """Jobs and where each of them stands; touches no lease. Without a `state`: in any but `done`."""
+        call = queue_calls.peek(self.topic, state=state, max_jobs=max_jobs, from_seq=from_seq)
+        return self._client.call(call)
 
     def redrive(self, dead_letter: str, max_jobs: int = 1000, from_seq: int = 0) -> Redriven:
         """Makes dead letters jobs again. Where the answer has a `next_from_seq` there may be more, behind that."""

@@ -54,9 +54,32 @@ class Redriven(msgspec.Struct, frozen=True):
     next_from_seq: int | None = None
 
 
+class PeekedJob(Record, frozen=True, gc=False, kw_only=True):
+    """A job as it is looked at. `state`: `waiting`, `leased` (to `leased_to`, until `deadline`), `scheduled` (for
+    `deliver_at`), `behind` others with its `order_key`, `dead` (on its way to the dead letters), `done`. Times in ms
+    since the epoch. `deliveries` is how often it was handed out.
+    """
+
+    state: str
+    deliveries: int
+    leased_to: str | None = msgspec.field(name="node", default=None)
+    deadline: int | None = None
+    deliver_at: int | None = None
+    order_key: str | None = None
+
+
+class Peeked(msgspec.Struct, frozen=True):
+    """`jobs` ascend by seq. `next_from_seq`: there may be more, behind that."""
+
+    topic: str
+    jobs: list[PeekedJob]
+    next_from_seq: int | None = None
+
+
 _encode = msgspec.json.Encoder().encode
 _claimed = msgspec.json.Decoder(Claimed).decode
 _settled = msgspec.json.Decoder(Settled).decode
+_peeked = msgspec.json.Decoder(Peeked).decode
 _redriven = msgspec.json.Decoder(Redriven).decode
 decode_job = msgspec.json.Decoder(ClaimedJob).decode
 
@@ -82,6 +105,14 @@ def nack(topic: str, node: str, jobs: Sequence[Held], *, delay_ms: int = 0, repe
 def extend(topic: str, node: str, jobs: Sequence[Held], *, lease_ms: int) -> Call[Settled]:
     """The leases last until now + `lease_ms`."""
     return _settle(topic, "extend", node, jobs, {"lease_ms": lease_ms}, True)
+
+
+def peek(topic: str, *, state: str | None = None, max_jobs: int = 100, from_seq: int = 0) -> Call[Peeked]:
+    """Jobs behind `from_seq` in this state, None for any but `done`; touches no lease."""
+    body: dict[str, Any] = {"max": max_jobs, "from_seq": from_seq}
+    if state is not None:
+        body["state"] = state
+    return Call("POST", f"{topic_path(topic)}/peek", _peeked, _encode(body))
 
 
 def redrive(topic: str, dead_letter: str, *, max_jobs: int = 1000, from_seq: int = 0) -> Call[Redriven]:

@@ -16,7 +16,7 @@ that moment, which after a restart is all there is. `deliver_at_ms` is a wall ti
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 Holder = tuple[int, int]
 """(frontend, stream) of a `/work` stream; stream 0: the frontend carries the job to the dead letters."""
@@ -36,6 +36,25 @@ class Phase(IntEnum):
     DELAYED = 3
     LEASED = 4
     HELD = 5
+
+
+State = Literal["waiting", "leased", "scheduled", "behind", "dead", "done"]
+"""What people are told of a job: a claim would get it; somebody has it; it waits for its time, or for another one of
+its `order_key`; it is being carried to or from the dead letters; it is acknowledged and stays.
+"""
+
+
+class JobView(NamedTuple):
+    """One job as it is looked at. `at_ms` (wall): until when it is leased, or from when on it waits no longer; else 0.
+    `node` has it, "" is nobody.
+    """
+
+    seq: int
+    state: State
+    at_ms: int
+    deliveries: int
+    node: str
+    order_key: str
 
 
 class Job:

@@ -13,13 +13,15 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from topics.core.job import Holder, Job, Now, Phase
+from topics.core.job import Holder, Job, JobView, Now, Phase, State
 from topics.core.jobs import Jobs
 from topics.core.queue_state import LeaseBody, QueueState
 from topics.core.seq_set import Run, seqs_of
 
 CARRY_MS: Final = 30_000
 """A frontend that does not bring a job to the dead letters in this time has failed to."""
+PEEK_LOOK_MAX: Final = 1024
+"""Records that one `peek` looks at, of which few may be what is looked for."""
 LEASE_NO_END: Final = 1 << 64
 _FREE: Final = (Phase.READY, Phase.RETURNED, Phase.DELAYED)
 
@@ -289,6 +291,41 @@ class Leases(Jobs):
     def held_by(self, holder: Holder) -> int:
         """How many leases a stream has."""
         return len(self._holders.get(holder, ()))
+
+    def peek(self, from_seq: int, state: State | None, most: int) -> tuple[list[JobView], int]:
+        """The first jobs behind `from_seq` that are in this state (None: any but "done"), and up to where that is all
+        of them: no more than PEEK_LOOK_MAX records are looked at. Moves nothing; call `advance` first.
+        """
+        seq = from_seq + 1 if state == "done" else self.done.next_absent(from_seq + 1)
+        look = PEEK_LOOK_MAX if state is not None or self.done.count else min(most, PEEK_LOOK_MAX)
+        live = self._records.live_from(seq, look)
+        found = []
+        for one in live:
+            view = self._view(one)
+            if view.state == state or (state is None and view.state != "done"):
+                found.append(view)
+                if len(found) == most:
+                    return found, one
+        return found, live[-1] if len(live) == look else self._records.head_seq
+
+    def _view(self, seq: int) -> JobView:
+        job = self._jobs.get(seq)
+        if job is None:
+            return JobView(seq, "done" if seq in self.done else "waiting", 0, 0, "", "")
+        state: State = "waiting"
+        at_ms, node = 0, ""
+        match job.phase:
+            case Phase.HELD if job.holder is not None and not job.holder[1]:
+                state = "dead"
+            case Phase.LEASED | Phase.HELD:
+                state, at_ms, node = "leased", job.deadline_ms, job.node
+            case Phase.DELAYED:
+                state, at_ms = "scheduled", job.deadline_ms
+            case Phase.BEHIND if job.order_key and self._lines[job.order_key][0] != seq:
+                state = "behind"
+            case Phase.BEHIND:
+                state, at_ms = "scheduled", job.deliver_at_ms
+        return JobView(seq, state, at_ms, job.deliveries, node, job.order_key)
 
     def bodies(self, seqs: Iterable[int]) -> list[LeaseBody]:
         """What to log of these jobs, as they are now."""

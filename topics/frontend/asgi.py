@@ -23,6 +23,12 @@ Deliver = Callable[[Send, bytes], Awaitable[None]]
 DELIVER: Final = "topics.deliver"
 """Extension of a scope: its `Deliver`, as `http.delivery` says."""
 
+SHARE: Final = "topics.share"
+"""Key of a message of a WebSocket: what it takes of `body_budget`, for as long as the message is kept."""
+
+DROPPED: Final = "topics.dropped"
+"""Key of a message of a WebSocket for which there was no room: nothing else is in it."""
+
 TRANSPORT: Final = "topics.transport"
 """Key of `scope["state"]`: the asyncio transport of a connection that Hypercorn serves."""
 

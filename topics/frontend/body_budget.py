@@ -13,6 +13,7 @@ long ones.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from typing import Any, Final
 
@@ -53,13 +54,23 @@ class BodyBudget:
         task = asyncio.current_task()
         assert task is not None
         most_bytes = max(BODIES_MAX_BYTES, 4 * body_max_bytes)
-        if self._waiting or self.held_bytes + size_bytes > most_bytes:
+        if not self.take(size_bytes, body_max_bytes):
             await self._room_for(size_bytes, most_bytes)
-        else:
-            self.held_bytes += size_bytes
         if task not in self._holding:
             task.add_done_callback(self._free_all_of)
         self._holding[task] = self._holding.get(task, 0) + size_bytes
+
+    def take(self, size_bytes: int, body_max_bytes: int) -> bool:
+        """So much more, until it is given back; False: there is no room now."""
+        if self._waiting or self.held_bytes + size_bytes > max(BODIES_MAX_BYTES, 4 * body_max_bytes):
+            return False
+        self.held_bytes += size_bytes
+        return True
+
+    def give_back(self, size_bytes: int) -> None:
+        """What was taken."""
+        self.held_bytes -= size_bytes
+        self._let_in()
 
     def let_go(self) -> None:
         """The current task keeps next to nothing of what it read."""
@@ -70,7 +81,7 @@ class BodyBudget:
     def _free_all_of(self, task: asyncio.Task[Any]) -> None:
         size_bytes = self._holding.pop(task, 0)
         if size_bytes:
-            self._free(size_bytes)
+            self.give_back(size_bytes)
 
     async def _room_for(self, size_bytes: int, most_bytes: int) -> None:
         waiter = _Waiter(asyncio.get_running_loop().create_future(), size_bytes, most_bytes)
@@ -84,16 +95,10 @@ class BodyBudget:
                     self._waiting.remove(waiter)
                 self._let_in()
             else:  # it was let in, and ended in the same moment
-                self._free(size_bytes)
+                self.give_back(size_bytes)
             if not isinstance(error, TimeoutError):
                 raise
-            what = f"the bodies of requests hold all of the {most_bytes} bytes that they may; send it again later"
-            detail = {"limit": "body_bytes", "max": most_bytes, "retry_after_ms": RETRY_AFTER_MS}
-            raise TopicsError("throttled", what, detail) from None
-
-    def _free(self, size_bytes: int) -> None:
-        self.held_bytes -= size_bytes
-        self._let_in()
+            raise no_room(most_bytes) from None
 
     def _let_in(self) -> None:
         while self._waiting and self.held_bytes + self._waiting[0].size_bytes <= self._waiting[0].most_bytes:
@@ -101,6 +106,43 @@ class BodyBudget:
             if not waiter.room.cancelled():
                 self.held_bytes += waiter.size_bytes
                 waiter.room.set_result(None)
+
+
+class Share:
+    """Of both budgets, for a message of a WebSocket that comes in pieces: until nobody has it any more, nor the message
+    that it is kept with.
+    """
+
+    def __init__(self, body_max_bytes: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._body_max_bytes = body_max_bytes
+        self._medium_bytes = self._long_bytes = 0
+
+    def reach(self, size_bytes: int) -> bool:
+        """It is so long now; False: there is no room for that."""
+        while self._medium_bytes + self._long_bytes < size_bytes:
+            if self._medium_bytes < LONG_BYTES:
+                if not medium_bodies.take(COUNTED_FROM_BYTES, LONG_BYTES):
+                    return False
+                self._medium_bytes += COUNTED_FROM_BYTES
+            else:
+                if not bodies.take(LONG_BYTES, self._body_max_bytes):
+                    return False
+                self._long_bytes += LONG_BYTES
+        return True
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            # Not here: this may be any moment of any thread.
+            self._loop.call_soon_threadsafe(medium_bodies.give_back, self._medium_bytes)
+            self._loop.call_soon_threadsafe(bodies.give_back, self._long_bytes)
+
+
+def no_room(most_bytes: int) -> TopicsError:
+    """429: the budget is used up."""
+    what = f"the bodies of requests hold all of the {most_bytes} bytes that they may; send it again later"
+    detail = {"limit": "body_bytes", "max": most_bytes, "retry_after_ms": RETRY_AFTER_MS}
+    return TopicsError("throttled", what, detail)
 
 
 bodies: Final = BodyBudget()

@@ -36,6 +36,7 @@ from topics.frontend.probes import ProbeRoutes
 from topics.frontend.queues.cursor_routes import CursorRoutes
 from topics.frontend.queues.dead_letters import DeadLetters
 from topics.frontend.queues.job_channel import JobChannel
+from topics.frontend.queues.peek import PeekRoute
 from topics.frontend.queues.queue import QueueRoutes
 from topics.frontend.queues.queue_table import cursor_operations, queue_operations
 from topics.frontend.queues.unreadable import UnreadableJobs
@@ -141,7 +142,7 @@ async def _serve(
         *topic_operations(append, diff, topics),
         *router_operations(routers),
         *watch_operations(watch),
-        *queue_operations(queues, work),
+        *queue_operations(queues, PeekRoute(gateway, reader, catching_up, settings), work),
         *cursor_operations(CursorRoutes(gateway, reader, catching_up, settings, cell)),
         *txn_operations(TxnRoutes(append, commits, reader, topics.settled, settings)),
         *manifest_operations(_manifest(reader, catching_up, settings, shared, index, clock)),

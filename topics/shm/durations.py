@@ -52,6 +52,7 @@ class Route(IntEnum):
     WS_SUBSCRIBE = 25
     WS_UNSUBSCRIBE = 26
     WS_PING = 27
+    PEEK = 28
 
 
 _BLOCK_WORDS: Final = len(Route) * _ROUTE_WORDS

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from topics.core.job import JobView, State
+
 
 class Claim(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Lease me at most `max` jobs. A nil `lease_ms` is the queue's own."""
@@ -91,6 +93,15 @@ class Exhume(msgspec.Struct, tag=True, array_like=True, frozen=True):
     delay_ms: int
 
 
+class Peek(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Show me at most `max` jobs behind `from_seq`, of this state (nil: of any but "done"); nothing is moved."""
+
+    name: str
+    from_seq: int
+    state: State | None
+    max: int
+
+
 class Carry(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Which of these records is free to be taken elsewhere? In a queue they are kept from its consumers until then: by
     `Remove`, or `Exhume`.
@@ -107,7 +118,7 @@ class Remove(msgspec.Struct, tag=True, array_like=True, frozen=True):
     seqs: list[int]
 
 
-QueueCall = Claim | Ack | Nack | Extend | Unclaim | WorkOpen | WorkClose | Bury | Exhume | Carry | Remove
+QueueCall = Claim | Ack | Nack | Extend | Unclaim | WorkOpen | WorkClose | Bury | Exhume | Peek | Carry | Remove
 
 
 class Dealt(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -151,6 +162,14 @@ class ExtendReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     deadline_ms: int
 
 
+class Peeked(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """These are all up to `up_to_seq`; `more`: there are records behind it."""
+
+    jobs: list[JobView]
+    up_to_seq: int
+    more: bool
+
+
 class Carried(msgspec.Struct, tag=True, array_like=True, frozen=True):
     seqs: list[int]
 
@@ -159,4 +178,4 @@ class RemoveReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     count: int
 
 
-QueueReply = Dealt | Waiting | AckReply | ExtendReply | Carried | RemoveReply
+QueueReply = Dealt | Waiting | AckReply | ExtendReply | Peeked | Carried | RemoveReply

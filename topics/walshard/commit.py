@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from typing import Final
 
 from topics.core.clock import Clock
@@ -148,7 +147,7 @@ class Logs:
             self._ram.close()
 
     def _write(self, wal: WalWriter, plan: Plan, operations: list[Operation]) -> Failed:
-        buffers = list(chain.from_iterable(operation.buffers for operation in operations))
+        buffers = [buffer for operation in operations for buffer in operation.buffers]
         sync = any(operation.sync for operation in operations)
         try:
             times = wal.commit(plan, buffers, sync, sum([operation.frames for operation in operations]))

@@ -24,6 +24,7 @@ from topics.frontend.asgi import KEPT, TRANSPORT
 from topics.frontend.http.handshake import EnvelopedWebSocket
 from topics.frontend.http.http2_buffer import BoundedBuffer
 from topics.frontend.http.unread import Kept, Unread
+from topics.frontend.http.websocket_messages import CountedMessages
 
 PIECE_BYTES_MAX: Final = 64 * 1024
 
@@ -33,6 +34,7 @@ class BoundedWebSocket(EnvelopedWebSocket):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self.buffer = CountedMessages(self.config.websocket_max_message_size)
         self._turn = asyncio.Lock()
         """Of whoever sends a frame in pieces."""
         self._left_bytes = 0

@@ -18,9 +18,9 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name
 from topics.frontend import append, wire
-from topics.frontend.asgi import KEPT, Receive, Scope, Send
+from topics.frontend.asgi import DROPPED, KEPT, Receive, Scope, Send
 from topics.frontend.bodies import INLINE_BYTES_MAX
-from topics.frontend.body_budget import LONG_BYTES, bodies
+from topics.frontend.body_budget import BODIES_MAX_BYTES, LONG_BYTES, bodies, no_room
 from topics.frontend.http.unread import Kept
 from topics.frontend.live.channels import Connection
 from topics.frontend.live.following import check_starts, check_strong, place, resolve
@@ -120,12 +120,19 @@ class Socket:
             message = await self._receive()
             if message["type"] == "websocket.disconnect":
                 return
-            text = message.get("text")
+            if DROPPED in message:
+                self._route.cell.add("requests")
+                await self._refuse(None, no_room(BODIES_MAX_BYTES))
+                continue
+            text = message.pop("text", None)
             body = None if text is None else text.encode("utf-8", "surrogatepass")
-            del message, text  # nothing of a message is kept, uncounted, while the next one is awaited
+            del text
+            # Nothing of a message is kept, uncounted, while the next one is awaited.
             if body is None or len(body) <= LONG_BYTES:
                 await self._obey(body)
+                del message
             else:
+                del message
                 await asyncio.create_task(self._obey_long(body))
             del body
 

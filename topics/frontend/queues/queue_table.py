@@ -6,10 +6,12 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from topics.core.job import State
 from topics.core.keys import KeyScope
 from topics.frontend.answer_types import DiffAnswer, Ms, Performance, Seq
 from topics.frontend.operations import EVENTS, JSON, Answer, Operation, Query
 from topics.frontend.queues.cursor_routes import CursorBody, CursorRoutes, ReadBody
+from topics.frontend.queues.peek import PeekBody, PeekRoute
 from topics.frontend.queues.queue import ClaimBody, ExtendBody, JobsBody, NackBody, QueueRoutes, RedriveBody
 from topics.frontend.queues.work import WorkRoutes
 from topics.shm.durations import Route
@@ -87,6 +89,35 @@ class RedriveAnswer(msgspec.Struct):
     next_from_seq: Seq | msgspec.UnsetType = msgspec.UNSET
 
 
+class PeekedJob(msgspec.Struct):
+    """A job and where it stands: `node` has it until `deadline`; it waits until `deliver_at`, or for others with its
+    `order_key`.
+    """
+
+    seq: Seq = msgspec.field(name="$seq")
+    ts: Ms = msgspec.field(name="$ts")
+    state: State
+    deliveries: int
+    data: Any
+    node: str | msgspec.UnsetType = msgspec.UNSET
+    deadline: Ms | msgspec.UnsetType = msgspec.UNSET
+    deliver_at: Ms | msgspec.UnsetType = msgspec.UNSET
+    order_key: str | msgspec.UnsetType = msgspec.UNSET
+    writer: str | msgspec.UnsetType = msgspec.field(name="$node", default=msgspec.UNSET)
+    tag: str | msgspec.UnsetType = msgspec.field(name="$tag", default=msgspec.UNSET)
+    meta: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+
+
+class PeekAnswer(msgspec.Struct):
+    """Ascending by seq; `next_from_seq` only where there may be more, behind that."""
+
+    topic: str
+    jobs: list[PeekedJob]
+    count: int
+    performance: Performance
+    next_from_seq: Seq | msgspec.UnsetType = msgspec.UNSET
+
+
 class CursorState(msgspec.Struct, kw_only=True):
     """`persisted_seq` is what a crash would leave of `cursor_seq`."""
 
@@ -135,7 +166,7 @@ class ReadCursorAnswer(DiffAnswer, kw_only=True):
     cursor_seq: Seq
 
 
-def queue_operations(queue: QueueRoutes, work: WorkRoutes) -> list[Operation]:
+def queue_operations(queue: QueueRoutes, peek: PeekRoute, work: WorkRoutes) -> list[Operation]:
     """Jobs and their leases."""
     both, write = KeyScope.READ | KeyScope.WRITE, KeyScope.WRITE
     jobs = (*_JOBS, "batch_too_large")
@@ -199,6 +230,19 @@ def queue_operations(queue: QueueRoutes, work: WorkRoutes) -> list[Operation]:
             {200: _json("How many", RedriveAnswer)},
             (*_JOBS, "topic_full", "record_too_large"),
             body=RedriveBody,
+        ),
+        Operation(
+            "POST",
+            f"{_TOPIC}/peek",
+            peek.peek,
+            Route.PEEK,
+            KeyScope.READ,
+            "queues",
+            "Look at jobs without claiming them",
+            {200: _json("Jobs, and where each stands", PeekAnswer)},
+            _JOBS,
+            body=PeekBody,
+            body_required=False,
         ),
         Operation(
             "GET",

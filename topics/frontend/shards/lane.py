@@ -101,7 +101,7 @@ class Lane:
     @property
     def waiting(self) -> int:
         """How many wait for room."""
-        return sum([len(queue.waiters) for queue in self._queues])
+        return len(self._hasty.waiters) + len(self._patient.waiters) + len(self._posts.waiters)
 
     @property
     def crowded(self) -> bool:

@@ -37,6 +37,8 @@ from topics.shm.queue_messages import (
     Extend,
     ExtendReply,
     Nack,
+    Peek,
+    Peeked,
     QueueCall,
     Remove,
     RemoveReply,
@@ -52,7 +54,7 @@ from topics.walshard.queues.queue_writes import QueueWrites
 from topics.walshard.queues.work import Worker, Workers, dealt_of, deliveries_max
 from topics.walshard.step_clock import StepClock
 
-QUEUE_CALLS: Final = (Claim, Ack, Nack, Extend, Unclaim, WorkOpen, WorkClose, Bury, Exhume, Carry, Remove)
+QUEUE_CALLS: Final = (Claim, Ack, Nack, Extend, Unclaim, WorkOpen, WorkClose, Bury, Exhume, Peek, Carry, Remove)
 
 
 class Queues:
@@ -183,6 +185,11 @@ class Queues:
                 seqs = leases.carried_by(answer.frontend, set(call.seqs) - self._writes.dying(hosted))
                 self._release(hosted, leases, seqs, call.delay_ms)
                 answer.reply = messages.encode_reply(answer.request_id, Done())
+            case Peek():
+                hosted, leases = self._queue(call.name)
+                jobs, up_to_seq = leases.peek(call.from_seq, call.state, call.max)
+                peeked = Peeked(jobs, up_to_seq, up_to_seq < hosted.topic.head_seq)
+                answer.reply = messages.encode_reply(answer.request_id, peeked)
             case Carry():
                 self._carry(call, answer)
             case Remove():
