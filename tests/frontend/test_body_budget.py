@@ -194,6 +194,9 @@ def test_bodies_are_counted_apart_from_a_mib_on(budget: BodyBudget) -> None:
     length = of_length(1_500_000)
     assert reading(budget, b"x" * 1_500_000, length) == (1_500_000, 1_500_000, 0)
     assert reading(budget, b"x" * 1_500_000, JSON) == (1_500_000, MIB, MIB - 65_536), "in chunks: by the MiB"
+    in_long_pieces = reading(budget, b"x" * 1_500_000, JSON, piece_bytes=320_000)
+    assert in_long_pieces == (1_500_000, MIB, MIB - 65_536), "the same, however long the messages are"
+    assert reading(budget, b"x" * 320_000, JSON, piece_bytes=319_999) == (320_000, 0, 4 * 65_536), "the last one's, too"
     with pytest.raises(ClientGoneError):
         reading(budget, b"x" * 1_500_000, length, gone=True)
 

@@ -73,26 +73,26 @@ async def _read_rest(receive: Receive, first: bytes, headers: Headers, max_bytes
     size = len(first)
     # With a length all of it is asked for at once, so that of those let in none waits again.
     length = _length(headers, max_bytes)
-    room = COUNTED_FROM_BYTES
+    room, more = COUNTED_FROM_BYTES, True
     while True:
-        if size >= room:
+        while size > room:  # one message may be several steps long
             if length or room < LONG_BYTES:
                 await _hold(length or COUNTED_FROM_BYTES, max_bytes)
                 room += length or COUNTED_FROM_BYTES
             else:
                 await bodies.hold(LONG_BYTES, max_bytes)
                 room += LONG_BYTES
+        if not more:
+            # From a MiB on, joining leaves the interpreter to others.
+            return b"".join(chunks) if size <= INLINE_BYTES_MAX else await asyncio.to_thread(b"".join, chunks)
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGoneError
-        chunk = message.get("body", b"")
+        chunk, more = message.get("body", b""), message.get("more_body", False)
         size += len(chunk)
         if size > max_bytes:
             raise _too_large(max_bytes)
         chunks.append(chunk)
-        if not message.get("more_body"):
-            # From a MiB on, joining leaves the interpreter to others.
-            return b"".join(chunks) if size <= INLINE_BYTES_MAX else await asyncio.to_thread(b"".join, chunks)
 
 
 def _length(headers: Headers, max_bytes: int) -> int:
