@@ -160,3 +160,24 @@ def test_what_a_stream_leaves_behind_is_bounded_like_any_answer(loop: str, monke
         assert len(second.chunk()) == 30_000_000
         assert second.chunk() == b""
         assert second.post("/echo", b"next").answer().body == b"next"
+
+
+def test_an_answer_counts_whole_until_its_client_has_all_of_it(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvloop keeps all of it as long as a byte is to be sent."""
+    monkeypatch.setattr(kept_answers, "KEPT_HIGH_BYTES", 20_000_000)
+    monkeypatch.setattr(pulse, "STALL_CUT_MS", 60_000)
+    with Server(loop=loop) as server, server.client(receive_buffer_bytes=4096) as client:
+        kept = server.connections.kept
+        client.get("/big?30000000").head()
+        until(lambda: kept.held_bytes, "its answer to be kept")
+        (connection,) = server.connections.open
+        left_bytes = 30_000_000
+        while left_bytes > 10_000_000:
+            left_bytes -= len(client.read(left_bytes - 10_000_000))
+        assert server.settled(lambda: connection.buffered_bytes) < 10_000_000
+        server.call(kept._look)
+        assert kept.held_bytes >= 30_000_000
+        assert connection._transport.get_write_buffer_limits()[0] == 0, "it is not let go before the last byte"
+        while left_bytes:
+            left_bytes -= len(client.read(left_bytes))
+        until(lambda: not kept.held_bytes, "all of it to be taken")

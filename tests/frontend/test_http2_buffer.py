@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 
@@ -9,9 +10,14 @@ import h2.config
 import h2.connection
 import h2.events
 import pytest
+from hypercorn.asyncio.worker_context import EventWrapper
+from hypercorn.protocol.h2 import BUFFER_LOW_WATER
 
 from tests.frontend.http1_server import Client, Server, undisturbed, until
+from topics.core.clock import SystemClock
 from topics.frontend.http.http1 import HttpLimits
+from topics.frontend.http.http2_buffer import BoundedBuffer
+from topics.frontend.http.kept_answers import KeptAnswers
 
 PIECE_BYTES = 64 * 1024
 """Of `App.large`."""
@@ -148,3 +154,25 @@ def test_a_long_message_that_is_taken_slowly_is_taken_to_its_end() -> None:
             assert connected.got_bytes[1] == whole_bytes
 
     undisturbed(stall_ms, attempt)
+
+
+def test_an_answer_counts_whole_until_nobody_waits_for_its_rest_which_is_then_all_that_is_kept() -> None:
+    async def test() -> None:
+        buffer = BoundedBuffer(EventWrapper)
+        buffer.kept = kept = KeptAnswers(SystemClock())
+        answer = b"x" * 4_000_000
+        pushing = asyncio.create_task(buffer.push(answer))
+        while not kept.held_bytes:
+            await asyncio.sleep(0)
+        got = []
+        while buffer.buffered_bytes >= BUFFER_LOW_WATER:
+            assert (kept.held_bytes, pushing.done()) == (4_000_000, False)
+            got.append(await buffer.pop(12_345))
+        await pushing
+        assert kept.held_bytes == 0
+        assert 0 < sum(memoryview(part.obj).nbytes for part in buffer._parts) < BUFFER_LOW_WATER, "and not the whole answer"
+        while buffer.buffered_bytes:
+            got.append(await buffer.pop(1000))
+        assert b"".join(got) == answer
+
+    asyncio.run(test())

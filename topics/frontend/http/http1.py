@@ -84,6 +84,7 @@ class Http1Protocol(asyncio.Protocol):
         self._ending = False  # the last answer is written, input is dropped
         self._turned_away = False
         self.writable = True
+        self._written_bytes = 0  # by the last call of `write` or `write_two`
         self._can_write = asyncio.Event()
         self._discard_left = 0
         self._deadlines = Deadlines(factory.limits, factory.clock)
@@ -97,7 +98,7 @@ class Http1Protocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio: the connection is open."""
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=self._limits.write_high_water_bytes)
+        self._limit_buffer()
         self._client = _address(transport.get_extra_info("peername"))
         self._server = _address(transport.get_extra_info("sockname"))
         if not self._factory.connections.add(self):
@@ -157,7 +158,7 @@ class Http1Protocol(asyncio.Protocol):
         if self._exchange is not None:
             self._exchange.paused()
         if self._exchange is None or not self._exchange.pushing:  # of streams the hub knows what they hold
-            self._factory.connections.kept.hold(self)
+            self._factory.connections.kept.hold(self, self._written_bytes)
         self._settle()
 
     def resume_writing(self) -> None:
@@ -304,6 +305,7 @@ class Http1Protocol(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         """Send bytes, or let the transport keep them."""
+        self._written_bytes = len(data)
         self._transport.write(data)
 
     @property
@@ -313,6 +315,7 @@ class Http1Protocol(asyncio.Protocol):
 
     def write_two(self, first: bytes, second: bytes) -> None:
         """Send both in one write."""
+        self._written_bytes = len(first) + len(second)
         if len(second) <= JOIN_MAX_BYTES:
             self._transport.write(first + second)
         else:
@@ -330,7 +333,11 @@ class Http1Protocol(asyncio.Protocol):
                 await self._can_write.wait()
         finally:
             if not self.closing:
-                self._transport.set_write_buffer_limits(high=self._limits.write_high_water_bytes)
+                self._limit_buffer()
+
+    def _limit_buffer(self) -> None:
+        # The client has caught up when it has all: uvloop keeps the whole of an answer of which a byte is to be sent.
+        self._transport.set_write_buffer_limits(high=self._limits.write_high_water_bytes, low=0)
 
     def body_wanted(self) -> None:
         """The app has taken what was there, or waits for more."""

@@ -117,7 +117,10 @@ class BoundedBuffer(StreamBuffer):
         while left and self._parts:
             part = self._parts.popleft()
             if len(part) > left:
-                self._parts.appendleft(part[left:])
+                rest = part[left:]
+                if len(rest) < BUFFER_LOW_WATER:  # nobody waits for it any more: not to keep all of the message
+                    rest = memoryview(bytes(rest))
+                self._parts.appendleft(rest)
             pieces.append(part[:left])
             left -= len(pieces[-1])
         self.buffered_bytes -= max_length - left

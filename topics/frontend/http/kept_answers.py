@@ -3,6 +3,9 @@
     hold ─▶ too much of it: cut who has taken nothing for longest ─▶ and again every LOOK_S, while it is too much
       └─▶ let_go: it is taken, or its client is gone
 
+An answer counts whole until then, however much of it is taken: transports and frames refer to the bytes that were
+written, and as long as one of them is to be sent all of them are in memory.
+
 It is there already, whoever made it: nobody can be asked to wait for room, as those are who make long answers beside
 others on one connection (`answer_room`) or write into event streams (`live/room.py`).
 """
@@ -40,23 +43,27 @@ class KeptAnswers:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._stalls: Stalls[Holder] = Stalls(lambda holder: holder.buffered_bytes)
+        self._len_bytes: dict[Holder, int] = {}
+        self._stalls: Stalls[Holder] = Stalls(self._len_bytes.__getitem__, lambda holder: -holder.buffered_bytes)
         self._look_timer: asyncio.TimerHandle | None = None
 
     @property
     def held_bytes(self) -> int:
-        """As of the last look: what has been taken since then still counts."""
+        """All answers that are not taken to their end."""
         return self._stalls.held_bytes
 
-    def hold(self, holder: Holder) -> None:
-        """Its client is behind."""
-        if holder.buffered_bytes >= COUNTED_FROM_BYTES:
+    def hold(self, holder: Holder, written_bytes: int = 0) -> None:
+        """Its client is behind; `written_bytes` is the length of what was written last, of which it has some."""
+        len_bytes = max(holder.buffered_bytes, written_bytes)
+        if len_bytes >= COUNTED_FROM_BYTES and holder not in self._len_bytes:
+            self._len_bytes[holder] = len_bytes
             self._stalls.note(holder, self._clock.monotonic_ms())
             self._bound()
 
     def let_go(self, holder: Holder) -> None:
         """Its client has caught up, or is gone. Can be repeated."""
         self._stalls.end(holder)
+        self._len_bytes.pop(holder, None)
 
     def _bound(self) -> None:
         """Cuts whose answers are too much, longest without progress first, and looks again while they still are."""
@@ -80,5 +87,5 @@ class KeptAnswers:
 
     def _cut(self, holders: list[Holder]) -> None:
         for holder in holders:
-            self._stalls.end(holder)
+            self.let_go(holder)
             holder.abort()
