@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.frontend.hosting import Hosting, Written
+from topics.core.errors import TopicsError
 from topics.core.keys import KeyRing, KeyScope
 from topics.frontend import exposition
 from topics.frontend import metrics as module
@@ -103,6 +104,29 @@ def test_few_scrapes_are_made_at_once(hosting: Hosting, monkeypatch: pytest.Monk
     texts = asyncio.run(main())
     assert most == module.AT_ONCE
     assert {len(of_topics(text, "head_seq")) for text in texts} == {3 * module.PAGE_TOPICS}
+
+
+def test_so_many_scrapes_may_wait_and_the_next_one_is_refused(
+    hosting: Hosting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WAITING_MAX", 3)
+    monkeypatch.setattr(module, "SLICE_S", 0.0)
+    hosting.make("t")
+    metrics = route(hosting, 1000)
+
+    async def main() -> None:
+        for _ in range(2):  # whoever was there before counts no longer
+            scrapes = [asyncio.create_task(scrape(metrics)) for _ in range(module.AT_ONCE + 3)]
+            await asyncio.sleep(0)
+            with pytest.raises(TopicsError) as refused:
+                await scrape(metrics)
+            assert refused.value.code == "throttled"
+            assert refused.value.detail is not None
+            assert refused.value.detail["limit"] == "scrapes"
+            scrapes.pop().cancel()
+            await asyncio.gather(*scrapes)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("accept", [b"", b"application/json"])

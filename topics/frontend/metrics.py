@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
+from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
 from topics.frontend import exposition
 from topics.frontend.access import caller_of
@@ -27,6 +28,9 @@ ANSWER_BYTES: Final = 8 << 20
 """Room that is taken for one; 10,000 topics are about 3 MB."""
 AT_ONCE: Final = 4
 """Scrapes that are being made; others wait, first come, first served. Each has all its series in memory."""
+WAITING_MAX: Final = 100
+"""One more is refused."""
+RETRY_AFTER_MS: Final = 1000
 SLICE_S: Final = 0.001
 PAGE_TOPICS: Final = 64
 _TOPIC_SERIES: Final = (
@@ -51,6 +55,8 @@ class MetricsRoute:
         self._shards = shards
         self._topics_max = topics_max
         self._turns = asyncio.Semaphore(AT_ONCE)
+        self._scrapes = 0
+        """That are being made, or wait."""
 
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -58,14 +64,28 @@ class MetricsRoute:
         accept = headers.get(b"accept", b"")
         await take_room(scope, ANSWER_BYTES)
         as_json = wants_json(accept)
-        async with self._turns:
-            series = await self._series(caller_of(scope).narrowed(""), as_json)
+        series = await self._in_turn(caller_of(scope).narrowed(""), as_json)
         if as_json:
             took_ms = str(elapsed_ms(started_ns)).encode()
             series = b'{%b,"performance":{"server_total_ms":%b}}' % (series, took_ms)
             await send_json(send, headers, 200, series, [(b"vary", b"accept")])
         else:
             await send_whole(send, headers, 200, TEXT_TYPE, series, [(b"vary", b"accept")])
+
+    async def _in_turn(self, prefixes: tuple[str, ...], as_json: bool) -> bytes:
+        most = AT_ONCE + WAITING_MAX
+        if self._scrapes >= most:
+            raise TopicsError(
+                "throttled",
+                f"{most} scrapes of the metrics are under way already; scrape less often, or ask again later",
+                {"limit": "scrapes", "max": most, "retry_after_ms": RETRY_AFTER_MS},
+            )
+        self._scrapes += 1
+        try:
+            async with self._turns:
+                return await self._series(prefixes, as_json)
+        finally:
+            self._scrapes -= 1
 
     async def _series(self, prefixes: tuple[str, ...], as_json: bool) -> bytes:
         """All of them, as text or as the members of a JSON object."""
