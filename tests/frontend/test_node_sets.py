@@ -56,6 +56,10 @@ def test_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None
     assert refused.value.detail is not None
     assert refused.value.detail["limit"] == "node_bytes"
     assert sets.keep(named("a")) is first, "it is there already"
+    admitted = sets.keep(named("d"), admitted=True)
+    assert sets.keep(named("d"), admitted=True) is admitted
+    assert sets.held_bytes > module.SETS_MAX_BYTES, "it counts: others are refused for it"
+    del admitted
     short = sets.keep(frozenset([b"me"]))
     assert short == {b"me"}
     del second, refused

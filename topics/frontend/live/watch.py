@@ -206,7 +206,8 @@ class WatchRoutes:
             PageOptions(
                 session.limit,
                 session.max_batch_bytes,
-                None if session.nodes is None else node_sets.keep(frozenset(session.nodes)),
+                # Not to be refused here: the session has been taken over, from a stream that may be well.
+                None if session.nodes is None else node_sets.keep(frozenset(session.nodes), admitted=True),
                 session.include_tags,
                 session.include_meta,
                 session.include_data,

@@ -48,8 +48,10 @@ class NodeSets:
             self._held_bytes -= size_bytes
         return self._held_bytes
 
-    def keep(self, nodes: Nodes) -> Nodes:
-        """The one that is to be kept instead. Raises `throttled` when there is no room for it."""
+    def keep(self, nodes: Nodes, admitted: bool = False) -> Nodes:
+        """The one that is to be kept instead. Raises `throttled` when there is no room for it, unless it was `admitted`
+        before: then it counts, and others are refused.
+        """
         size_bytes = sys.getsizeof(nodes) + sum(map(len, nodes)) + len(nodes) * _NAME_OVERHEAD_BYTES
         if size_bytes < COUNTED_FROM_BYTES:
             return nodes
@@ -59,7 +61,7 @@ class NodeSets:
         found = None if known is None else known[0]()
         if found is not None:
             return found
-        if held_bytes + size_bytes > SETS_MAX_BYTES:
+        if held_bytes + size_bytes > SETS_MAX_BYTES and not admitted:
             raise TopicsError(
                 "throttled",
                 f"the writers that readers name in node fill all of the {SETS_MAX_BYTES} bytes that they may; name"
