@@ -17,6 +17,8 @@ from tests.frontend.live import DEADLINE_S, Live, on_loop, until
 from tests.frontend.test_watch import cram, posts
 from topics.core.errors import TopicsError
 from topics.frontend.asgi import DELIVER, Send
+from topics.frontend.bodies import ClientGoneError
+from topics.frontend.http.answer_room import Place
 from topics.frontend.queues import cursor_routes
 from topics.frontend.queues.cursor_routes import CursorRoutes
 from topics.frontend.queues.turns import READERS_MAX, Turns
@@ -61,12 +63,18 @@ class Reader:
         put = CursorPut("t", "c", config.get("consistency", "at_least_once"), config.get("persist_every", 1), 0, False)
         await self.live.gateway.call(0, put, CursorReply)
 
-    async def read(self, limit: int, routes: CursorRoutes | None = None, cursor: str = "c") -> list[int]:
-        """The seqs of one answer."""
+    async def read(
+        self, limit: int, routes: CursorRoutes | None = None, cursor: str = "c", gone: asyncio.Event | None = None
+    ) -> list[int]:
+        """The seqs of one answer; `gone`: its client closes the connection."""
         sent: list[Any] = []
+        came = [{"type": "http.request", "body": b'{"limit":%d}' % limit, "more_body": False}]
 
         async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": b'{"limit":%d}' % limit, "more_body": False}
+            if not came:
+                await (gone or asyncio.Event()).wait()
+                return {"type": "http.disconnect"}
+            return came.pop()
 
         async def send(message: Any) -> None:
             sent.append(message)
@@ -117,6 +125,46 @@ def test_pages_that_wait_for_a_slow_shard_have_a_bound_together(
         reads.pop().cancel()  # one that waits: in nobody's way
         reader.go_on()
         assert await asyncio.gather(*reads) == [[1]] * 9
+
+    on_loop(tmp_path, test)
+
+
+def test_a_shard_that_hangs_keeps_no_room_from_the_cursors_of_others(tmp_path: Path) -> None:
+    """Whoever waits for it to tell where a cursor is makes no page yet."""
+
+    async def test(live: Live) -> None:
+        reader = Reader(live)
+        await reader.make(5)
+        live.shard_up = False
+        reads = [asyncio.create_task(reader.read(1)) for _ in range(3)]
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in reads)
+        assert reader.routes._moving.held_bytes == 0
+        reader.go_on()
+        assert sorted(await asyncio.gather(*reads)) == [[1], [2], [3]]
+        assert reader.routes._moving.held_bytes == 0
+
+    on_loop(tmp_path, test)
+
+
+def test_a_cursor_does_not_move_for_a_client_that_went_away_while_it_waited_for_room(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        reader = Reader(live)
+        await reader.make(5, consistency="strictly_at_once")
+        others = Place(reader.routes._moving)
+        await others.take(cursor_routes.MOVING_MAX_BYTES)
+        gone = asyncio.Event()
+        waiting = asyncio.create_task(reader.read(2, gone=gone))
+        await until(lambda: bool(reader.routes._moving.waiting))
+        gone.set()
+        with pytest.raises(ClientGoneError):
+            await waiting
+        assert not reader.routes._moving.waiting
+        others.close()
+        assert (await reader.at()).seq == 0
+        assert await reader.read(2) == [1, 2]
+        assert reader.routes._moving.held_bytes == 0
 
     on_loop(tmp_path, test)
 

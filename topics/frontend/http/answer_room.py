@@ -58,13 +58,19 @@ class Place:
 
         Raises ConnectionResetError when the stream is closed: nobody would take the answer.
         """
-        self.give_back()
-        room = self._room
-        if not self._closed and not room.waiting and room.fits(most_bytes):
-            self._keep(most_bytes)
+        if self.takes(most_bytes):
             return
         if self._closed or not await self._enter(most_bytes):
             raise ConnectionResetError("the client is gone")
+
+    def takes(self, most_bytes: int) -> bool:
+        """As `take`, and without waiting; False: there is no room now."""
+        self.give_back()
+        room = self._room
+        if self._closed or room.waiting or not room.fits(most_bytes):
+            return False
+        self._keep(most_bytes)
+        return True
 
     async def _enter(self, most_bytes: int) -> bool:
         self._wanted_bytes = most_bytes

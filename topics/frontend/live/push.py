@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from topics.frontend.asgi import Receive, Send
 
@@ -129,6 +129,16 @@ class AsgiPush:
             self._pending.clear()
             if self.on_close is not None:
                 self.on_close()
+
+
+async def gone_before(done: asyncio.Future[Any], receive: Receive) -> bool:
+    """Whether the client is gone, however far `done` is; False: it is there and `done` is done."""
+    gone = asyncio.create_task(until_disconnect(receive))
+    try:
+        await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
+        return gone.done()
+    finally:
+        gone.cancel()
 
 
 async def until_disconnect(receive: Receive) -> None:

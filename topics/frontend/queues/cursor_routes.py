@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final, Literal
 
 import msgspec
@@ -19,8 +21,9 @@ from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
 from topics.frontend.answers import LIST_BYTES_MAX, elapsed_ms, send_json, send_object, take_room
 from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
-from topics.frontend.bodies import read_body
+from topics.frontend.bodies import ClientGoneError, read_body
 from topics.frontend.http.answer_room import AnswerRoom, Place
+from topics.frontend.live.push import gone_before
 from topics.frontend.query import name_after, name_cursor, page_size
 from topics.frontend.queues.turns import Turn, Turns, too_many_readers
 from topics.frontend.reads.catching_up import CatchingUp
@@ -74,6 +77,9 @@ class ReadBody(msgspec.Struct, gc=False):
     include_tags: bool = False
     include_meta: bool = True
 
+
+Room = Callable[[], Awaitable[None]]
+"""Returns when there is room for the page of this read."""
 
 _cursor_decoder = wire.decoder(CursorBody)
 _read_decoder = wire.decoder(ReadBody)
@@ -164,14 +170,13 @@ class CursorRoutes:
         most_bytes = max(options.max_batch_bytes, MAX_BATCH_BYTES[0])
         await take_room(scope, most_bytes)
         moving = Place(self._moving)
+        room = partial(_enter, moving, most_bytes, receive)
         try:
             if request.checkpoint:
                 async with self._turns.of(name, cursor) as turn:
-                    await moving.take(most_bytes)
-                    page, seq, lost = await self._take(name, cursor, options, turn)
+                    page, seq, lost = await self._take(name, cursor, options, turn, room)
             else:
-                await moving.take(most_bytes)
-                page, seq, lost = await self._peek(name, cursor, options)
+                page, seq, lost = await self._peek(name, cursor, options, room)
         finally:
             moving.close()
         passed_on = False
@@ -187,9 +192,10 @@ class CursorRoutes:
             if lost is not None:
                 self._gateway.post(self._owner(name), msgspec.structs.replace(lost, passed_on=passed_on))
 
-    async def _peek(self, name: str, cursor: str, options: PageOptions) -> tuple[Page, int, None]:
+    async def _peek(self, name: str, cursor: str, options: PageOptions, room: Room) -> tuple[Page, int, None]:
         """As `_take`, and nothing is moved."""
         at = await self._look(name, cursor)
+        await room()
         return await self._page(name, at, options), at.seq, None
 
     async def _look(self, name: str, cursor: str) -> CursorReply:
@@ -197,13 +203,15 @@ class CursorRoutes:
         return found
 
     async def _take(
-        self, name: str, cursor: str, options: PageOptions, turn: Turn
+        self, name: str, cursor: str, options: PageOptions, turn: Turn, room: Room
     ) -> tuple[Page, int, CursorPassedOn | None]:
         """The page, where the cursor stands after it, and what to tell the shard if the page gets lost, if it cares."""
         owner = self._owner(name)
         left_at, turn.left_at = turn.left_at, None
         looked = left_at is None
         at: CursorReply | CursorMoved = left_at or await self._look(name, cursor)
+        # Not before its shard has answered: one that hangs is not to keep the room from the cursors of others.
+        await room()
         for _ in range(TRIES_MAX):
             page = await self._page(name, at, options)
             if page.next_from_seq <= at.seq:
@@ -246,6 +254,19 @@ class CursorRoutes:
 
     def _owner(self, name: str) -> int:
         return owner_shard(name, self._gateway.shards)
+
+
+async def _enter(moving: Place, most_bytes: int, receive: Receive) -> None:
+    """Room for a page. Raises ClientGoneError when nobody waits for it any more: no cursor is to move for that one."""
+    if moving.takes(most_bytes):
+        return
+    entering = asyncio.create_task(moving.take(most_bytes))
+    try:
+        if await gone_before(entering, receive):
+            raise ClientGoneError
+        entering.result()
+    finally:
+        entering.cancel()
 
 
 def _up_to(page: Page, seq: int) -> Page:

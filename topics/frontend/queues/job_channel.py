@@ -9,7 +9,7 @@ from functools import partial
 from topics.core.names import owner_shard
 from topics.frontend.asgi import Receive
 from topics.frontend.bodies import ClientGoneError
-from topics.frontend.live.push import until_disconnect
+from topics.frontend.live.push import gone_before
 from topics.frontend.shards.gateway import Gateway
 from topics.shm.queue_messages import Claim, Dealt, Exhume, Unclaim, Waiting, WorkClose
 
@@ -58,7 +58,7 @@ class JobChannel:
                     return reply
                 assert isinstance(reply, Waiting)
                 async with asyncio.timeout(self._longest_s(reply)):
-                    if await _gone_before(gathered, receive):
+                    if await gone_before(gathered, receive):
                         raise ClientGoneError
                     return gathered.result()
             except _RestartedError:
@@ -111,13 +111,3 @@ class JobChannel:
                 future.set_exception(_RestartedError())
                 # Whoever still waits for the first answer gets that one from the restarted shard.
                 future.exception()
-
-
-async def _gone_before(dealt: asyncio.Future[Dealt], receive: Receive) -> bool:
-    """Whether the client is gone, however far `dealt` is; False: it is there and `dealt` is done."""
-    gone = asyncio.create_task(until_disconnect(receive))
-    try:
-        await asyncio.wait((dealt, gone), return_when=asyncio.FIRST_COMPLETED)
-        return gone.done()
-    finally:
-        gone.cancel()
