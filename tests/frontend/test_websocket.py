@@ -17,6 +17,7 @@ from topics.core.keys import KeyRing, parse_list
 from topics.frontend.asgi import DROPPED
 from topics.frontend.live.outbox import MESSAGES_MAX
 from topics.frontend.live.websocket import PUBLISHES_MAX
+from topics.frontend.reads import node_sets
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
 from topics.shm.key_counts import Counted
@@ -185,6 +186,31 @@ def test_a_message_for_which_there_was_no_room_is_answered_and_the_socket_lives_
         assert (error["op"], error["request_id"], error["code"]) == ("error", None, "throttled")
         assert error["detail"]["limit"] == "body_bytes"
         assert pong["request_id"] == "next"
+        await client.leave()
+
+    on_loop(hosting, test)
+
+
+def test_a_subscription_that_is_refused_for_its_writers_leaves_the_one_before_it(
+    hosting: Hosting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One answer for a command, and nothing ended for one that fails."""
+    monkeypatch.setattr(node_sets, "SETS_MAX_BYTES", 0)
+    hosting.make("t")
+    hosting.write("t", [Written(b"1")])
+
+    async def test(frontend: Frontend) -> None:
+        client = Client(frontend)
+        client.say(op="subscribe", request_id=1, topic="t")
+        await until(lambda: client.of("record"))
+        client.say(op="subscribe", request_id=2, topic="t", node=[f"writer-{n:040}" for n in range(100)])
+        await until(lambda: client.of("error"))
+        client.say(op="unsubscribe", request_id=3, topic="t")
+        await until(lambda: client.of("unsubscribed"))
+        assert [message["request_id"] for message in client.of("subscribed")] == [1]
+        (error,) = client.of("error")
+        assert (error["request_id"], error["code"], error["detail"]["limit"]) == (2, "throttled", "node_bytes")
+        assert [message["topics"] for message in client.of("unsubscribed")] == [["t"]], "the first one still was"
         await client.leave()
 
     on_loop(hosting, test)

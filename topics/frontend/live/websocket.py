@@ -18,9 +18,9 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name
 from topics.frontend import append, wire
-from topics.frontend.asgi import DROPPED, KEPT, Receive, Scope, Send
+from topics.frontend.asgi import DROPPED, KEPT, SHARE, Receive, Scope, Send
 from topics.frontend.bodies import INLINE_BYTES_MAX
-from topics.frontend.body_budget import BODIES_MAX_BYTES, LONG_BYTES, bodies, no_room
+from topics.frontend.body_budget import BODIES_MAX_BYTES, LONG_BYTES, Share, bodies, no_room
 from topics.frontend.http.unread import Kept
 from topics.frontend.live.channels import Connection
 from topics.frontend.live.following import check_starts, check_strong, place, resolve
@@ -132,18 +132,22 @@ class Socket:
                 await self._obey(body)
                 del message
             else:
+                share: Share | None = message.get(SHARE)
                 del message
-                await asyncio.create_task(self._obey_long(body))
+                obeying = asyncio.create_task(self._obey_long(body, share))
+                del share
+                await obeying
+                del obeying
             del body
 
-    async def _obey_long(self, body: bytes) -> None:
+    async def _obey_long(self, body: bytes, share: Share | None) -> None:
         """In a task of its own, at whose end what it holds is counted no more: one at a time, until it is answered."""
-        await self._obey(body)
+        await self._obey(body, share)
         if self._publishes:
             await asyncio.wait(set(self._publishes))
 
-    async def _obey(self, text: bytes | None) -> None:
-        """`text`: a message in UTF-8; None for a binary one."""
+    async def _obey(self, text: bytes | None, share: Share | None = None) -> None:
+        """`text`: a message in UTF-8; None for a binary one. `share`: what it counts already, as it came."""
         started_ns = time.perf_counter_ns()
         self._route.cell.add("requests")
         body = text or b""
@@ -153,7 +157,8 @@ class Socket:
             if text is None:
                 raise invalid("a message is JSON text, not binary")
             try:
-                if len(body) > LONG_BYTES:
+                # In UTF-8 it may be longer than it was.
+                if len(body) > LONG_BYTES and not (share and share.reach(len(body))):
                     await bodies.hold(len(body), self._route.settings.max_body_bytes)
                 command = decode(body) if len(body) <= INLINE_BYTES_MAX else await asyncio.to_thread(decode, body)
             except TopicsError:
@@ -212,6 +217,7 @@ class Socket:
             check_strong(refs)
         positions = {name: resolve(reader, ref, starts[name]) for name, ref in refs.items()}
         places = {name: place(reader, ref, positions[name]) for name, ref in refs.items()}
+        options = command.page_options(self._route.settings)  # may refuse: before anything is ended or said
         await self._outbox.enter()
         # Nothing of the former subscription comes behind the answer to this one. And not before there is room: what it
         # has said counts with it.
@@ -219,7 +225,6 @@ class Socket:
         self._outbox.add(_encode({"op": "subscribed", "request_id": command.request_id, "topics": places}))
         if hub.draining or self._over.done():
             return
-        options = command.page_options(self._route.settings)
         for name, ref in refs.items():
             plan = hub.plans.get((name,), (ref.view.topic_id,), options, command.strong, MESSAGES)
             push = Subscription(self._outbox, self._ended_by_hub, self._abort)
