@@ -12,18 +12,20 @@ from tests.frontend.live import until
 from tests.frontend.test_app import Frontend, on_loop
 from tests.frontend.test_reading_segments import damage
 from topics.core.config import TopicConfig
+from topics.core.job import JobView
+from topics.frontend.http.answer_room import AnswerRoom, Place
 from topics.frontend.queues.job_records import ANSWER_BYTES_MAX
 from topics.frontend.queues.unreadable import ASIDE_MS
 from topics.shm import messages
 from topics.shm.control import Role
 from topics.shm.messages import Call, Kind
-from topics.shm.queue_messages import Claim, Dealt, Exhume, Unclaim, Waiting, WorkClose
+from topics.shm.queue_messages import Claim, Dealt, Exhume, Peek, Peeked, Unclaim, Waiting, WorkClose
 from topics.shm.topic_messages import Expire
 
 LEASE_NO = 700
 DEADLINE_MS = 2_000_000
 
-CallT = TypeVar("CallT", Claim, Unclaim, WorkClose)
+CallT = TypeVar("CallT", Claim, Peek, Unclaim, WorkClose)
 
 
 class Shard:
@@ -47,7 +49,7 @@ class Shard:
     def free(self) -> None:
         self._rings.requests.consume(self._read)
 
-    def answer(self, request_id: int, reply: Dealt | Waiting) -> None:
+    def answer(self, request_id: int, reply: Dealt | Peeked | Waiting) -> None:
         self._send(messages.encode_reply(request_id, reply))
 
     def deal(self, dealt: Dealt) -> None:
@@ -100,6 +102,53 @@ def test_a_claim_is_answered_also_when_the_ring_has_no_room_for_what_did_not_fit
         assert given_back == [Unclaim("q", "w", [3], [LEASE_NO + 2])]
 
     queue(hosting, [Written(b'"' + b"x" * (ANSWER_BYTES_MAX // 2) + b'"')] * 3)
+    on_loop(hosting, test)
+
+
+def test_jobs_whose_answer_finds_no_room_go_back_before_their_lease_is_over(hosting: Hosting) -> None:
+    """Room on a connection of HTTP/2 comes when its client takes other answers, which may be never."""
+
+    async def test(frontend: Frontend) -> None:
+        shard = Shard(frontend)
+        room = AnswerRoom(most_bytes=ANSWER_BYTES_MAX)
+        other = Place(room)
+        await other.take(ANSWER_BYTES_MAX)
+        claim = {"node": "w", "max": 2, "lease_ms": 100}
+        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", claim, Place(room)))
+        claim_id = await shard.claimed()
+        shard.answer(claim_id, Dealt(1, [1, 2], LEASE_NO, DEADLINE_MS, [1, 1], 5))
+        status, _, answer = await asked
+        assert (status, answer["error"]["code"]) == (429, "throttled")
+        assert answer["error"]["detail"]["limit"] == "answer_bytes"
+        assert (await shard.told(Unclaim))[1] == Unclaim("q", "w", [1, 2], [LEASE_NO, LEASE_NO + 1])
+        assert not room.waiting
+        other.close()
+        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", claim, Place(room)))
+        claim_id = await shard.claimed()
+        shard.answer(claim_id, Dealt(1, [1, 2], LEASE_NO, DEADLINE_MS, [1, 1], 5))
+        status, _, answer = await asked
+        assert (status, answer["count"]) == (200, 2)
+
+    queue(hosting, [Written(b"1"), Written(b"2")])
+    on_loop(hosting, test)
+
+
+def test_a_peek_reads_no_records_before_there_is_room_for_them(hosting: Hosting) -> None:
+    async def test(frontend: Frontend) -> None:
+        shard = Shard(frontend)
+        room = AnswerRoom(most_bytes=ANSWER_BYTES_MAX)
+        other, place = Place(room), Place(room)
+        await other.take(1)
+        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/peek", {}, place))
+        peek_id, _ = await shard.told(Peek)
+        shard.answer(peek_id, Peeked([JobView(1, "waiting", 0, 0, "", "")], 1, False))
+        await until(lambda: place in room.waiting or asked.done())
+        assert not asked.done()
+        other.close()
+        status, _, answer = await asked
+        assert (status, [job["$seq"] for job in answer["jobs"]]) == (200, [1])
+
+    queue(hosting, [Written(b"1")])
     on_loop(hosting, test)
 
 

@@ -12,7 +12,7 @@ from topics.core.job import JobView, State
 from topics.core.names import check_topic_name
 from topics.core.seq_set import runs_of
 from topics.frontend import wire
-from topics.frontend.answers import elapsed_ms, send_json
+from topics.frontend.answers import elapsed_ms, send_json, take_room
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import read_body
 from topics.frontend.queues.job_records import ANSWER_BYTES_MAX
@@ -59,6 +59,7 @@ class PeekRoute:
         wire.check_counts(request)
         await self._catching_up.one(name)
         jobs, next_from_seq = await self._look(name, request)
+        await take_room(scope, ANSWER_BYTES_MAX)
         bodies, count, cut_seq = await self._read(name, jobs)
         if cut_seq is not None:
             next_from_seq = cut_seq
@@ -69,7 +70,9 @@ class PeekRoute:
             b"" if next_from_seq is None else b'"next_from_seq":%d,' % next_from_seq,
             str(elapsed_ms(started_ns)).encode(),
         )
-        await send_json(send, headers, 200, answer)
+        answering = send_json(send, headers, 200, answer)
+        del bodies, answer, jobs  # as `DiffRoute`
+        await answering
 
     async def _look(self, name: str, request: PeekBody) -> tuple[list[JobView], int | None]:
         """The jobs, and behind which seq there may be more."""

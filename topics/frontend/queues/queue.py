@@ -17,6 +17,7 @@ from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, send_json, send_object, take_room
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import Headers, read_body, read_wish
+from topics.frontend.http.answer_room import KEPT_MAX_BYTES
 from topics.frontend.queues.dead_letters import PATIENCE_S, DeadLetters
 from topics.frontend.queues.job_channel import JobChannel
 from topics.frontend.queues.job_records import ANSWER_BYTES_MAX, RenderedJobs, fetch_jobs, lease_no
@@ -31,6 +32,9 @@ from topics.shm.queue_messages import Ack, AckReply, Dealt, Extend, ExtendReply,
 
 SEQS_MAX: Final = 1000
 """Of one ack, nack or extend."""
+ROOM_WAIT_S: Final = 2.0
+"""For room for the answer of a claim, whose jobs are leased by then; half their lease, if that is less."""
+RETRY_AFTER_MS: Final = 1000
 DELAY_MS_MAX: Final = 365 * 86_400_000
 
 
@@ -100,10 +104,11 @@ class QueueRoutes:
         node = request.node
         most = max(1, min(request.max, self._settings.max_claim))
         await self._catching_up.one(name)
-        dealt = await self._claim(name, node, most, clamped_lease_ms(request.lease_ms), receive)
+        lease_ms = clamped_lease_ms(request.lease_ms)
+        dealt = await self._claim(name, node, most, lease_ms, receive)
         count, body, ready = 0, b"", dealt.ready
         if dealt.seqs:
-            rendered = await self._fetch(scope, name, node, dealt)
+            rendered = await self._fetch(scope, name, node, dealt, lease_ms)
             count, body = rendered.jobs, rendered.body
             if rendered.unsent:
                 # Not awaited: a full ring would refuse the whole claim, whose jobs are leased.
@@ -148,12 +153,21 @@ class QueueRoutes:
             if dealt.seqs or loop.time() >= give_up_s:
                 return dealt
 
-    async def _fetch(self, scope: Scope, name: str, node: str, dealt: Dealt) -> RenderedJobs:
+    async def _fetch(self, scope: Scope, name: str, node: str, dealt: Dealt, lease_ms: int | None) -> RenderedJobs:
         try:
-            await take_room(scope, min(ANSWER_BYTES_MAX, len(dealt.seqs) * self._settings.max_record_bytes))
-        except (ConnectionError, asyncio.CancelledError):
+            if lease_ms is None:
+                lease_ms = self._reader.get(name).config.lease_ms
+            async with asyncio.timeout(min(ROOM_WAIT_S, lease_ms / 2000)):
+                await take_room(scope, min(ANSWER_BYTES_MAX, len(dealt.seqs) * self._settings.max_record_bytes))
+        except (TopicsError, ConnectionError, asyncio.CancelledError, TimeoutError) as error:
             self._unclaim(name, node, dealt, 0)
-            raise
+            if not isinstance(error, TimeoutError):
+                raise
+            raise TopicsError(
+                "throttled",
+                "the answers that this connection has not taken leave no room for the jobs; take them, and claim again",
+                {"limit": "answer_bytes", "max": KEPT_MAX_BYTES, "retry_after_ms": RETRY_AFTER_MS},
+            ) from None
         try:
             return await fetch_jobs(self._reader, name, dealt)
         except TopicsError as error:
