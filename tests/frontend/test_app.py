@@ -12,14 +12,17 @@ import msgspec
 import pytest
 
 from tests.frontend.hosting import Hosting, Written
+from tests.frontend.live import until
 from topics import settings as settings_module
 from topics.core.config import TopicConfig
 from topics.core.keys import KeyRing
 from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
-from topics.frontend.body_budget import LONG_BYTES, bodies
+from topics.frontend.asgi import ROOM, SHARE
+from topics.frontend.body_budget import LONG_BYTES, Share, bodies, medium_bodies
 from topics.frontend.figures import ServiceFigures
+from topics.frontend.http.answer_room import AnswerRoom, Place
 from topics.frontend.key_limits import KeyLimits
 from topics.frontend.live import websocket, websocket_commands
 from topics.frontend.live.delivery import Hub
@@ -163,8 +166,10 @@ class Frontend:
         self.gone = asyncio.Event()
         """The client closes its connection."""
 
-    async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, dict[bytes, bytes], Any]:
-        """(status, headers, decoded body)."""
+    async def ask(
+        self, method: str, path: str, body: Any = None, place: Place | None = None
+    ) -> tuple[int, dict[bytes, bytes], Any]:
+        """(status, headers, decoded body). `place`: where there is room for it on a connection of HTTP/2."""
         path, _, query = path.partition("?")
         content = b"" if body is None else msgspec.json.encode(body)
         answer: list[dict[str, Any]] = []
@@ -187,6 +192,7 @@ class Frontend:
             "path": path,
             "query_string": query.encode(),
             "headers": [(b"content-type", b"application/json")],
+            "extensions": {} if place is None else {ROOM: place},
         }
         await self.app(scope, receive, send)
         if not answer:
@@ -308,6 +314,35 @@ def test_a_stopping_frontend_answers_its_long_polls(hosting: Hosting) -> None:
         assert (status, body["records"], body["caught_up"]) == (200, [], True)
         status, _, _ = await frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000})
         assert status == 200
+
+    on_loop(hosting, test)
+
+
+@pytest.mark.parametrize("end", ["drain", "deadline", "deadline and drain"])
+def test_a_long_poll_that_waits_for_room_ends_with_its_time_and_at_a_stop(hosting: Hosting, end: str) -> None:
+    hosting.make("t")
+
+    async def test(frontend: Frontend) -> None:
+        room = AnswerRoom(most_bytes=8 << 20)
+        place, other = Place(room), Place(room)
+        wait_ms = 30_000 if end == "drain" else 100
+        poll = asyncio.create_task(frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": wait_ms}, place))
+        watch = await frontend.watching("t")
+        await other.take(8 << 20)
+        hosting.write("t", [Written(b"1")])
+        frontend.notify(watch)
+        await until(lambda: place in room.waiting or poll.done())
+        if end != "deadline":
+            frontend.diff.drain()
+            frontend.diff.drain()
+        status, _, body = await poll
+        assert (status, body["records"], body["next_from_seq"]) == (200, [], 0)
+        assert not room.waiting
+        other.close()
+        assert room.held_bytes < 1000, "no more than the answer, which nobody has taken here"
+        _, _, body = await frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000}, Place(room))
+        assert [record["$seq"] for record in body["records"]] == [1]
+        assert frontend.cell.get("long_polls") == 0
 
     on_loop(hosting, test)
 
@@ -490,6 +525,18 @@ def test_a_long_message_is_counted_until_it_is_answered(
         for _ in range(3):
             sent.put_nowait({"type": "websocket.receive", "text": text})
             assert msgspec.json.decode((await received.get())["text"]) == {"op": "pong", "request_id": 1}
+        # One that was counted as it came is not counted again, but as far as it is longer in UTF-8.
+        share: Share | None = Share(32 << 20)
+        assert share is not None
+        assert share.reach(LONG_BYTES)
+        came_bytes = bodies.held_bytes + medium_bodies.held_bytes
+        medium_bytes = medium_bodies.held_bytes
+        sent.put_nowait({"type": "websocket.receive", "text": text, SHARE: share})
+        del share
+        await received.get()
+        assert counted.pop() == LONG_BYTES
+        assert (came_bytes, medium_bytes) == (LONG_BYTES, LONG_BYTES)
+        await until(lambda: not bodies.held_bytes and not medium_bodies.held_bytes)
         sent.put_nowait({"type": "websocket.receive", "text": '{"op":"ping","request_id":2}'})
         assert msgspec.json.decode((await received.get())["text"])["request_id"] == 2
         assert counted == [len(text.encode())] * 3 + [0]

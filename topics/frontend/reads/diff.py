@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from topics.core.clock import Clock
@@ -64,7 +65,8 @@ class DiffRoute:
         self._cell = cell
         self._catching_up = catching_up
         self._clock = clock
-        self._waiting: set[asyncio.Event] = set()
+        self._waiting: set[Callable[[], None]] = set()
+        """Long polls: each ends when it is called."""
         self._draining = False
 
     async def __call__(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,8 +97,8 @@ class DiffRoute:
     def drain(self) -> None:
         """The process is to stop: every long poll answers now what it has."""
         self._draining = True
-        for news in self._waiting:
-            news.set()
+        for end in self._waiting:
+            end()
 
     def _wish(self, body: bytes) -> tuple[DiffBody, PageOptions]:
         request = wire.decode_diff(body)
@@ -129,9 +131,12 @@ class DiffRoute:
         news = asyncio.Event()
         cost = Cost(page.scanned, page.cold_segments)
         over = False
+        entering: asyncio.Timeout | None = None
 
         def end() -> None:
             nonlocal over
+            if entering is not None and not over:
+                entering.reschedule(loop.time())
             over = True
             news.set()
 
@@ -141,10 +146,12 @@ class DiffRoute:
         # Nothing but a disconnect can come behind the body.
         gone = loop.create_task(_disconnect(receive))
         gone.add_done_callback(lambda _: news.set())
-        self._waiting.add(news)
+        self._waiting.add(end)
         self._cell.set("long_polls", len(self._waiting))
         try:
-            while not (self._draining or over or _deliverable(page)):
+            # Who drains has ended those that were there.
+            over |= self._draining
+            while not (over or _deliverable(page)):
                 if place is not None:
                     place.give_back()
                 if page.caught_up:
@@ -156,7 +163,15 @@ class DiffRoute:
                 if gone.done():
                     raise ClientGoneError
                 if place is not None:
-                    await place.take(_room_bytes(options))
+                    # The last look is not worth a wait.
+                    entering = asyncio.timeout(0 if over else None)
+                    try:
+                        async with entering:
+                            await place.take(_room_bytes(options))
+                    except TimeoutError:
+                        break
+                    finally:
+                        entering = None
                 reader = self._reader
                 page = await reader.fetch_page(
                     reader.get(ref.name), page.next_from_seq, options, reader.now_ms(), from_ts=from_ts
@@ -166,7 +181,7 @@ class DiffRoute:
             timer.cancel()
             watch.cancel()
             gone.cancel()
-            self._waiting.discard(news)
+            self._waiting.discard(end)
             self._cell.set("long_polls", len(self._waiting))
         return page, cost
 
