@@ -170,7 +170,9 @@ def test_an_answer_counts_whole_until_nobody_waits_for_its_rest_which_is_then_al
             got.append(await buffer.pop(12_345))
         await pushing
         assert kept.held_bytes == 0
-        assert 0 < sum(memoryview(part.obj).nbytes for part in buffer._parts) < BUFFER_LOW_WATER, "and not the whole answer"
+        assert 0 < sum(memoryview(part.obj).nbytes for part in buffer._parts) < BUFFER_LOW_WATER, (
+            "and not the whole answer"
+        )
         while buffer.buffered_bytes:
             got.append(await buffer.pop(1000))
         assert b"".join(got) == answer
