@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -114,7 +116,7 @@ def test_a_stream_goes_on_over_the_death_of_its_shard() -> None:
 def test_a_delete_goes_on_behind_the_death_of_its_shard() -> None:
     """It is done in turns, and ends at the head that it began with (api §5)."""
     with Service(shards=1, env=PATIENT) as service, ThreadPoolExecutor(1) as beside:
-        for _ in range(10):
+        for _ in range(20):
             records = [{"data": number, "tag": "old"} for number in range(5000)]
             service.client.post("/v0/topics/t?return_seqs=false", json={"records": records}).raise_for_status()
 
@@ -126,12 +128,14 @@ def test_a_delete_goes_on_behind_the_death_of_its_shard() -> None:
                 return answer
 
         def begun() -> bool:
-            return bool(service.client.get("/v0/topics/t").json()["count"] < 50_000)
+            return bool(service.client.get("/v0/topics/t").json()["count"] < 100_000)
 
+        killed = service.pid_of("walshard")
         deleting = beside.submit(delete)
         poll("some to be gone", begun, every_s=0.001)
-        service.wait_healed(service.kill("walshard"))
+        os.kill(killed, signal.SIGKILL)
         service.client.post("/v0/topics/t", json={"records": [{"data": "new", "tag": "old"}]}).raise_for_status()
+        service.wait_healed(killed)
         answer = deleting.result()
         state = service.client.get("/v0/topics/t").json()
-        assert (answer["deleted"], state["count"], state["earliest_seq"]) == (50_000, 1, 50_001)
+        assert (answer["deleted"], state["count"], state["earliest_seq"]) == (100_000, 1, 100_001)
