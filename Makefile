@@ -7,7 +7,7 @@ BROWSER := $(VENV)/.browser
 PROMTOOL := $(VENV)/.promtool
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types unit bench crash soak lock clean spark oldspark fuzz browser peers
+.PHONY: help setup run test check lint types unit bench crash soak lock clean spark oldspark fuzz browser peers mutants
 
 help: ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -62,6 +62,11 @@ crash: $(STAMP) ## the end-to-end crash tests, 20 rounds, and a failure and a de
 	TOPICS_CRASH_ROUNDS=20 TOPICS_CRASH_ALL=1 TOPICS_STORM_KILLS=60 \
 	  $(BIN)/pytest tests/e2e/test_crash.py tests/e2e/test_kill_points.py tests/e2e/test_routers.py tests/e2e/test_storm.py
 	TOPICS_CALL_STRIDE=1 $(BIN)/pytest --timeout 3600 tests/compactor/test_every_call.py tests/compactor/test_cold_rewriting.py
+	TOPICS_KILL_STRIDE=7 $(BIN)/pytest tests/walshard/test_killed_anywhere.py
+	TOPICS_KILL_STRIDE=23 $(BIN)/pytest tests/walshard/test_routing_killed.py
+
+mutants: $(STAMP) ## each sync, directory sync and rename taken out in turn: which test notices?
+	$(BIN)/python -m tests.mutations.syncs
 
 soak: $(STAMP) ## ten minutes of mixed load; memory, shared memory and descriptors have to stay flat
 	TOPICS_SOAK_S=600 $(BIN)/pytest -s tests/e2e/test_soak.py

@@ -41,7 +41,7 @@ class Machine:
 
     def delete(self) -> None:
         """The log has it on the disk when this returns."""
-        assert self.rig.call(DeleteRecords("t", None, "eq", b"odd")).deleted
+        assert self.rig.delete(DeleteRecords("t", None, "eq", b"odd"))
 
     def lose_power(self) -> None:
         self.disk.power_loss()

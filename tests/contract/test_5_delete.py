@@ -94,7 +94,9 @@ def test_what_fails_on_the_way_says_how_many_are_gone() -> None:
         lost = [data, data.with_suffix(".tags")]
         for path in lost:
             path.rename(path.with_suffix(path.suffix + "-away"))
-        error = refused(client.post("/v0/topics/t/delete", json={"match": "a"}), 503, "storage_unavailable")
+        # Not storage_unavailable: that would say that nothing was done.
+        error = refused(client.post("/v0/topics/t/delete", json={"match": "a"}), 503, "shard_unavailable")
+        assert error["detail"]["reason"] == "storage_unavailable"
         gone = error["detail"]["deleted"]
         assert 0 < gone <= 3000
         assert f"before that {gone} records were deleted" in error["message"]

@@ -37,7 +37,14 @@ class Log:
             self.topic.tags = TagIndex(self.topic.index.base_seq)
         self.topic.tags.forget_below(self.topic.index.base_seq)
         self.topic.tags.catch_up(self.topic.index.base_seq, self.topic.head_seq, self.tags_of)
-        return [seq for seq in self.topic.tags.find(match) if first_seq <= seq <= last_seq]
+        tags = self.topic.tags.matching(match)
+        found: list[int] = []
+        at = 0
+        while at < len(tags):
+            some, at = self.topic.tags.seqs_of(tags, at, 3)
+            assert some == sorted(some)
+            found += some
+        return [seq for seq in sorted(found) if first_seq <= seq <= last_seq]
 
     def append(self, tags: list[bytes]) -> None:
         sizes = [100 + len(tag) for tag in tags]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -107,6 +107,44 @@ def test_a_turn_ends_when_its_time_is_over(rig: Rig, monkeypatch: pytest.MonkeyP
         turns += 1
     assert turns == RECORDS // 8
     assert rig.call(DeleteRecords("t", None, "eq", b"none")).rest is None, "all of them are known now"
+
+
+def test_many_tags_are_gathered_in_turns(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And two deletes in turns find theirs once each; what nobody comes back for is let go."""
+    for number in range(10):
+        rig.append("u", b"1", tag=b"u-%d" % number)
+        rig.append("t", b"1", tag=b"t-%d" % number)
+    for name in ("t", "u"):
+        assert rig.delete(DeleteRecords(name, None, "eq", b"none")) == 0
+    monkeypatch.setattr(tag_search, "TURN_MS", 0)
+    monkeypatch.setattr(tag_search, "GATHERED_RECORDS", 1)
+    search = rig.shard._deletes._tags
+    calls = [DeleteRecords(name, None, "glob", b"%b-" % name.encode()) for name in ("t", "u")]
+    turns = {"t": 0, "u": 0}
+    deleted = 0
+    gathered = 0
+    seqs_of = tags.TagIndex.seqs_of
+
+    def counting(index: tags.TagIndex, asked: Sequence[bytes], start: int, most: int) -> tuple[list[int], int]:
+        nonlocal gathered
+        gathered += 1
+        return seqs_of(index, asked, start, most)
+
+    monkeypatch.setattr(tags.TagIndex, "seqs_of", counting)
+    while calls:
+        reply = rig.call(call := calls.pop(0))
+        turns[call.name] += 1
+        deleted += reply.deleted
+        calls += [] if reply.rest is None else [reply.rest]
+    assert (turns, deleted, gathered) == ({"t": 13, "u": 13}, 20, 20)
+    assert not search._left
+    rig.call(DeleteRecords("t", None, "glob", b""))
+    rig.clock.ms += 9_000
+    rig.shard.sweep()
+    assert search._left
+    rig.clock.ms += 2_000
+    rig.shard.sweep()
+    assert not search._left
 
 
 def test_tags_that_could_not_be_read_are_not_counted_twice(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

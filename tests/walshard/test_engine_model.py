@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.storage.faults import FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
+from topics.core import tags
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
@@ -328,5 +329,7 @@ class TestEngine(Engine.TestCase):  # type: ignore[misc, valid-type]
         monkeypatch.setattr(tag_search, "FOUND_MAX", 3)
         monkeypatch.setattr(tag_search, "TURN_MS", 0)
         monkeypatch.setattr(tag_search, "CATCH_UP_RECORDS", 2)
+        monkeypatch.setattr(tag_search, "GATHERED_RECORDS", 1)
+        monkeypatch.setattr(tags, "_FORGET_FROM", 4)
 
     settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None)

@@ -6,7 +6,7 @@ the index catches up when a delete asks for it, piece by piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
 from sortedcontainers import SortedDict
@@ -81,13 +81,25 @@ class TagIndex:
         self._entries += len(tagged)
         self.next_seq = last_seq + 1
 
-    def find(self, match: Match) -> list[int]:
-        """Seqs of records with a matching tag, ascending; some may be gone already."""
+    def matching(self, match: Match) -> list[bytes]:
+        """The tags that match."""
         if match.op == "eq":
-            return list(self._seqs.get(match.tag, ()))
+            return [match.tag]
+        return list(self._seqs.irange(match.tag, _behind(match.tag), (True, False)))
+
+    def seqs_of(self, tags: Sequence[bytes], start: int, most: int) -> tuple[list[int], int]:
+        """(seqs of the records with one of these tags, tag number `start` and behind; number of the tag to go on with).
+
+        So many or more, for it is all of each tag. They ascend; some may be gone already.
+        """
         found: list[int] = []
-        for tag in self._seqs.irange(minimum=match.tag):
-            if not tag.startswith(match.tag):
-                break
-            found += self._seqs[tag]
-        return sorted(found)
+        while start < len(tags) and len(found) < most:
+            found += self._seqs.get(tags[start], ())
+            start += 1
+        return sorted(found), start
+
+
+def _behind(prefix: bytes) -> bytes | None:
+    """The first that is greater than all that begin with it; None: there is none."""
+    kept = prefix.rstrip(b"\xff")
+    return kept[:-1] + bytes((kept[-1] + 1,)) if kept else None

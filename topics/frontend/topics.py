@@ -129,12 +129,13 @@ class TopicRoutes:
                 # What has begun is not given up for a ring that is full.
                 reply = await self._gateway.call(shard, call, DeleteRecordsReply, patient=deleted > 0)
             except TopicsError as error:
-                if not deleted:
+                if not deleted or error.code == "topic_not_found":
                     raise
+                # The shard's own code may say that nothing was done, and a client would send it again by itself.
                 raise TopicsError(
-                    error.code,
+                    "shard_unavailable",
                     f"{error.message}; before that {deleted} records were deleted",
-                    {**(error.detail or {}), "deleted": deleted},
+                    {**(error.detail or {}), "deleted": deleted, "reason": error.code},
                 ) from error
             deleted += reply.deleted
             if reply.rest is None:

@@ -95,6 +95,7 @@ class Deletes:
 
     def sweep(self) -> None:
         """Expiry of topics that nobody touches. One whose log cannot be written now has to wait for the next sweep."""
+        self._tags.let_go()
         kept = set()
         for hosted in list(self._catalog):
             topic = hosted.topic

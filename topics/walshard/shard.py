@@ -338,7 +338,7 @@ class Shard:
         self._commit_group()
         now_ms = self._time.now.wall_ms
         marks = [
-            Operation([head_mark(hosted, hosted.topic.head_seq, now_ms, 0)], lambda _file_no, _offset: None, sync=True)
+            Operation([head_mark(hosted, hosted.topic.head_seq, now_ms, 0)], lambda _file_no, _offset: None)
             for hosted in self._catalog
             if hosted.topic.config.durability == "ephemeral" and hosted.topic.head_seq < hosted.topic.head_ceiling
         ]

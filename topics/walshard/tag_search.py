@@ -10,6 +10,7 @@ turn of the shard is bounded, and the next turn goes on from there.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -27,6 +28,11 @@ TURN_MS: Final = 5
 """So long a turn looks for them, and a step more."""
 CATCH_UP_RECORDS: Final = 1024
 """Between two looks at the clock."""
+GATHERED_RECORDS: Final = 8192
+"""Between two looks at the clock, of an index that has them."""
+_LEFT_MAX: Final = 16
+"""Deletes that are in the middle of many matches: with more, some find theirs anew each turn."""
+_KEPT_MS: Final = 10_000
 IDLE_RECORDS: Final = 512
 """Indexed in an idle turn, which a request may have to wait for."""
 
@@ -38,6 +44,19 @@ class Found(NamedTuple):
     next_seq: int
 
 
+class _Matches:
+    """What matches in one place, ascending once it is `complete`: until then that of the tags before `next_tag`."""
+
+    __slots__ = ("complete", "kept_ms", "next_tag", "seqs", "tags")
+
+    def __init__(self, seqs: list[int], complete: bool) -> None:
+        self.seqs = seqs
+        self.complete = complete
+        self.tags: list[bytes] | None = None
+        self.next_tag = 0
+        self.kept_ms = 0
+
+
 class TagSearch:
     """For all topics of one shard. What it finds may raise OSError, CorruptSegment and CorruptPostings."""
 
@@ -45,8 +64,8 @@ class TagSearch:
         self._files = files
         self._frames = frames
         self._clock = clock
-        self._matches: tuple[tuple[object, ...], list[int]] = ((), [])
-        """Of what was left over in the last turn, what it was found by and where: it is not looked for again."""
+        self._left: OrderedDict[tuple[object, ...], _Matches] = OrderedDict()
+        """What was left over in a turn, by what it was found by and where: it is not looked for again in the next."""
 
     def forget_log_files(self, file_no: int) -> None:
         """Log files numbered below are gone."""
@@ -60,7 +79,9 @@ class TagSearch:
         sealed_seq = index.segments.sealed_last_seq
         for info in index.segments.between(next_seq, min(sealed_seq, last_seq)):
             key = (topic.id, match, info.first_seq, info.version)
-            matches = self._matches[1] if key == self._matches[0] else self._in_segment(topic.id, info, match)
+            matches = self._left.pop(key, None)
+            if matches is None:
+                matches = _Matches(self._in_segment(topic.id, info, match), True)
             if not self._take(found, key, matches, next_seq, last_seq):
                 return Found(found, found[-1] + 1)
             next_seq = info.last_seq + 1
@@ -70,16 +91,21 @@ class TagSearch:
         if next_seq <= last_seq:
             open_seq = _open_seq(topic, index)
             tail_key = (topic.id, match, last_seq)
-            matches = self._matches[1]
-            if tail_key != self._matches[0]:
-                tags = self._caught_up(topic, index, open_seq, last_seq, ends_ms)
-                if tags is None:
-                    return Found(found, next_seq)
-                matches = tags.find(match)
+            matches = self._left.pop(tail_key, None)
+            if matches is None:
+                matches = _Matches([], False)
+            if not matches.complete and not self._gather(matches, topic, index, match, open_seq, last_seq, ends_ms):
+                self._keep(tail_key, matches)
+                return Found(found, next_seq)
             if not self._take(found, tail_key, matches, max(next_seq, open_seq), last_seq):
                 return Found(found, found[-1] + 1)
-        self._matches = ((), [])
         return Found(found, last_seq + 1)
+
+    def let_go(self) -> None:
+        """Of what nobody has come back for; to be called now and then."""
+        now_ms = self._clock.monotonic_ms()
+        for key in [key for key, matches in self._left.items() if now_ms - matches.kept_ms > _KEPT_MS]:
+            del self._left[key]
 
     def index_some(self, topic: Topic, index: TopicIndex, last_seq: int) -> bool:
         """In an idle turn: of what came, up to `last_seq`, since somebody deleted by tag. False: nothing came."""
@@ -93,16 +119,51 @@ class TagSearch:
         return first_seq <= last_seq
 
     def _take(
-        self, found: list[int], key: tuple[object, ...], matches: list[int], first_seq: int, last_seq: int
+        self, found: list[int], key: tuple[object, ...], matches: _Matches, first_seq: int, last_seq: int
     ) -> bool:
         """Adds those of `matches`, or as many as there is room for: then False, and they are kept for the next turn."""
-        start, end = bisect_left(matches, first_seq), bisect_right(matches, last_seq)
+        seqs = matches.seqs
+        start, end = bisect_left(seqs, first_seq), bisect_right(seqs, last_seq)
         room = FOUND_MAX - len(found)
-        found += matches[start : min(end, start + room)]
+        found += seqs[start : min(end, start + room)]
         if end - start <= room:
             return True
-        self._matches = (key, matches)
+        self._keep(key, matches)
         return False
+
+    def _keep(self, key: tuple[object, ...], matches: _Matches) -> None:
+        matches.kept_ms = self._clock.monotonic_ms()
+        self._left[key] = matches
+        if len(self._left) > _LEFT_MAX:
+            self._left.popitem(last=False)
+
+    def _gather(
+        self,
+        matches: _Matches,
+        topic: Topic,
+        index: TopicIndex,
+        match: Match,
+        open_seq: int,
+        last_seq: int,
+        ends_ms: int,
+    ) -> bool:
+        """All that match in the tail. False: not yet, but more than before."""
+        tags = self._caught_up(
+            topic, index, open_seq, last_seq, ends_ms
+        )  # it may have started over since the last turn
+        if tags is None:
+            return False
+        if matches.tags is None:
+            matches.tags = tags.matching(match)
+        while matches.next_tag < len(matches.tags):
+            seqs, matches.next_tag = tags.seqs_of(matches.tags, matches.next_tag, GATHERED_RECORDS)
+            matches.seqs += seqs
+            if self._clock.monotonic_ms() >= ends_ms and matches.next_tag < len(matches.tags):
+                return False
+        matches.seqs.sort()  # runs, each sorted
+        matches.tags = []
+        matches.complete = True
+        return True
 
     def _in_segment(self, topic_id: int, info: SegmentInfo, match: Match) -> list[int]:
         if info.flags & SEALED:
