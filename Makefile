@@ -90,10 +90,11 @@ fuzz: $(STAMP) ## a long fuzz of every route: no 500, no hang, nothing left behi
 browser: $(STAMP) $(BROWSER) ## the tests in a real Chromium, none of them skipped
 	TOPICS_REQUIRE_BROWSER=1 $(BIN)/pytest tests/e2e/test_browser.py
 
-peers: ## the same queue work through Redis and dramatiq (needs redis-server)
+peers: $(STAMP) ## the same queue work through Redis and dramatiq, and through our worker library (needs redis-server)
 	$(PYTHON) -m venv $(VENV)-peers
 	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check -r bench/peers/requirements.txt
 	$(VENV)-peers/bin/python -m bench.peers.redis_queue
+	$(BIN)/python -m bench.worker_library
 
 lock: ## pin the dependencies again
 	$(PYTHON) -m venv $(VENV)-lock

@@ -19,6 +19,7 @@ from bench.machine import Cores
 from bench.overload import Overload, endure
 from bench.slow_reader import SlowReader, undisturbed
 from bench.watchers import WatchPlan, deliver
+from bench.worker_library import LibraryPlan, serve
 from bench.workers import WorkPlan, work
 from tests.harness import Service
 
@@ -200,6 +201,24 @@ def queue(bench: Bench) -> list[Figure]:
                     outcome = bench.pool.submit(work, plan).result()
                 values = {"jobs_per_s": outcome.per_s, "p50_us": outcome.p50_us, "p99_us": outcome.p99_us}
                 figures.append(Figure("queue", f"{durability}, batch {batch}, {plural(workers, 'worker')}", values))
+    return figures + worker_library(bench)
+
+
+def worker_library(bench: Bench) -> list[Figure]:
+    """The same through the worker library, which is what a worker in Python gets of it."""
+    figures = []
+    for durability in DURABILITIES:
+        for threads, name in ((False, "AsyncQueue.run"), (True, "Queue.run")):
+            for hands in (1, 32):
+                with bench.service() as service:
+                    config = {"type": "queue", "durability": durability}
+                    service.client.put("/v0/topics/jobs", json=config).raise_for_status()
+                    bench.fill(service, ["jobs"], QUEUE_JOBS // 5)
+                    plan = LibraryPlan(service.port, "jobs", hands, threads, bench.warm_up_s, bench.seconds)
+                    jobs_per_s = bench.pool.submit(serve, plan).result()
+                figures.append(
+                    Figure("queue", f"{durability}, {name}, {plural(hands, 'job')}", {"jobs_per_s": jobs_per_s})
+                )
     return figures
 
 

@@ -103,11 +103,14 @@ BOUNDS = [
         for queue in ("deep", "mixed")
         for what in ("claim 1", "claim 16", "ack 1", "ack 16", "nack 1", "nack 16")
     ),
-    Bound(
-        "ack through another frontend to next job, p50 ms",
-        5.0,
-        ("refill", "ack through another frontend", "p50_us"),
-        scale=MS,
+    *(
+        Bound(
+            f"ack through another frontend to next job, {name} ms",
+            5.0,
+            ("refill", "ack through another frontend", f"{name}_us"),
+            scale=MS,
+        )
+        for name in ("p50", "p99")
     ),
     Bound("recovery of 1 M records, s", 1.5, ("recovery", "1 M records, one shard", "seconds")),
     *[

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -192,6 +192,27 @@ def test_a_job_that_left_its_worker_while_the_answer_was_awaited_is_lost(small: 
                 break
 
     in_time(body())
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_of_acks_that_were_sent_together_each_is_told_what_became_of_its_job(
+    small: Service, queue: str, arrives: bool
+) -> None:
+    """The answer to all of them is lost; meanwhile one of the jobs is given back under the worker's feet."""
+
+    async def body() -> list[int]:
+        async with CutOff(small.url, arrives=arrives) as client, AsyncClient(small.url) as other:
+            shift = Shift(client, queue, "me", max_jobs=len(JOBS), lease_ms=30_000, backoff=Backoff())
+            async with shift:
+                jobs = [leased.job for _ in JOBS if (leased := await shift.next()) is not None]
+                client.meanwhile = partial(other.queue(queue, node="me").nack, jobs[2:3], delay_ms=3_600_000)
+                outcomes = await asyncio.gather(*(shift.ack(job) for job in jobs), return_exceptions=True)
+                assert not any(shift.holds(job) for job in jobs)
+        return [error.seq for error in outcomes if isinstance(error, LeaseLostError)]
+
+    # One that had been acked cannot be given back.
+    assert in_time(body()) == ([] if arrives else [3])
+    assert small.client.get(f"/v0/topics/{queue}").json()["count"] == (0 if arrives else 1)
 
 
 @pytest.mark.parametrize("arrives", [True, False])
@@ -410,6 +431,23 @@ def test_a_handler_that_ends_the_program_ends_the_run(small: Service, queue: str
         topics.queue(queue).run(handle, threads=2)
     assert end.value.code == 3
     assert done == [2]
+
+
+@pytest.mark.parametrize("error", [StopIteration, CancelledError])
+def test_an_exception_that_a_future_takes_for_its_own_is_a_failure_of_its_job(
+    small: Service, queue: str, caplog: pytest.LogCaptureFixture, error: type[Exception]
+) -> None:
+    with Client(small.url) as topics:
+        work = topics.queue(queue)
+
+        def handle(job: Job) -> None:
+            if job.deliveries == 1:
+                raise error
+            work.stop()
+
+        work.run(handle, backoff=Backoff(first_ms=1, max_ms=2))
+    assert "delivery 1> failed, to be repeated" in caplog.text
+    assert sum(counts(small, queue)) == len(JOBS) - 1
 
 
 # -- the start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -230,6 +231,29 @@ def test_the_asynchronous_worker_does_the_same(service: Service, topics: Client,
     assert sorted(done) == JOBS
     assert failed == [7]
     wait_counts(topics, queue, (0, 0))
+
+
+def test_many_jobs_at_a_time_share_the_requests_of_their_acks(
+    topics: Client, queue: str, service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "httpx")
+
+    async def run() -> None:
+        async with AsyncClient(service.url) as client:
+            work = client.queue(queue)
+            all_begun, begun = asyncio.Event(), itertools.count(1)
+
+            async def handle(job: AsyncJob) -> None:
+                if next(begun) == len(JOBS):
+                    work.stop()
+                    all_begun.set()
+                await all_begun.wait()
+
+            await work.run(handle, concurrency=len(JOBS))
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    wait_counts(topics, queue, (0, 0))
+    assert sum("/ack " in line for line in caplog.messages) == 1
 
 
 def test_the_key_of_a_job_is_the_same_at_each_delivery(topics: Client, queue: str) -> None:

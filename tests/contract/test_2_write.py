@@ -103,6 +103,16 @@ def test_malformed_writes_append_nothing(client: httpx.Client, topic: str, body:
     missing(client, topic)
 
 
+def test_an_empty_tag_is_none_and_an_empty_node_nobody(client: httpx.Client, topic: str) -> None:
+    """docs/api.md §2: left out, not `""`, and no delete by tag ever finds it."""
+    ok(post(client, topic, {"node": "all", "records": [{"data": 1, "tag": "", "node": ""}, {"data": 2, "tag": "t"}]}))
+    first, second = diff(client, topic, include_tags=True)["records"]
+    assert (first.keys(), second["$node"], second["$tag"]) == ({"$seq", "$ts", "data"}, "all", "t")
+    for match in (["tag", "Eq", ""], ["tag", "Glob", "*"]):
+        ok(client.post(f"/v0/topics/{topic}/delete", json={"match": match}))
+    assert [record["data"] for record in diff(client, topic)["records"]] == [1]
+
+
 def test_create_false(client: httpx.Client, topic: str) -> None:
     body: dict[str, Any] = {"records": [{"data": 1}], "create": False}
     assert refused(post(client, topic, body), 404, "topic_not_found")["detail"]["topic"] == topic

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -13,7 +17,7 @@ import pytest
 from tests.contract.stream import Stream, watch
 from tests.e2e.load import PATIENT, REQUEST_TIMEOUT_S, Load, Writer, longest_gap_ms
 from tests.e2e.test_crash import everything
-from tests.harness import Service
+from tests.harness import Service, poll
 
 # Four of each class, so that both shards own some.
 CLASSES = {f"{durability}-{n}": durability for durability in ("disk", "fsync", "ephemeral") for n in range(4)}
@@ -107,3 +111,31 @@ def test_a_stream_goes_on_over_the_death_of_its_shard() -> None:
                     if frame.event == "record":
                         seen[frame.json["topic"]] += [record["data"] for record in frame.json["records"]]
             assert seen == {topic: [0, 1, 2, 3] for topic in topics}
+
+
+def test_a_delete_goes_on_behind_the_death_of_its_shard() -> None:
+    """It is done in turns, and ends at the head that it began with (api §5)."""
+    with Service(shards=1, env=PATIENT) as service, ThreadPoolExecutor(1) as beside:
+        for _ in range(20):
+            records = [{"data": number, "tag": "old"} for number in range(5000)]
+            service.client.post("/v0/topics/t?return_seqs=false", json={"records": records}).raise_for_status()
+
+        def delete() -> dict[str, Any]:
+            with httpx.Client(base_url=service.url, timeout=60) as own:
+                answer: dict[str, Any] = (
+                    own.post("/v0/topics/t/delete", json={"match": "old"}).raise_for_status().json()
+                )
+                return answer
+
+        def begun() -> bool:
+            return bool(service.client.get("/v0/topics/t").json()["count"] < 100_000)
+
+        killed = service.pid_of("walshard")
+        deleting = beside.submit(delete)
+        poll("some to be gone", begun, every_s=0.001)
+        os.kill(killed, signal.SIGKILL)
+        service.client.post("/v0/topics/t", json={"records": [{"data": "new", "tag": "old"}]}).raise_for_status()
+        service.wait_healed(killed)
+        answer = deleting.result()
+        state = service.client.get("/v0/topics/t").json()
+        assert (answer["deleted"], state["count"], state["earliest_seq"]) == (100_000, 1, 100_001)

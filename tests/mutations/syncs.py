@@ -27,7 +27,7 @@ NOTICED_BY: Final[dict[str, Sequence[str]]] = {
     "compactor/checkpoints.py": ("walshard/test_every_sync.py", "compactor/test_cut_failures.py"),
     "compactor/durable_marks.py": ("walshard/test_every_sync.py", "compactor/test_durable_marks.py"),
     "compactor/rewriting.py": ("storage/test_every_sync.py",),
-    "compactor/segments.py": ("walshard/test_every_sync.py", "compactor/test_segments.py"),
+    "compactor/segments.py": ("storage/test_every_sync.py", "walshard/test_every_sync.py"),
     "storage/activefile.py": ("storage/test_every_sync.py", "storage/test_wal.py", "storage/test_wal_faults.py"),
     "storage/filesystem.py": (
         *("storage/test_every_sync.py", "storage/test_txn_files.py", "storage/test_clock_file.py"),
@@ -48,8 +48,8 @@ NOTICED_BY: Final[dict[str, Sequence[str]]] = {
     "walshard/head_marks.py": ("walshard/test_every_sync.py", "walshard/test_ram_log.py"),
     "walshard/sinks.py": ("walshard/test_sinks.py",),
     "walshard/topic_calls.py": ("walshard/test_every_sync.py",),
-    "walshard/routers/copy_log.py": ("walshard/test_every_sync.py", "walshard/test_routing.py"),
-    "walshard/routers/feeds.py": ("walshard/test_every_sync.py", "walshard/test_routing.py"),
+    "walshard/routers/copy_log.py": ("walshard/test_every_sync.py",),
+    "walshard/routers/feeds.py": ("walshard/test_every_sync.py",),
     "walshard/routers/registrar.py": ("walshard/test_every_sync.py",),
 }
 """Tests that see the calls of a file, quick ones first."""

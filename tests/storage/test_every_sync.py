@@ -12,6 +12,7 @@ import pytest
 
 from tests.storage.logs import (
     IDENTITY,
+    TOPIC_ID,
     SynchronousExecutor,
     appends,
     commit,
@@ -24,6 +25,7 @@ from tests.storage.logs import (
 from tests.storage.segments import Record, make_segment
 from tests.storage.unsynced import UnsyncedFileSystem
 from topics.compactor.rewriting import rewrite
+from topics.compactor.segments import SealAt, SegmentAppender
 from topics.core.segment_list import SEALED, SegmentInfo
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
@@ -157,6 +159,21 @@ def test_a_segment_its_marks_and_its_next_version(fs: UnsyncedFileSystem, tmp_pa
     rewrite(fs, directory, SegmentInfo(1, 2, ts[0], ts[1], len(segment.data), 0, SEALED))
     assert made(fs) == [call.replace("#.", "#.1.") for call in [*files, *tags]] + ["fsync_dir #"]
     assert not fs.unsynced
+
+
+def test_a_segment_that_is_sealed_for_its_age(fs: UnsyncedFileSystem, tmp_path: Path) -> None:
+    """What a killed process had begun to append is cut off for good before that: there must be nothing behind it."""
+    segment = make_segment(OsFileSystem(), str(tmp_path), [Record(b"1", tag=b"t"), Record(b"2")], sealed=False)
+    ts = segment.entries(1, 2)[1::4]
+    for path in (segment.data_path, segment.idx_path):
+        with open(path, "ab") as file:
+            file.write(b"begun")
+    info = SegmentInfo(1, 2, ts[0], ts[1], len(segment.data), 0, 0)
+    sealed = SegmentAppender(fs, str(tmp_path), SealAt(10, 1 << 20, 1), set()).seal(TOPIC_ID, info)
+    assert sealed is not None
+    assert fs.log.count("ftruncate") == 2
+    files = ["fdatasync seg-#.data", "fdatasync seg-#.idx"]
+    assert made(fs) == [*files, "fdatasync seg-#.tags.tmp", "rename seg-#.tags", "fsync_dir #"]
 
 
 def test_an_object_of_the_cold_tier(fs: UnsyncedFileSystem, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"\d{20}|[0-9a-f]{16}")
 
 
 class UnsyncedFileSystem(FaultyFileSystem):
-    """`unsynced`: paths of files that were written to since they were synced last. `lasting`: each sync and rename so
+    """`unsynced`: paths of files that were changed since they were synced last. `lasting`: each sync and rename so
     far, by the last parts of the names, seqs and ids left out.
     """
 
@@ -31,6 +31,10 @@ class UnsyncedFileSystem(FaultyFileSystem):
     def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
         self.unsynced.add(self._paths[fd])
         return super().pwritev(fd, buffers, offset)
+
+    def ftruncate(self, fd: int, size_bytes: int) -> None:
+        self.unsynced.add(self._paths[fd])
+        super().ftruncate(fd, size_bytes)
 
     def fdatasync(self, fd: int) -> None:
         super().fdatasync(fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -68,6 +69,7 @@ def test_a_former_version_that_cannot_be_opened_for_now_is_not_passed_over(compa
     info = compaction.segments("t")[0]
     files = SegmentFiles(compaction.rig.fs, compaction.rig.settings.data_dir, 64)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    gc.collect()  # what other tests left open must not be closed in the middle of it
     lowest_free = os.open(os.devnull, os.O_RDONLY)
     os.close(lowest_free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))

@@ -3,11 +3,14 @@
 What must hold after every step, for each topic: seqs strictly increase; each record that was acknowledged is delivered
 as it was written, or was deleted on request (silently), or lies below evict_floor (a tombstone covers it);
 evict_floor <= earliest_seq; nothing is delivered that was not written; evict_floor never goes back, and a delete moves
-it only over what had been lost from RAM, once nothing that lives is before that.
+it only over what had been lost from RAM, once nothing that lives is before that. Pages are read as a frontend reads
+them, and have a tombstone exactly where one is due, also for what has expired and the shard has not heard of.
 """
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import os
 import shutil
 import tempfile
@@ -19,6 +22,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.frontend.hosting import served
 from tests.storage.faults import FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
@@ -26,16 +30,30 @@ from topics.core import tags
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
+from topics.frontend.reads.cold import ColdMissError, ColdTier
+from topics.frontend.reads.log_files import LogFiles
+from topics.frontend.reads.reading import Page, TopicReader
+from topics.frontend.reads.records import PageOptions
+from topics.frontend.shards.arenas import Arenas
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, Expire, PutTopic
-from topics.storage import kill_points
+from topics.storage import kill_points, layout
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.frame import OVERHEAD_LEN
+from topics.storage.segment_store import LocalStore
 from topics.storage.verify import verify
 from topics.walshard import tag_search
 
 NAMES = ("a", "b")
 TAGS = (b"", b"x", b"x:1", b"y")
 CLASSES = ("disk", "disk", "fsync", "memory", "ephemeral")
+WRITES = st.lists(st.tuples(st.integers(1, 9), st.sampled_from(TAGS)), min_size=1, max_size=4)
+MATCHES: st.SearchStrategy[tuple[Literal["eq", "glob"], bytes]] = st.tuples(
+    st.sampled_from(["eq", "glob"]), st.sampled_from(TAGS)
+)
+BEFORE = st.none() | st.integers(0, 15) | st.integers(0, 60)
+COLD_TIMEOUT_MS = 5000
 STEPS = int(os.environ.get("TOPICS_MODEL_STEPS", "40"))
-EXAMPLES = int(os.environ.get("TOPICS_MODEL_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("TOPICS_MODEL_EXAMPLES", "40"))
 
 
 class Model:
@@ -46,6 +64,8 @@ class Model:
         self.head_seq = 0
         self.live: dict[int, tuple[bytes, bytes, int, bool]] = {}
         """seq → data, tag, ts, in RAM"""
+        self.reasons: set[str] = set()
+        """For which anything was evicted."""
         self.evict_floor = 1
         self.ever_in_ram: set[int] = set()
         self.lost: set[int] = set()
@@ -54,8 +74,6 @@ class Model:
     def append(self, first_seq: int, data: list[bytes], tag: bytes, ts: int) -> None:
         assert first_seq > self.head_seq, "no seq is given twice"
         in_ram = self.config.durability == "ephemeral"
-        if self.config.cap_records and len(self.live) + len(data) > self.config.cap_records:
-            self.expire(ts)  # what has expired is not what a cap takes
         for seq, piece in enumerate(data, first_seq):
             self.live[seq] = (piece, tag, ts, in_ram)
             if in_ram:
@@ -63,10 +81,26 @@ class Model:
         self.head_seq = first_seq + len(data) - 1
         self.evict_over_cap()
 
+    def room_for(self, data: list[bytes], tag: bytes, ts: int) -> str:
+        """The code with which a write is refused, if it is."""
+        config = self.config
+        records, size_bytes = len(data), sum(_size_bytes(piece, tag) for piece in data)
+        if self._is_over_cap(records, size_bytes):
+            self.expire(ts)  # what has expired is not what a cap takes, or refuses for
+        if config.discard == "old" or not self._is_over_cap(records, size_bytes):
+            return ""
+        fits = records <= (config.cap_records or records) and size_bytes <= (config.cap_bytes or size_bytes)
+        return "topic_full" if fits else "record_too_large"
+
+    def _is_over_cap(self, more_records: int = 0, more_bytes: int = 0) -> bool:
+        cap_records, cap_bytes = self.config.cap_records, self.config.cap_bytes
+        live_bytes = sum(_size_bytes(data, tag) for data, tag, *_ in self.live.values())
+        over_records = bool(cap_records) and len(self.live) + more_records > cap_records
+        return over_records or (bool(cap_bytes) and live_bytes + more_bytes > cap_bytes)
+
     def evict_over_cap(self) -> None:
-        cap = self.config.cap_records
-        while cap and len(self.live) > cap:
-            self._evict(min(self.live))
+        while self.config.discard == "old" and self.live and self._is_over_cap():
+            self._evict(min(self.live), "cap")
         self.lay_open_lost()
 
     def expire(self, now_ms: int) -> None:
@@ -74,7 +108,7 @@ class Model:
         for seq, (_, _, ts, _) in sorted(self.live.items()):
             if not ttl_ms or now_ms - ts <= ttl_ms:
                 break
-            self._evict(seq)
+            self._evict(seq, "ttl")
         self.lay_open_lost()
 
     def lay_open_lost(self) -> None:
@@ -100,9 +134,50 @@ class Model:
         self.lay_open_lost()
         return len(gone)
 
-    def _evict(self, seq: int) -> None:
+    def at(self, now_ms: int) -> Model:
+        """As readers see it then."""
+        seen = copy.copy(self)
+        seen.live, seen.lost, seen.reasons = dict(self.live), set(self.lost), set(self.reasons)
+        seen.expire(now_ms)
+        return seen
+
+    @property
+    def earliest_seq(self) -> int:
+        return min(self.live, default=self.head_seq + 1)
+
+    def _evict(self, seq: int, reason: str) -> None:
         del self.live[seq]
         self.evict_floor = seq + 1
+        self.reasons.add(reason)
+
+
+def _size_bytes(data: bytes, tag: bytes) -> int:
+    """Of the frame in the log."""
+    return OVERHEAD_LEN + len(tag) + len(b'"data":') + len(data)
+
+
+class Frontend:
+    """What reads the shard's topics, for as long as a service lives."""
+
+    def __init__(self, rig: Rig) -> None:
+        data_dir, cold_dir = rig.settings.data_dir, rig.settings.cold_dir
+        assert cold_dir is not None
+        self._arenas = Arenas(rig.shared)
+        files = LogFiles(data_dir, rig.shared.ram_dir, 1, maps_max=2)
+        store = LocalStore(OsFileSystem(), layout.topics_dir(cold_dir))
+        self.reader = TopicReader(self._arenas, files, 1, rig.clock, ColdTier(store, COLD_TIMEOUT_MS))
+
+    def page(self, name: str, from_seq: int, limit: int, now_ms: int) -> Page:
+        """With whatever waiting it takes."""
+        reader, options = self.reader, PageOptions(limit, 1 << 20)
+        while True:
+            try:
+                return reader.read_page(reader.get(name), from_seq, options, now_ms)
+            except ColdMissError as miss:
+                asyncio.run(reader.fetch(miss))
+
+    def close(self) -> None:
+        self._arenas.close()
 
 
 class Engine(RuleBasedStateMachine):
@@ -119,12 +194,14 @@ class Engine(RuleBasedStateMachine):
             hot_retain_segments="1",
         )
         self.compaction = Compaction(self.rig)
+        self.frontend = Frontend(self.rig)
         self.models: dict[str, Model] = {}
         self.rests: list[tuple[DeleteRecords, int]] = []
         self.written = 0
 
     def teardown(self) -> None:
         self.rig.shard.close()
+        self.frontend.close()
         self.rig.close()
         report = verify(self.directory, lambda _share: None, self.cold_dir)
         shutil.rmtree(self.directory)
@@ -134,20 +211,28 @@ class Engine(RuleBasedStateMachine):
     @initialize(caps=st.lists(st.sampled_from([0, 0, 5, 12]), min_size=2, max_size=2), ttl=st.sampled_from([0, 50]))
     def begin(self, caps: list[int], ttl: int) -> None:
         for name, cap in zip(NAMES, caps, strict=True):
-            self.configure(name, cap, ttl, "disk")
+            self.configure(name, cap, 0, "old", ttl, "disk")
 
     # -- what clients do
 
     @rule(
         name=st.sampled_from(NAMES),
-        cap=st.sampled_from([0, 3, 12]),
+        cap=st.sampled_from([0, 0, 3, 12]),
+        cap_bytes=st.sampled_from([0, 0, 300, 1000]),
+        discard=st.sampled_from(["old", "reject"]),
         ttl=st.sampled_from([0, 50]),
         durability=st.sampled_from(CLASSES),
     )
     def configure(
-        self, name: str, cap: int, ttl: int, durability: Literal["disk", "fsync", "memory", "ephemeral"]
+        self,
+        name: str,
+        cap: int,
+        cap_bytes: int,
+        discard: Literal["old", "reject"],
+        ttl: int,
+        durability: Literal["disk", "fsync", "memory", "ephemeral"],
     ) -> None:
-        config = TopicConfig(cap_records=cap, ttl_ms=ttl, durability=durability)
+        config = TopicConfig(cap_records=cap, cap_bytes=cap_bytes, discard=discard, ttl_ms=ttl, durability=durability)
         self.rig.call(PutTopic(name, config, True))
         model = self.models.setdefault(name, Model(config))
         if config != model.config:  # a longer ttl brings nothing back
@@ -155,19 +240,37 @@ class Engine(RuleBasedStateMachine):
         model.config = config
         model.evict_over_cap()
 
-    @rule(name=st.sampled_from(NAMES), count=st.integers(1, 9), tag=st.sampled_from(TAGS))
-    def append(self, name: str, count: int, tag: bytes) -> None:
+    @rule(name=st.sampled_from(NAMES), writes=WRITES)
+    def append(self, name: str, writes: list[tuple[int, bytes]]) -> None:
+        for count, tag in writes:
+            self._append(name, count, tag)
+
+    @rule(name=st.sampled_from(NAMES), writes=WRITES, match=MATCHES)
+    def append_and_delete(
+        self, name: str, writes: list[tuple[int, bytes]], match: tuple[Literal["eq", "glob"], bytes]
+    ) -> None:
+        """Of what is most often in the log yet."""
+        self.append(name, writes)
+        self.delete(name, None, match)
+
+    def _append(self, name: str, count: int, tag: bytes) -> None:
         data = [b"%d" % (self.written + number) for number in range(count)]
         self.written += count
         config = self.models[name].config if name in self.models else TopicConfig()
-        reply = self.rig.append(name, *data, tag=tag)
         model = self.models.setdefault(name, Model(config))
+        refusal = model.room_for(data, tag, self.rig.clock.ms)
+        if refusal:
+            with pytest.raises(TopicsError) as refused:
+                self.rig.append(name, *data, tag=tag)
+            assert refused.value.code == refusal
+            return
+        reply = self.rig.append(name, *data, tag=tag)
         model.append(reply.first_seq, data, tag, self.rig.clock.ms)
 
     @rule(
         name=st.sampled_from(NAMES),
-        before=st.none() | st.integers(0, 60),
-        match=st.none() | st.tuples(st.sampled_from(["eq", "glob"]), st.sampled_from(TAGS)),
+        before=BEFORE,
+        match=st.none() | MATCHES,
     )
     def delete(self, name: str, before: int | None, match: tuple[Literal["eq", "glob"], bytes] | None) -> None:
         if name not in self.models or (before is None and match is None):
@@ -199,12 +302,14 @@ class Engine(RuleBasedStateMachine):
         assert reply.deleted == model.delete(call.before_seq, call.op, call.pattern, call.from_seq, done_seq)
         assert reply.earliest_seq == min(model.live, default=model.head_seq + 1)
 
-    @rule(name=st.sampled_from(NAMES))
-    def delete_topic(self, name: str) -> None:
+    @rule(name=st.sampled_from(NAMES), sure=st.integers(0, 3))
+    def delete_topic(self, name: str, sure: int) -> None:
+        if sure:  # or there would seldom be much in any
+            return
         self.rig.call(DeleteTopic(name, False))
         self.models.pop(name, None)
 
-    @rule(ms=st.sampled_from([1, 20, 51, 2000]))
+    @rule(ms=st.sampled_from([1, 1, 20, 20, 51, 2000]))
     def time_passes(self, ms: int) -> None:
         self.rig.clock.ms += ms
 
@@ -222,8 +327,8 @@ class Engine(RuleBasedStateMachine):
 
     @rule(
         name=st.sampled_from(NAMES),
-        before=st.none() | st.integers(0, 60),
-        match=st.none() | st.tuples(st.sampled_from(["eq", "glob"]), st.sampled_from(TAGS)),
+        before=BEFORE,
+        match=st.none() | MATCHES,
         count=st.integers(0, 9),
         dies=st.booleans(),
     )
@@ -238,7 +343,7 @@ class Engine(RuleBasedStateMachine):
             kill_points.arm(None, lambda: None)
             self.delete(name, before, match)
             if count:
-                self.append(name, count, b"x")
+                self._append(name, count, b"x")
 
         kill_points.arm("checkpoint.followed", act)
         self.compaction.cut()
@@ -272,6 +377,8 @@ class Engine(RuleBasedStateMachine):
         if cleanly:
             self.rig.shard.close()
         self.rig.restart_service()
+        self.frontend.close()
+        self.frontend = Frontend(self.rig)
         self.compaction.begin_again()
         for name, model in self.models.items():
             self._lost_from_ram(name, model)
@@ -318,6 +425,48 @@ class Engine(RuleBasedStateMachine):
             assert view.evict_floor == model.evict_floor
             assert view.earliest_seq == min(model.live, default=view.head_seq + 1)
             assert view.evict_floor <= view.earliest_seq
+            self._read_as_clients_do(name, model.at(self.rig.clock.ms))
+
+    def _read_as_clients_do(self, name: str, model: Model) -> None:
+        """Pages of a few records from the first on, and one from somewhere in between."""
+        now_ms = self.rig.clock.ms
+        found: dict[int, bytes] = {}
+        cursor, limit = 0, 1 + model.head_seq % 7
+        gaps: set[int] = set()
+        while True:
+            page = self.frontend.page(name, cursor, limit, now_ms)
+            assert (page.head_seq, page.earliest_seq) == (model.head_seq, model.earliest_seq)
+            gaps |= self._gap(page, cursor, model)
+            records = {record.seq: bytes(record.data) for record in served(page.body)}
+            assert len(records) == page.count <= limit
+            assert list(records) == sorted(seq for seq in model.live if cursor < seq <= page.next_from_seq)
+            found |= records
+            if page.caught_up:
+                break
+            assert page.next_from_seq > cursor
+            cursor = page.next_from_seq
+        assert found == {seq: data for seq, (data, *_) in model.live.items()}
+        assert model.lost <= gaps, "what is lost behind records that live"
+        between = model.head_seq * 2 // 3
+        self._gap(self.frontend.page(name, between, limit, now_ms), between, model)
+
+    def _gap(self, page: Page, cursor: int, model: Model) -> set[int]:
+        """The tombstone of a page is the one that is due (api §3.3); returns its seqs."""
+        is_due = cursor + 1 < model.evict_floor
+        tombstone = page.tombstone
+        if tombstone is None:
+            assert not is_due
+            return set()
+        gap = set(range(tombstone.gap_from, tombstone.gap_to + 1))
+        if is_due:
+            assert (tombstone.gap_from, tombstone.gap_to) == (cursor + 1, model.earliest_seq - 1)
+            if not model.ever_in_ram:
+                one_of = model.reasons if len(model.reasons) == 1 else {"cap", "ttl", "mixed"}
+                assert tombstone.reason in one_of
+        else:
+            assert gap <= model.lost, "no tombstone for what was deleted"
+            assert tombstone.reason == "restart"
+        return gap
 
 
 @pytest.mark.timeout(900)

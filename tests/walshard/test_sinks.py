@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.storage.faults import FaultyFileSystem
 from tests.walshard.rig import Rig
 from tests.walshard.test_killed_anywhere import MODULES, NOT_REACHED, in_a_process, kill_at_line
 from topics.core.config import TopicConfig
@@ -158,7 +159,10 @@ def test_a_sink_can_be_forgotten_once_its_batch_is_over(rig: Rig) -> None:
     with pytest.raises(TopicsError, match="is being published"):
         rig.call(TxnForget("s"))
     drive(rig, "s", 5, stages)
+    assert isinstance(rig.fs, FaultyFileSystem)
+    begun = len(rig.fs.log)
     assert rig.call(TxnForget("s")).outcome == "committed"
+    assert rig.fs.log[begun:] == ["unlink", "fsync_dir"], "or a power loss brings it back"
     rig.restart_service()
     assert rig.call(TxnForget("s")).outcome == "none"
     assert rig.call(TxnBegin("s", 0, stage(rig, ("a", [b"2"])))).outcome == "begun"

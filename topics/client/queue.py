@@ -325,16 +325,25 @@ class Queue:
         ):
             ends: list[BaseException] = []
 
-            def work(job: AsyncJob) -> None:
+            def work(job: AsyncJob) -> Exception | None:
+                """What the handler raised. The loop settles the job, which costs this thread nothing."""
+                mine = Job(job, loop)
                 try:
-                    with Job(job, loop) as mine:
-                        handler(mine)
+                    handler(mine)
+                except Exception as error:  # noqa: BLE001 — as a value: a future would make others of some of them
+                    return error
                 except BaseException as end:  # noqa: BLE001 — sys.exit: in the loop it would end that instead of us
+                    loop.run(job._end(end))
                     ends.append(end)
                     loop.call(shift.stop)
+                finally:
+                    mine._settled = True
+                return None
 
             async def hand_over(job: AsyncJob) -> None:
-                await asyncio.get_running_loop().run_in_executor(pool, work, job)
+                error = await asyncio.get_running_loop().run_in_executor(pool, work, job)
+                if error is not None:
+                    raise error
 
             serving = loop.start(_serve(shift, self.topic, hand_over, threads))
             try:

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
@@ -21,6 +21,7 @@ import httpx
 import msgspec
 
 from topics.client import calls, queue_calls
+from topics.client.acks import Acks
 from topics.client.attempts import NOT_CARRIED_OUT, Attempts, Retry, describe
 from topics.client.calls import Call, topic_path
 from topics.client.errors import LeaseLostError, ServiceBusyError, ServiceFaultError, UnreachableError
@@ -81,6 +82,7 @@ class Shift:
         self._waiting: deque[Leased] = deque()
         self._held: dict[int, ClaimedJob] = {}
         """Seq → job: leased to us, settled by nobody yet, `_waiting` ones included."""
+        self._acks = Acks(topic, self._ack)
         self._settling: set[str] = set()
         """Lease ids of those of which the answer is awaited."""
         self._news = asyncio.Event()
@@ -108,6 +110,7 @@ class Shift:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._acks.close()
         self._drop()
 
     def stop(self) -> None:
@@ -137,7 +140,7 @@ class Shift:
 
     async def ack(self, job: ClaimedJob) -> None:
         """It is done. LeaseLostError when somebody else may have been given it meanwhile."""
-        settled = await self._settle(job, queue_calls.ack(self._topic, self._node, [job]))
+        settled = await self._acks.add(job)
         if settled is None:
             # What is acked is deleted. With `on_ack: "keep"` it stays and nobody can tell: then this says too much.
             look = calls.diff(self._topic, job.seq - 1, limit=1, include_meta=False)
@@ -150,30 +153,37 @@ class Shift:
         if delay_ms is None:
             delay_ms = self._backoff.delay_ms(job.deliveries, random.random())
         call = queue_calls.nack(self._topic, self._node, [job], delay_ms=delay_ms)
-        if await self._settle(job, call) is False:
+        if await self._settle([job], call) == [False]:
             raise LeaseLostError(self._topic, job.seq)
 
-    async def _settle(self, job: ClaimedJob, call: Call[Settled]) -> bool | None:
-        """Whether it was ours to settle; None when it was not at a repeat: the first attempt may have settled it, or a
-        shard that was killed may have forgotten the lease. Until the answer is there the lease is kept.
+    async def _ack(self, jobs: Sequence[ClaimedJob]) -> list[bool | None]:
+        return await self._settle(jobs, queue_calls.ack(self._topic, self._node, jobs))
+
+    async def _settle(self, jobs: Sequence[ClaimedJob], call: Call[Settled]) -> list[bool | None]:
+        """Of each whether it was ours to settle; None when it was not at a repeat: the first attempt may have settled
+        it, or a shard that was killed may have forgotten the lease. Until the answer is there the leases are kept.
         """
-        self._settling.add(job.lease_id)
+        leases = {job.lease_id for job in jobs}
+        self._settling |= leases
         try:
             try:
-                return not (await self._client.call(call)).skipped
+                skipped = set((await self._client.call(call)).skipped)
+                return [job.seq not in skipped for job in jobs]
             except (UnreachableError, ServiceBusyError) as error:
                 if isinstance(error, ServiceBusyError) and error.code in NOT_CARRIED_OUT:
                     raise
-                held = self.holds(job)
-                skipped = (await self._client.call(msgspec.structs.replace(call, repeatable=True))).skipped
-                if not skipped:
-                    return True
-                return None if held and self.holds(job) else False
+                held = {job.seq for job in jobs if self.holds(job)}
+                skipped = set((await self._client.call(msgspec.structs.replace(call, repeatable=True))).skipped)
+                return [
+                    True if job.seq not in skipped else None if job.seq in held and self.holds(job) else False
+                    for job in jobs
+                ]
         finally:
-            # Also when it failed: who gave up settling it is done with it, and a lease that is kept would be for ever.
-            self._settling.discard(job.lease_id)
-            if self.holds(job):
-                del self._held[job.seq]
+            # Also when it failed: who gave up settling them is done with them, and a kept lease would be for ever.
+            self._settling -= leases
+            for job in jobs:
+                if self.holds(job):
+                    del self._held[job.seq]
 
     # -- in the background
 

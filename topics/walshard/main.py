@@ -51,6 +51,7 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
             shard = recover(settings, shared, index, outbox, cell, clock, fs, preallocating, syncing)
         except (RefusedLog, FoldError, UnknownSnapshotVersion) as error:
             log.error("the log cannot be used as it is", reason=str(error))
+            cell.set("state", ProcessState.STOPPED)  # the compactor waits for it no longer
             return EXIT_REFUSED
         except (ArenaFullError, WalWriteError, OSError) as error:
             log.error("recovery failed", reason=str(error))
