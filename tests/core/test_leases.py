@@ -274,8 +274,9 @@ class LeaseMachine(RuleBasedStateMachine):
         share=st.floats(0, 1),
         most=st.integers(1, 20),
         looks=st.integers(1, 9),
+        passes=st.integers(1, 30),
     )
-    def peek(self, state: State | None, share: float, most: int, looks: int) -> None:
+    def peek(self, state: State | None, share: float, most: int, looks: int, passes: int) -> None:
         """All pages together are what the model says."""
         self.advance()
         from_seq = int(share * self.topic.head_seq)
@@ -301,9 +302,10 @@ class LeaseMachine(RuleBasedStateMachine):
         found: list[JobView] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(lease_machine, "PEEK_LOOK_MAX", looks)
+            patch.setattr(lease_machine, "PEEK_PASS_MAX", passes)
             while from_seq < self.topic.head_seq:
                 page, up_to_seq = self.leases.peek(from_seq, state, most)
-                assert len(page) <= min(most, looks)
+                assert len(page) <= min(most, looks, passes)
                 assert from_seq < up_to_seq
                 assert all(from_seq < one.seq <= up_to_seq for one in page)
                 found += page
@@ -422,6 +424,10 @@ class CountedRecords:
         self.looked_at += len(found)
         return found
 
+    def live_within(self, seq: int, most: int, looks: int) -> tuple[list[int], int]:
+        found = self.live_from(seq, min(most, looks))
+        return found, found[-1] if found else self.head_seq
+
     def live_of(self, seqs: Sequence[int]) -> list[int]:
         self.looked_at += len(seqs)
         return list(seqs)
@@ -445,6 +451,41 @@ def test_a_claim_costs_the_jobs_it_hands_out_and_waiting_jobs_cost_nothing() -> 
     ]
     assert records.looked_at == 13
     assert len(leases._jobs) == 100_013
+
+
+def test_a_peek_passes_over_so_many_dead_records_at_most_and_says_where_it_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One job for much later, dead ones, and one that waits. Where segments tell of the dead, they cost nothing."""
+    topic, dead = queue_topic(), 5 * lease_machine.PEEK_PASS_MAX
+    leases = leases_of(topic)
+    leases.start(START, 1, keep_leases=True)
+    leases.add(append(topic, 1)[0], START.wall_ms + 10**9, "")
+    gone = list(append(topic, dead))
+    topic.removed(topic.plan_removal(gone, set(gone)), topic.revision + 1)
+    last_seq = append(topic, 1)[0]
+    looked_at: list[int] = []
+    entries = topic.index.entries
+
+    def counted(first_seq: int, last_seq: int) -> array[int]:
+        looked_at.append(last_seq - first_seq + 1)
+        return entries(first_seq, last_seq)
+
+    monkeypatch.setattr(topic.index, "entries", counted)
+    found: list[int] = []
+    from_seq = looks = 0
+    while from_seq < topic.head_seq:
+        page, from_seq = leases.peek(from_seq, None, 10)
+        assert sum(looked_at) <= lease_machine.PEEK_PASS_MAX
+        looked_at.clear()
+        found += [one.seq for one in page]
+        looks += 1
+    assert found == [1, last_seq]
+    assert looks == 6
+    monkeypatch.setattr(topic.index, "behind_deleted", lambda seq: last_seq if 100 < seq < last_seq else seq)
+    page, from_seq = leases.peek(0, None, 10)
+    assert ([one.seq for one in page], from_seq) == ([1, last_seq], last_seq)
+    assert sum(looked_at) < 500
 
 
 def started(jobs: int, scheduled: int = 0) -> Leases:

@@ -17,9 +17,8 @@ from tests.frontend.live import DEADLINE_S, Live, on_loop, until
 from tests.frontend.test_watch import cram, posts
 from topics.core.errors import TopicsError
 from topics.frontend.asgi import DELIVER, Send
-from topics.frontend.queues import cursor_routes
+from topics.frontend.queues import cursor_routes, turns
 from topics.frontend.queues.cursor_routes import CursorRoutes
-from topics.frontend.queues.turns import READERS_MAX, Turns
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.diff import MAX_BATCH_BYTES
 from topics.frontend.reads.reading import Page
@@ -231,23 +230,45 @@ def test_who_gives_up_its_turn_is_in_nobodys_way(tmp_path: Path) -> None:
     on_loop(tmp_path, test)
 
 
-def test_readers_that_wait_for_their_turn_are_bounded_in_number_and_time(tmp_path: Path) -> None:
+def test_readers_that_wait_for_their_turn_are_bounded_in_number_and_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "READERS_MAX", 20)
+
     async def test(live: Live) -> None:
         reader = Reader(live)
         await reader.make(6)
-        reader.routes._turns = Turns(WAIT_S)
+        reader.routes._turns._wait_s = 0.5
         live.shard_up = False
-        reads = [asyncio.create_task(reader.read(2)) for _ in range(READERS_MAX)]
+        reads = [asyncio.create_task(reader.read(2)) for _ in range(20)]
         await until(lambda: live.gateway._unanswered._requests)
         await asyncio.sleep(0)
         with pytest.raises(TopicsError, match="too many readers") as refused:
             await reader.read(2)
         assert (refused.value.code, refused.value.detail) == ("throttled", {"retry_after_ms": 10})
         late = await asyncio.gather(*reads[1:], return_exceptions=True)
-        assert {one.code for one in late if isinstance(one, TopicsError)} == {"throttled"}
+        # Not they are too many.
+        assert [one.code for one in late if isinstance(one, TopicsError)] == ["shard_unavailable"] * 19
         live.shard_up = True
         assert await reads[0] == [1, 2]
         assert await reader.read(2) == [3, 4]
+
+    on_loop(tmp_path, test)
+
+
+def test_who_waits_behind_readers_that_fail_one_after_the_other_is_told_that_the_shard_does_not_answer(
+    tmp_path: Path,
+) -> None:
+    async def test(live: Live) -> None:
+        reader = Reader(live)
+        await reader.make(6)
+        reader.routes._turns._wait_s = live.gateway._wait_s = WAIT_S
+        live.shard_up = False
+        reads = [asyncio.create_task(reader.read(2)) for _ in range(4)]
+        late = await asyncio.gather(*reads, return_exceptions=True)
+        assert [one.code for one in late if isinstance(one, TopicsError)] == ["shard_unavailable"] * 4
+        reader.go_on()
+        assert await reader.read(2) == [1, 2]
 
     on_loop(tmp_path, test)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.frontend.live import Live, Wire, on_loop, until
+from tests.frontend.live import DEADLINE_S, Live, Wire, on_loop, until
 from tests.frontend.test_watch import cram, posts
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyRing, parse_list
@@ -21,8 +21,11 @@ from topics.frontend.queues.dead_letters import DeadLetters
 from topics.frontend.queues.job_channel import JobChannel
 from topics.frontend.queues.unreadable import UnreadableJobs
 from topics.frontend.queues.work import WorkRoutes
+from topics.frontend.shards import gateway
+from topics.shm import messages
 from topics.shm.cap import Cap
 from topics.shm.key_counts import KeyCounts
+from topics.shm.queue_messages import WorkClose
 
 KEYS = "worker:rw"
 
@@ -111,6 +114,43 @@ def test_a_stream_that_a_full_ring_refuses_leaves_nothing_behind(tmp_path: Path)
                 await Worker(live).ask()
             assert refused.value.code == "throttled"
         assert posts(live) == 0
+
+    on_loop(tmp_path, test)
+
+
+def test_a_stream_that_is_refused_while_its_restarted_shard_is_asked_again_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second request for it reaches the shard, the first does not."""
+
+    async def test(live: Live) -> None:
+        await live.put("q", type="queue")
+        await live.write("q", 1)
+        live.shard_up = False
+        ring = live.rig.shared.rings[0][0].requests
+        for length in (10_000, 1000, 100, 10, 1):
+            while ring.push(*messages.encode_call(1, WorkClose("n" * length, 1))):
+                pass
+        lane = live.gateway._links[0].lane
+        monkeypatch.setattr(gateway, "ROOM_WAIT_S", DEADLINE_S)
+        worker = Worker(live)
+        refused = asyncio.create_task(worker.ask())
+        await until(lambda: lane.waiting == 1)
+        live.restart_shard()
+        await until(lambda: lane.waiting == 2)
+        lane._hasty.waiters[0].expires_s = 0.0
+        with pytest.raises(TopicsError) as error:
+            await refused
+        assert error.value.code == "throttled"
+        live.shard_up = True
+        await until(lambda: not lane.waiting and ring.empty)
+        worker.wire = Wire()
+        asked = asyncio.create_task(worker.ask())
+        try:
+            await until(lambda: worker.wire.writes and worker.wire.kinds() == ["job"])
+        finally:
+            worker.wire.ended = True
+            await asked
 
     on_loop(tmp_path, test)
 

@@ -22,6 +22,8 @@ CARRY_MS: Final = 30_000
 """A frontend that does not bring a job to the dead letters in this time has failed to."""
 PEEK_LOOK_MAX: Final = 1024
 """Records that one `peek` looks at, of which few may be what is looked for."""
+PEEK_PASS_MAX: Final = 16_384
+"""And how many it passes over at most, most of them gone: the oldest job may have millions of acked ones behind it."""
 LEASE_NO_END: Final = 1 << 64
 _FREE: Final = (Phase.READY, Phase.RETURNED, Phase.DELAYED)
 
@@ -294,11 +296,12 @@ class Leases(Jobs):
 
     def peek(self, from_seq: int, state: State | None, most: int) -> tuple[list[JobView], int]:
         """The first jobs behind `from_seq` that are in this state (None: any but "done"), and up to where that is all
-        of them: no more than PEEK_LOOK_MAX records are looked at. Moves nothing; call `advance` first.
+        of them: no more than PEEK_LOOK_MAX records are looked at, PEEK_PASS_MAX with those that are gone. Moves
+        nothing; call `advance` first.
         """
         seq = from_seq + 1 if state == "done" else self.done.next_absent(from_seq + 1)
         look = PEEK_LOOK_MAX if state is not None or self.done.count else min(most, PEEK_LOOK_MAX)
-        live = self._records.live_from(seq, look)
+        live, up_to_seq = self._records.live_within(seq, look, PEEK_PASS_MAX)
         found = []
         for one in live:
             view = self._view(one)
@@ -306,7 +309,7 @@ class Leases(Jobs):
                 found.append(view)
                 if len(found) == most:
                     return found, one
-        return found, live[-1] if len(live) == look else self._records.head_seq
+        return found, up_to_seq
 
     def _view(self, seq: int) -> JobView:
         job = self._jobs.get(seq)

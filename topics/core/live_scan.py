@@ -85,10 +85,17 @@ def last_undeleted(index: Entries, first_seq: int, last_seq: int) -> int:
 
 def first_live(index: RecordIndex, seq: int, head_seq: int, most: int) -> list[int]:
     """The first live seqs from `seq` on, ascending, at most so many; fewer: there are no more."""
+    return first_live_within(index, seq, head_seq, most, head_seq)[0]
+
+
+def first_live_within(index: RecordIndex, seq: int, head_seq: int, most: int, looks: int) -> tuple[list[int], int]:
+    """As `first_live`, and up to which seq these are all: no more than `looks` entries are looked at. Segments of which
+    every record is deleted count for nothing.
+    """
     found: list[int] = []
     step = most
-    while len(found) < most and seq <= head_seq:
-        last_seq = min(head_seq, seq + step - 1)
+    while len(found) < most and seq <= head_seq and looks > 0:
+        last_seq = min(head_seq, seq + min(step, looks) - 1)
         step = max(64, min(4 * step, 4096))  # dead ones are in the way
         entries = index.entries(seq, last_seq)
         found += [
@@ -96,8 +103,13 @@ def first_live(index: RecordIndex, seq: int, head_seq: int, most: int) -> list[i
             for at, file_flags in zip(entries[0::4], entries[3::4], strict=True)
             if not file_flags >> FLAGS_SHIFT & LOCATION_GONE
         ]
+        looks -= last_seq + 1 - seq
         seq = last_seq + 1
-    return found[:most]
+        if len(found) < most and seq <= head_seq:
+            seq = index.behind_deleted(seq)
+    if len(found) < most:
+        return found, min(seq - 1, head_seq)
+    return found[:most], found[most - 1]
 
 
 def living(index: RecordIndex, seqs: Sequence[int], earliest_seq: int, head_seq: int) -> Iterator[tuple[int, int]]:

@@ -29,7 +29,15 @@ from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason, Floors
 from topics.core.idempotency import IdempotencyWindow
 from topics.core.leases import Leases
-from topics.core.live_scan import first_live, first_not_older, freeing, front_from, last_undeleted, living
+from topics.core.live_scan import (
+    first_live,
+    first_live_within,
+    first_not_older,
+    freeing,
+    front_from,
+    last_undeleted,
+    living,
+)
 from topics.core.location import ENTRY_WORDS, LOCATION_LOST, any_flagged, flags_of, lengths_of, lost_entries
 from topics.core.record_index import RecordIndex
 from topics.core.tags import TagIndex
@@ -102,19 +110,20 @@ class Topic:
         config = self.config
         if config.discard != "reject":
             return
-        for cap, write, held, unit in (
+        caps = (
             (config.cap_records, count, self.records + pending_records, "records"),
             (config.cap_bytes, size_bytes, self.live_bytes + pending_bytes, "bytes"),
-        ):
-            if not cap:
-                continue
-            if write > cap:
+        )
+        # What can never fit comes first: there is no use in waiting for room.
+        for cap, write, _held, unit in caps:
+            if cap and write > cap:
                 raise TopicsError(
                     "record_too_large",
                     f"a write of {write} {unit} can never fit topic {self.name!r}, whose cap_{unit} is {cap}",
                     {f"cap_{unit}": cap},
                 )
-            if held + write > cap:
+        for cap, write, held, unit in caps:
+            if cap and held + write > cap:
                 raise TopicsError(
                     "topic_full",
                     f"topic {self.name!r} holds {held} of at most {cap} {unit} and discards nothing",
@@ -259,6 +268,10 @@ class Topic:
     def live_from(self, seq: int, most: int) -> list[int]:
         """The first live seqs from `seq` on, ascending, at most so many; fewer: there are no more."""
         return first_live(self.index, max(seq, self.earliest_seq), self.head_seq, most)
+
+    def live_within(self, seq: int, most: int, looks: int) -> tuple[list[int], int]:
+        """As `live_from`, and up to which seq these are all: so many entries are looked at, however few are live."""
+        return first_live_within(self.index, max(seq, self.earliest_seq), self.head_seq, most, looks)
 
     def live_of(self, seqs: Sequence[int]) -> list[int]:
         """Those of them (ascending) that are live."""

@@ -98,7 +98,7 @@ class CursorRoutes:
         self._settings = settings
         self._cell = cell
         self._reads = itertools.count(1)
-        self._turns = Turns(gateway.shard_wait_s)
+        self._turns = Turns(gateway.shard_wait_s, lambda name: gateway.no_answer(self._owner(name)))
         self._moving = AnswerRoom(MOVING_MAX_BYTES)
 
     async def put(self, scope: Scope, receive: Receive, send: Send) -> None:

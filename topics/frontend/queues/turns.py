@@ -8,7 +8,7 @@ Readers at other frontends are not waited for: no more can be in each other's wa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -25,6 +25,8 @@ class Turn:
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self.readers = 0
+        self.served = 0
+        """Readers that had it, and were not stuck in it."""
         self.left_at: CursorMoved | None = None
         """Where the reader before left the cursor. Another frontend's, or a `PUT`, may have moved it since."""
 
@@ -32,9 +34,12 @@ class Turn:
 class Turns:
     """Of all cursors at one frontend."""
 
-    def __init__(self, wait_s: float) -> None:
-        """`wait_s`: how long one may wait."""
+    def __init__(self, wait_s: float, no_answer: Callable[[str], TopicsError]) -> None:
+        """`wait_s`: how long one may wait. `no_answer(topic)`: what is told to those who did while nobody was served:
+        they are not too many, the shard or the cold store does not answer.
+        """
         self._wait_s = wait_s
+        self._no_answer = no_answer
         self._turns: dict[tuple[str, str], Turn] = {}
 
     def __len__(self) -> int:
@@ -42,7 +47,7 @@ class Turns:
 
     @asynccontextmanager
     async def of(self, topic: str, cursor: str) -> AsyncIterator[Turn]:
-        """Waits for it; `throttled` when it does not come, or too many wait."""
+        """Waits for it; `throttled` when too many do, or it does not come though others had theirs."""
         turn = self._turns.get((topic, cursor))
         if turn is None:
             turn = self._turns[topic, cursor] = Turn()
@@ -50,12 +55,13 @@ class Turns:
             raise too_many_readers(topic, cursor)
         turn.readers += 1
         try:
-            if turn.lock.locked():
+            if turn.readers > 1:  # between two of them the lock seems to be free
                 await self._wait(turn, topic, cursor)
             else:
                 await turn.lock.acquire()  # at once
             try:
                 yield turn
+                turn.served += 1
             finally:
                 turn.lock.release()
         finally:
@@ -64,10 +70,13 @@ class Turns:
                 del self._turns[topic, cursor]
 
     async def _wait(self, turn: Turn, topic: str, cursor: str) -> None:
+        served = turn.served
         try:
             async with asyncio.timeout(self._wait_s):
                 await turn.lock.acquire()
         except TimeoutError:
+            if turn.served == served:
+                raise self._no_answer(topic) from None
             raise too_many_readers(topic, cursor) from None
 
 

@@ -184,6 +184,8 @@ class WorkStream:
         self._fetching: asyncio.Task[None] | None = None
         self._announced = False
         """The shard knows of it, or may."""
+        self._asked_more = False
+        """Its shard was asked a second time, which may reach it though the first did not."""
         self._closed = False
         self._last_words = b""
         """Of one that ended before it began."""
@@ -199,7 +201,7 @@ class WorkStream:
         try:
             await self._routes.gateway.call(self.shard, self._asked(self.wish.most), Done)
         except TopicsError as error:
-            self._announced = is_outcome_unknown(error)
+            self._announced = self._asked_more or is_outcome_unknown(error)
             raise
 
     def begin(self, push: Push) -> None:
@@ -224,6 +226,7 @@ class WorkStream:
         except TopicsError:
             self._loop.call_later(ASK_AGAIN_S, self.ask)
         else:
+            self._asked_more = True
             future.add_done_callback(self._asked_again)
 
     def _asked_again(self, done: asyncio.Future[object]) -> None:

@@ -1,0 +1,100 @@
+"""Who waits for its turn at a named cursor waits for so long at most, and is told why it did not come (api §10)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from topics.core.errors import TopicsError
+from topics.frontend.queues.turns import Turns
+
+WAIT_S = 0.3
+DEADLINE_S = 20.0
+
+
+class Readers:
+    """Of one cursor. Each has its turn until `leave`."""
+
+    def __init__(self) -> None:
+        self.turns = Turns(WAIT_S, lambda topic: TopicsError("shard_unavailable", topic))
+        self.leave = [asyncio.Event() for _ in range(3)]
+        self.on_leave: Callable[[], object] = lambda: None
+        self.inside: list[int] = []
+
+    def start(self, number: int) -> asyncio.Task[None]:
+        return asyncio.create_task(self._read(number))
+
+    async def _read(self, number: int) -> None:
+        async with self.turns.of("t", "c"):
+            self.inside.append(number)
+            await self.leave[number].wait()
+            self.on_leave()
+
+    async def waiting(self, count: int) -> None:
+        while self.turns._turns["t", "c"].readers < count:
+            await asyncio.sleep(0)
+
+
+def run(test: Callable[[Readers], Awaitable[None]]) -> None:
+    async def main() -> None:
+        readers = Readers()
+        async with asyncio.timeout(DEADLINE_S):
+            await test(readers)
+        assert not len(readers.turns)
+
+    asyncio.run(main())
+
+
+async def refusal(reader: asyncio.Task[None]) -> str:
+    with pytest.raises(TopicsError) as refused:
+        await reader
+    return refused.value.code
+
+
+def test_who_comes_between_two_turns_waits_no_longer_than_others() -> None:
+    """The first has given its turn back, the second has not taken it yet, and then does not give it back."""
+
+    async def test(readers: Readers) -> None:
+        first = readers.start(0)
+        second = readers.start(1)
+        await asyncio.sleep(0)
+        await readers.waiting(2)
+        third: list[asyncio.Task[None]] = []
+        readers.on_leave = lambda: third.append(readers.start(2))  # it runs before the second does
+        readers.leave[0].set()
+        await first
+        readers.on_leave = lambda: None
+        assert await refusal(third[0]) == "shard_unavailable", "nobody was served while it waited"
+        assert readers.inside == [0, 1]
+        readers.leave[1].set()
+        await second
+
+    run(test)
+
+
+def test_who_waits_in_vain_while_others_are_served_is_one_too_many() -> None:
+    async def test(readers: Readers) -> None:
+        tasks = [readers.start(number) for number in range(3)]
+        await asyncio.sleep(0)
+        await readers.waiting(3)
+        readers.leave[0].set()
+        assert await refusal(tasks[2]) == "throttled"
+        readers.leave[1].set()
+        await asyncio.gather(*tasks[:2])
+
+    run(test)
+
+
+def test_who_waits_behind_one_that_was_not_served_is_not_too_many() -> None:
+    async def test(readers: Readers) -> None:
+        tasks = [readers.start(number) for number in range(3)]
+        await asyncio.sleep(0)
+        await readers.waiting(3)
+        tasks[0].cancel()
+        assert await refusal(tasks[2]) == "shard_unavailable"
+        readers.leave[1].set()
+        await tasks[1]
+
+    run(test)
