@@ -74,6 +74,10 @@ def test_reject_refuses_before_anything_is_assigned() -> None:
     with pytest.raises(TopicsError) as never:
         topic.check_room(4, 400, 0, 0)
     assert never.value.code == "record_too_large"
+    topic.configured(TopicConfig(cap_records=2, cap_bytes=300, discard="reject"))
+    with pytest.raises(TopicsError) as never:  # full as well, but no room that comes will do
+        topic.check_room(1, 301, 0, 0)
+    assert (never.value.code, never.value.detail) == ("record_too_large", {"cap_bytes": 300})
 
 
 def test_the_commit_time_never_goes_back() -> None:

@@ -46,9 +46,14 @@ from topics.walshard import tag_search
 NAMES = ("a", "b")
 TAGS = (b"", b"x", b"x:1", b"y")
 CLASSES = ("disk", "disk", "fsync", "memory", "ephemeral")
+WRITES = st.lists(st.tuples(st.integers(1, 9), st.sampled_from(TAGS)), min_size=1, max_size=4)
+MATCHES: st.SearchStrategy[tuple[Literal["eq", "glob"], bytes]] = st.tuples(
+    st.sampled_from(["eq", "glob"]), st.sampled_from(TAGS)
+)
+BEFORE = st.none() | st.integers(0, 15) | st.integers(0, 60)
 COLD_TIMEOUT_MS = 5000
 STEPS = int(os.environ.get("TOPICS_MODEL_STEPS", "40"))
-EXAMPLES = int(os.environ.get("TOPICS_MODEL_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("TOPICS_MODEL_EXAMPLES", "40"))
 
 
 class Model:
@@ -212,9 +217,9 @@ class Engine(RuleBasedStateMachine):
 
     @rule(
         name=st.sampled_from(NAMES),
-        cap=st.sampled_from([0, 3, 12]),
+        cap=st.sampled_from([0, 0, 3, 12]),
         cap_bytes=st.sampled_from([0, 0, 300, 1000]),
-        discard=st.sampled_from(["old", "old", "reject"]),
+        discard=st.sampled_from(["old", "reject"]),
         ttl=st.sampled_from([0, 50]),
         durability=st.sampled_from(CLASSES),
     )
@@ -235,8 +240,20 @@ class Engine(RuleBasedStateMachine):
         model.config = config
         model.evict_over_cap()
 
-    @rule(name=st.sampled_from(NAMES), count=st.integers(1, 9), tag=st.sampled_from(TAGS))
-    def append(self, name: str, count: int, tag: bytes) -> None:
+    @rule(name=st.sampled_from(NAMES), writes=WRITES)
+    def append(self, name: str, writes: list[tuple[int, bytes]]) -> None:
+        for count, tag in writes:
+            self._append(name, count, tag)
+
+    @rule(name=st.sampled_from(NAMES), writes=WRITES, match=MATCHES)
+    def append_and_delete(
+        self, name: str, writes: list[tuple[int, bytes]], match: tuple[Literal["eq", "glob"], bytes]
+    ) -> None:
+        """Of what is most often in the log yet."""
+        self.append(name, writes)
+        self.delete(name, None, match)
+
+    def _append(self, name: str, count: int, tag: bytes) -> None:
         data = [b"%d" % (self.written + number) for number in range(count)]
         self.written += count
         config = self.models[name].config if name in self.models else TopicConfig()
@@ -252,8 +269,8 @@ class Engine(RuleBasedStateMachine):
 
     @rule(
         name=st.sampled_from(NAMES),
-        before=st.none() | st.integers(0, 60),
-        match=st.none() | st.tuples(st.sampled_from(["eq", "glob"]), st.sampled_from(TAGS)),
+        before=BEFORE,
+        match=st.none() | MATCHES,
     )
     def delete(self, name: str, before: int | None, match: tuple[Literal["eq", "glob"], bytes] | None) -> None:
         if name not in self.models or (before is None and match is None):
@@ -285,12 +302,14 @@ class Engine(RuleBasedStateMachine):
         assert reply.deleted == model.delete(call.before_seq, call.op, call.pattern, call.from_seq, done_seq)
         assert reply.earliest_seq == min(model.live, default=model.head_seq + 1)
 
-    @rule(name=st.sampled_from(NAMES))
-    def delete_topic(self, name: str) -> None:
+    @rule(name=st.sampled_from(NAMES), sure=st.integers(0, 3))
+    def delete_topic(self, name: str, sure: int) -> None:
+        if sure:  # or there would seldom be much in any
+            return
         self.rig.call(DeleteTopic(name, False))
         self.models.pop(name, None)
 
-    @rule(ms=st.sampled_from([1, 20, 51, 2000]))
+    @rule(ms=st.sampled_from([1, 1, 20, 20, 51, 2000]))
     def time_passes(self, ms: int) -> None:
         self.rig.clock.ms += ms
 
@@ -308,8 +327,8 @@ class Engine(RuleBasedStateMachine):
 
     @rule(
         name=st.sampled_from(NAMES),
-        before=st.none() | st.integers(0, 60),
-        match=st.none() | st.tuples(st.sampled_from(["eq", "glob"]), st.sampled_from(TAGS)),
+        before=BEFORE,
+        match=st.none() | MATCHES,
         count=st.integers(0, 9),
         dies=st.booleans(),
     )
@@ -324,7 +343,7 @@ class Engine(RuleBasedStateMachine):
             kill_points.arm(None, lambda: None)
             self.delete(name, before, match)
             if count:
-                self.append(name, count, b"x")
+                self._append(name, count, b"x")
 
         kill_points.arm("checkpoint.followed", act)
         self.compaction.cut()

@@ -110,19 +110,20 @@ class Topic:
         config = self.config
         if config.discard != "reject":
             return
-        for cap, write, held, unit in (
+        caps = (
             (config.cap_records, count, self.records + pending_records, "records"),
             (config.cap_bytes, size_bytes, self.live_bytes + pending_bytes, "bytes"),
-        ):
-            if not cap:
-                continue
-            if write > cap:
+        )
+        # What can never fit comes first: there is no use in waiting for room.
+        for cap, write, _held, unit in caps:
+            if cap and write > cap:
                 raise TopicsError(
                     "record_too_large",
                     f"a write of {write} {unit} can never fit topic {self.name!r}, whose cap_{unit} is {cap}",
                     {f"cap_{unit}": cap},
                 )
-            if held + write > cap:
+        for cap, write, held, unit in caps:
+            if cap and held + write > cap:
                 raise TopicsError(
                     "topic_full",
                     f"topic {self.name!r} holds {held} of at most {cap} {unit} and discards nothing",
