@@ -185,10 +185,12 @@ def test_who_takes_long_takes_back_nobody_else() -> None:
         assert cursor.advance(cursor.revision, cursor.seq, cursor.seq + 10, 0, read)
         pass_on(cursor, read)
     assert cursor.body() == CursorBody("c", "at_least_once", 1, 800, ((0, 500),))
+    assert cursor.behind(0) == (800, None), "nobody is to read again what is under way"
     after = restarted(cursors)
     cursor.failed(cursor.revision, 0, 1)
     for one in (cursor, after):
         assert (one.seq, one.up_to_seq, one.persisted_seq) == (0, 500, 0)
+        assert [one.behind(seq) for seq in (0, 499, 500, 900)] == [(0, 500), (499, 500), (800, None), (900, None)]
         assert not one.advance(one.revision, 0, 501, 0, 40)
         assert one.advance(one.revision, 0, 200, 0, 41)
         assert one.advance(one.revision, 200, 500, 0, 42)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.contract.asking import diff_records, put, state, write
 from tests.contract.working import Work, claim, counts, seqs, until_counts
+from tests.e2e.lease_watch import LeaseWatch
 from tests.e2e.load import PATIENT, REQUEST_TIMEOUT_S
 from tests.harness import Service, poll
 
@@ -127,7 +128,8 @@ def working(service: Service, topic: str) -> Iterator[tuple[Workers, Ledger]]:
 def test_every_job_is_done_when_processes_are_killed(role: str, leases_durable: bool) -> None:
     with Service(shards=1, frontends=2, env=PATIENT | {"TOPICS_TEST_MIN_HEARTBEAT_MS": "20"}) as service:
         put(service.client, "q", type="queue", lease_ms=LEASE_MS, leases_durable=leases_durable)
-        with working(service, "q") as (_, ledger):
+        watch = LeaseWatch(service.url, "q", LEASE_MS / 1000, gone=lambda node: True, staffed=lambda: True)
+        with watch, working(service, "q") as (_, ledger):
             for kill in range(KILLS):
                 for _ in range(JOBS // KILLS // 50):
                     write(service.client, "q", *range(50))
@@ -137,12 +139,33 @@ def test_every_job_is_done_when_processes_are_killed(role: str, leases_durable: 
                 service.wait_healed(pid)
             poll("every job to be done", lambda: state(service.client, "q")["count"] == 0, 60)
             until_counts(service.client, "q", 0, 0, 0)
+            watch.wait_seen()
+        # Nobody extends: what is held is done, or delivered again once its lease is over.
+        print(
+            f"{watch.seen} leases were seen, {watch.longest_s:.2f} s at most until the job was done or delivered again"
+        )
+        assert not watch.stuck
         # An ack whose answer was lost with its frontend is done all the same.
         assert set(ledger.delivered) == set(range(1, JOBS + 1))
         twice = [seq for seq, count in ledger.acked.items() if count > 1]
         assert not twice, f"acknowledged twice: {twice}"
         if role == "walshard":
             assert set(ledger.acked) == set(range(1, JOBS + 1))
+
+
+def test_the_watch_tells_a_job_that_is_stuck_from_one_that_is_delivered_again() -> None:
+    with Service(shards=1, frontends=1) as service:
+        put(service.client, "q", type="queue", lease_ms=3_600_000)
+        write(service.client, "q", 1, 2)
+        with LeaseWatch(service.url, "q", 0.25, gone=lambda node: node == "dead", staffed=lambda: True) as watch:
+            assert seqs(claim(service.client, "q", node="dead", max=2)) == [1, 2]
+            watch.wait_seen()
+            nacked = service.client.post("/v0/topics/q/nack", json={"node": "dead", "seqs": [2]})
+            assert nacked.json()["nacked"] == 1
+            assert seqs(claim(service.client, "q", node="alive", max=2)) == [2]
+            poll("the other one to be called stuck", lambda: len(watch.stuck) == 1)
+        assert "seq=1" in watch.stuck[0]
+        assert watch.seen == 2
 
 
 @pytest.mark.timeout(120)

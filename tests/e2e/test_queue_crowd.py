@@ -1,6 +1,7 @@
 """Two hundred workers at one queue, half of them over `/work`, half polling: each job is done once, by turns.
 
-Run with `-s` it prints how evenly: Jain's index of jobs per worker, 1 when all did the same, 1/n when one did all.
+Run with `-s` it prints how evenly: Jain's index of jobs per worker, 1 when all did the same, 1/n when one did all; of
+each kind, of both together, and each kind's share of the jobs. docs/benchmarks.md keeps the figures.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -22,6 +25,14 @@ WORK_S = 0.02
 """What a job takes: as long as it is the same for all, whoever does more was dealt more."""
 PAUSE_S = 0.02
 DEADLINE_S = 120.0
+RUNS_MAX = 4
+STANDSTILL_S = 1.0
+"""Workers of a frontend that is held up for longer get less than the others': that run is repeated, and no other."""
+EVENNESS_MIN = 0.9
+"""Within each kind, where all do the same."""
+EVENNESS_OF_ALL_MIN = 0.85
+SHARES_MIN = {"stream": 0.4, "poller": 0.28}
+"""A poller asks twice for each job, and a stream once: where asking takes all the time it is two jobs to one."""
 _JOB = re.compile(rb'data: \{"\$seq":(\d+),.*?"lease_id":"(lease_[0-9a-f]+)"')
 
 
@@ -33,17 +44,24 @@ class Crowd:
         self.done: Counter[str] = Counter()
         self.seqs: list[int] = []
         self.skipped = 0
+        self.longest_wait_s = 0.0
+        """For any answer."""
 
     @property
     def finished(self) -> bool:
         return len(self.seqs) >= JOBS
 
+    async def ask(self, client: Client, path: str, body: bytes) -> Any:
+        asked_s = time.monotonic()
+        answer = await client.ask("POST", path, body)
+        self.longest_wait_s = max(self.longest_wait_s, time.monotonic() - asked_s)
+        assert answer.status == 200, answer
+        return answer.json
+
     async def ack(self, client: Client, node: str, seq: int, lease_id: str) -> None:
         await asyncio.sleep(WORK_S)
         body = json.dumps({"node": node, "seqs": [seq], "lease_ids": [lease_id]}).encode()
-        answer = await client.ask("POST", "/v0/topics/jobs/ack", body)
-        assert answer.status == 200, answer
-        self.skipped += len(answer.json["skipped"])
+        self.skipped += len((await self.ask(client, "/v0/topics/jobs/ack", body))["skipped"])
         self.done[node] += 1
         self.seqs.append(seq)
 
@@ -51,11 +69,10 @@ class Crowd:
         client = Client(self.port)
         body = json.dumps({"node": node, "max": 1}).encode()
         while not self.finished:
-            answer = await client.ask("POST", "/v0/topics/jobs/claim", body)
-            assert answer.status == 200, answer
-            for job in answer.json["claimed"]:
+            claimed = (await self.ask(client, "/v0/topics/jobs/claim", body))["claimed"]
+            for job in claimed:
                 await self.ack(client, node, job["$seq"], job["lease_id"])
-            if not answer.json["claimed"]:
+            if not claimed:
                 await asyncio.sleep(PAUSE_S)
         client.close()
 
@@ -98,8 +115,7 @@ def evenness(counts: Sequence[int]) -> float:
 
 def test_two_hundred_workers_do_every_job_once_and_by_turns() -> None:
     unfair: list[str] = []
-    # Workers of a frontend that is held up get less than the others': in one run, and not in two.
-    while len(unfair) < 2:
+    for _ in range(RUNS_MAX):
         with Service() as service:
             crowd = Crowd(service.port)
             asyncio.run(crowd.run())
@@ -109,12 +125,22 @@ def test_two_hundred_workers_do_every_job_once_and_by_turns() -> None:
             kind: [crowd.done[f"{kind}-{number}"] for number in range(count)]
             for kind, count in (("stream", STREAMS), ("poller", POLLERS))
         }
+        shares = {kind: sum(counts) / JOBS for kind, counts in by_kind.items()}
+        of_all = evenness([count for counts in by_kind.values() for count in counts])
         said = "\n".join(
-            f"{kind}s: {min(counts)} to {max(counts)} jobs each, {sum(counts)} in all, evenness {evenness(counts):.3f}"
-            for kind, counts in by_kind.items()
+            [
+                f"{kind}s: {min(counts)} to {max(counts)} jobs each, {shares[kind]:.1%} of all, "
+                f"evenness {evenness(counts):.3f}"
+                for kind, counts in by_kind.items()
+            ]
+            + [f"both: evenness {of_all:.3f}; the longest wait for an answer {crowd.longest_wait_s:.2f} s"]
         )
         print(said)
-        if all(min(counts) > 0 and evenness(counts) > 0.8 for counts in by_kind.values()):
+        within = all(min(counts) > 0 and evenness(counts) > EVENNESS_MIN for counts in by_kind.values())
+        between = of_all > EVENNESS_OF_ALL_MIN and all(shares[kind] > least for kind, least in SHARES_MIN.items())
+        if within and between:
             return
         unfair.append(said)
+        if crowd.longest_wait_s < STANDSTILL_S:
+            break
     pytest.fail("\n".join(unfair))

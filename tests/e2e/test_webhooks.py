@@ -13,13 +13,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from tests.e2e.lease_watch import LeaseWatch
 from tests.harness import Service, clean_environment, poll
 from topics.client import Client
 
@@ -32,6 +34,8 @@ ATTEMPTS = 10
 WORKERS = 3
 KILLS = 12
 LEASE_MS = 3_000
+WORK_S = 0.03
+"""What a receiver takes for a webhook, so that a worker that is killed has some in its hands."""
 DEADLINE_S = 120.0
 ADMIN, WRITER, WORKER = (name * 8 for name in ("ad", "wr", "wo"))
 KEYS = f"{ADMIN},{WRITER}:write,{WORKER}:read+write"
@@ -70,6 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        time.sleep(WORK_S)
         taken = self.server.take(body["number"], self.headers["Idempotency-Key"])
         self.send_response(204 if taken else 500)
         self.end_headers()
@@ -115,6 +120,18 @@ def run_example(service: Service, token: str, *arguments: str) -> subprocess.Pop
     )
 
 
+def pid_of(node: str) -> int:
+    """Of a worker by its name, which is made of host, pid and something random."""
+    return int(node.split("-")[-2] or 0)
+
+
+def is_at_work(worker: subprocess.Popen[bytes]) -> bool:
+    """It has installed its signal handlers, which comes last before it takes jobs, and lives."""
+    with suppress(FileNotFoundError, ProcessLookupError, ValueError):  # or is just being taken away
+        return worker.poll() is None and catches(worker.pid, signal.SIGTERM)
+    return False
+
+
 def catches(pid: int, number: signal.Signals) -> bool:
     """Whether a process has a handler for this signal."""
     (mask,) = re.findall(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
@@ -126,9 +143,22 @@ def test_killed_workers_lose_no_job(tmp_path: Path) -> None:
     print(f"TOPICS_WEBHOOK_SEED={seed}")
     rng = random.Random(seed)
     said = tmp_path / "said"
-    with receiving(rng) as receiver, Service(shards=1) as service, Client(service.url) as topics:
+    workers: list[subprocess.Popen[bytes]] = []
+    killed: set[int] = set()
+    with (
+        receiving(rng) as receiver,
+        Service(shards=1) as service,
+        Client(service.url) as topics,
+        LeaseWatch(
+            service.url,
+            QUEUE,
+            LEASE_MS / 1000,
+            gone=lambda node: pid_of(node) in killed,
+            staffed=lambda: any(is_at_work(worker) for worker in workers),
+        ) as watch,
+    ):
         url = f"http://127.0.0.1:{receiver.server_port}/"
-        workers = [start_worker(service, said) for _ in range(WORKERS)]
+        workers += [start_worker(service, said) for _ in range(WORKERS)]
         try:
             poll("a worker to have made the queue", lambda: any(t.topic == QUEUE for t in topics.list_topics()), 30.0)
             topics.append(QUEUE, [{"url": url, "body": {"number": number}} for number in range(JOBS)], create=False)
@@ -138,17 +168,29 @@ def test_killed_workers_lose_no_job(tmp_path: Path) -> None:
                 assert queue is not None
                 return queue.dead_lettered == len(range(0, JOBS, POISON)) and topics.get_topic(QUEUE).count == 0
 
+            def holds_jobs(pid: int) -> bool:
+                jobs = topics.queue(QUEUE).peek("leased", max_jobs=1000).jobs
+                return finished() or any(pid_of(job.leased_to or "--") == pid for job in jobs)
+
             kills = 0
             while not finished() and kills < KILLS:
                 done = min(len(receiver.taken), JOBS - len(range(0, JOBS, POISON)) - 1)
                 victim = rng.randrange(WORKERS)
                 # Killed while it works: not before somebody has done something since the last one.
                 poll("a job to be done", partial(receiver.has_more_than, done), DEADLINE_S)
+                if kills % 2 == 0:  # and the others whatever they are at, their start for instance
+                    poll("the victim to be at work", partial(is_at_work, workers[victim]), 30.0)
+                    poll("it to have jobs", partial(holds_jobs, workers[victim].pid))
+                # What it holds is looked at before it is given back.
+                workers[victim].send_signal(signal.SIGSTOP)
+                killed.add(workers[victim].pid)
+                watch.wait_seen()
                 workers[victim].kill()
                 workers[victim].wait()
                 workers[victim] = start_worker(service, said)
                 kills += 1
             poll("the queue to be empty", finished, DEADLINE_S, every_s=0.05)
+            watch.wait_seen()
             for worker in workers:
                 # One that was started last may still be importing, and would be ended by the signal itself.
                 poll("a worker to catch SIGTERM", partial(catches, worker.pid, signal.SIGTERM), 30.0)
@@ -167,6 +209,9 @@ def test_killed_workers_lose_no_job(tmp_path: Path) -> None:
         dead = [record for record in topics.read(f"{QUEUE}.dead") if hasattr(record, "data")]
         assert sorted(record.data["body"]["number"] for record in dead) == list(range(0, JOBS, POISON))
         print(f"{kills} kills, {sum(receiver.taken.values()) - len(good)} done twice")
+        print(f"{watch.seen} jobs were in dead hands, {watch.longest_s:.2f} s at most until they were delivered again")
+        assert not watch.stuck
+        assert watch.seen
 
 
 def test_a_configuration_is_left_as_it_is_and_only_the_maker_of_a_queue_needs_to_be_an_admin() -> None:

@@ -24,7 +24,17 @@ from topics.frontend.queues.cursor_routes import CursorRoutes
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.diff import MAX_BATCH_BYTES
 from topics.frontend.reads.reading import Page
-from topics.shm.cursor_messages import CursorList, CursorLook, CursorPut, CursorReply
+from topics.shm.cursor_messages import (
+    CursorAdvance,
+    CursorList,
+    CursorLook,
+    CursorMoved,
+    CursorPassedOn,
+    CursorPut,
+    CursorReply,
+)
+from topics.shm.messages import Done
+from topics.shm.topic_messages import DeleteRecords, DeleteRecordsReply
 
 WAIT_S = 0.05
 """For a shard that has stopped."""
@@ -66,8 +76,19 @@ class Reader:
         self, limit: int, routes: CursorRoutes | None = None, cursor: str = "c", gone: asyncio.Event | None = None
     ) -> list[int]:
         """The seqs of one answer; `gone`: its client closes the connection."""
+        answer = await self.answer(b'{"limit":%d}' % limit, routes, cursor, gone)
+        return [record["$seq"] for record in answer["records"]]
+
+    async def peek(self, limit: int) -> tuple[list[int], int, int]:
+        """The seqs of one answer that moves nothing, where the cursor stands, where to go on."""
+        answer = await self.answer(b'{"limit":%d,"checkpoint":false}' % limit)
+        return [record["$seq"] for record in answer["records"]], answer["cursor_seq"], answer["next_from_seq"]
+
+    async def answer(
+        self, body: bytes, routes: CursorRoutes | None = None, cursor: str = "c", gone: asyncio.Event | None = None
+    ) -> dict[str, Any]:
         sent: list[Any] = []
-        came = [{"type": "http.request", "body": b'{"limit":%d}' % limit, "more_body": False}]
+        came = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> dict[str, Any]:
             if not came:
@@ -87,7 +108,8 @@ class Reader:
             "extensions": {DELIVER: deliver},
         }
         await (routes or self.routes).read(scope, receive, send)
-        return [record["$seq"] for record in msgspec.json.decode(sent[1]["body"])["records"]]
+        answer: dict[str, Any] = msgspec.json.decode(sent[1]["body"])
+        return answer
 
     async def at(self) -> CursorReply:
         (cursor,) = (await self.live.gateway.call(0, CursorLook("t", "c"), CursorList)).cursors
@@ -240,6 +262,31 @@ def test_what_a_late_answer_takes_back_is_only_what_it_had(tmp_path: Path) -> No
         assert await first == [1, 2]
         assert await reader.read(2) == [3, 4]
         await reader.persisted(4)
+
+    on_loop(tmp_path, test)
+
+
+def test_a_read_that_moves_nothing_passes_over_what_is_to_be_read_again_and_is_gone(tmp_path: Path) -> None:
+    """Answers were lost; then the records of some of them are deleted."""
+
+    async def test(live: Live) -> None:
+        reader = Reader(live)
+        await reader.make(10)
+        revision = (await reader.at()).revision
+        for read in range(4):
+            advance = CursorAdvance("t", "c", revision, 2 * read, 2 * read + 2, 1000 + read)
+            assert (await live.gateway.call(0, advance, CursorMoved)).moved
+        for read in range(4):
+            passed_on = CursorPassedOn("t", "c", revision, 1000 + read, passed_on=read in (1, 3))
+            await live.gateway.call(0, passed_on, Done)
+        assert await reader.peek(9) == ([1, 2], 0, 2)
+        await live.gateway.call(0, DeleteRecords("t", 3, None, b""), DeleteRecordsReply)
+        assert await reader.peek(1) == ([5], 0, 5)
+        await live.gateway.call(0, DeleteRecords("t", 7, None, b""), DeleteRecordsReply)
+        assert await reader.peek(9) == ([9, 10], 0, 10), "3, 4, 7 and 8 were passed on"
+        assert await reader.read(1) == [9]
+        await live.gateway.call(0, DeleteRecords("t", 11, None, b""), DeleteRecordsReply)
+        assert await reader.peek(9) == ([], 9, 10)
 
     on_loop(tmp_path, test)
 

@@ -16,6 +16,7 @@ from topics.core.errors import TopicsError
 from topics.shm.arena import TopicView
 from topics.shm.control import Role
 from topics.shm.cursor_messages import CursorAdvance, CursorLook, CursorPassedOn, CursorPut
+from topics.shm.names import SHM_ROOT
 from topics.shm.queue_messages import (
     Ack,
     AckReply,
@@ -25,6 +26,7 @@ from topics.shm.queue_messages import (
     Exhume,
     Extend,
     Nack,
+    Peek,
     Remove,
     Unclaim,
     Waiting,
@@ -338,6 +340,64 @@ def test_what_a_dead_frontend_has_still_asked_for_is_over_as_well(rig: Rig) -> N
     assert counts(rig) == (2, 0, 0)
 
 
+def test_one_that_took_no_answers_before_it_died_has_all_taken_that_it_asked_for(rig: Rig) -> None:
+    queue(rig, 1000)
+    node = "n" * 255
+    rig.call(WorkOpen("q", 7, node, 1000, MINUTE_MS))
+    assert counts(rig) == (0, 1000, 0)
+    replies = rig.shared.rings[0][0].replies
+    for length_bytes in (10_000, 1000, 100, 10, 1):
+        while replies.push(b"x" * length_bytes):
+            pass
+    for _ in range(2):
+        rig.post_call(Peek("q", 0, "leased", 1000))
+    rig.post_call(WorkOpen("q", 8, node, 1000, MINUTE_MS))
+
+    def long_replies() -> list[Path]:
+        return list(Path(SHM_ROOT).glob(f"topics-{rig.identity}-reply-*"))
+
+    for _ in range(10):
+        rig.step()
+    assert rig.outbox.stuck
+    assert len(long_replies()) == 1, "the second was not read any more"
+    dies(rig)
+    for _ in range(10):
+        rig.step()
+    assert counts(rig) == (1000, 0, 0)
+    assert rig.outbox.idle
+    assert rig.shared.rings[0][0].requests.empty
+    assert not long_replies()
+    replies.consume(replies.written)  # the successor
+    rig.post_call(Hello(2))
+    rig.call(WorkOpen("q", 9, "w", 3, MINUTE_MS))
+    assert counts(rig) == (997, 3, 0)
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_one_that_died_together_with_the_shard_is_taken_notice_of(rig: Rig, taken: bool) -> None:
+    """Whether the former life of the shard had done so, or not."""
+    queue(rig, 3, leases_durable=True)
+    rig.call(WorkOpen("q", 7, "stream", 2, MINUTE_MS))
+    assert counts(rig) == (1, 2, 0)
+    dies(rig)
+    if taken:
+        rig.run()
+    rig.boot()
+    rig.run()
+    assert counts(rig) == (3, 0, 0)
+
+
+def test_a_successor_of_one_that_died_together_with_the_shard_keeps_what_it_has(rig: Rig) -> None:
+    queue(rig, 3, leases_durable=True)
+    rig.call(WorkOpen("q", 7, "stream", 2, MINUTE_MS))
+    dies(rig)
+    rig.post_call(Hello(2))
+    rig.post_call(WorkOpen("q", 8, "stream", 3, MINUTE_MS))
+    rig.boot()
+    rig.run()
+    assert counts(rig) == (0, 3, 0)
+
+
 def test_a_successor_that_was_faster_keeps_what_it_has(rig: Rig) -> None:
     queue(rig, 2)
     rig.post_call(Hello(2))
@@ -353,6 +413,7 @@ def test_a_successor_that_was_faster_keeps_what_it_has(rig: Rig) -> None:
 def test_a_shard_that_is_started_again_takes_no_former_death_for_one_of_now(rig: Rig) -> None:
     queue(rig, 2, leases_durable=True)
     dies(rig)
+    rig.shared.control.cell(Role.FRONTEND, 0).supervisor.set("pid", 1)  # a successor
     rig.post_call(Hello(2))
     rig.call(WorkOpen("q", 7, "stream", 2, MINUTE_MS))
     rig.boot()

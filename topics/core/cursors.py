@@ -97,6 +97,13 @@ class Cursor:
         """Where it ends at the latest: others have read on from there."""
         return self._missing[0][1] if self._missing else None
 
+    def behind(self, passed_seq: int) -> tuple[int, int | None]:
+        """`seq` and `up_to_seq` for one who has read up to `passed_seq`."""
+        for begin, end in self._missing:
+            if end > passed_seq:
+                return max(begin, passed_seq), end
+        return max(self._front, passed_seq), None
+
     @property
     def persisted_seq(self) -> int:
         """Where it would begin after a crash."""

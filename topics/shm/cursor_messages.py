@@ -24,12 +24,15 @@ class CursorDelete(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class CursorLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Where is it, or (a nil `cursor`) where are the first `most` whose names follow `after`?"""
+    """Where is it, or (a nil `cursor`) where are the first `most` whose names follow `after`? With `passed_seq`: where
+    would it be for one who has read up to there?
+    """
 
     name: str
     cursor: str | None
     after: str = ""
     most: int = 1000
+    passed_seq: int = 0
 
 
 class CursorAdvance(msgspec.Struct, tag=True, array_like=True, frozen=True):

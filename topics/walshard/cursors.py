@@ -74,7 +74,7 @@ class NamedCursors:
                     found = cursors.behind(call.after, call.most)
                 else:
                     found = [cursors.get(call.name, call.cursor)]
-                reply = CursorList([_shown(cursor) for cursor in found])
+                reply = CursorList([_shown(cursor, call.passed_seq) for cursor in found])
                 answer.reply = messages.encode_reply(answer.request_id, reply)
             case CursorAdvance():
                 self._advance(hosted, call, answer)
@@ -161,13 +161,14 @@ class NamedCursors:
         self._writes.add(hosted, [(FrameType.CURSOR, encode_body(body))], apply, undo, answer, sync=sync)
 
 
-def _shown(cursor: Cursor) -> CursorReply:
+def _shown(cursor: Cursor, passed_seq: int) -> CursorReply:
+    seq, up_to_seq = cursor.behind(passed_seq)
     return CursorReply(
         cursor.name,
         cursor.consistency,
         cursor.persist_every,
-        cursor.seq,
+        seq,
         cursor.persisted_seq,
         cursor.revision,
-        up_to_seq=cursor.up_to_seq,
+        up_to_seq=up_to_seq,
     )

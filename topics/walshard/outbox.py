@@ -7,6 +7,7 @@ those it had already committed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -44,9 +45,17 @@ class Outbox:
 
     # -- requests
 
-    def drained(self, frontend: int) -> bool:
-        """Whether all that it has asked for so far was taken."""
-        return not self._waiting[frontend] and not any(self._rings[frontend].requests.peek(self._read[frontend]))
+    def drain_dead(self, frontend: int) -> bool:
+        """Of one that has died: whether all that it had asked for was taken. What waits for room is dropped, since
+        nobody makes any before there is a successor; then more of it can be taken.
+        """
+        pair, waiting = self._rings[frontend], self._waiting[frontend]
+        if waiting:
+            for reply, _ in waiting:
+                _remove_long_reply(reply)
+            pair.requests.consume(max(pair.requests.consumed, *(position for _, position in waiting)))
+            waiting.clear()
+        return not any(pair.requests.peek(self._read[frontend]))
 
     def requests(self) -> Iterator[tuple[int, memoryview, int]]:
         """(frontend, message, position behind it) of what is new, bounded to one group's worth.
@@ -199,3 +208,10 @@ class Outbox:
             if pair.replies.push(messages.encode_notify(tokens)):
                 notices.difference_update(tokens)
         return bool(waiting or notices)
+
+
+def _remove_long_reply(reply: bytearray | None) -> None:
+    """The file, if it is one's place."""
+    if reply is not None and messages.head(memoryview(reply))[0] & messages.BY_REFERENCE:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(messages.decode_reference(memoryview(reply)))

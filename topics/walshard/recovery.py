@@ -141,7 +141,7 @@ def recover(
         syncs,
         outbox,
         watchers,
-        FrontendDeaths(shared.control, outbox.drained),
+        FrontendDeaths(shared.control, outbox.drain_dead),
         commits,
         routing,
         cell,

@@ -196,10 +196,17 @@ class CursorRoutes:
         """As `_take`, and nothing is moved."""
         at = await self._look(name, cursor)
         await room()
-        return await self._page(name, at, options), at.seq, None
+        cursor_seq, page = at.seq, await self._page(name, at, options)
+        for _ in range(TRIES_MAX):
+            if page.count or page.tombstone is not None or at.up_to_seq is None or page.next_from_seq <= at.seq:
+                break
+            at = await self._look(name, cursor, page.next_from_seq)
+            page = await self._page(name, at, options)
+        return page, cursor_seq, None
 
-    async def _look(self, name: str, cursor: str) -> CursorReply:
-        (found,) = (await self._gateway.call(self._owner(name), CursorLook(name, cursor), CursorList)).cursors
+    async def _look(self, name: str, cursor: str, passed_seq: int = 0) -> CursorReply:
+        look = CursorLook(name, cursor, passed_seq=passed_seq)
+        (found,) = (await self._gateway.call(self._owner(name), look, CursorList)).cursors
         return found
 
     async def _take(
