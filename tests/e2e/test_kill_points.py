@@ -91,14 +91,14 @@ class Ledger:
     def delete(self, client: httpx.Client) -> None:
         """Late enough that most of it is in sealed segments."""
         if self.cold_first:
-            poll("segments as they were sealed to be cold", lambda: has_untouched_cold(client, "tagged"), 20.0)
+            poll("segments as they were sealed to be cold", lambda: has_untouched_cold(client, "tagged"), REACH_DEADLINE_S)
         dropped = {value for value in self.logs["tagged"] if self.tags[value] == "drop"}
         self.maybe_deleted = dropped
         answer = client.post("/v0/topics/tagged/delete", json={"match": "drop"})
         assert answer.status_code == 200, answer.text
         self.deleted, self.maybe_deleted = dropped, set()
         if self.cold_first:
-            poll("cold segments to be rewritten", lambda: not has_untouched_cold(client, "tagged"), 40.0)
+            poll("cold segments to be rewritten", lambda: not has_untouched_cold(client, "tagged"), REACH_DEADLINE_S)
 
     def check(self, client: httpx.Client) -> None:
         """What is read is what was acknowledged; an operation without an answer happened as a whole or not at all.
