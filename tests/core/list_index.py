@@ -41,6 +41,9 @@ class ListIndex:
         lengths = [row[2] >> 32 for seq in range(first_seq, last_seq + 1) if not (row := self.rows[seq])[3] >> 32 & 34]
         return len(lengths), sum(lengths)
 
+    def is_readable(self, first_seq: int, last_seq: int) -> bool:
+        return True
+
     def pick_live(self, seqs: Sequence[int]) -> tuple[list[int], int]:
         live = [seq for seq in seqs if not self.rows[seq][3] >> 32 & 34]
         return live, sum(self.rows[seq][2] >> 32 for seq in live)

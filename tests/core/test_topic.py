@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -130,3 +131,16 @@ def test_growth_is_what_a_write_leaves_after_the_caps_have_evicted_for_it() -> N
         append(topic, 2)
         assert growth == topic.live_bytes - before
     assert make(cap_records=3, discard="reject").growth(9, 900) == 900
+
+
+def test_a_gap_behind_records_that_live_takes_none_of_them_whatever_the_count_says() -> None:
+    """An index that was an older copy has made the count too low (`walshard/test_lost_indexes.py`)."""
+    topic = make()
+    append(topic, 3)
+    topic.logged(msgspec.structs.replace(topic.floors(), records=0, live_bytes=0))
+    topic.skipped(6, EvictReason.SOURCE_TRIM)
+    assert (topic.earliest_seq, topic.evict_floor, topic.head_seq) == (1, 1, 6)
+    assert topic.live_from(1, 9) == [1, 2, 3]
+    topic.evict_below(4, EvictReason.TTL)
+    topic.skipped(9, EvictReason.SOURCE_TRIM)
+    assert (topic.earliest_seq, topic.evict_floor, topic.head_seq) == (10, 10, 9)

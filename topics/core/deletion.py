@@ -19,7 +19,7 @@ class Front(NamedTuple):
 
 class Deletion(NamedTuple):
     """What one delete takes: everything below `below_seq`, and `seqs`; so many records and bytes that were live, and
-    where the live ones begin afterwards.
+    where the live ones begin afterwards. Less than nothing is taken where the count was too low, and is put right.
     """
 
     below_seq: int

@@ -132,6 +132,7 @@ class Fold:
         index.skip_to(kept.head_seq + 1)
         topic.head_seq = kept.head_seq
         topic.last_write_ts = kept.last_write_ts
+        self._note_count(topic.id, kept.floors)
         topic.logged(kept.floors)
         for key, *outcome in kept.keys:
             topic.idempotency.remember(key, Outcome(*outcome))
@@ -409,7 +410,13 @@ class Fold:
                 topic.earliest_seq = floors.earliest_seq
             else:
                 floors = msgspec.structs.replace(topic.floors(), revision=floors.revision)
+        self._note_count(topic.id, floors)
         topic.logged(floors)
+
+    def _note_count(self, topic_id: int, floors: Floors) -> None:
+        """Counts below 0, from a version that believed indexes more than the log: they are counted anew."""
+        if floors.records < 0 or floors.live_bytes < 0:
+            self._uncounted.add(topic_id)
 
     def _restore_ram_state(self, topic: Topic, state: RamStateBody) -> None:
         self._uncounted.add(topic.id)

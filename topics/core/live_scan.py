@@ -69,6 +69,39 @@ def front_from(
     return Front(seq, lost_below_seq, reason)
 
 
+def left_from(
+    index: RecordIndex, earliest_seq: int, seq: int, head_seq: int, records: int, size_bytes: int
+) -> tuple[int, int]:
+    """(records, bytes) that live from `seq` on, of so many from `earliest_seq` on: by looking at these, or at all
+    others if they are fewer.
+
+    The count is exact and comes from the log; an index may be unreadable, or an older copy that has deleted records
+    live. Where one side cannot be so the other is asked, and what is left is never less than nothing.
+    """
+    is_below_shorter = seq - earliest_seq <= head_seq + 1 - seq
+    if not is_below_shorter:
+        left = _counted(index, seq, head_seq)
+        if left is not None:
+            return left
+    below = _counted(index, earliest_seq, seq - 1)
+    if below is None or below[0] > records or below[1] > size_bytes:
+        left = _counted(index, seq, head_seq)
+        if left is not None:
+            return left
+        below = index.live_size(earliest_seq, seq - 1)
+    return max(0, records - below[0]), max(0, size_bytes - below[1])
+
+
+def _counted(index: RecordIndex, first_seq: int, last_seq: int) -> tuple[int, int] | None:
+    """As `RecordIndex.live_size`, but no estimate: None instead."""
+    if first_seq > last_seq:
+        return 0, 0
+    if not index.is_readable(first_seq, last_seq):
+        return None  # known before: it costs no look at all the others
+    size = index.live_size(first_seq, last_seq)
+    return size if index.is_readable(first_seq, last_seq) else None
+
+
 def last_undeleted(index: Entries, first_seq: int, last_seq: int) -> int:
     """The last seq of first_seq..last_seq that nobody deleted; first_seq - 1 when all were."""
     count = 8

@@ -26,7 +26,10 @@ class RecordIndex(Protocol):
     def entries(self, first_seq: int, last_seq: int) -> array[int]: ...
     def ts_at(self, seq: int) -> int: ...
     def live_size(self, first_seq: int, last_seq: int) -> tuple[int, int]:
-        """(records, bytes in the log) of what is neither deleted nor lost."""
+        """(records, bytes in the log) of what is neither deleted nor lost: an estimate where it cannot be read."""
+
+    def is_readable(self, first_seq: int, last_seq: int) -> bool:
+        """Whether nothing of these is known to be unreadable: what was asked of them so far was no estimate."""
 
     def pick_live(self, seqs: Sequence[int]) -> tuple[list[int], int]:
         """Which of them (ascending) are neither deleted nor lost, and their bytes in the log."""

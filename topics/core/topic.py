@@ -36,6 +36,7 @@ from topics.core.live_scan import (
     freeing,
     front_from,
     last_undeleted,
+    left_from,
     living,
 )
 from topics.core.location import ENTRY_WORDS, LOCATION_LOST, any_flagged, flags_of, lengths_of, lost_entries
@@ -222,8 +223,9 @@ class Topic:
         self.evict_floor = floors.evict_floor
         self.evict_reason = EvictReason(floors.evict_reason)
         self.evict_run_seq = floors.evict_run_seq
-        self.records = floors.records
-        self.live_bytes = floors.live_bytes
+        # Logs of versions that did not know of older indexes may have counts below 0.
+        self.records = max(0, floors.records)
+        self.live_bytes = max(0, floors.live_bytes)
         if floors.earliest_seq > self.earliest_seq:
             self._settle(floors.earliest_seq)
         else:
@@ -238,8 +240,9 @@ class Topic:
         if before_seq <= self.earliest_seq:
             return Deletion(0, (), 0, 0, Front(self.earliest_seq))
         # Lost ones below are given up like those that live.
-        records, size_bytes = self._live_below(before_seq)
-        return Deletion(before_seq, (), records, size_bytes, self._front_from(before_seq))
+        left, left_bytes = self._left_from(before_seq)
+        taken = self.records - left, self.live_bytes - left_bytes
+        return Deletion(before_seq, (), *taken, self._front_from(before_seq))
 
     def plan_delete(self, seqs: Sequence[int]) -> Deletion:
         """What is live of these, which ascend and are none below `earliest_seq`."""
@@ -284,8 +287,9 @@ class Topic:
         floors = msgspec.structs.replace(
             self.floors(),
             earliest_seq=max(self.earliest_seq, deletion.earliest_seq),
-            records=self.records - deletion.records,
-            live_bytes=self.live_bytes - deletion.size_bytes,
+            # An index that is an older copy finds more than there are.
+            records=max(0, self.records - deletion.records),
+            live_bytes=max(0, self.live_bytes - deletion.size_bytes),
         )
         return floors.evicted(deletion.front.lost_below_seq, deletion.front.lost_reason)
 
@@ -306,7 +310,11 @@ class Topic:
 
     def evict_over_cap(self) -> bool:
         """Evicts the oldest records until the topic is within its caps (`discard: "old"`)."""
-        return self.evict_below(self._over_cap(0, 0)[0], EvictReason.CAP)
+        moved = False
+        # Once most often; again where an unreadable index made it look as if more had gone than did.
+        while self.evict_below(self._over_cap(0, 0)[0], EvictReason.CAP):
+            moved = True
+        return moved
 
     def _over_cap(self, more_records: int, more_bytes: int) -> tuple[int, int]:
         """(first seq that stays, live bytes below it) if there were so many more."""
@@ -354,15 +362,15 @@ class Topic:
         seq = min(seq, self.head_seq + 1)
         if seq <= self.earliest_seq:
             return None
-        records, size_bytes = self._live_below(seq)
+        records, size_bytes = self._left_from(seq)
         front = self._front_from(seq)
         floors = msgspec.structs.replace(
             self.floors(),
             earliest_seq=front.earliest_seq,
-            records=self.records - records,
-            live_bytes=self.live_bytes - size_bytes,
+            records=records,
+            live_bytes=size_bytes,
         )
-        if records:
+        if records != self.records:
             # What was deleted behind the last of them was not lost.
             floors = floors.evicted(last_undeleted(self.index, self.earliest_seq, seq - 1) + 1, reason)
         return floors.evicted(front.lost_below_seq, front.lost_reason)
@@ -374,12 +382,8 @@ class Topic:
             floors = msgspec.structs.replace(self.floors(), earliest_seq=front.earliest_seq)
             self._move(floors.evicted(front.lost_below_seq, front.lost_reason))
 
-    def _live_below(self, seq: int) -> tuple[int, int]:
-        """(records, bytes) that live below `seq`: by looking at these, or at all others if they are fewer."""
-        if seq - self.earliest_seq <= self.head_seq + 1 - seq:
-            return self.index.live_size(self.earliest_seq, seq - 1)
-        records, size_bytes = self.index.live_size(seq, self.head_seq) if seq <= self.head_seq else (0, 0)
-        return self.records - records, self.live_bytes - size_bytes
+    def _left_from(self, seq: int) -> tuple[int, int]:
+        return left_from(self.index, self.earliest_seq, seq, self.head_seq, self.records, self.live_bytes)
 
     def recount(self) -> None:
         """Recovery: records and bytes as the index says, where the log cannot know (records in RAM were lost)."""
@@ -416,8 +420,10 @@ class Topic:
         """The seqs up to `last_seq` are given to records that are lost; without live ones before, a gap in front."""
         if last_seq <= self.head_seq:
             return
+        # Not the count, which may be wrong where an index is an older copy.
+        has_none = self.earliest_seq > self.head_seq
         self.restored(lost_entries(self.head_seq + 1, last_seq, self.last_write_ts, reason))
-        if not self.records:
+        if has_none:
             floors = msgspec.structs.replace(self.floors(), earliest_seq=last_seq + 1)
             self._move(floors.evicted(last_seq + 1, reason))
 

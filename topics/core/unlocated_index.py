@@ -40,6 +40,9 @@ class UnlocatedIndex:
     def live_size(self, first_seq: int, last_seq: int) -> tuple[int, int]:
         raise AssertionError("locations are not kept")
 
+    def is_readable(self, first_seq: int, last_seq: int) -> bool:
+        raise AssertionError("locations are not kept")
+
     def pick_live(self, seqs: Sequence[int]) -> tuple[list[int], int]:
         raise AssertionError("locations are not kept")
 

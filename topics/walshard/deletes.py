@@ -131,20 +131,20 @@ class Deletes:
                 f"the records of topic {call.name!r} cannot be read to delete them; see the service's log",
                 {"topic": call.name},
             ) from error
+        floors = topic.floors_without(deletion)
         answer.reply = messages.encode_reply(
             answer.request_id,
             DeleteRecordsReply(
-                deletion.records,
+                max(0, deletion.records),
                 deletion.earliest_seq,
                 topic.head_seq,
-                topic.records - deletion.records,
-                topic.live_bytes - deletion.size_bytes,
+                floors.records,
+                floors.live_bytes,
                 rest,
             ),
         )
         if not deletion.records and deletion.earliest_seq == topic.earliest_seq:
             return
-        floors = topic.floors_without(deletion)
         body = encode_body(DeleteBody(deletion.below_seq, encode_runs(deletion.seqs), floors))
         now_ms = self._time.now.wall_ms
         entry = frame.encode(FrameType.DELETE, 0, topic.id, topic.head_seq, now_ms, b"", b"", body)

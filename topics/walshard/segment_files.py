@@ -134,6 +134,10 @@ class SegmentFiles:
             self._sizes[key] = size
         return size
 
+    def is_readable(self, topic_id: int, info: SegmentInfo) -> bool:
+        """False once something of it could not be read, or was damaged: its sizes may be estimates."""
+        return SegmentKey(topic_id, info.first_seq, info.version) not in self._unreadable
+
     def pick_live(self, topic_id: int, info: SegmentInfo, seqs: Sequence[int]) -> tuple[list[int], int]:
         """Which of these seqs (ascending, in that segment) are live, and their bytes in the log."""
         first = seqs[0]

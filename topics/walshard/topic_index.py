@@ -117,6 +117,9 @@ class TopicIndex:
             size_bytes += sum(lengths)
         return records, size_bytes
 
+    def is_readable(self, first_seq: int, last_seq: int) -> bool:
+        return all(self._files.is_readable(self.topic_id, info) for info in self.segments.between(first_seq, last_seq))
+
     def pick_live(self, seqs: Sequence[int]) -> tuple[list[int], int]:
         live: list[int] = []
         size_bytes = 0
