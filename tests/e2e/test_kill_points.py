@@ -91,7 +91,11 @@ class Ledger:
     def delete(self, client: httpx.Client) -> None:
         """Late enough that most of it is in sealed segments."""
         if self.cold_first:
-            poll("segments as they were sealed to be cold", lambda: has_untouched_cold(client, "tagged"), REACH_DEADLINE_S)
+            poll(
+                "segments as they were sealed to be cold",
+                lambda: has_untouched_cold(client, "tagged"),
+                REACH_DEADLINE_S,
+            )
         dropped = {value for value in self.logs["tagged"] if self.tags[value] == "drop"}
         self.maybe_deleted = dropped
         answer = client.post("/v0/topics/tagged/delete", json={"match": "drop"})
