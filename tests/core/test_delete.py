@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,14 +28,17 @@ class Log:
         self.live: dict[int, int] = {}
         self.evict_floor = 1
 
-    def tags_of(self, first_seq: int, last_seq: int) -> Iterator[tuple[int, bytes]]:
-        return ((seq, self.tags[seq]) for seq in range(first_seq, last_seq + 1) if self.tags[seq])
+    def tags_of(self, first_seq: int, last_seq: int) -> tuple[list[tuple[int, bytes]], int]:
+        """Five at most in one go."""
+        last_seq = min(last_seq, first_seq + 4)
+        return [(seq, self.tags[seq]) for seq in range(first_seq, last_seq + 1) if self.tags[seq]], last_seq
 
     def find(self, match: Match, first_seq: int, last_seq: int) -> list[int]:
         if self.topic.tags is None:
             self.topic.tags = TagIndex(self.topic.index.base_seq)
         self.topic.tags.forget_below(self.topic.index.base_seq)
-        self.topic.tags.catch_up(self.topic.index.base_seq, self.topic.head_seq, self.tags_of)
+        while max(self.topic.tags.next_seq, self.topic.index.base_seq) <= self.topic.head_seq:
+            self.topic.tags.catch_up(self.topic.index.base_seq, self.topic.head_seq, self.tags_of)
         tags = self.topic.tags.matching(match)
         found: list[int] = []
         at = 0

@@ -6,7 +6,7 @@ the index catches up when a delete asks for it, piece by piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Literal, NamedTuple
 
 from sortedcontainers import SortedDict
@@ -15,8 +15,8 @@ from topics.core.errors import invalid
 
 _FORGET_FROM: Final = 4096
 """Fewer entries are not worth it."""
-TagsOf = Callable[[int, int], Iterator[tuple[int, bytes]]]
-"""(first_seq, last_seq) → (seq, tag) of the tagged records among them, ascending."""
+TagsOf = Callable[[int, int], tuple[list[tuple[int, bytes]], int]]
+"""(first_seq, last_seq) → (seq, tag) of the tagged records among them, ascending, and up to which seq these are all."""
 
 
 class Match(NamedTuple):
@@ -66,11 +66,11 @@ class TagIndex:
             self.next_seq = base_seq
 
     def catch_up(self, base_seq: int, last_seq: int, tags_of: TagsOf) -> None:
-        """Indexes what was appended since, up to `last_seq`."""
+        """Indexes what was appended since, up to `last_seq` or as far as `tags_of` comes in one go."""
         first_seq = max(self.next_seq, base_seq)
         if first_seq > last_seq:
             return
-        tagged = list(tags_of(first_seq, last_seq))  # all of them, or an error and none
+        tagged, last_seq = tags_of(first_seq, last_seq)
         known = self._seqs.get
         for seq, tag in tagged:
             seqs = known(tag)

@@ -19,13 +19,13 @@ from topics.storage.state import ShardPart
 
 
 class Known(NamedTuple):
-    """`deleted`: seqs whose deletion may not be marked in the segments yet. `live` of the records `earliest_seq` to
+    """`deleted`: seqs (ascending) whose deletion segments may not have yet. `live` of the records `earliest_seq` to
     `head_seq` live, None where the log cannot know (records were in RAM, or their log is lost); so many of these,
     `live_behind`, are in no segment.
     """
 
     segments: list[SegmentInfo]
-    deleted: frozenset[int]
+    deleted: array[int]
     earliest_seq: int
     live: int | None
     live_behind: int
@@ -92,7 +92,7 @@ class Folding:
         )
         return Known(
             list(index.segments),
-            deleted,
+            array("Q", sorted(deleted)),
             topic.earliest_seq,
             topic.records if is_counted else None,
             max(0, topic.head_seq - behind_seq + 1) - gone,

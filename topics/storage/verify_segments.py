@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Final
 
 from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_GONE
@@ -25,9 +27,10 @@ class SegmentCheck:
         self._report = report
 
     def listed(
-        self, topic_id: int, directory: str, info: SegmentInfo, earliest_seq: int, deleted: frozenset[int]
+        self, topic_id: int, directory: str, info: SegmentInfo, earliest_seq: int, deleted: Sequence[int]
     ) -> int:
-        """A segment that log or snapshot have; `deleted`: what the log has deleted and it may not have marked yet.
+        """A segment that log or snapshot have; `deleted`: what of its topic the log has deleted (ascending) and
+        it may not have marked yet.
 
         Returns how many of its records live from `earliest_seq` on; 0 when its index cannot be read.
         """
@@ -185,14 +188,13 @@ class SegmentCheck:
                 self._report.damaged(Kind.POSTINGS, path, 0, "does not list the tags that the segment's records have")
 
 
-def _live(idx: bytes, first_seq: int, earliest_seq: int, deleted: frozenset[int]) -> int:
+def _live(idx: bytes, first_seq: int, earliest_seq: int, deleted: Sequence[int]) -> int:
     """How many entries of an index are of records that live, from `earliest_seq` on."""
     is_live = idx[ENTRY_FLAGS_AT::ENTRY_LEN].translate(_LIVE_TABLE)
     start = max(0, earliest_seq - first_seq)
     live = is_live.count(1, start)
-    if deleted:
-        live -= sum(is_live[seq - first_seq] for seq in deleted if start <= seq - first_seq < len(is_live))
-    return live
+    here = deleted[bisect_left(deleted, first_seq + start) : bisect_left(deleted, first_seq + len(is_live))]
+    return live - sum([is_live[seq - first_seq] for seq in here])
 
 
 def _first_difference(copy: bytes, original: bytes, is_idx: bool) -> int | None:

@@ -49,7 +49,7 @@ class Deletes:
         self._routing = routing
         self._time = time
         self._by_tag: OrderedDict[int, None] = OrderedDict()
-        """Ids of the topics that were deleted from by tag, the latest last."""
+        """Ids of the topics that were deleted from by tag, the latest last: only these have `Topic.tags`."""
         self._kept: set[int] = set()
         """Topics whose log could not be written when they were to expire: said once."""
 
@@ -86,12 +86,20 @@ class Deletes:
             try:
                 # Copies that no log holds yet are not to be found there.
                 if hosted is not None and self._tags.index_some(hosted.topic, hosted.index, hosted.logged_head_seq):
+                    self._by_tag.move_to_end(topic_id)  # the others' turn
                     return True
             except (OSError, CorruptSegment):
-                hosted = None  # the next delete finds out, and is told
+                self._let_go(topic_id)  # the next delete finds out, and is told
             if hosted is None:
-                del self._by_tag[topic_id]
+                self._let_go(topic_id)
         return False
+
+    def _let_go(self, topic_id: int) -> None:
+        """Nobody would make its index smaller any more."""
+        del self._by_tag[topic_id]
+        hosted = self._catalog.find_id(topic_id)
+        if hosted is not None:
+            hosted.topic.tags = None
 
     def sweep(self) -> None:
         """Expiry of topics that nobody touches. One whose log cannot be written now has to wait for the next sweep."""
@@ -166,7 +174,7 @@ class Deletes:
         self._by_tag[topic.id] = None
         self._by_tag.move_to_end(topic.id)
         if len(self._by_tag) > _BY_TAG_MAX:
-            self._by_tag.popitem(last=False)
+            self._let_go(next(iter(self._by_tag)))
         first_seq = max(call.from_seq, topic.earliest_seq)
         found = self._tags.find(topic, hosted.index, Match(call.op, call.pattern), first_seq, last_seq)
         rest = None

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Final
 
-from topics.core.location import LOCATION_GONE, LOCATION_IN_RAM_LOG
+from topics.core.location import FLAGS_SHIFT, LOCATION_GONE, LOCATION_IN_RAM_LOG, LOW_WORD
 from topics.core.topic import Topic
 from topics.shm.location_ring import LocationRing
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
-from topics.storage.frame import HEADER, HEADER_LEN, LOCATION_HAS_TAG
+from topics.storage.frame import HEADER, HEADER_LEN, LOCATION_HAS_TAG, NODE_MAX_BYTES, TAG_MAX_BYTES
 
-_RUN_BYTES: Final = 1 << 20
+READS_MAX: Final = 16
+"""Of one piece, which somebody may have to wait for."""
+_RUN_BYTES: Final = 1 << 18
+_NEAR_BYTES: Final = 1 << 14
+"""What lies between two frames is read along if it is no more."""
+_HEAD_BYTES: Final = HEADER_LEN + NODE_MAX_BYTES + TAG_MAX_BYTES
+"""Within so many bytes of its beginning a frame has its tag."""
 _FILES_MAX: Final = 8
+_FILE_BITS: Final = LOCATION_IN_RAM_LOG << FLAGS_SHIFT | LOW_WORD
+_TAGGED_BIT: Final = LOCATION_HAS_TAG << FLAGS_SHIFT
+_WANTED_BITS: Final = _TAGGED_BIT | LOCATION_GONE << FLAGS_SHIFT
+
+
+_Place = tuple[int, int, int, int]
+"""(seq, file and whether that is in RAM as a location has them, offset of the frame, where its tag has ended)."""
 
 
 class FrameTags:
@@ -26,35 +39,54 @@ class FrameTags:
         self._directories = (directory, ram_directory)
         self._open: OrderedDict[tuple[int, int], int] = OrderedDict()
 
-    def forget_below(self, file_no: int) -> None:
-        """Files of the durable log numbered below are gone."""
-        for key in [key for key in self._open if not key[0] and key[1] < file_no]:
+    def forget_below(self, file_no: int, in_ram: bool) -> None:
+        """Files of that log numbered below are gone."""
+        for key in [key for key in self._open if bool(key[0]) == in_ram and key[1] < file_no]:
             self._fs.close(self._open.pop(key))
 
-    def tagged(self, topic: Topic, ring: LocationRing, first_seq: int, last_seq: int) -> Iterator[tuple[int, bytes]]:
-        """(seq, tag) of the tagged ones among these, all in the ring; OSError when a log cannot be read.
+    def tagged(
+        self, topic: Topic, ring: LocationRing, first_seq: int, last_seq: int
+    ) -> tuple[list[tuple[int, bytes]], int]:
+        """(seq, tag) of the tagged ones among these, all in the ring, and up to which seq these are all: as far as
+        `READS_MAX` reads go. OSError when a log cannot be read.
 
         Neighbours in a file are read with one call.
         """
         entries = ring.entries(first_seq, last_seq)
-        buffer = b""
-        buffer_key: tuple[int, int] | None = None
-        buffer_at = 0
-        for seq, offset_len, file_flags in zip(entries[0::4], entries[2::4], entries[3::4], strict=True):
-            flags = file_flags >> 32
-            if not flags & LOCATION_HAS_TAG or flags & LOCATION_GONE:
-                continue
-            key = (flags & LOCATION_IN_RAM_LOG, file_flags & 0xFFFF_FFFF)
-            offset, length = offset_len & 0xFFFF_FFFF, offset_len >> 32
-            at = offset - buffer_at
-            if key != buffer_key or at < 0 or at + length > len(buffer):
-                buffer = self._fs.pread(self._fd(key), max(_RUN_BYTES, length), offset)
-                buffer_key, buffer_at, at = key, offset, 0
-            _, _, _, topic_id, frame_seq, _, node_len, tag_len, _ = HEADER.unpack_from(buffer, at)
-            if (topic_id, frame_seq) != (topic.id, seq):
-                raise OSError(f"log file {key[1]}, offset {offset}: not record {seq} of topic {topic.name!r}")
+        wanted = [
+            (seq, word & _FILE_BITS, offset := offset_len & LOW_WORD, offset + min(offset_len >> 32, _HEAD_BYTES))
+            for seq, offset_len, word in zip(entries[0::4], entries[2::4], entries[3::4], strict=True)
+            if word & _WANTED_BITS == _TAGGED_BIT
+        ]
+        found: list[tuple[int, bytes]] = []
+        at = 0
+        for _ in range(READS_MAX):
+            if at == len(wanted):
+                return found, last_seq
+            end = _run_end(wanted, at)
+            self._read(topic, wanted[at:end], found)
+            at = end
+        return found, wanted[at][0] - 1 if at < len(wanted) else last_seq
+
+    def _read(self, topic: Topic, run: list[_Place], found: list[tuple[int, bytes]]) -> None:
+        """Adds the tags of neighbours in one file."""
+        _, file, begin, _ = run[0]
+        end = run[-1][3]
+        file_no = file & LOW_WORD
+        buffer = self._fs.pread(self._fd((file >> FLAGS_SHIFT, file_no)), end - begin, begin)
+        if len(buffer) < end - begin:
+            # Cut in place: whoever asks is told, as of a log that cannot be read.
+            raise OSError(errno.EIO, f"log file {file_no} ends at {begin + len(buffer)}, before {end}")
+        topic_id = topic.id
+        for seq, _, offset, _ in run:
+            at = offset - begin
+            _, _, _, found_id, found_seq, _, node_len, tag_len, _ = HEADER.unpack_from(buffer, at)
+            if found_id != topic_id or found_seq != seq:
+                raise OSError(
+                    errno.EIO, f"log file {file_no}, offset {offset}: not record {seq} of topic {topic.name!r}"
+                )
             start = at + HEADER_LEN + node_len
-            yield seq, buffer[start : start + tag_len]
+            found.append((seq, buffer[start : start + tag_len]))
 
     def _fd(self, key: tuple[int, int]) -> int:
         fd = self._open.get(key)
@@ -64,3 +96,16 @@ class FrameTags:
                 self._fs.close(self._open.popitem(last=False)[1])
         self._open.move_to_end(key)
         return fd
+
+
+def _run_end(places: list[_Place], at: int) -> int:
+    """Behind the last that one read covers, from the one at `at` on."""
+    _, first_file, first_offset, end_offset = places[at]
+    for end in range(at + 1, len(places)):
+        _, file, offset, head_end = places[end]
+        if file != first_file or not end_offset <= offset <= end_offset + _NEAR_BYTES:
+            return end
+        if head_end - first_offset > _RUN_BYTES:
+            return end
+        end_offset = head_end
+    return len(places)

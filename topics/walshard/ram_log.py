@@ -35,6 +35,7 @@ from topics.walshard.operation import Operation
 from topics.walshard.routers.copy_log import CopyLog
 from topics.walshard.routers.feeds import Feeds
 from topics.walshard.sessions import Sessions
+from topics.walshard.tag_search import TagSearch
 
 log = get_logger()
 
@@ -68,6 +69,7 @@ class RamTrim:
         sessions: Sessions,
         feeds: Feeds,
         copy_log: CopyLog,
+        tags: TagSearch,
     ) -> None:
         self._fs = fs
         self._directory = directory
@@ -77,6 +79,7 @@ class RamTrim:
         self._sessions = sessions
         self._feeds = feeds
         self._copy_log = copy_log
+        self._tags = tags
         self._written_before = 0
         self._next_after_bytes = file_bytes
         self._repeated_in_file = 0
@@ -123,8 +126,10 @@ class RamTrim:
         """After the commit: removes what no location names. A failure is logged; the next trimming tries again."""
         wal = self._logs.ram
         assert wal is not None
+        file_no = min([self._repeated_in_file, *self._files_in_use()])
+        self._tags.forget_log_files(file_no, in_ram=True)
         try:
-            wal.drop_files_below(min([self._repeated_in_file, *self._files_in_use()]))
+            wal.drop_files_below(file_no)
         except OSError as error:
             log.warning("files of the RAM log cannot be removed", error=str(error))
         self._written_before = wal.bytes_written

@@ -125,7 +125,9 @@ def recover(
     watchers = Watchers(catalog, outbox)
     commits = GroupCommit(logs, LostHeads(catalog, logs, fold.lost_heads), syncs, outbox, watchers, time)
     routing = make_routing(settings, shared, index, fold.routers, catalog, holdings, cell, clock, fs, commits)
-    ram_trim = RamTrim(fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions, routing.feeds, routing.copy_log)
+    ram_trim = RamTrim(
+        fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions, routing.feeds, routing.copy_log, tags
+    )
     sinks = Sinks(fs, settings.data_dir, index, settings.wal_shards)
     log_trim = LogTrim(logs, catalog, tags)
     shard = Shard(

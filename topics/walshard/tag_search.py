@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from topics.core.clock import Clock
@@ -34,7 +33,7 @@ _LEFT_MAX: Final = 16
 """Deletes that are in the middle of many matches: with more, some find theirs anew each turn."""
 _KEPT_MS: Final = 10_000
 IDLE_RECORDS: Final = 512
-"""Indexed in an idle turn, which a request may have to wait for."""
+"""Indexed at most in an idle turn, which a request may have to wait for; fewer where they lie far apart."""
 
 
 class Found(NamedTuple):
@@ -67,9 +66,9 @@ class TagSearch:
         self._left: OrderedDict[tuple[object, ...], _Matches] = OrderedDict()
         """What was left over in a turn, by what it was found by and where: it is not looked for again in the next."""
 
-    def forget_log_files(self, file_no: int) -> None:
-        """Log files numbered below are gone."""
-        self._frames.forget_below(file_no)
+    def forget_log_files(self, file_no: int, in_ram: bool) -> None:
+        """Files of that log numbered below are gone."""
+        self._frames.forget_below(file_no, in_ram)
 
     def find(self, topic: Topic, index: TopicIndex, match: Match, first_seq: int, last_seq: int) -> Found:
         """Of first_seq..last_seq, none below `earliest_seq`, what one turn has time for."""
@@ -110,10 +109,12 @@ class TagSearch:
     def index_some(self, topic: Topic, index: TopicIndex, last_seq: int) -> bool:
         """In an idle turn: of what came, up to `last_seq`, since somebody deleted by tag. False: nothing came."""
         tags = topic.tags
-        if tags is None or tags.next_seq > last_seq:
+        if tags is None:
             return False
         open_seq = _open_seq(topic, index)
-        tags.forget_below(open_seq)
+        tags.forget_below(open_seq)  # also where nothing comes any more
+        if tags.next_seq > last_seq:
+            return False
         first_seq = max(tags.next_seq, open_seq)
         self._index(tags, topic, index, open_seq, min(last_seq, first_seq + IDLE_RECORDS - 1))
         return first_seq <= last_seq
@@ -190,13 +191,19 @@ class TagSearch:
     def _index(self, tags: TagIndex, topic: Topic, index: TopicIndex, open_seq: int, last_seq: int) -> None:
         tags.catch_up(open_seq, last_seq, lambda first, last: self._tagged(topic, index, first, last))
 
-    def _tagged(self, topic: Topic, index: TopicIndex, first_seq: int, last_seq: int) -> Iterator[tuple[int, bytes]]:
+    def _tagged(
+        self, topic: Topic, index: TopicIndex, first_seq: int, last_seq: int
+    ) -> tuple[list[tuple[int, bytes]], int]:
+        """As `tags.TagsOf`."""
+        found: list[tuple[int, bytes]] = []
         base_seq = index.ring.base_seq
         if first_seq < base_seq:
             for info in index.segments.between(first_seq, min(last_seq, base_seq - 1)):
-                yield from self._files.reader(topic.id, info).tagged(first_seq, last_seq)
+                found += self._files.reader(topic.id, info).tagged(first_seq, last_seq)
         if last_seq >= base_seq:
-            yield from self._frames.tagged(topic, index.ring, max(first_seq, base_seq), last_seq)
+            in_logs, last_seq = self._frames.tagged(topic, index.ring, max(first_seq, base_seq), last_seq)
+            found += in_logs
+        return found, last_seq
 
 
 def _open_seq(topic: Topic, index: TopicIndex) -> int:

@@ -62,7 +62,7 @@ class LogTrim:
             self._drop()
 
     def _drop(self) -> None:
-        self._tags.forget_log_files(self._file_no)
+        self._tags.forget_log_files(self._file_no, in_ram=False)
         try:
             self._logs.wal.drop_files_below(self._file_no)
         except OSError as error:
