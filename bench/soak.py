@@ -24,7 +24,9 @@ from bench.follower import Follower
 
 CLASSES = ("ephemeral", "memory", "disk", "fsync")
 CONFIG = {"cap_records": 500, "idempotency_window_ms": 2_000}
-SAMPLES = 60
+SAMPLES = 240
+FLOOR_OF = 6
+"""Samples, of which the least is taken: a cut or a long page is over by then."""
 ALLOWED = frozenset({200, 201})
 """After the 429s, which are waited for."""
 RECEIVE_BYTES = 65536
@@ -100,13 +102,15 @@ class Soaked(NamedTuple):
 
 
 def growth_per_min(states: Sequence[State], value: Callable[[State], float]) -> float:
-    """How much a value grows in a minute over the last two thirds: the median of the slopes between any two samples, so
-    neither a sawtooth nor a few outliers are taken for growth, and growth is not taken for either.
+    """How much a value grows in a minute over the last two thirds, in what is left between two pages or two cuts: the
+    least of each few samples, and of these the median of the slopes between any two. So neither a sawtooth nor a few
+    outliers are taken for growth, and growth is not taken for either.
     """
     settled = states[len(states) // 3 :]
+    floors = [min(settled[at : at + FLOOR_OF], key=value) for at in range(0, len(settled), FLOOR_OF)]
     return 60 * statistics.median(
         (value(later) - value(earlier)) / (later.at_s - earlier.at_s)
-        for earlier, later in itertools.combinations(settled, 2)
+        for earlier, later in itertools.combinations(floors, 2)
     )
 
 

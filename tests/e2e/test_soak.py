@@ -30,14 +30,15 @@ def thirds(states: list[State]) -> tuple[list[State], list[State]]:
 
 @pytest.mark.parametrize("leak_mib_per_min", [0.0, 1.0])
 def test_a_leak_of_a_mib_a_minute_is_seen_and_a_sawtooth_is_none(leak_mib_per_min: float) -> None:
-    """Of what is asserted below: with 2 MiB up and down, and now and then 10 more for one sample."""
+    """Of what is asserted below: with 30 MiB up and down, as a compactor is, and at times 10 more for one sample."""
     for seed in range(50):
         dice = random.Random(seed)
         states = []
         for n in range(SAMPLES):
-            noise_mib = (n % 7) / 3 + dice.uniform(-0.5, 0.5) + 10 * (dice.random() < 0.05)
-            anonymous = round((70 + leak_mib_per_min * n / 6 + noise_mib) * MIB)
-            states.append(State(10.0 * n, {1: anonymous}, 0, 0, 0))
+            at_s = 600 * n / SAMPLES
+            noise_mib = dice.choice([0, 0, 20, 30]) + dice.uniform(-0.5, 0.5) + 10 * (dice.random() < 0.05)
+            anonymous = round((70 + leak_mib_per_min * at_s / 60 + noise_mib) * MIB)
+            states.append(State(at_s, {1: anonymous}, 0, 0, 0))
         growth = growth_per_min(states, lambda state: state.anonymous_bytes[1])
         assert (growth > GROWTH_MAX_BYTES_PER_MIN) is (leak_mib_per_min > 0), (seed, growth / MIB)
 
