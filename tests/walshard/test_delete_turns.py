@@ -12,10 +12,13 @@ from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.core import tags
 from topics.core.errors import TopicsError
+from topics.core.topic import Topic
+from topics.shm.location_ring import LocationRing
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.walshard import tag_search
 
 RECORDS = 40
+Piece = tuple[list[tuple[int, bytes]], int]
 
 
 @pytest.fixture
@@ -152,13 +155,13 @@ def test_tags_that_could_not_be_read_are_not_counted_twice(rig: Rig, monkeypatch
     tagged = frames.tagged
     reads = 0
 
-    def fails_once(topic: object, ring: object, first_seq: int, last_seq: int) -> Iterator[tuple[int, bytes]]:
+    def fails_once(topic: Topic, ring: LocationRing, first_seq: int, last_seq: int) -> Piece:
         nonlocal reads
         reads += 1
-        for number, found in enumerate(tagged(topic, ring, first_seq, last_seq)):  # type: ignore[arg-type]
-            if reads == 2 and number == 3:
-                raise OSError("unreadable")
-            yield found
+        piece = tagged(topic, ring, first_seq, last_seq)
+        if reads == 2:
+            raise OSError("unreadable")
+        return piece
 
     monkeypatch.setattr(frames, "tagged", fails_once)
     with pytest.raises(TopicsError, match="cannot be read to delete them"):
@@ -175,9 +178,9 @@ def test_idle_turns_index_what_comes_behind_a_delete_by_tag(rig: Rig, monkeypatc
     tagged = frames.tagged
     asked: list[tuple[int, int]] = []
 
-    def counting(topic: object, ring: object, first_seq: int, last_seq: int) -> Iterator[tuple[int, bytes]]:
+    def counting(topic: Topic, ring: LocationRing, first_seq: int, last_seq: int) -> Piece:
         asked.append((first_seq, last_seq))
-        return tagged(topic, ring, first_seq, last_seq)  # type: ignore[arg-type]
+        return tagged(topic, ring, first_seq, last_seq)
 
     monkeypatch.setattr(frames, "tagged", counting)
     rig.append("u", b"1", tag=b"x")
@@ -213,9 +216,9 @@ def test_an_index_of_tags_that_starts_over_catches_up_in_turns(rig: Rig, monkeyp
     tagged = frames.tagged
     asked: list[int] = []
 
-    def counting(topic: object, ring: object, first_seq: int, last_seq: int) -> Iterator[tuple[int, bytes]]:
+    def counting(topic: Topic, ring: LocationRing, first_seq: int, last_seq: int) -> Piece:
         asked.append(last_seq - first_seq + 1)
-        return tagged(topic, ring, first_seq, last_seq)  # type: ignore[arg-type]
+        return tagged(topic, ring, first_seq, last_seq)
 
     monkeypatch.setattr(frames, "tagged", counting)
     assert rig.delete(DeleteRecords("t", None, "eq", b"x")) == 16
