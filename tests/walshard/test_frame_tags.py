@@ -99,12 +99,11 @@ def test_files_of_the_ram_log_that_are_gone_are_not_kept_open(rig: Rig) -> None:
     rig.shard._ram_trim._file_bytes = rig.shard._ram_trim._next_after_bytes = 100_000
     rig.call(PutTopic("e", TopicConfig(durability="ephemeral", cap_records=4), True))
     ram_dir = layout.ram_group_dir(rig.shared.ram_dir, 0)
-    first = layout.list_log_files(rig.fs, ram_dir)
     for at in range(3000):
         rig.append("e", b"-" * 9000, tag=b"x" if at % 10 else b"y")
         if at % 100 == 0:
             delete(rig, "e", b"y")
-        if layout.list_log_files(rig.fs, ram_dir)[0] not in first:
+        if layout.list_log_files(rig.fs, ram_dir)[0] > 1:
             break
     else:
         raise AssertionError("nothing was trimmed")
