@@ -216,8 +216,10 @@ def test_records_whose_client_has_gone_are_read_again(tmp_path: Path) -> None:
         requests = live.rig.shared.rings[0][0].requests
         await until(lambda: not live.shard_up and requests.pending_bytes)
         read.cancel()
-        with pytest.raises(asyncio.CancelledError):
+        # At a stop the client is there: that nothing was done, which `shutting_down` says, would not be true.
+        with pytest.raises(TopicsError) as left_open:
             await read
+        assert left_open.value.code == "shard_unavailable"
         reader.go_on()
         assert await reader.read(2) == [1, 2]
         assert await reader.read(2) == [3]
@@ -342,8 +344,9 @@ def test_readers_that_wait_for_their_turn_are_bounded_in_number_and_time(
             await reader.read(2)
         assert (refused.value.code, refused.value.detail) == ("throttled", {"retry_after_ms": 10})
         late = await asyncio.gather(*reads[1:], return_exceptions=True)
-        # Not they are too many.
-        assert [one.code for one in late if isinstance(one, TopicsError)] == ["shard_unavailable"] * 19
+        # They have done nothing, and are not too many.
+        stuck = ("throttled", {"retry_after_ms": turns.STUCK_RETRY_AFTER_MS})
+        assert [(one.code, one.detail) for one in late if isinstance(one, TopicsError)] == [stuck] * 19
         live.shard_up = True
         assert await reads[0] == [1, 2]
         assert await reader.read(2) == [3, 4]
@@ -351,9 +354,7 @@ def test_readers_that_wait_for_their_turn_are_bounded_in_number_and_time(
     on_loop(tmp_path, test)
 
 
-def test_who_waits_behind_readers_that_fail_one_after_the_other_is_told_that_the_shard_does_not_answer(
-    tmp_path: Path,
-) -> None:
+def test_who_waits_behind_readers_that_fail_one_after_the_other_is_told_that_nothing_was_done(tmp_path: Path) -> None:
     async def test(live: Live) -> None:
         reader = Reader(live)
         await reader.make(6)
@@ -361,7 +362,12 @@ def test_who_waits_behind_readers_that_fail_one_after_the_other_is_told_that_the
         live.shard_up = False
         reads = [asyncio.create_task(reader.read(2)) for _ in range(4)]
         late = await asyncio.gather(*reads, return_exceptions=True)
-        assert [one.code for one in late if isinstance(one, TopicsError)] == ["shard_unavailable"] * 4
+        refusals = [(one.code, one.detail) for one in late if isinstance(one, TopicsError)]
+        stuck = ("throttled", {"retry_after_ms": turns.STUCK_RETRY_AFTER_MS})
+        assert len(refusals) == 4
+        assert refusals[0] == ("shard_unavailable", None), "it was asked, and did not answer"
+        assert {code for code, _ in refusals[1:]} <= {"throttled", "shard_unavailable"}
+        assert all(one == stuck for one in refusals if one[0] == "throttled")
         reader.go_on()
         assert await reader.read(2) == [1, 2]
 

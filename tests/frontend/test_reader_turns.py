@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from topics.core.errors import TopicsError
-from topics.frontend.queues.turns import Turns
+from topics.frontend.queues.turns import STUCK_RETRY_AFTER_MS, Turns
 
 WAIT_S = 0.3
 DEADLINE_S = 20.0
@@ -18,7 +18,7 @@ class Readers:
     """Of one cursor. Each has its turn until `leave`."""
 
     def __init__(self) -> None:
-        self.turns = Turns(WAIT_S, lambda topic: TopicsError("shard_unavailable", topic))
+        self.turns = Turns(WAIT_S)
         self.leave = [asyncio.Event() for _ in range(3)]
         self.on_leave: Callable[[], object] = lambda: None
         self.inside: list[int] = []
@@ -47,10 +47,10 @@ def run(test: Callable[[Readers], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-async def refusal(reader: asyncio.Task[None]) -> str:
+async def refusal(reader: asyncio.Task[None]) -> tuple[str, object]:
     with pytest.raises(TopicsError) as refused:
         await reader
-    return refused.value.code
+    return refused.value.code, (refused.value.detail or {})["retry_after_ms"]
 
 
 def test_who_comes_between_two_turns_waits_no_longer_than_others() -> None:
@@ -66,7 +66,7 @@ def test_who_comes_between_two_turns_waits_no_longer_than_others() -> None:
         readers.leave[0].set()
         await first
         readers.on_leave = lambda: None
-        assert await refusal(third[0]) == "shard_unavailable", "nobody was served while it waited"
+        assert await refusal(third[0]) == ("throttled", STUCK_RETRY_AFTER_MS), "nobody was served while it waited"
         assert readers.inside == [0, 1]
         readers.leave[1].set()
         await second
@@ -80,7 +80,7 @@ def test_who_waits_in_vain_while_others_are_served_is_one_too_many() -> None:
         await asyncio.sleep(0)
         await readers.waiting(3)
         readers.leave[0].set()
-        assert await refusal(tasks[2]) == "throttled"
+        assert await refusal(tasks[2]) == ("throttled", 10)
         readers.leave[1].set()
         await asyncio.gather(*tasks[:2])
 
@@ -93,7 +93,7 @@ def test_who_waits_behind_one_that_was_not_served_is_not_too_many() -> None:
         await asyncio.sleep(0)
         await readers.waiting(3)
         tasks[0].cancel()
-        assert await refusal(tasks[2]) == "shard_unavailable"
+        assert await refusal(tasks[2]) == ("throttled", STUCK_RETRY_AFTER_MS)
         readers.leave[1].set()
         await tasks[1]
 

@@ -150,6 +150,28 @@ def test_many_tags_are_gathered_in_turns(rig: Rig, monkeypatch: pytest.MonkeyPat
     assert not search._left
 
 
+def test_more_deletes_than_keep_what_they_found_do_not_stop_each_other(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(10):
+        for name in ("t", "u", "v"):
+            rig.append(name, b"1", tag=b"%b-%d" % (name.encode(), number))
+    for name in ("t", "u", "v"):
+        assert rig.delete(DeleteRecords(name, None, "eq", b"none")) == 0
+    monkeypatch.setattr(tag_search, "TURN_MS", 0)
+    monkeypatch.setattr(tag_search, "GATHERED_RECORDS", 1)
+    monkeypatch.setattr(tag_search, "_LEFT_MAX", 2)
+    calls = [DeleteRecords(name, None, "glob", b"%b-" % name.encode()) for name in ("t", "u", "v")]
+    deleted = turns = 0
+    while calls:
+        turns += 1
+        assert turns < 200, "each loses what it found before its next turn"
+        reply = rig.call(calls.pop(0))
+        deleted += reply.deleted
+        calls += [] if reply.rest is None else [reply.rest]
+    assert deleted == 30
+
+
 def test_tags_that_could_not_be_read_are_not_counted_twice(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     frames = rig.shard._deletes._tags._frames
     tagged = frames.tagged

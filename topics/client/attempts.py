@@ -15,8 +15,10 @@ import msgspec
 from topics.client.errors import ApiError, ClientError, UnreachableError, api_error
 
 NOT_CARRIED_OUT = frozenset({"throttled", "not_ready", "shutting_down", "storage_unavailable"})
-PASSES_BY_WAITING = frozenset({"inflight_per_key", "connections", "body_bytes"})
-"""A key's requests under way, which end by themselves."""
+PASSES_BY_WAITING = frozenset(
+    ("inflight_per_key", "connections", "body_bytes", "node_bytes", "scrapes", "long_polls", "cursor_reads")
+)
+"""What is under way, which ends by itself."""
 
 
 class Retry(msgspec.Struct, frozen=True):

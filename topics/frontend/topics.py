@@ -109,7 +109,7 @@ class TopicRoutes:
         before_seq, match = wire.decode_delete(body)
         op, tag = (None, b"") if match is None else match
         with_copies = await self._catching_up.one(name)
-        deleted, reply = await self._delete_all(DeleteRecords(name, before_seq, op, tag))
+        deleted, reply = await delete_in_turns(self._gateway, DeleteRecords(name, before_seq, op, tag))
         answer: dict[str, Any] = {
             "topic": name,
             "deleted": deleted,
@@ -119,28 +119,6 @@ class TopicRoutes:
             "bytes": reply.live_bytes,
         }
         await send_object(send, headers, 200, answer, started_ns, with_copies=with_copies)
-
-    async def _delete_all(self, call: DeleteRecords) -> tuple[int, DeleteRecordsReply]:
-        """Turn after turn of the shard, with room for others in between: how many were deleted, and its last answer."""
-        shard = owner_shard(call.name, self._gateway.shards)
-        deleted = 0
-        while True:
-            try:
-                # What has begun is not given up for a ring that is full.
-                reply = await self._gateway.call(shard, call, DeleteRecordsReply, patient=deleted > 0)
-            except TopicsError as error:
-                if not deleted or error.code == "topic_not_found":
-                    raise
-                # The shard's own code may say that nothing was done, and a client would send it again by itself.
-                raise TopicsError(
-                    "shard_unavailable",
-                    f"{error.message}; before that {deleted} records were deleted",
-                    {**(error.detail or {}), "deleted": deleted, "reason": error.code},
-                ) from error
-            deleted += reply.deleted
-            if reply.rest is None:
-                return deleted, reply
-            call = reply.rest
 
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -241,3 +219,31 @@ class TopicRoutes:
 
 def _topic_name(scope: Scope) -> str:
     return check_topic_name(scope["path_params"]["topic"])
+
+
+async def delete_in_turns(gateway: Gateway, call: DeleteRecords) -> tuple[int, DeleteRecordsReply]:
+    """Turn after turn of the shard, with room for others in between: how many were deleted, and its last answer."""
+    shard = owner_shard(call.name, gateway.shards)
+    deleted = 0
+    while True:
+        try:
+            # What has begun is not given up for a ring that is full.
+            reply = await gateway.call(shard, call, DeleteRecordsReply, patient=call.topic_id != 0)
+        except asyncio.CancelledError as error:
+            # At the end of a stop. `shutting_down` would say that nothing was done.
+            what = f"the service stopped before all was done; before that {deleted} records were deleted"
+            detail = {"deleted": deleted, "reason": "shutting_down"}
+            raise TopicsError("shard_unavailable", what, detail) from error
+        except TopicsError as error:
+            if not deleted or error.code == "topic_not_found":
+                raise
+            # The shard's own code may say that nothing was done, and a client would send it again by itself.
+            raise TopicsError(
+                "shard_unavailable",
+                f"{error.message}; before that {deleted} records were deleted",
+                {**(error.detail or {}), "deleted": deleted, "reason": error.code},
+            ) from error
+        deleted += reply.deleted
+        if reply.rest is None:
+            return deleted, reply
+        call = reply.rest

@@ -10,7 +10,6 @@ turn of the shard is bounded, and the next turn goes on from there.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from typing import Final, NamedTuple
 
 from topics.core.clock import Clock
@@ -30,7 +29,9 @@ CATCH_UP_RECORDS: Final = 1024
 GATHERED_RECORDS: Final = 8192
 """Between two looks at the clock, of an index that has them."""
 _LEFT_MAX: Final = 16
-"""Deletes that are in the middle of many matches: with more, some find theirs anew each turn."""
+"""Deletes that are in the middle of many matches. One more finds its own anew each turn until one of these is done: if
+it took the place of the oldest, each of them would lose its own before its next turn.
+"""
 _KEPT_MS: Final = 10_000
 IDLE_RECORDS: Final = 512
 """Indexed at most in an idle turn, which a request may have to wait for; fewer where they lie far apart."""
@@ -63,7 +64,7 @@ class TagSearch:
         self._files = files
         self._frames = frames
         self._clock = clock
-        self._left: OrderedDict[tuple[object, ...], _Matches] = OrderedDict()
+        self._left: dict[tuple[object, ...], _Matches] = {}
         """What was left over in a turn, by what it was found by and where: it is not looked for again in the next."""
 
     def forget_log_files(self, file_no: int, in_ram: bool) -> None:
@@ -134,9 +135,8 @@ class TagSearch:
 
     def _keep(self, key: tuple[object, ...], matches: _Matches) -> None:
         matches.kept_ms = self._clock.monotonic_ms()
-        self._left[key] = matches
-        if len(self._left) > _LEFT_MAX:
-            self._left.popitem(last=False)
+        if len(self._left) < _LEFT_MAX:
+            self._left[key] = matches
 
     def _gather(
         self,

@@ -25,7 +25,7 @@ from topics.frontend.bodies import ClientGoneError, read_body
 from topics.frontend.http.answer_room import AnswerRoom, Place
 from topics.frontend.live.push import gone_before
 from topics.frontend.query import name_after, name_cursor, page_size
-from topics.frontend.queues.turns import Turn, Turns, too_many_readers
+from topics.frontend.queues.turns import STUCK_RETRY_AFTER_MS, Turn, Turns, too_many_readers
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES
 from topics.frontend.reads.node_sets import node_set
@@ -104,7 +104,7 @@ class CursorRoutes:
         self._settings = settings
         self._cell = cell
         self._reads = itertools.count(1)
-        self._turns = Turns(gateway.shard_wait_s, lambda name: gateway.no_answer(self._owner(name)))
+        self._turns = Turns(gateway.shard_wait_s)
         self._moving = AnswerRoom(MOVING_MAX_BYTES)
 
     async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -170,7 +170,7 @@ class CursorRoutes:
         most_bytes = max(options.max_batch_bytes, MAX_BATCH_BYTES[0])
         await take_room(scope, most_bytes)
         moving = Place(self._moving)
-        room = partial(_enter, moving, most_bytes, receive)
+        room = partial(_enter, moving, most_bytes, receive, self._gateway.shard_wait_s)
         try:
             if request.checkpoint:
                 async with self._turns.of(name, cursor) as turn:
@@ -235,6 +235,9 @@ class CursorRoutes:
                 if is_outcome_unknown(error):
                     # Nobody waits for the answer now, but the shard may still move the cursor: it finds this behind.
                     self._gateway.post(owner, lost)
+                    if isinstance(error, asyncio.CancelledError):
+                        # Not `shutting_down`, which says that nothing was done: a client would read on by itself.
+                        raise self._gateway.no_answer(owner) from error
                 raise
             if moved.moved:
                 if page.count or page.tombstone is not None or at.up_to_seq is None:
@@ -263,15 +266,24 @@ class CursorRoutes:
         return owner_shard(name, self._gateway.shards)
 
 
-async def _enter(moving: Place, most_bytes: int, receive: Receive) -> None:
-    """Room for a page. Raises ClientGoneError when nobody waits for it any more: no cursor is to move for that one."""
+async def _enter(moving: Place, most_bytes: int, receive: Receive, wait_s: float) -> None:
+    """Room for a page. Raises ClientGoneError when nobody waits for it any more: no cursor is to move for that one; and
+    `throttled`.
+    """
     if moving.takes(most_bytes):
         return
     entering = asyncio.create_task(moving.take(most_bytes))
     try:
-        if await gone_before(entering, receive):
-            raise ClientGoneError
+        async with asyncio.timeout(wait_s):
+            if await gone_before(entering, receive):
+                raise ClientGoneError
         entering.result()
+    except TimeoutError:
+        raise TopicsError(
+            "throttled",
+            "pages that other cursors are moved over leave no room for this one; nothing of this read was done",
+            {"retry_after_ms": STUCK_RETRY_AFTER_MS},
+        ) from None
     finally:
         entering.cancel()
 

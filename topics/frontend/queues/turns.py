@@ -8,7 +8,7 @@ Readers at other frontends are not waited for: no more can be in each other's wa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -17,6 +17,7 @@ from topics.shm.cursor_messages import CursorMoved
 
 READERS_MAX: Final = 1000
 """Of one cursor at one frontend."""
+STUCK_RETRY_AFTER_MS: Final = 1000
 
 
 class Turn:
@@ -34,12 +35,9 @@ class Turn:
 class Turns:
     """Of all cursors at one frontend."""
 
-    def __init__(self, wait_s: float, no_answer: Callable[[str], TopicsError]) -> None:
-        """`wait_s`: how long one may wait. `no_answer(topic)`: what is told to those who did while nobody was served:
-        they are not too many, the shard or the cold store does not answer.
-        """
+    def __init__(self, wait_s: float) -> None:
+        """`wait_s`: how long one may wait."""
         self._wait_s = wait_s
-        self._no_answer = no_answer
         self._turns: dict[tuple[str, str], Turn] = {}
 
     def __len__(self) -> int:
@@ -76,7 +74,14 @@ class Turns:
                 await turn.lock.acquire()
         except TimeoutError:
             if turn.served == served:
-                raise self._no_answer(topic) from None
+                # They are not too many: the shard or the cold store does not answer. Nothing of this read was done,
+                # and that has to be said: another code leaves it open, and a client must not ask again by itself.
+                raise TopicsError(
+                    "throttled",
+                    f"who reads cursor {cursor!r} of topic {topic!r} before this one gets no answer; nothing of this"
+                    " read was done",
+                    {"retry_after_ms": STUCK_RETRY_AFTER_MS},
+                ) from None
             raise too_many_readers(topic, cursor) from None
 
 
