@@ -11,6 +11,8 @@ from tests.frontend.http1_server import Client, Server, until
 from topics.frontend.http.http1 import HttpLimits
 from topics.frontend.http.http1_push import PushStream
 
+FRAME = b"x" * 65_536
+
 
 @pytest.fixture(params=["uvloop", "asyncio"])
 def loop(request: pytest.FixtureRequest) -> str:
@@ -87,28 +89,33 @@ def test_one_frame_for_many_watchers(server: Server) -> None:
         client.close()
 
 
+def fill(server: Server, stream: PushStream) -> int:
+    """FRAMEs until the client's buffers are full and the stream is not writable; how many."""
+    written = 0
+
+    def write_while_writable() -> None:
+        nonlocal written
+        while stream.writable:
+            stream.write(FRAME)
+            written += 1
+
+    # uvloop counts what is written as buffered until its next turn: only what stays buffered is a slow reader.
+    def full() -> bool:
+        server.call(write_while_writable)
+        return server.settled(lambda: stream.buffered_bytes) > HttpLimits().write_high_water_bytes
+
+    until(full, "the client's buffers are full")
+    return written
+
+
 def test_slow_reader_is_seen_in_the_stream(server: Server) -> None:
     with server.client(receive_buffer_bytes=4096) as client:
         stream = opened(server, client)
         assert stream.writable
-        frame = b"x" * 65_536
-        written = 0
-
-        def write_while_writable() -> None:
-            nonlocal written
-            while stream.writable:
-                stream.write(frame)
-                written += 1
-
-        # uvloop counts what is written as buffered until its next turn: only what stays buffered is a slow reader.
-        def full() -> bool:
-            server.call(write_while_writable)
-            return server.settled(lambda: stream.buffered_bytes) > HttpLimits().write_high_water_bytes
-
-        until(full, "the client's buffers are full")
+        written = fill(server, stream)
         writable_before = server.app.push_writable
         for _ in range(written):
-            assert client.chunk() == frame
+            assert client.chunk() == FRAME
         until(lambda: server.app.push_writable > writable_before, "on_writable")
         assert stream.writable
         assert server.settled(lambda: stream.buffered_bytes) == 0
@@ -117,24 +124,11 @@ def test_slow_reader_is_seen_in_the_stream(server: Server) -> None:
 def test_a_stream_that_ends_while_its_client_is_behind_does_not_go_on(server: Server) -> None:
     with server.client(receive_buffer_bytes=4096) as client:
         stream = opened(server, client)
-        frame = b"x" * 65_536
-        written = 0
-
-        def write_while_writable() -> None:
-            nonlocal written
-            while stream.writable:
-                stream.write(frame)
-                written += 1
-
-        def full() -> bool:
-            server.call(write_while_writable)
-            return server.settled(lambda: stream.buffered_bytes) > HttpLimits().write_high_water_bytes
-
-        until(full, "the client's buffers are full")
+        written = fill(server, stream)
         told_before = server.app.push_writable
         server.call(stream.close)
         for _ in range(written):
-            assert client.chunk() == frame
+            assert client.chunk() == FRAME
         assert client.chunk() == b""
         assert client.post("/echo", b"next").answer().body == b"next"
         assert not stream.writable
