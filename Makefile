@@ -46,14 +46,14 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP) $(BROWSER) $(PROMTOOL)
-	@# End-to-end tests wait a lot, for processes and for the disk: side by side with the others they take half of the time.
-	@$(BIN)/pytest tests/e2e > $(VENV)/e2e-tests.log 2>&1 & e2e=$$!; \
-	trap 'kill $$e2e' INT TERM; \
+	@# End-to-end and Spark tests wait a lot, for processes, the disk and the JVM: beside the others they take no time of their own.
+	@( $(BIN)/pytest tests/e2e; of_e2e=$$?; $(BIN)/pytest tests/spark && test $$of_e2e -eq 0 ) \
+	  > $(VENV)/e2e-and-spark.log 2>&1 & beside=$$!; \
+	trap 'kill $$beside $$(pgrep -P $$beside)' INT TERM; \
 	$(BIN)/pytest --ignore=tests/e2e --ignore=tests/spark; others=$$?; \
-	wait $$e2e; of_e2e=$$?; \
-	echo "tests/e2e:"; cat $(VENV)/e2e-tests.log; \
-	$(BIN)/pytest tests/spark; of_spark=$$?; \
-	test $$others -eq 0 && test $$of_e2e -eq 0 && test $$of_spark -eq 0
+	wait $$beside; of_beside=$$?; \
+	echo "tests/e2e and tests/spark:"; cat $(VENV)/e2e-and-spark.log; \
+	test $$others -eq 0 && test $$of_beside -eq 0
 
 bench: $(STAMP) ## start a server, measure it, print the table (JSON: bench/out/latest.json)
 	$(BIN)/python -m bench
