@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -240,6 +240,17 @@ class Service:
                 self.stop()
             elif error is not None:
                 error.add_note(self.log_tail())
+        finally:
+            self.close()
+
+    @contextlib.contextmanager
+    def unstarted(self) -> Iterator[Self]:
+        """As the service's own context manager, but to start and to stop it is the body's affair."""
+        try:
+            yield self
+        except BaseException as error:
+            error.add_note(self.log_tail())
+            raise
         finally:
             self.close()
 

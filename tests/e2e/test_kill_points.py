@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +241,7 @@ def test_the_process_dies_and_the_others_go_on(point: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("point", KILL_POINTS if CRASH_ALL else KILL_POINTS[1::2])
 def test_the_whole_service_dies(point: str, tmp_path: Path) -> None:
     env = {"TOPICS_TEST_KILL_AT": f"service:{point}", "TOPICS_COLD_DIR": str(tmp_path)}
-    with closing(Service(shards=2, frontends=1, env=SETTINGS | env)) as service:
+    with Service(shards=2, frontends=1, env=SETTINGS | env).unstarted() as service:
         ledger = Ledger(point == "rewrite.fetched")
         if came_up(service):
             family = service.family()
