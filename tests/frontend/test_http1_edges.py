@@ -1,17 +1,14 @@
-"""Where one state of a connection meets another: long heads in pieces, the end of file, blank lines, drain, budgets."""
+"""Where one state of a connection meets another: long heads in pieces, the end of file, blank lines, drain."""
 
 from __future__ import annotations
 
 import contextlib
 import select
-from functools import partial
 
 import pytest
 
-from tests.frontend.http1_server import Client, Server, until
-from topics.frontend.http import kept_answers
+from tests.frontend.http1_server import Server, until
 from topics.frontend.http.http1 import HttpLimits
-from topics.frontend.live import pulse
 
 POST = b"POST /%b HTTP/1.1\r\nHost: test\r\nContent-Length: 10\r\n\r\n"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -136,48 +133,3 @@ def test_an_http2_connection_that_asks_for_nothing_is_idle(loop: str) -> None:
     with Server(loop=loop, limits=HttpLimits(keep_alive_timeout_ms=100)) as server, server.client() as client:
         client.send(PREFACE).read(10_000)
         assert not server.app.scopes
-
-
-def test_what_a_stream_leaves_behind_is_bounded_like_any_answer(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub counts what it keeps for a stream as long as it is open, and nobody would from then on."""
-    monkeypatch.setattr(kept_answers, "KEPT_HIGH_BYTES", 40_000_000)
-    monkeypatch.setattr(kept_answers, "LOOK_S", 0.05)
-    monkeypatch.setattr(pulse, "STALL_CUT_MS", 200)
-
-    def leave_behind(client: Client, count: int) -> None:
-        client.get("/push").head()
-        until(lambda: len(server.app.pushes) == count, "the stream")
-        stream = server.app.pushes[-1]
-        server.call(partial(stream.write, bytes(30_000_000)))
-        until(lambda: server.settled(lambda: stream.buffered_bytes) > 0, "more than the kernel takes")
-        server.call(stream.close)
-
-    with Server(loop=loop) as server, contextlib.ExitStack() as stack:
-        first, second = (stack.enter_context(server.client(receive_buffer_bytes=4096)) for _ in range(2))
-        leave_behind(first, 1)
-        leave_behind(second, 2)
-        until(lambda: len(server.connections.open) == 1, "the first one is cut")
-        assert len(second.chunk()) == 30_000_000
-        assert second.chunk() == b""
-        assert second.post("/echo", b"next").answer().body == b"next"
-
-
-def test_an_answer_counts_whole_until_its_client_has_all_of_it(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """uvloop keeps all of it as long as a byte is to be sent."""
-    monkeypatch.setattr(kept_answers, "KEPT_HIGH_BYTES", 20_000_000)
-    monkeypatch.setattr(pulse, "STALL_CUT_MS", 60_000)
-    with Server(loop=loop) as server, server.client(receive_buffer_bytes=4096) as client:
-        kept = server.connections.kept
-        client.get("/big?30000000").head()
-        until(lambda: kept.held_bytes, "its answer to be kept")
-        (connection,) = server.connections.open
-        left_bytes = 30_000_000
-        while left_bytes > 10_000_000:
-            left_bytes -= len(client.read(left_bytes - 10_000_000))
-        assert server.settled(lambda: connection.buffered_bytes) < 10_000_000
-        server.call(kept._look)
-        assert kept.held_bytes >= 30_000_000
-        assert connection._transport.get_write_buffer_limits()[0] == 0, "it is not let go before the last byte"
-        while left_bytes:
-            left_bytes -= len(client.read(left_bytes))
-        until(lambda: not kept.held_bytes, "all of it to be taken")

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.frontend.http1_server import DEADLINE_S, Client, Server, undisturbed, until
-from topics.frontend.http import kept_answers
 from topics.frontend.http.http1 import HttpLimits
-from topics.frontend.live import pulse
 
 LOOPS = ["uvloop", "asyncio"]
 READ_BYTES = 256 * 1024
@@ -319,18 +317,6 @@ def test_pipelined_requests_wait_outside(server: Server, client: Client) -> None
         assert client.answer().body == b"x" * 5000
 
 
-def ask_for_long_answers(server: Server, stack: contextlib.ExitStack, *lens_bytes: int) -> list[Client]:
-    """Clients that take nothing of theirs; each was answered before the next one asked."""
-    clients = []
-    for count, len_bytes in enumerate(lens_bytes, start=len(server.app.scopes) + 1):
-        client = stack.enter_context(server.client(receive_buffer_bytes=4096))
-        client.get(f"/big?{len_bytes}")
-        clients.append(client)
-        until(lambda count=count: len(server.app.scopes) == count, "the request")  # type: ignore[misc]
-        server.settled(lambda: len(server.connections.open))
-    return clients
-
-
 class TestTime:
     """Each time-out is short in the server of one test, and all others are long."""
 
@@ -427,104 +413,6 @@ class TestTime:
                 assert len(full.answer().body) == 500_000
 
         undisturbed(limits.body_idle_timeout_ms, wait_for_the_app)
-
-    def test_slow_reader_that_does_read(self, loop: str) -> None:
-        limits = HttpLimits(write_stall_timeout_ms=300, linger_ms=20)
-        pause = threading.Event()
-
-        def read_slowly() -> None:
-            with Server(loop=loop, limits=limits) as server, server.client(receive_buffer_bytes=65_536) as client:
-                client.get("/big?30000000", "Connection: close").head()
-                size = 0
-                while part := client.read(500_000):
-                    size += len(part)
-                    pause.wait(0.015)
-                assert size == 30_000_000
-
-        undisturbed(limits.write_stall_timeout_ms, read_slowly)
-
-    def test_reader_that_stands_still(self, loop: str) -> None:
-        limits = HttpLimits(write_stall_timeout_ms=60, linger_ms=20)
-        with (
-            Server(loop=loop, limits=limits) as server,
-            server.client(receive_buffer_bytes=4096) as client,
-        ):
-            client.get("/endless")
-            until(lambda: server.app.errors, "the app is told")
-            assert isinstance(server.app.errors[0], ConnectionResetError)
-            until(lambda: not server.connections.open, "the connection is cut")
-
-    def test_reader_that_takes_next_to_nothing(self, loop: str) -> None:
-        """Never quite still, but its answer would be kept for hours."""
-        limits = HttpLimits(write_stall_timeout_ms=1000, linger_ms=20, read_min_bytes_per_s=100_000_000)
-        pause = threading.Event()
-        with Server(loop=loop, limits=limits) as server, server.client(receive_buffer_bytes=4096) as client:
-            client.get("/big?30000000")
-            until(lambda: server.connections.open, "the connection")
-            taken = 0
-            with contextlib.suppress(ConnectionResetError):
-                while part := client.socket.recv(100_000):
-                    taken += len(part)
-                    pause.wait(0.02)
-            assert taken < 30_000_000
-            until(lambda: not server.connections.open, "the connection is cut")
-
-    def test_answers_that_nobody_takes_have_a_bound_together(self, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Who has not taken its own for longest is cut for it, and nobody else."""
-        monkeypatch.setattr(kept_answers, "KEPT_HIGH_BYTES", 70_000_000)
-        monkeypatch.setattr(kept_answers, "LOOK_S", 0.05)
-        monkeypatch.setattr(pulse, "STALL_CUT_MS", 200)
-        with Server(loop=loop) as server, contextlib.ExitStack() as stack:
-            clients = ask_for_long_answers(server, stack, *[30_000_000] * 3)
-            until(lambda: len(server.connections.open) == 2, "the first one is cut")
-            with pytest.raises((ConnectionResetError, AssertionError)):
-                clients[0].answer()
-            for client in clients[1:]:
-                assert len(client.answer().body) == 30_000_000
-            again = stack.enter_context(server.client())
-            assert len(again.get("/big?60000000").answer().body) == 60_000_000, "what was taken is not counted"
-            assert len(server.connections.open) == 3
-
-    def test_answers_are_not_cut_while_they_are_taken(self, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of those that are too much together the one that came first is read on, if not quickly."""
-        monkeypatch.setattr(kept_answers, "KEPT_HIGH_BYTES", 95_000_000)
-        monkeypatch.setattr(kept_answers, "LOOK_S", 0.05)
-        monkeypatch.setattr(pulse, "STALL_CUT_MS", 1000)
-        with Server(loop=loop) as server, contextlib.ExitStack() as stack:
-            reading, still = ask_for_long_answers(server, stack, 60_000_000, 30_000_000)
-            reading.head()
-            answer = bytearray()
-            waiting_bytes = sum(connection.buffered_bytes for connection in server.connections.open)
-
-            def progress_shows() -> bool:
-                answer.extend(reading.read(30_000))
-                return sum(connection.buffered_bytes for connection in server.connections.open) < waiting_bytes
-
-            # Before the sum is too high: the first to be cut would else be the one that came first, if it is late.
-            until(progress_shows, "the server sends on")
-            (fresh,) = ask_for_long_answers(server, stack, 30_000_000)
-
-            def second_is_cut() -> bool:
-                if len(answer) < 20_000_000:  # the sum stays too high
-                    answer.extend(reading.read(30_000))
-                return len(server.connections.open) == 2
-
-            until(second_is_cut, "the one that takes nothing is cut")
-            with pytest.raises((ConnectionResetError, AssertionError)):
-                still.answer()
-            assert len(fresh.answer().body) == 30_000_000
-            assert len(reading.read(60_000_000 - len(answer))) == 60_000_000 - len(answer)
-
-    def test_answers_have_a_bound_whoever_takes_them(self, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """At once: so much may come within the time that a client has to take something."""
-        monkeypatch.setattr(kept_answers, "KEPT_HIGH_BYTES", 30_000_000)
-        monkeypatch.setattr(kept_answers, "KEPT_MAX_BYTES", 70_000_000)
-        monkeypatch.setattr(pulse, "STALL_CUT_MS", 3_600_000)
-        with Server(loop=loop) as server, contextlib.ExitStack() as stack:
-            _, *others = ask_for_long_answers(server, stack, *[30_000_000] * 3)
-            until(lambda: len(server.connections.open) == 2, "the first one is cut")
-            for client in others:
-                assert len(client.answer().body) == 30_000_000
 
     def test_client_that_never_closes_after_the_last_answer(self, loop: str) -> None:
         limits = HttpLimits(linger_ms=40)

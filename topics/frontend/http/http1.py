@@ -1,6 +1,7 @@
-"""HTTP/1.1 on one connection: order, back-pressure, time-outs, keep-alive, drain.
+"""HTTP/1.1 on one connection: order, time-outs, keep-alive, drain.
 
-`http1_parser` says what a request is, `http1_exchange` what an answer is; this is the connection between them.
+`http1_parser` says what a request is, `http1_exchange` what an answer is, `http1_outflow` sends it; this is the
+connection between them.
 
     rest of head ──▶ rest of body ──▶ answer ──▶ next head …       what a client pipelines waits unparsed in `_pending`
         │ 4xx/505        │ 4xx           │
@@ -17,7 +18,7 @@ import asyncio
 import math
 import socket
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, cast
 from urllib.parse import unquote
 
 from topics.frontend.asgi import DELIVER, AsgiApp, Scope
@@ -25,6 +26,7 @@ from topics.frontend.attended import AttendedClock
 from topics.frontend.http.http1_connections import Connections
 from topics.frontend.http.http1_deadlines import Awaited, Deadlines, Verdict
 from topics.frontend.http.http1_exchange import Exchange, Stage
+from topics.frontend.http.http1_outflow import Outflow
 from topics.frontend.http.http1_parser import Head, HttpLimits, Refusal, RequestParser
 from topics.frontend.http.http1_wire import error_answer
 from topics.frontend.http.vanished import Lookout
@@ -33,9 +35,6 @@ __all__ = ["Connections", "Http1Factory", "Http1Protocol", "HttpLimits"]
 
 HandOver = Callable[[asyncio.Transport, bytes], None]
 """Takes over a transport and the bytes read from it so far."""
-
-JOIN_MAX_BYTES: Final = 16 * 1024
-"""Up to here, joining head and body for one write is cheaper than handing the transport two buffers."""
 
 _ASGI = {"version": "3.0", "spec_version": "2.4"}  # 2.4: send raises OSError when the client is gone
 
@@ -75,6 +74,7 @@ class Http1Protocol(asyncio.Protocol):
         self._limits = factory.limits
         self._loop = factory.loop
         self._transport = cast(asyncio.Transport, None)  # until connection_made, before which nothing is called
+        self.out = cast(Outflow, None)
         self._parser = RequestParser(factory.limits)
         self._pending = bytearray()
         self._exchange: Exchange | None = None
@@ -83,9 +83,6 @@ class Http1Protocol(asyncio.Protocol):
         self._eof = False
         self._ending = False  # the last answer is written, input is dropped
         self._turned_away = False
-        self.writable = True
-        self._written_bytes = 0  # by the last call of `write` or `write_two`
-        self._can_write = asyncio.Event()
         self._discard_left = 0
         self._deadlines = Deadlines(factory.limits, factory.clock)
         self._timer: asyncio.TimerHandle | None = None
@@ -98,7 +95,9 @@ class Http1Protocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio: the connection is open."""
         self._transport = cast(asyncio.Transport, transport)
-        self._limit_buffer()
+        self.out = Outflow(
+            self._transport, self._limits.write_high_water_bytes, self._deadlines, self._factory.connections.kept
+        )
         self._client = _address(transport.get_extra_info("peername"))
         self._server = _address(transport.get_extra_info("sockname"))
         if not self._factory.connections.add(self):
@@ -123,7 +122,7 @@ class Http1Protocol(asyncio.Protocol):
         self._disarm()
         self._factory.connections.forget(self)
         self._factory.connections.turned_away -= self._turned_away
-        self._can_write.set()
+        self.out.lost()
         self._parser.close()
         self._pending = bytearray()
         exchange, self._exchange = self._exchange, None  # and not a cycle: nobody is to wait for the collector
@@ -146,27 +145,21 @@ class Http1Protocol(asyncio.Protocol):
         if self._ending:
             return False
         if self._exchange is None:
-            return not self.writable  # then whole requests may be waiting; `resume_writing` goes on
+            return not self.out.writable  # then whole requests may be waiting; `resume_writing` goes on
         self._pass_on_eof(self._exchange)
         return True
 
     def pause_writing(self) -> None:
         """asyncio: more than `write_high_water_bytes` are buffered for the client."""
-        self.writable = False
-        self._can_write.clear()
-        self._deadlines.begin_taking(self.buffered_bytes)
-        if self._exchange is not None:
-            self._exchange.paused()
-        if self._exchange is None or not self._exchange.pushing:  # of streams the hub knows what they hold
-            self._factory.connections.kept.hold(self, self._written_bytes)
+        exchange = self._exchange
+        self.out.full(exchange is not None and exchange.pushing)  # of streams the hub knows what they hold
+        if exchange is not None:
+            exchange.paused()
         self._settle()
 
     def resume_writing(self) -> None:
         """asyncio: the client has caught up."""
-        self.writable = True
-        self._deadlines.end_taking()
-        self._factory.connections.kept.let_go(self)
-        self._can_write.set()
+        self.out.emptied()
         if self._pending or self._eof:
             self._loop.call_soon(self._go_on)
         self._settle()
@@ -186,7 +179,7 @@ class Http1Protocol(asyncio.Protocol):
         try:
             while position < len(data):
                 if self._exchange is None:
-                    if not self.writable:
+                    if not self.out.writable:
                         break
                     position, end = self._parser.find_head(data, position)
                     if end < 0:
@@ -215,7 +208,7 @@ class Http1Protocol(asyncio.Protocol):
         if self._eof:
             if self._exchange is not None:
                 self._pass_on_eof(self._exchange)
-            elif self.writable:
+            elif self.out.writable:
                 self._transport.close()
         self._settle()
 
@@ -233,6 +226,7 @@ class Http1Protocol(asyncio.Protocol):
             self._deadlines.begin_body()
         self._exchange = exchange = Exchange(
             self,
+            self.out,
             http11=head.http11,
             keep_alive=head.keep_alive,
             head_request=head.method == "HEAD",
@@ -288,57 +282,6 @@ class Http1Protocol(asyncio.Protocol):
 
     # The exchange's calls.
 
-    @property
-    def end(self) -> socket.socket | None:
-        """Ours, None when it is closing."""
-        return None if self._transport.is_closing() else self._transport.get_extra_info("socket")
-
-    @property
-    def buffered_bytes(self) -> int:
-        """Bytes that the transport keeps for the client."""
-        return self._transport.get_write_buffer_size()
-
-    @property
-    def closing(self) -> bool:
-        """Nothing can be written any more."""
-        return self._transport.is_closing()
-
-    def write(self, data: bytes) -> None:
-        """Send bytes, or let the transport keep them."""
-        self._written_bytes = len(data)
-        self._transport.write(data)
-
-    @property
-    def write_now(self) -> Callable[[bytes], None]:
-        """`write` without a frame of ours in between, for those who do nothing else."""
-        return self._transport.write
-
-    def write_two(self, first: bytes, second: bytes) -> None:
-        """Send both in one write."""
-        self._written_bytes = len(first) + len(second)
-        if len(second) <= JOIN_MAX_BYTES:
-            self._transport.write(first + second)
-        else:
-            self._transport.writelines((first, second))
-
-    async def wait_writable(self) -> None:
-        """Until the client has caught up, or is gone."""
-        await self._can_write.wait()
-
-    async def wait_emptied(self) -> None:
-        """Until the transport keeps nothing for the client, or it is gone; it is to take that as all else."""
-        self._transport.set_write_buffer_limits(high=0)
-        try:
-            if not self.writable:
-                await self._can_write.wait()
-        finally:
-            if not self.closing:
-                self._limit_buffer()
-
-    def _limit_buffer(self) -> None:
-        # The client has caught up when it has all: uvloop keeps the whole of an answer of which a byte is to be sent.
-        self._transport.set_write_buffer_limits(high=self._limits.write_high_water_bytes, low=0)
-
     def body_wanted(self) -> None:
         """The app has taken what was there, or waits for more."""
         self._settle()
@@ -363,8 +306,8 @@ class Http1Protocol(asyncio.Protocol):
         """The answer is written; go on with the next request, or end."""
         if exchange is not self._exchange:
             return
-        if not self.writable:
-            self._factory.connections.kept.hold(self)  # that of a stream, too: the hub knows of it no more
+        if not self.out.writable:
+            self.out.leave()
         if not exchange.keep_alive or self.draining:
             self._end()
             return
@@ -378,11 +321,16 @@ class Http1Protocol(asyncio.Protocol):
         else:
             self._settle()
 
-    def abort(self) -> None:
-        """Cut the connection: the client must not take what it has for a whole answer."""
-        self._transport.abort()
-
     # Ends.
+
+    @property
+    def end(self) -> socket.socket | None:
+        """The kernel's of our side, None when it is closing."""
+        return None if self._transport.is_closing() else self._transport.get_extra_info("socket")
+
+    def abort(self) -> None:
+        """Cut it, whatever waits for the client is gone."""
+        self._transport.abort()
 
     def drain(self) -> None:
         """Close if nothing is going on; else the running request is the last one."""
@@ -422,7 +370,7 @@ class Http1Protocol(asyncio.Protocol):
             self._transport.close()
         else:
             self._transport.write_eof()
-        self._deadlines.watch_reader(self.buffered_bytes)
+        self._deadlines.watch_reader(self.out.buffered_bytes)
         self._settle()
 
     def _hand_over(self, data: bytes) -> None:
@@ -440,11 +388,11 @@ class Http1Protocol(asyncio.Protocol):
 
     def _settle(self) -> None:
         """After every change: derive from the state whether to read on, what is awaited, and until when."""
-        exchange = self._exchange
+        exchange, writable = self._exchange, self.out.writable
         if exchange is not None:
             unread_bytes = max(len(self._pending), exchange.unread_bytes)
             reading = unread_bytes <= self._limits.read_high_water_bytes
-        elif self.writable:
+        elif writable:
             reading = len(self._pending) <= self._factory.unread_head_max_bytes
         else:
             reading = len(self._pending) <= self._limits.read_high_water_bytes
@@ -461,13 +409,13 @@ class Http1Protocol(asyncio.Protocol):
             deadlines.wait(Awaited.END)
         elif exchange is None:
             awaited = Awaited.REST_OF_HEAD if self._pending else Awaited.REQUEST
-            deadlines.wait(awaited if self.writable else Awaited.READER)
+            deadlines.wait(awaited if writable else Awaited.READER)
         elif self._parser.complete:
-            deadlines.wait(Awaited.NOTHING if self.writable else Awaited.READER)
+            deadlines.wait(Awaited.NOTHING if writable else Awaited.READER)
         else:
             wanted = self.reading and not exchange.expects_continue
             awaited = Awaited.REST_OF_BODY if wanted else Awaited.NOTHING
-            deadlines.wait(awaited if self.writable else Awaited.READER, self._parser.body_came_bytes)
+            deadlines.wait(awaited if writable else Awaited.READER, self._parser.body_came_bytes)
         if self._timer_at_s > deadlines.at_s:
             if self._timer is not None:
                 self._timer.cancel()
@@ -480,7 +428,7 @@ class Http1Protocol(asyncio.Protocol):
     def _time_is_up(self) -> None:
         self._timer = None
         self._timer_at_s = math.inf
-        verdict = self._deadlines.overdue(self.buffered_bytes)
+        verdict = self._deadlines.overdue(self.out.buffered_bytes)
         if verdict is Verdict.NOTHING_YET:
             if self._deadlines.at_s < math.inf:
                 self._arm(self._deadlines.at_s)

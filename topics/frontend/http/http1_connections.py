@@ -73,7 +73,6 @@ class Connections:
 
     def forget(self, connection: Http1Protocol, handed_over: bool = False) -> None:
         """The connection is closed, or `handed_over`: no longer ours, and keeps its place. Can be repeated."""
-        self.kept.let_go(connection)
         if connection in self.open:
             self.open.remove(connection)
             if self.places is not None and not handed_over:

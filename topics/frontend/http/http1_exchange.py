@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from topics.frontend.asgi import AsgiApp, Message, Scope, Send
 from topics.frontend.http import delivery
+from topics.frontend.http.http1_outflow import Outflow
 from topics.frontend.http.http1_push import PushStream
 from topics.frontend.http.http1_wire import LAST_CHUNK, STATUS_LINES, chunk, error_answer
 from topics.log import get_logger
@@ -53,13 +54,14 @@ class Exchange:
         "_body_ended",
         "_bodyless",
         "_chunked",
+        "_connection",
         "_head",
         "_head_request",
         "_length_left",
         "_news",
+        "_out",
         "_push",
         "_unyielded_bytes",
-        "_wire",
         "expects_continue",
         "half_closed_by_client",
         "http11",
@@ -71,7 +73,8 @@ class Exchange:
 
     def __init__(
         self,
-        wire: Http1Protocol,
+        connection: Http1Protocol,
+        out: Outflow,
         *,
         http11: bool,
         keep_alive: bool,
@@ -79,7 +82,8 @@ class Exchange:
         expects_continue: bool,
         request_complete: bool,
     ) -> None:
-        self._wire = wire
+        self._connection = connection
+        self._out = out
         self._head_request = head_request
         self._body: bytes | bytearray = b""
         self._body_ended = False  # the app has been given the message that says so
@@ -103,7 +107,7 @@ class Exchange:
         try:
             await app(scope, self.receive, self.send)
         except asyncio.CancelledError:
-            if self._wire.draining:
+            if self._connection.draining:
                 self._fail("shutting_down", "the server is stopping")
             else:
                 self._fail("internal", "the request was cancelled inside the server")
@@ -118,7 +122,7 @@ class Exchange:
                 self._push.close()
             if self.stage is not Stage.DONE and not self.lost:
                 if self.half_closed_by_client:  # it was told of the disconnect, and has rightly given up
-                    self._wire.abort()
+                    self._out.abort()
                     return
                 _log.error("the app returned without a whole answer", method=scope["method"], path=scope["path"])
                 self._fail("internal", "the request was not answered")
@@ -178,16 +182,16 @@ class Exchange:
                 body = self._body if type(self._body) is bytes else bytes(self._body)
                 self._body = b""
                 self._body_ended = self.request_complete
-                if not self.request_complete or not self._wire.reading:
-                    self._wire.body_wanted()
+                if not self.request_complete or not self._connection.reading:
+                    self._connection.body_wanted()
                 return {"type": "http.request", "body": body, "more_body": not self._body_ended}
             if self.half_closed_by_client:
                 return {"type": "http.disconnect"}
             if not self.request_complete:
                 if self.expects_continue and self.stage is Stage.WAITING:
                     self.expects_continue = False
-                    self._wire.write(CONTINUE)
-                self._wire.body_wanted()
+                    self._out.write(CONTINUE)
+                self._connection.body_wanted()
             if self._news is None:
                 self._news = asyncio.Event()
             self._news.clear()
@@ -202,7 +206,7 @@ class Exchange:
     async def send(self, message: Message) -> None:
         """ASGI send. Waits while the client reads too slowly; raises `ConnectionResetError` when it is gone."""
         kind = message["type"]
-        if self.lost or self._wire.closing:
+        if self.lost or self._out.closing:
             raise ConnectionResetError("the client is gone")
         if kind == "http.response.start":
             self._start(message["status"], message.get("headers", ()))
@@ -211,9 +215,9 @@ class Exchange:
             self._send_body(body, more)
             if more:
                 self._unyielded_bytes += len(body)
-                if not self._wire.writable:
+                if not self._out.writable:
                     self._unyielded_bytes = 0
-                    await self._wire.wait_writable()
+                    await self._out.wait_writable()
                 elif self._unyielded_bytes > YIELD_AFTER_BYTES:
                     self._unyielded_bytes = 0
                     await asyncio.sleep(0)
@@ -227,9 +231,9 @@ class Exchange:
         await delivery.deliver(self._emptied, send, body)
 
     async def _emptied(self) -> None:
-        if not (self.lost or self._wire.closing):
-            await self._wire.wait_emptied()
-        if self.lost or self._wire.closing:
+        if not (self.lost or self._out.closing):
+            await self._out.wait_emptied()
+        if self.lost or self._out.closing:
             raise ConnectionResetError("the client is gone")
 
     def push(self) -> PushStream:
@@ -244,7 +248,7 @@ class Exchange:
                 "a push stream begins after http.response.start, before any body, without content-length, not on HEAD"
             )
         self._send_body(b"", more=True)
-        self._push = PushStream(self._wire, self._chunked, partial(self._send_body, b"", more=False))
+        self._push = PushStream(self._out, self._chunked, partial(self._send_body, b"", more=False))
         return self._push
 
     def paused(self) -> None:
@@ -287,20 +291,20 @@ class Exchange:
             head = self._finish_head(body, more)
             self.stage = Stage.STREAMING
             if self._bodyless or not body:
-                self._wire.write(head + LAST_CHUNK if self._chunked and not more and not self._bodyless else head)
+                self._out.write(head + LAST_CHUNK if self._chunked and not more and not self._bodyless else head)
             elif self._chunked:
-                self._wire.write_two(head, chunk(body) if more else chunk(body) + LAST_CHUNK)
+                self._out.write_two(head, chunk(body) if more else chunk(body) + LAST_CHUNK)
             else:
-                self._wire.write_two(head, body)
+                self._out.write_two(head, body)
         elif self.stage is Stage.STREAMING:
             if not self._bodyless:
                 if self._length_left is not None:
                     self._length_left -= len(body)
                     self._check_length(more)
                 if body:
-                    self._wire.write(chunk(body) if self._chunked else body)
+                    self._out.write(chunk(body) if self._chunked else body)
                 if self._chunked and not more:
-                    self._wire.write(LAST_CHUNK)
+                    self._out.write(LAST_CHUNK)
         else:
             raise RuntimeError(f"http.response.body is out of place: the answer is {self.stage.name.lower()}")
         if not more:
@@ -325,7 +329,7 @@ class Exchange:
             framing = b"transfer-encoding: chunked\r\n"
         else:
             self.keep_alive = False  # HTTP/1.0 knows no other end of a body than the end of the connection
-        if not self.keep_alive or not self._wire.may_stay_open():
+        if not self.keep_alive or not self._connection.may_stay_open():
             self.keep_alive = False
             return b"%b%bconnection: close\r\n\r\n" % (self._head, framing)
         if not self.http11:
@@ -341,7 +345,7 @@ class Exchange:
         self.stage = Stage.DONE
         self._body = b""
         self._wake()
-        self._wire.answer_done(self)
+        self._connection.answer_done(self)
 
     def _fail(self, code: str, message: str) -> None:
         """Finish what the app did not: an error if nothing is on the wire, else cut the connection."""
@@ -349,8 +353,8 @@ class Exchange:
             return
         if self.stage is Stage.STREAMING:
             # Only a broken connection tells the client that the answer is not whole.
-            self._wire.abort()
+            self._out.abort()
             return
         self.keep_alive = False
-        self._wire.write(error_answer(code, message, with_body=not self._head_request))
+        self._out.write(error_answer(code, message, with_body=not self._head_request))
         self._done()

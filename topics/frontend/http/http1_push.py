@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from topics.frontend.http.http1_outflow import Outflow
 from topics.frontend.http.http1_wire import chunk
-
-if TYPE_CHECKING:
-    from topics.frontend.http.http1 import Http1Protocol
 
 _last_push: tuple[bytes, bytes] = (b"", b"")
 
@@ -22,16 +19,16 @@ class PushStream:
     the stream is closed.
     """
 
-    __slots__ = ("_chunked", "_end", "_wire", "_write", "closed", "on_close", "on_writable", "writable")
+    __slots__ = ("_chunked", "_end", "_out", "_write", "closed", "on_close", "on_writable", "writable")
 
-    def __init__(self, wire: Http1Protocol, chunked: bool, end: Callable[[], None]) -> None:
+    def __init__(self, out: Outflow, chunked: bool, end: Callable[[], None]) -> None:
         """`end` writes the end of the answer."""
-        self._wire = wire
-        self._write = wire.write_now
+        self._out = out
+        self._write = out.write_now
         self._end = end
         self._chunked = chunked
         self.closed = False
-        self.writable = wire.writable
+        self.writable = out.writable
         """Below the high-water mark, and still open. Looked at for every frame and client, so it is kept, not asked."""
         self.on_writable: Callable[[], None] | None = None
         self.on_close: Callable[[], None] | None = None
@@ -39,12 +36,12 @@ class PushStream:
     @property
     def buffered_bytes(self) -> int:
         """Bytes that the client has not taken yet and that are kept for it in this process."""
-        return self._wire.buffered_bytes
+        return self._out.buffered_bytes
 
     @property
     def taken_bytes(self) -> int:
         """Rises with what the client takes, as nothing is written meanwhile."""
-        return -self._wire.buffered_bytes
+        return -self._out.buffered_bytes
 
     def write(self, data: bytes) -> bool:
         """Send `data` now, as one chunk. Dropped when the stream is closed; an empty one is no chunk and not sent.
@@ -69,7 +66,7 @@ class PushStream:
     def abort(self) -> None:
         """Cut the connection, whatever waits for the client is gone."""
         self._ended()
-        self._wire.abort()
+        self._out.abort()
 
     # The connection's calls.
 
