@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import uvloop
 
-from topics.frontend.http.http1 import HttpLimits
+from topics.frontend.http.http1_parser import HttpLimits
 from topics.frontend.http.serve import serve
 
 HttpProtocol = Literal["httptools", "stock"]

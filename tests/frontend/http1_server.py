@@ -17,7 +17,8 @@ import uvloop
 
 from topics.frontend.answers import take_room
 from topics.frontend.asgi import DELIVER, TRANSPORT, Receive, Scope, Send
-from topics.frontend.http.http1 import Connections, HttpLimits
+from topics.frontend.http.http1_connections import Connections
+from topics.frontend.http.http1_parser import HttpLimits
 from topics.frontend.http.http1_push import PushStream
 from topics.frontend.http.serve import HttpProtocol, serve
 from topics.shm.cap import Cap

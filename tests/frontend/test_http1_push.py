@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from tests.frontend.http1_server import Client, Server, until
-from topics.frontend.http.http1 import HttpLimits
+from topics.frontend.http.http1_parser import HttpLimits
 from topics.frontend.http.http1_push import PushStream
 
 FRAME = b"x" * 65_536

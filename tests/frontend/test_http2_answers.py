@@ -11,7 +11,7 @@ from tests.frontend.http1_server import Client, Server, until
 from tests.frontend.http2_client import Streams
 from topics.frontend.http import kept_answers
 from topics.frontend.http.answer_room import KEPT_MAX_BYTES
-from topics.frontend.http.http1 import HttpLimits
+from topics.frontend.http.http1_parser import HttpLimits
 from topics.frontend.live import pulse
 
 PAGE_BYTES = 1 << 20

@@ -13,7 +13,7 @@ import pytest
 from tests.frontend.http1_server import Server, until
 from tests.frontend.test_turned_away import one_place
 from topics.frontend.attended import AttendedClock
-from topics.frontend.http.http1 import HttpLimits
+from topics.frontend.http.http1_parser import HttpLimits
 from topics.frontend.http.unread import Unread
 
 LIMITS = HttpLimits(write_stall_timeout_ms=200, linger_ms=20)

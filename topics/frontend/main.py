@@ -20,7 +20,8 @@ from topics.frontend.append import AppendRoute
 from topics.frontend.attended import AttendedClock
 from topics.frontend.cors import Cors
 from topics.frontend.figures import ServiceFigures
-from topics.frontend.http.http1 import Connections, HttpLimits
+from topics.frontend.http.http1_connections import Connections
+from topics.frontend.http.http1_parser import HttpLimits
 from topics.frontend.http.serve import serve
 from topics.frontend.key_limits import KeyLimits
 from topics.frontend.key_reload import KeyReload

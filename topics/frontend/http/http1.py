@@ -17,53 +17,20 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 from urllib.parse import unquote
 
-from topics.frontend.asgi import DELIVER, AsgiApp, Scope
-from topics.frontend.attended import AttendedClock
-from topics.frontend.http.http1_connections import Connections
+from topics.frontend.asgi import DELIVER, Scope
 from topics.frontend.http.http1_deadlines import Awaited, Deadlines, Verdict
 from topics.frontend.http.http1_exchange import Exchange, Stage
 from topics.frontend.http.http1_outflow import Outflow
-from topics.frontend.http.http1_parser import Head, HttpLimits, Refusal, RequestParser
+from topics.frontend.http.http1_parser import Head, Refusal, RequestParser
 from topics.frontend.http.http1_wire import error_answer
-from topics.frontend.http.vanished import Lookout
 
-__all__ = ["Connections", "Http1Factory", "Http1Protocol", "HttpLimits"]
-
-HandOver = Callable[[asyncio.Transport, bytes], None]
-"""Takes over a transport and the bytes read from it so far."""
+if TYPE_CHECKING:
+    from topics.frontend.http.http1_factory import Http1Factory
 
 _ASGI = {"version": "3.0", "spec_version": "2.4"}  # 2.4: send raises OSError when the client is gone
-
-
-class Http1Factory:
-    """Makes the protocol of each accepted connection; holds what they all share."""
-
-    def __init__(
-        self,
-        app: AsgiApp,
-        limits: HttpLimits,
-        connections: Connections,
-        hand_over: HandOver,
-        state: dict[str, Any],
-        clock: AttendedClock,
-    ) -> None:
-        self.app = app
-        self.limits = limits
-        self.connections = connections
-        self.hand_over = hand_over
-        self.state = state
-        self.clock = clock
-        self.loop = asyncio.get_running_loop()
-        self.lookout = Lookout(self.loop, connections.open, limits.vanished_after_ms, clock)
-        self.unread_head_max_bytes = max(limits.read_high_water_bytes, limits.max_header_bytes)
-        """A head waits in memory until it is whole: to stop reading in its midst would be to wait for ever."""
-
-    def __call__(self) -> Http1Protocol:
-        return Http1Protocol(self)
 
 
 class Http1Protocol(asyncio.Protocol):

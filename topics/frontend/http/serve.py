@@ -23,8 +23,8 @@ from hypercorn.config import Config
 from topics.frontend.asgi import DELIVER, TRANSPORT, AsgiApp, Message, Receive, Scope, Send
 from topics.frontend.attended import AttendedClock
 from topics.frontend.http import delivery, http2_buffer, patience, websocket_stream
-from topics.frontend.http.http1 import Http1Factory
 from topics.frontend.http.http1_connections import Connections
+from topics.frontend.http.http1_factory import Http1Factory
 from topics.frontend.http.http1_parser import HttpLimits
 from topics.frontend.http.hypercorn_connection import Connection, ConnectionContext, WatchedProtocol
 from topics.frontend.http.unread import Unread
