@@ -89,8 +89,8 @@ class Ledger:
         client.delete("/v0/topics/passing").raise_for_status()
 
     def delete(self, client: httpx.Client) -> None:
-        """When most of it is in sealed segments: records that are deleted before a slow compactor has come to them are in
-        none, so nothing in any would ever be dead.
+        """When most of it is in sealed segments: what is deleted before a slow compactor has come to it is in none, and
+        nothing in any would ever be dead.
         """
         open_from_seq = len(self.logs["tagged"]) - 2 * SEGMENT_EVENTS
         poll("segments to be sealed", lambda: sealed(client, "tagged", open_from_seq), REACH_DEADLINE_S)

@@ -122,7 +122,7 @@ def test_a_service_manager_hears_a_whole_life(start: Start, tmp_path: Path, abst
                 heard.extend(manager.recv(4096).decode().splitlines())
 
         def stop() -> None:
-            """Nobody else empties the queue, which holds ten: without room for it, what is said at the end is not heard."""
+            """Nobody else empties the queue, which holds ten: what is said at the end needs room in it."""
             manager.settimeout(0)
             with contextlib.suppress(BlockingIOError):
                 while True:
