@@ -101,7 +101,7 @@ def test_two_workers_at_the_same_job_have_one_effect(seen: SeenJobs, tmp_path: P
 def test_threads_share_one_and_what_fails_in_one_of_them_is_undone_alone(seen: SeenJobs) -> None:
     have_effect(seen, "old")
     in_block, followed = threading.Event(), threading.Event()
-    outcomes: list[object] = []
+    outcomes: dict[str, object] = {}
 
     def fail() -> None:
         try:
@@ -112,21 +112,21 @@ def test_threads_share_one_and_what_fails_in_one_of_them_is_undone_alone(seen: S
                 assert not followed.wait(0.2)  # the other one waits for the end of the block
                 raise KeyError
         except KeyError as error:
-            outcomes.append(error)
+            outcomes["failed"] = error
 
     def follow() -> None:
         assert in_block.wait(20)
-        outcomes.append(seen.forget_before(1 << 60))
+        outcomes["forgotten"] = seen.forget_before(1 << 60)
         followed.set()
-        outcomes.append(have_effect(seen, "b"))
+        outcomes["b"] = have_effect(seen, "b")
 
     threads = [threading.Thread(target=work) for work in (fail, follow)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [type(outcome) for outcome in outcomes] == [KeyError, int, bool]
-    assert outcomes[1:] == [1, True]
+    assert isinstance(outcomes.pop("failed"), KeyError)
+    assert outcomes == {"forgotten": 1, "b": True}
     assert effects(seen) == ["b", "old"]
     assert [have_effect(seen, key) for key in ("a", "b", "old")] == [True, False, True]
 

@@ -221,7 +221,7 @@ def test_a_lease_is_kept_until_its_ack_is_answered(
 ) -> None:
     async def body() -> None:
         async with CutOff(small.url, arrives=arrives) as client:
-            async for job in client.queue(queue).work(lease_ms=6_000):
+            async for job in client.queue(queue).work(lease_ms=12_000):
 
                 async def meanwhile(seq: int = job.seq) -> None:
                     client.extended.clear()
@@ -312,7 +312,7 @@ def test_jobs_are_kept_while_a_busy_service_is_asked_whose_they_are(
                 client.answer.set()
 
             happening = asyncio.create_task(meanwhile())
-            async for job in client.queue(queue, node="me").work(max_jobs=3, lease_ms=6_000):
+            async for job in client.queue(queue, node="me").work(max_jobs=3, lease_ms=12_000):
                 begun.append((job.seq, job.lost))
                 await job.ack()
                 if len(begun) == 2:
@@ -447,7 +447,8 @@ def test_an_exception_that_a_future_takes_for_its_own_is_a_failure_of_its_job(
 
         work.run(handle, backoff=Backoff(first_ms=1, max_ms=2))
     assert "delivery 1> failed, to be repeated" in caplog.text
-    assert sum(counts(small, queue)) == len(JOBS) - 1
+    # One that failed last may still be at rest.
+    poll("all jobs but one to be there", lambda: sum(counts(small, queue)) == len(JOBS) - 1)
 
 
 # -- the start

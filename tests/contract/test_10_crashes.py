@@ -73,8 +73,8 @@ def test_what_readers_of_one_cursor_get_while_processes_are_killed(consistency: 
         make(service.client, "t", consistency=consistency, persist_every=every)
         readers = Readers(service.url)
         for at, (role, index) in enumerate(kills):
+            seen = readers.progress()  # before the write: they may have all of it before its answer is here
             write(service.client, "t", *range(BATCH * at, BATCH * (at + 1)))
-            seen = readers.progress()
             poll("some to be read", lambda seen=seen: readers.progress() > seen, 30)  # type: ignore[misc]
             service.wait_healed(service.kill(role, index))
         poll("all to be read", lambda: look(service.client, "t")["cursor_seq"] == records, 60)

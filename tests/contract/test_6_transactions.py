@@ -214,7 +214,7 @@ def test_stages_expire(topic: str) -> None:
             answer = service.client.post(f"/v0/txn/{topic}-probe/commit", json={"batch": 1, "stages": [staged, "no"]})
             return "expired" in answer.json()["error"]["message"] and staged in answer.json()["error"]["message"]
 
-        poll("the stage to expire", is_refused, 10)
+        poll("the stage to expire", is_refused)
         assert service.client.get(f"/v0/topics/{topic}").status_code == 404
 
 

@@ -177,12 +177,12 @@ def test_flags_mirror_the_environment(tmp_path: Path) -> None:
             start_new_session=True,
         )
         try:
-            poll("the port file", (tmp_path / "port").exists, 20)
+            poll("the port file", (tmp_path / "port").exists)
             status = json.loads(service.run("status", "--json", "--data-dir", str(tmp_path / "d")).stdout)
             assert (len(status["shards"]), len(status["frontends"])) == (1, 1)
         finally:
             process.terminate()
-            assert process.wait(20) == 0
+            assert process.wait(service.stop_deadline_s) == 0
     finally:
         service.close()
 

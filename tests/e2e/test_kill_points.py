@@ -32,10 +32,11 @@ CAP = 30
 BATCH = 10
 COPIED = ("disk", "capped", "tagged")
 STEPS_PER_DELETE = 12
+SEGMENT_EVENTS = 20
 SETTINGS = {
     "TOPICS_CHECKPOINT_INTERVAL_MS": "100",
     "TOPICS_CHECKPOINT_WAL_BYTES": "64KiB",
-    "TOPICS_SEGMENT_MAX_EVENTS": "20",
+    "TOPICS_SEGMENT_MAX_EVENTS": str(SEGMENT_EVENTS),
     "TOPICS_SEGMENT_REWRITE_DEAD_RATIO": "0.2",
     "TOPICS_HOT_RETAIN_SEGMENTS": "3",
     **PATIENT,
@@ -88,7 +89,11 @@ class Ledger:
         client.delete("/v0/topics/passing").raise_for_status()
 
     def delete(self, client: httpx.Client) -> None:
-        """Late enough that most of it is in sealed segments."""
+        """When most of it is in sealed segments: what is deleted before a slow compactor has come to it is in none, and
+        nothing in any would ever be dead.
+        """
+        open_from_seq = len(self.logs["tagged"]) - 2 * SEGMENT_EVENTS
+        poll("segments to be sealed", lambda: sealed(client, "tagged", open_from_seq), REACH_DEADLINE_S)
         # Of the first delete alone: segments that are made behind one lack what it took, and are not rewritten for it.
         cold_first, self.cold_first = self.cold_first, False
         cold: set[int] = set()
@@ -138,6 +143,11 @@ class Ledger:
         assert got in (written[-CAP:], (written + self.doubts["capped"])[-CAP:])
         self.logs["capped"] = written + [value for value in self.doubts["capped"] if value in got]
         self.doubts["capped"] = []
+
+
+def sealed(client: httpx.Client, topic: str, from_seq: int) -> bool:
+    """Whether a sealed segment has records behind this one."""
+    return bool(client.get(f"/v0/topics/{topic}/segments", params={"from_seq": from_seq}).json()["segments"])
 
 
 def untouched_cold(client: httpx.Client, topic: str) -> set[int]:

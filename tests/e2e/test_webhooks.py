@@ -161,6 +161,8 @@ def test_killed_workers_lose_no_job(tmp_path: Path) -> None:
         workers += [start_worker(service, said) for _ in range(WORKERS)]
         try:
             poll("a worker to have made the queue", lambda: any(t.topic == QUEUE for t in topics.list_topics()), 30.0)
+            # Else one that starts late may find that the others have done everything, and nobody was killed at work.
+            poll("all workers to be at work", lambda: all(map(is_at_work, workers)), 30.0)
             topics.append(QUEUE, [{"url": url, "body": {"number": number}} for number in range(JOBS)], create=False)
 
             def finished() -> bool:

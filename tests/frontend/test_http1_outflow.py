@@ -94,33 +94,38 @@ def test_answers_that_nobody_takes_have_a_bound_together(loop: str, monkeypatch:
 
 def test_answers_are_not_cut_while_they_are_taken(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that are too much together the one that came first is read on, if not quickly."""
+    stall_ms = 1000
     monkeypatch.setattr(kept_answers, "KEPT_HIGH_BYTES", 95_000_000)
     monkeypatch.setattr(kept_answers, "LOOK_S", 0.05)
-    monkeypatch.setattr(pulse, "STALL_CUT_MS", 1000)
-    with Server(loop=loop) as server, contextlib.ExitStack() as stack:
-        reading, still = ask_for_long_answers(server, stack, 60_000_000, 30_000_000)
-        reading.head()
-        answer = bytearray()
-        waiting_bytes = sum(connection.out.buffered_bytes for connection in server.connections.open)
+    monkeypatch.setattr(pulse, "STALL_CUT_MS", stall_ms)
 
-        def progress_shows() -> bool:
-            answer.extend(reading.read(30_000))
-            return sum(connection.out.buffered_bytes for connection in server.connections.open) < waiting_bytes
+    def read_on() -> None:
+        with Server(loop=loop) as server, contextlib.ExitStack() as stack:
+            reading, still = ask_for_long_answers(server, stack, 60_000_000, 30_000_000)
+            reading.head()
+            answer = bytearray()
+            waiting_bytes = sum(connection.out.buffered_bytes for connection in server.connections.open)
 
-        # Before the sum is too high: the first to be cut would else be the one that came first, if it is late.
-        until(progress_shows, "the server sends on")
-        (fresh,) = ask_for_long_answers(server, stack, 30_000_000)
-
-        def second_is_cut() -> bool:
-            if len(answer) < 20_000_000:  # the sum stays too high
+            def progress_shows() -> bool:
                 answer.extend(reading.read(30_000))
-            return len(server.connections.open) == 2
+                return sum(connection.out.buffered_bytes for connection in server.connections.open) < waiting_bytes
 
-        until(second_is_cut, "the one that takes nothing is cut")
-        with pytest.raises((ConnectionResetError, AssertionError)):
-            still.answer()
-        assert len(fresh.answer().body) == 30_000_000
-        assert len(reading.read(60_000_000 - len(answer))) == 60_000_000 - len(answer)
+            # Before the sum is too high: the first to be cut would else be the one that came first, if it is late.
+            until(progress_shows, "the server sends on")
+            (fresh,) = ask_for_long_answers(server, stack, 30_000_000)
+
+            def second_is_cut() -> bool:
+                if len(answer) < 20_000_000:  # the sum stays too high
+                    answer.extend(reading.read(30_000))
+                return len(server.connections.open) == 2
+
+            until(second_is_cut, "the one that takes nothing is cut")
+            with pytest.raises((ConnectionResetError, AssertionError)):
+                still.answer()
+            assert len(fresh.answer().body) == 30_000_000
+            assert len(reading.read(60_000_000 - len(answer))) == 60_000_000 - len(answer)
+
+    undisturbed(stall_ms, read_on)
 
 
 def test_answers_have_a_bound_whoever_takes_them(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 Reading = Callable[..., "DataFrame"]
+COMPACTED_S: Final = 90.0
+"""By then what was written is in segments, and in the tier that it belongs to: the compactor gives way to whoever else
+runs on the machine, and its failures are tried again later and later.
+"""
 
 
 JAVA = """#!/bin/bash

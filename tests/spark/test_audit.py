@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.harness import Service, poll
+from tests.spark.conftest import COMPACTED_S
 from tests.storage.logs import TOPIC_ID
 from tests.storage.segments import Record, make_segment
 from topics.client import Client, NewRecord
@@ -158,7 +159,7 @@ def test_the_program_reports(
 ) -> None:
     with Client(stored.url) as client:
         client.append(topic, [NewRecord({"n": n}, tag=f"t{n % 10}") for n in range(170)])
-        poll("segments", lambda: len(client.call(calls.segments(topic)).segments) == 4)
+        poll("segments", lambda: len(client.call(calls.segments(topic)).segments) == 4, COMPACTED_S)
         client.delete_records(topic, match="t3")
         client.delete_records(topic, before_seq=50)
         manifest = client.call(calls.segments(topic))
@@ -180,7 +181,7 @@ def test_a_record_that_vanished_from_the_count_is_found(
     """A record marked deleted in both files that nobody deleted: only the service's count knows better."""
     with Client(stored.url) as client:
         client.append(topic, [{"n": n} for n in range(90)])
-        poll("segments", lambda: len(client.call(calls.segments(topic)).segments) == 2)
+        poll("segments", lambda: len(client.call(calls.segments(topic)).segments) == 2, COMPACTED_S)
         row = client.call(calls.segments(topic)).segments[0]
     directory = str((stored.data_dir / row.idx_path).parent)
     reader = SegmentReader.open(directory, row.first_seq, 40, row.data_bytes)

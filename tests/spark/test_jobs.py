@@ -22,7 +22,7 @@ import pytest
 from examples import weekly
 from examples.replay import DATA, first_folder
 from tests.harness import Service, poll
-from tests.spark.conftest import ROOT, make_java_home, spark_environment
+from tests.spark.conftest import COMPACTED_S, ROOT, make_java_home, spark_environment
 from topics.client import Client, NewRecord, Record
 from topics.client import segment_calls as calls
 from topics.spark.jobs import compaction, program
@@ -116,7 +116,7 @@ def test_the_real_events_from_file_to_chart_and_back(
     assert len(lines) == 28_069
     ingest = [sys.executable, "-m", "examples.replay", "--url", service.url, "--topic", topic]
     subprocess.run(ingest, cwd=ROOT, check=True, capture_output=True, timeout=300)
-    poll("segments", lambda: len(topics.call(calls.segments(topic)).segments) >= 5, 30)
+    poll("segments", lambda: len(topics.call(calls.segments(topic)).segments) >= 5, COMPACTED_S)
 
     http = {"url": service.url, "subscribe": topic, "minPartitions": "4"}
     for options in (http, http | {"mode": "segments", "dataDir": str(service.data_dir)}):
@@ -209,7 +209,7 @@ def test_segments_of_a_topic_are_replayed_once(
     topics.append(topic, written)
     # A read waits for the copies, but not for ever (api §6).
     poll("the copies", lambda: topics.get_topic(f"{topic}.d").head_seq == 6_000, 30)
-    poll("segments", lambda: topics.call(calls.segments(f"{topic}.d")).segments, 30)
+    poll("segments", lambda: topics.call(calls.segments(f"{topic}.d")).segments, COMPACTED_S)
     arguments = ["--from-topic", f"{topic}.d", "--data-dir", str(service.data_dir), "--records-per-batch", "2500"]
     arguments += ["--to-topic", f"{topic}-again", "--checkpoint", str(tmp_path / "replay")]
     assert jobs.run("replay", *arguments)["rows"] == 6_000

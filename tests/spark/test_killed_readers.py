@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.harness import Service, poll
+from tests.spark.conftest import COMPACTED_S
 from tests.spark.processes import Driver, sigkill, talks_to
 from topics.client import Client, NewRecord
 from topics.client import segment_calls as calls
@@ -40,7 +41,11 @@ def test_rows_are_the_topics_whatever_is_killed(topic: str, tmp_path: Path, mast
     with Service(env=env, wal_file_bytes=None) as service, Client(service.url) as client:
         for first in range(0, RECORDS, 5_000):
             client.append(topic, [NewRecord(msgspec.Raw(text.encode())) for text in texts[first : first + 5_000]])
-        poll("segments", lambda: client.call(calls.segments(topic)).http_from_seq > RECORDS - 2 * SEGMENT_EVENTS, 30)
+        poll(
+            "segments",
+            lambda: client.call(calls.segments(topic)).http_from_seq > RECORDS - 2 * SEGMENT_EVENTS,
+            COMPACTED_S,
+        )
         http = {"url": service.url, "subscribe": topic, "maxRecordsPerPartition": str(RECORDS // PARTITIONS)}
         readings = [http, http | {"mode": "segments", "dataDir": str(service.data_dir)}]
         for attempt in range(ATTEMPTS_MAX):

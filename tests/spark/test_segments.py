@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from tests.harness import Service, poll
-from tests.spark.conftest import Reading
+from tests.spark.conftest import COMPACTED_S, Reading
 from topics.client import Client, NewRecord, Retry, ServiceBusyError
 from topics.client import segment_calls as calls
 from topics.client.segment_calls import Manifest
@@ -129,7 +129,12 @@ def manifest(client: Client, topic: str) -> Manifest:
 
 def settle(client: Client, topic: str, count: int) -> Manifest:
     """Until `count` segments are sealed."""
-    return poll("segments", lambda: found if len((found := manifest(client, topic)).segments) >= count else None, 20)
+
+    def settled() -> Manifest | None:
+        found = manifest(client, topic)
+        return found if len(found.segments) >= count else None
+
+    return poll("segments", settled, COMPACTED_S)
 
 
 def random_record(random_: random.Random, n: int) -> NewRecord:
@@ -157,7 +162,7 @@ def test_the_same_rows_as_over_http_in_many_states(service: Service, topic: str,
             poll(
                 "segments",
                 lambda: manifest(client, topic).http_from_seq > client.get_topic(topic).head_seq - EVENTS,
-                20,
+                COMPACTED_S,
             )
             change = random_.randrange(4)
             if change == 0:
@@ -211,7 +216,8 @@ def test_spark_reads_the_same_from_files(spark: SparkSession, service: Service, 
     with Client(service.url) as client:
         for first in range(0, 1200, 100):
             client.append(topic, [random_record(random_, first + n) for n in range(100)])
-        poll("cold segments", lambda: any(one.tier == "cold" for one in settle(client, topic, 30).segments), 20)
+        settle(client, topic, 30)
+        poll("cold segments", lambda: any(one.tier == "cold" for one in manifest(client, topic).segments), COMPACTED_S)
         client.delete_records(topic, match="b")
     for more in ({}, {"schema": "n INT, text STRING", "node": "me", "includeMeta": "false", "includeTags": "false"}):
         http, files = read_both(spark, service, topic, maxRecordsPerPartition="333", **more)
@@ -278,7 +284,7 @@ class Planned:
         poll(
             "tiers",
             lambda: [one.tier for one in manifest(self.client, topic).segments] == ["cold", "cold", "hot", "hot"],
-            20,
+            COMPACTED_S,
         )
         self.reader = Reader(service, topic, **more)
         self.range = self.reader.whole()

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
 
+BATCH_S = 120
+"""By then a query that has just been started has had its first batches, also where two cores have ten things to do."""
+
+
 class Stream:
     """A query that gathers its rows; `run` reads all that is there from its checkpoint on, and ends."""
 
@@ -48,7 +52,7 @@ class Stream:
         """The seqs this run has brought, in order."""
         before = len(self.rows)
         query = self.start(**options)
-        assert query.awaitTermination(90), "the query did not end"
+        assert query.awaitTermination(300), "the query did not end"
         return sorted(row.seq for row in self.rows[before:] if row.seq is not None)
 
     def fails(self, **options: Any) -> str:
@@ -100,10 +104,16 @@ def test_concurrent_writers_and_restarts_lose_and_double_nothing(stream: Stream,
     """Two writers all the time, a query that is stopped anywhere and started again, a killed shard and frontend."""
     done = threading.Event()
     written: list[str] = []
+    # More than the query is to take meanwhile, so that it never waits for them, and no more: what it has not come to by
+    # then is all one batch.
+    ahead_max = 4_000
 
     def write(name: str) -> None:
         with Client(service.url) as client:
             for number in itertools.count():
+                while len(written) > len(stream.rows) + ahead_max:
+                    if done.wait(0.01):
+                        return
                 if done.is_set():
                     return
                 client.append(topic, [f"{name}{number}.{part}" for part in range(5)])
@@ -120,9 +130,9 @@ def test_concurrent_writers_and_restarts_lose_and_double_nothing(stream: Stream,
             had = len(stream.batches)
             query = stream.start(available_now=False, subscribe=topic, maxOffsetsPerTrigger="400", minPartitions="2")
             disturb: Callable[[], Any] = next(disturbances, lambda: None)
-            poll("a batch", lambda had=had: len(stream.batches) > had, 60)  # type: ignore[misc]
+            poll("a batch", lambda had=had: len(stream.batches) > had, BATCH_S)  # type: ignore[misc]
             disturb()
-            poll("three batches", lambda had=had, query=query: len(stream.batches) > had + 2, 60)  # type: ignore[misc]
+            poll("three batches", lambda had=had, query=query: len(stream.batches) > had + 2, BATCH_S)  # type: ignore[misc]
             query.stop()
     finally:
         done.set()
@@ -191,9 +201,9 @@ def test_a_service_that_is_away_for_a_while_is_waited_for(spark: SparkSession, t
         client.append(topic, range(5))
         stream = Stream(spark, service.url, tmp_path)
         query = stream.start(available_now=False, subscribe=topic)
-        poll("the first batch", lambda: len(stream.rows) == 5, 60)
+        poll("the first batch", lambda: len(stream.rows) == 5, BATCH_S)
         service.restart()
         client.append(topic, range(5))
-        poll("what came after the restart", lambda: len(stream.rows) == 10, 60)
+        poll("what came after the restart", lambda: len(stream.rows) == 10, BATCH_S)
         query.stop()
     assert sorted(row.seq for row in stream.rows) == list(range(1, 11))
