@@ -397,16 +397,21 @@ class TestTime:
             assert client.is_closed()
 
     def test_app_may_take_longer_than_any_timeout(self, loop: str) -> None:
-        limits = HttpLimits(header_timeout_ms=10, body_idle_timeout_ms=10, keep_alive_timeout_ms=10)
-        with Server(loop=loop, limits=limits) as server, contextlib.ExitStack() as stack:
-            with server.held():
-                client = stack.enter_context(server.client())
-                client.get("/wait")
-            until(lambda: server.app.scopes, "request")
-            began_s = server.loop.time()
-            until(lambda: server.loop.time() > began_s + 0.1, "ten times the time-outs")
-            server.call(server.app.go.set)
-            assert client.answer().body == b"at last"
+        limits = HttpLimits(header_timeout_ms=30, body_idle_timeout_ms=30, keep_alive_timeout_ms=30)
+
+        def wait_for_the_app() -> None:
+            """Between its connection and its request there is a turn of the loop, too."""
+            with Server(loop=loop, limits=limits) as server, contextlib.ExitStack() as stack:
+                with server.held():
+                    client = stack.enter_context(server.client())
+                    client.get("/wait")
+                until(lambda: server.app.scopes, "request")
+                began_s = server.loop.time()
+                until(lambda: server.loop.time() > began_s + 0.3, "ten times the time-outs")
+                server.call(server.app.go.set)
+                assert client.answer().body == b"at last"
+
+        undisturbed(limits.header_timeout_ms, wait_for_the_app)
 
     def test_time_of_the_body_does_not_run_while_the_app_is_busy(self, loop: str) -> None:
         """Neither while the body has to wait for the app, nor before the client was told to send it."""
@@ -487,33 +492,38 @@ class TestTime:
 
     def test_answers_are_not_cut_while_they_are_taken(self, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of those that are too much together the one that came first is read on, if not quickly."""
+        stall_ms = 1000
         monkeypatch.setattr(kept_answers, "KEPT_HIGH_BYTES", 95_000_000)
         monkeypatch.setattr(kept_answers, "LOOK_S", 0.05)
-        monkeypatch.setattr(pulse, "STALL_CUT_MS", 1000)
-        with Server(loop=loop) as server, contextlib.ExitStack() as stack:
-            reading, still = ask_for_long_answers(server, stack, 60_000_000, 30_000_000)
-            reading.head()
-            answer = bytearray()
-            waiting_bytes = sum(connection.buffered_bytes for connection in server.connections.open)
+        monkeypatch.setattr(pulse, "STALL_CUT_MS", stall_ms)
 
-            def progress_shows() -> bool:
-                answer.extend(reading.read(30_000))
-                return sum(connection.buffered_bytes for connection in server.connections.open) < waiting_bytes
+        def read_on() -> None:
+            with Server(loop=loop) as server, contextlib.ExitStack() as stack:
+                reading, still = ask_for_long_answers(server, stack, 60_000_000, 30_000_000)
+                reading.head()
+                answer = bytearray()
+                waiting_bytes = sum(connection.buffered_bytes for connection in server.connections.open)
 
-            # Before the sum is too high: the first to be cut would else be the one that came first, if it is late.
-            until(progress_shows, "the server sends on")
-            (fresh,) = ask_for_long_answers(server, stack, 30_000_000)
-
-            def second_is_cut() -> bool:
-                if len(answer) < 20_000_000:  # the sum stays too high
+                def progress_shows() -> bool:
                     answer.extend(reading.read(30_000))
-                return len(server.connections.open) == 2
+                    return sum(connection.buffered_bytes for connection in server.connections.open) < waiting_bytes
 
-            until(second_is_cut, "the one that takes nothing is cut")
-            with pytest.raises((ConnectionResetError, AssertionError)):
-                still.answer()
-            assert len(fresh.answer().body) == 30_000_000
-            assert len(reading.read(60_000_000 - len(answer))) == 60_000_000 - len(answer)
+                # Before the sum is too high: the first to be cut would else be the one that came first, if it is late.
+                until(progress_shows, "the server sends on")
+                (fresh,) = ask_for_long_answers(server, stack, 30_000_000)
+
+                def second_is_cut() -> bool:
+                    if len(answer) < 20_000_000:  # the sum stays too high
+                        answer.extend(reading.read(30_000))
+                    return len(server.connections.open) == 2
+
+                until(second_is_cut, "the one that takes nothing is cut")
+                with pytest.raises((ConnectionResetError, AssertionError)):
+                    still.answer()
+                assert len(fresh.answer().body) == 30_000_000
+                assert len(reading.read(60_000_000 - len(answer))) == 60_000_000 - len(answer)
+
+        undisturbed(stall_ms, read_on)
 
     def test_answers_have_a_bound_whoever_takes_them(self, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """At once: so much may come within the time that a client has to take something."""
