@@ -181,7 +181,8 @@ def test_at_least_once_a_crash_brings_again_what_was_under_way_and_at_most_n_rea
 
 
 def test_at_least_once_a_stop_brings_again_what_was_under_way_alone() -> None:
-    with Service(shards=1, frontends=1, env={"TOPICS_SHUTDOWN_GRACE_MS": "4000"}) as service:
+    # Half of it is what the answer is waited for, a quarter is what a frontend has until it is killed for that.
+    with Service(shards=1, frontends=1, env={"TOPICS_SHUTDOWN_GRACE_MS": "16000"}) as service:
         write(service.client, "short", *["x" * 2000] * 1000)
         make(service.client, "short", persist_every=100)
         with Stalled(service, "short", 500):
