@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -90,16 +91,31 @@ def _kill_readers(driver: Driver, port: int, out: Path, chance: random.Random) -
     def ended() -> bool:
         return driver.exit_code is not None or (out / "_SUCCESS").exists()
 
+    def reading() -> psutil.Process | None:
+        """Not a task of the reading before: what a reading writes to is made when its tasks are about to start."""
+        return _stopped_in_its_range(driver, port) if out.exists() else None
+
     while killed.total() < KILLS and not ended():
-        victim = poll("a task that reads", lambda: driver.at_work(port) or ended(), 240, 0.05)
+        time.sleep(chance.random() * 0.05)  # anywhere in its range
+        victim = poll("a task that reads", lambda: reading() or ended(), 240, 0.02)
         if not isinstance(victim, psutil.Process):
             break
-        time.sleep(chance.random() * 0.2)  # anywhere in its range
-        if not talks_to(victim, port):
-            continue
         kind = "executor" if killed["worker"] > killed["executor"] and driver.executors() else "worker"
+        if kind == "executor":
+            victim.resume()  # it ends with its executor
         killed[kind] += sigkill(_executor_of(victim, driver) if kind == "executor" else victim)
     return killed
+
+
+def _stopped_in_its_range(driver: Driver, port: int) -> psutil.Process | None:
+    """A worker that has a connection to the service, stopped: a task on files is over before one has looked at it."""
+    for worker in driver.workers():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.suspend()
+            if talks_to(worker, port):
+                return worker
+            worker.resume()
+    return None
 
 
 def _executor_of(worker: psutil.Process, driver: Driver) -> psutil.Process:
