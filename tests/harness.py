@@ -45,13 +45,16 @@ open_services: list[Service] = []
 
 
 def poll(what: str, probe: Callable[[], Result | None], deadline_s: float = 30.0, every_s: float = 0.005) -> Result:
-    """The first result of `probe` that is neither None nor False; AssertionError naming `what` after `deadline_s`."""
+    """The first result of `probe` that is neither None nor False; AssertionError naming `what` after `deadline_s`, if
+    it is not so then either: this process may have stood still since it looked last.
+    """
     end = time.monotonic() + deadline_s
     while True:
+        is_over = time.monotonic() > end
         result = probe()
         if result is not None and result is not False:
             return result
-        if time.monotonic() > end:
+        if is_over:
             raise AssertionError(f"not within {deadline_s} s: {what}")
         time.sleep(every_s)
 

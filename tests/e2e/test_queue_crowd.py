@@ -113,6 +113,7 @@ def evenness(counts: Sequence[int]) -> float:
     return sum(counts) ** 2 / (len(counts) * sum(count * count for count in counts))
 
 
+@pytest.mark.timeout(60 + RUNS_MAX * DEADLINE_S)
 def test_two_hundred_workers_do_every_job_once_and_by_turns() -> None:
     unfair: list[str] = []
     for _ in range(RUNS_MAX):

@@ -22,7 +22,7 @@ from topics.shm import names
 from topics.supervisor.status import ProcessStatus, Status, StatusReader
 
 START_DEADLINE_S = 30.0
-STOP_DEADLINE_S = 20.0
+STOP_DEADLINE_S = 40.0
 
 
 class Service:
@@ -42,6 +42,7 @@ class Service:
             "TOPICS_FRONTENDS": "2",
             "TOPICS_LOG_FORMAT": "json",
             "TOPICS_RING_BYTES": "64KiB",
+            "TOPICS_SHUTDOWN_GRACE_MS": "30000",
         }
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(

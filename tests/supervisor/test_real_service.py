@@ -17,6 +17,9 @@ from topics.shm.control import ControlPage, Role
 from topics.storage.clock_file import read_clock, write_clock
 from topics.storage.filesystem import OsFileSystem
 
+pytestmark = pytest.mark.timeout(300)
+"""Above the deadlines of some starts and stops together."""
+
 
 @pytest.fixture
 def service() -> Iterator[Service]:
