@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from topics.core.config import Durability, TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
 from topics.shm import append_messages, messages
+from topics.shm.compactor_messages import Checkpoint
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, Expire, PutTopic
 from topics.shm.watch_messages import (
     Hello,
@@ -229,6 +231,23 @@ def test_durable_seq_follows_the_disk(rig: Rig) -> None:
     view = rig.view("t")
     assert view is not None
     assert view.durable_seq == 2
+
+
+@pytest.mark.parametrize(
+    "syncs",
+    [
+        lambda rig: rig.call(PutTopic("f", TopicConfig(durability="fsync"), False)),
+        lambda rig: rig.call(Checkpoint([])),
+    ],
+    ids=["a topic is made", "a checkpoint ends"],
+)
+def test_durable_seq_follows_a_sync_that_is_for_something_else(rig: Rig, syncs: Callable[[Rig], object]) -> None:
+    rig.append("t", b"1")
+    syncs(rig)
+    rig.shard.sync_in_background()
+    view = rig.view("t")
+    assert view is not None
+    assert view.durable_seq == 1
 
 
 def test_watchers_hear_of_changes_once_they_have_seen_the_present(rig: Rig) -> None:

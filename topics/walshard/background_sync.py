@@ -52,6 +52,9 @@ class BackgroundSync:
         """Starts and ends syncs as they are due; returns topics whose durable_seq moved. `now_ms` is monotonic."""
         moved = self._ended() if self._running is not None else []
         unsynced_bytes = self._logs.wal.unsynced_bytes
+        if not unsynced_bytes and self._unsynced:
+            # By what was no append: a mark, a topic that was made, the end of a checkpoint.
+            moved += self.committed({})
         due = unsynced_bytes >= UNSYNCED_BYTES or (unsynced_bytes and now_ms - self._last_ms >= INTERVAL_MS)
         if self._running is None and due:
             self._start(now_ms)
