@@ -192,6 +192,11 @@ def test_an_idle_log_is_marked_once(directory: str) -> None:
     end = writer.offset
     writer.commit(writer.plan([]), [], sync=False)
     assert writer.offset == end
+    writer.note_synced(*writer.sync_now())  # the mark itself
+    writer.commit(writer.plan([]), [], sync=False)
+    assert writer.offset == end
+    commit(writer, appends(2, [b"2"]), sync=True)
+    assert writer.plan([]).mark
     kill(writer)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,9 @@ from topics.shm.watch_messages import (
     Unwatch,
     Watch,
 )
-from topics.storage.frame import lay_out
+from topics.storage import layout
+from topics.storage.frame import FrameType, lay_out, scan
+from topics.storage.logfile import sync_mark_frame
 
 
 def refusal(rig: Rig, request_id: int) -> TopicsError:
@@ -248,6 +251,26 @@ def test_durable_seq_follows_a_sync_that_is_for_something_else(rig: Rig, syncs: 
     view = rig.view("t")
     assert view is not None
     assert view.durable_seq == 1
+
+
+@pytest.mark.parametrize("durability", ["disk", "fsync"])
+def test_an_idle_log_says_once_that_all_of_it_is_synced(rig: Rig, durability: Durability) -> None:
+    rig.append("t", b"1", config=TopicConfig(durability=durability))
+    written = rig.cell.get("wal_bytes_written")
+    sizes, syncs = [], []
+    for _ in range(8):
+        rig.clock.ms += 1000
+        rig.shard.sync_in_background()
+        rig.shard.sync_in_background()
+        sizes.append(rig.cell.get("wal_bytes_written") - written)
+        syncs.append(rig.cell.get("wal_fsyncs"))
+    assert sizes[0] == 0, "it is not idle yet"
+    assert sizes[-1] == sizes[-4] == len(sync_mark_frame(1, 0))
+    assert syncs[-1] == syncs[-4]
+    path = layout.log_path(layout.group_dir(rig.settings.data_dir, 0, 1), 1)
+    content = Path(path).read_bytes()
+    last = scan(content, 0, len(content)).frames[-1]
+    assert (last[2], last[5]) == (FrameType.SYNC_MARK, last[0]), "and that mark is the last frame"
 
 
 def test_watchers_hear_of_changes_once_they_have_seen_the_present(rig: Rig) -> None:

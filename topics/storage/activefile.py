@@ -19,7 +19,8 @@ class ActiveFile:
     """Methods raise OSError; what a failure means is the writer's business.
 
     `end`: where the last committed group ends; `synced`: what is known to be on the disk; `marked`: what the last
-    SYNC_MARK in the file says of that. marked <= synced <= end, and none of them ever goes back.
+    SYNC_MARK in the file says of that, `mark_end`: where that one ends. marked <= synced <= end, and none of them ever
+    goes back.
     """
 
     def __init__(self, fs: FileSystem, directory: str, file_no: int, end: int, marked: int) -> None:
@@ -27,6 +28,7 @@ class ActiveFile:
         self.file_no = file_no
         self.end = self.synced = end
         self.marked = marked
+        self.mark_end = 0
         self._fs = fs
         self._fd = fs.open(self.path, os.O_RDWR)
         try:

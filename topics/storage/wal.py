@@ -207,11 +207,11 @@ class WalWriter:
         """Reserves room for a group, one length in bytes per write. Pure: nothing is written and nothing can fail.
 
         A group without writes plans nothing but the mark that is due, if one is: commit it when the log falls idle, so
-        that the last writes are known as synced after a power loss.
+        that the last writes are known as synced after a power loss. Behind a mark none is due: it would need another.
         """
         active = self._active
         mark, marked = b"", active.marked
-        if active.synced > active.marked:
+        if active.synced > active.marked and (lengths or active.end > active.mark_end):
             mark, marked = sync_mark_frame(active.file_no, active.synced), active.synced
         file_no, start = active.file_no, active.end
         needed = len(mark) + sum(lengths) + FILE_END_LEN
@@ -257,6 +257,8 @@ class WalWriter:
             active.synced = plan.end
         active.end = plan.end
         active.marked = plan.marked
+        if plan.mark:
+            active.mark_end = plan.start + len(plan.mark)
         self.batches += 1
         self.frames += frames
         self.bytes_written += plan.end - plan.start

@@ -31,6 +31,8 @@ class BackgroundSync:
         self._covered: list[tuple[Hosted, int]] = []
         self._running: tuple[Future[Synced], int] | None = None
         self._last_ms = now_ms
+        self._looked = (now_ms, self._logs.wal.synced)
+        """When it was looked last whether the log is idle, and up to where it was synced then."""
 
     def committed(self, touched: dict[int, Hosted]) -> list[Hosted]:
         """A group is in the durable log; returns the other topics that became durable with it."""
@@ -55,6 +57,7 @@ class BackgroundSync:
         if not unsynced_bytes and self._unsynced:
             # By what was no append: a mark, a topic that was made, the end of a checkpoint.
             moved += self.committed({})
+        self._mark_idle(now_ms)
         due = unsynced_bytes >= UNSYNCED_BYTES or (unsynced_bytes and now_ms - self._last_ms >= INTERVAL_MS)
         if self._running is None and due:
             self._start(now_ms)
@@ -62,6 +65,16 @@ class BackgroundSync:
             self._running[0].exception()  # waits
             moved += self._ended()
         return moved
+
+    def _mark_idle(self, now_ms: int) -> None:
+        """Once nothing was written for a while: what was synced last is known as synced after a power loss."""
+        looked_ms, synced = self._looked
+        if now_ms - looked_ms < INTERVAL_MS:
+            return
+        wal = self._logs.wal
+        if wal.synced == synced and not wal.unsynced_bytes:
+            self._logs.mark_idle()
+        self._looked = (now_ms, wal.synced)
 
     def _start(self, now_ms: int) -> None:
         self._last_ms = now_ms
@@ -86,8 +99,6 @@ class BackgroundSync:
             self._logs.sync_failed(file_no, error)
             return []
         self._logs.wal.note_synced(*future.result())
-        if not self._logs.wal.unsynced_bytes:
-            self._logs.mark_idle()
         self._logs.count()
         for hosted, head_seq in covered:
             hosted.topic.durable_seq = max(hosted.topic.durable_seq, head_seq)

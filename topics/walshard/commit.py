@@ -139,6 +139,7 @@ class Logs:
                 self.wal.commit(plan, [], sync=False)
             except (WalWriteError, WalSyncError) as error:
                 self.refusal(error)
+            self.count()
 
     def close(self) -> None:
         """Everything on the disk, and a mark that says so."""
