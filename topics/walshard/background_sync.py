@@ -42,7 +42,7 @@ class BackgroundSync:
         others = [hosted for topic_id, hosted in self._unsynced.items() if topic_id not in touched]
         self._unsynced.clear()
         for hosted in (*touched.values(), *others):
-            hosted.topic.durable_seq = max(hosted.topic.durable_seq, hosted.logged_head_seq)
+            hosted.topic.durable_seq = hosted.durable_once_synced_seq
         return others
 
     def forget(self, hosted: Hosted) -> None:
@@ -59,7 +59,8 @@ class BackgroundSync:
             moved += self.committed({})
         self._mark_idle(now_ms)
         due = unsynced_bytes >= UNSYNCED_BYTES or (unsynced_bytes and now_ms - self._last_ms >= INTERVAL_MS)
-        if self._running is None and due:
+        # A sync of a file of which one has failed says nothing: see `wal.py`.
+        if self._running is None and due and self._logs.wal.read_only is None:
             self._start(now_ms)
         if self._running is not None and unsynced_bytes >= UNSYNCED_BYTES_MAX:
             self._running[0].exception()  # waits
@@ -78,7 +79,7 @@ class BackgroundSync:
 
     def _start(self, now_ms: int) -> None:
         self._last_ms = now_ms
-        self._covered = [(hosted, hosted.logged_head_seq) for hosted in self._unsynced.values()]
+        self._covered = [(hosted, hosted.durable_once_synced_seq) for hosted in self._unsynced.values()]
         self._unsynced = {}
         future = self._helper.submit(self._logs.wal.sync_now)
         future.add_done_callback(lambda _future: self._wake.signal_always())
