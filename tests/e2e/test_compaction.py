@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.e2e.test_kill_points import everything_left, verify
 from tests.harness import Service, poll, size_bytes
 from topics.core.clock import SystemClock
 from topics.supervisor.status import CompactorStatus, StatusReader
+from topics.walshard.background_sync import INTERVAL_MS as SYNC_INTERVAL_MS
 
 MIB = 1 << 20
 EAGER = {
@@ -76,6 +78,33 @@ def test_the_log_stays_short_and_a_start_reads_none_of_what_was_absorbed() -> No
         service.start()
         assert recovered(service)[-1]["frames"] < 100
         assert everything_left(service.client, "t") == [*values, "one more"]
+
+
+@pytest.mark.parametrize("env", [EAGER, {}], ids=["cuts come at once", "cuts come late"])
+def test_an_idle_service_comes_to_rest(env: dict[str, str]) -> None:
+    with Service(shards=2, frontends=1, env=env) as service:
+        for durability in ("ephemeral", "disk", "fsync"):
+            service.client.put(f"/v0/topics/{durability}", json={"durability": durability}).raise_for_status()
+            write(service.client, durability, ["a record"])
+        service.client.put("/v0/routers/r", json={"source": "disk", "dest": "copies"}).raise_for_status()
+        service.client.put("/v0/topics/jobs", json={"type": "queue"}).raise_for_status()
+        write(service.client, "jobs", ["a job"])
+
+        def work() -> list[int]:
+            """What each second would add to, of a service that marks, syncs or saves something every second."""
+            status = StatusReader(str(service.data_dir), SystemClock()).read()
+            assert status.compactor is not None
+            return [
+                status.compactor.snapshots,
+                *(n for shard in status.shards for n in (shard.wal_offset, shard.fsyncs)),
+            ]
+
+        def rests() -> bool:
+            before = work()
+            time.sleep(3 * SYNC_INTERVAL_MS / 1000)
+            return work() == before
+
+        poll("nothing to be written, synced or saved for a while", rests, DEADLINE_S)
 
 
 def test_what_is_evicted_or_deleted_leaves_the_disk() -> None:

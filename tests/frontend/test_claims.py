@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+import os
+import threading
+from typing import Any, TypeVar
 
 import pytest
 
 from tests.frontend.hosting import Hosting, Written
-from tests.frontend.live import until
-from tests.frontend.test_app import Frontend, on_loop
+from tests.frontend.live import ColdStore, until
+from tests.frontend.test_app import DEADLINE_S, Frontend, on_loop
 from tests.frontend.test_reading_segments import damage
 from topics.core.config import TopicConfig
 from topics.core.job import JobView
 from topics.frontend.http.answer_room import AnswerRoom, Place
 from topics.frontend.queues.job_records import ANSWER_BYTES_MAX
 from topics.frontend.queues.unreadable import ASIDE_MS
+from topics.frontend.reads.cold import ColdTier
 from topics.shm import messages
 from topics.shm.control import Role
 from topics.shm.messages import Call, Kind
@@ -79,6 +82,18 @@ class Shard:
 def queue(hosting: Hosting, records: list[Written]) -> None:
     hosting.make("q", TopicConfig(type="queue"))
     hosting.write("q", records)
+
+
+class SlowCold(ColdStore):
+    """The jobs of `queue` are in it; it answers once `gate` is set."""
+
+    def __init__(self, hosting: Hosting) -> None:
+        super().__init__(os.path.join(hosting.data_dir, "cold"))
+        self.gate = threading.Event()
+        self.before_read = lambda: self.gate.wait(DEADLINE_S)
+        hosting.checkpoint("q", records_max=1)
+        hosting.relocate("q", 1)
+        hosting.reader._stores.cold = ColdTier(self, 60_000)
 
 
 def test_a_claim_is_answered_also_when_the_ring_has_no_room_for_what_did_not_fit(hosting: Hosting) -> None:
@@ -243,3 +258,76 @@ def test_a_frontend_names_a_job_that_cannot_be_read_once_whoever_meets_it(
     on_loop(hosting, test)
     said = capfd.readouterr()
     assert (said.out + said.err).count("a job cannot be read and is put aside") == 1
+
+
+@pytest.mark.parametrize("during", ["a read of the cold tier", "a carry of dead letters", "the sending"])
+def test_a_claim_that_is_cancelled_gives_its_jobs_back(hosting: Hosting, during: str) -> None:
+    """As those of a client of HTTP/2 are that has closed its connection."""
+    queue(hosting, [Written(b"1"), Written(b"2")])
+    cold = SlowCold(hosting) if during == "a read of the cold tier" else None
+    requests = hosting.shared.rings[0][0].requests
+
+    async def test(frontend: Frontend) -> None:
+        shard = Shard(frontend)
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b'{"node":"w","max":2}', "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            await asyncio.Event().wait()  # nobody takes it
+
+        def is_there() -> bool:
+            if cold is not None:
+                return cold.reads > 0
+            if during == "the sending":
+                return bool(sent)
+            return any(messages.head(message)[0] == Kind.APPEND for message, _ in requests.peek())
+
+        scope = {"type": "http", "method": "POST", "path": "/v0/topics/q/claim", "query_string": b"", "extensions": {}}
+        scope["headers"] = [(b"content-type", b"application/json")]
+        asked = asyncio.create_task(frontend.app(scope, receive, send))
+        claim_id = await shard.claimed()
+        if during == "a carry of dead letters":
+            shard.answer(claim_id, Dealt(1, [2], LEASE_NO, DEADLINE_MS, [1], 0, [1], [3], [""], "dead"))
+        else:
+            shard.answer(claim_id, Dealt(1, [1, 2], LEASE_NO, DEADLINE_MS, [1, 1], 0))
+        await until(is_there)
+        asked.cancel()
+        await asyncio.wait({asked})
+        given_back = [2] if during == "a carry of dead letters" else [1, 2]
+        leases = [LEASE_NO + at for at in range(len(given_back))]
+        assert [call for _, call in shard.calls() if isinstance(call, Unclaim)] == [
+            Unclaim("q", "w", given_back, leases)
+        ]
+
+    try:
+        on_loop(hosting, test)
+    finally:
+        if cold is not None:
+            cold.gate.set()
+
+
+def test_a_claim_whose_stream_was_reset_before_its_answer_gives_its_jobs_back(hosting: Hosting) -> None:
+    """Over HTTP/2, as by a client whose own time is over: what is sent on such a stream goes nowhere, silently."""
+    queue(hosting, [Written(b"1"), Written(b"2")])
+    cold = SlowCold(hosting)
+
+    async def test(frontend: Frontend) -> None:
+        shard = Shard(frontend)
+        place = Place(AnswerRoom())
+        claim = {"node": "w", "max": 2}
+        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", claim, place))
+        shard.answer(await shard.claimed(), Dealt(1, [1, 2], LEASE_NO, DEADLINE_MS, [1, 1], 0))
+        await until(lambda: cold.reads)
+        place.close()
+        cold.gate.set()
+        await asyncio.wait({asked})
+        given_back = [call for _, call in shard.calls() if isinstance(call, Unclaim)]
+        assert given_back == [Unclaim("q", "w", [1, 2], [LEASE_NO, LEASE_NO + 1])]
+
+    try:
+        on_loop(hosting, test)
+    finally:
+        cold.gate.set()

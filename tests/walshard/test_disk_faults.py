@@ -14,6 +14,7 @@ from tests.walshard.rig import Rig
 from tests.walshard.test_routing import route
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.shm.compactor_messages import Checkpoint
 from topics.shm.topic_messages import PutTopic
 
 FSYNC = TopicConfig(durability="fsync")
@@ -172,6 +173,44 @@ def test_a_log_that_cannot_be_saved_is_read_only_and_says_so(rig: Rig, fs: Fault
     assert outcome(rig, b"3") == "storage_unavailable"
     assert rig.cell.get("wal_read_only") == 1
     assert stored(rig) == [b"1", b"2"], "reads go on"
+
+
+def test_nothing_is_durable_by_a_repeated_sync_of_a_read_only_log(rig: Rig, fs: FaultyFileSystem) -> None:
+    rig.append("t", b"1")
+    fs.arm(Fault(1, errno.EIO, always=True, calls=frozenset({"fdatasync", "fallocate"})))
+    rig.clock.ms += 1000
+    rig.shard.sync_in_background()
+    rig.shard.sync_in_background()
+    assert rig.cell.get("wal_read_only") == 1
+    fs.arm(None)  # a kernel reports a failed write-back once, and calls the pages clean
+    syncs = fs.log.count("fdatasync")
+    for _ in range(5):
+        rig.clock.ms += 1000
+        rig.shard.sync_in_background()
+    assert fs.log.count("fdatasync") == syncs
+    view = rig.view("t")
+    assert view is not None
+    assert (view.head_seq, view.durable_seq) == (1, 0)
+    with pytest.raises(TopicsError, match="cannot be synced"):
+        rig.call(Checkpoint([]))
+
+
+def test_configurations_that_are_not_logged_take_no_room(rig: Rig, fs: FaultyFileSystem) -> None:
+    rig.append("t", b"1")
+    fs.arm(Fault(1, errno.ENOSPC, always=True, calls=frozenset({"pwritev"})))
+    heap = rig.shard._catalog._arena.heap
+    refused = rig.post_call(PutTopic("t", TopicConfig(cap_records=5), type_given=False))
+    rig.run()
+    assert isinstance(rig.replies[refused], TopicsError)
+    end = heap._next
+    for cap in range(6, 100):
+        refused = rig.post_call(PutTopic("t", TopicConfig(cap_records=cap), type_given=False))
+        rig.run()
+        assert isinstance(rig.replies[refused], TopicsError)
+    assert heap._next == end
+    fs.arm(None)
+    rig.call(PutTopic("t", TopicConfig(cap_records=7), type_given=False))
+    rig.append("t", b"2")
 
 
 def test_every_call_failing_once(tmp_path: Path) -> None:

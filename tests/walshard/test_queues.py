@@ -359,6 +359,7 @@ def test_one_that_took_no_answers_before_it_died_has_all_taken_that_it_asked_for
     for _ in range(10):
         rig.step()
     assert rig.outbox.stuck
+    assert rig.outbox.idle, "nothing to do until somebody makes room"
     assert len(long_replies()) == 1, "the second was not read any more"
     dies(rig)
     for _ in range(10):

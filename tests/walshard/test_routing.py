@@ -26,7 +26,7 @@ from topics.storage.frame import FLAG_MORE, Bytes, FrameType, lay_out, scan
 from topics.storage.layout import group_dir, log_path, ram_group_dir
 from topics.walshard.routers.feed import PAGE_RECORDS
 from topics.walshard.routers.feeds import Feeds
-from topics.walshard.routers.links import Follow
+from topics.walshard.routers.links import Follow, LetGo
 from topics.walshard.routers.routing import PAGES_PER_STEP
 
 
@@ -484,6 +484,68 @@ def test_a_source_that_is_deleted_leaves_a_gap_once(rig: Rig, seen: bool, gap: i
     rig.call(DeleteRecords("b", 2, None, b""))
     rig.append("b", b"own")
     assert rig.read("b") == [(2, b"2"), (3 + gap, b"own")]
+
+
+def seconds_pass(rig: Rig, count: int) -> None:
+    for _ in range(count):
+        rig.clock.ms += 1000
+        rig.shard.sweep()
+        rig.run()
+        rig.shard.sync_in_background()
+        rig.shard.sync_in_background()
+
+
+def test_a_gap_becomes_durable_and_so_does_what_follows(rig: Rig) -> None:
+    put(rig, "b", cap_bytes=4000, discard="reject")
+    route(rig, "r", "a", "b")
+    oversize = b'"' + b"x" * 5000 + b'"'
+    for head_seq, data in enumerate((b"1", oversize, oversize, b"4"), 1):
+        rig.append("a", data)
+        seconds_pass(rig, 3)
+        view = rig.view("b")
+        assert view is not None
+        assert (view.head_seq, view.durable_seq) == (head_seq, head_seq)
+
+
+def test_a_shard_whose_peer_takes_nothing_sleeps_meanwhile(tmp_path: Path) -> None:
+    rig = Rig(str(tmp_path), shards=2)
+    try:
+        rig.run()
+        links = rig.shards[0].routing._links
+        assert links.idle
+        for _ in range(100_000):
+            links.send(1, LetGo("n" * 255, 1, 1))
+            links.flush()
+            if links.stuck:
+                break
+        assert links.stuck
+        assert links.idle
+    finally:
+        rig.close()
+
+
+def test_routers_that_go_with_their_topic_wait_for_room_in_shared_memory(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.append("a", b"1")
+    route(rig, "r", "a", "b")
+
+    def full(_object: SharedObject, _start: int, _length_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedObject, "reserve", full)
+        for number in range(10_000):  # until the table is at its border
+            refused = rig.post_call(PutRouter("r", RouterSpec("a", "b", filter=f"x{number}")))
+            rig.run()
+            if isinstance(rig.replies[refused], TopicsError):
+                break
+        assert isinstance(rig.replies[refused], TopicsError)
+        rig.call(DeleteTopic("a", if_empty=False))
+        seconds_pass(rig, 2)
+        assert rig.cell.get("routers") == 1, "there is no room to say it"
+    seconds_pass(rig, 2)
+    assert rig.cell.get("routers") == 0
 
 
 @pytest.mark.parametrize("end", [Rig.boot, Rig.restart_service])

@@ -59,7 +59,8 @@ class BackgroundSync:
             moved += self.committed({})
         self._mark_idle(now_ms)
         due = unsynced_bytes >= UNSYNCED_BYTES or (unsynced_bytes and now_ms - self._last_ms >= INTERVAL_MS)
-        if self._running is None and due:
+        # A sync of a file of which one has failed says nothing: see `wal.py`.
+        if self._running is None and due and self._logs.wal.read_only is None:
             self._start(now_ms)
         if self._running is not None and unsynced_bytes >= UNSYNCED_BYTES_MAX:
             self._running[0].exception()  # waits

@@ -186,6 +186,10 @@ class Hosted:
         """Room for a new descriptor (ArenaFullError), to be taken up by `configured` once it is logged."""
         return self._arena.store_descriptor(Descriptor(self.topic.name, config))
 
+    def release_config(self, descriptor: tuple[int, int]) -> None:
+        """It was not logged."""
+        self._arena.heap.free(*descriptor)
+
     def configured(self, config: TopicConfig, descriptor: tuple[int, int]) -> None:
         self._arena.heap.free(*self._descriptor)
         self._descriptor = descriptor

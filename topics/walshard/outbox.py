@@ -82,9 +82,9 @@ class Outbox:
 
     @property
     def idle(self) -> bool:
-        """Nothing new in any ring, and no answer stuck."""
+        """Nothing new in any ring that is read on: of one whose answers are stuck nothing is taken."""
         return all(
-            pair.requests.written == read and not waiting
+            waiting or pair.requests.written == read
             for pair, read, waiting in zip(self._rings, self._read, self._waiting, strict=True)
         )
 

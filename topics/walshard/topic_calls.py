@@ -122,6 +122,8 @@ class TopicCalls:
         if self._commits.commit_one(Operation(buffers, apply, sync=True, answer=answer)):
             self._commits.log_evicted_for_ram([hosted])
             self._commits.show(hosted)
+        else:
+            hosted.release_config(descriptor)
 
     def _delete(self, hosted: Hosted, call: DeleteTopic, answer: Answer) -> None:
         self._deletes.expire(hosted)

@@ -53,6 +53,11 @@ class Place:
         """While it waits: whether it has entered, and is not closed."""
         self._closed = False
 
+    @property
+    def closed(self) -> bool:
+        """Whether its stream is: what is sent to it goes nowhere."""
+        return self._closed
+
     async def take(self, most_bytes: int) -> None:
         """Waits until an answer of at most so many bytes may be made. What it held before it gives back.
 

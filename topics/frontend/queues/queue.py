@@ -14,7 +14,7 @@ from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
 from topics.frontend.access import caller_of
-from topics.frontend.answers import elapsed_ms, send_json, send_object, take_room
+from topics.frontend.answers import elapsed_ms, place_of, send_json, send_object, take_room
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import Headers, read_body, read_wish
 from topics.frontend.http.answer_room import KEPT_MAX_BYTES
@@ -106,31 +106,33 @@ class QueueRoutes:
         await self._catching_up.one(name)
         lease_ms = clamped_lease_ms(request.lease_ms)
         dealt = await self._claim(name, node, most, lease_ms, receive)
-        count, body, ready = 0, b"", dealt.ready
-        if dealt.seqs:
-            rendered = await self._fetch(scope, name, node, dealt, lease_ms)
-            count, body = rendered.jobs, rendered.body
-            if rendered.unsent:
-                # Not awaited: a full ring would refuse the whole claim, whose jobs are leased.
-                unclaim = Unclaim(name, node, rendered.unsent, rendered.unsent_leases)
-                self._gateway.post(self._owner(name), unclaim)
-                ready += len(rendered.unsent)
-            del rendered
-            self._cell.add("records_out", count)
-        answer = b'{"topic":"%b","claimed":[%b],"count":%d,"ready":%d,"performance":{"server_total_ms":%b}}' % (
-            name.encode(),
-            body,
-            count,
-            ready,
-            str(elapsed_ms(started_ns)).encode(),
-        )
-        answering = send_json(send, headers, 200, answer)
-        del body, answer  # as `DiffRoute`
         try:
-            await answering
-        except ConnectionError:
+            count, body, ready = 0, b"", dealt.ready
             if dealt.seqs:
-                self._unclaim(name, node, dealt, 0)
+                rendered = await self._fetch(scope, name, node, dealt, lease_ms)
+                count, body = rendered.jobs, rendered.body
+                place = place_of(scope)
+                if place is not None and place.closed:  # what is sent to it goes nowhere, and says nothing
+                    raise ConnectionResetError("the client is gone")
+                if rendered.unsent:
+                    # Not awaited: a full ring would refuse the whole claim, whose jobs are leased.
+                    unclaim = Unclaim(name, node, rendered.unsent, rendered.unsent_leases)
+                    self._gateway.post(self._owner(name), unclaim)
+                    ready += len(rendered.unsent)
+                del rendered
+                self._cell.add("records_out", count)
+            answer = b'{"topic":"%b","claimed":[%b],"count":%d,"ready":%d,"performance":{"server_total_ms":%b}}' % (
+                name.encode(),
+                body,
+                count,
+                ready,
+                str(elapsed_ms(started_ns)).encode(),
+            )
+            answering = send_json(send, headers, 200, answer)
+            del body, answer  # as `DiffRoute`
+            await answering
+        except (ConnectionError, asyncio.CancelledError):
+            self._unclaim(name, node, dealt, 0)
             raise
 
     def _wish(self, body: bytes) -> ClaimBody:
@@ -149,7 +151,11 @@ class QueueRoutes:
                 raise TopicsError("topic_not_found", f"topic {name!r} was deleted meanwhile", {"topic": name})
             if not dealt.dead:
                 return dealt
-            await self._dead_letters.carried(name, dealt)
+            try:
+                await self._dead_letters.carried(name, dealt)
+            except asyncio.CancelledError:
+                self._unclaim(name, node, dealt, 0)
+                raise
             if dealt.seqs or loop.time() >= give_up_s:
                 return dealt
 
@@ -159,7 +165,7 @@ class QueueRoutes:
                 lease_ms = self._reader.get(name).config.lease_ms
             async with asyncio.timeout(min(ROOM_WAIT_S, lease_ms / 2000)):
                 await take_room(scope, min(ANSWER_BYTES_MAX, len(dealt.seqs) * self._settings.max_record_bytes))
-        except (TopicsError, ConnectionError, asyncio.CancelledError, TimeoutError) as error:
+        except (TopicsError, TimeoutError) as error:
             self._unclaim(name, node, dealt, 0)
             if not isinstance(error, TimeoutError):
                 raise

@@ -52,7 +52,8 @@ class Commits:
 
     def start(self, janitor: bool) -> None:
         """Finishes what a crash left unfinished; one frontend also removes what nobody will commit."""
-        self._spawn(self._resume())
+        for shard in range(self._gateway.shards):
+            self._spawn(self._resume(shard))
         if janitor:
             self._spawn(self._clean())
 
@@ -148,17 +149,17 @@ class Commits:
         finally:
             self._finishing.discard((sink, batch))
 
-    async def _resume(self) -> None:
-        for shard in range(self._gateway.shards):
-            while True:
-                try:
-                    answer = await self._gateway.call(shard, TxnPending(), TxnPendingReply, patient=True)
-                except TopicsError:
-                    await asyncio.sleep(RETRY_S)  # it recovers
-                    continue
-                for sink, batch, stages in answer.batches:
-                    self._finish_later(sink, batch, stages)
-                break
+    async def _resume(self, shard: int) -> None:
+        """Each shard for itself: one may replay its log for minutes."""
+        while True:
+            try:
+                answer = await self._gateway.call(shard, TxnPending(), TxnPendingReply, patient=True)
+            except TopicsError:
+                await asyncio.sleep(RETRY_S)  # it recovers
+                continue
+            for sink, batch, stages in answer.batches:
+                self._finish_later(sink, batch, stages)
+            return
 
     async def _clean(self) -> None:
         while True:

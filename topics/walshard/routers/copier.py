@@ -204,6 +204,8 @@ class Copier:
         if not self._copy_log.log_gap(feed, last_source_seq, count, reason):
             return False
         feed.topic.skipped(feed.topic.head_seq + count, reason)
+        if feed.topic.config.durability != "ephemeral":
+            self._copy_log.logged(feed.hosted)
         self._show(feed.hosted)
         self._show_progress(feed)
         return True

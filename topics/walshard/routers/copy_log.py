@@ -54,7 +54,7 @@ class CopyLog:
         self._fs = fs
         self._ram_directory = ram_directory
         self._commit = commit
-        self._logged = logged
+        self.logged = logged
         self._now_ms = now_ms
         self._unlogged: dict[int, Feed] = {}
         """By dest: feeds with copies that are not in the log, the oldest first."""
@@ -105,7 +105,7 @@ class CopyLog:
         if not ephemeral:
             if not self._commit([operation], []):
                 return False
-            self._logged(feed.hosted)
+            self.logged(feed.hosted)
             return True
         durable = []
         if head_seq > topic.head_ceiling:
@@ -186,7 +186,7 @@ class CopyLog:
         if not self._commit([operation], []):
             return False
         feed.hosted.publish()
-        self._logged(feed.hosted)
+        self.logged(feed.hosted)
         return True
 
     def log_cursor(

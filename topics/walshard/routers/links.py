@@ -90,10 +90,8 @@ class Links:
 
     @property
     def idle(self) -> bool:
-        """Nothing to take, nothing that waits to be sent."""
-        return not (self._own or self._changed[self.shard] or self.stuck) and all(
-            ring is None or ring.empty for ring in self._in
-        )
+        """Nothing to take; what is `stuck` waits for the others."""
+        return not (self._own or self._changed[self.shard]) and all(ring is None or ring.empty for ring in self._in)
 
     @property
     def stuck(self) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from topics.core.errors import TopicsError
 from topics.core.router_state import ROUTERS_SHARD, RouterState, encode_router
 from topics.core.routers import Router, RouterRegistry
+from topics.log import get_logger
 from topics.shm import messages
 from topics.shm.control import ProcessCell
 from topics.shm.messages import Done
@@ -21,6 +22,8 @@ from topics.walshard.operation import Answer, Operation
 
 SHARD = ROUTERS_SHARD
 """Whose log has the routers, whatever the number of shards."""
+
+log = get_logger()
 
 
 class Registrar:
@@ -81,8 +84,11 @@ class Registrar:
         self._remove(self._with_ids(call.router_ids), answer)
 
     def gone(self, router_ids: list[int]) -> None:
-        """As `remove`, said by a shard that has seen a topic of theirs go."""
-        self._remove(self._with_ids(router_ids), None)
+        """As `remove`, said by a shard that has seen a topic of theirs go; it says so again until they are gone."""
+        try:
+            self._remove(self._with_ids(router_ids), None)
+        except TopicsError as error:
+            log.error("routers of a topic that is gone cannot be removed now", reason=error.message)
 
     def _with_ids(self, router_ids: list[int]) -> list[Router]:
         wanted = set(router_ids)
