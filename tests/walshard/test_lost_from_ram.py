@@ -12,11 +12,12 @@ from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from tests.walshard.test_routing import route
-from topics.core.config import TopicConfig
+from topics.core.config import Durability, TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
 from topics.shm.arena import TopicView
 from topics.shm.topic_messages import DeleteRecords, PutTopic
+from topics.shm.watch_messages import Watch
 
 EPHEMERAL = TopicConfig(durability="ephemeral")
 
@@ -236,3 +237,74 @@ def test_what_recovery_evicted_is_logged_before_the_cap_is_another(rig: Rig) -> 
     put(rig, "t", TopicConfig(cap_records=12))
     rig.boot()
     assert floors(rig, "t") == (5, 3, 3, 3)
+
+
+def synced(rig: Rig) -> None:
+    """What a sync in the background brings has come."""
+    rig.clock.ms += 1000
+    for _ in range(2):
+        rig.shard.sync_in_background()
+
+
+def durable_seq(rig: Rig) -> int:
+    return view_of(rig, "t").durable_seq
+
+
+@pytest.mark.parametrize("durability", ["memory", "disk", "fsync"])
+def test_durable_seq_does_not_count_what_only_ram_has(compaction: Compaction, durability: Durability) -> None:
+    rig = compaction.rig
+    rig.append("t", b"1")
+    synced(rig)
+    assert durable_seq(rig) == 1
+    put(rig, "t", EPHEMERAL)
+    rig.append("t", b"2", b"3")
+    put(rig, "t", TopicConfig(durability=durability))
+    for _ in range(2):
+        rig.append("t", b"more")
+        synced(rig)
+        assert durable_seq(rig) == 1, "2 and 3 go with the service"
+        rig.boot()
+        assert durable_seq(rig) == 1, "nor after the shard alone was killed"
+    rig.post_call(Watch(7, "t", view_of(rig, "t").topic_id, 5))
+    rig.run()
+    assert rig.notices == []
+    compaction.cut()
+    assert durable_seq(rig) == 5, "segments have them, and what came behind them is on the disk for long"
+    assert rig.notices, "and streams that wait for it hear of that"
+    restart(compaction)
+    assert [seq for seq, _ in compaction.read("t")] == [1, 2, 3, 4, 5]
+    assert durable_seq(rig) == 5
+
+
+def test_durable_seq_goes_on_when_what_was_in_ram_is_gone(compaction: Compaction) -> None:
+    rig = compaction.rig
+    rig.append("t", b"1", config=TopicConfig())
+    put(rig, "t", EPHEMERAL)
+    rig.append("t", b"2")
+    put(rig, "t", TopicConfig())
+    restart(compaction)
+    rig.append("t", b"3")
+    synced(rig)
+    assert durable_seq(rig) == 3, "lost: nobody can lose it again"
+    put(rig, "t", EPHEMERAL)
+    rig.append("t", b"4")
+    put(rig, "t", TopicConfig(cap_records=1))
+    rig.append("t", b"5")
+    synced(rig)
+    assert durable_seq(rig) == 5, "evicted"
+
+
+def test_a_sync_does_not_count_what_came_into_ram_since_it_was_due(rig: Rig) -> None:
+    rig.append("t", b"1")
+    put(rig, "t", EPHEMERAL)
+    assert durable_seq(rig) == 1, "the change of class is synced, and all before it"
+    rig.append("t", b"2")
+    synced(rig)
+    assert durable_seq(rig) == 1
+    put(rig, "t", TopicConfig())
+    put(rig, "t", EPHEMERAL)
+    rig.append("t", b"3")
+    put(rig, "t", TopicConfig())
+    rig.append("t", b"4")
+    synced(rig)
+    assert durable_seq(rig) == 1

@@ -98,6 +98,16 @@ class IdempotencyWindow:
         if pins and _batch_of(next(iter(pins)), prefix) == batch.to_bytes(_BATCH_LEN, "big"):
             del self._pins[prefix]
 
+    def pinned(self) -> list[tuple[str, int, list[str]]]:
+        """(sink, batch, stages) of each sink that has pins."""
+        found = []
+        for prefix, pins in self._pins.items():
+            stage_at = len(prefix) + _BATCH_LEN
+            batch = int.from_bytes(_batch_of(next(iter(pins)), prefix), "big")
+            sink = prefix[len(KeyMark.PIN) : -1].decode()
+            found.append((sink, batch, [key[stage_at:].decode() for key in pins]))
+        return found
+
     def unexpired(self, now_ms: int, window_ms: int) -> list[tuple[bytes, int, int, int]]:
         """(key, first_seq, records, ts) of all that may still be asked for, oldest first."""
         self._expire(now_ms, window_ms)

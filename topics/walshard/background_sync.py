@@ -42,7 +42,7 @@ class BackgroundSync:
         others = [hosted for topic_id, hosted in self._unsynced.items() if topic_id not in touched]
         self._unsynced.clear()
         for hosted in (*touched.values(), *others):
-            hosted.topic.durable_seq = max(hosted.topic.durable_seq, hosted.logged_head_seq)
+            hosted.topic.durable_seq = hosted.durable_once_synced_seq
         return others
 
     def forget(self, hosted: Hosted) -> None:
@@ -79,7 +79,7 @@ class BackgroundSync:
 
     def _start(self, now_ms: int) -> None:
         self._last_ms = now_ms
-        self._covered = [(hosted, hosted.logged_head_seq) for hosted in self._unsynced.values()]
+        self._covered = [(hosted, hosted.durable_once_synced_seq) for hosted in self._unsynced.values()]
         self._unsynced = {}
         future = self._helper.submit(self._logs.wal.sync_now)
         future.add_done_callback(lambda _future: self._wake.signal_always())

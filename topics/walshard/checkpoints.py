@@ -78,8 +78,12 @@ class Checkpoints:
         for checkpoint, hosted in due:
             marks.add(checkpoint, hosted)
         if marks.operations:
+            durable = [(hosted, hosted.topic.durable_seq) for hosted in marks.marked.values()]
             if not self._commits.commit(marks.operations, [], marks.marked.keys()):
                 marks.undo()
+            for hosted, durable_seq in durable:
+                if hosted.topic.durable_seq != durable_seq:
+                    self._commits.show(hosted)
         elif not self._logs.sync():
             raise TopicsError("storage_unavailable", "the log cannot be synced now; see the service's log")
         answer.reply = messages.encode_reply(answer.request_id, CheckpointReply(marks.gone, marks.refused, held))
@@ -183,5 +187,7 @@ def _apply(
     hosted.checkpointed(checkpoint.up_to_seq, checkpoint.segments, table)
     topic.logged(floors)
     topic.durable_seq = max(topic.durable_seq, min(checkpoint.up_to_seq, topic.head_seq))
+    # The mark is synced: records behind those that waited for segments may have been so for long.
+    topic.durable_seq = hosted.durable_once_synced_seq
     reached("mark.applied")
     hosted.publish()

@@ -73,6 +73,21 @@ class Hosted:
         return min(self.topic.head_seq, self.ring.unlogged_seq - 1)
 
     @property
+    def durable_once_synced_seq(self) -> int:
+        """What `durable_seq` is when the durable log, as it is now, is on the disk: that says nothing of records which
+        are in RAM alone, also when the topic is not `ephemeral` any more. Those pass into segments, or go.
+        """
+        topic = self.topic
+        if topic.durable_seq < topic.head_ceiling and self._first_unsettled_seq <= topic.head_ceiling:
+            return topic.durable_seq
+        return max(topic.durable_seq, self.logged_head_seq)
+
+    @property
+    def _first_unsettled_seq(self) -> int:
+        """From there on records are in logs alone, the durable one or that in RAM."""
+        return max(self.topic.earliest_seq, self.index.segments.last_seq + 1)
+
+    @property
     def has_evicted_for_ram(self) -> bool:
         """Whether caps have evicted what only the RAM log gives a reason for, and the durable log does not say so.
 
@@ -83,7 +98,7 @@ class Hosted:
             return False
         if topic.config.durability == "ephemeral":
             return topic.logged_floor < self._ram_from_seq
-        return max(topic.earliest_seq, self.index.segments.last_seq + 1) <= topic.head_ceiling
+        return self._first_unsettled_seq <= topic.head_ceiling
 
     def announce(self) -> None:
         """Makes the topic visible to readers."""
@@ -191,6 +206,7 @@ class Hosted:
         self._arena.heap.free(*descriptor)
 
     def configured(self, config: TopicConfig, descriptor: tuple[int, int]) -> None:
+        """It is logged, and on the disk with all before it."""
         self._arena.heap.free(*self._descriptor)
         self._descriptor = descriptor
         self._version += 1
@@ -198,6 +214,7 @@ class Hosted:
         self._holdings.came(config)
         if config.durability == "ephemeral" and self.topic.config.durability != "ephemeral":
             self._ram_from_seq = self.topic.head_seq + 1
+            self.topic.durable_seq = self.durable_once_synced_seq
         self.topic.configured(config)
 
     def abandon(self) -> None:

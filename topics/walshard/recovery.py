@@ -15,6 +15,7 @@ import msgspec
 from topics.core.clock import Clock
 from topics.core.expiry_clock import ExpiryClock
 from topics.core.fold import Fold
+from topics.core.topic import Topic
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.arena import ArenaWriter, unlink_arena
@@ -92,7 +93,7 @@ def recover(
         cell.set("wal_bytes_found", log_bytes)
     fold.finish(ram_log_survived=ram_recovery.end is not None)
     for topic in fold.topics.values():
-        topic.durable_seq = 0 if topic.config.durability == "ephemeral" else topic.head_seq
+        topic.durable_seq = _durable_seq(topic)
 
     holdings = Holdings(shared.control, index, settings)
     catalog = Catalog(index, settings.wal_shards, arena, holdings, files, clock)
@@ -170,6 +171,15 @@ def recover(
         took_ms=clock.monotonic_ms() - started_ms,
     )
     return shard
+
+
+def _durable_seq(topic: Topic) -> int:
+    """What the files hold is on the disk; but a topic that was `ephemeral` for a while may have records in RAM."""
+    if topic.config.durability == "ephemeral":
+        return 0
+    assert isinstance(topic.index, TopicIndex)
+    in_ram_seq = topic.index.first_ram_seq(topic.earliest_seq, min(topic.head_ceiling, topic.head_seq))
+    return topic.head_seq if in_ram_seq is None else in_ram_seq - 1
 
 
 def _restore(fold: Fold, fs: FileSystem, data_dir: str, directory: str) -> tuple[WalPosition | None, str]:

@@ -31,13 +31,12 @@ from topics.shm.txn_messages import (
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
 from topics.storage.sink_file import (
-    HEAD_LEN,
     Sink,
     SinkDamagedError,
-    decode_head,
     decode_sink,
     encode_sink,
     is_sink_name,
+    read_head,
     sink_name,
 )
 from topics.storage.stage_file import StageDamagedError, decode_stage, stage_name
@@ -107,17 +106,10 @@ class Sinks:
         """The sink may be another shard's, which replaces the file only when all its stages have been answered: so as
         long as it says pending, the pins of those that this shard has published are there.
         """
-        path = os.path.join(self._directory, sink_name(sink))
         try:
-            fd = self._fs.open(path, os.O_RDONLY)
-            try:
-                decided, pending_count = decode_head(self._fs.pread(fd, HEAD_LEN, 0))
-            finally:
-                self._fs.close(fd)
-        except FileNotFoundError:
-            decided, pending_count = 0, 0
+            decided, pending_count = read_head(self._fs, self._directory, sink)
         except (OSError, SinkDamagedError) as error:
-            raise _unusable(path, error) from None
+            raise _unusable(os.path.join(self._directory, sink_name(sink)), error) from None
         if decided != batch or not pending_count:
             raise TopicsError("fenced", f"batch {batch} of sink {sink!r} is not being published", {"batch": decided})
 
