@@ -43,6 +43,15 @@ def test_a_batch_that_is_over_is_forgotten_and_no_other() -> None:
     assert len(window) == 0
 
 
+def test_pins_say_what_they_are_of() -> None:
+    window = IdempotencyWindow()
+    assert window.pinned() == []
+    for stage in ("x-1", "y-2"):
+        window.remember(pin("spark-job.é", 2**63, stage), Outcome(1, 1, 1))
+    window.remember(pin("b", 0, ""), Outcome(2, 1, 1))
+    assert window.pinned() == [("spark-job.é", 2**63, ["x-1", "y-2"]), ("b", 0, [""])]
+
+
 def test_what_is_kept_over_a_trim_or_in_a_snapshot_has_the_pins() -> None:
     window = IdempotencyWindow()
     window.remember(b"old", Outcome(1, 1, 1))

@@ -10,24 +10,39 @@ from typing import TypeVar
 import pytest
 
 from tests.frontend.live import until
+from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.txn.commits import Commits
 from topics.frontend.txn.stages import Stages
-from topics.shm import messages
+from topics.shm import append_messages, messages
+from topics.shm.append_messages import AppendReply
 from topics.shm.arena import ArenaWriter
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.shm.messages import Call, Kind
-from topics.shm.txn_messages import StagePublish, TxnPending, TxnPendingReply
+from topics.shm.txn_messages import (
+    StagePublish,
+    StagesOver,
+    TxnBegin,
+    TxnEnd,
+    TxnLook,
+    TxnPending,
+    TxnPendingReply,
+    TxnReply,
+)
+from topics.storage.frame import lay_out
+from topics.storage.stage_file import stage_name
 
 SHARDS = 2
 RING_BYTES = 64 * 1024
 DEADLINE_S = 20.0
 STAGE_TTL_MS = 60_000
+PUBLISHED = AppendReply(5, 1, 5, False, False, "disk", 12, 0)
+OVER = TopicsError("fenced", "batch 7 is not being published", {"batch": 7})
 
-CallT = TypeVar("CallT", TxnPending, StagePublish)
+CallT = TypeVar("CallT", TxnBegin, TxnEnd, TxnLook, TxnPending, StagePublish, StagesOver)
 
 
 class Shards:
@@ -44,22 +59,23 @@ class Shards:
         self._held.append(ArenaWriter(self._identity, shard, 1))
         self.shared.control.cell(Role.WALSHARD, shard).set("generation", 1)
 
-    def calls(self, shard: int) -> list[tuple[int, Call]]:
-        """New ones, with their request ids."""
-        found = []
+    def calls(self, shard: int) -> Iterator[tuple[int, Call]]:
+        """New ones, with their request ids; what is not taken from this stays new."""
         for message, position in self.shared.rings[0][shard].requests.peek(self._read[shard]):
             self._read[shard] = position
             kind, request_id, _count = messages.head(message)
             if kind == Kind.CALL:
-                found.append((request_id, messages.decode_call(message)))
-        return found
+                yield request_id, messages.decode_call(message)
 
     async def told(self, shard: int, kind: type[CallT]) -> tuple[int, CallT]:
-        """The next call of this kind, with its request id."""
+        """The next call of this kind, with its request id; others that come before it are passed over."""
         found: list[tuple[int, CallT]] = []
 
         def look() -> bool:
-            found.extend((request_id, call) for request_id, call in self.calls(shard) if isinstance(call, kind))
+            for request_id, call in self.calls(shard):
+                if isinstance(call, kind):
+                    found.append((request_id, call))
+                    break
             return bool(found)
 
         await until(look)
@@ -67,6 +83,12 @@ class Shards:
 
     def answer(self, shard: int, request_id: int, reply: messages.Reply) -> None:
         self._send(shard, messages.encode_reply(request_id, reply))
+
+    def published(self, shard: int, request_id: int) -> None:
+        self._send(shard, append_messages.encode_append_reply(request_id, PUBLISHED))
+
+    def refuse(self, shard: int, request_id: int, error: TopicsError) -> None:
+        self._send(shard, messages.encode_error(request_id, error))
 
     def _send(self, shard: int, message: bytearray) -> None:
         assert self.shared.rings[0][shard].replies.push(message)
@@ -115,3 +137,63 @@ def test_a_batch_of_one_shard_does_not_wait_for_another_that_still_replays(shard
 
     shards.ready(1)
     on_loop(shards, tmp_path, test)
+
+
+def make_stage(commits: Commits, topic: str) -> str:
+    return commits.stages.make(topic, "txn", lay_out([(b"", b"", b"1", b"")]))
+
+
+def is_there(data_dir: Path, stage: str) -> bool:
+    return bool(list(data_dir.rglob(stage_name(stage))))
+
+
+async def ended_without_an_answer(shards: Shards, commits: Commits, stage: str) -> None:
+    """Up to the repeat of a batch whose end was answered too late, which the topic's shard fences."""
+    asked = asyncio.create_task(commits.commit(owned_by(0), 7, [(stage, owned_by(1))]))
+    begin_id, _ = await shards.told(0, TxnBegin)
+    shards.answer(0, begin_id, TxnReply("begun", 7, [(stage, owned_by(1))]))
+    publish_id, _ = await shards.told(1, StagePublish)
+    shards.published(1, publish_id)
+    await shards.told(0, TxnEnd)
+    with pytest.raises(TopicsError) as failed:
+        await asked
+    assert failed.value.code == "shard_unavailable"
+    again_id, _ = await shards.told(1, StagePublish)
+    shards.refuse(1, again_id, OVER)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [TxnReply("committed", 7, []), TxnReply("pending", 8, [("next", owned_by(1))]), TxnReply("none", 0, [])],
+    ids=["over", "the next one is decided", "the sink is forgotten"],
+)
+def test_a_batch_whose_end_was_answered_late_leaves_nothing(told: TxnReply, shards: Shards, tmp_path: Path) -> None:
+    async def test(commits: Commits) -> None:
+        stage = make_stage(commits, owned_by(1))
+        assert is_there(tmp_path, stage)
+        await ended_without_an_answer(shards, commits, stage)
+        look_id, _ = await shards.told(0, TxnLook)
+        shards.answer(0, look_id, told)
+        _, over = await shards.told(1, StagesOver)
+        assert over == StagesOver(owned_by(1), owned_by(0), 7)
+        assert not is_there(tmp_path, stage)
+
+    for shard in range(SHARDS):
+        shards.ready(shard)
+    on_loop(shards, tmp_path, test, shard_wait_ms=500)
+
+
+def test_a_late_driver_leaves_the_pins_of_a_sink_that_began_again_alone(shards: Shards, tmp_path: Path) -> None:
+    """It was forgotten meanwhile, and its new batch has the number of the old one."""
+
+    async def test(commits: Commits) -> None:
+        stage = make_stage(commits, owned_by(1))
+        await ended_without_an_answer(shards, commits, stage)
+        look_id, _ = await shards.told(0, TxnLook)
+        shards.answer(0, look_id, TxnReply("pending", 7, [("other", owned_by(1))]))
+        await until(lambda: not commits._finishing)
+        assert not [call for shard in range(SHARDS) for _id, call in shards.calls(shard)]
+
+    for shard in range(SHARDS):
+        shards.ready(shard)
+    on_loop(shards, tmp_path, test, shard_wait_ms=500)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.storage.faults import FaultyFileSystem
+from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from tests.walshard.test_killed_anywhere import MODULES, NOT_REACHED, in_a_process, kill_at_line
 from topics.core.config import TopicConfig
@@ -20,7 +21,9 @@ from topics.frontend.txn.stages import Stages
 from topics.shm.messages import Call
 from topics.shm.topic_messages import PutTopic
 from topics.shm.txn_messages import StagePublish, StagesOver, TxnBegin, TxnEnd, TxnForget, TxnLook, TxnPending
+from topics.storage import layout
 from topics.storage.frame import lay_out
+from topics.storage.sink_file import sink_name
 
 KILLED_IN = (*MODULES, "/topics/storage/filesystem.py")
 StageList = list[tuple[str, str]]
@@ -122,6 +125,107 @@ def test_pins_outlast_windows_and_restarts_and_go_with_the_batch(rig: Rig) -> No
     assert data(rig, "a") == [b"1", b"2"]
 
 
+def pins(rig: Rig) -> int:
+    hosted = rig.shard._catalog.find("a")
+    assert hosted is not None
+    return sum(len(stages) for _sink, _batch, stages in hosted.topic.idempotency.pinned())
+
+
+def after_a_cut(rig: Rig) -> int:
+    """How many pins a start from a new snapshot has."""
+    compaction = Compaction(rig)
+    assert compaction.cut()
+    rig.restart_service()
+    return pins(rig)
+
+
+@pytest.mark.parametrize("left", ["forgotten", "over", "later"])
+def test_pins_of_batches_that_are_over_leave_the_snapshots(rig: Rig, left: str) -> None:
+    compaction = Compaction(rig)
+    for n in range(3):
+        sink = f"job.{n}"
+        stages = stage(rig, ("a", [b"1"]), ("a", [b"2"]))
+        rig.call(TxnBegin(sink, 0, stages))
+        drive(rig, sink, 0, stages)
+        if left == "forgotten":
+            rig.call(TxnForget(sink))
+        elif left == "later":
+            rig.call(TxnBegin(sink, 1, stage(rig, ("b", [b"3"]))))
+        # Nothing more than two stages came since the last one.
+        assert compaction.cut()
+        (topic,) = [one for one in compaction.compactor._followers[0].fold.topics.values() if one.name == "a"]
+        assert topic.idempotency.pinned() == []
+    rig.restart_service()
+    assert pins(rig) == 0
+    assert [piece for _seq, piece in compaction.read("a")] == [b"1", b"2"] * 3
+
+
+def test_pins_of_a_batch_that_is_not_over_are_in_the_snapshots(rig: Rig) -> None:
+    stages = stage(rig, ("a", [b"1"]), ("a", [b"2"]))
+    rig.call(TxnBegin("s", 0, stages))
+    first, second = publish_calls("s", 0, stages)
+    rig.call(first)
+    # Also without its file, which somebody took away: or the batch would never be over.
+    stages_of(rig).drop([stages[0][0]])
+    assert after_a_cut(rig) == 1
+    assert rig.call(first).deduped
+    assert not rig.call(second).deduped
+    assert after_a_cut(rig) == 2
+    drive(rig, "s", 0, stages)
+    assert after_a_cut(rig) == 0
+    assert [piece for _seq, piece in Compaction(rig).read("a")] == [b"1", b"2"]
+
+
+def test_a_pin_stays_as_long_as_its_stage_could_be_published_again(rig: Rig) -> None:
+    stages = stage(rig, ("a", [b"1"]))
+    rig.call(TxnBegin("s", 0, stages))
+    (publish,) = publish_calls("s", 0, stages)
+    rig.call(publish)
+    assert rig.call(TxnEnd("s", 0)) is not None
+    # The driver dies here, and the sink is forgotten: the stage is there for whoever commits it once more.
+    rig.call(TxnForget("s"))
+    assert after_a_cut(rig) == 1
+    assert rig.call(TxnBegin("s", 0, stages)).outcome == "begun"
+    assert rig.call(publish).deduped
+    drive(rig, "s", 0, stages)
+    assert after_a_cut(rig) == 0
+    assert [piece for _seq, piece in Compaction(rig).read("a")] == [b"1"]
+
+
+@pytest.mark.parametrize("damage", ["sink", "no stages"])
+def test_pins_stay_where_the_files_do_not_say_that_they_may_go(rig: Rig, damage: str) -> None:
+    stages = stage(rig, ("a", [b"1"]))
+    rig.call(TxnBegin("s", 0, stages))
+    drive(rig, "s", 0, stages)
+    if damage == "sink":
+        Path(layout.sinks_dir(rig.settings.data_dir), sink_name("s")).write_bytes(b"TSNK")
+    else:
+        Path(layout.stages_dir(rig.settings.data_dir)).rmdir()
+    assert after_a_cut(rig) == 1
+
+
+def test_a_cut_reads_one_file_for_each_sink_with_pins_and_none_without(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    fs_open = rig.fs.open
+
+    def noted(path: str, flags: int) -> int:
+        opened.append(path)
+        return fs_open(path, flags)
+
+    compaction = Compaction(rig)
+    assert compaction.cut()
+    stages = stage(rig, *[("a", [b"1"]), ("b", [b"2"])] * 4)
+    rig.call(TxnBegin("s", 0, stages))
+    drive(rig, "s", 0, stages)
+    monkeypatch.setattr(rig.fs, "open", noted)
+    for expected in (1, 0):
+        opened.clear()
+        assert compaction.cut()
+        assert sum(path.endswith(".sink") for path in opened) == expected
+
+
 def test_published_records_are_synced_whatever_the_class(rig: Rig) -> None:
     stages = stage(rig, ("a", [b"1"]))
     rig.call(TxnBegin("s", 0, stages))
@@ -166,6 +270,18 @@ def test_a_sink_can_be_forgotten_once_its_batch_is_over(rig: Rig) -> None:
     rig.restart_service()
     assert rig.call(TxnForget("s")).outcome == "none"
     assert rig.call(TxnBegin("s", 0, stage(rig, ("a", [b"2"])))).outcome == "begun"
+
+
+def test_asking_for_sinks_that_are_not_costs_no_memory(rig: Rig) -> None:
+    assert [rig.call(TxnLook(f"s{number}")).outcome for number in range(50)] == ["none"] * 50
+    assert not rig.shard._sinks._known
+    stages = stage(rig, ("a", [b"1"]))
+    rig.call(TxnBegin("s1", 5, stages))
+    drive(rig, "s1", 5, stages)
+    assert rig.call(TxnLook("s1")).outcome == "committed"
+    rig.call(TxnForget("s1"))
+    assert rig.call(TxnLook("s1")).outcome == "none"
+    assert not rig.shard._sinks._known
 
 
 def test_a_damaged_sink_is_said_and_is_not_a_new_one(rig: Rig) -> None:

@@ -24,6 +24,7 @@ from typing import Final
 
 from topics.compactor.checkpoints import Checkpoints, Refused, tell
 from topics.compactor.durable_marks import DurableMarks
+from topics.compactor.ended_pins import unpin_ended
 from topics.compactor.follower import Follower
 from topics.compactor.leftovers import Leftovers, Swept, TopicFiles
 from topics.compactor.log_buffers import LogBuffers
@@ -153,6 +154,7 @@ class Compactor:
             except (OSError, Refused) as error:
                 is_full |= self._not_cut(follower, error)
                 continue
+            unpin_ended(self._fs, self._data_dir, follower.fold.topics.values(), self._alive)
             parts[follower.shard] = encode_part(
                 follower.shard, len(self._followers), follower.log_id(), follower.position, follower.fold.state()
             )

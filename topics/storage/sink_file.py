@@ -15,12 +15,15 @@ while its batch is decided and not over, which other shards see in the first 32 
 
 from __future__ import annotations
 
+import os
 import re
 from struct import Struct
 from typing import Final
 
 import msgspec
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
+
+from topics.storage.filesystem import FileSystem
 
 VERSION: Final = 1
 _HEADER: Final = Struct("<4sHHQQQ")
@@ -70,6 +73,18 @@ def decode_head(head: bytes) -> tuple[int, int]:
     if magic != _MAGIC or version != VERSION:
         raise SinkDamagedError(f"it begins with {magic!r}, version {version}; this program knows version {VERSION}")
     return batch, pending_count
+
+
+def read_head(fs: FileSystem, directory: str, sink: str) -> tuple[int, int]:
+    """(batch, pending_count) of a sink, by whoever; (0, 0) without a file. Raises OSError, SinkDamagedError."""
+    try:
+        fd = fs.open(os.path.join(directory, sink_name(sink)), os.O_RDONLY)
+    except FileNotFoundError:
+        return 0, 0
+    try:
+        return decode_head(fs.pread(fd, HEAD_LEN, 0))
+    finally:
+        fs.close(fd)
 
 
 def decode_sink(content: bytes) -> Sink:

@@ -31,13 +31,12 @@ from topics.shm.txn_messages import (
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
 from topics.storage.sink_file import (
-    HEAD_LEN,
     Sink,
     SinkDamagedError,
-    decode_head,
     decode_sink,
     encode_sink,
     is_sink_name,
+    read_head,
     sink_name,
 )
 from topics.storage.stage_file import StageDamagedError, decode_stage, stage_name
@@ -55,7 +54,8 @@ class Sinks:
         self._stages = layout.stages_dir(data_dir)
         self._shard = shard
         self._shards = shards
-        self._known: dict[str, Sink | None] = {}
+        self._known: dict[str, Sink] = {}
+        """Only those that are: of others anyone may ask, for as many as they like."""
 
     def take(self, call: SinkCall, answer: Answer) -> None:
         """Carries out one call. Raises TopicsError; then nothing has changed, but for `storage_unavailable`, which
@@ -106,17 +106,10 @@ class Sinks:
         """The sink may be another shard's, which replaces the file only when all its stages have been answered: so as
         long as it says pending, the pins of those that this shard has published are there.
         """
-        path = os.path.join(self._directory, sink_name(sink))
         try:
-            fd = self._fs.open(path, os.O_RDONLY)
-            try:
-                decided, pending_count = decode_head(self._fs.pread(fd, HEAD_LEN, 0))
-            finally:
-                self._fs.close(fd)
-        except FileNotFoundError:
-            decided, pending_count = 0, 0
+            decided, pending_count = read_head(self._fs, self._directory, sink)
         except (OSError, SinkDamagedError) as error:
-            raise _unusable(path, error) from None
+            raise _unusable(os.path.join(self._directory, sink_name(sink)), error) from None
         if decided != batch or not pending_count:
             raise TopicsError("fenced", f"batch {batch} of sink {sink!r} is not being published", {"batch": decided})
 
@@ -154,13 +147,16 @@ class Sinks:
             pass
         except OSError as error:
             raise _cannot(path, error) from error
-        self._known[sink] = None
+        self._known.pop(sink, None)
         return _as_known(known)
 
     def _find(self, sink: str) -> Sink | None:
-        if sink not in self._known:
-            self._known[sink] = self._load(os.path.join(self._directory, sink_name(sink)))
-        return self._known[sink]
+        known = self._known.get(sink)
+        if known is None:
+            known = self._load(os.path.join(self._directory, sink_name(sink)))
+            if known is not None:
+                self._known[sink] = known
+        return known
 
     def _load(self, path: str) -> Sink | None:
         try:

@@ -122,8 +122,13 @@ class Commits:
         except TopicsError as error:
             if error.code != "fenced":
                 raise
-            return records  # another frontend was faster: the batch is over
-        await self._gateway.call(self._owner(sink), TxnEnd(sink, batch), Done)
+            # It is over: another frontend was faster, or nobody heard that it was. What it leaves goes all the same.
+            told = await self._gateway.call(self._owner(sink), TxnLook(sink), TxnReply)
+            if told.pending and told.batch == batch:
+                return records  # of a sink that was forgotten and begins again: its new batch needs its pins
+            stages = [stage for stage in stages if stage not in told.pending]
+        else:
+            await self._gateway.call(self._owner(sink), TxnEnd(sink, batch), Done)
         await asyncio.to_thread(self.stages.drop, [stage for stage, _topic in stages])
         for topic in sorted({topic for _stage, topic in stages}):
             # Without its file no stage can be published again, so the topics need not know them any more.
