@@ -47,6 +47,36 @@ def test_an_idle_producer_is_forgotten_in_the_end() -> None:
     assert len(window) == 0
 
 
+def test_idle_producers_are_let_go_while_others_write() -> None:
+    window = IdempotencyWindow()
+    day_ms = 86_400_000
+    window.remember(producer_key(b"busy", Turn(1, 0)), Outcome(1, 1, 0))
+    for n in range(100):
+        window.remember(producer_key(b"idle%d" % n, Turn(1, 0)), Outcome(2 + n, 1, n))
+    for day in range(1, 31):
+        window.find(b"client", day * day_ms, 0)
+        window.remember(b"client", Outcome(200 + day, 1, day * day_ms))
+        if day % 6 == 0:
+            window.remember(producer_key(b"busy", Turn(1, day)), Outcome(300 + day, 1, day * day_ms))
+        if day == 7:
+            assert len(window) > 100
+    assert len(window._producers) == 1
+    assert window.turn_of(b"busy", 30 * day_ms) == Turn(1, 30)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (0, 1, 0), (0, 1, 0, 1), (1, 0)])
+def test_who_was_forgotten_begins_anew_also_for_those_who_read_the_log(order: tuple[int, ...]) -> None:
+    """Twice, from a file that was salvaged, or the later part first, from the RAM log."""
+    later_ms = 1000 + FORGOTTEN_AFTER_MS + 1
+    writes = [(key(5, epoch=5), Outcome(1, 1, 1000)), (key(0), Outcome(2, 1, later_ms))]
+    window = IdempotencyWindow()
+    for at in order:
+        window.remember(*writes[at])
+    assert window.turn_of(b"p", later_ms) == Turn(1, 0)
+    assert window.find(key(0), later_ms + 1, 0) == Outcome(2, 1, later_ms)
+    assert window.unexpired(later_ms, 0)[0] == (key(0), 2, 1, later_ms)
+
+
 def test_what_is_kept_restores_it() -> None:
     window = IdempotencyWindow()
     window.remember(key(7), Outcome(1, 1, 1000))

@@ -20,6 +20,7 @@ from topics.frontend.queues.job_records import ANSWER_BYTES_MAX
 from topics.frontend.queues.unreadable import ASIDE_MS
 from topics.frontend.reads.cold import ColdTier
 from topics.shm import messages
+from topics.shm.arena import ArenaWriter
 from topics.shm.control import Role
 from topics.shm.messages import Call, Kind
 from topics.shm.queue_messages import Claim, Dealt, Exhume, Peek, Peeked, Unclaim, Waiting, WorkClose
@@ -82,6 +83,15 @@ class Shard:
 def queue(hosting: Hosting, records: list[Written]) -> None:
     hosting.make("q", TopicConfig(type="queue"))
     hosting.write("q", records)
+
+
+def restart(hosting: Hosting, frontend: Frontend, records: list[Written]) -> None:
+    """The next life of the shard, with an arena of its own, `records` in its `queue`; the frontend hears of it."""
+    hosting.arena = ArenaWriter(hosting.shared.identity, 0, 2)
+    queue(hosting, records)
+    hosting.shared.control.cell(Role.WALSHARD, 0).set("generation", 2)
+    assert hosting.shared.rings[0][0].replies.push(messages.encode_generation())
+    hosting.shared.frontend_wakes[0].signal_always()
 
 
 class SlowCold(ColdStore):
@@ -331,3 +341,53 @@ def test_a_claim_whose_stream_was_reset_before_its_answer_gives_its_jobs_back(ho
         on_loop(hosting, test)
     finally:
         cold.gate.set()
+
+
+def test_a_claim_that_waits_for_its_first_answer_is_not_asked_twice_when_its_shard_restarts(hosting: Hosting) -> None:
+    """It is in the ring, which the restarted shard reads: twice it might be dealt to twice."""
+
+    async def test(frontend: Frontend) -> None:
+        shard = Shard(frontend)
+        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", {"node": "w"}))
+        claim_id, claim = await shard.told(Claim)
+        restart(hosting, frontend, records)
+        shard.answer(claim_id, Waiting(5))
+        shard.deal(Dealt(claim.stream, [1], LEASE_NO, DEADLINE_MS, [1], 1))
+        status, _, answer = await asked
+        assert (status, [job["$seq"] for job in answer["claimed"]]) == (200, [1])
+        assert [call for _, call in shard.calls() if isinstance(call, Claim)] == []
+
+    records = [Written(b"1"), Written(b"2")]
+    queue(hosting, records)
+    on_loop(hosting, test)
+
+
+def test_what_a_claim_that_was_asked_twice_is_dealt_the_second_time_is_given_back(hosting: Hosting) -> None:
+    """Here the restarted shard knew of it, its window being over before it came again."""
+
+    async def test(frontend: Frontend) -> None:
+        shard = Shard(frontend)
+        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", {"node": "w"}))
+        claim_id, claim = await shard.told(Claim)
+        shard.answer(claim_id, Waiting(5))
+        await until(lambda: hosting.shared.rings[0][0].replies.empty)
+        restart(hosting, frontend, records)
+        again_id, again = await shard.told(Claim)
+        assert again == claim
+        shard.deal(Dealt(claim.stream, [1], LEASE_NO, DEADLINE_MS, [1], 1))
+        shard.answer(again_id, Waiting(5))
+        status, _, answer = await asked
+        assert (status, [job["$seq"] for job in answer["claimed"]]) == (200, [1])
+        shard.deal(Dealt(claim.stream, [2], LEASE_NO + 1, DEADLINE_MS, [1], 0))
+        calls: list[Call] = []
+
+        def given_back() -> bool:
+            calls.extend(call for _, call in shard.calls())
+            return any(isinstance(call, Unclaim) for call in calls)
+
+        await until(given_back)
+        assert calls == [WorkClose("q", claim.stream), Unclaim("q", "w", [2], [LEASE_NO + 1])]
+
+    records = [Written(b"1"), Written(b"2")]
+    queue(hosting, records)
+    on_loop(hosting, test)

@@ -150,6 +150,37 @@ def test_a_topic_whose_records_are_all_gone_keeps_its_head_floors_and_clock(rig:
     assert rig.read("t") == [(3, b"3")]
 
 
+@pytest.mark.parametrize("by_cap", [False, True])
+def test_a_burst_that_is_over_leaves_no_large_ring(rig: Rig, by_cap: bool) -> None:
+    rig.append("t", b"0", config=TopicConfig(durability="ephemeral", ttl_ms=0 if by_cap else 1000))
+    small = view(rig, "t")
+    for _ in range(4):
+        rig.append("t", *[b"1"] * 4096)
+    during = view(rig, "t")
+    assert during.ring_capacity == 32768
+    used_bytes = rig.shard._catalog._arena.used_bytes
+    rig.clock.ms += 5000
+    rig.append("t", *[b"%d" % number for number in range(100)])
+    if by_cap:
+        rig.call(PutTopic("t", TopicConfig(durability="ephemeral", cap_records=100), False))
+    rig.shard.sweep()
+    after = view(rig, "t")
+    assert small.ring_capacity < after.ring_capacity <= 256
+    assert rig.shard._catalog._arena.used_bytes < used_bytes - 400_000
+    kept = [(seq, b"%d" % (seq - after.earliest_seq)) for seq in range(after.earliest_seq, after.head_seq + 1)]
+    assert len(kept) == 100
+    assert rig.read("t") == kept
+    # Who still has the former view takes a new one, or gets what it asked for.
+    old = rig.reader.locations(during, during.head_seq, during.head_seq)
+    assert old is None or old.ts == [1_700_000_000_000]
+    rig.shard.sweep()
+    assert view(rig, "t") == after, "nothing is moved twice"
+    assert rig.append("t", *[b"2"] * 4000).first_seq == after.head_seq + 1
+    assert len(rig.read("t")) == (100 if by_cap else 4100)
+    rig.boot()
+    assert rig.append("t", b"3").first_seq == after.head_seq + 4001
+
+
 def test_keys_are_known_as_long_as_they_should(rig: Rig) -> None:
     first = rig.append("t", b"1", b"2", key=b"k", config=EPHEMERAL)
     churn(rig, 20)

@@ -272,6 +272,18 @@ def test_a_sink_can_be_forgotten_once_its_batch_is_over(rig: Rig) -> None:
     assert rig.call(TxnBegin("s", 0, stage(rig, ("a", [b"2"])))).outcome == "begun"
 
 
+def test_asking_for_sinks_that_are_not_costs_no_memory(rig: Rig) -> None:
+    assert [rig.call(TxnLook(f"s{number}")).outcome for number in range(50)] == ["none"] * 50
+    assert not rig.shard._sinks._known
+    stages = stage(rig, ("a", [b"1"]))
+    rig.call(TxnBegin("s1", 5, stages))
+    drive(rig, "s1", 5, stages)
+    assert rig.call(TxnLook("s1")).outcome == "committed"
+    rig.call(TxnForget("s1"))
+    assert rig.call(TxnLook("s1")).outcome == "none"
+    assert not rig.shard._sinks._known
+
+
 def test_a_damaged_sink_is_said_and_is_not_a_new_one(rig: Rig) -> None:
     stages = stage(rig, ("a", [b"1"]))
     rig.call(TxnBegin("s", 0, stages))

@@ -8,6 +8,7 @@ which no clock can tell, and goes when the sink's next batch comes to the topic 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Final, NamedTuple
 
 from topics.core.key_marks import KeyMark
@@ -43,7 +44,7 @@ def is_pin(key: bytes) -> bool:
 
 class IdempotencyWindow:
     """Keys of the last `window_ms`, oldest first: commit times never decrease, so expiry is from the front. And pins,
-    by sink, each sink's of one batch. And where producers are, by their ids.
+    by sink, each sink's of one batch. And where producers are, by their ids, the one that wrote last at the end.
     """
 
     __slots__ = ("_outcomes", "_pins", "_producers")
@@ -51,7 +52,7 @@ class IdempotencyWindow:
     def __init__(self) -> None:
         self._outcomes: dict[bytes, Outcome] = {}
         self._pins: dict[bytes, dict[bytes, Outcome]] = {}
-        self._producers: dict[bytes, tuple[Turn, Outcome]] = {}
+        self._producers: OrderedDict[bytes, tuple[Turn, Outcome]] = OrderedDict()
 
     def find(self, key: bytes, now_ms: int, window_ms: int) -> Outcome | None:
         """The outcome of this key, if it is a pin or not older than the window."""
@@ -85,9 +86,10 @@ class IdempotencyWindow:
         if is_producer_key(key):
             id, turn = parse_key(key)
             known = self._producers.get(id)
-            # What a log says twice comes in its order twice.
-            if known is None or turn >= known[0]:
+            if known is None or _goes_on(known, turn, outcome.ts):
                 self._producers[id] = (turn, outcome)
+                self._producers.move_to_end(id)
+        self._forget(outcome.ts)
 
     def unpin(self, sink: str, batch: int) -> None:
         """That batch is over: nothing of it will be published again."""
@@ -109,13 +111,12 @@ class IdempotencyWindow:
     def unexpired(self, now_ms: int, window_ms: int) -> list[tuple[bytes, int, int, int]]:
         """(key, first_seq, records, ts) of all that may still be asked for, oldest first."""
         self._expire(now_ms, window_ms)
-        self._producers = {
-            id: known for id, known in self._producers.items() if now_ms - known[1].ts <= FORGOTTEN_AFTER_MS
-        }
         kept = [(key, *outcome) for pins in self._pins.values() for key, outcome in pins.items()]
+        self._forget(now_ms)
         for id, (turn, outcome) in self._producers.items():
             key = producer_key(id, turn)
-            if key not in self._outcomes:
+            # One that a log said late may be behind others.
+            if key not in self._outcomes and now_ms - outcome.ts <= FORGOTTEN_AFTER_MS:
                 kept.append((key, *outcome))
         return kept + [(key, *outcome) for key, outcome in self._outcomes.items()]
 
@@ -129,8 +130,27 @@ class IdempotencyWindow:
         for key in expired:
             del outcomes[key]
 
+    def _forget(self, now_ms: int) -> None:
+        """Lets idle producers go. By commit times: whoever reads the log forgets whom its shard has forgotten."""
+        producers = self._producers
+        while producers:
+            _turn, oldest = next(iter(producers.values()))
+            if now_ms - oldest.ts <= FORGOTTEN_AFTER_MS:
+                break
+            producers.popitem(last=False)
+
     def __len__(self) -> int:
         return len(self._outcomes) + sum(map(len, self._pins.values())) + len(self._producers)
+
+
+def _goes_on(known: tuple[Turn, Outcome], turn: Turn, ts: int) -> bool:
+    """Whether a producer's write takes it on from what is known of it. A log may say a write twice, and two logs theirs
+    one after the other, so an earlier write may come later: its turn tells, unless the producer was forgotten between
+    the two and began anew.
+    """
+    last_turn, last = known
+    later_ms = ts - last.ts
+    return turn >= last_turn if abs(later_ms) <= FORGOTTEN_AFTER_MS else later_ms > 0
 
 
 def _sink_of(key: bytes) -> bytes:

@@ -11,6 +11,8 @@ from topics.core.location import ENTRY_WORDS
 from topics.shm.arena_heap import ArenaHeap
 
 RING_MIN_ENTRIES: Final = 16
+LARGE_ENTRIES: Final = 4096
+"""128 KiB. Rings from this size on are looked after also where no checkpoint does it."""
 
 
 class LocationRing:

@@ -15,7 +15,7 @@ from topics.core.names import owner_shard
 from topics.core.topic import Topic
 from topics.core.topic_ids import TopicIds
 from topics.shm.arena import ArenaWriter
-from topics.shm.location_ring import LocationRing
+from topics.shm.location_ring import LARGE_ENTRIES, LocationRing
 from topics.storage.wal import Moved
 from topics.walshard.holdings import Holdings
 from topics.walshard.hosted import Hosted
@@ -99,6 +99,12 @@ class Catalog:
         del self._by_name[hosted.topic.name], self._by_id[hosted.topic.id]
         self._deleted_names.add(hosted.topic.name)
         hosted.retire()
+
+    def tighten(self) -> None:
+        """Between groups, now and then. Rings of `ephemeral` topics: others shrink with their checkpoints."""
+        for hosted in self:
+            if hosted.index.ring.capacity >= LARGE_ENTRIES and hosted.topic.config.durability == "ephemeral":
+                hosted.tighten()
 
     def take_over(self, fold: Fold) -> None:
         """Hosts what the log says. FoldError when a topic belongs to another shard, or two share a name."""

@@ -166,6 +166,15 @@ class Hosted:
         with suppress(ArenaFullError):
             index.ring.shrink()
 
+    def tighten(self) -> None:
+        """Of a ring that is hardly used any more, memory comes back. Between groups: nobody has reserved room in it."""
+        ring = self.index.ring
+        capacity = ring.capacity
+        with suppress(ArenaFullError):
+            ring.shrink()
+        if ring.capacity != capacity:
+            self.publish()
+
     def _renew_table(self) -> None:
         try:
             table = self._arena.store_segments(self.index.segments)

@@ -318,10 +318,11 @@ class Shard:
         self._outbox.flush()
 
     def sweep(self) -> None:
-        """Once a second: expiry of topics nobody touches, collection of idle sessions."""
+        """Once a second: expiry of topics nobody touches, memory that they used, collection of idle sessions."""
         self._time.look()
         self._cell.clock_offset_ms = self._time.trusted_offset_ms
         self._deletes.sweep()
+        self._catalog.tighten()
         self._session_calls.collect()
         self._files.let_go()
         self._files.mark_again()

@@ -54,7 +54,8 @@ class Sinks:
         self._stages = layout.stages_dir(data_dir)
         self._shard = shard
         self._shards = shards
-        self._known: dict[str, Sink | None] = {}
+        self._known: dict[str, Sink] = {}
+        """Only those that are: of others anyone may ask, for as many as they like."""
 
     def take(self, call: SinkCall, answer: Answer) -> None:
         """Carries out one call. Raises TopicsError; then nothing has changed, but for `storage_unavailable`, which
@@ -146,13 +147,16 @@ class Sinks:
             pass
         except OSError as error:
             raise _cannot(path, error) from error
-        self._known[sink] = None
+        self._known.pop(sink, None)
         return _as_known(known)
 
     def _find(self, sink: str) -> Sink | None:
-        if sink not in self._known:
-            self._known[sink] = self._load(os.path.join(self._directory, sink_name(sink)))
-        return self._known[sink]
+        known = self._known.get(sink)
+        if known is None:
+            known = self._load(os.path.join(self._directory, sink_name(sink)))
+            if known is not None:
+                self._known[sink] = known
+        return known
 
     def _load(self, path: str) -> Sink | None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from topics.core.names import owner_shard
 from topics.frontend.asgi import Receive
@@ -18,6 +19,14 @@ class _RestartedError(Exception):
     """The shard was started again and knows of nobody who waits."""
 
 
+class _Asked(NamedTuple):
+    """A claim that its shard was asked for; `gathered` is what the end of its window brings, after a first answer."""
+
+    shard: int
+    answer: asyncio.Future[Dealt | Waiting]
+    gathered: asyncio.Future[Dealt]
+
+
 class JobChannel:
     """Numbers for streams and claims, and who is behind each of them."""
 
@@ -25,7 +34,7 @@ class JobChannel:
         self._gateway = gateway
         self._last_number = incarnation << 32
         self._listeners: dict[int, Callable[[Dealt], None]] = {}
-        self._claims: dict[int, tuple[int, asyncio.Future[Dealt]]] = {}
+        self._claims: dict[int, _Asked] = {}
         gateway.on_dealt = self._take
         gateway.on_restart.append(self._restarted)
 
@@ -47,11 +56,12 @@ class JobChannel:
         """
         shard = owner_shard(name, self._gateway.shards)
         claim = Claim(name, node, most, lease_ms, self.number())
+        again = False
         while True:
             late = partial(self._answered_late, shard, claim)
             asked = self._gateway.submit(shard, claim, late)
             gathered: asyncio.Future[Dealt] = asyncio.get_running_loop().create_future()
-            self._claims[claim.stream] = (shard, gathered)
+            self._claims[claim.stream] = _Asked(shard, asked, gathered)
             try:
                 reply = await asked
                 if isinstance(reply, Dealt):
@@ -60,9 +70,13 @@ class JobChannel:
                 async with asyncio.timeout(self._longest_s(reply)):
                     if await gone_before(gathered, receive):
                         raise ClientGoneError
-                    return gathered.result()
+                    dealt = gathered.result()
+                if again:
+                    self._leave(shard, claim, self._longest_s(reply))
+                return dealt
             except _RestartedError:
-                continue
+                # Where the shard knew it nevertheless, and its window ended before it came again, it is dealt to twice.
+                again = True
             except BaseException as error:
                 for answer in (asked, gathered):  # which may have come in this very moment
                     if answer.done() and not answer.cancelled() and answer.exception() is None:
@@ -102,12 +116,12 @@ class JobChannel:
             listener(dealt)
             return
         claim = self._claims.get(dealt.stream)
-        if claim is not None and not claim[1].done():
-            claim[1].set_result(dealt)
+        if claim is not None and not claim.gathered.done():
+            claim.gathered.set_result(dealt)
 
     def _restarted(self, shard: int) -> None:
-        for waits_for, future in self._claims.values():
-            if waits_for == shard and not future.done():
-                future.set_exception(_RestartedError())
-                # Whoever still waits for the first answer gets that one from the restarted shard.
-                future.exception()
+        for asked in self._claims.values():
+            # Whoever still waits for the first answer gets that one from the restarted shard.
+            if asked.shard == shard and asked.answer.done() and not asked.gathered.done():
+                asked.gathered.set_exception(_RestartedError())
+                asked.gathered.exception()
