@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.frontend.live import until
 from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
+from topics.frontend.txn import commits as commits_module
 from topics.frontend.txn.commits import Commits
 from topics.frontend.txn.stages import Stages
 from topics.shm import append_messages, messages
@@ -32,7 +35,9 @@ from topics.shm.txn_messages import (
     TxnPendingReply,
     TxnReply,
 )
+from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out
+from topics.storage.layout import sinks_dir
 from topics.storage.stage_file import stage_name
 
 SHARDS = 2
@@ -143,6 +148,21 @@ def make_stage(commits: Commits, topic: str) -> str:
     return commits.stages.make(topic, "txn", lay_out([(b"", b"", b"1", b"")]))
 
 
+class Noted(OsFileSystem):
+    """Real files; it notes what matters for the order of things."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str]] = []
+
+    def fsync_dir(self, path: str) -> None:
+        super().fsync_dir(path)
+        self.done.append(("synced", path))
+
+    def unlink(self, path: str) -> None:
+        super().unlink(path)
+        self.done.append(("unlinked", os.path.basename(path)))
+
+
 def is_there(data_dir: Path, stage: str) -> bool:
     return bool(list(data_dir.rglob(stage_name(stage))))
 
@@ -171,12 +191,15 @@ def test_a_batch_whose_end_was_answered_late_leaves_nothing(told: TxnReply, shar
     async def test(commits: Commits) -> None:
         stage = make_stage(commits, owned_by(1))
         assert is_there(tmp_path, stage)
+        commits.stages._fs = files = Noted()
+        os.makedirs(sinks_dir(str(tmp_path)))
         await ended_without_an_answer(shards, commits, stage)
         look_id, _ = await shards.told(0, TxnLook)
         shards.answer(0, look_id, told)
         _, over = await shards.told(1, StagesOver)
         assert over == StagesOver(owned_by(1), owned_by(0), 7)
         assert not is_there(tmp_path, stage)
+        assert files.done == [("synced", sinks_dir(str(tmp_path))), ("unlinked", stage_name(stage))]
 
     for shard in range(SHARDS):
         shards.ready(shard)
@@ -230,3 +253,38 @@ def test_a_batch_that_is_decided_when_nobody_waits_for_that_is_published(
     for shard in range(SHARDS):
         shards.ready(shard)
     on_loop(shards, tmp_path, test, shard_wait_ms=500)
+
+
+@pytest.mark.parametrize(
+    ("code", "pauses_s"), [("storage_unavailable", [0.02, 0.04, 0.08, 0.08]), ("shard_unavailable", [0.02, 0.02, 0.02])]
+)
+def test_what_cannot_be_published_is_tried_ever_less_often_and_said_once(
+    code: str, pauses_s: list[float], shards: Shards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard that is away is asked as often as before: what waits for it becomes whole when it is back."""
+    slept_s: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noted(pause_s: float) -> None:
+        if pause_s >= commits_module.RETRY_S:
+            slept_s.append(pause_s)
+        await sleep(pause_s)
+
+    async def test(commits: Commits) -> None:
+        commits.start(janitor=False)
+        pending_id, _ = await shards.told(0, TxnPending)
+        shards.answer(0, pending_id, TxnPendingReply([(owned_by(0), 7, [("stage", owned_by(1))])]))
+        with capture_logs() as said:
+            for _ in pauses_s:
+                publish_id, _ = await shards.told(1, StagePublish)
+                shards.refuse(1, publish_id, TopicsError(code, "its file cannot be used"))
+            await shards.told(1, StagePublish)
+        assert slept_s == pauses_s
+        assert [line["reason"] for line in said if line["log_level"] == "warning"] == ["its file cannot be used"]
+
+    monkeypatch.setattr(commits_module, "RETRY_S", 0.02)
+    monkeypatch.setattr(commits_module, "RETRY_MAX_S", 0.08)
+    monkeypatch.setattr(asyncio, "sleep", noted)
+    for shard in range(SHARDS):
+        shards.ready(shard)
+    on_loop(shards, tmp_path, test)

@@ -35,9 +35,12 @@ from topics.shm.txn_messages import (
 IN_FLIGHT_MAX: Final = 16
 """Stages of one batch that are published at a time: each is a write of up to the body limit."""
 RETRY_S: Final = 0.5
+RETRY_MAX_S: Final = 30.0
+"""Between attempts at what no shard is away for: each one may read, and send, every stage of the batch."""
 JANITOR_S: Final = 60.0
 
 StageList = list[tuple[str, str]]
+_PASSING: Final = ("not_ready", "shard_unavailable", "throttled")
 _log = get_logger()
 
 
@@ -144,9 +147,10 @@ class Commits:
             if told.pending and told.batch == batch:
                 return records  # of a sink that was forgotten and begins again: its new batch needs its pins
             stages = [stage for stage in stages if stage not in told.pending]
+            await asyncio.to_thread(self.stages.drop_ended, [stage for stage, _topic in stages])
         else:
             await self._gateway.call(self._owner(sink), TxnEnd(sink, batch), Done)
-        await asyncio.to_thread(self.stages.drop, [stage for stage, _topic in stages])
+            await asyncio.to_thread(self.stages.drop, [stage for stage, _topic in stages])
         for topic in sorted({topic for _stage, topic in stages}):
             # Without its file no stage can be published again, so the topics need not know them any more.
             self._gateway.post(self._owner(topic), StagesOver(topic, sink, batch))
@@ -158,13 +162,21 @@ class Commits:
             self._spawn(self._finish(sink, batch, stages))
 
     async def _finish(self, sink: str, batch: int, stages: StageList) -> None:
+        pause_s = RETRY_S / 2
+        said: set[str] = set()
         try:
             while True:
                 try:
                     await self._carry_out(sink, batch, stages)
                 except TopicsError as error:
-                    _log.warning("a decided batch is not published yet", sink=sink, batch=batch, reason=error.message)
-                    await asyncio.sleep(RETRY_S)
+                    if error.code not in said:
+                        said.add(error.code)
+                        _log.warning(
+                            "a decided batch is not published yet", sink=sink, batch=batch, reason=error.message
+                        )
+                    # A shard that comes back is not waited for any longer than it takes.
+                    pause_s = RETRY_S if error.code in _PASSING else min(2 * pause_s, RETRY_MAX_S)
+                    await asyncio.sleep(pause_s)
                 else:
                     _log.info("an unfinished batch is published", sink=sink, batch=batch, stages=len(stages))
                     return

@@ -4,6 +4,7 @@ called in threads.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Collection, Iterator
@@ -35,6 +36,7 @@ class Stages:
 
     def __init__(self, data_dir: str, ttl_ms: int) -> None:
         self._directory = layout.stages_dir(data_dir)
+        self._sinks = layout.sinks_dir(data_dir)
         self._fs = OsFileSystem()
         self.ttl_ms = ttl_ms
 
@@ -69,6 +71,21 @@ class Stages:
                 continue
             dropped += 1
         return dropped
+
+    def drop_ended(self, stages: Collection[str]) -> None:
+        """Removes those of a batch that its sink's file says is over. Raises TopicsError.
+
+        Whoever wrote that may have ended, or failed, before it was synced; a power loss must not bring the decision
+        back when its stages are gone.
+        """
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.fsync_dir(self._sinks)
+        except OSError as error:
+            raise TopicsError(
+                "storage_unavailable", f"{self._sinks} cannot be synced: {error.strerror}", {"cause": error.strerror}
+            ) from None
+        self.drop(stages)
 
     def expired(self) -> list[str]:
         """Those that no commit can name any more. Whether one is part of a decided batch is the caller's to know."""
