@@ -84,6 +84,49 @@ def test_a_frontend_finds_what_its_former_life_left(pins: Pins) -> None:
     assert len(FS.listdir(pins.directory)) == 1
 
 
+def test_an_ended_pin_has_no_place(pins: Pins) -> None:
+    pin_id, kept = new_pin_id(), new_pin_id()
+    pins.put(pin_id, 1)
+    pins.put(kept, 6)
+    pins.put(pin_id, ended=True)
+    assert pins.frontends[0].held(pins.now_ms) == 1
+    assert FS.listdir(pins.directory) == [f"{kept}.0"]
+    assert PinFiles(FS, pins.directory, 0).held(pins.now_ms) == 1
+
+
+def test_a_pin_that_ended_does_not_hold_again(pins: Pins) -> None:
+    """Its end is said by one frontend, and its segments by others."""
+    pin_id, other = new_pin_id(), new_pin_id()
+    pins.put(pin_id, 1)
+    pins.put(pin_id, 1, until_ms=3_000, frontend=1)
+    pins.put(pin_id, until_ms=3_000, ended=True)
+    pins.put(other, 6, frontend=1)
+    pins.put(other, ended=True)
+    assert pins.read() == frozenset()
+    assert [frontend.held(pins.now_ms) for frontend in pins.frontends] == [0, 2], "the other has not looked yet"
+    again = PinFiles(FS, pins.directory, 0)
+    assert again.held(pins.now_ms) == 0
+    again.remove_ended()
+    assert pins.read() == frozenset(), "what has ended is no reason to forget that it has"
+    pins.frontends[1].remove_ended()
+    assert pins.frontends[1].held(pins.now_ms) == 0
+    assert sorted(FS.listdir(pins.directory)) == sorted([f"{pin_id}.0", f"{other}.0"])
+    last = new_pin_id()
+    pins.put(last, 1)
+    pins.put(last, ended=True)
+    assert FS.listdir(pins.directory) == [], "with the next that ends goes what is not needed any more"
+
+
+def test_what_others_renewed_is_no_end(pins: Pins) -> None:
+    pin_id = new_pin_id()
+    pins.put(pin_id, 1)
+    pins.put(pin_id, 1, until_ms=3_000, frontend=1)
+    for frontend in pins.frontends:
+        frontend.remove_ended()
+    assert [frontend.held(pins.now_ms) for frontend in pins.frontends] == [1, 1]
+    assert pins.read() == pinned(1)
+
+
 class Directory:
     """Segments 1 to 5 and 6 to 10, of which nothing is needed any more."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 
 from tests.contract.asking import ok, put, refused, write
 from tests.harness import Service, poll
+from topics.frontend.reads.manifest import PINS_MAX
+from topics.shm import names
 from topics.storage.frame import FLAG_TAG
+from topics.storage.pins import pins_dir
 from topics.storage.segment_columns import index_digest
 from topics.storage.segment_reader import SegmentReader
 
@@ -211,3 +215,43 @@ def test_pins_are_limited(topic: str) -> None:
         assert manifest(own.client, topic)["pin"] is None, "without a pin it is answered"
         ok(own.client.put(f"/v0/topics/{topic}/pins/{pins[0]}", params={"pin_ttl_ms": MINUTE_MS}))
         manifest(own.client, f"{topic}", pin_ttl_ms=0)
+
+
+def test_a_pin_that_was_ended_makes_room(topic: str) -> None:
+    with Service(env={"TOPICS_CHECKPOINT_INTERVAL_MS": "20"}, frontends=1) as own:
+        write(own.client, topic, 1)
+        pins = [manifest(own.client, topic, pin_ttl_ms=MINUTE_MS)["pin"]["id"] for _ in range(PINS_MAX)]
+        for pin in pins[:2]:
+            refused(own.client.get(f"/v0/topics/{topic}/segments", params={"pin_ttl_ms": MINUTE_MS}), 429, "throttled")
+            assert ok(own.client.delete(f"/v0/topics/{topic}/pins/{pin}"))["ended"] is True
+            assert manifest(own.client, topic, pin_ttl_ms=MINUTE_MS)["pin"] is not None
+            assert ok(own.client.put(f"/v0/topics/{topic}/pins/{pin}"))["held"] is False
+
+
+def test_a_frontend_has_room_again_where_another_ended_its_pins(topic: str) -> None:
+    with ExitStack() as stack:
+        own = stack.enter_context(Service(env={"TOPICS_CHECKPOINT_INTERVAL_MS": "20"}, frontends=2))
+        write(own.client, topic, 1)
+        directory = Path(pins_dir(names.ram_dir(names.identity(str(own.data_dir)))))
+        clients: dict[str, httpx.Client] = {}
+
+        def pinned(client: httpx.Client) -> str:
+            pin: str = manifest(client, topic, pin_ttl_ms=MINUTE_MS)["pin"]["id"]
+            return pin
+
+        def of_both() -> bool:
+            client = stack.enter_context(httpx.Client(base_url=own.url))
+            pin = pinned(client)
+            clients.setdefault(next(directory.glob(f"{pin}.*")).suffix, client)
+            return len(clients) == 2
+
+        poll("connections to both", of_both)
+        one, other = clients.values()
+        for _ in range(2 * PINS_MAX):
+            pin = pinned(one)
+            assert ok(other.delete(f"/v0/topics/{topic}/pins/{pin}"))["ended"] is True
+            assert ok(one.put(f"/v0/topics/{topic}/pins/{pin}"))["held"] is False
+        pinned(other)
+        for _ in range(PINS_MAX):
+            assert ok(other.delete(f"/v0/topics/{topic}/pins/{pinned(other)}"))["ended"] is True
+        assert len(list(directory.iterdir())) <= 3 * PINS_MAX

@@ -197,3 +197,36 @@ def test_a_late_driver_leaves_the_pins_of_a_sink_that_began_again_alone(shards: 
     for shard in range(SHARDS):
         shards.ready(shard)
     on_loop(shards, tmp_path, test, shard_wait_ms=500)
+
+
+@pytest.mark.parametrize("gone", ["told", "cancelled", "cancelled as the answer comes"])
+def test_a_batch_that_is_decided_when_nobody_waits_for_that_is_published(
+    gone: str, shards: Shards, tmp_path: Path
+) -> None:
+    """Its shard was away for longer than an answer may take, and found the request in its ring, or the client left."""
+
+    async def test(commits: Commits) -> None:
+        asked = asyncio.create_task(commits.commit(owned_by(0), 7, [("stage", owned_by(1))]))
+        begin_id, _ = await shards.told(0, TxnBegin)
+        decided = TxnReply("begun", 7, [("stage", owned_by(1))])
+        if gone == "told":
+            await asyncio.wait([asked])
+            failure = asked.exception()
+            assert isinstance(failure, TopicsError)
+            assert failure.code == "shard_unavailable"
+            shards.answer(0, begin_id, decided)
+        elif gone == "cancelled":
+            asked.cancel()
+            await asyncio.wait([asked])
+            shards.answer(0, begin_id, decided)
+        else:
+            shards.answer(0, begin_id, decided)
+            commits._gateway._drain(0)  # what it has come for is there, and it has not gone on yet
+            asked.cancel()
+            await asyncio.wait([asked])
+        _, publish = await shards.told(1, StagePublish)
+        assert publish == StagePublish(owned_by(1), "stage", owned_by(0), 7)
+
+    for shard in range(SHARDS):
+        shards.ready(shard)
+    on_loop(shards, tmp_path, test, shard_wait_ms=500)

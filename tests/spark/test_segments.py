@@ -13,15 +13,19 @@ import pytest
 
 from tests.harness import Service, poll
 from tests.spark.conftest import COMPACTED_S, Reading
-from topics.client import Client, NewRecord, Retry, ServiceBusyError
+from topics.client import Client, InvalidRequestError, NewRecord, Retry, ServiceBusyError
 from topics.client import segment_calls as calls
 from topics.client.segment_calls import Manifest
+from topics.core.clock import SystemClock
+from topics.shm import names
 from topics.spark import segments
 from topics.spark.errors import DataLossError, OptionError, plainly
 from topics.spark.http_read import PLAN_RETRY, connect, read_range
 from topics.spark.offsets import Range
 from topics.spark.options import ReadOptions, read_options
-from topics.spark.segments import read_part, sealed_of
+from topics.spark.segments import end_pins, read_part, sealed_of
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.pins import pins_dir, read_pinned
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -400,6 +404,27 @@ def test_sealed_records_need_no_service(topic: str) -> None:
         records, gone = rows_of(read_part(one, sealed, options, columns_of(options), None))
         assert [row[0] for row in records] == list(range(1, 81))
         assert not gone
+
+
+def test_a_plan_that_fails_leaves_no_pins(service: Service, topic: str) -> None:
+    directory = pins_dir(names.ram_dir(names.identity(str(service.data_dir))))
+    with Client(service.url) as client:
+        client.append(topic, list(range(2 * EVENTS)))
+        settle(client, topic, 2)
+        topic_id = int(client.get_topic(topic).epoch, 16)
+
+        def pinned() -> bool:
+            held = read_pinned(OsFileSystem(), directory, SystemClock().monotonic_ms())
+            return any(one == topic_id for one, _ in held)
+
+        one = Range(topic, client.get_topic(topic).epoch, 0, 2 * EVENTS)
+        with pytest.raises(InvalidRequestError):
+            sealed_of(client, [one, one._replace(topic="no such name")])
+        assert not pinned()
+        _, pins = sealed_of(client, [one])
+        assert pinned()
+        end_pins(client, pins)
+        assert not pinned()
 
 
 def test_directories_are_checked_where_they_are_used(service: Service, topic: str, read: Reading) -> None:

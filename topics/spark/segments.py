@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import pyarrow as pa
 
-from topics.client import Client, ClientError, NotFoundError, Retry, ServiceBusyError
+from topics.client import Client, ClientError, NotFoundError, Retry, ServiceBusyError, UnreachableError
 from topics.client import segment_calls as calls
 from topics.client.segment_calls import Manifest, Segment
 from topics.spark.columns import Columns
@@ -53,25 +53,30 @@ def sealed_of(client: Client, parts: Sequence[Range]) -> tuple[list[Sealed], tup
     """For each part the sealed segments it has records in, pinned; and the pins."""
     found: dict[str, tuple[Manifest, list[Segment]] | None] = {}
     pins: list[Pinned] = []
-    for topic in dict.fromkeys(part.topic for part in parts):
-        of_topic = [part for part in parts if part.topic == topic]
-        from_seq, to_seq = min(part.from_seq for part in of_topic), max(part.to_seq for part in of_topic)
-        try:
-            manifest, segments, of_topic_pins = pinned_segments(client, topic, from_seq, to_seq)
-        except NotFoundError:
-            found[topic] = None  # deleted since it was planned: reading over HTTP says so
-            continue
-        found[topic] = manifest, segments
-        pins += of_topic_pins
+    with _ended_on_failure(client, pins):
+        for topic in dict.fromkeys(part.topic for part in parts):
+            of_topic = [part for part in parts if part.topic == topic]
+            from_seq, to_seq = min(part.from_seq for part in of_topic), max(part.to_seq for part in of_topic)
+            try:
+                manifest, segments, of_topic_pins = pinned_segments(client, topic, from_seq, to_seq)
+            except NotFoundError:
+                found[topic] = None  # deleted since it was planned: reading over HTTP says so
+                continue
+            found[topic] = manifest, segments
+            pins += of_topic_pins
     all_pins = tuple(pins)
     return [_sealed_of(part, found[part.topic], all_pins) for part in parts], all_pins
 
 
 def end_pins(client: Client, pins: Iterable[Pinned]) -> None:
-    """Before their time; a service that does not answer will end them itself."""
+    """Before their time; a service that does not answer will end them itself, and is not asked for each of them."""
     for pin in pins:
-        with suppress(ClientError):
+        try:
             client.call(calls.end_pin(*pin))
+        except (ServiceBusyError, UnreachableError):
+            return
+        except ClientError as error:
+            _log.warning("a pin of topic %s was not ended: %s", pin.topic, error)
 
 
 def read_part(
@@ -90,13 +95,24 @@ def pinned_segments(
     """(the topic at that moment, its sealed segments with records from_seq + 1..to_seq, their pins)."""
     manifest = page = client.call(calls.segments(topic, from_seq, to_seq, pin_ttl_ms=PIN_TTL_MS))
     segments, pins = list(page.segments), _pin_of(page)
-    while page.next_from_seq is not None:
-        page = client.call(calls.segments(topic, page.next_from_seq, to_seq, pin_ttl_ms=PIN_TTL_MS))
-        if page.epoch != manifest.epoch:
-            break  # made anew meanwhile: its readers find that out
-        segments += page.segments
-        pins += _pin_of(page)
+    with _ended_on_failure(client, pins):
+        while page.next_from_seq is not None:
+            page = client.call(calls.segments(topic, page.next_from_seq, to_seq, pin_ttl_ms=PIN_TTL_MS))
+            pins += _pin_of(page)
+            if page.epoch != manifest.epoch:
+                break  # made anew meanwhile: its readers find that out
+            segments += page.segments
     return manifest, segments, pins
+
+
+@contextmanager
+def _ended_on_failure(client: Client, pins: list[Pinned]) -> Iterator[None]:
+    """`pins`: those made by then, which nobody is told of."""
+    try:
+        yield
+    except BaseException:
+        end_pins(client, pins)
+        raise
 
 
 def _pin_of(page: Manifest) -> list[Pinned]:

@@ -7,6 +7,8 @@ A pin may be renewed or ended by any frontend: each writes a file of its own for
 Together they say: the pin holds up to the latest `until_ms` of its files, unless one of them says that it has ended.
 Only the compactor unlinks segments, so it alone must look here before it does (`Pinned`).
 
+The word that a pin has ended stays while another frontend has a file of that pin, which would make it hold again.
+
 Times are those of the machine's monotonic clock, which all processes of the service share and no clock change moves.
 """
 
@@ -15,9 +17,9 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -75,6 +77,13 @@ def read_pin(fs: FileSystem, directory: str, pin_id: str, now_ms: int) -> Pin | 
     return pin if pin is not None and not pin.ended and pin.until_ms > now_ms else None
 
 
+class _Word(NamedTuple):
+    """What a file of our own says."""
+
+    until_ms: int
+    ended: bool
+
+
 class PinFiles:
     """The files of one frontend. They are few and in memory: no call waits for a disk."""
 
@@ -82,16 +91,27 @@ class PinFiles:
         self._fs = fs
         self._directory = directory
         self._frontend = frontend
-        self._until_ms: dict[str, int] | None = None
+        self._words: dict[str, _Word] | None = None
 
     def held(self, now_ms: int) -> int:
-        """How many this frontend has; those that are over are removed first."""
+        """How many this frontend has, without those it knows to have ended; those that are over are removed first."""
         mine = self._mine()
-        for pin_id in [pin_id for pin_id, until_ms in mine.items() if until_ms <= now_ms]:
-            with suppress(FileNotFoundError):
-                self._fs.unlink(self._path(pin_id))
-            del mine[pin_id]
-        return len(mine)
+        for pin_id in [pin_id for pin_id, word in mine.items() if word.until_ms <= now_ms]:
+            self._remove(pin_id)
+        return sum(not word.ended for word in mine.values())
+
+    def remove_ended(self) -> None:
+        """Those that other frontends were told have ended: `held` counts them until then. Reads what others say of all
+        that this one has.
+        """
+        mine = self._mine()
+        for pin_id, frontend, path in _files(self._fs, self._directory):
+            word = mine.get(pin_id)
+            if frontend == self._frontend or word is None or word.ended:
+                continue
+            with suppress(FileNotFoundError):  # over, and removed meanwhile
+                if _decode(read_all(self._fs, path)).ended:
+                    self._remove(pin_id)
 
     def put(self, pin_id: str, pin: Pin) -> None:
         """Makes or replaces this frontend's word on a pin."""
@@ -100,36 +120,59 @@ class PinFiles:
             with suppress(FileExistsError):  # another frontend was as fast
                 self._fs.mkdir(self._directory)
         replace_file(self._fs, self._path(pin_id), _encode(pin))
-        mine[pin_id] = pin.until_ms
+        mine[pin_id] = _Word(pin.until_ms, pin.ended)
+        if pin.ended:
+            self._remove_needless()
 
-    def _mine(self) -> dict[str, int]:
+    def _remove_needless(self) -> None:
+        """Of pins that have ended, what no other frontend has a file of. Also of those that ended before: what another
+        had may be gone by now, so there are never more of them than others have pins.
+        """
+        others = {pin_id for pin_id, frontend, _ in _files(self._fs, self._directory) if frontend != self._frontend}
+        mine = self._mine()
+        for pin_id in [pin_id for pin_id, word in mine.items() if word.ended and pin_id not in others]:
+            self._remove(pin_id)
+
+    def _remove(self, pin_id: str) -> None:
+        with suppress(FileNotFoundError):
+            self._fs.unlink(self._path(pin_id))
+        del self._mine()[pin_id]
+
+    def _mine(self) -> dict[str, _Word]:
         """A former life of this frontend may have left some."""
-        if self._until_ms is None:
-            self._until_ms = {}
-            for name in self._fs.listdir(self._directory) if self._fs.exists(self._directory) else ():
-                match = _FILE_NAME.fullmatch(name)
-                if match and int(match[2]) == self._frontend:
-                    self._until_ms[match[1]] = _decode(read_all(self._fs, os.path.join(self._directory, name))).until_ms
-        return self._until_ms
+        if self._words is None:
+            self._words = {}
+            for pin_id, frontend, path in _files(self._fs, self._directory):
+                if frontend == self._frontend:
+                    pin = _decode(read_all(self._fs, path))
+                    self._words[pin_id] = _Word(pin.until_ms, pin.ended)
+        return self._words
 
     def _path(self, pin_id: str) -> str:
         return os.path.join(self._directory, f"{pin_id}.{self._frontend}")
 
 
+def _files(fs: FileSystem, directory: str) -> Iterator[tuple[str, int, str]]:
+    """(id, frontend, path) of each; some may be gone by now."""
+    for name in fs.listdir(directory) if fs.exists(directory) else ():
+        match = _FILE_NAME.fullmatch(name)
+        if match is not None:
+            yield match[1], int(match[2]), os.path.join(directory, name)
+
+
 def _read_all(fs: FileSystem, directory: str, only: str | None = None) -> dict[str, Pin]:
     """By id, what the files of each say together."""
     found: dict[str, Pin] = {}
-    for name in fs.listdir(directory) if fs.exists(directory) else ():
-        match = _FILE_NAME.fullmatch(name)
-        if match is None or only not in (None, match[1]):
+    for pin_id, _, path in _files(fs, directory):
+        if only not in (None, pin_id):
             continue
         try:
-            pin = _decode(read_all(fs, os.path.join(directory, name)))
+            pin = _decode(read_all(fs, path))
         except FileNotFoundError:
             continue  # over, and removed meanwhile
-        other = found.get(match[1])
+        other = found.get(pin_id)
         if other is not None:
             until_ms, ended = max(pin.until_ms, other.until_ms), pin.ended or other.ended
             pin = msgspec.structs.replace(pin, until_ms=until_ms, ended=ended)
-        found[match[1]] = pin
+        found[pin_id] = pin
     return found

@@ -144,6 +144,8 @@ class ManifestRoutes:
     ) -> tuple[TopicRef, tuple[SegmentInfo, ...], list[SegmentInfo], bool]:
         """Pins what is listed, and lists it anew until it is what is pinned."""
         if self._pins.held(self._clock.monotonic_ms()) >= PINS_MAX:
+            self._pins.remove_ended()
+        if self._pins.held(self._clock.monotonic_ms()) >= PINS_MAX:
             raise TopicsError(
                 "throttled",
                 f"{PINS_MAX} pins are all that one frontend keeps; end some, or wait until some are over",

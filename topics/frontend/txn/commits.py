@@ -66,13 +66,30 @@ class Commits:
         """(duplicate, the sink's latest batch, records published now). When it returns, all is visible."""
         shard = self._owner(sink)
         while True:
-            told = await self._gateway.call(shard, TxnBegin(sink, batch, stages), TxnReply)
+            told = await self._begun(shard, TxnBegin(sink, batch, stages))
             if told.outcome == "committed":
                 return True, told.batch, 0
             records = await self._finished(sink, told)
             if told.outcome == "begun":
                 return False, told.batch, records
             # An earlier batch was unfinished: now it is not, and the question is asked again.
+
+    async def _begun(self, shard: int, begin: TxnBegin) -> TxnReply:
+        """What it decides is carried out also when it answers after its time, or nobody waits any more."""
+
+        def late(told: TxnReply) -> None:
+            if told.pending:
+                self._finish_later(begin.sink, told.batch, told.pending)
+
+        asked = self._gateway.submit(shard, begin, late)
+        try:
+            told = await asked
+        except asyncio.CancelledError:
+            if asked.done() and not asked.cancelled() and asked.exception() is None:
+                late(asked.result())  # which came in this very moment
+            raise
+        assert isinstance(told, TxnReply), told
+        return told
 
     async def look(self, sink: str) -> int | None:
         """The latest batch whose records are all visible, None for a sink that is not known."""
