@@ -199,3 +199,25 @@ def test_reads_that_have_no_thread_yet_are_bounded() -> None:
         assert len(store.calls) == IN_FLIGHT_MAX + 1, "nobody waited for the cancelled ones"
 
     on_loop(test)
+
+
+def test_reads_for_which_no_thread_can_be_started_fail_and_keep_no_place() -> None:
+    """As where the process may have no more of them: its stacks are longer than all of memory here."""
+
+    async def test() -> None:
+        store = Gated()
+        tier = ColdTier(store, 5000)
+        names = [f"segment-{n}" for n in range(WAITING_MAX)]
+        former = threading.stack_size(1 << 47)
+        try:
+            outcomes = await asyncio.gather(*[tier.fetch(miss(0, 10, name)) for name in names], return_exceptions=True)
+        finally:
+            threading.stack_size(former)
+        for outcome in outcomes:
+            assert isinstance(outcome, TopicsError)
+            assert "can't start new thread" in outcome.message
+        assert not store.calls
+        await asyncio.gather(*[tier.fetch(miss(0, 10, name)) for name in names[: 2 * IN_FLIGHT_MAX]])
+        assert len(store.calls) == 2 * IN_FLIGHT_MAX
+
+    on_loop(test)

@@ -133,7 +133,12 @@ class ColdTier:
             read = self._waiting.popleft()
             self._in_flight += 1
             # A daemon: the end of the process does not wait for a tier that hangs.
-            Thread(target=self._run, args=(read,), name="cold-read", daemon=True).start()
+            thread = Thread(target=self._run, args=(read,), name="cold-read", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process may have no more of them
+                # Not within this call: `fetch` is still to find the read, and `_finish` starts others.
+                read.done.get_loop().call_soon(self._finish, read, b"", error)
 
     def _run(self, read: _Read) -> None:
         """In a thread of its own."""
