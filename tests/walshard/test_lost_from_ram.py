@@ -276,6 +276,27 @@ def test_durable_seq_does_not_count_what_only_ram_has(compaction: Compaction, du
     assert durable_seq(rig) == 5
 
 
+@pytest.mark.parametrize("below_seq", [3, 4])
+def test_durable_seq_follows_a_delete_of_what_only_ram_had(rig: Rig, below_seq: int) -> None:
+    put(rig, "t", EPHEMERAL)
+    rig.append("t", b"1", b"2")
+    put(rig, "t", TopicConfig())
+    rig.append("t", b"3")
+
+    def second_passes() -> None:
+        rig.clock.ms += 1000
+        for _ in range(3):
+            rig.shard.sync_in_background()
+
+    for _ in range(3):
+        second_passes()
+    assert durable_seq(rig) < 3
+    rig.delete(DeleteRecords("t", below_seq, None, b""))
+    for _ in range(3):
+        second_passes()
+    assert durable_seq(rig) == 3
+
+
 def test_durable_seq_goes_on_when_what_was_in_ram_is_gone(compaction: Compaction) -> None:
     rig = compaction.rig
     rig.append("t", b"1", config=TopicConfig())

@@ -28,6 +28,8 @@ class BackgroundSync:
         self._helper = helper
         self._wake = wake
         self._unsynced: dict[int, Hosted] = {}
+        self._held: dict[int, Hosted] = {}
+        """Synced, but they have records in RAM alone (`Hosted.durable_once_synced_seq`)."""
         self._covered: list[tuple[Hosted, int]] = []
         self._running: tuple[Future[Synced], int] | None = None
         self._last_ms = now_ms
@@ -43,11 +45,13 @@ class BackgroundSync:
         self._unsynced.clear()
         for hosted in (*touched.values(), *others):
             hosted.topic.durable_seq = hosted.durable_once_synced_seq
+            self._hold(hosted)
         return others
 
     def forget(self, hosted: Hosted) -> None:
         """The topic is gone."""
         self._unsynced.pop(hosted.topic.id, None)
+        self._held.pop(hosted.topic.id, None)
         self._covered = [(other, head_seq) for other, head_seq in self._covered if other is not hosted]
 
     def poll(self, now_ms: int) -> list[Hosted]:
@@ -57,7 +61,10 @@ class BackgroundSync:
         if not unsynced_bytes and self._unsynced:
             # By what was no append: a mark, a topic that was made, the end of a checkpoint.
             moved += self.committed({})
-        self._mark_idle(now_ms)
+        if now_ms - self._looked[0] >= INTERVAL_MS:
+            if not unsynced_bytes:
+                moved += self._let_go()
+            self._mark_idle(now_ms)
         due = unsynced_bytes >= UNSYNCED_BYTES or (unsynced_bytes and now_ms - self._last_ms >= INTERVAL_MS)
         # A sync of a file of which one has failed says nothing: see `wal.py`.
         if self._running is None and due and self._logs.wal.read_only is None:
@@ -67,13 +74,27 @@ class BackgroundSync:
             moved += self._ended()
         return moved
 
+    def _hold(self, hosted: Hosted) -> None:
+        if hosted.topic.durable_seq < hosted.topic.head_ceiling:
+            self._held[hosted.topic.id] = hosted
+
+    def _let_go(self) -> list[Hosted]:
+        """While everything is synced: topics whose records in RAM are in segments by now, or gone."""
+        moved = []
+        for topic_id, hosted in list(self._held.items()):
+            topic = hosted.topic
+            is_ephemeral = topic.config.durability == "ephemeral"
+            if not is_ephemeral and (durable_seq := hosted.durable_once_synced_seq) > topic.durable_seq:
+                topic.durable_seq = durable_seq
+                moved.append(hosted)
+            if is_ephemeral or topic.durable_seq >= topic.head_ceiling:
+                del self._held[topic_id]
+        return moved
+
     def _mark_idle(self, now_ms: int) -> None:
         """Once nothing was written for a while: what was synced last is known as synced after a power loss."""
-        looked_ms, synced = self._looked
-        if now_ms - looked_ms < INTERVAL_MS:
-            return
         wal = self._logs.wal
-        if wal.synced == synced and not wal.unsynced_bytes:
+        if wal.synced == self._looked[1] and not wal.unsynced_bytes:
             self._logs.mark_idle()
         self._looked = (now_ms, wal.synced)
 
@@ -103,4 +124,5 @@ class BackgroundSync:
         self._logs.count()
         for hosted, head_seq in covered:
             hosted.topic.durable_seq = max(hosted.topic.durable_seq, head_seq)
+            self._hold(hosted)
         return [hosted for hosted, _ in covered]

@@ -81,11 +81,10 @@ class Stages:
         try:
             with contextlib.suppress(FileNotFoundError):
                 self._fs.fsync_dir(self._sinks)
+            self.drop(stages)
         except OSError as error:
-            raise TopicsError(
-                "storage_unavailable", f"{self._sinks} cannot be synced: {error.strerror}", {"cause": error.strerror}
-            ) from None
-        self.drop(stages)
+            reason = f"what is left of a batch that is over cannot be removed: {error}"
+            raise TopicsError("storage_unavailable", reason, {"cause": error.strerror}) from None
 
     def expired(self) -> list[str]:
         """Those that no commit can name any more. Whether one is part of a decided batch is the caller's to know."""
