@@ -28,6 +28,18 @@ from topics.walshard.outbox import Outbox
 from topics.walshard.recovery import recover
 from topics.walshard.shard import Shard
 
+_SHOWN = (
+    "head_seq",
+    "earliest_seq",
+    "evict_floor",
+    "evict_reason",
+    "evict_run_seq",
+    "records",
+    "live_bytes",
+    "durable_seq",
+    "last_write_ts",
+)
+
 
 class TestClock:
     __test__ = False
@@ -179,6 +191,19 @@ class Rig:
         while self.step():
             self.take_replies()
         self.take_replies()
+        self.assert_shown()
+
+    def assert_shown(self) -> None:
+        """What a shard knows of its topics is what readers see of them: nothing waits to be shown by chance."""
+        for number, shard in enumerate(self.shards):
+            for hosted in shard._catalog:
+                found = self.reader_of(number).look_up(hosted.topic.name)
+                assert found is not None, f"{hosted.topic.name} is hosted and not shown"
+                shown, known = found[1], hosted.topic
+                for field in _SHOWN:
+                    what = f"{field} of {known.name}"
+                    assert getattr(shown, field) == getattr(known, field), f"{what} is not what the shard knows"
+                assert shown.base_seq == hosted.ring.base_seq
 
     def step(self) -> bool:
         """A turn of each shard; False: none had anything to do."""

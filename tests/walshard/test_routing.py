@@ -507,6 +507,18 @@ def test_a_gap_becomes_durable_and_so_does_what_follows(rig: Rig) -> None:
         assert (view.head_seq, view.durable_seq) == (head_seq, head_seq)
 
 
+def test_copies_that_are_synced_because_their_source_lets_go_are_shown_as_durable(rig: Rig) -> None:
+    put(rig, "a")
+    route(rig, "r", "a", "b")
+    rig.append("a", b"1", b"2", b"3")
+    (feed,) = feeds(rig).by_dest.values()
+    rig.shard.routing._following.let_go(LetGo("a", feed.source_topic_id, 3))
+    rig.run()
+    view = rig.view("b")
+    assert view is not None
+    assert view.durable_seq == 3
+
+
 def test_a_shard_whose_peer_takes_nothing_sleeps_meanwhile(tmp_path: Path) -> None:
     rig = Rig(str(tmp_path), shards=2)
     try:

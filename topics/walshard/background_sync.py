@@ -37,16 +37,13 @@ class BackgroundSync:
         """When it was looked last whether the log is idle, and up to where it was synced then."""
 
     def committed(self, touched: dict[int, Hosted]) -> list[Hosted]:
-        """A group is in the durable log; returns the other topics that became durable with it."""
+        """A group is in the durable log; returns the topics whose durable_seq moved, of the group and others."""
+        self._unsynced.update(touched)
         if self._logs.wal.unsynced_bytes:
-            self._unsynced.update(touched)
             return []
-        others = [hosted for topic_id, hosted in self._unsynced.items() if topic_id not in touched]
+        moved = [hosted for hosted in self._unsynced.values() if self._settle(hosted)]
         self._unsynced.clear()
-        for hosted in (*touched.values(), *others):
-            hosted.topic.durable_seq = hosted.durable_once_synced_seq
-            self._hold(hosted)
-        return others
+        return moved
 
     def forget(self, hosted: Hosted) -> None:
         """The topic is gone."""
@@ -73,6 +70,13 @@ class BackgroundSync:
             self._running[0].exception()  # waits
             moved += self._ended()
         return moved
+
+    def _settle(self, hosted: Hosted) -> bool:
+        """All that the log has of it is on the disk; True if its durable_seq moved."""
+        topic, former_seq = hosted.topic, hosted.topic.durable_seq
+        topic.durable_seq = hosted.durable_once_synced_seq
+        self._hold(hosted)
+        return topic.durable_seq != former_seq
 
     def _hold(self, hosted: Hosted) -> None:
         if hosted.topic.durable_seq < hosted.topic.head_ceiling:

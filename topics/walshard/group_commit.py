@@ -113,7 +113,8 @@ class GroupCommit:
         """Records were appended to these topics, by id; others may have become durable with them."""
         durable = {id: hosted for id, hosted in touched.items() if not _in_ram(hosted)}
         self.log_evicted_for_ram(touched.values())
-        for hosted in chain(touched.values(), self._syncs.committed(durable)):
+        moved = self._syncs.committed(durable)
+        for hosted in chain(touched.values(), [other for other in moved if other.topic.id not in touched]):
             self.show(hosted)
 
     def show_copied(self, hosted: Hosted) -> None:
@@ -123,8 +124,8 @@ class GroupCommit:
 
     def show_logged(self, hosted: Hosted) -> None:
         """Records of a topic came into the durable log, but not by an append: what became durable with them."""
-        for other in self._syncs.committed({hosted.topic.id: hosted}):
-            self.show(other)
+        for moved in self._syncs.committed({hosted.topic.id: hosted}):
+            self.show(moved)
 
     def log_evicted_for_ram(self, changed: Iterable[Hosted]) -> None:
         """Says before any reader sees it what could not be worked out again. If that fails, the next commit says it."""
