@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.walshard.rig import Rig
@@ -36,3 +38,26 @@ def test_a_dest_that_was_ephemeral_gets_nothing_twice(rig: Rig, end: str) -> Non
     rig.append("a", b"4")
     kept = [] if end == "restart_service" else [(1, b"1"), (2, b"2"), (3, b"3")]
     assert rig.read("b") == [*kept, (4, b"4")]
+
+
+def test_copies_become_durable_with_their_originals_while_their_router_waits(tmp_path: Path) -> None:
+    frame_bytes = 93
+    rig = Rig(str(tmp_path), max_total_bytes=str(3 * frame_bytes + 20))
+    try:
+        put(rig, "a")
+        route(rig, "r", "a", "b")
+        rig.append("a", b"1" * 40)
+        rig.append("a", b"2" * 40)
+        assert rig.cell.get("bytes_live") == 3 * frame_bytes, "there is no room for the second copy"
+        for _ in range(3):
+            rig.clock.ms += 1_000
+            rig.shard.sync_in_background()
+            rig.shard.sweep()
+            rig.run()
+        source, dest = rig.view("a"), rig.view("b")
+        assert source is not None
+        assert dest is not None
+        assert (source.head_seq, source.durable_seq) == (2, 2)
+        assert (dest.head_seq, dest.durable_seq) == (1, 1)
+    finally:
+        rig.close()
