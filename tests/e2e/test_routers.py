@@ -19,6 +19,7 @@ from tests.contract.asking import diff, diff_records, ok, put, state, write
 from tests.contract.stream import follow
 from tests.e2e.test_kill_points import CRASH_ALL, status, verify
 from tests.harness import Service, poll
+from topics.core.names import owner_shard
 
 EAGER = {
     "TOPICS_CHECKPOINT_INTERVAL_MS": "50",
@@ -272,3 +273,41 @@ def test_a_stream_on_a_dest_goes_on_over_the_crash_of_its_shard() -> None:
         finally:
             for stream in streams:
                 stream.close()
+
+
+def test_seqs_of_copies_that_were_read_go_to_nothing_else_while_their_source_is_replayed() -> None:
+    """The shard of the source has much to read, that of the dest has not."""
+    names = [f"n{at}" for at in range(40)]
+    source, filler = [name for name in names if owner_shard(name, 2) == 1][:2]
+    dest = next(name for name in names if owner_shard(name, 2) == 0)
+    with Service(shards=2, frontends=1, wal_file_bytes=64 << 20) as service:
+        client = service.client
+        ok(client.put("/v0/routers/r", json={"source": source, "dest": dest}))
+        write(client, source, 1, 2, 3)
+        expected = diff_records(client, dest)
+        epoch = diff(client, dest)["epoch"]
+        assert len(expected) == 3
+        for _ in range(15):
+            write(client, filler, *[0] * 10_000)
+        service.kill_group()
+        service.start(wait_ready=False)
+        client = service.client
+
+        def written() -> dict[str, Any] | None:
+            answer = client.post(f"/v0/topics/{dest}/diff", json={"from_seq": 3})
+            if answer.status_code == 200:  # from a shard that has recovered
+                page = ok(answer)
+                assert (page["records"], page["tombstone"], page["epoch"]) == ([], None, epoch)
+                assert (page["next_from_seq"], page["caught_up"], page["lag"]) == (3, True, 0)
+                if not service.is_ready():
+                    pending = ok(client.get(f"/v0/topics/{dest}"))
+                    assert pending["head_seq"] == 3 or pending["performance"]["copies_pending"]
+            answer = client.post(f"/v0/topics/{dest}", json={"records": [{"data": "direct"}]})
+            if answer.status_code == 503:
+                assert answer.json()["error"]["code"] in ("not_ready", "shard_unavailable")
+                return None
+            return ok(answer)
+
+        assert poll("the dest to take a write", written)["first_seq"] == 4
+        assert diff_records(client, dest, limit=3) == expected
+        assert [record["data"] for record in diff(client, dest, from_seq=3)["records"]] == ["direct"]

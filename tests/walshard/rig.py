@@ -302,7 +302,7 @@ class Rig:
 
     def read(self, name: str) -> list[tuple[int, bytes]]:
         """(seq, data) of all live records, through the arena and the files."""
-        found = self.reader.look_up(name)
+        found = self.reader_of(self.owner(name)).look_up(name)
         assert found is not None, f"{name} does not exist"
         return self.read_ring(name, found[1])
 
@@ -311,16 +311,17 @@ class Rig:
         first_seq = max(view.earliest_seq, view.base_seq)
         if first_seq > view.head_seq:
             return []
-        locations = self.reader.locations(view, first_seq, view.head_seq)
+        shard = self.owner(name)
+        locations = self.reader_of(shard).locations(view, first_seq, view.head_seq)
         assert locations is not None, name
         records = []
         for at, (offset_len, file_flags) in enumerate(zip(locations.offset_len, locations.file_flags, strict=True)):
             if file_flags >> 32 & 34:
                 continue
             directory = (
-                ram_group_dir(self.shared.ram_dir, 0)
+                ram_group_dir(self.shared.ram_dir, shard)
                 if file_flags >> 32 & 1
-                else group_dir(self.settings.data_dir, 0, 1)
+                else group_dir(self.settings.data_dir, shard, self._shard_count)
             )
             with open(log_path(directory, file_flags & 0xFFFF_FFFF), "rb") as file:
                 file.seek(offset_len & 0xFFFF_FFFF)

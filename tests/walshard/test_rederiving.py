@@ -11,10 +11,20 @@ import pytest
 from tests.walshard.rig import Rig
 from tests.walshard.test_routing import logged_types, put, route
 from topics.core.config import TopicConfig
+from topics.core.errors import TopicsError
 from topics.core.routers import RouterSpec
-from topics.shm.router_messages import PutRouter, SyncRouters
-from topics.shm.topic_messages import DeleteTopic, EnsureTopic, PutTopic
+from topics.frontend.live import following
+from topics.frontend.reads.log_files import LogFiles
+from topics.frontend.reads.reading import Page, TopicReader
+from topics.frontend.reads.records import PageOptions
+from topics.frontend.shards.arenas import Arenas
+from topics.shm.arena import TopicView
+from topics.shm.instance import SharedMemory
+from topics.shm.router_messages import DeleteRouter, PutRouter, SyncRouters
+from topics.shm.topic_messages import DeleteRecords, DeleteTopic, EnsureTopic, PutTopic
 from topics.storage.frame import FrameType
+from topics.storage.layout import group_dir, log_path
+from topics.walshard.routers.links import LetGo
 
 
 def topic_on(rig: Rig, shard: int, prefix: str) -> str:
@@ -127,3 +137,225 @@ def test_copies_of_a_source_that_is_deleted_are_in_the_log_before_its_routers_go
     two.run()
     assert not two.shards[1].routing.feeds.by_dest
     assert two.append(dest, b"direct").first_seq == 4
+
+
+def restart_first_alone(rig: Rig) -> None:
+    """A new service, of which the first shard is at work and the second still reads its log."""
+    rig.shared.destroy()
+    rig._close_readers()
+    rig.shared = SharedMemory.create(rig.identity, 2, 1, 1 << 20)
+    rig.shards = [rig._recover(0)]
+
+
+def start_second(rig: Rig) -> None:
+    rig.shards.append(rig._recover(1))
+
+
+def view_of(rig: Rig, name: str) -> TopicView:
+    found = rig.reader_of(rig.owner(name)).look_up(name)
+    assert found is not None, f"{name} does not exist"
+    return found[1]
+
+
+def assert_awaited(rig: Rig, dest: str, source: str) -> None:
+    """The dest says that it is less than it was, and gives its seqs to nobody."""
+    assert view_of(rig, dest).rederiving
+    shard = rig.owner(dest)
+    refused = [
+        rig.post_append(dest, [b"direct"]),
+        rig.post_call(DeleteRecords(dest, 2, None, b""), shard),
+        rig.post_call(PutTopic(dest, TopicConfig(cap_records=1), type_given=False), shard),
+    ]
+    rig.run()
+    for request in refused:
+        reply = rig.replies[request]
+        assert isinstance(reply, TopicsError)
+        assert reply.detail is not None
+        assert (reply.code, reply.detail["topic"], reply.detail["source"]) == ("not_ready", dest, source)
+        assert 0 <= reply.detail["replay_progress"] <= 1
+
+
+def seconds_pass(rig: Rig, count: int) -> None:
+    for _ in range(count):
+        rig.clock.ms += 1000
+        for shard in rig.shards:
+            shard.sweep()
+        rig.run()
+        for shard in rig.shards:
+            shard.sync_in_background()
+
+
+def test_a_dest_whose_source_is_not_there_yet_keeps_the_seqs_of_its_copies(two: Rig) -> None:
+    source, dest, other = topic_on(two, 1, "a"), topic_on(two, 0, "b"), topic_on(two, 0, "c")
+    put_on(two, source)
+    put_on(two, other)
+    route_on(two, source, dest)
+    two.append(source, b"1", b"2", b"3")
+    expected = two.read(dest)
+    assert len(expected) == 3
+    restart_first_alone(two)
+    two.run()
+    assert_awaited(two, dest, source)
+    seconds_pass(two, 3)
+    assert_awaited(two, dest, source)
+    assert head_of(two, dest) == 0
+    assert two.append(other, b"1").first_seq == 1, "nobody else waits"
+    start_second(two)
+    seconds_pass(two, 2)
+    assert two.read(dest) == expected
+    assert not view_of(two, dest).rederiving
+    assert two.append(dest, b"direct").first_seq == 4
+    two.append(source, b"4")
+    assert two.read(dest) == [*expected, (4, b"direct"), (5, b"4")]
+
+
+@pytest.mark.parametrize("write_to_last", [False, True])
+def test_a_chain_over_two_shards_is_there_again_from_its_beginning(two: Rig, write_to_last: bool) -> None:
+    """What has copied more than its source has for now goes on where it was, though the source has less."""
+    first, middle, last = topic_on(two, 1, "a"), topic_on(two, 0, "b"), topic_on(two, 1, "c")
+    put_on(two, first)
+    route_on(two, first, middle)
+    route_on(two, middle, last)
+    two.append(first, b"1", b"2", b"3")
+    if write_to_last:  # its log has the copies then, and the middle's has not
+        two.append(last, b"own")
+    expected_head_seq = head_of(two, last)
+    assert expected_head_seq == 3 + write_to_last
+    restart_first_alone(two)
+    assert_awaited(two, middle, first)
+    start_second(two)
+    assert head_of(two, last) == (expected_head_seq if write_to_last else 0)
+    assert_awaited(two, last, middle)
+    seconds_pass(two, 2)
+    assert head_of(two, middle) == 3
+    assert head_of(two, last) == expected_head_seq
+    assert two.append(middle, b"4").first_seq == 4
+    assert head_of(two, last) == expected_head_seq + 1
+    assert two.append(last, b"5").first_seq == expected_head_seq + 2
+
+
+def test_topics_of_a_cycle_over_two_shards_do_not_wait_for_each_other(two: Rig) -> None:
+    one, other = topic_on(two, 0, "a"), topic_on(two, 1, "b")
+    put_on(two, one)
+    route_on(two, one, other)
+    route_on(two, other, one, allow_cycle=True)
+    two.append(one, b"1")
+    two.append(other, b"2")
+    heads = head_of(two, one), head_of(two, other)
+    assert min(heads) > 8
+    expected = two.read(one)
+    restart_first_alone(two)
+    assert_awaited(two, one, other)
+    start_second(two)
+    seconds_pass(two, 2)
+    assert (head_of(two, one), head_of(two, other)) == heads
+    assert two.read(one) == expected
+    assert two.append(one, b"3").first_seq == heads[0] + 1
+
+
+def test_a_router_that_is_deleted_before_its_source_is_there_leaves_its_copies(two: Rig) -> None:
+    source, dest = topic_on(two, 1, "a"), topic_on(two, 0, "b")
+    put_on(two, source)
+    route_on(two, source, dest)
+    two.append(source, b"1", b"2", b"3")
+    restart_first_alone(two)
+    assert two.call(DeleteRouter(f"{source}-{dest}")).deleted
+    assert not two.call(SyncRouters(dest, 0, 0)).begun
+    assert_awaited(two, dest, source)
+    start_second(two)
+    seconds_pass(two, 2)
+    assert not two.shards[0].routing.feeds.by_dest
+    assert head_of(two, dest) == 3
+    two.append(source, b"4")
+    assert two.append(dest, b"direct").first_seq == 4
+
+
+def test_a_dest_does_not_wait_for_a_source_that_was_deleted(two: Rig) -> None:
+    source, dest = topic_on(two, 1, "a"), topic_on(two, 0, "b")
+    put_on(two, source)
+    route_on(two, source, dest)
+    two.append(source, b"1")
+    two.append(dest, b"own")
+    two.post_call(DeleteTopic(source, if_empty=False), 1)
+    while two.shards[1].step():
+        pass
+    two.take_replies()
+    restart_first_alone(two)
+    assert_awaited(two, dest, source)
+    start_second(two)
+    seconds_pass(two, 2)
+    assert two.append(dest, b"direct").first_seq == 3
+
+
+def test_a_dest_does_not_wait_for_what_is_damaged(two: Rig) -> None:
+    """Nobody makes the copy again, and nothing is gained by a topic that takes no writes."""
+    source, dest = topic_on(two, 1, "a"), topic_on(two, 0, "b")
+    put_on(two, source)
+    route_on(two, source, dest)
+    two.append(source, b"1")
+    two.append(dest, b"own")
+    two.append(source, b'"damaged"')
+    assert head_of(two, dest) == 3
+    restart_first_alone(two)
+    start_second(two)
+    path = Path(log_path(group_dir(two.settings.data_dir, 1, 2), 1))
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"damaged"', b'"demaged"'))
+    seconds_pass(two, 2)
+    assert two.append(dest, b"direct").first_seq == 3
+
+
+def test_a_checkpoint_of_a_source_waits_for_dests_that_are_not_there_again(two: Rig) -> None:
+    """In a segment may be fewer records than were copied: those that were deleted since are not in it."""
+    first, middle, last = topic_on(two, 0, "a"), topic_on(two, 1, "b"), topic_on(two, 0, "c")
+    put_on(two, first)
+    route_on(two, first, middle)
+    route_on(two, middle, last)
+    two.append(first, b"1", b"2", b"3")
+    restart_first_alone(two)
+    (feed,) = two.shards[0].routing.feeds.by_dest.values()
+    two.shards[0].routing._following.let_go(LetGo(middle, feed.source_topic_id, 3))
+    seconds_pass(two, 2)
+    assert feed.released_seq == 0
+    start_second(two)
+    seconds_pass(two, 2)
+    assert head_of(two, last) == 3
+    two.shards[0].routing._following.let_go(LetGo(middle, feed.source_topic_id, 3))
+    two.run()
+    assert feed.logged_source_seq == 3
+
+
+def test_a_reader_waits_where_it_is_for_what_it_has_seen(two: Rig) -> None:
+    """It is neither told of a former topic nor led back to the head; a topic is itself again when it has its copies."""
+    source, dest = topic_on(two, 1, "a"), topic_on(two, 0, "b")
+    put_on(two, source)
+    put_on(two, dest)
+    two.call(DeleteTopic(dest, if_empty=False))
+    put_on(two, dest)
+    route_on(two, source, dest)
+    two.append(source, b"1", b"2", b"3")
+    restart_first_alone(two)
+    arenas = Arenas(two.shared)
+    files = LogFiles(two.settings.data_dir, two.shared.ram_dir, 2)
+    reader = TopicReader(arenas, files, 2, two.clock)
+
+    def page(from_seq: int) -> Page:
+        return reader.read_page(reader.get(dest), from_seq, PageOptions(10, 1 << 20), two.clock.now_ms())
+
+    try:
+        ref = reader.get(dest)
+        assert (ref.view.recreated, ref.view.rederiving, ref.view.head_seq) == (True, True, 0)
+        found = page(3)
+        assert (found.count, found.next_from_seq, found.caught_up, found.tombstone) == (0, 3, True, None)
+        assert following.resolve(reader, ref, following.StartBody(from_seq=3)) == 3
+        assert following.place(reader, ref, 3)["from_seq"] == 3
+        start_second(two)
+        seconds_pass(two, 2)
+        ref = reader.get(dest)
+        assert (ref.view.rederiving, ref.view.head_seq) == (False, 3)
+        found = page(3)
+        assert (found.count, found.next_from_seq, found.caught_up, found.tombstone) == (0, 3, True, None)
+        assert page(2).count == 1
+        assert page(4).tombstone is not None, "nobody had that of this topic"
+    finally:
+        arenas.close()

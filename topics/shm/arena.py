@@ -51,7 +51,7 @@ from topics.shm.memory import SharedObject
 from topics.shm.names import shm_name
 
 MAGIC: Final = 0x31414E4552414F54
-VERSION: Final = 2
+VERSION: Final = 3
 ARENA_BYTES: Final = 8 * 2**30
 """Address space, not memory: only what is used is backed."""
 CHANGES: Final = 4096
@@ -74,6 +74,11 @@ class _Header(IntEnum):
     GENERATION = 2
     SLOTS_USED = 3
     CHANGE_COUNT = 4
+
+
+IS_QUEUE: Final = 1
+REDERIVING: Final = 2
+"""Flags of a topic."""
 
 
 class SlotState(IntEnum):
@@ -121,7 +126,16 @@ class TopicView(NamedTuple):
     jobs_in_flight: int
     jobs_dead_lettered: int
     """These three are a queue's, 0 of a log."""
-    is_queue: int
+    flags: int
+
+    @property
+    def is_queue(self) -> bool:
+        return bool(self.flags & IS_QUEUE)
+
+    @property
+    def rederiving(self) -> bool:
+        """Readers may have seen copies behind the head, which its shard has yet to make again."""
+        return bool(self.flags & REDERIVING)
 
 
 class Locations(NamedTuple):

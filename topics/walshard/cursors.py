@@ -93,7 +93,7 @@ class NamedCursors:
         consistency = call.consistency or (known.consistency if known is not None else "at_least_once")
         persist_every = call.persist_every or (known.persist_every if known is not None else 1)
         seq = topic.head_seq if call.tail else call.seq or 0
-        if seq > topic.head_seq:  # as a diff from there: it was never read from this topic
+        if seq > topic.head_seq and not hosted.rederiving:  # as a diff from there: it was never read from this topic
             seq = 0 if topic.recreated else topic.head_seq
         body = CursorBody(call.cursor, consistency, persist_every, seq)
         reply = CursorReply(call.cursor, consistency, persist_every, seq, seq, 0, known is None)

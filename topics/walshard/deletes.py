@@ -122,6 +122,7 @@ class Deletes:
         self._commits.show(hosted)
 
     def _delete(self, hosted: Hosted, call: DeleteRecords, answer: Answer) -> None:
+        self._routing.rederiving.require_over(hosted)
         self.expire(hosted)
         self._routing.before_log(hosted)
         topic = hosted.topic

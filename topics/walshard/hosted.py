@@ -7,7 +7,7 @@ from contextlib import suppress
 from topics.core.config import TopicConfig
 from topics.core.segment_list import SegmentInfo, SegmentList
 from topics.core.topic import Topic
-from topics.shm.arena import SEGMENT_ROW_BYTES, ArenaWriter, Descriptor, SlotState, TopicView
+from topics.shm.arena import IS_QUEUE, REDERIVING, SEGMENT_ROW_BYTES, ArenaWriter, Descriptor, SlotState, TopicView
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.location_ring import LocationRing
 from topics.walshard.holdings import Holdings
@@ -30,6 +30,7 @@ class Hosted:
         "_table_version",
         "_version",
         "index",
+        "rederiving",
         "slot",
         "topic",
         "watchers",
@@ -43,6 +44,8 @@ class Hosted:
         self.topic = topic
         self.index = index
         self.slot = arena.new_slot()
+        self.rederiving = False
+        """Readers may have seen copies that are not here again (`routers/routing.py`): nothing else gets their seqs."""
         self._version = 1
         self._table = (0, 0)
         self._outdated: list[tuple[int, int]] = []
@@ -140,7 +143,7 @@ class Hosted:
                 self._table[0] >> 3,
                 self._table[1] // SEGMENT_ROW_BYTES | (self._table_version & 0xFFFF_FFFF) << 32,
                 *jobs,
-                topic.queue is not None,
+                (IS_QUEUE if topic.queue is not None else 0) | (REDERIVING if self.rederiving else 0),
             ),
         )
         ring.published()

@@ -22,6 +22,7 @@ from topics.walshard.routers.followers import Followers
 from topics.walshard.routers.following import Following
 from topics.walshard.routers.links import Links
 from topics.walshard.routers.originals import Originals
+from topics.walshard.routers.rederiving import Rederiving
 from topics.walshard.routers.registrar import Registrar
 from topics.walshard.routers.routing import Routing
 from topics.walshard.routers.turns import Turns
@@ -68,6 +69,7 @@ def make_routing(
         followers,
         following,
         turns,
+        Rederiving(feeds, copier, originals, table),
         registry,
         cell,
         clock.monotonic_ms,

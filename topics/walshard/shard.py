@@ -352,6 +352,7 @@ class Shard:
         """A topic that is going to be appended to: the log has to be as far as it is."""
         hosted = self._catalog.find(name)
         if hosted is not None:
+            self.routing.rederiving.require_over(hosted)
             self._commits.before_log(hosted)
         return hosted
 

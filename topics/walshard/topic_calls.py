@@ -95,6 +95,7 @@ class TopicCalls:
         answer.reply = messages.encode_reply(answer.request_id, PutTopicReply(False, config))
         if config == topic.config:
             return
+        self._routing.rederiving.require_over(hosted)
         # A longer ttl must not bring back what readers were told is gone (api §3.2).
         self._time.look_at_expiry()
         if not self._deletes.expire(hosted):

@@ -97,7 +97,8 @@ def resolve(reader: TopicReader, ref: TopicRef, start: StartBody) -> int:
     view = ref.view
     if start.from_ts is not None:
         return reader.seq_before(ref, start.from_ts)
-    return view.head_seq if start.tail or (start.from_seq > view.head_seq and not view.recreated) else start.from_seq
+    beyond = start.from_seq > view.head_seq and not (view.recreated or view.rederiving)
+    return view.head_seq if start.tail or beyond else start.from_seq
 
 
 def place(reader: TopicReader, ref: TopicRef, from_seq: int) -> dict[str, int]:
@@ -105,5 +106,5 @@ def place(reader: TopicReader, ref: TopicRef, from_seq: int) -> dict[str, int]:
     # The page at the head: no record, but both ends of the topic as they are at this moment.
     page = reader.read_page(ref, ref.view.head_seq, _NO_RECORDS, reader.now_ms())
     # A cursor of a former topic of this name reads this one from its first record on.
-    resolved_seq = from_seq if from_seq <= page.head_seq else page.earliest_seq - 1
+    resolved_seq = from_seq if from_seq <= page.head_seq or ref.view.rederiving else page.earliest_seq - 1
     return {"from_seq": resolved_seq, "head_seq": page.head_seq, "earliest_seq": page.earliest_seq}

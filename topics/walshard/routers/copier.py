@@ -106,6 +106,8 @@ class Copier:
             return self._wait(feed)
         except (OSError, ValueError) as error:
             log.error("a router cannot read its source", topic=feed.topic.name, source=feed.source, error=str(error))
+            if isinstance(error, ValueError):
+                feed.rederive_seq = feed.source_seq  # damaged: nobody makes a copy of it again
             return self._wait(feed)
         if not len(page):
             if page.source_seq == feed.source_seq:
@@ -118,7 +120,8 @@ class Copier:
             self._show_progress(feed)
             return feed.source_seq < sight.head_seq
         try:
-            if not rederiving:  # else the service held them before, and this shard has yet to say what it holds
+            # What is made again the service held before, and a shard that starts has yet to say what it holds.
+            if not (rederiving or feed.hosted.rederiving):
                 self._claim_bytes(page.size_bytes, partial(topic.growth, len(page), page.size_bytes))
             feed.hosted.ring.reserve(len(page))
         except (TopicsError, ArenaFullError):
@@ -133,6 +136,12 @@ class Copier:
             return self._wait_for_room(feed)
         feed.backoff_ms = 0
         return feed.source_seq < sight.head_seq
+
+    def made_again(self, feed: Feed) -> None:
+        """All copies that readers of the dest may have seen are here."""
+        if feed.hosted.rederiving:
+            feed.hosted.rederiving = False
+            self._show(feed.hosted)
 
     def _acked_give_way(self, feed: Feed, page: Page) -> bool:
         """Whether there is room now for the next record, which had none."""

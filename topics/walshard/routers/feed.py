@@ -88,6 +88,8 @@ class Feed:
         """(source_topic_id, hold_seq) that the source was told last."""
         self.source_head_seq = 0
         self.source_evict_floor = 0
+        self.rederive_seq: int | None = None
+        """Where the source was when this life of the shard saw it first: no copy from before is of what follows."""
         self.retry_ms = 0
         self.backoff_ms = 0
         self._matches: dict[int, Match | None] = {}

@@ -41,6 +41,8 @@ class Feeds:
                 body = in_ram
             if body.routers:
                 self._add(Feed(dest, body))
+                # Copies are derived of what exists, for a dest that has room.
+                dest.rederiving = bool(not ephemeral and body.source_topic_id and not body.full)
 
     def start(self, hosted: Hosted, source: str, sight: SourceSight | None, routers: list[Router]) -> bool:
         """A dest that nothing was copied into so far. Logged, so that it begins there and nowhere else."""

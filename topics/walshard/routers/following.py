@@ -101,6 +101,8 @@ class Following:
             if feed is not None and feed.source_seq < up_to_seq and dest_id in self._turns:
                 continue
             del self._let_go[dest_id]
+            if feed is not None and feed.hosted.rederiving:
+                continue  # a segment may lack what was copied: it asks again
             if feed is not None and self._copy_log.settle(feed):
                 reached("copies.settled")
                 if feed.source_seq < up_to_seq:

@@ -17,7 +17,7 @@ from topics.core.names import owner_shard
 from topics.core.segment_list import SegmentInfo, SegmentList
 from topics.settings import Settings
 from topics.shm.arena import ArenaReader
-from topics.shm.control import Role
+from topics.shm.control import Role, replay_progress
 from topics.shm.instance import SharedMemory
 from topics.storage import layout
 from topics.storage.copies import Original, read_original
@@ -50,6 +50,8 @@ class SourceSight(NamedTuple):
     evict_reason: int
     durable_seq: int
     ephemeral: bool
+    rederiving: bool
+    """It had more than it has: copies of its own that are yet to be made again."""
 
 
 class Locations(NamedTuple):
@@ -92,6 +94,11 @@ class Originals:
     def owner(self, name: str) -> int:
         return owner_shard(name, self._shards)
 
+    @property
+    def replay_progress(self) -> float:
+        """Of all shards."""
+        return replay_progress(self._cells)
+
     def look(self, name: str) -> SourceSight | None:
         """The topic, None when there is none; UnknownError while its shard has never recovered."""
         if self.owner(name) == self._shard:
@@ -110,6 +117,7 @@ class Originals:
                 topic.evict_reason,
                 topic.durable_seq,
                 ephemeral,
+                hosted.rederiving,
             )
         arena = self._arena(self.owner(name))
         found = arena.look_up(name)
@@ -130,6 +138,7 @@ class Originals:
             view.evict_reason,
             view.durable_seq,
             ephemeral,
+            view.rederiving,
         )
 
     def locations(self, name: str, topic_id: int, first_seq: int, last_seq: int) -> Locations:

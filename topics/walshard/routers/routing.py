@@ -36,6 +36,7 @@ from topics.walshard.routers.followers import Followers
 from topics.walshard.routers.following import Following
 from topics.walshard.routers.links import Changed, Follow, Greet, Held, LetGo, Links, PeerMessage, RoutersGone, Unfollow
 from topics.walshard.routers.originals import Originals, SourceSight, UnknownError
+from topics.walshard.routers.rederiving import Rederiving
 from topics.walshard.routers.registrar import Registrar
 from topics.walshard.routers.turns import Turns
 
@@ -67,6 +68,7 @@ class Routing:
         followers: Followers,
         following: Following,
         turns: Turns,
+        rederiving: Rederiving,
         registrar: Registrar | None,
         cell: ProcessCell,
         monotonic_ms: Callable[[], int],
@@ -81,6 +83,7 @@ class Routing:
         self._followers = followers
         self._following = following
         self._turns = turns
+        self.rederiving = rederiving
         self._registrar = registrar
         self._cell = cell
         self._monotonic_ms = monotonic_ms
@@ -237,15 +240,21 @@ class Routing:
         self.copy_log.sweep(self.feeds.by_dest.values())
 
     def rederive(self) -> None:
-        """In a new life, before anyone sees it: the copies that were there and are not in the log."""
+        """In a new life, before anyone sees it: the copies that were there and are not in the log. Those of a source
+        that cannot be seen now, or that waits itself, come later: no shard waits for another one.
+        """
         some = True
         while some:
             some = False
             for feed in self.feeds.by_dest.values():
+                waited = feed.hosted.rederiving
                 sight = self._sight(feed)
-                if sight is not None and self._copier.advance(feed, sight, rederiving=True):
-                    some = True
+                more = sight is not None and self.rederiving.copy_page(feed, sight, before_begin=True)
+                some |= more or waited != feed.hosted.rederiving
         for feed in self.feeds.by_dest.values():
+            if feed.hosted.rederiving:
+                log.info("copies are yet to be made again", topic=feed.topic.name, source=feed.source)
+                feed.hosted.publish()
             self.feeds.show_progress(feed)
             self._turns.give(feed.topic.id)
         self._refresh()
@@ -284,10 +293,15 @@ class Routing:
                 self._missing.setdefault(dest, self._monotonic_ms())
             return True
         feed = self.feeds.by_dest.get(hosted.topic.id)
+        if feed is not None and feed.registered() != wanted:
+            # What was acknowledged before is forwarded by the routers as they were.
+            copied = self._copy_all(feed, PAGES_PER_CALL)
+            if hosted.rederiving and (feed.rederive_seq is None or not copied):
+                return False
         if feed is not None and (not wanted or feed.source != wanted[0].spec.source):
-            self._copy_all(feed, PAGES_PER_CALL)
             if not self.feeds.stop(feed):
                 return False
+            self._copier.made_again(feed)  # or never: its source cannot be read
             self._following.unfollow(feed)
             feed = None
         if not wanted:
@@ -297,11 +311,8 @@ class Routing:
             if not self.feeds.start(hosted, source, self._originals.look(source), wanted):
                 return False
             self._following.follow(self.feeds.by_dest[hosted.topic.id])
-        elif feed.registered() != wanted:
-            # What was acknowledged before is forwarded by the routers as they were.
-            self._copy_all(feed, PAGES_PER_CALL)
-            if not self.feeds.reroute(feed, self._originals.look(source), wanted):
-                return False
+        elif feed.registered() != wanted and not self.feeds.reroute(feed, self._originals.look(source), wanted):
+            return False
         self._turns.give(hosted.topic.id)
         return True
 
@@ -341,7 +352,7 @@ class Routing:
                 self._turns.wait(dest_id, until_ms)
                 return False
         feed.retry_ms = 0
-        more = self._copier.advance(feed, sight)
+        more = self.rederiving.copy_page(feed, sight)
         if not more and feed.retry_ms:
             self._turns.wait(dest_id, feed.retry_ms)
         return more
@@ -357,6 +368,7 @@ class Routing:
             if not self._copier.source_ended(feed):
                 self._turns.wait(feed.topic.id, self._monotonic_ms() + FAILED_WAIT_MS)
                 return None
+            self._copier.made_again(feed)
             router_ids = [router.id for router in feed.registered() if router.id not in self._dead]
             if router_ids:
                 self._bury(router_ids)
@@ -367,6 +379,9 @@ class Routing:
             if not self.feeds.bind(feed, sight):
                 return None
             self._following.follow(feed)
+        if self.rederiving.is_less(feed, sight):
+            self._turns.wait(feed.topic.id, self._monotonic_ms() + UNKNOWN_WAIT_MS)
+            return None
         return sight
 
     # -- links

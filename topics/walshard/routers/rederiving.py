@@ -1,0 +1,61 @@
+"""Dests that are less than their readers know them, because copies that no log has are yet to be made again.
+
+In a new life of a shard its dests are copied up to where their sources are, before anybody sees them. A source that
+cannot be seen then is not waited for; its dest is `Hosted.rederiving` until it was, and all of it was copied: meanwhile
+nothing else may get its seqs.
+"""
+
+from __future__ import annotations
+
+from topics.core.errors import TopicsError
+from topics.shm.router_table import RouterTable
+from topics.walshard.hosted import Hosted
+from topics.walshard.routers.copier import Copier
+from topics.walshard.routers.feed import Feed, room
+from topics.walshard.routers.feeds import Feeds
+from topics.walshard.routers.originals import Originals, SourceSight
+
+
+class Rederiving:
+    """Of one shard's feeds."""
+
+    def __init__(self, feeds: Feeds, copier: Copier, originals: Originals, table: RouterTable) -> None:
+        self._feeds = feeds
+        self._copier = copier
+        self._originals = originals
+        self._table = table
+
+    def require_over(self, hosted: Hosted) -> None:
+        """Something is going to get seqs of a topic, or to count on its head. `503 not_ready` while those behind its
+        head belong to copies that readers may have seen.
+        """
+        if hosted.rederiving:
+            name, source = hosted.topic.name, self._feeds.by_dest[hosted.topic.id].source
+            raise TopicsError(
+                "not_ready",
+                f"topic {name!r} waits for copies that it had before this start: its source {source!r} of shard"
+                f" {self._originals.owner(source)} is not all there yet",
+                {"topic": name, "source": source, "replay_progress": self._originals.replay_progress},
+            )
+
+    def copy_page(self, feed: Feed, sight: SourceSight, before_begin: bool = False) -> bool:
+        """As `Copier.advance`; the dest is itself again when it has all that its source had, or has no room."""
+        if feed.rederive_seq is None:
+            feed.rederive_seq = sight.head_seq
+        more = self._copier.advance(feed, sight, before_begin)
+        if feed.hosted.rederiving and (feed.full or feed.source_seq >= feed.rederive_seq or min(room(feed.topic)) <= 0):
+            self._copier.made_again(feed)
+        return more
+
+    def is_less(self, feed: Feed, sight: SourceSight) -> bool:
+        """Whether the source is less than it was, and is to be waited for. Not in a cycle, where it may wait for this
+        very dest: its records up to there are copied, and the dest waits for no more.
+        """
+        if not sight.rederiving:
+            return False
+        if feed.topic.name not in self._table.registry.upstream(feed.source):
+            return True
+        if feed.source_seq > sight.head_seq:
+            self._copier.made_again(feed)
+            return True
+        return False
