@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,7 +58,7 @@ class Frontend:
 
 
 @pytest.fixture
-def frontend(identity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Frontend]:
+def frontend(identity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Frontend:
     monkeypatch.setattr("topics.frontend.key_reload.RETRY_S", 0.001)
     return Frontend(identity, tmp_path / "keys")
 

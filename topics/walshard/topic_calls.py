@@ -104,6 +104,8 @@ class TopicCalls:
                 " see the service's log",
             )
         self._commits.before_log(hosted)
+        # The cursor of an `ephemeral` dest is in RAM, where nobody looks for it once the class is another.
+        self._routing.before_log(hosted)
         descriptor = hosted.prepare_config(config)
         now_ms = self._time.now.wall_ms
         body = encode_body(ConfigBody(config))
@@ -120,8 +122,7 @@ class TopicCalls:
             hosted.configured(config, descriptor)
 
         if self._commits.commit_one(Operation(buffers, apply, sync=True, answer=answer)):
-            self._commits.log_evicted_for_ram([hosted])
-            self._commits.show(hosted)
+            self._commits.show_configured(hosted)
         else:
             hosted.release_config(descriptor)
 
