@@ -20,10 +20,12 @@ from topics.shm.instance import SharedMemory
 from topics.shm.messages import Call, Kind
 from topics.shm.queue_messages import Dealt
 from topics.shm.ring import Ring
+from topics.shm.router_board import RouterBoard
 from topics.shm.topic_messages import DeleteRecords
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import HEADER, HEADER_LEN, lay_out
 from topics.storage.layout import group_dir, log_path, ram_group_dir
+from topics.walshard.hosted import Hosted
 from topics.walshard.outbox import Outbox
 from topics.walshard.recovery import recover
 from topics.walshard.shard import Shard
@@ -39,6 +41,21 @@ _SHOWN = (
     "durable_seq",
     "last_write_ts",
 )
+
+
+def _assert_topic_shown(reader: ArenaReader, hosted: Hosted) -> None:
+    topic, ring = hosted.topic, hosted.ring
+    found = reader.look_up(topic.name)
+    assert found is not None, f"{topic.name} is hosted and not shown"
+    slot, view = found
+    for field in _SHOWN:
+        assert getattr(view, field) == getattr(topic, field), f"{field} of {topic.name} is not what the shard knows"
+    assert (view.base_seq, view.ring_word, view.ring_capacity) == (ring.base_seq, ring.word, ring.capacity)
+    assert (view.jobs_ready, view.jobs_in_flight, view.jobs_dead_lettered) == hosted._jobs(), topic.name
+    assert reader.config(slot, view) == topic.config
+    segments = reader.segments(slot, view)
+    assert segments is not None
+    assert list(segments) == list(hosted.index.segments)
 
 
 class TestClock:
@@ -194,16 +211,38 @@ class Rig:
         self.assert_shown()
 
     def assert_shown(self) -> None:
-        """What a shard knows of its topics is what readers see of them: nothing waits to be shown by chance."""
+        """What a shard knows is what all others see: nothing waits to be shown by chance."""
         for number, shard in enumerate(self.shards):
-            for hosted in shard._catalog:
-                found = self.reader_of(number).look_up(hosted.topic.name)
-                assert found is not None, f"{hosted.topic.name} is hosted and not shown"
-                shown, known = found[1], hosted.topic
-                for field in _SHOWN:
-                    what = f"{field} of {known.name}"
-                    assert getattr(shown, field) == getattr(known, field), f"{what} is not what the shard knows"
-                assert shown.base_seq == hosted.ring.base_seq
+            reader, every = self.reader_of(number), list(shard._catalog)
+            for hosted in every:
+                _assert_topic_shown(reader, hosted)
+            board = RouterBoard(self.shared.router_boards[number])
+            for feed in shard.routing.feeds.by_dest.values():
+                for one in feed.routers:
+                    known = (
+                        one.router.id,
+                        one.router.version,
+                        feed.source_topic_id,
+                        feed.source_seq,
+                        one.forwarded_total,
+                    )
+                    assert board.find(one.router.id) == known, f"router {one.router.name} is not shown as it is"
+            self._assert_counted(number, shard, every)
+
+    def _assert_counted(self, number: int, shard: Shard, every: list[Hosted]) -> None:
+        wal = shard._logs.wal
+        known = {
+            "topics": len(every),
+            "records_live": sum(hosted.topic.records for hosted in every),
+            "bytes_live": sum(hosted.topic.live_bytes for hosted in every),
+            "sessions": len(shard._sessions),
+            "wal_file": wal.file_no,
+            "wal_offset": wal.offset,
+            "committed": wal.file_no << 32 | wal.offset,
+            "wal_read_only": int(wal.read_only is not None),
+        }
+        cell = self.shared.control.cell(Role.WALSHARD, number)
+        assert {field: cell.get(field) for field in known} == known
 
     def step(self) -> bool:
         """A turn of each shard; False: none had anything to do."""

@@ -276,25 +276,44 @@ def test_durable_seq_does_not_count_what_only_ram_has(compaction: Compaction, du
     assert durable_seq(rig) == 5
 
 
+def seconds_pass(rig: Rig, count: int, *, busy: bool) -> None:
+    """`busy`: records of another topic wait for the disk whenever the shard looks."""
+    for _ in range(count):
+        rig.clock.ms += 1000
+        for _ in range(3):
+            if busy:
+                rig.append("other", b"1")
+            rig.shard.sync_in_background()
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 @pytest.mark.parametrize("below_seq", [3, 4])
-def test_durable_seq_follows_a_delete_of_what_only_ram_had(rig: Rig, below_seq: int) -> None:
+def test_durable_seq_follows_a_delete_of_what_only_ram_had(rig: Rig, below_seq: int, busy: bool) -> None:
     put(rig, "t", EPHEMERAL)
     rig.append("t", b"1", b"2")
     put(rig, "t", TopicConfig())
     rig.append("t", b"3")
-
-    def second_passes() -> None:
-        rig.clock.ms += 1000
-        for _ in range(3):
-            rig.shard.sync_in_background()
-
-    for _ in range(3):
-        second_passes()
+    seconds_pass(rig, 3, busy=busy)
     assert durable_seq(rig) < 3
     rig.delete(DeleteRecords("t", below_seq, None, b""))
-    for _ in range(3):
-        second_passes()
+    seconds_pass(rig, 3, busy=busy)
     assert durable_seq(rig) == 3
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["not written since", "read from the log"])
+def test_it_does_so_also_when_no_append_was_synced_since(rig: Rig, restarted: bool) -> None:
+    put(rig, "t", EPHEMERAL)
+    rig.append("t", b"1", b"2")
+    put(rig, "t", TopicConfig())
+    head_seq = 2
+    if restarted:
+        head_seq = rig.append("t", b"3").head_seq
+        seconds_pass(rig, 3, busy=False)
+        rig.boot()
+    assert durable_seq(rig) == 0
+    rig.delete(DeleteRecords("t", 3, None, b""))
+    seconds_pass(rig, 3, busy=False)
+    assert durable_seq(rig) == head_seq
 
 
 def test_durable_seq_goes_on_when_what_was_in_ram_is_gone(compaction: Compaction) -> None:

@@ -29,7 +29,7 @@ class BackgroundSync:
         self._wake = wake
         self._unsynced: dict[int, Hosted] = {}
         self._held: dict[int, Hosted] = {}
-        """Synced, but they have records in RAM alone (`Hosted.durable_once_synced_seq`)."""
+        """They have records in RAM alone, or had when it was looked last (`Hosted.durable_once_synced_seq`)."""
         self._covered: list[tuple[Hosted, int]] = []
         self._running: tuple[Future[Synced], int] | None = None
         self._last_ms = now_ms
@@ -44,6 +44,12 @@ class BackgroundSync:
         moved = [hosted for hosted in self._unsynced.values() if self._settle(hosted)]
         self._unsynced.clear()
         return moved
+
+    def hold(self, hosted: Hosted) -> None:
+        """A topic that was `ephemeral`, and is not any more: what is in RAM alone may be in segments some day, or gone."""
+        topic = hosted.topic
+        if topic.durable_seq < topic.head_ceiling and topic.config.durability != "ephemeral":
+            self._held[topic.id] = hosted
 
     def forget(self, hosted: Hosted) -> None:
         """The topic is gone."""
@@ -60,7 +66,7 @@ class BackgroundSync:
             moved += self.committed({})
         if now_ms - self._looked[0] >= INTERVAL_MS:
             if not unsynced_bytes:
-                moved += self._let_go()
+                moved += [hosted for hosted in self._let_go() if self._settle(hosted)]
             self._mark_idle(now_ms)
         due = unsynced_bytes >= UNSYNCED_BYTES or (unsynced_bytes and now_ms - self._last_ms >= INTERVAL_MS)
         # A sync of a file of which one has failed says nothing: see `wal.py`.
@@ -71,29 +77,17 @@ class BackgroundSync:
             moved += self._ended()
         return moved
 
-    def _settle(self, hosted: Hosted) -> bool:
-        """All that the log has of it is on the disk; True if its durable_seq moved."""
+    def _settle(self, hosted: Hosted, synced_seq: int | None = None) -> bool:
+        """What the log has of it is on the disk, all of it or up to there; True if its durable_seq moved."""
         topic, former_seq = hosted.topic, hosted.topic.durable_seq
-        topic.durable_seq = hosted.durable_once_synced_seq
-        self._hold(hosted)
+        topic.durable_seq = hosted.durable_once_synced_seq if synced_seq is None else max(former_seq, synced_seq)
+        self.hold(hosted)
         return topic.durable_seq != former_seq
 
-    def _hold(self, hosted: Hosted) -> None:
-        if hosted.topic.durable_seq < hosted.topic.head_ceiling:
-            self._held[hosted.topic.id] = hosted
-
     def _let_go(self) -> list[Hosted]:
-        """While everything is synced: topics whose records in RAM are in segments by now, or gone."""
-        moved = []
-        for topic_id, hosted in list(self._held.items()):
-            topic = hosted.topic
-            is_ephemeral = topic.config.durability == "ephemeral"
-            if not is_ephemeral and (durable_seq := hosted.durable_once_synced_seq) > topic.durable_seq:
-                topic.durable_seq = durable_seq
-                moved.append(hosted)
-            if is_ephemeral or topic.durable_seq >= topic.head_ceiling:
-                del self._held[topic_id]
-        return moved
+        """Those that were held; who has to be still, comes again when what the log has is on the disk."""
+        held, self._held = self._held, {}
+        return [hosted for hosted in held.values() if hosted.topic.config.durability != "ephemeral"]
 
     def _mark_idle(self, now_ms: int) -> None:
         """Once nothing was written for a while: what was synced last is known as synced after a power loss."""
@@ -104,7 +98,8 @@ class BackgroundSync:
 
     def _start(self, now_ms: int) -> None:
         self._last_ms = now_ms
-        self._covered = [(hosted, hosted.durable_once_synced_seq) for hosted in self._unsynced.values()]
+        unsynced = {hosted.topic.id: hosted for hosted in self._let_go()} | self._unsynced
+        self._covered = [(hosted, hosted.durable_once_synced_seq) for hosted in unsynced.values()]
         self._unsynced = {}
         future = self._helper.submit(self._logs.wal.sync_now)
         future.add_done_callback(lambda _future: self._wake.signal_always())
@@ -126,7 +121,4 @@ class BackgroundSync:
             return []
         self._logs.wal.note_synced(*future.result())
         self._logs.count()
-        for hosted, head_seq in covered:
-            hosted.topic.durable_seq = max(hosted.topic.durable_seq, head_seq)
-            self._hold(hosted)
-        return [hosted for hosted, _ in covered]
+        return [hosted for hosted, head_seq in covered if self._settle(hosted, head_seq)]

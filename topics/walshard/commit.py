@@ -173,7 +173,7 @@ class Logs:
             cause = "sync"
         else:
             cause = errno.errorcode.get(error.errno or 0, "write")
-        self._cell.set("wal_read_only", int(self.wal.read_only is not None))
+        self.count()  # it may go on in another file
         self._say(error)
         return TopicsError(
             "storage_unavailable",

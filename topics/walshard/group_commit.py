@@ -117,6 +117,12 @@ class GroupCommit:
         for hosted in chain(touched.values(), [other for other in moved if other.topic.id not in touched]):
             self.show(hosted)
 
+    def show_configured(self, hosted: Hosted) -> None:
+        """A topic has another configuration."""
+        self._syncs.hold(hosted)
+        self.log_evicted_for_ram([hosted])
+        self.show(hosted)
+
     def show_copied(self, hosted: Hosted) -> None:
         """Records of a topic came from a router, or are as durable as they can be."""
         self.log_evicted_for_ram([hosted])

@@ -122,6 +122,8 @@ def recover(
         clock,
     )
     syncs = BackgroundSync(logs, syncing, shared.shard_wakes[index], clock.monotonic_ms())
+    for hosted in catalog:
+        syncs.hold(hosted)
     time = StepClock(clock, ExpiryClock(clock, log.warning, shared.control.trusted_offset_ms(Role.WALSHARD, index)))
     watchers = Watchers(catalog, outbox)
     commits = GroupCommit(logs, LostHeads(catalog, logs, fold.lost_heads), syncs, outbox, watchers, time)

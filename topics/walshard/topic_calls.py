@@ -120,8 +120,7 @@ class TopicCalls:
             hosted.configured(config, descriptor)
 
         if self._commits.commit_one(Operation(buffers, apply, sync=True, answer=answer)):
-            self._commits.log_evicted_for_ram([hosted])
-            self._commits.show(hosted)
+            self._commits.show_configured(hosted)
         else:
             hosted.release_config(descriptor)
 
