@@ -391,3 +391,17 @@ def test_what_a_claim_that_was_asked_twice_is_dealt_the_second_time_is_given_bac
     records = [Written(b"1"), Written(b"2")]
     queue(hosting, records)
     on_loop(hosting, test)
+
+
+def test_a_claim_whose_jobs_cannot_be_logged_when_its_window_ends_is_told_so(hosting: Hosting) -> None:
+    async def test(frontend: Frontend) -> None:
+        shard = Shard(frontend)
+        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", {"node": "w"}))
+        claim_id, claim = await shard.told(Claim)
+        shard.answer(claim_id, Waiting(5))
+        shard.deal(Dealt(claim.stream, [], 0, 0, [], 1, refused=True))
+        status, _, answer = await asked
+        assert (status, answer["error"]["code"]) == (503, "storage_unavailable")
+
+    queue(hosting, [Written(b"1")])
+    on_loop(hosting, test)

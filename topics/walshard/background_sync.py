@@ -46,7 +46,7 @@ class BackgroundSync:
         return moved
 
     def hold(self, hosted: Hosted) -> None:
-        """A topic that was `ephemeral`, and is not any more: what is in RAM alone may be in segments some day, or gone."""
+        """A topic that is `ephemeral` no more: what is in RAM alone may be in segments some day, or gone."""
         topic = hosted.topic
         if topic.durable_seq < topic.head_ceiling and topic.config.durability != "ephemeral":
             self._held[topic.id] = hosted

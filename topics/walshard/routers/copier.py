@@ -56,11 +56,11 @@ class Copier:
         feed.source_head_seq, feed.source_evict_floor = sight.head_seq, sight.evict_floor
         if feed.source_seq > sight.head_seq:
             return self._step_back(feed, sight)
+        self._note_durable(feed, sight)
         if feed.source_seq == sight.head_seq:
             feed.backoff_ms = 0
             if feed.full and not self._copy_log.log_full(feed, False):
                 return self._wait(feed)
-            self._note_durable(feed, sight)
             return False
         if self.expire_for is not None:
             try:
