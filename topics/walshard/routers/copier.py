@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final
 
 from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
-from topics.core.location import FLAGS_SHIFT, LOCATION_DELETED, LOCATION_GONE, LOCATION_LOST, LOW_WORD
+from topics.core.location import (
+    FLAGS_SHIFT,
+    LOCATION_DELETED,
+    LOCATION_GONE,
+    LOCATION_IN_RAM_LOG,
+    LOCATION_LOST,
+    LOW_WORD,
+)
 from topics.log import get_logger
 from topics.shm.arena_heap import ArenaFullError
+from topics.storage.copies import Original
 from topics.storage.frame import FrameType
 from topics.walshard.hosted import Hosted
 from topics.walshard.routers.copy_log import CopyLog
@@ -84,12 +92,15 @@ class Copier:
             if gone:
                 return self._trim(feed, feed.source_seq + gone, EvictReason(locations.offset_len[0] & LOW_WORD))
             locations = _within_bytes(locations, gone_flags)
-            originals = self._originals.read(feed.source, sight.topic_id, first_seq, locations)
+            originals: Iterable[Original] = self._originals.read(feed.source, sight.topic_id, first_seq, locations)
             topic = feed.topic
             # What is in a segment, or was released, is held for nobody: it may not be there to be copied again.
             is_held = feed.held and feed.told is not None and first_seq >= feed.told[1]
             derived = topic.config.durability != "ephemeral" and not sight.ephemeral and not feed.full
             derived = derived and locations.segment is None and (is_held or rederiving)
+            if derived:
+                originals = list(originals)
+                derived = not _any_in_ram_alone(locations, originals)
             page = feed.copy(originals, FrameType.ROUTER_COPY if derived else FrameType.APPEND)
         except UnknownError:
             return self._wait(feed)
@@ -107,7 +118,8 @@ class Copier:
             self._show_progress(feed)
             return feed.source_seq < sight.head_seq
         try:
-            self._claim_bytes(page.size_bytes, partial(topic.growth, len(page), page.size_bytes))
+            if not rederiving:  # else the service held them before, and this shard has yet to say what it holds
+                self._claim_bytes(page.size_bytes, partial(topic.growth, len(page), page.size_bytes))
             feed.hosted.ring.reserve(len(page))
         except (TopicsError, ArenaFullError):
             return self._wait(feed)
@@ -161,9 +173,11 @@ class Copier:
         return True
 
     def source_ended(self, feed: Feed) -> bool:
-        """The source was deleted, or another one has its name: what waited to be copied is lost, as if evicted. False
-        if that could not be logged.
+        """The source was deleted, or another one has its name: what waited to be copied is lost, as if evicted, and
+        what was copied cannot be copied again. False if that could not be logged.
         """
+        if not self._copy_log.log_copies(feed, sync=True):
+            return False
         # Of what waited before this shard started again nobody knows how many there were.
         waiting = max(feed.source_head_seq - feed.source_seq, int(feed.full))
         if waiting <= 0:
@@ -245,6 +259,16 @@ def _leading_gone(locations: Locations, gone_flags: int, first_seq: int, evict_f
             break
         count, were_deleted = count + 1, deleted
     return count, were_deleted
+
+
+def _any_in_ram_alone(locations: Locations, originals: list[Original]) -> bool:
+    """Whether a restart of the service loses one of these: it came while its topic was `ephemeral`. What is a copy
+    itself can be made again.
+    """
+    return any(
+        word >> FLAGS_SHIFT & LOCATION_IN_RAM_LOG and original.type == FrameType.APPEND
+        for word, original in zip(locations.file_flags, originals, strict=True)
+    )
 
 
 def _within_bytes(locations: Locations, gone_flags: int) -> Locations:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from topics.core.config import U64_MAX
@@ -138,7 +138,7 @@ class Feed:
     def registered(self) -> list[Router]:
         return [one.router for one in self.routers]
 
-    def copy(self, originals: Iterator[Original], type_: FrameType) -> Page:
+    def copy(self, originals: Iterable[Original], type_: FrameType) -> Page:
         """The copies that the records behind `source_seq` get, as far as there is room for them."""
         topic = self.topic
         page = Page(self.source_seq)
