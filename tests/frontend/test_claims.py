@@ -24,12 +24,13 @@ from topics.shm.arena import ArenaWriter
 from topics.shm.control import Role
 from topics.shm.messages import Call, Kind
 from topics.shm.queue_messages import Claim, Dealt, Exhume, Peek, Peeked, Unclaim, Waiting, WorkClose
+from topics.shm.router_messages import CatchUp, CaughtUp
 from topics.shm.topic_messages import Expire
 
 LEASE_NO = 700
 DEADLINE_MS = 2_000_000
 
-CallT = TypeVar("CallT", Claim, Peek, Unclaim, WorkClose)
+CallT = TypeVar("CallT", Claim, Peek, Unclaim, WorkClose, CatchUp)
 
 
 class Shard:
@@ -53,7 +54,7 @@ class Shard:
     def free(self) -> None:
         self._rings.requests.consume(self._read)
 
-    def answer(self, request_id: int, reply: Dealt | Peeked | Waiting) -> None:
+    def answer(self, request_id: int, reply: Dealt | Peeked | Waiting | CaughtUp) -> None:
         self._send(messages.encode_reply(request_id, reply))
 
     def deal(self, dealt: Dealt) -> None:
