@@ -261,6 +261,24 @@ def test_strong(service: Service, ws: Socket, topic: str) -> None:
     assert ws.ask("subscribe", topic=f"{topic}.ram", consistency="strong")["code"] == "invalid_request"
 
 
+def test_a_strong_subscription_says_that_its_topic_has_become_ephemeral(
+    service: Service, ws: Socket, topic: str
+) -> None:
+    put(service.client, topic, durability="fsync")
+    write(service.client, topic, 1)
+    ws.ask("subscribe", topic=topic, consistency="strong")
+    ws.next("record")
+    ws.next("caught_up")
+    put(service.client, topic, durability="ephemeral")
+    error = ws.next("error")
+    assert (error["request_id"], error["code"], error["topics"]) == (None, "invalid_request", [topic])
+    assert error["retry_after_ms"] > 0
+    put(service.client, topic, durability="fsync")
+    assert ws.next() == {"op": "caught_up", "topic": topic, "head_seq": 1}
+    write(service.client, topic, 2)
+    assert ws.next("record")["to_seq"] == 2
+
+
 def test_an_unknown_topic_subscribes_to_nothing(service: Service, ws: Socket, topic: str) -> None:
     put(service.client, topic)
     error = ws.ask("subscribe", request_id="s", topics=[topic, f"{topic}.absent"])

@@ -195,6 +195,27 @@ def test_strong_pushes_only_what_is_durable(service: Service, topic: str) -> Non
             assert state(service.client, topic)["durable_seq"] >= to_seq
 
 
+def test_a_strong_stream_says_that_its_topic_has_become_ephemeral(service: Service, topic: str) -> None:
+    other = f"{topic}.other"
+    for name in (topic, other):
+        put(service.client, name, durability="fsync")
+        write(service.client, name, 1)
+    with follow(service, {topic: {}, other: {}}, consistency="strong") as stream:
+        stream.records(2)
+        stream.until_caught_up(2)
+        put(service.client, topic, durability="ephemeral")
+        frame = stream.event("error")
+        assert (frame.json["code"], frame.json["topics"]) == (429, [topic])
+        assert frame.json["retry_after_ms"] > 0
+        assert "ephemeral" in frame.json["error"]
+        write(service.client, other, 2)
+        assert stream.event("record").json["topic"] == other
+        put(service.client, topic, durability="fsync")
+        assert stream.event("caught-up").json == {"topic": topic, "head_seq": 1}
+        write(service.client, topic, 2)
+        assert stream.event("record").json["topic"] == topic
+
+
 # --- slow and vanishing clients
 
 

@@ -201,12 +201,13 @@ class Frontend:
         return answer[0]["status"], dict(answer[0]["headers"]), msgspec.json.decode(content) if content else None
 
     async def watching(self, name: str) -> Watch:
-        """The watch that the gateway asks the shard for."""
+        """The watch that the gateway asks the shard for, of the topic that the name means now."""
+        topic_id = self.hosting.topics[name].topic.id
         while True:
             for message, _position in self.hosting.shared.rings[0][0].requests.peek():
                 if messages.head(message)[0] == Kind.CALL:
                     call = messages.decode_call(message)
-                    if isinstance(call, Watch) and call.name == name:
+                    if isinstance(call, Watch) and (call.name, call.seen_topic_id) == (name, topic_id):
                         return call
             await asyncio.sleep(0.001)
 
@@ -370,6 +371,30 @@ def test_the_topic_of_a_long_poll_is_deleted(hosting: Hosting) -> None:
         frontend.notify(watch)
         status, _, body = await poll
         assert (status, body["error"]["code"]) == (404, "topic_not_found")
+
+    on_loop(hosting, test)
+
+
+def test_a_long_poll_goes_on_in_a_topic_that_is_made_again_while_it_waits_for_room(hosting: Hosting) -> None:
+    hosting.make("t")
+
+    async def test(frontend: Frontend) -> None:
+        room = AnswerRoom(most_bytes=8 << 20)
+        place, other = Place(room), Place(room)
+        poll = asyncio.create_task(frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000}, place))
+        watch = await frontend.watching("t")
+        await other.take(8 << 20)
+        hosting.retire("t")
+        frontend.notify(watch)
+        await until(lambda: place in room.waiting)
+        hosting.make("t")
+        other.close()
+        again = await frontend.watching("t")
+        assert again.token == watch.token
+        hosting.write("t", [Written(b"1")])
+        frontend.notify(again)
+        status, _, body = await poll
+        assert (status, [record["$seq"] for record in body["records"]]) == (200, [1])
 
     on_loop(hosting, test)
 

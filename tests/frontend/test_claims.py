@@ -24,12 +24,13 @@ from topics.shm.arena import ArenaWriter
 from topics.shm.control import Role
 from topics.shm.messages import Call, Kind
 from topics.shm.queue_messages import Claim, Dealt, Exhume, Peek, Peeked, Unclaim, Waiting, WorkClose
+from topics.shm.router_messages import CatchUp, CaughtUp
 from topics.shm.topic_messages import Expire
 
 LEASE_NO = 700
 DEADLINE_MS = 2_000_000
 
-CallT = TypeVar("CallT", Claim, Peek, Unclaim, WorkClose)
+CallT = TypeVar("CallT", Claim, Peek, Unclaim, WorkClose, CatchUp)
 
 
 class Shard:
@@ -53,7 +54,7 @@ class Shard:
     def free(self) -> None:
         self._rings.requests.consume(self._read)
 
-    def answer(self, request_id: int, reply: Dealt | Peeked | Waiting) -> None:
+    def answer(self, request_id: int, reply: Dealt | Peeked | Waiting | CaughtUp) -> None:
         self._send(messages.encode_reply(request_id, reply))
 
     def deal(self, dealt: Dealt) -> None:
@@ -103,7 +104,7 @@ class SlowCold(ColdStore):
         self.before_read = lambda: self.gate.wait(DEADLINE_S)
         hosting.checkpoint("q", records_max=1)
         hosting.relocate("q", 1)
-        hosting.reader._stores.cold = ColdTier(self, 60_000)
+        hosting.reader._stores.cold = ColdTier(self, hosting.clock, 60_000)
 
 
 def test_a_claim_is_answered_also_when_the_ring_has_no_room_for_what_did_not_fit(hosting: Hosting) -> None:
@@ -390,4 +391,18 @@ def test_what_a_claim_that_was_asked_twice_is_dealt_the_second_time_is_given_bac
 
     records = [Written(b"1"), Written(b"2")]
     queue(hosting, records)
+    on_loop(hosting, test)
+
+
+def test_a_claim_whose_jobs_cannot_be_logged_when_its_window_ends_is_told_so(hosting: Hosting) -> None:
+    async def test(frontend: Frontend) -> None:
+        shard = Shard(frontend)
+        asked = asyncio.create_task(frontend.ask("POST", "/v0/topics/q/claim", {"node": "w"}))
+        claim_id, claim = await shard.told(Claim)
+        shard.answer(claim_id, Waiting(5))
+        shard.deal(Dealt(claim.stream, [], 0, 0, [], 1, refused=True))
+        status, _, answer = await asked
+        assert (status, answer["error"]["code"]) == (503, "storage_unavailable")
+
+    queue(hosting, [Written(b"1")])
     on_loop(hosting, test)

@@ -790,6 +790,39 @@ def test_a_client_behind_learns_of_the_end_when_it_reads_on(tmp_path: Path) -> N
     on_loop(tmp_path, test)
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_who_joins_a_topic_made_again_beside_one_who_is_behind_is_told_of_what_is_new(
+    tmp_path: Path, restarted: bool
+) -> None:
+    async def test(live: Live) -> None:
+        await live.write("t", 5)
+        behind, _ = live.follow({"t": 0})
+        await until(lambda: behind.kinds() == ["record", "caught-up"])
+        behind.stop_reading(1)
+        await live.write("t")
+        await turns()
+        for _ in range(2):
+            await live.delete("t")
+            await turns()  # the end is told while there is no topic
+            if restarted:
+                live.restart_shard()
+                await turns()
+            await live.write("t", 2)
+            wire, _ = live.follow({"t": 0})
+            await delivered(wire, [1, 2])
+            await live.write("t")
+            await delivered(wire, [1, 2, 3])
+        behind.read_on()
+        await until(lambda: behind.kinds()[-1] == "topic-deleted")
+        again, connection = live.follow({"t": 3})
+        await live.write("t")
+        await delivered(again, [4])
+        await delivered(wire, numbers(4))
+        live.hub.close(connection)
+
+    on_loop(tmp_path, test)
+
+
 # --- the shard
 
 
@@ -848,6 +881,36 @@ def test_a_sync_that_nobody_announces_is_found(tmp_path: Path) -> None:
         assert live.reader.get("t").view.durable_seq == 3
         live.shard_up = True
         await until(lambda: strong.seqs() == [1, 2, 3])
+
+    on_loop(tmp_path, test)
+
+
+def test_a_strong_stream_says_that_its_topic_has_become_ephemeral_and_goes_on_when_it_is_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "RETRY_AFTER_MS", 20)
+
+    async def test(live: Live) -> None:
+        await live.put("t", durability="fsync")
+        await live.write("t", 2)
+        strong, _ = live.follow({"t": 0}, strong=True)
+        await delivered(strong, [1, 2])
+        await live.put("t", durability="ephemeral")
+        await until(lambda: strong.kinds() == ["record", "caught-up", "error"])
+        advisory = strong.of("error")[0]
+        assert advisory | {"error": ""} == {"code": 429, "error": "", "retry_after_ms": 1000, "topics": ["t"]}
+        assert "'t' is ephemeral" in advisory["error"]
+        # One that is opened now, as that of a session may be, is told the same.
+        late, _ = live.follow({"t": 0}, strong=True)
+        await until(lambda: late.kinds() == ["error"])
+        made = live.hub._snapshot.made
+        await until(lambda: live.hub._snapshot.made > made + 4)  # tried again, by both
+        assert (strong.kinds()[2:], late.kinds()) == (["error"], ["error"])
+        await live.put("t", durability="fsync")
+        await until(lambda: strong.kinds()[3:] == ["caught-up"])
+        await live.write("t")
+        await delivered(strong, [1, 2, 3])
+        await delivered(late, [1, 2, 3])
 
     on_loop(tmp_path, test)
 

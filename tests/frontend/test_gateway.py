@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import pytest
 
@@ -597,6 +598,35 @@ def test_a_name_that_is_made_again_is_watched_again(shard: Shard) -> None:
         await until(lambda: calls == [1, 1])
         ((again,)) = shard.calls()
         assert again == Watch(first.token, "t", 10, 0)
+
+    on_loop(shard, test)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_name_that_is_made_again_later_is_watched_for_who_finds_it(shard: Shard, restarted: bool) -> None:
+    async def test(gateway: Gateway) -> None:
+        arenas = Arenas(shard.shared)
+        old = shard.host("t", 9)
+        calls: list[int] = []
+        handle = gateway.watch(0, "t", None, lambda: calls.append(1))
+        await until(lambda: calls == [1])
+        (first,) = [call for call in shard.calls() if isinstance(call, Watch)]
+        for topic_id in (10, 11):
+            old.retire()
+            if restarted:
+                shard.arena = ArenaWriter(shard.shared.identity, 0, topic_id)
+                shard.cell.set("generation", topic_id)
+                shard.answer(messages.encode_generation())
+            else:
+                shard.answer(messages.encode_notify([first.token]))
+            shard.wake()
+            await until(partial(lambda told: len(calls) == told, topic_id - 8))
+            old = shard.host("t", topic_id)
+            found = arenas.require(0).look_up("t")
+            assert found is not None
+            handle.found(found[1])
+            handle.found(found[1])
+            assert shard.calls() == [Watch(first.token, "t", topic_id, 0)]
 
     on_loop(shard, test)
 

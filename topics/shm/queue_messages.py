@@ -139,6 +139,8 @@ class Dealt(msgspec.Struct, tag=True, array_like=True, frozen=True):
     dead_letter: str = ""
     ended: bool = False
     """The queue is gone, and the stream with it."""
+    refused: bool = False
+    """The log cannot say who has jobs, so nobody gets any: a claim is not to be told that there are none."""
 
 
 class Waiting(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -36,8 +36,11 @@ _FLAGS_AT: Final = 5
 
 
 class Original(NamedTuple):
-    """A record as its frame has it; `frame` is that frame, `payload_at` where its payload begins."""
+    """A record as its frame has it; `frame` is that frame, `payload_at` where its payload begins, `type` APPEND, or
+    ROUTER_COPY of a copy that no durable log has.
+    """
 
+    type: int
     ts: int
     node: bytes
     tag: bytes
@@ -53,7 +56,7 @@ class Original(NamedTuple):
 
 def read_original(frame: memoryview, topic_id: int, seq: int) -> Original:
     """The record in `frame`; ValueError when it is not this one."""
-    frame_len, _, flags, found_id, found_seq, ts, node_len, tag_len, _ = HEADER.unpack_from(frame)
+    frame_len, type_, flags, found_id, found_seq, ts, node_len, tag_len, _ = HEADER.unpack_from(frame)
     if (frame_len + _LENGTH_FIELD_LEN, found_id, found_seq) != (len(frame), topic_id, seq):
         raise ValueError(f"not record {seq} of topic {topic_id:#x}")
     if CHECKSUM.unpack_from(frame, len(frame) - CHECKSUM_LEN)[0] != xxh3_64_intdigest(frame[_TYPE_AT:-CHECKSUM_LEN]):
@@ -61,6 +64,7 @@ def read_original(frame: memoryview, topic_id: int, seq: int) -> Original:
     tag_at = HEADER_LEN + node_len
     payload_at = tag_at + tag_len
     return Original(
+        type_,
         ts,
         bytes(frame[HEADER_LEN:tag_at]),
         bytes(frame[tag_at:payload_at]),
@@ -86,6 +90,7 @@ def read_segment_original(frame: memoryview, seq: int) -> Original:
     if found_seq != seq or payload_at + data_len + CHECKSUM_LEN != len(frame):
         raise ValueError(f"not record {seq}")
     return Original(
+        FrameType.APPEND,
         ts,
         bytes(frame[segment.HEADER_LEN : tag_at]),
         bytes(frame[tag_at:payload_at]),

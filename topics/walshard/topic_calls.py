@@ -104,6 +104,8 @@ class TopicCalls:
                 " see the service's log",
             )
         self._commits.before_log(hosted)
+        # The cursor of an `ephemeral` dest is in RAM, where nobody looks for it once the class is another.
+        self._routing.before_log(hosted)
         descriptor = hosted.prepare_config(config)
         now_ms = self._time.now.wall_ms
         body = encode_body(ConfigBody(config))

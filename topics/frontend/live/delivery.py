@@ -129,13 +129,15 @@ class Hub:
     # -- who follows what
 
     def _join(self, name: str) -> Channel:
-        channel = self._channels.get(name)
+        channel, seen = self._channels.get(name), self._topics.see(name)
+        view = None if seen is None else seen.view
         if channel is None:
-            made = Channel(name)
-            seen = self._topics.see(name)
-            view, shard = None if seen is None else seen.view, owner_shard(name, self._gateway.shards)
+            made, shard = Channel(name), owner_shard(name, self._gateway.shards)
             made.watch = self._gateway.watch(shard, name, view, partial(self._on_change, made))
             channel = self._channels[name] = made  # last: whoever follows it later joins it for the watch
+        elif view is not None and channel.watch is not None:
+            # Another topic, it may be, than the members' own, who have yet to be served the end of the former one.
+            channel.watch.found(view)
         return channel
 
     def _leave(self, connection: Connection, index: int) -> None:

@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from topics.core.errors import invalid
+from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name
 from topics.frontend import wire
 from topics.frontend.reads.diff import LIMIT_DEFAULT
@@ -71,15 +71,23 @@ def check_starts(starts: dict[str, StartBody], topics_max: int) -> None:
             )
 
 
+def never_durable(ref: TopicRef) -> TopicsError | None:
+    """Why nothing of the topic, as it is now, can be delivered when it is durable."""
+    if ref.config.durability != "ephemeral":
+        return None
+    return invalid(
+        f"topic {ref.name!r} is ephemeral: nothing of it ever reaches the disk, which is what"
+        ' consistency "strong" waits for; watch it with "eventual"',
+        field="consistency",
+    )
+
+
 def check_strong(refs: dict[str, TopicRef]) -> None:
-    """Of what is never durable nothing can be delivered when it is durable."""
-    for name, ref in refs.items():
-        if ref.config.durability == "ephemeral":
-            raise invalid(
-                f"topic {name!r} is ephemeral: nothing of it ever reaches the disk, which is what"
-                ' consistency "strong" waits for; watch it with "eventual"',
-                field="consistency",
-            )
+    """`400` for what can never be delivered."""
+    for ref in refs.values():
+        error = never_durable(ref)
+        if error is not None:
+            raise error
 
 
 def resolve(reader: TopicReader, ref: TopicRef, start: StartBody) -> int:

@@ -10,6 +10,7 @@ from typing import Final
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.priority import base_priority
+from topics.frontend.live.following import never_durable
 from topics.frontend.live.stream import Batch, Outcome, Plan, Step, Stream, batch
 from topics.frontend.live.wording import Wording
 from topics.frontend.reads.cold import ColdMissError
@@ -181,6 +182,9 @@ class Snapshot:
         return made
 
     def _read(self, ref: TopicRef, from_seq: int, plan: Plan) -> Batch | TopicsError:
+        refusal = never_durable(ref) if plan.strong else None
+        if refusal is not None:  # it has become so since the stream was asked for
+            return refusal
         up_to_seq = ref.view.durable_seq if plan.strong else None
         try:
             page = self._topics.reader.read_page(ref, from_seq, plan.options, self._now_ms, up_to_seq)

@@ -149,6 +149,12 @@ class QueueRoutes:
             dealt = await self._channel.claim(name, node, most, lease_ms, receive)
             if dealt.ended:
                 raise TopicsError("topic_not_found", f"topic {name!r} was deleted meanwhile", {"topic": name})
+            if dealt.refused:
+                raise TopicsError(
+                    "storage_unavailable",
+                    "the log cannot be written now, nothing was claimed; see the service's log",
+                    {"topic": name},
+                )
             if not dealt.dead:
                 return dealt
             try:

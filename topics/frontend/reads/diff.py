@@ -173,9 +173,9 @@ class DiffRoute:
                     finally:
                         entering = None
                 reader = self._reader
-                page = await reader.fetch_page(
-                    reader.get(ref.name), page.next_from_seq, options, reader.now_ms(), from_ts=from_ts
-                )
+                ref = reader.get(ref.name)
+                watch.found(ref.view)
+                page = await reader.fetch_page(ref, page.next_from_seq, options, reader.now_ms(), from_ts=from_ts)
                 cost = Cost(cost.scanned + page.scanned, cost.cold_segments + page.cold_segments)
         finally:
             timer.cancel()

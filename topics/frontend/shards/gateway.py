@@ -186,7 +186,8 @@ class Gateway:
 
     def watch(self, shard: int, name: str, seen: TopicView | None, callback: Callable[[], None]) -> WatchHandle:
         """Calls `callback` (soon, never within this call) whenever the topic may differ from `seen`, or from what it
-        was at the last callback: records, floors, `durable_seq`, deletion, creation. It may also be called for nothing.
+        was at the last callback: records, floors, `durable_seq`, configuration, deletion. It may also be called for
+        nothing. What is made anew under the name is another topic: who finds it there says so (`WatchHandle.found`).
         """
         return self._watches.add(shard, name, seen, callback)
 

@@ -29,6 +29,12 @@ class WatchHandle:
         self._watched = watched
         self.callback = callback
 
+    def found(self, seen: TopicView) -> None:
+        """To be told when it is no longer like this: a topic that was made anew after the end of the former one had
+        been told is announced to nobody, so who finds it says so.
+        """
+        self._watches.look(self._watched, seen)
+
     def cancel(self) -> None:
         """No callback begins after this."""
         self._watches.remove(self._watched, self)
@@ -44,7 +50,7 @@ class _Watched:
         self.shard = shard
         self.name = name
         self.topic_id = 0
-        """The topic the shard watches for us: a name that is made again is another one. 0: there was none."""
+        """The topic the shard was last asked to watch for us: a name that is made again is another one. 0: none."""
         self.listeners: dict[WatchHandle, None] = {}
 
     def fire(self) -> None:
@@ -84,8 +90,8 @@ class Watches:
             self._last_token += 1
             watched = self._by_name[shard, name] = _Watched(self._last_token, shard, name)
             self._by_token[watched.token] = watched
-        if current is not None and current.topic_id != watched.topic_id:
-            self._send(watched, current)
+        if current is not None:
+            self.look(watched, current)
         handle = WatchHandle(self, watched, callback)
         watched.listeners[handle] = None
         self._idle_since_s.pop(watched, None)
@@ -100,17 +106,24 @@ class Watches:
             watched = self._by_token.get(token)
             if watched is not None:
                 current = self._current(watched.shard, watched.name)
-                if current is not None and current.topic_id != watched.topic_id:
-                    self._send(watched, current)
+                if current is not None:
+                    self.look(watched, current)
                 watched.fire()
+
+    def look(self, watched: _Watched, seen: TopicView) -> None:
+        """The shard is to say when the topic is no longer like this, unless it watches it for us already."""
+        if seen.topic_id != watched.topic_id:
+            watched.topic_id = seen.topic_id
+            self._post(watched.shard, Watch(watched.token, watched.name, seen.topic_id, seen.head_seq))
 
     def renew(self, shard: int) -> None:
         """The shard was started again: it knows of no watch, and anything may have changed."""
         for watched in list(self._by_name.values()):
             if watched.shard == shard:
+                watched.topic_id = 0
                 current = self._current(shard, watched.name)
                 if current is not None:
-                    self._send(watched, current)
+                    self.look(watched, current)
                 watched.fire()
 
     def remove(self, watched: _Watched, handle: WatchHandle) -> None:
@@ -136,10 +149,6 @@ class Watches:
     def _fire_one(self, handle: WatchHandle) -> None:
         if handle in handle._watched.listeners:
             handle.callback()
-
-    def _send(self, watched: _Watched, seen: TopicView) -> None:
-        watched.topic_id = seen.topic_id
-        self._post(watched.shard, Watch(watched.token, watched.name, seen.topic_id, seen.head_seq))
 
     def _current(self, shard: int, name: str) -> TopicView | None:
         arena = self._arenas.of(shard)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from heapq import heapify, heappop, heappush
 from typing import Final
 
 from topics.core.control_bodies import encode_body
@@ -51,10 +50,13 @@ from topics.storage.frame import FrameType
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer
 from topics.walshard.queues.queue_writes import QueueWrites
+from topics.walshard.queues.timers import Timers
 from topics.walshard.queues.work import Worker, Workers, dealt_of, deliveries_max
 from topics.walshard.step_clock import StepClock
 
 QUEUE_CALLS: Final = (Claim, Ack, Nack, Extend, Unclaim, WorkOpen, WorkClose, Bury, Exhume, Peek, Carry, Remove)
+REFUSED_WAIT_MS: Final = 1_000
+"""Until streams are dealt to again after the log could not be written."""
 
 
 class Queues:
@@ -77,8 +79,7 @@ class Queues:
         """By topic id, of queues for which somebody waits."""
         self._changed: dict[int, Hosted] = {}
         """Queues whose counts readers do not know yet, and whose jobs may be dealt."""
-        self._timers: list[tuple[int, int, str]] = []
-        self._timer_of: dict[int, int] = {}
+        self._timers = Timers()
 
     # -- the shard's steps
 
@@ -116,24 +117,21 @@ class Queues:
 
     def tick(self) -> None:
         """Takes note of queues in which something ends or begins at this time; `deal` is next."""
-        while self._timers and self._timers[0][0] <= self._time.now.mono_ms:
-            at_ms, topic_id, name = heappop(self._timers)
-            if self._timer_of.get(topic_id) == at_ms:
-                del self._timer_of[topic_id]
-                hosted = self._find(name)
-                if hosted is not None and hosted.topic.id == topic_id:
-                    # A log that cannot be written keeps what has expired: the sweep says so, and tries again.
-                    with suppress(TopicsError):
-                        self._writes.settle(hosted)
-                    self.changed(hosted)
+        for topic_id, name in self._timers.take_due(self._time.now.mono_ms):
+            hosted = self._find(name)
+            if hosted is not None and hosted.topic.id == topic_id:
+                # A log that cannot be written keeps what has expired: the sweep says so, and tries again.
+                with suppress(TopicsError):
+                    self._writes.settle(hosted)
+                self.changed(hosted)
 
     def next_tick_ms(self) -> int | None:
         """Monotonic time of the next `tick` that will have something to do; None: nothing waits for the clock."""
-        return self._timers[0][0] if self._timers else None
+        return self._timers.next_ms
 
     def topic_gone(self, hosted: Hosted) -> None:
         """It was deleted: whoever waits for its jobs is told."""
-        self._timer_of.pop(hosted.topic.id, None)
+        self._timers.forget(hosted.topic.id)
         workers = self._workers.pop(hosted.topic.id, None)
         for worker in workers.clear() if workers is not None else ():
             frontend, stream = worker.where
@@ -338,6 +336,13 @@ class Queues:
 
     def _deal(self, hosted: Hosted, leases: Leases, workers: Workers, held: bool) -> bool:
         config = hosted.topic.config
+        if config.leases_durable and not self._writes.copies_logged(hosted):
+            for worker in workers.refuse():
+                frontend, stream = worker.where
+                self._push(frontend, Dealt(stream, [], 0, 0, [], leases.ready, refused=True))
+            self._forget_if_empty(hosted)
+            self._timers.set(hosted.topic.id, hosted.topic.name, self._time.now.mono_ms + REFUSED_WAIT_MS)
+            return False
         hands = workers.deal(leases, config.lease_ms, deliveries_max(config), self._time.now, held)
         self._forget_if_empty(hosted)
         for worker, leased, dead in hands:
@@ -356,9 +361,9 @@ class Queues:
         return bool(hands) and config.leases_durable
 
     def _undeal(self, hosted: Hosted, leases: Leases, frontend: int, dealt: Dealt) -> None:
-        """The log cannot be written: the jobs wait, the claim is answered with none of them."""
+        """The log cannot be written: the jobs wait, a claim hears of that."""
         self._unclaim(leases, dealt.seqs, dealt.dead)
-        self._push(frontend, Dealt(dealt.stream, [], 0, 0, [], leases.ready))
+        self._push(frontend, Dealt(dealt.stream, [], 0, 0, [], leases.ready, refused=True))
         self.changed(hosted)
 
     def _unclaim(self, leases: Leases, seqs: list[int], dead: list[int]) -> None:
@@ -384,12 +389,5 @@ class Queues:
             # What expires is nobody's any more: who had it has room for the next one, before that expires as well.
             gone_ms = self._time.now.mono_ms + expiry_ms - self._time.expiry_ms
             at_ms = gone_ms if at_ms is None else min(at_ms, gone_ms)
-        topic_id = hosted.topic.id
-        known = self._timer_of.get(topic_id)
-        if at_ms is not None and (known is None or at_ms < known):
-            self._timer_of[topic_id] = at_ms
-            heappush(self._timers, (at_ms, topic_id, hosted.topic.name))
-            if len(self._timers) > 64 + 4 * len(self._timer_of):
-                # A far one is set anew behind each near one that was set before it, and there it stays.
-                self._timers = [timer for timer in set(self._timers) if self._timer_of.get(timer[1]) == timer[0]]
-                heapify(self._timers)
+        if at_ms is not None:
+            self._timers.set(hosted.topic.id, hosted.topic.name, at_ms)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 
 from topics.core.control_bodies import encode_body
+from topics.core.errors import TopicsError
 from topics.core.kept_jobs import giving_way
 from topics.core.queue_log import AckBody
 from topics.storage import frame
@@ -60,6 +61,16 @@ class QueueWrites:
         if config.ttl_ms and topic.expired_below(self._time.expiry_ms) > topic.earliest_seq:
             self.commit()
             self._expire(hosted)
+
+    def copies_logged(self, hosted: Hosted) -> bool:
+        """Has the log hold what routers copied into a topic, or a restart would not know whose leases these are. False
+        if that cannot be now.
+        """
+        try:
+            self._log_copies(hosted)
+        except TopicsError:
+            return False
+        return True
 
     def dying(self, hosted: Hosted) -> Set[int]:
         """Records whose deletion is prepared."""

@@ -135,6 +135,14 @@ class Workers:
                 self._hungry.move_to_end(worker.where)
         return hands
 
+    def refuse(self) -> list[Worker]:
+        """Nothing can be dealt now: claims are over, streams wait. Returns the claims."""
+        self.window_ends_ms = None
+        claims = list(self._claims.values())
+        for worker in claims:
+            self.remove(worker.where)
+        return claims
+
     def _takers(self, leases: Leases, held: bool) -> dict[Worker, int]:
         """Those who can get something or have to be answered, in turn, and how much each has room for."""
         takers: dict[Worker, int] = {}

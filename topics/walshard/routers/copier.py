@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final
 
 from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
-from topics.core.location import FLAGS_SHIFT, LOCATION_DELETED, LOCATION_GONE, LOCATION_LOST, LOW_WORD
+from topics.core.location import (
+    FLAGS_SHIFT,
+    LOCATION_DELETED,
+    LOCATION_GONE,
+    LOCATION_IN_RAM_LOG,
+    LOCATION_LOST,
+    LOW_WORD,
+)
 from topics.log import get_logger
 from topics.shm.arena_heap import ArenaFullError
+from topics.storage.copies import Original
 from topics.storage.frame import FrameType
 from topics.walshard.hosted import Hosted
 from topics.walshard.routers.copy_log import CopyLog
-from topics.walshard.routers.feed import PAGE_BYTES, PAGE_RECORDS, Feed, Page, room
+from topics.walshard.routers.feed import PAGE_BYTES, PAGE_RECORDS, Feed, Hindrance, Page, room
 from topics.walshard.routers.originals import Locations, Originals, SourceSight, UnknownError
 
 log = get_logger()
@@ -50,17 +58,17 @@ class Copier:
 
     def advance(self, feed: Feed, sight: SourceSight, rederiving: bool = False) -> bool:
         """Copies a page. True when there may be more to copy at once; False when it is at the head, or must wait
-        (`feed.retry_ms` says until when). `rederiving`: this shard crashed, and readers have seen copies that its log
-        does not have.
+        (`feed.retry_ms` says until when, `feed.hindrance` why). `rederiving`: this shard crashed, and readers have seen
+        copies that its log does not have.
         """
         feed.source_head_seq, feed.source_evict_floor = sight.head_seq, sight.evict_floor
         if feed.source_seq > sight.head_seq:
             return self._step_back(feed, sight)
+        self._note_durable(feed, sight)
         if feed.source_seq == sight.head_seq:
             feed.backoff_ms = 0
             if feed.full and not self._copy_log.log_full(feed, False):
-                return self._wait(feed)
-            self._note_durable(feed, sight)
+                return self._wait(feed, Hindrance.NONE)
             return False
         if self.expire_for is not None:
             try:
@@ -84,15 +92,18 @@ class Copier:
             if gone:
                 return self._trim(feed, feed.source_seq + gone, EvictReason(locations.offset_len[0] & LOW_WORD))
             locations = _within_bytes(locations, gone_flags)
-            originals = self._originals.read(feed.source, sight.topic_id, first_seq, locations)
+            originals: Iterable[Original] = self._originals.read(feed.source, sight.topic_id, first_seq, locations)
             topic = feed.topic
             # What is in a segment, or was released, is held for nobody: it may not be there to be copied again.
             is_held = feed.held and feed.told is not None and first_seq >= feed.told[1]
             derived = topic.config.durability != "ephemeral" and not sight.ephemeral and not feed.full
             derived = derived and locations.segment is None and (is_held or rederiving)
+            if derived:
+                originals = list(originals)
+                derived = not _any_in_ram_alone(locations, originals)
             page = feed.copy(originals, FrameType.ROUTER_COPY if derived else FrameType.APPEND)
         except UnknownError:
-            return self._wait(feed)
+            return self._wait(feed, Hindrance.SOURCE)
         except (OSError, ValueError) as error:
             log.error("a router cannot read its source", topic=feed.topic.name, source=feed.source, error=str(error))
             return self._wait(feed)
@@ -107,7 +118,8 @@ class Copier:
             self._show_progress(feed)
             return feed.source_seq < sight.head_seq
         try:
-            self._claim_bytes(page.size_bytes, partial(topic.growth, len(page), page.size_bytes))
+            if not rederiving:  # else the service held them before, and this shard has yet to say what it holds
+                self._claim_bytes(page.size_bytes, partial(topic.growth, len(page), page.size_bytes))
             feed.hosted.ring.reserve(len(page))
         except (TopicsError, ArenaFullError):
             return self._wait(feed)
@@ -147,7 +159,7 @@ class Copier:
         """
         count = 1 if reason == EvictReason.RESTART else last_source_seq - feed.source_seq
         if min(room(feed.topic)) <= 0:
-            return self._wait(feed)  # until then more may follow it
+            return self._wait(feed, Hindrance.NONE)  # until then more may follow it
         if not self._skip(feed, last_source_seq, count, EvictReason.SOURCE_TRIM):
             return self._wait(feed)
         log.warning("a router's source lost records before they were copied", topic=feed.topic.name, records=count)
@@ -161,9 +173,11 @@ class Copier:
         return True
 
     def source_ended(self, feed: Feed) -> bool:
-        """The source was deleted, or another one has its name: what waited to be copied is lost, as if evicted. False
-        if that could not be logged.
+        """The source was deleted, or another one has its name: what waited to be copied is lost, as if evicted, and
+        what was copied cannot be copied again. False if that could not be logged.
         """
+        if not self._copy_log.log_copies(feed, sync=True):
+            return False
         # Of what waited before this shard started again nobody knows how many there were.
         waiting = max(feed.source_head_seq - feed.source_seq, int(feed.full))
         if waiting <= 0:
@@ -223,9 +237,10 @@ class Copier:
     def _wait_for_room(self, feed: Feed) -> bool:
         if not feed.full:
             self._copy_log.log_full(feed, True)
-        return self._wait(feed)
+        return self._wait(feed, Hindrance.NONE)
 
-    def _wait(self, feed: Feed) -> bool:
+    def _wait(self, feed: Feed, hindrance: Hindrance = Hindrance.LASTING) -> bool:
+        feed.hindrance = hindrance
         feed.backoff_ms = min(BACKOFF_MS[1], max(BACKOFF_MS[0], 2 * feed.backoff_ms))
         feed.retry_ms = self._monotonic_ms() + feed.backoff_ms
         return False
@@ -245,6 +260,16 @@ def _leading_gone(locations: Locations, gone_flags: int, first_seq: int, evict_f
             break
         count, were_deleted = count + 1, deleted
     return count, were_deleted
+
+
+def _any_in_ram_alone(locations: Locations, originals: list[Original]) -> bool:
+    """Whether a restart of the service loses one of these: it came while its topic was `ephemeral`. What is a copy
+    itself can be made again.
+    """
+    return any(
+        word >> FLAGS_SHIFT & LOCATION_IN_RAM_LOG and original.type == FrameType.APPEND
+        for word, original in zip(locations.file_flags, originals, strict=True)
+    )
 
 
 def _within_bytes(locations: Locations, gone_flags: int) -> Locations:

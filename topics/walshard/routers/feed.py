@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from enum import Enum
 from typing import Final
 
 from topics.core.config import U64_MAX
@@ -25,6 +26,17 @@ from topics.walshard.hosted import Hosted
 
 PAGE_RECORDS: Final = 1024
 PAGE_BYTES: Final = 1 << 20
+
+
+class Hindrance(Enum):
+    """Why a dest did not get all that its source has, the last time that it was to."""
+
+    NONE = 0
+    """It did, or has no room for it."""
+    SOURCE = 1
+    """The source could not be looked at, or read, at this moment; at the next one it may."""
+    LASTING = 2
+    """Anything else, as a log that cannot be written."""
 
 
 class Page:
@@ -88,6 +100,7 @@ class Feed:
         """(source_topic_id, hold_seq) that the source was told last."""
         self.source_head_seq = 0
         self.source_evict_floor = 0
+        self.hindrance = Hindrance.NONE
         self.retry_ms = 0
         self.backoff_ms = 0
         self._matches: dict[int, Match | None] = {}
@@ -138,7 +151,7 @@ class Feed:
     def registered(self) -> list[Router]:
         return [one.router for one in self.routers]
 
-    def copy(self, originals: Iterator[Original], type_: FrameType) -> Page:
+    def copy(self, originals: Iterable[Original], type_: FrameType) -> Page:
         """The copies that the records behind `source_seq` get, as far as there is room for them."""
         topic = self.topic
         page = Page(self.source_seq)

@@ -63,6 +63,7 @@ class Feeds:
         if not self._copy_log.log_cursor(feed, sync=True):
             feed.source_topic_id = 0
             return False
+        self.show_progress(feed)
         return True
 
     def reroute(self, feed: Feed, sight: SourceSight | None, routers: list[Router]) -> bool:
