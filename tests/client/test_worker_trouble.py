@@ -31,6 +31,7 @@ from topics.client import (
     UnreachableError,
 )
 from topics.client.calls import Call
+from topics.client.loop_thread import LoopThread
 from topics.client.shift import Shift
 
 T = TypeVar("T")
@@ -270,6 +271,76 @@ def test_leases_are_extended_again_after_a_time_in_which_they_could_not_be(
             poll("an extension to fail", lambda: f"leases in {queue} could not be extended" in caplog.text)
         before = requests("extend", 200)
         poll("the next one", lambda: requests("extend", 200) > before)
+
+
+@contextmanager
+def hung_at_the_first_extension(port: int) -> Iterator[str]:
+    """The URL of a relay to the service at `port`. The first connection over which a lease is to be extended carries
+    nothing any more, as if it led to a frontend that hangs.
+    """
+    hung = False
+
+    async def pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        nonlocal hung
+        silent = False
+        while data := await source.read(1 << 16):
+            if b"/extend HTTP/1.1" in data and not hung:
+                silent = hung = True
+            if not silent:
+                sink.write(data)
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        service_reader, service_writer = await asyncio.open_connection("127.0.0.1", port)
+        ways = [asyncio.create_task(pass_on(reader, service_writer))]
+        ways.append(asyncio.create_task(pass_on(service_reader, writer)))
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        for end in (writer, service_writer):
+            end.close()
+        await asyncio.gather(*ways, return_exceptions=True)
+
+    with LoopThread() as loop:
+        server = loop.run(asyncio.start_server(relay, "127.0.0.1", 0))
+        port_here = server.sockets[0].getsockname()[1]
+        loop.run(loop.enter(server))
+        yield f"http://127.0.0.1:{port_here}"
+        assert hung
+
+
+def leased(service: Service, name: str) -> tuple[int, int]:
+    """(deliveries, deadline) of the job that is leased."""
+    (job,) = service.client.post(f"/v0/topics/{name}/peek", json={"state": "leased"}).json()["jobs"]
+    return job["deliveries"], job["deadline"]
+
+
+def test_a_lease_is_extended_in_time_though_the_first_attempt_gets_no_answer(small: Service, queue: str) -> None:
+    with (
+        hung_at_the_first_extension(small.port) as url,
+        Client(url) as topics,
+        closing(topics.queue(queue).work(lease_ms=9_000)) as jobs,
+    ):
+        job = next(jobs)
+        deadline = job.claimed.deadline
+        poll("the lease to be extended", lambda: job.lost or leased(small, queue)[1] > deadline)
+        assert not job.lost
+        assert leased(small, queue)[0] == 1
+        job.ack()
+    wait_counts(small, queue, (4, 0))
+
+
+def test_an_asynchronous_worker_extends_in_time_as_well(small: Service, queue: str) -> None:
+    async def body() -> None:
+        async with AsyncClient(url) as client:
+            async for job in client.queue(queue).work(lease_ms=9_000):
+                deadline = job.claimed.deadline
+                await until("the lease to be extended", lambda: job.lost or leased(small, queue)[1] > deadline)  # noqa: B023
+                assert not job.lost
+                assert leased(small, queue)[0] == 1
+                await job.ack()
+                break
+
+    with hung_at_the_first_extension(small.port) as url:
+        in_time(body())
+    wait_counts(small, queue, (4, 0))
 
 
 class LateLook(AsyncClient):

@@ -26,7 +26,7 @@ from topics.client import (
     NotFoundError,
     SeenJobs,
 )
-from topics.client.shift import extend_every_s
+from topics.client.shift import extend_every_s, extend_patience_s
 
 AT_ONCE = Backoff(first_ms=1, max_ms=2)
 JOBS = list(range(20))
@@ -365,6 +365,12 @@ def test_what_cannot_work_is_said_at_once(topics: Client, topic: str) -> None:
 @pytest.mark.parametrize(("lease_ms", "every_s"), [(30_000, 10), (10**12, 28_800), (0, 1 / 30)])
 def test_leases_are_extended_within_what_the_service_makes_of_them(lease_ms: int, every_s: float) -> None:
     assert extend_every_s(lease_ms) == pytest.approx(every_s)
+
+
+@pytest.mark.parametrize(("lease_ms", "patience_s"), [(30_000, 2.5), (9_000, 1), (1_500, 0.5), (0, 1 / 30)])
+def test_an_extension_that_hangs_leaves_time_for_another(lease_ms: int, patience_s: float) -> None:
+    assert extend_patience_s(lease_ms) == pytest.approx(patience_s)
+    assert extend_every_s(lease_ms) + extend_patience_s(lease_ms) < max(lease_ms, 100) / 1000
 
 
 def test_the_back_off_doubles_up_to_its_bound() -> None:

@@ -24,12 +24,13 @@ from topics.shm.arena import ArenaWriter
 from topics.shm.control import Role
 from topics.shm.messages import Call, Kind
 from topics.shm.queue_messages import Claim, Dealt, Exhume, Peek, Peeked, Unclaim, Waiting, WorkClose
+from topics.shm.router_messages import CatchUp, CaughtUp
 from topics.shm.topic_messages import Expire
 
 LEASE_NO = 700
 DEADLINE_MS = 2_000_000
 
-CallT = TypeVar("CallT", Claim, Peek, Unclaim, WorkClose)
+CallT = TypeVar("CallT", Claim, Peek, Unclaim, WorkClose, CatchUp)
 
 
 class Shard:
@@ -53,7 +54,7 @@ class Shard:
     def free(self) -> None:
         self._rings.requests.consume(self._read)
 
-    def answer(self, request_id: int, reply: Dealt | Peeked | Waiting) -> None:
+    def answer(self, request_id: int, reply: Dealt | Peeked | Waiting | CaughtUp) -> None:
         self._send(messages.encode_reply(request_id, reply))
 
     def deal(self, dealt: Dealt) -> None:
@@ -103,7 +104,7 @@ class SlowCold(ColdStore):
         self.before_read = lambda: self.gate.wait(DEADLINE_S)
         hosting.checkpoint("q", records_max=1)
         hosting.relocate("q", 1)
-        hosting.reader._stores.cold = ColdTier(self, 60_000)
+        hosting.reader._stores.cold = ColdTier(self, hosting.clock, 60_000)
 
 
 def test_a_claim_is_answered_also_when_the_ring_has_no_room_for_what_did_not_fit(hosting: Hosting) -> None:

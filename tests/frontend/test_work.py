@@ -25,7 +25,7 @@ from topics.frontend.shards import gateway
 from topics.shm import messages
 from topics.shm.cap import Cap
 from topics.shm.key_counts import KeyCounts
-from topics.shm.queue_messages import WorkClose
+from topics.shm.queue_messages import Claim, Dealt, WorkClose
 
 KEYS = "worker:rw"
 
@@ -56,10 +56,13 @@ class Worker:
         self.head_sent = asyncio.Event()
         self.may_begin = asyncio.Event()
         self.may_begin.set()
+        self.may_leave = asyncio.Event()
+        self.may_leave.set()
 
     async def ask(self, most: int = 1) -> None:
         async def receive() -> dict[str, Any]:
             await until(lambda: self.wire.ended)
+            await self.may_leave.wait()
             return {"type": "http.disconnect"}
 
         async def send(_message: Any) -> None:
@@ -201,3 +204,80 @@ def test_a_worker_that_takes_something_now_and_then_is_not(tmp_path: Path, monke
         assert not worker.wire.ended
 
     on_loop(tmp_path, stalled(test))
+
+
+LEASE_MS = 1000
+
+
+async def deadly(live: Live) -> None:
+    """The queue `q`, whose job is dead when it was handed out once."""
+    await live.put("q", type="queue", max_deliveries=1, dead_letter="dead", lease_ms=LEASE_MS)
+    await live.write("q", 1)
+
+
+def carried_away(live: Live) -> bool:
+    """Whether the job is where dead jobs belong, and nowhere else."""
+    try:
+        return live.reader.get("dead").view.records == 1 and live.reader.get("q").view.records == 0
+    except TopicsError:
+        return False
+
+
+async def begun(live: Live) -> tuple[Worker, asyncio.Task[None]]:
+    """A worker that has the job."""
+    worker = Worker(live)
+    asked = asyncio.create_task(worker.ask())
+    await until(lambda: worker.wire.writes and worker.wire.kinds() == ["job"])
+    return worker, asked
+
+
+@pytest.mark.parametrize("stream", ["that ends", "that is over"])
+def test_dead_jobs_that_are_dealt_to_a_stream_without_a_client_are_carried_away(tmp_path: Path, stream: str) -> None:
+    """Their shard does not know yet. No clock moves: in half a minute it would give them another chance."""
+
+    async def test(live: Live) -> None:
+        await deadly(live)
+        worker, asked = await begun(live)
+        live.shard_up = False
+        worker.may_leave.clear()
+        worker.wire.vanish()
+        live.clock.ms += LEASE_MS
+        live.rig.shard.step()  # the job is dealt, and this loop has not seen it
+        if stream == "that is over":
+            asked.cancel()
+            await asyncio.wait({asked})
+        live.shard_up = True
+        await until(lambda: carried_away(live))
+        worker.may_leave.set()
+        await asyncio.wait({asked})
+
+    on_loop(tmp_path, test)
+
+
+def test_dead_jobs_that_are_dealt_to_a_stream_which_never_begins_are_carried_away(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        await deadly(live)
+        await live.gateway.call(0, Claim("q", "w", 1, None, 1), Dealt)
+        live.clock.ms += LEASE_MS
+        worker = Worker(live)
+        worker.may_begin.clear()
+        asked = asyncio.create_task(worker.ask())
+        await worker.head_sent.wait()
+        await until(lambda: carried_away(live))
+        worker.routes.drain()
+        worker.may_begin.set()
+        await asked
+
+    on_loop(tmp_path, test)
+
+
+def test_a_stream_that_is_over_leaves_no_listener_for_ever(tmp_path: Path) -> None:
+    async def test(live: Live) -> None:
+        live.gateway._wait_s = 0.001
+        await deadly(live)
+        worker, asked = await begun(live)
+        worker.wire.vanish()
+        await asked
+        await until(lambda: not worker.routes.channel._listeners)
+
+    on_loop(tmp_path, test)

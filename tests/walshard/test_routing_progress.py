@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
+from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.rig import Rig
-from tests.walshard.test_routing import feeds, put, route
+from tests.walshard.test_routing import FullDisk, feeds, put, route
+from topics.core.config import TopicConfig
+from topics.shm.control import Role
 from topics.shm.router_board import RouterBoard
+from topics.shm.router_messages import CatchUp, CaughtUp
+from topics.shm.topic_messages import DeleteRecords, PutTopic
+from topics.storage.layout import group_dir
 
 
 def test_a_router_is_shown_at_the_head_of_its_source_as_soon_as_that_is_made(rig: Rig) -> None:
@@ -59,5 +66,103 @@ def test_copies_become_durable_with_their_originals_while_their_router_waits(tmp
         assert dest is not None
         assert (source.head_seq, source.durable_seq) == (2, 2)
         assert (dest.head_seq, dest.durable_seq) == (1, 1)
+    finally:
+        rig.close()
+
+
+def catch_up(rig: Rig, dest: str = "b") -> CaughtUp:
+    """What a frontend is answered that wants to read it."""
+    reply = rig.call(CatchUp(dest))
+    assert isinstance(reply, CaughtUp)
+    return reply
+
+
+ALL = CaughtUp(done=True, pending=False)
+CANNOT_BE = CaughtUp(done=True, pending=True)
+NOT_AT_HAND = CaughtUp(done=False, pending=True)
+
+
+def test_who_reads_hears_of_copies_that_cannot_be_logged(tmp_path: Path) -> None:
+    fs = FullDisk()
+    rig = Rig(str(tmp_path), fs)
+    try:
+        put(rig, "a", durability="ephemeral")
+        route(rig, "r", "a", "b")
+        rig.append("a", b"1")
+        assert catch_up(rig) == ALL
+        fs.full_dir = group_dir(rig.settings.data_dir, 0, 1)
+        rig.append("a", b"2")
+        assert catch_up(rig) == CANNOT_BE
+        assert rig.read("b") == [(1, b"1")]
+        fs.full_dir = None
+        assert catch_up(rig) == ALL
+        assert rig.read("b") == [(1, b"1"), (2, b"2")]
+    finally:
+        rig.close()
+
+
+def test_who_reads_hears_of_copies_for_which_the_service_has_no_room(tmp_path: Path) -> None:
+    rig = Rig(str(tmp_path), max_total_bytes="299")
+    try:
+        put(rig, "a")
+        route(rig, "r", "a", "b")
+        rig.append("a", b"1" * 40)
+        assert catch_up(rig) == ALL
+        rig.append("a", b"2" * 40)
+        assert catch_up(rig) == CANNOT_BE
+    finally:
+        rig.close()
+
+
+def test_who_reads_hears_of_originals_that_cannot_be_read(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    rig = Rig(str(tmp_path), fs)
+    try:
+        put(rig, "a")
+        route(rig, "r", "a", "b")
+        fs.arm(Fault(1, errno.EIO, always=True, calls=frozenset({"pread"})))
+        rig.append("a", b"1")
+        assert catch_up(rig) == CANNOT_BE
+        fs.arm(None)
+        assert catch_up(rig) == ALL
+        assert rig.read("b") == [(1, b"1")]
+    finally:
+        rig.close()
+
+
+def test_what_waits_for_room_in_the_dest_is_not_pending(rig: Rig) -> None:
+    put(rig, "a", cap_records=2)
+    put(rig, "b", cap_records=1, discard="reject")
+    route(rig, "r", "a", "b")
+    rig.append("a", b"1", b"2")
+    assert catch_up(rig) == ALL
+    rig.append("a", b"3", b"4")
+    assert catch_up(rig) == ALL, "nor does a gap, for what the source lost meanwhile"
+    assert rig.read("b") == [(1, b"1")]
+    rig.call(DeleteRecords("b", 2, None, b""))
+    assert catch_up(rig) == ALL
+    view = rig.view("b")
+    assert view is not None
+    assert view.head_seq > 1
+
+
+def test_who_reads_is_to_ask_again_while_the_source_cannot_be_looked_at(tmp_path: Path) -> None:
+    rig = Rig(str(tmp_path), shards=2)
+    try:
+        source = next(f"a{n}" for n in range(100) if rig.owner(f"a{n}") == 1)
+        dest = next(f"b{n}" for n in range(100) if rig.owner(f"b{n}") == 0)
+        rig.call(PutTopic(source, TopicConfig(), False), 1)
+        route(rig, "r", source, dest)
+        rig.append(source, b"1")
+        assert catch_up(rig, dest) == ALL
+        cell = rig.shared.control.cell(Role.WALSHARD, 1)
+        generation = cell.get("generation")
+        cell.set("generation", 0)  # as long as it has not recovered for the first time
+        asked = rig.post_call(CatchUp(dest))
+        assert rig.shard.step()
+        rig.take_replies()
+        assert rig.replies[asked] == NOT_AT_HAND
+        cell.set("generation", generation)
+        assert catch_up(rig, dest) == ALL
     finally:
         rig.close()

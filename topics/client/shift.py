@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("topics.worker")
 
 EXTENDS_PER_LEASE: Final = 3
+EXTEND_PATIENCE_S: Final = 1.0
+"""A service that is busy is not to be asked more often for that, unless the lease is shorter than it allows."""
 LEASE_MS_RANGE: Final = (100, 86_400_000)
 """What the service makes of a `lease_ms` outside of it is its bound (api §1)."""
 SILENCE_MAX_S: Final = 45.0
@@ -59,6 +61,15 @@ def extend_every_s(lease_ms: int) -> float:
     return max(shortest_ms, min(lease_ms, longest_ms)) / EXTENDS_PER_LEASE / 1000
 
 
+def extend_patience_s(lease_ms: int) -> float:
+    """How long an extension may take before it is sent again, over another connection: a frontend may hang, perhaps
+    the one that the next connection leads to as well. So there are several attempts before the lease ends, and at
+    least one more.
+    """
+    every_s = extend_every_s(lease_ms)
+    return min(every_s, max(EXTEND_PATIENCE_S, every_s / 4))
+
+
 class Leased(NamedTuple):
     """A job as it came over a stream. `epoch` is the instance of its topic: with it a seq names it for ever."""
 
@@ -78,6 +89,7 @@ class Shift:
         self._query = {"node": node, "max": str(max_jobs), "lease_ms": str(lease_ms), "heartbeat_ms": "15000"}
         self._lease_ms = lease_ms
         self._extend_every_s = extend_every_s(lease_ms)
+        self._extend_patience_s = extend_patience_s(lease_ms)
         self._backoff = backoff
         self._waiting: deque[Leased] = deque()
         self._held: dict[int, ClaimedJob] = {}
@@ -269,17 +281,30 @@ class Shift:
         """Extends the leases of everything held, well before they end."""
         while True:
             await asyncio.sleep(self._extend_every_s)
-            jobs = list(self._held.values())
-            for first in range(0, len(jobs), EXTEND_MAX_JOBS):
-                part = jobs[first : first + EXTEND_MAX_JOBS]
-                call = queue_calls.extend(self._topic, self._node, part, lease_ms=self._lease_ms)
-                try:
+            while not await self._extend():
+                pass
+
+    async def _extend(self) -> bool:
+        """False: some of it was not answered in time, and is to be extended again at once."""
+        in_time = True
+        jobs = list(self._held.values())
+        for first in range(0, len(jobs), EXTEND_MAX_JOBS):
+            part = jobs[first : first + EXTEND_MAX_JOBS]
+            call = queue_calls.extend(self._topic, self._node, part, lease_ms=self._lease_ms)
+            try:
+                async with asyncio.timeout(self._extend_patience_s):
                     skipped = set((await self._client.call(call)).skipped)
-                except (UnreachableError, ServiceBusyError, ServiceFaultError) as error:
-                    log.warning("leases in %s could not be extended: %s", self._topic, error)
-                    continue
-                for job in part:
-                    # One that is being settled is perhaps skipped for that.
-                    if job.seq in skipped and self.holds(job) and job.lease_id not in self._settling:
-                        del self._held[job.seq]
-                        log.warning("the lease of job %d in %s is lost", job.seq, self._topic)
+            except TimeoutError:
+                in_time = False
+                patience_s = self._extend_patience_s
+                log.warning("leases in %s could not be extended within %.2g s, again at once", self._topic, patience_s)
+                continue
+            except (UnreachableError, ServiceBusyError, ServiceFaultError) as error:
+                log.warning("leases in %s could not be extended: %s", self._topic, error)
+                continue
+            for job in part:
+                # One that is being settled is perhaps skipped for that.
+                if job.seq in skipped and self.holds(job) and job.lease_id not in self._settling:
+                    del self._held[job.seq]
+                    log.warning("the lease of job %d in %s is lost", job.seq, self._topic)
+        return in_time

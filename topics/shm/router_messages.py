@@ -58,9 +58,12 @@ class SyncRoutersReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class CaughtUp(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`done`: everything was copied that there is room for; else ask again."""
+    """`done`: nothing is gained by asking again now. `pending`: not everything was copied that there is room for; if it
+    is not `done`, because the source could not be read at this moment: ask again in a while.
+    """
 
     done: bool
+    pending: bool
 
 
 RouterReply = PutRouterReply | DeleteRouterReply | SyncRoutersReply | CaughtUp

@@ -81,6 +81,13 @@ class DeadLetters:
         """Brings `dealt.dead` away; returns when that is done or has failed, or goes on after PATIENCE_S."""
         await asyncio.wait((self.carry(name, dealt),), timeout=PATIENCE_S)
 
+    def take(self, name: str, dealt: Dealt) -> None:
+        """`carry`, of what came for a stream, if it has any. To be called at once and whatever becomes of the stream:
+        its end releases leases only, these the shard holds for this frontend.
+        """
+        if dealt.dead:
+            self.carry(name, dealt)
+
     def carry(self, name: str, dealt: Dealt) -> asyncio.Task[None]:
         """Begins to."""
         task = asyncio.get_running_loop().create_task(self._carry(name, dealt))

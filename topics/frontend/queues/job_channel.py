@@ -50,6 +50,12 @@ class JobChannel:
     def forget(self, number: int) -> None:
         self._listeners.pop(number, None)
 
+    def leave(self, shard: int, name: str, number: int, listener: Callable[[Dealt], None], window_ms: int = 0) -> None:
+        """Tells `shard` that it is over; `listener` gets what it may be dealt before that is known there."""
+        self.listen(number, listener)
+        asyncio.get_running_loop().call_later(self._longest_s(window_ms), self.forget, number)
+        self._gateway.post(shard, WorkClose(name, number))
+
     async def claim(self, name: str, node: str, most: int, lease_ms: int | None, receive: Receive) -> Dealt:
         """What a claim gets, at once or at the end of its window. Fails as `Gateway.call` does; ClientGoneError when
         its client, as `receive` says, goes away before that: it leaves the window, for those who are still there.
@@ -67,12 +73,12 @@ class JobChannel:
                 if isinstance(reply, Dealt):
                     return reply
                 assert isinstance(reply, Waiting)
-                async with asyncio.timeout(self._longest_s(reply)):
+                async with asyncio.timeout(self._longest_s(reply.wait_ms)):
                     if await gone_before(gathered, receive):
                         raise ClientGoneError
                     dealt = gathered.result()
                 if again:
-                    self._leave(shard, claim, self._longest_s(reply))
+                    self._leave(shard, claim, reply)
                 return dealt
             except _RestartedError:
                 # Where the shard knew it nevertheless, and its window ended before it came again, it is dealt to twice.
@@ -87,21 +93,19 @@ class JobChannel:
             finally:
                 del self._claims[claim.stream]
 
-    def _longest_s(self, waiting: Waiting) -> float:
-        return waiting.wait_ms / 1000 + self._gateway.shard_wait_s
+    def _longest_s(self, window_ms: int) -> float:
+        return window_ms / 1000 + self._gateway.shard_wait_s
 
     def _answered_late(self, shard: int, claim: Claim, reply: Dealt | Waiting) -> None:
         """Its client has been told that there was no answer, or is gone."""
         if isinstance(reply, Dealt):
             self._give_back(shard, claim, reply)
         else:
-            self._leave(shard, claim, self._longest_s(reply))
+            self._leave(shard, claim, reply)
 
-    def _leave(self, shard: int, claim: Claim, longest_s: float) -> None:
+    def _leave(self, shard: int, claim: Claim, waiting: Waiting) -> None:
         """Out of the window; what it may be dealt before the shard knows is given back."""
-        self.listen(claim.stream, partial(self._give_back, shard, claim))
-        asyncio.get_running_loop().call_later(longest_s, self.forget, claim.stream)
-        self._gateway.post(shard, WorkClose(claim.name, claim.stream))
+        self.leave(shard, claim.name, claim.stream, partial(self._give_back, shard, claim), waiting.wait_ms)
 
     def _give_back(self, shard: int, claim: Claim, dealt: Dealt) -> None:
         if dealt.seqs:

@@ -11,6 +11,7 @@ next job there. A client that does not take what it was sent gets no more: its s
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -41,7 +42,7 @@ from topics.shm.cap import Cap
 from topics.shm.control import ProcessCell
 from topics.shm.key_counts import Counted
 from topics.shm.messages import Done
-from topics.shm.queue_messages import Dealt, Unclaim, WorkClose, WorkOpen
+from topics.shm.queue_messages import Dealt, Unclaim, WorkOpen
 
 HEARTBEAT_MS: Final = 15_000
 ASK_AGAIN_S: Final = 1.0
@@ -196,7 +197,7 @@ class WorkStream:
 
     async def open(self) -> None:
         """The shard knows of it, or why not."""
-        self._routes.channel.listen(self._number, self._take)
+        self._routes.channel.listen(self._number, self._dealt)
         self._announced = True
         try:
             await self._routes.gateway.call(self.shard, self._asked(self.wish.most), Done)
@@ -253,9 +254,11 @@ class WorkStream:
     def release(self) -> None:
         """The connection is over: whatever it has is free again."""
         self._gone()
-        self._routes.channel.forget(self._number)
+        routes, name = self._routes, self.wish.name
         if self._announced:
-            self._routes.gateway.post(self.shard, WorkClose(self.wish.name, self._number))
+            routes.channel.leave(self.shard, name, self._number, partial(routes.dead_letters.take, name))
+        else:
+            routes.channel.forget(self._number)
 
     def _gone(self) -> None:
         self._closed = True
@@ -263,14 +266,16 @@ class WorkStream:
             if pending is not None:
                 pending.cancel()
 
+    def _dealt(self, dealt: Dealt) -> None:
+        self._routes.dead_letters.take(self.wish.name, dealt)
+        self._take(dealt)
+
     def _take(self, dealt: Dealt) -> None:
         if self._closed:
             return  # `release` frees it
         if self._push is None or self._fetching is not None:
             self._early.append(dealt)
             return
-        if dealt.dead:
-            self._routes.dead_letters.carry(self.wish.name, dealt)
         if dealt.ended:
             self._deleted()
             return

@@ -22,6 +22,8 @@ from topics.shm.router_messages import CatchUp, CaughtUp
 from topics.shm.router_table import RouterTable
 
 WAIT_S: Final = 2.0
+AGAIN_S: Final = 0.02
+"""Until it is asked again after a source could not be read at that moment; then twice as long, and so on."""
 
 
 class RouterSight:
@@ -59,7 +61,7 @@ class CatchingUp:
 
     async def one(self, name: str) -> bool:
         """The topic has all that its source has now, and that one its own; False: it may not, its shard did not answer
-        in time.
+        in time, or could not copy it.
         """
         registry = self._sight.registry()
         return registry.source_of(name) is None or await self._chain(registry, name)
@@ -71,6 +73,7 @@ class CatchingUp:
         return all(await asyncio.gather(*[self._chain(registry, dest) for dest in dests])) if dests else True
 
     async def _chain(self, registry: RouterRegistry, name: str) -> bool:
+        complete, pause_s = True, AGAIN_S
         try:
             async with asyncio.timeout(WAIT_S):
                 for dest in reversed(list(registry.upstream(name))):
@@ -78,10 +81,14 @@ class CatchingUp:
                         shard = self._reader.owner(dest)
                         reply = await self._gateway.call(shard, CatchUp(dest), CaughtUp)
                         if reply.done:
+                            complete &= not reply.pending
                             break
+                        if reply.pending:
+                            await asyncio.sleep(pause_s)
+                            pause_s *= 2
         except (TimeoutError, TopicsError):
             return False
-        return True
+        return complete
 
     def _is_behind(self, registry: RouterRegistry, dest: str) -> bool:
         source = registry.source_of(dest)

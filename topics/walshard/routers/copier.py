@@ -22,7 +22,7 @@ from topics.storage.copies import Original
 from topics.storage.frame import FrameType
 from topics.walshard.hosted import Hosted
 from topics.walshard.routers.copy_log import CopyLog
-from topics.walshard.routers.feed import PAGE_BYTES, PAGE_RECORDS, Feed, Page, room
+from topics.walshard.routers.feed import PAGE_BYTES, PAGE_RECORDS, Feed, Hindrance, Page, room
 from topics.walshard.routers.originals import Locations, Originals, SourceSight, UnknownError
 
 log = get_logger()
@@ -58,8 +58,8 @@ class Copier:
 
     def advance(self, feed: Feed, sight: SourceSight, rederiving: bool = False) -> bool:
         """Copies a page. True when there may be more to copy at once; False when it is at the head, or must wait
-        (`feed.retry_ms` says until when). `rederiving`: this shard crashed, and readers have seen copies that its log
-        does not have.
+        (`feed.retry_ms` says until when, `feed.hindrance` why). `rederiving`: this shard crashed, and readers have seen
+        copies that its log does not have.
         """
         feed.source_head_seq, feed.source_evict_floor = sight.head_seq, sight.evict_floor
         if feed.source_seq > sight.head_seq:
@@ -68,7 +68,7 @@ class Copier:
         if feed.source_seq == sight.head_seq:
             feed.backoff_ms = 0
             if feed.full and not self._copy_log.log_full(feed, False):
-                return self._wait(feed)
+                return self._wait(feed, Hindrance.NONE)
             return False
         if self.expire_for is not None:
             try:
@@ -103,7 +103,7 @@ class Copier:
                 derived = not _any_in_ram_alone(locations, originals)
             page = feed.copy(originals, FrameType.ROUTER_COPY if derived else FrameType.APPEND)
         except UnknownError:
-            return self._wait(feed)
+            return self._wait(feed, Hindrance.SOURCE)
         except (OSError, ValueError) as error:
             log.error("a router cannot read its source", topic=feed.topic.name, source=feed.source, error=str(error))
             if isinstance(error, ValueError):
@@ -168,7 +168,7 @@ class Copier:
         """
         count = 1 if reason == EvictReason.RESTART else last_source_seq - feed.source_seq
         if min(room(feed.topic)) <= 0:
-            return self._wait(feed)  # until then more may follow it
+            return self._wait(feed, Hindrance.NONE)  # until then more may follow it
         if not self._skip(feed, last_source_seq, count, EvictReason.SOURCE_TRIM):
             return self._wait(feed)
         log.warning("a router's source lost records before they were copied", topic=feed.topic.name, records=count)
@@ -246,9 +246,10 @@ class Copier:
     def _wait_for_room(self, feed: Feed) -> bool:
         if not feed.full:
             self._copy_log.log_full(feed, True)
-        return self._wait(feed)
+        return self._wait(feed, Hindrance.NONE)
 
-    def _wait(self, feed: Feed) -> bool:
+    def _wait(self, feed: Feed, hindrance: Hindrance = Hindrance.LASTING) -> bool:
+        feed.hindrance = hindrance
         feed.backoff_ms = min(BACKOFF_MS[1], max(BACKOFF_MS[0], 2 * feed.backoff_ms))
         feed.retry_ms = self._monotonic_ms() + feed.backoff_ms
         return False

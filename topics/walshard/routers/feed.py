@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
+from enum import Enum
 from typing import Final
 
 from topics.core.config import U64_MAX
@@ -25,6 +26,17 @@ from topics.walshard.hosted import Hosted
 
 PAGE_RECORDS: Final = 1024
 PAGE_BYTES: Final = 1 << 20
+
+
+class Hindrance(Enum):
+    """Why a dest did not get all that its source has, the last time that it was to."""
+
+    NONE = 0
+    """It did, or has no room for it."""
+    SOURCE = 1
+    """The source could not be looked at, or read, at this moment; at the next one it may."""
+    LASTING = 2
+    """Anything else, as a log that cannot be written."""
 
 
 class Page:
@@ -90,6 +102,7 @@ class Feed:
         self.source_evict_floor = 0
         self.rederive_seq: int | None = None
         """Where the source was when this life of the shard saw it first: no copy from before is of what follows."""
+        self.hindrance = Hindrance.NONE
         self.retry_ms = 0
         self.backoff_ms = 0
         self._matches: dict[int, Match | None] = {}

@@ -27,10 +27,10 @@ from topics.shm.router_table import RouterTable
 from topics.walshard.catalog import Catalog
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer
-from topics.walshard.routers import registrar
 from topics.walshard.routers.copier import Copier
 from topics.walshard.routers.copy_log import CopyLog
-from topics.walshard.routers.feed import Feed
+from topics.walshard.routers.dead_routers import DeadRouters
+from topics.walshard.routers.feed import Feed, Hindrance
 from topics.walshard.routers.feeds import Feeds
 from topics.walshard.routers.followers import Followers
 from topics.walshard.routers.following import Following
@@ -50,7 +50,6 @@ UNKNOWN_WAIT_MS: Final = 1_000
 """Until a source is looked for again whose shard has not recovered."""
 DEST_WAIT_MS: Final = 30_000
 """A router whose dest was never made is the remains of a PUT that nobody answered."""
-_IDS_PER_MESSAGE: Final = 256
 
 
 class Routing:
@@ -91,8 +90,7 @@ class Routing:
         """Dests whose routers are not yet as the table says."""
         self._missing: dict[str, int] = {}
         """Dests that do not exist, and since when."""
-        self._dead: set[int] = set()
-        """Routers that go with a topic of theirs; shard 0 has been told."""
+        self._dead = DeadRouters(links)
         self._forwarded_before = cell.get("router_copies")
         self._left_out_before = cell.get("router_oversize")
 
@@ -137,7 +135,7 @@ class Routing:
             self._following.unfollow(feed)
             self.feeds.forget(feed)
         self._followers.gone(hosted)
-        self._bury([router.id for router in self._table.registry.touching(hosted.topic.name)])
+        self._dead.add(router.id for router in self._table.registry.touching(hosted.topic.name))
 
     # -- asked by frontends
 
@@ -145,8 +143,7 @@ class Routing:
         """Answers. Everything prepared is committed."""
         match call:
             case CatchUp():
-                done = self._catch_up(call.dest)
-                answer.reply = messages.encode_reply(answer.request_id, CaughtUp(done))
+                answer.reply = messages.encode_reply(answer.request_id, self._catch_up(call.dest))
             case SyncRouters():
                 answer.reply = messages.encode_reply(answer.request_id, self._sync(call))
             case PutRouter() | DeleteRouter() | RemoveRouters():
@@ -158,14 +155,19 @@ class Routing:
                 else:
                     self._registrar.remove(call, answer)
 
-    def _catch_up(self, dest: str) -> bool:
-        """Copies everything the source has now; False when that is too much for one go."""
+    def _catch_up(self, dest: str) -> CaughtUp:
+        """Copies everything the source has now, as far as that goes."""
         self._reconcile()
         hosted = self._catalog.find(dest)
         feed = None if hosted is None else self.feeds.by_dest.get(hosted.topic.id)
+        # Routers that are not yet as the table says: it cannot be logged, or a source cannot be looked at.
+        pending = dest in self._due
         if feed is None:
-            return True
-        return self._copy_all(feed, PAGES_PER_CALL)
+            return CaughtUp(True, pending)
+        if not self._copy_all(feed, PAGES_PER_CALL):
+            return CaughtUp(False, False)
+        pending |= feed.hindrance != Hindrance.NONE
+        return CaughtUp(feed.hindrance != Hindrance.SOURCE, pending)
 
     def _sync(self, call: SyncRouters) -> SyncRoutersReply:
         self._reconcile()
@@ -221,9 +223,9 @@ class Routing:
         for dest, since_ms in list(self._missing.items()):
             if now_ms - since_ms > DEST_WAIT_MS:
                 del self._missing[dest]
-                self._bury([router.id for router in self._table.registry.into(dest)])
-        self._dead &= {router.id for router in self._table.registry.by_name.values()} if self._dead else set()
-        self._tell_dead(sorted(self._dead))
+                self._dead.add(router.id for router in self._table.registry.into(dest))
+        if self._dead:
+            self._dead.tell_again({router.id for router in self._table.registry.by_name.values()})
         self.copy_log.sweep(self.feeds.by_dest.values())
         lag = 0
         for feed in list(self.feeds.by_dest.values()):
@@ -316,14 +318,6 @@ class Routing:
         self._turns.give(hosted.topic.id)
         return True
 
-    def _bury(self, router_ids: list[int]) -> None:
-        self._dead.update(router_ids)
-        self._tell_dead(router_ids)
-
-    def _tell_dead(self, router_ids: list[int]) -> None:
-        for at in range(0, len(router_ids), _IDS_PER_MESSAGE):
-            self._links.send(registrar.SHARD, RoutersGone(router_ids[at : at + _IDS_PER_MESSAGE]))
-
     # -- copying
 
     def _copy_all(self, feed: Feed, pages_max: int) -> bool:
@@ -359,27 +353,30 @@ class Routing:
 
     def _sight(self, feed: Feed) -> SourceSight | None:
         """The source, None when there is nothing to copy from it now."""
+        feed.hindrance = Hindrance.NONE
         try:
             sight = self._originals.look(feed.source)
         except UnknownError:
+            feed.hindrance = Hindrance.SOURCE
             self._turns.wait(feed.topic.id, self._monotonic_ms() + UNKNOWN_WAIT_MS)
             return None
         if feed.source_topic_id and (sight is None or sight.topic_id != feed.source_topic_id):
             if not self._copier.source_ended(feed):
+                feed.hindrance = Hindrance.LASTING
                 self._turns.wait(feed.topic.id, self._monotonic_ms() + FAILED_WAIT_MS)
                 return None
             self._copier.made_again(feed)
-            router_ids = [router.id for router in feed.registered() if router.id not in self._dead]
-            if router_ids:
-                self._bury(router_ids)
+            self._dead.add(router.id for router in feed.registered() if router.id not in self._dead)
             return None
         if sight is None:
             return None
         if not feed.source_topic_id:
             if not self.feeds.bind(feed, sight):
+                feed.hindrance = Hindrance.LASTING
                 return None
             self._following.follow(feed)
         if self.rederiving.is_less(feed, sight):
+            feed.hindrance = Hindrance.SOURCE
             self._turns.wait(feed.topic.id, self._monotonic_ms() + UNKNOWN_WAIT_MS)
             return None
         return sight

@@ -1,0 +1,73 @@
+"""Reads of what routers copy into (api §6) that cannot be brought up to date: the answer says so. The shard is the
+test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+from tests.frontend.hosting import Hosting, Written
+from tests.frontend.test_app import Frontend, on_loop
+from tests.frontend.test_claims import Shard
+from topics.core.routers import Router, RouterSpec
+from topics.shm.router_messages import CatchUp, CaughtUp
+from topics.shm.router_table import RouterTableWriter
+
+
+def chain(hosting: Hosting, *names: str) -> None:
+    """Topics of which each is copied into the next; none of the routers has begun."""
+    for name in names:
+        hosting.make(name)
+        hosting.write(name, [Written(b"1")])
+    routers = [
+        Router(id, 1, f"r{id}", RouterSpec(source, dest)) for id, (source, dest) in enumerate(pairwise(names), 1)
+    ]
+    RouterTableWriter(hosting.shared.router_table).store_all(routers)
+
+
+async def read(frontend: Frontend, shard: Shard, name: str, *replies: tuple[str, CaughtUp]) -> dict[str, Any]:
+    """The `performance` of a read for which the shard was asked just this, and answered it."""
+    asked = asyncio.create_task(frontend.ask("POST", f"/v0/topics/{name}/diff", {}))
+    for dest, reply in replies:
+        request_id, call = await shard.told(CatchUp)
+        assert call == CatchUp(dest)
+        shard.answer(request_id, reply)
+    status, _, answer = await asked
+    assert (status, [record["data"] for record in answer["records"]]) == (200, [1])
+    performance: dict[str, Any] = answer["performance"]
+    return performance
+
+
+def test_a_read_of_what_could_not_be_copied_says_so(hosting: Hosting) -> None:
+    async def test(frontend: Frontend) -> None:
+        shard = Shard(frontend)
+        assert "copies_pending" not in await read(frontend, shard, "b", ("b", CaughtUp(True, False)))
+        assert (await read(frontend, shard, "b", ("b", CaughtUp(True, True))))["copies_pending"] is True
+
+    chain(hosting, "a", "b")
+    on_loop(hosting, test)
+
+
+def test_who_copies_from_what_could_not_be_copied_goes_on_and_says_so(hosting: Hosting) -> None:
+    async def test(frontend: Frontend) -> None:
+        shard = Shard(frontend)
+        found = await read(frontend, shard, "c", ("b", CaughtUp(True, True)), ("c", CaughtUp(True, False)))
+        assert found["copies_pending"] is True
+        found = await read(frontend, shard, "c", ("b", CaughtUp(True, False)), ("c", CaughtUp(True, False)))
+        assert "copies_pending" not in found
+
+    chain(hosting, "a", "b", "c")
+    on_loop(hosting, test)
+
+
+def test_a_source_that_could_not_be_read_at_this_moment_is_asked_for_again(hosting: Hosting) -> None:
+    async def test(frontend: Frontend) -> None:
+        shard = Shard(frontend)
+        not_at_hand = CaughtUp(False, True)
+        found = await read(frontend, shard, "b", ("b", not_at_hand), ("b", not_at_hand), ("b", CaughtUp(True, False)))
+        assert "copies_pending" not in found
+
+    chain(hosting, "a", "b")
+    on_loop(hosting, test)
