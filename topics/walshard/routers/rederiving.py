@@ -7,13 +7,18 @@ nothing else may get its seqs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from topics.core.errors import TopicsError
+from topics.log import get_logger
 from topics.shm.router_table import RouterTable
 from topics.walshard.hosted import Hosted
 from topics.walshard.routers.copier import Copier
 from topics.walshard.routers.feed import Feed, room
 from topics.walshard.routers.feeds import Feeds
 from topics.walshard.routers.originals import Originals, SourceSight
+
+log = get_logger()
 
 
 class Rederiving:
@@ -37,6 +42,21 @@ class Rederiving:
                 f" {self._originals.owner(source)} is not all there yet",
                 {"topic": name, "source": source, "replay_progress": self._originals.replay_progress},
             )
+
+    def copy_all(self, sight_of: Callable[[Feed], SourceSight | None]) -> None:
+        """What can be copied before the shard is at work; all of a chain that is on this shard."""
+        some = True
+        while some:
+            some = False
+            for feed in self._feeds.by_dest.values():
+                waited = feed.hosted.rederiving
+                sight = sight_of(feed)
+                more = sight is not None and self.copy_page(feed, sight, before_begin=True)
+                some |= more or waited != feed.hosted.rederiving
+        for feed in self._feeds.by_dest.values():
+            if feed.hosted.rederiving:
+                log.info("copies are yet to be made again", topic=feed.topic.name, source=feed.source)
+                feed.hosted.publish()
 
     def copy_page(self, feed: Feed, sight: SourceSight, before_begin: bool = False) -> bool:
         """As `Copier.advance`; the dest is itself again when it has all that its source had, or has no room."""

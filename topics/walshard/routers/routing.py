@@ -245,18 +245,8 @@ class Routing:
         """In a new life, before anyone sees it: the copies that were there and are not in the log. Those of a source
         that cannot be seen now, or that waits itself, come later: no shard waits for another one.
         """
-        some = True
-        while some:
-            some = False
-            for feed in self.feeds.by_dest.values():
-                waited = feed.hosted.rederiving
-                sight = self._sight(feed)
-                more = sight is not None and self.rederiving.copy_page(feed, sight, before_begin=True)
-                some |= more or waited != feed.hosted.rederiving
+        self.rederiving.copy_all(self._sight)
         for feed in self.feeds.by_dest.values():
-            if feed.hosted.rederiving:
-                log.info("copies are yet to be made again", topic=feed.topic.name, source=feed.source)
-                feed.hosted.publish()
             self.feeds.show_progress(feed)
             self._turns.give(feed.topic.id)
         self._refresh()
