@@ -42,7 +42,7 @@ class Directory:
 
     def tidy(self) -> list[int]:
         """First seqs of what went without a snapshot."""
-        removed, self.failures = self.leftovers.remove_due(lambda topic_id: self.needed, lambda: None)
+        removed, self.failures = self.leftovers.tidy(lambda topic_id: self.needed, lambda: None)
         return [name.first_seq for _, name in removed]
 
     def sweep(self) -> list[int]:
@@ -326,3 +326,63 @@ def test_a_topic_that_cannot_be_looked_into_keeps_no_other(directory: Directory,
     assert len(directory.failures) == 1
     assert sorted(path.name for path in Path(other).iterdir()) == files(11)
     assert directory.names() == files(1, 6, 11)
+
+
+class Listing(OsFileSystem):
+    """Counts the looks at directories, of which the first ones fail."""
+
+    def __init__(self, failing: int) -> None:
+        super().__init__()
+        self.failing = failing
+        self.looks = 0
+
+    def listdir(self, path: str) -> list[str]:
+        self.looks += 1
+        if self.looks <= self.failing:
+            raise OSError(errno.EIO, "Input/output error", path)
+        return super().listdir(path)
+
+
+def snapshots_while_waiting(directory: Directory) -> list[list[int]]:
+    """As an idle service makes them: only if something would go."""
+    gone = []
+    while directory.leftovers.waiting:
+        removed, failures = directory.leftovers.sweep(
+            lambda topic_id: directory.needed, directory.in_snapshot, lambda: None
+        )
+        assert failures == []
+        gone.append([name.first_seq for _, name in removed])
+        assert len(gone) < 5, "and no more"
+    return gone
+
+
+def test_a_look_that_failed_is_repeated_without_a_snapshot(directory: Directory) -> None:
+    """What it finds is for the next two of them: the last one may need what the log has given up since."""
+    fs = Listing(failing=2)
+    directory.leftovers = Leftovers(fs, directory.data_dir)
+    assert directory.sweep() == []
+    assert len(directory.failures) == 1
+    directory.needed = TopicFiles(None, 0)
+    assert directory.tidy() == []
+    assert len(directory.failures) == 1
+    assert not directory.leftovers.waiting
+    assert directory.tidy() == []
+    assert directory.failures == []
+    assert directory.names() == files(1, 6, 11)
+    assert snapshots_while_waiting(directory) == [[], [1, 6, 11]]
+    assert not directory.path.exists()
+
+
+def test_a_look_that_is_repeated_and_finds_nothing_asks_for_no_snapshot_and_no_further_look(
+    directory: Directory,
+) -> None:
+    fs = Listing(failing=1)
+    directory.leftovers = Leftovers(fs, directory.data_dir)
+    directory.sweep()
+    directory.tidy()
+    assert not directory.leftovers.waiting
+    looks = fs.looks
+    assert looks > 1
+    for _ in range(3):
+        assert directory.tidy() == []
+    assert fs.looks == looks

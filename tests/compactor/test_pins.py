@@ -147,7 +147,7 @@ class Directory:
 
     def tidy(self, needed: TopicFiles) -> list[int]:
         """Without a snapshot."""
-        removed, _ = self.leftovers.remove_due(lambda topic_id: needed, lambda: None)
+        removed, _ = self.leftovers.tidy(lambda topic_id: needed, lambda: None)
         return [name.first_seq for _, name in removed]
 
 

@@ -290,3 +290,62 @@ def test_while_the_cold_directory_hangs_what_has_gone_takes_no_memory(
     assert len(tiers.cold()) == 2
     tiers.rig.shard.close()
     tiers.rig.close()
+
+
+class Listed(Picky):
+    """Counts the looks at the cold directory, of which some fail."""
+
+    def __init__(self, cold_dir: Path) -> None:
+        super().__init__()
+        self.topics_dir = str(cold_dir / "topics")
+        self.failing = range(0)
+        self.looks = 0
+
+    def listdir(self, path: str) -> list[str]:
+        if path == self.topics_dir:
+            self.looks += 1
+            if self.looks in self.failing:
+                raise OSError(errno.EIO, "Input/output error", path)
+        return super().listdir(path)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("needless", [True, False])
+def test_what_the_cold_directory_has_for_nothing_goes_though_nothing_else_happens(
+    tmp_path: Path, needless: bool, failing: int, late: bool
+) -> None:
+    """However often, and how long, it could not be looked at. What it has for something is no reason for a snapshot."""
+    (tmp_path / "data").mkdir()
+    helper = Hanging()
+    tiers = Tiers(tmp_path, helper)
+    tiers.seal(4)
+    tiers.compaction.upkeep()
+    for _ in range(3):
+        tiers.compaction.cut()
+    assert tiers.all_cold()
+    needed = sorted(tiers.cold_dir.rglob("seg-*"))
+    assert needed
+    if needless:
+        needed[0].with_name(f"seg-{1:020d}.7.data").write_bytes(b"of a former life")
+    tiers.rig.fs = tiers.fs = fs = Listed(tiers.cold_dir)
+    fs.failing = range(2, 2 + failing)  # not the first one, with which it sees whether any disk is there
+    tiers.compaction.begin_again()
+    helper.hangs = late
+    compactor = tiers.compaction.compactor
+    snapshots = 0
+    for _ in range(8):
+        if compactor.has_news:
+            tiers.compaction.cut()
+            snapshots += 1
+        if helper.hangs:
+            helper.go_on()
+        compactor.tidy()
+    assert sorted(tiers.cold_dir.rglob("seg-*")) == needed
+    assert fs.looks == 2 + failing
+    assert tiers.failures() == failing
+    # The one that each life begins with; if that knew of it already, it needs only one more.
+    assert snapshots == 1 + needless + (needless and (late or failing > 0))
+    assert not compactor.has_news
+    tiers.rig.shard.close()
+    tiers.rig.close()

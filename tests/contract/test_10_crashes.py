@@ -15,7 +15,7 @@ from tests.contract.test_3_segments import fill, sealed, serving
 from tests.contract.test_10_cursors import BOTH, look, make, read
 from tests.harness import Service, poll
 
-BATCH = 1_000
+BATCH = 500
 READERS = 4
 
 

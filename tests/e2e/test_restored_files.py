@@ -1,5 +1,6 @@
-"""Files of segments that are cut while all processes have them open, and put back: errors, and nobody dies. And files
-that are put back as they were once: what was deleted since stays so where anything else says it, and else is found.
+"""Files of segments that are cut or damaged, here or in the cold directory, while all processes have them open, and put
+back: errors, and nobody dies. And files that are put back as they were once: what was deleted since stays so where
+anything else says it, and else is found.
 """
 
 from __future__ import annotations
@@ -74,6 +75,40 @@ def test_files_that_are_cut_in_place_are_errors_until_they_are_restored() -> Non
         poll("the deletion to find its records", lambda: delete(client, "t", "a").is_success or None)
         left = [record["data"] for record in diff(client, "t", limit=RECORDS)["records"]]
         assert left == [*range(EVENTS), *range(EVENTS + 1, RECORDS, 2)]
+        assert set(service.family()) == family
+
+
+def test_a_cold_object_that_is_damaged_is_an_error_until_it_is_restored() -> None:
+    small = {
+        "TOPICS_SEGMENT_MAX_EVENTS": str(EVENTS),
+        "TOPICS_CHECKPOINT_INTERVAL_MS": "20",
+        "TOPICS_HOT_RETAIN_SEGMENTS": "1",
+    }
+    with Service(env=small, frontends=2) as service:
+        service.env["TOPICS_COLD_DIR"] = str(service.root / "cold")
+        service.restart()
+        fill(service.client, "t")
+        first = sealed(service.client, "t")[0]
+        poll("it to be cold", lambda: not Path(service.data_dir, first).exists() or None)
+        path = service.root / "cold" / first
+        whole = path.read_bytes()
+        family = set(service.family())
+
+        def answers() -> set[tuple[int, int]]:
+            """(status, records), of whichever of the frontends has each connection."""
+            found = set()
+            for _ in range(20):
+                with httpx.Client(base_url=service.url) as another:
+                    answer = another.post("/v0/topics/t/diff", json={"from_seq": 0, "limit": EVENTS})
+                    found.add((answer.status_code, len(answer.json().get("records", []))))
+            return found
+
+        path.write_bytes(bytes(len(whole)))
+        assert answers() == {(503, 0)}
+        copy = path.with_suffix(".copy")
+        copy.write_bytes(whole)
+        copy.rename(path)
+        poll("its records", lambda: answers() == {(200, EVENTS)} or None)
         assert set(service.family()) == family
 
 

@@ -81,10 +81,10 @@ class Hosting:
         self.data_dir = data_dir
         self.fs = OsFileSystem()
         self.store = LocalStore(self.fs, os.path.join(data_dir, "cold"))
-        self.cold = ColdTier(self.store, COLD_TIMEOUT_MS)
         self.segment_files = SegmentFiles(self.fs, data_dir, 64)
         self.shared = SharedMemory.create(identity, 1, 1, RING_BYTES)
         self.clock = TestClock()
+        self.cold = ColdTier(self.store, self.clock, COLD_TIMEOUT_MS)
         self.arena = ArenaWriter(identity, 0, 1)
         settings = load({}, {"data_dir": data_dir, "wal_shards": 1, "frontends": 1})
         self.holdings = Holdings(self.shared.control, 0, settings)

@@ -136,7 +136,7 @@ class Live:
         self.gateway.start()
         files = LogFiles(data_dir, rig.shared.ram_dir, 1)
         self.store = ColdStore(str(Path(data_dir, "cold")))
-        self.tier = ColdTier(self.store, cold_timeout_ms)
+        self.tier = ColdTier(self.store, self.clock, cold_timeout_ms)
         self.reader = TopicReader(self.arenas, files, 1, self.clock, self.tier)
         topics = TopicSight(
             self.reader, self.arenas, RecencyWriter(rig.identity, 0, 1), Recency(rig.identity, 1, 1), self.clock

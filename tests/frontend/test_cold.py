@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from topics.core.clock import SystemClock
 from topics.core.errors import TopicsError
 from topics.frontend.reads.cold import BLOCK_BYTES, IN_FLIGHT_MAX, WAITING_MAX, ColdMissError, ColdTier
 
@@ -60,7 +61,7 @@ async def until(condition: Callable[[], object]) -> None:
 def test_what_was_fetched_is_at_hand() -> None:
     async def test() -> None:
         store = Gated()
-        tier = ColdTier(store, 5000)
+        tier = ColdTier(store, SystemClock(), 5000)
         with pytest.raises(ColdMissError) as missed:
             tier.extent(NAME, 10, 20, len(BYTES))
         await tier.fetch(missed.value)
@@ -77,7 +78,7 @@ def test_what_was_fetched_is_at_hand() -> None:
 def test_neighbouring_blocks_are_one_read_and_what_is_at_hand_is_not_read_again() -> None:
     async def test() -> None:
         store = Gated()
-        tier = ColdTier(store, 5000)
+        tier = ColdTier(store, SystemClock(), 5000)
         await tier.fetch(miss(BLOCK_BYTES - 5, BLOCK_BYTES + 5))
         assert store.calls == [(NAME, 0, 2 * BLOCK_BYTES)]
         end = len(BYTES)
@@ -92,7 +93,7 @@ def test_neighbouring_blocks_are_one_read_and_what_is_at_hand_is_not_read_again(
 def test_many_readers_of_one_place_are_one_read() -> None:
     async def test() -> None:
         store = Gated(is_open=False)
-        tier = ColdTier(store, 5000)
+        tier = ColdTier(store, SystemClock(), 5000)
         readers = [asyncio.create_task(tier.fetch(miss(n, n + 100))) for n in range(50)]
         await until(lambda: store.calls)
         store.gate.set()
@@ -104,7 +105,7 @@ def test_many_readers_of_one_place_are_one_read() -> None:
 
 def test_only_so_much_is_kept() -> None:
     async def test() -> None:
-        tier = ColdTier(Gated(), 5000, cache_bytes=2 * BLOCK_BYTES)
+        tier = ColdTier(Gated(), SystemClock(), 5000, cache_bytes=2 * BLOCK_BYTES)
         for number in (0, 1, 2):
             await tier.fetch(miss(number * BLOCK_BYTES, number * BLOCK_BYTES + 1))
             tier.extent(NAME, number * BLOCK_BYTES, number * BLOCK_BYTES + 1, len(BYTES))
@@ -127,7 +128,7 @@ def test_a_read_that_fails_is_said_to_all_its_readers_and_made_again(error: Exce
             raise error
 
         store.outcome = fail
-        tier = ColdTier(store, 5000)
+        tier = ColdTier(store, SystemClock(), 5000)
         readers = [asyncio.create_task(tier.fetch(miss(0, 10))) for _ in range(3)]
         await until(lambda: store.calls)
         store.gate.set()
@@ -152,7 +153,7 @@ def test_an_object_that_is_gone_is_not_a_failure_of_the_tier() -> None:
 
         store.outcome = gone
         with pytest.raises(FileNotFoundError):
-            await ColdTier(store, 5000).fetch(miss(0, 10))
+            await ColdTier(store, SystemClock(), 5000).fetch(miss(0, 10))
 
     on_loop(test)
 
@@ -160,7 +161,7 @@ def test_an_object_that_is_gone_is_not_a_failure_of_the_tier() -> None:
 def test_a_tier_that_hangs_holds_few_threads_and_its_readers_only_so_long() -> None:
     async def test() -> None:
         store = Gated(is_open=False)
-        tier = ColdTier(store, 30)
+        tier = ColdTier(store, SystemClock(), 30)
         names = [f"segment-{n}" for n in range(3 * IN_FLIGHT_MAX)]
         for _ in range(2):
             outcomes = await asyncio.gather(*[tier.fetch(miss(0, 10, name)) for name in names], return_exceptions=True)
@@ -183,7 +184,7 @@ def test_a_tier_that_hangs_holds_few_threads_and_its_readers_only_so_long() -> N
 def test_reads_that_have_no_thread_yet_are_bounded() -> None:
     async def test() -> None:
         store = Gated(is_open=False)
-        tier = ColdTier(store, 10_000)
+        tier = ColdTier(store, SystemClock(), 10_000)
         names = [f"segment-{n}" for n in range(IN_FLIGHT_MAX + WAITING_MAX)]
         readers = [asyncio.create_task(tier.fetch(miss(0, 10, name))) for name in names]
         await asyncio.sleep(0)
@@ -206,7 +207,7 @@ def test_reads_for_which_no_thread_can_be_started_fail_and_keep_no_place() -> No
 
     async def test() -> None:
         store = Gated()
-        tier = ColdTier(store, 5000)
+        tier = ColdTier(store, SystemClock(), 5000)
         names = [f"segment-{n}" for n in range(WAITING_MAX)]
         former = threading.stack_size(1 << 47)
         try:

@@ -186,7 +186,7 @@ def test_a_page_is_refused_when_the_tier_hangs(tmp_path: Path) -> None:
 
 def test_a_stream_gets_past_own_records_that_are_more_than_what_is_kept_of_the_tier(tmp_path: Path) -> None:
     async def test(live: Live) -> None:
-        live.reader._stores.cold = ColdTier(live.store, COLD_TIMEOUT_MS, 3 * BLOCK_BYTES)
+        live.reader._stores.cold = ColdTier(live.store, live.clock, COLD_TIMEOUT_MS, 3 * BLOCK_BYTES)
         await live.put("old", dedupe_node=True)
         await live.write("old", 48, node=b"me", data=b'"%b"' % (b"x" * (BLOCK_BYTES // 8)))
         await live.write("old")

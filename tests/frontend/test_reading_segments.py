@@ -19,7 +19,7 @@ from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import COLD, SEALED
 from topics.frontend.reads import segment_files
-from topics.frontend.reads.cold import BLOCK_BYTES, ColdMissError, ColdTier
+from topics.frontend.reads.cold import BLOCK_BYTES, FRESH_MS, ColdMissError, ColdTier
 from topics.frontend.reads.reading import Page
 from topics.frontend.reads.records import PageOptions
 from topics.storage.filesystem import OsFileSystem
@@ -692,7 +692,7 @@ class Counted(LocalStore):
 def cold_blocks(hosting: Hosting, blocks: int) -> Counted:
     """From now on so much is kept of what is fetched."""
     store = Counted(hosting.store)
-    hosting.reader._stores.cold = ColdTier(store, COLD_TIMEOUT_MS, blocks * BLOCK_BYTES)
+    hosting.reader._stores.cold = ColdTier(store, hosting.clock, COLD_TIMEOUT_MS, blocks * BLOCK_BYTES)
     return store
 
 
@@ -715,6 +715,29 @@ def test_a_stretch_of_own_records_is_longer_than_what_is_kept_of_the_cold_tier(h
     pages = all_pages(hosting, ALL._replace(nodes=frozenset([b"me"])))
     assert [seqs(page) for page in pages if page.count] == [[65]]
     assert sum(end - start for start, end in store.ranges) < 3 * 8 * BLOCK_BYTES, "each about once"
+
+
+def test_a_damaged_object_of_the_cold_tier_is_read_again_after_it_was_restored(hosting: Hosting) -> None:
+    """And as long as it is damaged no more often than that: many may ask for it."""
+    hosting.make("t")
+    fill(hosting, 10, plain=True)
+    hosting.checkpoint("t", records_max=10)
+    path = Path(hosting.data_dir, "cold", hosting.relocate("t", 1))
+    store = cold_blocks(hosting, 3)
+    whole = path.read_bytes()
+    damage(path, 3 * FRAME_LEN + WHERE["payload"])
+    assert seqs(read(hosting)) == [1, 2, 3]
+    for reads in (1, 2):
+        for _ in range(3):
+            with pytest.raises(TopicsError, match="is corrupt at offset"):
+                read(hosting, 3)
+            assert len(store.ranges) == reads
+        hosting.clock.ms += FRESH_MS
+    path.write_bytes(whole)
+    assert seqs(read(hosting, 3)) == [4, 5, 6, 7, 8, 9, 10]
+    hosting.clock.ms += FRESH_MS
+    assert len(seqs(read(hosting))) == 10
+    assert len(store.ranges) == 3, "what is whole is kept"
 
 
 @pytest.mark.parametrize("live", [[], [64], [1, 64]])

@@ -72,6 +72,16 @@ def test_what_failed_is_told_to_who_asks_again_and_then_tried_again() -> None:
     assert asking.awaited("a") == CONTENT[10:20]
 
 
+def test_what_was_damaged_is_read_again() -> None:
+    asking = Asking()
+    asking.store.outcome = lambda _name: bytes(len(CONTENT))
+    for name in ("a", "b"):
+        assert asking.awaited(name) == bytes(10)
+    asking.store.outcome = lambda _name: CONTENT
+    asking.reads.forget("a")
+    assert [asking.awaited(name) for name in ("a", "b")] == [CONTENT[10:20], bytes(10)]
+
+
 def test_failures_that_nobody_asks_for_again_keep_no_place() -> None:
     asking = Asking()
     asking.store.outcome = failing

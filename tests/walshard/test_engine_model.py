@@ -165,7 +165,7 @@ class Frontend:
         self._arenas = Arenas(rig.shared)
         files = LogFiles(data_dir, rig.shared.ram_dir, 1, maps_max=2)
         store = LocalStore(OsFileSystem(), layout.topics_dir(cold_dir))
-        self.reader = TopicReader(self._arenas, files, 1, rig.clock, ColdTier(store, COLD_TIMEOUT_MS))
+        self.reader = TopicReader(self._arenas, files, 1, rig.clock, ColdTier(store, rig.clock, COLD_TIMEOUT_MS))
 
     def page(self, name: str, from_seq: int, limit: int, now_ms: int) -> Page:
         """With whatever waiting it takes."""

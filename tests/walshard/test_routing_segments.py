@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
@@ -18,6 +20,8 @@ from topics.shm.router_messages import CatchUp, DeleteRouter, SyncRouters
 from topics.shm.topic_messages import DeleteRecords, Expire
 from topics.storage.frame import FrameType
 from topics.storage.verify import verify
+
+DEADLINE_S = 20.0
 
 
 @pytest.fixture
@@ -156,6 +160,48 @@ def test_from_cold_segments_as_well_without_waiting_for_them(compaction: Compact
         if len(got) >= 47:
             break
         os.sched_yield()
+    assert got == [b"%d" % at for at in range(47)]
+
+
+def test_a_cold_segment_that_was_damaged_is_copied_once_it_is_restored(compaction: Compaction) -> None:
+    rig = compaction.rig
+    put(rig, "b", cap_records=5, discard="reject")
+    route(rig, "r", "a", "b")
+    rig.append("a", *[b"%d" % at for at in range(47)])
+    compaction.cut()
+    compaction.upkeep()
+    compaction.cut()
+    compaction.cut()
+    assert rig.settings.cold_dir is not None
+    paths = sorted(Path(rig.settings.cold_dir).rglob("*.data"))
+    contents = [path.read_bytes() for path in paths]
+    assert len(paths) == 3
+    for path in paths:
+        path.write_bytes(bytes(path.stat().st_size))
+    got = [data for _, data in compaction.read("b")]
+
+    def go_on() -> None:
+        view = rig.view("b")
+        assert view is not None
+        rig.call(DeleteRecords("b", view.head_seq + 1, None, b""))
+        rig.clock.ms += 2000
+        rig.shard.sweep()
+        rig.run()
+        got.extend(data for _, data in compaction.read("b"))
+        os.sched_yield()
+
+    with capture_logs() as said:
+        until_s = time.monotonic() + DEADLINE_S
+        while not any(line["event"] == "a router cannot read its source" for line in said):
+            assert time.monotonic() < until_s
+            go_on()
+    assert len(got) < 10
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content)
+    until_s = time.monotonic() + DEADLINE_S
+    while len(got) < 47:
+        assert time.monotonic() < until_s, f"only {len(got)} were ever copied"
+        go_on()
     assert got == [b"%d" % at for at in range(47)]
 
 

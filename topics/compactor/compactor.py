@@ -265,8 +265,9 @@ class Compactor:
                     self._relocation.consider(follower, topic)
 
     def tidy(self) -> None:
-        """What two snapshots agree on and could not be removed so far: that needs no third one."""
-        self._swept(self._leftovers.remove_due(self._files_of, self._alive))
+        """Tries again what needs no further snapshot: to remove what two of them agree on, and to look for more."""
+        self._swept(self._leftovers.tidy(self._files_of, self._alive))
+        self._cell.set("orphans", self._leftovers.unexplained)
         if self._relocation is not None:
             self._failed(_COLD_STAYS, self._relocation.tidy(self._files_of))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from topics.core.segment_list import COLD, SegmentList
@@ -96,7 +96,7 @@ class Leftovers:
         self._read_pinned = read_pinned
         self._look: set[int] = set()
         self._look_again: set[int] = set()
-        """Could not be looked at, or not be tidied up: that is no reason for a snapshot."""
+        """Could not be looked at, or not be tidied up: no reason for a snapshot before it is known what is there."""
         self._found: dict[int, dict[SegmentName, frozenset[str]]] = {}
         """By one snapshot. A topic without any: its directory is to go."""
         self._due: dict[int, dict[SegmentName, frozenset[str]]] = {}
@@ -131,19 +131,19 @@ class Leftovers:
         look = {topic_id for topic_id in self._look | self._look_again if in_snapshot(topic_id)}
         self._look -= look
         self._look_again -= look
-        swept = self.remove_due(files_of, alive)
-        for topic_id in sorted(look):
-            try:
-                self._look_at(topic_id, files_of(topic_id), swept)
-            except OSError as error:
-                swept.failures.append(error)
-                self._look_again.add(topic_id)
-            alive()
+        swept = self._remove_all(self._due, files_of, alive)
+        for topic_id, found in self._look_at_each(look, files_of, swept, alive):
+            self._found[topic_id] = found
         return swept
 
-    def remove_due(self, files_of: FilesOf, alive: Callable[[], None]) -> Swept:
-        """What two snapshots agree on, as far as it is still superfluous: at any time."""
-        return self._remove_all(self._due, files_of, alive)
+    def tidy(self, files_of: FilesOf, alive: Callable[[], None]) -> Swept:
+        """Without a snapshot: removes what two of them agree on, as far as it is still superfluous, and looks where it
+        could not so far. What it finds there is for the next one to find: the last one may still ask for it.
+        """
+        again, self._look_again = self._look_again, set()
+        swept = self._remove_all(self._due, files_of, alive)
+        self._look.update(topic_id for topic_id, _ in self._look_at_each(again, files_of, swept, alive))
+        return swept
 
     def make_room(self, topic_ids: Iterable[int], files_of: FilesOf, alive: Callable[[], None]) -> Swept:
         """What is gone for good, of these topics and of those that were to be looked at anyway, whatever snapshots say;
@@ -235,10 +235,28 @@ class Leftovers:
                 return {}
         return left or None
 
-    def _look_at(self, topic_id: int, needed: TopicFiles | None, swept: Swept) -> None:
+    def _look_at_each(
+        self, topic_ids: set[int], files_of: FilesOf, swept: Swept, alive: Callable[[], None]
+    ) -> Iterator[tuple[int, dict[SegmentName, frozenset[str]]]]:
+        """Those of which something may go, and what."""
+        for topic_id in sorted(topic_ids):
+            try:
+                found = self._look_at(topic_id, files_of(topic_id), swept)
+            except OSError as error:
+                swept.failures.append(error)
+                self._look_again.add(topic_id)
+            else:
+                if found is not None:
+                    yield topic_id, found
+            alive()
+
+    def _look_at(
+        self, topic_id: int, needed: TopicFiles | None, swept: Swept
+    ) -> dict[SegmentName, frozenset[str]] | None:
+        """What of it may go; empty: its directory. None: nothing."""
         directory = layout.topic_dir(self._data_dir, topic_id)
         if not self._fs.exists(directory):
-            return
+            return None
         due = self._due.get(topic_id, {})
         found: dict[SegmentName, frozenset[str]] = {}
         unexplained: set[SegmentName] = set()
@@ -252,8 +270,6 @@ class Leftovers:
             log.error("files of a segment that belong to nothing: left alone", directory=directory, segment=tuple(name))
         if unexplained:
             self._unexplained[topic_id] = unexplained
-        if found or (needed is not None and needed.segments is None and topic_id not in self._due):
-            self._found[topic_id] = found
         for name_in in self._fs.listdir(directory):
             if name_in.endswith(layout.TMP_SUFFIX):  # never came to be
                 try:
@@ -261,6 +277,8 @@ class Leftovers:
                 except OSError as error:
                     swept.failures.append(error)
                     self._look_again.add(topic_id)
+        is_to_go = needed is not None and needed.segments is None and topic_id not in self._due
+        return found if found or is_to_go else None
 
     def _remove(self, topic_id: int, name: SegmentName, kinds: frozenset[str]) -> None:
         directory = layout.topic_dir(self._data_dir, topic_id)

@@ -194,16 +194,7 @@ class Relocation:
         failures: list[OSError] = []
         if not self._is_free(failures):
             return failures
-        if self._listing is not None and self._listing.done():
-            listing, self._listing = self._listing, None
-            try:
-                self._found.update(listing.result())
-            except OSError as error:
-                failures.append(error)
-                self._list_again = True
-        if self._list_again and self._listing is None:
-            self._listing = self._helper.submit(self._store.list, "")
-            self._list_again = False
+        self._found.update(self._listed(failures))
         self._found |= self._removed
         self._removed = set()
         needless = _needless(files_of, self._being_copied())
@@ -216,11 +207,30 @@ class Relocation:
         return failures
 
     def tidy(self, files_of: FilesOf) -> list[OSError]:
-        """Without a snapshot: what two of them agreed on, and was kept; else as `sweep`."""
+        """Without a snapshot: what two of them agreed on, and was kept; else as `sweep`. What the cold directory says
+        it has for nothing is a reason for the next one.
+        """
         failures: list[OSError] = []
         if self._is_free(failures):
-            self._delete_held(_needless(files_of, self._being_copied()), failures)
+            needless = _needless(files_of, self._being_copied())
+            self._found.update(name for name in self._listed(failures) if needless(name))
+            self._delete_held(needless, failures)
         return failures
+
+    def _listed(self, failures: list[OSError]) -> list[str]:
+        """What the cold directory has, once it has said so; what it failed to say it is asked again."""
+        names: list[str] = []
+        if self._listing is not None and self._listing.done():
+            listing, self._listing = self._listing, None
+            try:
+                names = listing.result()
+            except OSError as error:
+                failures.append(error)
+                self._list_again = True
+        if self._list_again and self._listing is None:
+            self._listing = self._helper.submit(self._store.list, "")
+            self._list_again = False
+        return names
 
     def _is_free(self, failures: list[OSError]) -> bool:
         """Whether the last deletion is done."""

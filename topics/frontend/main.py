@@ -113,7 +113,7 @@ async def _serve(
     gateway = Gateway(shared, index, incarnation, arenas, cell, settings.shard_wait_ms)
     log_files = LogFiles(settings.data_dir, shared.ram_dir, shards)
     expiry = ExpiryClock(clock, log.warning, shared.control.trusted_offset_ms(Role.FRONTEND, index))
-    reader = TopicReader(arenas, log_files, shards, expiry, _cold_tier(settings))
+    reader = TopicReader(arenas, log_files, shards, expiry, _cold_tier(settings, clock))
     recency_writer = RecencyWriter(shared.identity, index, shards)
     router_sight = RouterSight(shared)
     catching_up = CatchingUp(router_sight, reader, gateway)
@@ -212,11 +212,12 @@ def _manifest(
     return ManifestRoutes(reader, catching_up, fs, PinFiles(fs, directory, index), directory, settings.data_dir, clock)
 
 
-def _cold_tier(settings: Settings) -> ColdTier | None:
+def _cold_tier(settings: Settings, clock: Clock) -> ColdTier | None:
     """What is in the cold directory, if there is one."""
     if settings.cold_dir is None:
         return None
-    return ColdTier(LocalStore(OsFileSystem(), layout.topics_dir(settings.cold_dir)), settings.cold_read_timeout_ms)
+    store = LocalStore(OsFileSystem(), layout.topics_dir(settings.cold_dir))
+    return ColdTier(store, clock, settings.cold_read_timeout_ms)
 
 
 def _cap(limit: str, most: int, field: str, shared: SharedMemory, cell: ProcessCell) -> Cap:

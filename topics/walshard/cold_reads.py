@@ -72,6 +72,11 @@ class ColdReads:
             Thread(target=self._run, args=(read,), name="cold-read", daemon=True).start()
         raise NotAtHandError
 
+    def forget(self, name: str) -> None:
+        """What is kept of this object is damaged: whoever asks next has it read anew, for it may have been restored."""
+        for key in [key for key in self._kept if key[0] == name]:
+            del self._kept[key]
+
     def _take_finished(self) -> None:
         now_ms = self._monotonic_ms()
         for key, read in list(self._reads.items()):

@@ -15,8 +15,9 @@ import asyncio
 from collections import OrderedDict, deque
 from contextlib import suppress
 from threading import Thread
-from typing import Final
+from typing import Final, NamedTuple
 
+from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.storage.segment_store import SegmentStore
 
@@ -26,6 +27,8 @@ CACHE_BYTES: Final = 32 << 20
 IN_FLIGHT_MAX: Final = 8
 WAITING_MAX: Final = 1024
 """Reads that have no thread yet; one more is refused at once."""
+FRESH_MS: Final = 1000
+"""What was read no longer ago is not read again for being damaged, however many meet that damage."""
 
 
 class ColdMissError(TopicsError):
@@ -48,6 +51,13 @@ class ColdMissError(TopicsError):
         return self.name, self.start // BLOCK_BYTES, (self.end - 1) // BLOCK_BYTES
 
 
+class _Block(NamedTuple):
+    """`read_ms`: when it came, monotonic."""
+
+    data: bytes
+    read_ms: int
+
+
 class _Read:
     """One ranged read of neighbouring blocks. `done` is None, or what it failed with."""
 
@@ -65,11 +75,12 @@ class _Read:
 class ColdTier:
     """The cold tier as one frontend reads it. All calls on one event loop."""
 
-    def __init__(self, store: SegmentStore, timeout_ms: int, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, store: SegmentStore, clock: Clock, timeout_ms: int, cache_bytes: int = CACHE_BYTES) -> None:
         """`timeout_ms`: how long a reader waits for it."""
         self._store = store
+        self._clock = clock
         self._timeout_ms = timeout_ms
-        self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._blocks: OrderedDict[tuple[str, int], _Block] = OrderedDict()
         self._blocks_max = cache_bytes // BLOCK_BYTES
         self._reads: dict[tuple[str, int], _Read] = {}
         """By each block they bring."""
@@ -81,13 +92,23 @@ class ColdTier:
         pieces = []
         first, last = start // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
         for number in range(first, last + 1):
-            piece = self._blocks.get((name, number))
-            if piece is None:
+            block = self._blocks.get((name, number))
+            if block is None:
                 raise ColdMissError(name, start, end, data_bytes)
-            pieces.append(piece)
+            pieces.append(block.data)
         for number in range(first, last + 1):
             self._blocks.move_to_end((name, number))
         return pieces[0] if len(pieces) == 1 else b"".join(pieces), first * BLOCK_BYTES
+
+    def forget(self, name: str) -> bool:
+        """What was read of this object is damaged. True if some of it is so old that it may have been restored since:
+        that is gone then, and read anew by who asks next.
+        """
+        old_ms = self._clock.monotonic_ms() - FRESH_MS
+        old = [key for key, block in self._blocks.items() if key[0] == name and block.read_ms <= old_ms]
+        for key in old:
+            del self._blocks[key]
+        return bool(old)
 
     async def fetch(self, miss: ColdMissError) -> None:
         """Gets what was missed. Raises FileNotFoundError when there is no such object (any more), `storage_unavailable`
@@ -154,8 +175,9 @@ class ColdTier:
         self._in_flight -= 1
         self._forget(read)
         if error is None:
+            now_ms = self._clock.monotonic_ms()
             for at, number in enumerate(read.blocks):
-                self._blocks[read.name, number] = data[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES]
+                self._blocks[read.name, number] = _Block(data[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES], now_ms)
                 self._blocks.move_to_end((read.name, number))
             while len(self._blocks) > max(self._blocks_max, len(read.blocks)):
                 self._blocks.popitem(last=False)

@@ -219,7 +219,9 @@ class TopicReader:
                 reason = error
             except CorruptSegment as damage:
                 self._stores.segments.forget(damage.path)
-                raise _corrupt(ref, damage) from damage
+                if self._stores.cold is None or not self._stores.cold.forget(_in_topics_dir(damage.path)):
+                    raise _corrupt(ref, damage) from damage
+                reason = damage
             except OSError as error:
                 raise _unreadable(ref, error) from error
             ref = self.refresh(ref)
@@ -330,7 +332,7 @@ def _unreadable(ref: TopicRef, error: Exception | None) -> TopicsError:
 
 def _corrupt(ref: TopicRef, damage: CorruptSegment) -> TopicsError:
     """Never taken for absence: the reader is told where it is, and stays before it."""
-    segment = os.path.join(os.path.basename(os.path.dirname(damage.path)), os.path.basename(damage.path))
+    segment = _in_topics_dir(damage.path)
     _log.error("a segment is corrupt", topic=ref.name, path=damage.path, offset=damage.offset, reason=damage.reason)
     return TopicsError(
         "storage_unavailable",
@@ -339,3 +341,8 @@ def _corrupt(ref: TopicRef, damage: CorruptSegment) -> TopicsError:
         " what lies there by a delete with before_seq",
         {"topic": ref.name, "segment": segment, "offset": damage.offset, "reason": damage.reason},
     )
+
+
+def _in_topics_dir(path: str) -> str:
+    """Of a segment's file: what it is called in the cold tier, too."""
+    return os.path.join(os.path.basename(os.path.dirname(path)), os.path.basename(path))

@@ -48,6 +48,7 @@ class SegmentOriginals:
         start = offset_lens[0] & 0xFFFF_FFFF
         end = (offset_lens[-1] & 0xFFFF_FFFF) + (offset_lens[-1] >> 32)
         path = layout.segment_data_path(layout.topic_dir(self._data_dir, topic_id), info.first_seq, info.version)
+        name = layout.segment_data_path(f"{topic_id:016x}", info.first_seq, info.version)
         if not start < end <= info.data_bytes:
             raise ValueError(f"{path}: records {first_seq} and following are said to lie at {start}..{end}")
         try:
@@ -58,13 +59,14 @@ class SegmentOriginals:
                 raise
             if self._cold is None:
                 raise ValueError(f"{path} is in the cold directory, and TOPICS_COLD_DIR is not set") from None
-            name = layout.segment_data_path(f"{topic_id:016x}", info.first_seq, info.version)
             content = self._cold.get(name, start, end, info.data_bytes)
         for seq, offset_len in enumerate(offset_lens, first_seq):
             offset = (offset_len & 0xFFFF_FFFF) - start
             try:
                 yield read_segment_original(content[offset : offset + (offset_len >> 32)], seq)
             except ValueError as error:
+                if self._cold is not None:
+                    self._cold.forget(name)
                 raise ValueError(f"{path}: at offset {start + offset}: {error}") from error
 
     def _pread(self, path: str, start: int, end: int) -> bytes:
