@@ -7,7 +7,7 @@ BROWSER := $(VENV)/.browser
 PROMTOOL := $(VENV)/.promtool
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types unit bench crash soak lock clean spark oldspark fuzz browser peers mutants
+.PHONY: help setup run test check lint types unit bench crash soak lock clean spark oldspark fuzz browser peers mutants unsteady
 
 help: ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -64,6 +64,9 @@ crash: $(STAMP) ## the end-to-end crash tests, 20 rounds, and a failure and a de
 	TOPICS_CALL_STRIDE=1 $(BIN)/pytest --timeout 3600 tests/compactor/test_every_call.py tests/compactor/test_cold_rewriting.py
 	TOPICS_KILL_STRIDE=7 $(BIN)/pytest tests/walshard/test_killed_anywhere.py
 	TOPICS_KILL_STRIDE=23 $(BIN)/pytest tests/walshard/test_routing_killed.py
+
+unsteady: $(STAMP) ## the contract tests on services that checkpoint ten times a second, into segments of 40 records
+	SERVICE_SETTINGS="TOPICS_CHECKPOINT_INTERVAL_MS=100 TOPICS_SEGMENT_MAX_EVENTS=40" $(BIN)/pytest tests/contract
 
 mutants: $(STAMP) ## each sync, directory sync and rename taken out in turn: which test notices?
 	$(BIN)/python -m tests.mutations.syncs

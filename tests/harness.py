@@ -35,6 +35,8 @@ and a machine that stands still for some seconds is no reason for that."""
 STOP_MARGIN_S = 10.0
 HEAL_DEADLINE_S = 30.0
 LOG_TAIL_BYTES = 16_384
+SETTINGS = dict(pair.split("=", 1) for pair in os.environ.get("SERVICE_SETTINGS", "").split())
+"""Of every service, unless a test says otherwise: `make unsteady`."""
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -112,7 +114,7 @@ class Service:
         self.port = port
         self.shards = shards
         self.frontends = frontends
-        self.env = dict(env or {})
+        self.env = dict(SETTINGS) | dict(env or {})
         if wal_file_bytes is not None:
             self.env.setdefault("TOPICS_WAL_FILE_BYTES", str(wal_file_bytes))
         self.env.setdefault("TOPICS_SHUTDOWN_GRACE_MS", str(STOP_GRACE_MS))

@@ -92,7 +92,8 @@ def test_what_readers_of_one_cursor_get_while_processes_are_killed(consistency: 
 
 
 def test_at_least_once_is_persisted_with_exactly_every_nth_read() -> None:
-    with Service(shards=1, frontends=1) as service:
+    # Checkpoints write frames as well.
+    with Service(shards=1, frontends=1, env={"TOPICS_CHECKPOINT_INTERVAL_MS": "86400000"}) as service:
         write(service.client, "t", *range(40))
         make(service.client, "t", consistency="at_least_once", persist_every=3)
         before = frames(service)

@@ -11,10 +11,11 @@ from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.rig import Rig
 from tests.walshard.test_routing import FullDisk, feeds, put, route
 from topics.core.config import TopicConfig
+from topics.core.routers import RouterSpec
 from topics.shm.control import Role
 from topics.shm.router_board import RouterBoard
-from topics.shm.router_messages import CatchUp, CaughtUp
-from topics.shm.topic_messages import DeleteRecords, PutTopic
+from topics.shm.router_messages import CatchUp, CaughtUp, PutRouter
+from topics.shm.topic_messages import DeleteRecords, EnsureTopic, PutTopic
 from topics.storage.layout import group_dir
 
 
@@ -162,6 +163,27 @@ def test_who_reads_is_to_ask_again_while_the_source_cannot_be_looked_at(tmp_path
         assert rig.shard.step()
         rig.take_replies()
         assert rig.replies[asked] == NOT_AT_HAND
+        cell.set("generation", generation)
+        assert catch_up(rig, dest) == ALL
+    finally:
+        rig.close()
+
+
+def test_who_reads_hears_of_a_router_that_could_not_begin(tmp_path: Path) -> None:
+    rig = Rig(str(tmp_path), shards=2)
+    try:
+        source = next(f"a{n}" for n in range(100) if rig.owner(f"a{n}") == 1)
+        dest = next(f"b{n}" for n in range(100) if rig.owner(f"b{n}") == 0)
+        rig.call(EnsureTopic(dest))
+        assert catch_up(rig, dest) == ALL
+        cell = rig.shared.control.cell(Role.WALSHARD, 1)
+        generation = cell.get("generation")
+        cell.set("generation", 0)
+        rig.post_call(PutRouter("r", RouterSpec(source, dest)))
+        asked = rig.post_call(CatchUp(dest))
+        assert rig.shard.step()
+        rig.take_replies()
+        assert rig.replies[asked] == CANNOT_BE
         cell.set("generation", generation)
         assert catch_up(rig, dest) == ALL
     finally:
