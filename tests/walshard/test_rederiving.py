@@ -359,3 +359,63 @@ def test_a_reader_waits_where_it_is_for_what_it_has_seen(two: Rig) -> None:
         assert page(4).tombstone is not None, "nobody had that of this topic"
     finally:
         arenas.close()
+
+
+def assert_gap(rig: Rig, dest: str, live: list[tuple[int, bytes]], gap_to: int) -> None:
+    """The dest has these records, and lost its source's behind them."""
+    assert rig.read(dest) == live
+    view = view_of(rig, dest)
+    assert (view.head_seq, view.records) == (gap_to, len(live))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_was_acknowledged_just_before_a_source_was_deleted_is_a_gap(tmp_path: Path, shards: int) -> None:
+    rig = Rig(str(tmp_path), shards=shards)
+    try:
+        source, dest = topic_on(rig, shards - 1, "a"), topic_on(rig, 0, "b")
+        put_on(rig, source)
+        route_on(rig, source, dest)
+        rig.append(source, b"1")
+        written = rig.post_append(source, [b"2", b"3"])
+        rig.post_call(DeleteTopic(source, if_empty=False), shards - 1)
+        rig.run()
+        assert rig.replies[written].first_seq == 2
+        assert_gap(rig, dest, [(1, b"1")], 3)
+        seconds_pass(rig, 2)
+        assert not rig.shards[0].routing.feeds.by_dest
+        assert rig.append(dest, b"own").first_seq == 4
+        rig.restart_service()
+        assert_gap(rig, dest, [(1, b"1"), (4, b"own")], 4)
+    finally:
+        rig.close()
+
+
+def test_the_end_of_a_source_is_known_to_the_next_life_of_the_shard_of_its_dest(two: Rig) -> None:
+    """It crashed with copies that only RAM had, and nobody can make them again."""
+    source, dest = topic_on(two, 0, "a"), topic_on(two, 1, "b")
+    put_on(two, source)
+    route_on(two, source, dest)
+    two.append(source, b"1", b"2", b"3")
+    assert head_of(two, dest) == 3
+    two.post_call(DeleteTopic(source, if_empty=False))
+    while two.shards[0].step():
+        pass
+    two.take_replies()
+    two.shards[1] = two._recover(1)
+    assert_gap(two, dest, [], 3)
+    assert two.append(dest, b"own").first_seq == 4
+    assert_gap(two, dest, [(4, b"own")], 4)
+
+
+def test_of_what_waited_before_the_service_started_nobody_knows_how_many_there_were(two: Rig) -> None:
+    source, dest = topic_on(two, 0, "a"), topic_on(two, 1, "b")
+    put_on(two, source)
+    put_on(two, dest, cap_records=2, discard="reject")
+    route_on(two, source, dest)
+    two.append(source, b"1", b"2", b"3", b"4", b"5")
+    two.post_call(DeleteTopic(source, if_empty=False))
+    while two.shards[0].step():
+        pass
+    two.restart_service()
+    two.run()
+    assert_gap(two, dest, [(1, b"1"), (2, b"2")], 3)

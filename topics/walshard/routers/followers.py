@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from topics.core.config import U64_MAX
+from topics.core.names import owner_shard
 from topics.core.router_state import RouterState
 from topics.shm.router_table import RouterTable
 from topics.storage import frame
@@ -18,7 +19,7 @@ from topics.storage.frame import FrameType
 from topics.walshard.catalog import Catalog
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Operation
-from topics.walshard.routers.links import Follow, Held, LetGo, Links
+from topics.walshard.routers.links import Ended, Follow, Held, LetGo, Links
 
 LOG_AGAIN_SEQS: Final = 16_384
 """How far a hold may have moved before the log is told: so many entries more are held when it is read again."""
@@ -84,6 +85,14 @@ class Followers:
         self.changed(hosted)
 
     def gone(self, hosted: Hosted) -> None:
+        """A topic was deleted. Those who copy it, and there may be some that have not come forward, hear where it ended
+        before anybody else hears of its end: what they have not copied is lost.
+        """
+        topic = hosted.topic
+        dests = {router.spec.dest for router in self._table.registry.from_source(topic.name)}
+        for shard in {owner_shard(dest, self._links.shards) for dest in dests}:
+            self._links.send(shard, Ended(topic.name, topic.id, topic.head_seq))
+        self._links.flush()
         self._logged.pop(hosted.topic.id, None)
         self._early.discard(hosted.topic.id)
         self.changed(hosted)

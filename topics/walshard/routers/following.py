@@ -12,7 +12,7 @@ from topics.storage.kill_points import reached
 from topics.walshard.routers.copy_log import CopyLog
 from topics.walshard.routers.feed import Feed
 from topics.walshard.routers.feeds import Feeds
-from topics.walshard.routers.links import Follow, Held, LetGo, Links, Unfollow
+from topics.walshard.routers.links import Ended, Follow, Held, LetGo, Links, Unfollow
 from topics.walshard.routers.originals import Originals, SourceSight
 from topics.walshard.routers.turns import Turns
 
@@ -77,6 +77,13 @@ class Following:
             feed.asked_ms = now_ms
         until_ms = feed.asked_ms + HELD_WAIT_MS
         return until_ms if now_ms < until_ms else 0
+
+    def ended(self, message: Ended) -> None:
+        """A source was deleted: so far it was to be copied."""
+        for dest_id, feed in self._feeds.by_source.get(message.name, {}).items():
+            if feed.source_topic_id == message.source_topic_id:
+                feed.source_head_seq = max(feed.source_head_seq, message.head_seq)
+                self._turns.give(dest_id)
 
     # -- what it wants to let go of
 

@@ -58,13 +58,21 @@ class LetGo(msgspec.Struct, tag=True, array_like=True, frozen=True):
     up_to_seq: int
 
 
+class Ended(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """My topic `name`, from which you may copy, was deleted; its last record was `head_seq`."""
+
+    name: str
+    source_topic_id: int
+    head_seq: int
+
+
 class RoutersGone(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """To shard 0: a topic of these routers is no more, so they are not, either."""
 
     router_ids: list[int]
 
 
-PeerMessage = Greet | Changed | Follow | Unfollow | Held | LetGo | RoutersGone
+PeerMessage = Greet | Changed | Follow | Unfollow | Held | LetGo | Ended | RoutersGone
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)

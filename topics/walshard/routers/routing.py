@@ -34,7 +34,18 @@ from topics.walshard.routers.feed import Feed, Hindrance
 from topics.walshard.routers.feeds import Feeds
 from topics.walshard.routers.followers import Followers
 from topics.walshard.routers.following import Following
-from topics.walshard.routers.links import Changed, Follow, Greet, Held, LetGo, Links, PeerMessage, RoutersGone, Unfollow
+from topics.walshard.routers.links import (
+    Changed,
+    Ended,
+    Follow,
+    Greet,
+    Held,
+    LetGo,
+    Links,
+    PeerMessage,
+    RoutersGone,
+    Unfollow,
+)
 from topics.walshard.routers.originals import Originals, SourceSight, UnknownError
 from topics.walshard.routers.rederiving import Rederiving
 from topics.walshard.routers.registrar import Registrar
@@ -157,6 +168,7 @@ class Routing:
 
     def _catch_up(self, dest: str) -> CaughtUp:
         """Copies everything the source has now, as far as that goes."""
+        self._turn()
         self._reconcile()
         hosted = self._catalog.find(dest)
         feed = None if hosted is None else self.feeds.by_dest.get(hosted.topic.id)
@@ -170,6 +182,7 @@ class Routing:
         return CaughtUp(feed.hindrance != Hindrance.SOURCE, pending)
 
     def _sync(self, call: SyncRouters) -> SyncRoutersReply:
+        self._turn()
         self._reconcile()
         self._turn()
         hosted = self._catalog.find(call.dest)
@@ -245,6 +258,7 @@ class Routing:
         """In a new life, before anyone sees it: the copies that were there and are not in the log. Those of a source
         that cannot be seen now, or that waits itself, come later: no shard waits for another one.
         """
+        self._turn()  # a source may have ended since
         self.rederiving.copy_all(self._sight)
         for feed in self.feeds.by_dest.values():
             self.feeds.show_progress(feed)
@@ -390,6 +404,8 @@ class Routing:
                         self._turns.give(dest_id)
             case LetGo():
                 self._following.let_go(message)
+            case Ended():
+                self._following.ended(message)
             case Follow():
                 self._followers.follow(sender, message)
             case Unfollow():
