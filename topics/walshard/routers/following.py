@@ -53,7 +53,7 @@ class Following:
                 self._turns.give(feed.topic.id)
 
     def follow_anew(self) -> None:
-        """Other shards were greeted: what they were told before that, as in answer to a greeting of theirs, they forget."""
+        """Other shards were greeted: what they were told before, as in answer to a greeting of theirs, they forget."""
         for feed in self._feeds.by_dest.values():
             feed.told, feed.held = None, False
             self.follow(feed)
