@@ -97,6 +97,34 @@ def test_a_service_at_its_cap_holds_after_a_crash_what_it_held(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("end", LIVES)
+def test_what_waited_at_the_cap_of_the_service_waits_after_a_start(tmp_path: Path, end: Callable[[Rig], None]) -> None:
+    """Nobody had seen those copies: they are not made again, but for the first time."""
+    rig = Rig(str(tmp_path), max_total_bytes="1200")
+    try:
+        put(rig, "a")
+        dests = ["b", "c", "d", "e"]
+        for dest in dests:
+            route(rig, f"r-{dest}", "a", dest)
+        rig.append("a", b"1" * 300)
+        held = rig.cell.get("bytes_live")
+        expected = {dest: rig.read(dest) for dest in dests}
+        assert sorted(map(len, expected.values())) == [0, 0, 1, 1], "there was room for two"
+        for _ in range(2):
+            end(rig)
+            seconds_pass(rig, 2)
+            assert rig.cell.get("bytes_live") == held
+            assert {dest: rig.read(dest) for dest in dests} == expected
+            assert not any(view_of(rig, dest).rederiving for dest in dests)
+        rig.call(DeleteTopic("b", if_empty=False))
+        rig.call(DeleteTopic("c", if_empty=False))
+        seconds_pass(rig, 2)
+        left = [rig.read(dest) for dest in ("d", "e")]
+        assert left == [[(1, b"1" * 300)]] * 2, "there is room for them now"
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize("end", LIVES)
 def test_what_only_ram_has_of_a_source_that_was_ephemeral_is_copied_into_the_log(
     rig: Rig, end: Callable[[Rig], None]
 ) -> None:

@@ -120,11 +120,16 @@ class Copier:
             self._show_progress(feed)
             return feed.source_seq < sight.head_seq
         try:
-            # What is made again the service held before, and a shard that starts has yet to say what it holds.
-            if not (rederiving or feed.hosted.rederiving):
+            # What is made again the service held before, and a shard that starts has yet to say what it holds. But
+            # nobody has seen what waited for room.
+            if feed.full or not (rederiving or feed.hosted.rederiving):
                 self._claim_bytes(page.size_bytes, partial(topic.growth, len(page), page.size_bytes))
             feed.hosted.ring.reserve(len(page))
-        except (TopicsError, ArenaFullError):
+        except TopicsError as error:
+            if error.code == "throttled":
+                return self._wait_for_room(feed, Hindrance.LASTING)
+            return self._wait(feed)
+        except ArenaFullError:
             return self._wait(feed)
         write = self._copy_log.write_derived if derived else self._copy_log.write_logged
         if not write(feed, page):
@@ -243,10 +248,10 @@ class Copier:
         if moved:
             self._show(feed.hosted)
 
-    def _wait_for_room(self, feed: Feed) -> bool:
+    def _wait_for_room(self, feed: Feed, hindrance: Hindrance = Hindrance.NONE) -> bool:
         if not feed.full:
             self._copy_log.log_full(feed, True)
-        return self._wait(feed, Hindrance.NONE)
+        return self._wait(feed, hindrance)
 
     def _wait(self, feed: Feed, hindrance: Hindrance = Hindrance.LASTING) -> bool:
         feed.hindrance = hindrance
