@@ -19,6 +19,7 @@ from topics.frontend.reads.reading import Page, TopicReader
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.arenas import Arenas
 from topics.shm.arena import TopicView
+from topics.shm.cursor_messages import CursorPut
 from topics.shm.instance import SharedMemory
 from topics.shm.router_messages import DeleteRouter, PutRouter, SyncRouters
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, DeleteTopicReply, EnsureTopic, PutTopic
@@ -193,6 +194,8 @@ def assert_awaited(rig: Rig, dest: str, source: str) -> None:
         rig.post_append(dest, [b"direct"]),
         rig.post_call(DeleteRecords(dest, 2, None, b""), shard),
         rig.post_call(PutTopic(dest, TopicConfig(cap_records=1), type_given=False), shard),
+        rig.post_call(DeleteTopic(dest, if_empty=True), shard),
+        rig.post_call(CursorPut(dest, "new", None, None, None, tail=True), shard),
     ]
     rig.run()
     for request in refused:
@@ -401,11 +404,16 @@ def test_a_reader_waits_where_it_is_for_what_it_has_seen(two: Rig) -> None:
         found = page(3)
         assert (found.count, found.next_from_seq, found.caught_up, found.tombstone) == (0, 3, True, None)
         assert following.resolve(reader, ref, following.StartBody(from_seq=3)) == 3
+        for start in (following.StartBody(tail=True), following.StartBody(from_ts=two.clock.now_ms() + 1)):
+            with pytest.raises(TopicsError, match="nobody knows where it ends") as refused:
+                following.resolve(reader, ref, start)
+            assert refused.value.code == "not_ready"
         assert following.place(reader, ref, 3)["from_seq"] == 3
         start_second(two)
         seconds_pass(two, 2)
         ref = reader.get(dest)
         assert (ref.view.rederiving, ref.view.head_seq) == (False, 3)
+        assert following.resolve(reader, ref, following.StartBody(tail=True)) == 3
         found = page(3)
         assert (found.count, found.next_from_seq, found.caught_up, found.tombstone) == (0, 3, True, None)
         assert page(2).count == 1

@@ -34,12 +34,19 @@ CURSOR_CALLS: Final = (CursorPut, CursorDelete, CursorLook, CursorAdvance, Curso
 
 
 class NamedCursors:
-    """Of all topics of one shard. `commit` ends the group so far."""
+    """Of all topics of one shard. `commit` ends the group so far; `require_head` raises where a head is not known."""
 
-    def __init__(self, find: Callable[[str], Hosted | None], writes: QueueWrites, commit: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        find: Callable[[str], Hosted | None],
+        writes: QueueWrites,
+        commit: Callable[[], None],
+        require_head: Callable[[Hosted], None],
+    ) -> None:
         self._find = find
         self._writes = writes
         self._commit = commit
+        self._require_head = require_head
 
     def frontend_died(self, frontend: int, every: Iterable[Hosted]) -> None:
         """Answers that it had not passed on are lost."""
@@ -85,6 +92,8 @@ class NamedCursors:
         self._commit()
         topic = hosted.topic
         topic.cursors.check_room(call.cursor)
+        if call.tail:
+            self._require_head(hosted)
         known = topic.cursors.find(call.cursor)
         if known is not None and call.seq is None and not call.tail:
             self._configure(hosted, known, call, answer)

@@ -121,7 +121,9 @@ class Shard:
             self._appends, self._commit_group, self._deletes.expire, commits.before_log, time
         )
         self._queues = Queues(catalog.find, self._queue_writes, outbox.push, time, lambda: cell.get("deferring"))
-        self._cursors = NamedCursors(catalog.find, self._queue_writes, self._commit_group)
+        self._cursors = NamedCursors(
+            catalog.find, self._queue_writes, self._commit_group, routing.rederiving.require_over
+        )
         self._topic_calls = TopicCalls(
             catalog, commits, self._deletes, self._host, self._queues, routing, watchers, time
         )

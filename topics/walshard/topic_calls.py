@@ -130,6 +130,8 @@ class TopicCalls:
     def _delete(self, hosted: Hosted, call: DeleteTopic, answer: Answer) -> None:
         self._deletes.expire(hosted)
         topic = hosted.topic
+        if call.if_empty:
+            self._routing.rederiving.require_over(hosted)
         if call.if_empty and topic.records:
             raise TopicsError(
                 "topic_not_empty",

@@ -92,13 +92,19 @@ def check_strong(refs: dict[str, TopicRef]) -> None:
 
 def resolve(reader: TopicReader, ref: TopicRef, start: StartBody) -> int:
     """The cursor to start from: not beyond the head, unless it is that of a former topic of this name, whose reader is
-    to be told (`recreated`).
+    to be told (`recreated`). `503 not_ready` for the head of a dest that has yet to get its copies again.
     """
     view = ref.view
-    if start.from_ts is not None:
-        return reader.seq_before(ref, start.from_ts)
-    beyond = start.from_seq > view.head_seq and not (view.recreated or view.rederiving)
-    return view.head_seq if start.tail or beyond else start.from_seq
+    from_seq = start.from_seq if start.from_ts is None else reader.seq_before(ref, start.from_ts)
+    if view.rederiving and (start.tail or (start.from_ts is not None and from_seq >= view.head_seq)):
+        raise TopicsError(
+            "not_ready",
+            f"topic {ref.name!r} waits for copies that it had before this start: until they are there again, nobody"
+            " knows where it ends; start behind a seq",
+            {"topic": ref.name, "replay_progress": reader.replay_progress},
+        )
+    beyond = from_seq > view.head_seq and start.from_ts is None and not (view.recreated or view.rederiving)
+    return view.head_seq if start.tail or beyond else from_seq
 
 
 def place(reader: TopicReader, ref: TopicRef, from_seq: int) -> dict[str, int]:

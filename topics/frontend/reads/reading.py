@@ -109,6 +109,11 @@ class TopicReader:
         """The shard of a topic, whether it exists or not."""
         return owner_shard(name, self._shards)
 
+    @property
+    def replay_progress(self) -> float:
+        """Of all shards."""
+        return self._arenas.replay_progress
+
     def find(self, name: str) -> TopicRef | None:
         """The topic as it is now; raises `not_ready` until its shard has recovered."""
         shard = owner_shard(name, self._shards)

@@ -81,9 +81,9 @@ class Feed:
         self.logged_source_seq = body.source_seq
         """Up to where the durable log holds what was copied."""
         self.full = body.full
-        """The dest, or the service, has had no room for what comes next, and it has not caught up since: what the source evicts is lost,
-        what it deletes is left out. The log says so before either counts, and no copy is derived meanwhile: so those
-        behind the last cursor are the same whatever was deleted since.
+        """The dest, or the service, has had no room for what comes next, and it has not caught up since: what the
+        source evicts is lost, what it deletes is left out. The log says so before either counts, and no copy is derived
+        meanwhile: so those behind the last cursor are the same whatever was deleted since.
         """
         self.leaving_out = False
         """The last record was more than the dest may ever hold; the log says it of the first of several."""
