@@ -21,7 +21,7 @@ from topics.frontend.shards.arenas import Arenas
 from topics.shm.arena import TopicView
 from topics.shm.instance import SharedMemory
 from topics.shm.router_messages import DeleteRouter, PutRouter, SyncRouters
-from topics.shm.topic_messages import DeleteRecords, DeleteTopic, EnsureTopic, PutTopic
+from topics.shm.topic_messages import DeleteRecords, DeleteTopic, DeleteTopicReply, EnsureTopic, PutTopic
 from topics.storage.frame import FrameType
 from topics.storage.layout import group_dir, log_path
 from topics.walshard.routers.links import LetGo
@@ -448,5 +448,38 @@ def test_of_what_waited_before_the_service_started_nobody_knows_how_many_there_w
     while two.shards[0].step():
         pass
     two.restart_service()
+    two.run()
+    assert_gap(two, dest, [(1, b"1"), (2, b"2")], 3)
+
+
+@pytest.mark.parametrize("end", LIVES)
+def test_a_deletion_that_settles_waits_for_logs_to_have_the_copies(two: Rig, end: Callable[[Rig], None]) -> None:
+    """The shard of the dest is away, with copies that only RAM has; it crashes once more when the source is gone."""
+    source, dest = topic_on(two, 0, "a"), topic_on(two, 1, "b")
+    put_on(two, source)
+    route_on(two, source, dest)
+    two.append(source, b"1", b"2", b"3")
+    written = two.post_append(source, [b"4"])
+    asked = [two.post_call(DeleteTopic(source, if_empty=False, settle=True)) for _ in range(2)]
+    while two.shards[0].step():
+        pass
+    two.take_replies()
+    assert two.replies[written].first_seq == 4
+    assert [two.replies[request] for request in asked] == [DeleteTopicReply(False, held=True)] * 2
+    two.shards[1] = two._recover(1)
+    two.run()
+    assert two.call(DeleteTopic(source, if_empty=False, settle=True)) == DeleteTopicReply(True)
+    end(two)
+    assert two.read(dest) == [(at, b"%d" % at) for at in range(1, 5)]
+
+
+def test_a_deletion_that_settles_does_not_wait_for_room_in_a_dest(two: Rig) -> None:
+    source, dest = topic_on(two, 0, "a"), topic_on(two, 1, "b")
+    put_on(two, source)
+    put_on(two, dest, cap_records=2, discard="reject")
+    route_on(two, source, dest)
+    two.append(source, b"1", b"2", b"3")
+    two.call(DeleteTopic(source, if_empty=False, settle=True))
+    assert two.call(DeleteTopic(source, if_empty=False, settle=True)) == DeleteTopicReply(True)
     two.run()
     assert_gap(two, dest, [(1, b"1"), (2, b"2")], 3)

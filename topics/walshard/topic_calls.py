@@ -136,6 +136,9 @@ class TopicCalls:
                 f"topic {call.name!r} holds {topic.records} records",
                 {"topic": call.name, "count": topic.records},
             )
+        if call.settle and not self._routing.lets_go(hosted, topic.head_seq):
+            answer.reply = messages.encode_reply(answer.request_id, DeleteTopicReply(False, held=True))
+            return
         answer.reply = messages.encode_reply(answer.request_id, DeleteTopicReply(True))
 
         def apply(_file_no: int, _offset: int) -> None:
