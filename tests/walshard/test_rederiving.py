@@ -325,6 +325,31 @@ def test_a_checkpoint_of_a_source_waits_for_dests_that_are_not_there_again(two: 
     assert feed.logged_source_seq == 3
 
 
+def test_a_source_knows_its_follower_when_both_shards_have_crashed(two: Rig) -> None:
+    """In the ring of the dest's shard lie an answer to its former life and, behind it, the greeting of the source's."""
+    source, dest = topic_on(two, 1, "a"), topic_on(two, 0, "b")
+    put_on(two, source)
+    route_on(two, source, dest)
+    two.append(source, b"1", b"2")
+    (feed,) = two.shards[0].routing.feeds.by_dest.values()
+    feed.told = None
+    two.shards[0].routing._following.follow(feed)
+    two.shards[0].routing._links.flush()
+    assert two.shards[1].step(), "it answers"
+    two.shards[1] = two._recover(1)
+    two.shards[0] = two._recover(0)
+    two.run()
+    seconds_pass(two, 1)
+    assert list(two.shards[1].routing._followers._by_name) == [source]
+    hosted = two.shards[1]._catalog.find(source)
+    assert hosted is not None
+    two.shards[1].routing.lets_go(hosted, 2)
+    two.run()
+    assert two.shards[1].routing.lets_go(hosted, 2), "a checkpoint is not kept waiting for ever"
+    two.append(source, b"3")
+    assert head_of(two, dest) == 3, "without a sweep"
+
+
 def test_a_reader_waits_where_it_is_for_what_it_has_seen(two: Rig) -> None:
     """It is neither told of a former topic nor led back to the head; a topic is itself again when it has its copies."""
     source, dest = topic_on(two, 1, "a"), topic_on(two, 0, "b")

@@ -52,6 +52,12 @@ class Following:
                 self.follow(feed)
                 self._turns.give(feed.topic.id)
 
+    def follow_anew(self) -> None:
+        """Other shards were greeted: what they were told before, as in answer to a greeting of theirs, they forget."""
+        for feed in self._feeds.by_dest.values():
+            feed.told, feed.held = None, False
+            self.follow(feed)
+
     def unfollow(self, feed: Feed) -> None:
         """Nothing need be kept for it."""
         self._links.send(self._originals.owner(feed.source), Unfollow(feed.source, feed.topic.id))

@@ -269,8 +269,7 @@ class Routing:
         for shard in range(self._links.shards):
             if shard != self._links.shard:
                 self._links.send(shard, Greet())
-        for feed in self.feeds.by_dest.values():
-            self._following.follow(feed)
+        self._following.follow_anew()
         self._links.flush()
 
     # -- feeds and the table
