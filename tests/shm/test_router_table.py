@@ -82,7 +82,9 @@ def test_a_board_shows_what_was_shown_last(identity: str) -> None:
         writer.show(RouterProgress(300, 1, 6, 9, 9))
         assert reader.find(77) is None
         assert reader.find(300) == RouterProgress(300, 1, 6, 9, 9)
-        RouterBoardWriter(shared)
+        former = RouterBoardWriter(shared).former
         assert reader.find(300) is None
+        assert former.keys() == {*range(1, 201), 300} - {77}
+        assert former[300] == RouterProgress(300, 1, 6, 9, 9)
     finally:
         shared.unlink()

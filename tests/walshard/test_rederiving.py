@@ -468,6 +468,37 @@ def test_the_end_of_a_source_is_known_to_the_next_life_of_the_shard_of_its_dest(
     assert_gap(two, dest, [(4, b"own")], 4)
 
 
+@pytest.mark.parametrize("filters", [["wanted"], ["wanted", None], [None, None, "wanted"]])
+@pytest.mark.parametrize("wanted", [0, 3])
+def test_what_no_router_let_pass_is_no_loss_when_its_source_ends(
+    two: Rig, filters: list[str | None], wanted: int
+) -> None:
+    """The log has the cursor where something was copied. With several routers there are more copies than records."""
+    source, dest = topic_on(two, 0, "a"), topic_on(two, 1, "b")
+    put_on(two, source)
+    for number, tag in enumerate(filters):
+        two.call(PutRouter(f"r{number}", RouterSpec(source, dest, filter=tag)))
+    two.call(EnsureTopic(dest), 1)
+    for _ in range(3):
+        two.call(SyncRouters(dest, 0, 0), 1)
+    two.append(dest, b"own")
+    for _ in range(wanted):
+        two.append(source, b"1", tag=b"wanted")
+    two.append(source, *[b"2"] * 100)
+    (feed,) = two.shards[1].routing.feeds.by_dest.values()
+    assert (feed.source_seq, feed.logged_source_seq) == (wanted + 100, 0), "no log says what was passed over"
+    former_seq = head_of(two, dest)
+    assert former_seq == 1 + wanted * len(filters) + 100 * filters.count(None)
+    two.post_call(DeleteTopic(source, if_empty=False))
+    while two.shards[0].step():
+        pass
+    two.take_replies()
+    two.shards[1] = two._recover(1)
+    assert_gap(two, dest, [(1, b"own")], former_seq)
+    seconds_pass(two, 2)
+    assert two.append(dest, b"own").first_seq == former_seq + 1
+
+
 def test_of_what_waited_before_the_service_started_nobody_knows_how_many_there_were(two: Rig) -> None:
     source, dest = topic_on(two, 0, "a"), topic_on(two, 1, "b")
     put_on(two, source)

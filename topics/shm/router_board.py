@@ -40,8 +40,14 @@ class RouterBoardWriter:
         self._slots: dict[int, int] = {}
         self._free: list[int] = []
         self._backed = 0
-        for slot in range(self._words[0]):  # of a former life
-            self._words[(1 + slot) * SLOT_WORDS] = 0
+        self.former: dict[int, RouterProgress] = {}
+        """By router: how far readers may have seen it in the life before."""
+        for slot in range(self._words[0]):
+            at = (1 + slot) * SLOT_WORDS
+            progress = RouterProgress._make(self._words[at : at + 5].tolist())
+            if progress.router_id:
+                self.former[progress.router_id] = progress
+            self._words[at] = 0
         self._words[0] = 0
 
     def show(self, progress: RouterProgress) -> None:

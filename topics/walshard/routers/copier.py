@@ -192,12 +192,13 @@ class Copier:
         """
         if not self._copy_log.log_copies(feed, sync=True):
             return False
-        # Of what waited before this shard started again nobody knows how many there were.
-        waiting = max(feed.source_head_seq - feed.source_seq, int(feed.full))
-        if waiting <= 0:
+        # Of what waited before the service started nobody knows how many there were.
+        waiting = max(feed.uncopied(), int(feed.full))
+        if not waiting:
             return True
         was_full, feed.full = feed.full, False
-        if not self._skip(feed, feed.source_seq + waiting, waiting, EvictReason.SOURCE_TRIM):
+        last_seq = max(feed.source_seq, feed.seen_source_seq, feed.source_head_seq)
+        if not self._skip(feed, last_seq, waiting, EvictReason.SOURCE_TRIM):
             feed.full = was_full
             return False
         feed.source_head_seq = feed.source_seq

@@ -102,6 +102,9 @@ class Feed:
         self.source_evict_floor = 0
         self.rederive_seq: int | None = None
         """Where the source was when this life of the shard saw it first: no copy from before is of what follows."""
+        self.seen_source_seq = 0
+        """How far the life before had come, and the `forwarded_total` of each router by id then; 0 if it is unknown."""
+        self.seen_totals: dict[int, int] = {}
         self.hindrance = Hindrance.NONE
         self.retry_ms = 0
         self.backoff_ms = 0
@@ -127,6 +130,16 @@ class Feed:
             return max(self.logged_source_seq, self.released_seq) + 1
         kept_seq = min(self.source_evict_floor, self.source_head_seq + 1)
         return max(self.source_seq + 1, self.released_seq + 1, kept_seq)
+
+    def uncopied(self) -> int:
+        """How many seqs of the dest stand for what the source had, should it never be read again: a copy that readers
+        may have seen and that is not here has its own, what no life has come to one for each record.
+        """
+        copies = 0
+        if self.source_seq < self.seen_source_seq:
+            missing = [self.seen_totals.get(one.router.id, 0) - one.forwarded_total for one in self.routers]
+            copies = sum(count for count in missing if count > 0)
+        return copies + max(0, self.source_head_seq - max(self.source_seq, self.seen_source_seq))
 
     def body(self, trimmed: int = 0, trim_reason: EvictReason = EvictReason.NONE) -> FeedBody:
         """The feed as it is now, the cursor that belongs to the dest's head."""

@@ -40,9 +40,19 @@ class Feeds:
             if ephemeral and in_ram is not None and in_ram.revision > body.revision:
                 body = in_ram
             if body.routers:
-                self._add(Feed(dest, body))
+                feed = Feed(dest, body)
+                self._note_seen(feed)
+                self._add(feed)
                 # Copies are derived of what exists, for a dest that has room.
                 dest.rederiving = bool(not ephemeral and body.source_topic_id and not body.full)
+
+    def _note_seen(self, feed: Feed) -> None:
+        """What readers may have seen of it before this life."""
+        for one in feed.routers:
+            progress = self._board.former.get(one.router.id)
+            if progress is not None and progress.source_topic_id == feed.source_topic_id:
+                feed.seen_source_seq = max(feed.seen_source_seq, progress.source_seq)
+                feed.seen_totals[one.router.id] = progress.forwarded_total
 
     def start(self, hosted: Hosted, source: str, sight: SourceSight | None, routers: list[Router]) -> bool:
         """A dest that nothing was copied into so far. Logged, so that it begins there and nowhere else."""
