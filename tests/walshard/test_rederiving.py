@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.rig import Rig
 from tests.walshard.test_routing import logged_types, put, route
 from topics.core.config import TopicConfig
@@ -26,6 +28,7 @@ from topics.shm.topic_messages import DeleteRecords, DeleteTopic, DeleteTopicRep
 from topics.storage.frame import FrameType
 from topics.storage.layout import group_dir, log_path
 from topics.walshard.routers.links import LetGo
+from topics.walshard.routers.rederiving import UNREADABLE_MAX_MS
 
 
 def topic_on(rig: Rig, shard: int, prefix: str) -> str:
@@ -334,6 +337,70 @@ def test_a_dest_does_not_wait_for_what_is_damaged(two: Rig) -> None:
     path.write_bytes(content.replace(b'"damaged"', b'"demaged"'))
     seconds_pass(two, 2)
     assert two.append(dest, b"direct").first_seq == 3
+
+
+@pytest.mark.parametrize("lost", ["EIO", "ENOENT"])
+def test_a_dest_waits_for_a_source_that_cannot_be_read_but_not_for_ever(tmp_path: Path, lost: str) -> None:
+    fs = FaultyFileSystem()
+    rig = Rig(str(tmp_path), fs, shards=2)
+    try:
+        source, dest = topic_on(rig, 1, "a"), topic_on(rig, 0, "b")
+        put_on(rig, source)
+        route_on(rig, source, dest)
+        rig.append(source, b"1")
+        rig.append(dest, b"own")
+        rig.append(source, b"2")
+        assert head_of(rig, dest) == 3
+        restart_first_alone(rig)
+        start_second(rig)
+        path = Path(log_path(group_dir(rig.settings.data_dir, 1, 2), 1))
+        away = path.with_suffix(".away")
+        if lost == "EIO":
+            fs.arm(Fault(1, errno.EIO, always=True, calls=frozenset({"pread"})))
+        else:
+            path.rename(away)
+        seconds_pass(rig, 1)
+        assert_awaited(rig, dest, source)
+        seconds_pass(rig, UNREADABLE_MAX_MS // 1000 - 2)
+        assert_awaited(rig, dest, source)
+        request = rig.post_append(dest, [b"x"])
+        rig.run()
+        assert "cannot be read" in rig.replies[request].message
+        seconds_pass(rig, 3)
+        assert not view_of(rig, dest).rederiving
+        assert rig.append(dest, b"direct").first_seq == 3
+        if lost == "EIO":
+            fs.arm(None)
+        else:
+            away.rename(path)
+        seconds_pass(rig, 3)
+        assert rig.read(dest)[2:] == [(3, b"direct"), (4, b"2")], "it is copied when it can be read"
+        hosted = rig.shards[1]._catalog.find(source)
+        assert hosted is not None
+        rig.shards[1].routing.lets_go(hosted, 2)
+        rig.run()
+        assert rig.shards[1].routing.lets_go(hosted, 2)
+    finally:
+        rig.close()
+
+
+def test_a_source_that_can_be_read_again_in_time_has_its_copies_made_again(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    rig = Rig(str(tmp_path), fs, shards=2)
+    try:
+        source, dest = topic_on(rig, 1, "a"), topic_on(rig, 0, "b")
+        put_on(rig, source)
+        route_on(rig, source, dest)
+        rig.append(source, b"1")
+        restart_first_alone(rig)
+        start_second(rig)
+        fs.arm(Fault(1, errno.EIO, always=True, calls=frozenset({"pread"})))
+        seconds_pass(rig, UNREADABLE_MAX_MS // 1000 - 2)
+        fs.arm(None)
+        seconds_pass(rig, 2)
+        assert rig.append(dest, b"direct").first_seq == 2
+    finally:
+        rig.close()
 
 
 def test_a_checkpoint_of_a_source_waits_for_dests_that_are_not_there_again(two: Rig) -> None:

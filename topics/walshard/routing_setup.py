@@ -69,7 +69,7 @@ def make_routing(
         followers,
         following,
         turns,
-        Rederiving(feeds, copier, originals, table),
+        Rederiving(feeds, copier, originals, table, clock.monotonic_ms),
         registry,
         cell,
         clock.monotonic_ms,

@@ -108,7 +108,7 @@ class Copier:
             log.error("a router cannot read its source", topic=feed.topic.name, source=feed.source, error=str(error))
             if isinstance(error, ValueError):
                 feed.rederive_seq = feed.source_seq  # damaged: nobody makes a copy of it again
-            return self._wait(feed)
+            return self._wait(feed, Hindrance.UNREADABLE)
         if not len(page):
             if page.source_seq == feed.source_seq:
                 if page.oversize:

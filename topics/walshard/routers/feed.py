@@ -35,7 +35,9 @@ class Hindrance(Enum):
     """It did, or has no room for it."""
     SOURCE = 1
     """The source could not be looked at, or read, at this moment; at the next one it may."""
-    LASTING = 2
+    UNREADABLE = 2
+    """The source's bytes cannot be read, and nobody knows whether they ever will."""
+    LASTING = 3
     """Anything else, as a log that cannot be written."""
 
 
@@ -106,6 +108,8 @@ class Feed:
         """How far the life before had come, and the `forwarded_total` of each router by id then; 0 if it is unknown."""
         self.seen_totals: dict[int, int] = {}
         self.hindrance = Hindrance.NONE
+        self.unreadable_ms: int | None = None
+        """Since when that has been the hindrance (monotonic ms)."""
         self.retry_ms = 0
         self.backoff_ms = 0
         self._matches: dict[int, Match | None] = {}

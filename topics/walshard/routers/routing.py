@@ -360,9 +360,7 @@ class Routing:
         try:
             sight = self._originals.look(feed.source)
         except UnknownError:
-            feed.hindrance = Hindrance.SOURCE
-            self._turns.wait(feed.topic.id, self._monotonic_ms() + UNKNOWN_WAIT_MS)
-            return None
+            return self._wait_for_source(feed)
         if feed.source_topic_id and (sight is None or sight.topic_id != feed.source_topic_id):
             if not self._copier.source_ended(feed):
                 feed.hindrance = Hindrance.LASTING
@@ -379,10 +377,12 @@ class Routing:
                 return None
             self._following.follow(feed)
         if self.rederiving.is_less(feed, sight):
-            feed.hindrance = Hindrance.SOURCE
-            self._turns.wait(feed.topic.id, self._monotonic_ms() + UNKNOWN_WAIT_MS)
-            return None
+            return self._wait_for_source(feed)
         return sight
+
+    def _wait_for_source(self, feed: Feed) -> None:
+        feed.hindrance, feed.unreadable_ms = Hindrance.SOURCE, None
+        self._turns.wait(feed.topic.id, self._monotonic_ms() + UNKNOWN_WAIT_MS)
 
     # -- links
 
