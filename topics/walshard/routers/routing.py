@@ -360,7 +360,8 @@ class Routing:
         try:
             sight = self._originals.look(feed.source)
         except UnknownError:
-            return self._wait_for_source(feed)
+            self._wait_for_source(feed)
+            return None
         if feed.source_topic_id and (sight is None or sight.topic_id != feed.source_topic_id):
             if not self._copier.source_ended(feed):
                 feed.hindrance = Hindrance.LASTING
@@ -377,7 +378,8 @@ class Routing:
                 return None
             self._following.follow(feed)
         if self.rederiving.is_less(feed, sight):
-            return self._wait_for_source(feed)
+            self._wait_for_source(feed)
+            return None
         return sight
 
     def _wait_for_source(self, feed: Feed) -> None:
