@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from topics.walshard.cold_reads import FAILURE_KEPT_MS, IN_FLIGHT_MAX, ColdReads, NotAtHandError
+from topics.walshard import cold_reads
+from topics.walshard.cold_reads import FAILURE_KEPT_MS, FRESH_MS, IN_FLIGHT_MAX, ColdReads, NotAtHandError
 
 DEADLINE_S = 20.0
 CONTENT = bytes(range(256)) * 16
@@ -48,16 +49,16 @@ class Asking:
         self.now_ms = 1
         self.reads = ColdReads(self.store, lambda: self.now_ms)
 
-    def get(self, name: str) -> bytes | None:
+    def get(self, name: str, start: int = 10) -> bytes | None:
         try:
-            return bytes(self.reads.get(name, 10, 20, len(CONTENT)))
+            return bytes(self.reads.get(name, start, start + 10, len(CONTENT)))
         except NotAtHandError:
             return None
 
-    def awaited(self, name: str) -> bytes:
+    def awaited(self, name: str, start: int = 10) -> bytes:
         """Asked until it is there."""
         until_s = time.monotonic() + DEADLINE_S
-        while (found := self.get(name)) is None:
+        while (found := self.get(name, start)) is None:
             assert time.monotonic() < until_s
             time.sleep(0.0005)
         return found
@@ -78,8 +79,33 @@ def test_what_was_damaged_is_read_again() -> None:
     for name in ("a", "b"):
         assert asking.awaited(name) == bytes(10)
     asking.store.outcome = lambda _name: CONTENT
-    asking.reads.forget("a")
+    asking.now_ms += FRESH_MS
+    asking.reads.forget("a", 15)
     assert [asking.awaited(name) for name in ("a", "b")] == [CONTENT[10:20], bytes(10)]
+
+
+def test_what_has_just_come_is_not_read_again_however_often_its_damage_is_met() -> None:
+    asking = Asking()
+    asking.store.outcome = lambda _name: bytes(len(CONTENT))
+    for passed_ms, reads in [(0, 1), (0, 1), (FRESH_MS - 1, 1), (1, 1), (0, 2), (0, 2)]:
+        asking.now_ms += passed_ms
+        assert asking.awaited("a") == bytes(10)
+        asking.reads.forget("a", 15)
+        assert asking.store.reads == reads
+
+
+def test_what_is_sound_of_a_damaged_object_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_reads, "READ_BYTES", 100)
+    asking = Asking()
+    starts = (10, 500)
+    for start in starts:
+        assert asking.awaited("a", start) == CONTENT[start : start + 10]
+    asking.now_ms += FRESH_MS
+    asking.reads.forget("a", 500 + 99)
+    assert asking.awaited("a", 10) == CONTENT[10:20]
+    assert asking.store.reads == 2
+    assert asking.awaited("a", 500) == CONTENT[500:510]
+    assert asking.store.reads == 3
 
 
 def test_failures_that_nobody_asks_for_again_keep_no_place() -> None:

@@ -19,6 +19,7 @@ from topics.core.config import U64_MAX
 from topics.shm.router_messages import CatchUp, DeleteRouter, SyncRouters
 from topics.shm.topic_messages import DeleteRecords, Expire
 from topics.storage.frame import FrameType
+from topics.storage.segment_store import LocalStore
 from topics.storage.verify import verify
 
 DEADLINE_S = 20.0
@@ -203,6 +204,44 @@ def test_a_cold_segment_that_was_damaged_is_copied_once_it_is_restored(compactio
         assert time.monotonic() < until_s, f"only {len(got)} were ever copied"
         go_on()
     assert got == [b"%d" % at for at in range(47)]
+
+
+def test_damage_in_the_cold_directory_is_read_and_said_once_however_often_the_dest_is_read(
+    compaction: Compaction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = compaction.rig
+    put(rig, "b", cap_records=5, discard="reject")
+    route(rig, "r", "a", "b")
+    rig.append("a", *[b"%d" % at for at in range(47)])
+    compaction.cut()
+    compaction.upkeep()
+    compaction.cut()
+    compaction.cut()
+    assert rig.settings.cold_dir is not None
+    for path in Path(rig.settings.cold_dir).rglob("*.data"):
+        path.write_bytes(bytes(path.stat().st_size))
+    reads: list[str] = []
+    read_range = LocalStore.read_range
+
+    def counted(store: LocalStore, name: str, offset: int, length: int) -> bytes:
+        reads.append(name)
+        return read_range(store, name, offset, length)
+
+    monkeypatch.setattr(LocalStore, "read_range", counted)
+    rig.call(DeleteRecords("b", 6, None, b""))
+    with capture_logs() as said:
+        for second in range(3):
+            until_s = time.monotonic() + DEADLINE_S
+            # The first one finds what the second before had, and has it read anew.
+            damaged = 0
+            while damaged < 20:
+                assert time.monotonic() < until_s
+                reply = rig.call(CatchUp("b"))
+                assert reply.pending
+                damaged += reply.done
+            assert len(reads) == 1 + second
+            rig.clock.ms += 1000
+    assert [line["event"] for line in said].count("a router cannot read its source") == 1
 
 
 def test_what_was_deleted_while_it_waited_and_has_no_frame_in_its_segment_is_left_out(compaction: Compaction) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from threading import Thread
-from typing import Final
+from typing import Final, NamedTuple
 
 from topics.storage.segment_store import SegmentStore
 
@@ -20,6 +20,8 @@ IN_FLIGHT_MAX: Final = 4
 """A read that hangs keeps its thread, and its place; no other does."""
 FAILURE_KEPT_MS: Final = 10_000
 """For who asked, whose next try is long due by then: its topic went, or has other segments. Asked later, it is read."""
+FRESH_MS: Final = 1000
+"""What came no longer ago is not read again for being damaged, however often it is asked for."""
 
 
 class NotAtHandError(Exception):
@@ -38,13 +40,20 @@ class _Read:
         self.outcome: bytes | Exception | None = None
 
 
+class _Kept(NamedTuple):
+    """`since_ms`: when it came."""
+
+    content: bytes
+    since_ms: int
+
+
 class ColdReads:
     """Of one shard. Reads of an object are named by where they begin. `monotonic_ms`: milliseconds."""
 
     def __init__(self, store: SegmentStore, monotonic_ms: Callable[[], int]) -> None:
         self._store = store
         self._monotonic_ms = monotonic_ms
-        self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int], _Kept] = OrderedDict()
         self._failed: dict[tuple[str, int], tuple[Exception, int]] = {}
         """Why, and when that was seen; the oldest first."""
         self._reads: dict[tuple[str, int], _Read] = {}
@@ -55,7 +64,7 @@ class ColdReads:
         ValueError when they cannot be read: asked again, it is tried again.
         """
         self._take_finished()
-        for (kept_name, offset), content in self._kept.items():
+        for (kept_name, offset), (content, _) in self._kept.items():
             if kept_name == name and offset <= start and end <= offset + len(content):
                 self._kept.move_to_end((kept_name, offset))
                 return memoryview(content)[start - offset : end - offset]
@@ -72,17 +81,21 @@ class ColdReads:
             Thread(target=self._run, args=(read,), name="cold-read", daemon=True).start()
         raise NotAtHandError
 
-    def forget(self, name: str) -> None:
-        """What is kept of this object is damaged: whoever asks next has it read anew, for it may have been restored."""
-        for key in [key for key in self._kept if key[0] == name]:
-            del self._kept[key]
+    def forget(self, name: str, at: int) -> None:
+        """The byte there of an object is damaged. Unless it has just come, whoever asks next has it read anew, for it
+        may have been restored.
+        """
+        old_ms = self._monotonic_ms() - FRESH_MS
+        for key, (content, since_ms) in list(self._kept.items()):
+            if key[0] == name and key[1] <= at < key[1] + len(content) and since_ms <= old_ms:
+                del self._kept[key]
 
     def _take_finished(self) -> None:
         now_ms = self._monotonic_ms()
         for key, read in list(self._reads.items()):
             outcome = read.outcome
             if isinstance(outcome, bytes):
-                self._kept[key] = outcome
+                self._kept[key] = _Kept(outcome, now_ms)
                 while len(self._kept) > KEPT_READS:
                     self._kept.popitem(last=False)
             elif outcome is not None:

@@ -105,10 +105,15 @@ class Copier:
         except UnknownError:
             return self._wait(feed, Hindrance.SOURCE)
         except (OSError, ValueError) as error:
-            log.error("a router cannot read its source", topic=feed.topic.name, source=feed.source, error=str(error))
+            if feed.unreadable != str(error):  # said once, however many ask
+                feed.unreadable = str(error)
+                log.error(
+                    "a router cannot read its source", topic=feed.topic.name, source=feed.source, error=str(error)
+                )
             if isinstance(error, ValueError):
                 feed.rederive_seq = feed.source_seq  # damaged: nobody makes a copy of it again
             return self._wait(feed, Hindrance.UNREADABLE)
+        feed.unreadable = ""
         if not len(page):
             if page.source_seq == feed.source_seq:
                 if page.oversize:

@@ -107,6 +107,8 @@ class Feed:
         self.seen_source_seq = 0
         """How far the life before had come, and the `forwarded_total` of each router by id then; 0 if it is unknown."""
         self.seen_totals: dict[int, int] = {}
+        self.unreadable = ""
+        """Why the source could not be read, as the service's log has it; empty when it could."""
         self.hindrance = Hindrance.NONE
         self.unreadable_ms: int | None = None
         """Since when that has been the hindrance (monotonic ms)."""

@@ -66,7 +66,7 @@ class SegmentOriginals:
                 yield read_segment_original(content[offset : offset + (offset_len >> 32)], seq)
             except ValueError as error:
                 if self._cold is not None:
-                    self._cold.forget(name)
+                    self._cold.forget(name, start + offset)
                 raise ValueError(f"{path}: at offset {start + offset}: {error}") from error
 
     def _pread(self, path: str, start: int, end: int) -> bytes:
