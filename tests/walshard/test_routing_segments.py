@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from tests.walshard.test_routing import Model, append_tagged, feeds, logged_types, put, route
 from topics.core.config import U64_MAX
-from topics.shm.router_messages import CatchUp, DeleteRouter, SyncRouters
+from topics.core.routers import RouterSpec
+from topics.shm.router_messages import CatchUp, CaughtUp, DeleteRouter, PutRouter, SyncRouters
 from topics.shm.topic_messages import DeleteRecords, Expire
 from topics.storage.frame import FrameType
 from topics.storage.segment_store import LocalStore
@@ -242,6 +244,93 @@ def test_damage_in_the_cold_directory_is_read_and_said_once_however_often_the_de
             assert len(reads) == 1 + second
             rig.clock.ms += 1000
     assert [line["event"] for line in said].count("a router cannot read its source") == 1
+
+
+class Hanging:
+    """The cold directory answers nothing while `gate` is shut."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gate = Event()
+        self.reads = 0
+        read_range = LocalStore.read_range
+
+        def waits(store: LocalStore, name: str, offset: int, length: int) -> bytes:
+            self.reads += 1
+            assert self.gate.wait(DEADLINE_S)
+            return read_range(store, name, offset, length)
+
+        monkeypatch.setattr(LocalStore, "read_range", waits)
+
+
+@pytest.mark.parametrize("life", ["same", "boot", "restart_service"])
+@pytest.mark.parametrize("cap", [{"cap_records": 5}, {"cap_bytes": 100}])
+def test_a_full_dest_is_read_without_the_cold_directory(
+    compaction: Compaction, monkeypatch: pytest.MonkeyPatch, cap: dict[str, int], life: str
+) -> None:
+    """In a new life it is not known how large what waits is, but whether there is room for anything."""
+    rig = compaction.rig
+    put(rig, "b", **cap, discard="reject")
+    route(rig, "r", "a", "b")
+    rig.append("a", *[b"%d" % at for at in range(47)])
+    view = rig.view("b")
+    assert view is not None
+    had = view.records
+    assert had < 10
+    if "cap_bytes" in cap and life != "same":
+        put(rig, "b", cap_bytes=view.live_bytes, discard="reject")
+    compaction.cut()
+    compaction.upkeep()
+    compaction.cut()
+    compaction.cut()
+    tier = Hanging(monkeypatch)
+    if life != "same":
+        getattr(rig, life)()
+        compaction.begin_again()
+    for _ in range(3):
+        assert rig.call(CatchUp("b")) == CaughtUp(done=True, pending=False)
+        rig.clock.ms += 1000
+    assert life != "same" or not tier.reads
+    assert len(compaction.read("b")) == had
+    rig.call(DeleteRecords("b", had + 1, None, b""))
+    assert rig.call(CatchUp("b")) == CaughtUp(done=False, pending=True), "there is room now"
+    tier.gate.set()
+    until_s = time.monotonic() + DEADLINE_S
+    while not rig.call(CatchUp("b")).done:
+        assert time.monotonic() < until_s
+    got = compaction.read("b")
+    assert got == [(had + 1 + at, b"%d" % (had + at)) for at in range(len(got))]
+    assert got
+
+
+def test_a_full_dest_lacks_nothing_for_a_source_that_is_damaged(compaction: Compaction) -> None:
+    rig = compaction.rig
+    put(rig, "b", cap_records=5, discard="reject")
+    route(rig, "r", "a", "b")
+    rig.append("a", *[b"%d" % at for at in range(47)])
+    compaction.cut()
+    for path in Path(rig.settings.data_dir).rglob("*.data"):
+        path.write_bytes(bytes(path.stat().st_size))
+    rig.restart_service()
+    assert rig.call(CatchUp("b")) == CaughtUp(done=True, pending=False)
+    rig.call(DeleteRecords("b", 2, None, b""))
+    assert rig.call(CatchUp("b")) == CaughtUp(done=True, pending=True)
+
+
+def test_what_has_no_room_is_asked_for_again_when_its_router_changes(rig: Rig) -> None:
+    """Or the dest: what waits may take less then, or no place at all."""
+    put(rig, "b", cap_records=2, discard="reject")
+    route(rig, "r", "a", "b")
+    append_tagged(rig, "a", (b"x", b"1"), (b"x", b"2"), (b"x", b"3"), (b"y", b"4"))
+    (feed,) = feeds(rig).by_dest.values()
+    assert (feed.source_seq, feed.full) == (2, True)
+    router = rig.call(PutRouter("r", RouterSpec("a", "b", filter="y"))).router
+    rig.call(SyncRouters("b", router.id, router.version))
+    rig.call(CatchUp("b"))
+    assert (feed.source_seq, feed.full) == (3, True), "no router lets the third one pass"
+    put(rig, "b", cap_records=3, discard="reject")
+    rig.call(CatchUp("b"))
+    assert [data for _, data in rig.read("b")] == [b"1", b"2", b"4"]
+    assert (feed.source_seq, feed.full) == (4, False)
 
 
 def test_what_was_deleted_while_it_waited_and_has_no_frame_in_its_segment_is_left_out(compaction: Compaction) -> None:

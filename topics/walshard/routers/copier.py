@@ -22,7 +22,7 @@ from topics.storage.copies import Original
 from topics.storage.frame import FrameType
 from topics.walshard.hosted import Hosted
 from topics.walshard.routers.copy_log import CopyLog
-from topics.walshard.routers.feed import PAGE_BYTES, PAGE_RECORDS, Feed, Hindrance, Page, room
+from topics.walshard.routers.feed import PAGE_BYTES, PAGE_RECORDS, Feed, Hindrance, room
 from topics.walshard.routers.originals import Locations, Originals, SourceSight, UnknownError
 
 log = get_logger()
@@ -91,6 +91,8 @@ class Copier:
                 return self._give_up(feed, feed.source_seq + gone)
             if gone:
                 return self._trim(feed, feed.source_seq + gone, EvictReason(locations.offset_len[0] & LOW_WORD))
+            if feed.has_no_room():
+                return self._acked_give_way(feed) or self._wait_for_room(feed)
             locations = _within_bytes(locations, gone_flags)
             originals: Iterable[Original] = self._originals.read(feed.source, sight.topic_id, first_seq, locations)
             topic = feed.topic
@@ -103,7 +105,7 @@ class Copier:
                 derived = not _any_in_ram_alone(locations, originals)
             page = feed.copy(originals, FrameType.ROUTER_COPY if derived else FrameType.APPEND)
         except UnknownError:
-            return self._wait(feed, Hindrance.SOURCE)
+            return self._wait(feed, _unless_full(feed, Hindrance.SOURCE))
         except (OSError, ValueError) as error:
             if feed.unreadable != str(error):  # said once, however many ask
                 feed.unreadable = str(error)
@@ -112,13 +114,14 @@ class Copier:
                 )
             if isinstance(error, ValueError):
                 feed.rederive_seq = feed.source_seq  # damaged: nobody makes a copy of it again
-            return self._wait(feed, Hindrance.UNREADABLE)
+            return self._wait(feed, _unless_full(feed, Hindrance.UNREADABLE))
         feed.unreadable = ""
+        feed.no_room_for = page.source_seq, *page.no_room_for
         if not len(page):
             if page.source_seq == feed.source_seq:
                 if page.oversize:
                     return self._leave_out(feed, page.oversize)
-                return self._acked_give_way(feed, page) or self._wait_for_room(feed)
+                return self._acked_give_way(feed) or self._wait_for_room(feed)
             # No router lets them pass.
             feed.source_seq = page.source_seq
             self._copy_log.passed_over(feed)
@@ -153,10 +156,11 @@ class Copier:
             feed.hosted.rederiving = False
             self._show(feed.hosted)
 
-    def _acked_give_way(self, feed: Feed, page: Page) -> bool:
+    def _acked_give_way(self, feed: Feed) -> bool:
         """Whether there is room now for the next record, which had none."""
+        _, records, size_bytes = feed.no_room_for
         try:
-            return self.give_way is not None and self.give_way(feed.hosted, *page.no_room_for)
+            return self.give_way is not None and self.give_way(feed.hosted, records, size_bytes)
         except TopicsError:
             return False
 
@@ -167,6 +171,7 @@ class Copier:
             return self._wait(feed)
         feed.source_seq = sight.head_seq
         feed.held, feed.told = False, None
+        feed.no_room_for = 0, 0, 0
         if not self._copy_log.log_cursor(feed):
             return self._wait(feed)
         self._show_progress(feed)
@@ -264,6 +269,14 @@ class Copier:
         feed.backoff_ms = min(BACKOFF_MS[1], max(BACKOFF_MS[0], 2 * feed.backoff_ms))
         feed.retry_ms = self._monotonic_ms() + feed.backoff_ms
         return False
+
+
+def _unless_full(feed: Feed, hindrance: Hindrance) -> Hindrance:
+    """Whatever keeps a source from being read keeps nothing from a dest that could not take it. A queue may have jobs
+    that would give way: of that one nobody knows.
+    """
+    is_full = feed.topic.queue is None and (feed.has_no_room() or min(room(feed.topic)) <= 0)
+    return Hindrance.NONE if is_full else hindrance
 
 
 def _leading_gone(locations: Locations, gone_flags: int, first_seq: int, evict_floor: int) -> tuple[int, bool]:

@@ -87,6 +87,8 @@ class Feed:
         source evicts is lost, what it deletes is left out. The log says so before either counts, and no copy is derived
         meanwhile: so those behind the last cursor are the same whatever was deleted since.
         """
+        self.no_room_for = 0, 0, 0
+        """Behind which seq of the source comes what last had no room, and the (records, bytes) that its copies take."""
         self.leaving_out = False
         """The last record was more than the dest may ever hold; the log says it of the first of several."""
         self.unlogged_bytes = 0
@@ -136,6 +138,14 @@ class Feed:
             return max(self.logged_source_seq, self.released_seq) + 1
         kept_seq = min(self.source_evict_floor, self.source_head_seq + 1)
         return max(self.source_seq + 1, self.released_seq + 1, kept_seq)
+
+    def has_no_room(self) -> bool:
+        """Whether what comes next is known not to fit into the dest: it need not be read to say so."""
+        source_seq, records, size_bytes = self.no_room_for
+        if not records or source_seq != self.source_seq or can_never_hold(self.topic, records, size_bytes):
+            return False
+        room_records, room_bytes = room(self.topic)
+        return records > room_records or size_bytes > room_bytes
 
     def uncopied(self) -> int:
         """How many seqs of the dest stand for what the source had, should it never be read again: a copy that readers

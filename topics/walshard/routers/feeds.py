@@ -97,6 +97,7 @@ class Feeds:
         for router_id in known.keys() - {router.id for router in routers}:
             self._board.remove(router_id)
         feed.forget_matches()
+        feed.no_room_for = 0, 0, 0
         self.show_progress(feed)
         return True
 
