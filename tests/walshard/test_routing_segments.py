@@ -140,9 +140,10 @@ def test_a_full_dest_holds_up_no_checkpoint_and_copies_from_segments(compaction:
     verified(rig)
 
 
-def test_from_cold_segments_as_well_without_waiting_for_them(compaction: Compaction) -> None:
+def cold_backlog(compaction: Compaction, **cap: int) -> None:
+    """47 records of `a`, of which `b` has taken what it has room for; the others are in segments, the oldest cold."""
     rig = compaction.rig
-    put(rig, "b", cap_records=5, discard="reject")
+    put(rig, "b", **(cap or {"cap_records": 5}), discard="reject")
     route(rig, "r", "a", "b")
     rig.append("a", *[b"%d" % at for at in range(47)])
     compaction.cut()
@@ -150,61 +151,56 @@ def test_from_cold_segments_as_well_without_waiting_for_them(compaction: Compact
     compaction.cut()
     compaction.cut()
     assert [info.flags & 2 for info in compaction.segments("a")] == [2, 2, 2, 0, 0]
-    assert len(list(Path(rig.settings.data_dir).glob("topics/*/*.data"))) == 3
+
+
+def after_all_is_taken(compaction: Compaction) -> list[bytes]:
+    """`b` is emptied, and has time to take more: what it has then."""
+    rig = compaction.rig
+    view = rig.view("b")
+    assert view is not None
+    rig.call(DeleteRecords("b", view.head_seq + 1, None, b""))
+    rig.clock.ms += 2000
+    rig.shard.sweep()
+    rig.run()
+    return [data for _, data in compaction.read("b")]
+
+
+def test_from_cold_segments_as_well_without_waiting_for_them(compaction: Compaction) -> None:
+    cold_backlog(compaction)
+    assert len(list(Path(compaction.rig.settings.data_dir).glob("topics/*/*.data"))) == 3
     got = [data for _, data in compaction.read("b")]
-    for _ in range(2000):
-        view = rig.view("b")
-        assert view is not None
-        rig.call(DeleteRecords("b", view.head_seq + 1, None, b""))
-        rig.clock.ms += 2000
-        rig.shard.sweep()
-        rig.run()
-        got += [data for _, data in compaction.read("b")]
-        if len(got) >= 47:
-            break
+    until_s = time.monotonic() + DEADLINE_S
+    while len(got) < 47:
+        assert time.monotonic() < until_s, f"only {len(got)} were ever copied"
+        got += after_all_is_taken(compaction)
         os.sched_yield()
     assert got == [b"%d" % at for at in range(47)]
 
 
 def test_a_cold_segment_that_was_damaged_is_copied_once_it_is_restored(compaction: Compaction) -> None:
-    rig = compaction.rig
-    put(rig, "b", cap_records=5, discard="reject")
-    route(rig, "r", "a", "b")
-    rig.append("a", *[b"%d" % at for at in range(47)])
-    compaction.cut()
-    compaction.upkeep()
-    compaction.cut()
-    compaction.cut()
-    assert rig.settings.cold_dir is not None
-    paths = sorted(Path(rig.settings.cold_dir).rglob("*.data"))
+    cold_backlog(compaction)
+    cold_dir = compaction.rig.settings.cold_dir
+    assert cold_dir is not None
+    paths = sorted(Path(cold_dir).rglob("*.data"))
     contents = [path.read_bytes() for path in paths]
     assert len(paths) == 3
     for path in paths:
         path.write_bytes(bytes(path.stat().st_size))
     got = [data for _, data in compaction.read("b")]
-
-    def go_on() -> None:
-        view = rig.view("b")
-        assert view is not None
-        rig.call(DeleteRecords("b", view.head_seq + 1, None, b""))
-        rig.clock.ms += 2000
-        rig.shard.sweep()
-        rig.run()
-        got.extend(data for _, data in compaction.read("b"))
-        os.sched_yield()
-
     with capture_logs() as said:
         until_s = time.monotonic() + DEADLINE_S
         while not any(line["event"] == "a router cannot read its source" for line in said):
             assert time.monotonic() < until_s
-            go_on()
+            got += after_all_is_taken(compaction)
+            os.sched_yield()
     assert len(got) < 10
     for path, content in zip(paths, contents, strict=True):
         path.write_bytes(content)
     until_s = time.monotonic() + DEADLINE_S
     while len(got) < 47:
         assert time.monotonic() < until_s, f"only {len(got)} were ever copied"
-        go_on()
+        got += after_all_is_taken(compaction)
+        os.sched_yield()
     assert got == [b"%d" % at for at in range(47)]
 
 
@@ -212,13 +208,7 @@ def test_damage_in_the_cold_directory_is_read_and_said_once_however_often_the_de
     compaction: Compaction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = compaction.rig
-    put(rig, "b", cap_records=5, discard="reject")
-    route(rig, "r", "a", "b")
-    rig.append("a", *[b"%d" % at for at in range(47)])
-    compaction.cut()
-    compaction.upkeep()
-    compaction.cut()
-    compaction.cut()
+    cold_backlog(compaction)
     assert rig.settings.cold_dir is not None
     for path in Path(rig.settings.cold_dir).rglob("*.data"):
         path.write_bytes(bytes(path.stat().st_size))
@@ -269,19 +259,13 @@ def test_a_full_dest_is_read_without_the_cold_directory(
 ) -> None:
     """In a new life it is not known how large what waits is, but whether there is room for anything."""
     rig = compaction.rig
-    put(rig, "b", **cap, discard="reject")
-    route(rig, "r", "a", "b")
-    rig.append("a", *[b"%d" % at for at in range(47)])
+    cold_backlog(compaction, **cap)
     view = rig.view("b")
     assert view is not None
     had = view.records
     assert had < 10
     if "cap_bytes" in cap and life != "same":
         put(rig, "b", cap_bytes=view.live_bytes, discard="reject")
-    compaction.cut()
-    compaction.upkeep()
-    compaction.cut()
-    compaction.cut()
     tier = Hanging(monkeypatch)
     if life != "same":
         getattr(rig, life)()
