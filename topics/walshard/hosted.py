@@ -45,7 +45,7 @@ class Hosted:
         self.index = index
         self.slot = arena.new_slot()
         self.rederiving = False
-        """Readers may have seen copies that are not here again (`routers/routing.py`): nothing else gets their seqs."""
+        """Readers may have seen copies that are not here (`routers/rederiving.py`): nothing else gets their seqs."""
         self._version = 1
         self._table = (0, 0)
         self._outdated: list[tuple[int, int]] = []
