@@ -40,7 +40,7 @@ def test_all_of_it_is_there_and_goes_on(packed: Path) -> None:
             assert before["topics"][dest]["head_seq"] == expected["topics"][dest]["head_seq"] + 1
             assert before["topics"][dest]["records"][-1]["data"] == '"of this version"'
         service.restart()
-        assert at_any_time(without_ram(seen(client))) == at_any_time(without_ram(before))
+        assert at_any_time(without_ram(seen(service.client))) == at_any_time(without_ram(before))
         service.stop()
         verify(service.data_dir)
 
