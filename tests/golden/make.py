@@ -396,13 +396,15 @@ def _pack(data_dir: Path, packed: Path) -> None:
 
 
 def _commit() -> str:
-    """What git calls the code that runs here; with a mark if it was changed since."""
-    ask = ["git", "-C", str(HERE)]
-    head = subprocess.run([*ask, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    changed = subprocess.run(
-        [*ask, "status", "--porcelain", ":/topics"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    return f"{head} and changes" if changed else head
+    """The last one that changed the code that runs here."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(HERE), *arguments, "--", ":/topics"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain")
+    assert not changed, f"topics/ has changes that no commit has; commit them first:\n{changed}"
+    return git("log", "-1", "--format=%H")
 
 
 def _in_lines(expectation: Seen) -> str:
