@@ -31,10 +31,10 @@ from topics.shm.txn_messages import TxnPending
 from topics.shm.watch_messages import Hello, SessionOpen, SessionOpenReply, Unwatch, Watch
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import LaidOut, lay_out
-from topics.walshard.holdings import Holdings
-from topics.walshard.hosted import Hosted
-from topics.walshard.segment_files import SegmentFiles
-from topics.walshard.topic_index import TopicIndex
+from topics.walshard.hosted.holdings import Holdings
+from topics.walshard.hosted.hosted import Hosted
+from topics.walshard.hosted.segment_files import SegmentFiles
+from topics.walshard.hosted.topic_index import TopicIndex
 
 RING_BYTES = 64 * 1024
 REPLY = AppendReply(5, 1, 5, False, False, "disk", 12, 0)
@@ -76,7 +76,7 @@ class Shard:
 
     def host(self, name: str, topic_id: int) -> Hosted:
         index = TopicIndex(topic_id, LocationRing(self.arena.heap, 1), SegmentFiles(OsFileSystem(), "nowhere", 64))
-        holdings = Holdings(self.shared.control, 0, load({}, {"wal_shards": 1, "frontends": 1}))
+        holdings = Holdings(self.shared.control, 0, load({}, {"wal_shards": 1, "frontends": 1}), [])
         hosted = Hosted(self.arena, Topic(topic_id, name, TopicConfig(), index), index, holdings)
         hosted.announce()
         return hosted
