@@ -68,8 +68,9 @@ class Shard:
         self._time.look()
         self._run(self._handlers.queues.tick())
         requests = self._serve_requests()
-        self._handlers.frontends.end_dead(self._group)
-        if requests or self._group or self._handlers.queues.stirred:
+        if requests or self._handlers.queues.stirred:
+            self._finish_group()
+        if self._handlers.frontends.end_dead(self._group):
             self._finish_group()
         # Under pressure what nobody waits for goes behind everything else.
         pages_max = 1 if requests and self._cell.get("deferring") else PAGES_PER_STEP

@@ -93,7 +93,8 @@ class Appends:
         size_bytes = len(request.frames)
         records, total_bytes = pending.records + request.count, pending.live_bytes + size_bytes
         if self._make_room.is_needed(pending.hosted, records, total_bytes):
-            raise CommitFirst(self._make_room.make(pending.hosted, records, total_bytes))
+            # By then what is pending now is in the topic.
+            raise CommitFirst(self._make_room.make(pending.hosted, request.count, size_bytes))
         try:
             known = self._known(pending, request, now.wall_ms)
             if known is not None:

@@ -67,10 +67,12 @@ class Frontends:
         self._known[frontend] = max(self._known[frontend], call.incarnation - 1)
         self._end(frontend, group)
 
-    def end_dead(self, group: Draft) -> None:
-        """Ends what those had that have died since, and whose successor has not said hello."""
-        for frontend in self._take():
+    def end_dead(self, group: Draft) -> bool:
+        """Ends what those had that have died since, and whose successor has not said hello. False: none has."""
+        dead = self._take()
+        for frontend in dead:
             self._end(frontend, group)
+        return bool(dead)
 
     def _end(self, frontend: int, group: Draft) -> None:
         self._watchers.frontend_died(frontend)

@@ -17,6 +17,7 @@ from topics.log import get_logger
 from topics.shm.append_messages import AppendReply, AppendRequest
 from topics.shm.messages import Done
 from topics.shm.txn_messages import (
+    SinkCall,
     StagePublish,
     StagesOver,
     TxnBegin,
@@ -39,7 +40,7 @@ from topics.storage.sink_file import (
     sink_name,
 )
 from topics.storage.stage_file import StageDamagedError, decode_stage, stage_name
-from topics.walshard.commit.draft import Draft, GroupHandler
+from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler, nothing
 from topics.walshard.handlers.appends import Appends
 from topics.walshard.hosted.catalog import Catalog
 
@@ -64,18 +65,27 @@ class Sinks:
 
     @property
     def routes(self) -> dict[type, GroupHandler]:
-        """The requests that are handled here, each in a group. One that raises TopicsError has changed nothing, but for
+        """The requests that are handled here in a group. One that raises TopicsError has changed nothing, but for
         `storage_unavailable`, which leaves open whether it has: the same call again is right in both cases.
         """
-        return {
-            TxnBegin: lambda call, _frontend, _group: self._begin(call),
-            TxnEnd: lambda call, _frontend, _group: self._end(call),
-            TxnForget: lambda call, _frontend, _group: self._forget(call.sink),
-            TxnLook: lambda call, _frontend, _group: _as_known(self._find(call.sink)),
-            TxnPending: lambda _call, _frontend, _group: TxnPendingReply(self._pending()),
-            StagePublish: self.publish,
-            StagesOver: self.stages_over,
-        }
+        routes: dict[type, GroupHandler] = {StagePublish: self.publish, StagesOver: self.stages_over}
+        return routes | dict.fromkeys((TxnBegin, TxnEnd, TxnForget, TxnLook, TxnPending), self.take)
+
+    def take(self, call: SinkCall, _frontend: int, group: Draft) -> TxnReply | TxnPendingReply | Done:
+        """Carries out a call about a sink: its file is replaced behind all that was published for it."""
+        if group:
+            raise CommitFirst(nothing())
+        match call:
+            case TxnBegin():
+                return self._begin(call)
+            case TxnEnd():
+                return self._end(call)
+            case TxnForget():
+                return self._forget(call.sink)
+            case TxnLook():
+                return _as_known(self._find(call.sink))
+            case TxnPending():
+                return TxnPendingReply(self._pending())
 
     def publish(self, call: StagePublish, _frontend: int, group: Draft) -> AppendReply:
         """Appends the records of a stage."""
