@@ -23,7 +23,7 @@ from tests.contract.asking import diff, envelope, ok, put, refused, write
 from tests.contract.socket_client import Socket
 from tests.contract.stream import Stream, held_by_frontends, watch
 from tests.harness import Service, poll
-from topics.frontend.body_budget import BODIES_MAX_BYTES
+from topics.frontend.limits import LONG_BODIES
 
 
 @pytest.fixture
@@ -374,7 +374,7 @@ def test_bombs_in_great_numbers_are_bounded_together(start: Any) -> None:
                 accepted += 1
     assert accepted >= 4, "there is room for so many at once"
     assert diff(service.client, "t")["head_seq"] == accepted, "what was refused has done nothing"
-    assert peak_bytes(pid) - before_bytes <= 3 * BODIES_MAX_BYTES
+    assert peak_bytes(pid) - before_bytes <= 3 * LONG_BODIES.most_bytes
 
 
 def test_long_bodies_wait_for_room_and_short_ones_need_none(start: Any) -> None:

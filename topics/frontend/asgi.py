@@ -33,4 +33,4 @@ TRANSPORT: Final = "topics.transport"
 """Key of `scope["state"]`: the asyncio transport of a connection that Hypercorn serves."""
 
 ROOM: Final = "topics.room"
-"""Extension of a scope whose connection has many answers at once: its `http.answer_room.Place`."""
+"""Extension of a scope whose connection has many answers at once: the `budget.Hold` of this one's."""

@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 from topics.core.errors import TopicsError, invalid
 from topics.frontend.asgi import Receive
-from topics.frontend.body_budget import COUNTED_FROM_BYTES, LONG_BYTES, bodies, medium_bodies
+from topics.frontend.body_budget import COUNTED_FROM_BYTES, LONG_BYTES, hold, let_go, long_bodies, medium_bodies
 
 Headers = dict[bytes, bytes]
 WishT = TypeVar("WishT")
@@ -40,7 +40,7 @@ async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes
     if message.get("more_body"):
         body = await _read_rest(receive, body, headers, max_bytes)
     elif len(body) > COUNTED_FROM_BYTES:
-        await _hold(len(body), max_bytes)
+        await _hold(len(body))
     if len(body) > max_bytes:
         raise _too_large(max_bytes)
     if not body:
@@ -55,17 +55,13 @@ async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes
 async def read_wish(receive: Receive, headers: Headers, max_bytes: int, decode: Callable[[bytes], WishT]) -> WishT:
     """`read_body`, decoded to something short, for requests that may wait for long: the body is counted no longer."""
     wish = decode(await read_body(receive, headers, max_bytes))
-    bodies.let_go()
-    medium_bodies.let_go()
+    let_go()
     return wish
 
 
-async def _hold(size_bytes: int, max_bytes: int) -> None:
+async def _hold(size_bytes: int) -> None:
     """Room for a body, or a piece, of this size."""
-    if size_bytes > LONG_BYTES:
-        await bodies.hold(size_bytes, max_bytes)
-    else:
-        await medium_bodies.hold(size_bytes, LONG_BYTES)
+    await hold(long_bodies if size_bytes > LONG_BYTES else medium_bodies, size_bytes)
 
 
 async def _read_rest(receive: Receive, first: bytes, headers: Headers, max_bytes: int) -> bytes:
@@ -77,10 +73,10 @@ async def _read_rest(receive: Receive, first: bytes, headers: Headers, max_bytes
     while True:
         while size > room:  # one message may be several steps long
             if length or room < LONG_BYTES:
-                await _hold(length or COUNTED_FROM_BYTES, max_bytes)
+                await _hold(length or COUNTED_FROM_BYTES)
                 room += length or COUNTED_FROM_BYTES
             else:
-                await bodies.hold(LONG_BYTES, max_bytes)
+                await hold(long_bodies, LONG_BYTES)
                 room += LONG_BYTES
         if not more:
             # From a MiB on, joining leaves the interpreter to others.
@@ -121,7 +117,7 @@ async def _unpack(body: bytes, encoding: bytes, max_bytes: int) -> bytes:
     # RFC 1952: the last four bytes are the size of what was packed. Who states less gets no more than that unpacked.
     stated = int.from_bytes(body[-4:], "little")
     if min(stated, max_bytes) > COUNTED_FROM_BYTES:
-        await _hold(min(stated, max_bytes), max_bytes)
+        await _hold(min(stated, max_bytes))
     if len(body) <= _UNZIP_INLINE_BYTES_MAX:
         return unzip(body, max_bytes, stated)
     return await asyncio.to_thread(unzip, body, max_bytes, stated)

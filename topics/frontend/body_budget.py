@@ -1,151 +1,96 @@
 """What the bodies of requests hold in the memory of one frontend, all together; short ones are not counted.
 
     read_body ──▶ hold(what is to come) ──▶ … unpacked, decoded ──▶ laid out, answered: the request's task ends ──▶ free
-                     │ no room: first come, first served, for ROOM_WAIT_S    └─▶ let_go: little of it is kept ──▶ free
+                     │ no room: it waits in line               └─▶ let_go: little of it is kept ──▶ free
                      └─▶ 429 throttled
 
-A body waits for room before it is read on, so that its client is held up by TCP, and holds what it got until its
-request is over, or needs it no more. Of two that have a part each and wait for the rest one is refused in the end: room
-for the other. Bodies of up to a MiB have a budget of their own: four clients that send theirs slowly fill that of the
-long ones.
+A body waits for room before it is read on, so that TCP holds up its client. Of two that have a part each and wait for
+the rest one is refused in the end: room for the other. Bodies of up to a MiB have a budget of their own: four clients
+that send theirs slowly fill that of the long ones.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from typing import Any, Final
 
-import msgspec
-
 from topics.core.errors import TopicsError
+from topics.frontend import limits
+from topics.frontend.budget import Budget, Hold
 
-BODIES_MAX_BYTES: Final = 256 * 2**20
-"""Bytes of all bodies of a budget, packed and unpacked; or four of the longest there may be, if that is more. What is
-made of long ones while they are laid out is about twice as much again."""
 COUNTED_FROM_BYTES: Final = 64 << 10
-"""What is shorter is not counted: a connection, or stream of HTTP/2, has one of those at most."""
+"""Shorter bodies are not counted: a connection, or stream of HTTP/2, has one of those at most."""
 LONG_BYTES: Final = 1 << 20
-"""What is longer is counted apart."""
-ROOM_WAIT_S: Final = 2.0
-RETRY_AFTER_MS: Final = 1000
+"""Longer bodies have the second budget."""
+
+medium_bodies: Final = Budget(limits.MEDIUM_BODIES)
+long_bodies: Final = Budget(limits.LONG_BODIES)
+"""Both are this process's: there is one event loop, and all routes share them."""
+_holds: Final[dict[asyncio.Task[Any], dict[Budget, Hold]]] = {}
+"""What each request holds."""
 
 
-class _Waiter(msgspec.Struct, eq=False):
-    room: asyncio.Future[None]
-    size_bytes: int
-    most_bytes: int
+def allow_bodies_of(max_body_bytes: int) -> None:
+    """Make room for four of the longest bodies there may be. To be called at the start."""
+    long_bodies.most_bytes = max(long_bodies.most_bytes, 4 * max_body_bytes)
 
 
-class BodyBudget:
-    """Of one process and one kind of bodies. Called on its event loop, by the tasks of the requests themselves."""
+async def hold(budget: Budget, size_bytes: int) -> None:
+    """Count so much more until the current task ends or lets go. Raises `throttled` when no room comes in time."""
+    task = asyncio.current_task()
+    assert task is not None
+    if task not in _holds:
+        task.add_done_callback(_free)
+    mine = _holds.setdefault(task, {}).setdefault(budget, Hold(budget))
+    try:
+        await mine.wait_for(size_bytes, budget.limit.wait_s)
+    except TimeoutError:
+        raise no_room(budget) from None
 
-    def __init__(self) -> None:
-        self.held_bytes = 0
-        self._holding: dict[asyncio.Task[Any], int] = {}
-        self._waiting: deque[_Waiter] = deque()
 
-    async def hold(self, size_bytes: int, body_max_bytes: int) -> None:
-        """So much more, until the current task ends or lets go; `body_max_bytes` is what one body may have at most.
+def let_go() -> None:
+    """The current task keeps next to nothing of what it read."""
+    task = asyncio.current_task()
+    assert task is not None
+    _free(task)
 
-        Raises `throttled` when there is no room for ROOM_WAIT_S.
-        """
-        task = asyncio.current_task()
-        assert task is not None
-        most_bytes = max(BODIES_MAX_BYTES, 4 * body_max_bytes)
-        if not self.take(size_bytes, body_max_bytes):
-            await self._room_for(size_bytes, most_bytes)
-        if task not in self._holding:
-            task.add_done_callback(self._free_all_of)
-        self._holding[task] = self._holding.get(task, 0) + size_bytes
 
-    def take(self, size_bytes: int, body_max_bytes: int) -> bool:
-        """So much more, until it is given back; False: there is no room now."""
-        if self._waiting or self.held_bytes + size_bytes > max(BODIES_MAX_BYTES, 4 * body_max_bytes):
-            return False
-        self.held_bytes += size_bytes
-        return True
-
-    def give_back(self, size_bytes: int) -> None:
-        """What was taken."""
-        self.held_bytes -= size_bytes
-        self._let_in()
-
-    def let_go(self) -> None:
-        """The current task keeps next to nothing of what it read."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._free_all_of(task)
-
-    def _free_all_of(self, task: asyncio.Task[Any]) -> None:
-        size_bytes = self._holding.pop(task, 0)
-        if size_bytes:
-            self.give_back(size_bytes)
-
-    async def _room_for(self, size_bytes: int, most_bytes: int) -> None:
-        waiter = _Waiter(asyncio.get_running_loop().create_future(), size_bytes, most_bytes)
-        self._waiting.append(waiter)
-        try:
-            async with asyncio.timeout(ROOM_WAIT_S):
-                await waiter.room
-        except BaseException as error:
-            if waiter.room.cancelled():
-                if waiter in self._waiting:
-                    self._waiting.remove(waiter)
-                self._let_in()
-            else:  # it was let in, and ended in the same moment
-                self.give_back(size_bytes)
-            if not isinstance(error, TimeoutError):
-                raise
-            raise no_room(most_bytes) from None
-
-    def _let_in(self) -> None:
-        while self._waiting and self.held_bytes + self._waiting[0].size_bytes <= self._waiting[0].most_bytes:
-            waiter = self._waiting.popleft()
-            if not waiter.room.cancelled():
-                self.held_bytes += waiter.size_bytes
-                waiter.room.set_result(None)
+def _free(task: asyncio.Task[Any]) -> None:
+    for one in _holds.pop(task, {}).values():
+        one.close()
 
 
 class Share:
-    """Of both budgets, for a message of a WebSocket that comes in pieces: until nobody has it any more, nor the message
-    that it is kept with.
+    """What a message of a WebSocket that comes in pieces holds of both budgets, until nobody has it any more, nor the
+    message that it is kept with.
     """
 
-    def __init__(self, body_max_bytes: int) -> None:
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._body_max_bytes = body_max_bytes
-        self._medium_bytes = self._long_bytes = 0
+        self._medium = Hold(medium_bodies)
+        self._long = Hold(long_bodies)
 
     def reach(self, size_bytes: int) -> bool:
         """It is so long now; False: there is no room for that."""
-        while self._medium_bytes + self._long_bytes < size_bytes:
-            if self._medium_bytes < LONG_BYTES:
-                if not medium_bodies.take(COUNTED_FROM_BYTES, LONG_BYTES):
-                    return False
-                self._medium_bytes += COUNTED_FROM_BYTES
+        while self._medium.held_bytes + self._long.held_bytes < size_bytes:
+            if self._medium.held_bytes < LONG_BYTES:
+                has_room = self._medium.grow(COUNTED_FROM_BYTES)
             else:
-                if not bodies.take(LONG_BYTES, self._body_max_bytes):
-                    return False
-                self._long_bytes += LONG_BYTES
+                has_room = self._long.grow(LONG_BYTES)
+            if not has_room:
+                return False
         return True
 
     def __del__(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             # Not here: this may be any moment of any thread.
-            self._loop.call_soon_threadsafe(medium_bodies.give_back, self._medium_bytes)
-            self._loop.call_soon_threadsafe(bodies.give_back, self._long_bytes)
+            self._loop.call_soon_threadsafe(self._medium.close)
+            self._loop.call_soon_threadsafe(self._long.close)
 
 
-def no_room(most_bytes: int) -> TopicsError:
+def no_room(budget: Budget) -> TopicsError:
     """429: the budget is used up."""
-    what = f"the bodies of requests hold all of the {most_bytes} bytes that they may; send it again later"
-    detail = {"limit": "body_bytes", "max": most_bytes, "retry_after_ms": RETRY_AFTER_MS}
-    return TopicsError("throttled", what, detail)
-
-
-bodies: Final = BodyBudget()
-"""The long ones of this process: there is one event loop, and all routes share it."""
-medium_bodies: Final = BodyBudget()
-"""Those from COUNTED_FROM_BYTES to LONG_BYTES."""
+    return budget.refused(
+        f"the bodies of requests hold all of the {budget.most_bytes} bytes that they may; send it again later"
+    )

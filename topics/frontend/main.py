@@ -18,6 +18,7 @@ from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.attended import AttendedClock
+from topics.frontend.body_budget import allow_bodies_of
 from topics.frontend.cors import Cors
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.http.http1_connections import Connections
@@ -109,6 +110,7 @@ async def _serve(
     clock = SystemClock()
     attended = AttendedClock(loop.time)
     shards = shared.shards
+    allow_bodies_of(settings.max_body_bytes)
     arenas = Arenas(shared)
     gateway = Gateway(shared, index, incarnation, arenas, cell, settings.shard_wait_ms)
     log_files = LogFiles(settings.data_dir, shared.ram_dir, shards)

@@ -4,7 +4,7 @@ Hypercorn's own buffer goes by how little it could send just now: with a window 
 a client that keeps up, and lets the next message in. A client that gives no window pulls a whole topic into memory.
 
 Nor is it waited for without an end: a stream whose client takes nothing is reset (`unread`). Nor do the streams of one
-connection keep a long answer each (`answer_room`), nor those of all clients more than the process has for them
+connection keep a long answer each (`answers.take_room`), nor those of all clients more than the process has for them
 (`kept_answers`).
 """
 
@@ -33,7 +33,7 @@ from hypercorn.typing import AppWrapper, WorkerContext
 from hypercorn.typing import Event as IOEvent
 
 from topics.frontend.asgi import DELIVER, ROOM, Send
-from topics.frontend.http.answer_room import Place
+from topics.frontend.budget import Hold
 from topics.frontend.http.kept_answers import KeptAnswers
 from topics.frontend.http.unread import Unread
 
@@ -137,14 +137,14 @@ class BoundedStream(HTTPStream):
 
     def __init__(self, app: AppWrapper, config: Config, context: WorkerContext, *rest: Any) -> None:
         super().__init__(app, config, context, *rest)
-        self.place = Place(context.room)  # type: ignore[attr-defined]
+        self.room = Hold(context.room)  # type: ignore[attr-defined]
 
     async def handle(self, event: StreamEvent) -> None:
         if isinstance(event, StreamClosed):
-            self.place.close()
+            self.room.close()
         await super().handle(event)
         if isinstance(event, Request):  # its app begins when this task waits for something
-            cast("dict[str, Any]", self.scope["extensions"])[ROOM] = self.place
+            cast("dict[str, Any]", self.scope["extensions"])[ROOM] = self.room
 
 
 class BoundedProtocol(H2Protocol):
@@ -179,7 +179,7 @@ class BoundedProtocol(H2Protocol):
             return
         assert isinstance(buffer, BoundedBuffer)
         if isinstance(event, Body) and isinstance(stream, BoundedStream):
-            stream.place.made(len(event.data))
+            stream.room.keep(len(event.data))
         if asyncio.current_task() is not self._reader:
             await self._send_watched(event, buffer)
             return

@@ -13,8 +13,9 @@ from typing import Any, Final, cast
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
 
+from topics.frontend import limits
 from topics.frontend.asgi import Receive
-from topics.frontend.http.answer_room import AnswerRoom
+from topics.frontend.budget import Budget
 from topics.frontend.http.delivery import Emptied
 from topics.frontend.http.http1_parser import HttpLimits
 from topics.frontend.http.kept_answers import KeptAnswers
@@ -40,7 +41,7 @@ class ConnectionContext(WorkerContext):
         super().__init__(None)
         self.watched = watched
         self.kept = kept
-        self.room = AnswerRoom()
+        self.room = Budget(limits.CONNECTION_ANSWERS)
         self.unread = watched()
         self.terminated = self.end = _Flag()
         self.closed = asyncio.Event()

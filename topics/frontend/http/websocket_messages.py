@@ -39,7 +39,7 @@ class CountedMessages(WebsocketBuffer):
         self._kept_bytes += sys.getsizeof(event.data)
         if self._kept_bytes > COUNTED_FROM_BYTES:
             if self._share is None:
-                self._share = Share(self.max_length)
+                self._share = Share()
             if not self._share.reach(self._kept_bytes):
                 self.length += len(event.data)
                 self._drop()

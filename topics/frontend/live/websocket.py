@@ -20,7 +20,7 @@ from topics.core.names import check_topic_name
 from topics.frontend import append, wire
 from topics.frontend.asgi import DROPPED, KEPT, SHARE, Receive, Scope, Send
 from topics.frontend.bodies import INLINE_BYTES_MAX
-from topics.frontend.body_budget import BODIES_MAX_BYTES, LONG_BYTES, Share, bodies, no_room
+from topics.frontend.body_budget import LONG_BYTES, Share, hold, long_bodies, no_room
 from topics.frontend.http.unread import Kept
 from topics.frontend.live.channels import Connection
 from topics.frontend.live.following import check_starts, check_strong, place, resolve
@@ -122,7 +122,7 @@ class Socket:
                 return
             if DROPPED in message:
                 self._route.cell.add("requests")
-                await self._refuse(None, no_room(BODIES_MAX_BYTES))
+                await self._refuse(None, no_room(long_bodies))
                 continue
             text = message.pop("text", None)
             body = None if text is None else text.encode("utf-8", "surrogatepass")
@@ -159,7 +159,7 @@ class Socket:
             try:
                 # In UTF-8 it may be longer than it was.
                 if len(body) > LONG_BYTES and not (share and share.reach(len(body))):
-                    await bodies.hold(len(body), self._route.settings.max_body_bytes)
+                    await hold(long_bodies, len(body))
                 command = decode(body) if len(body) <= INLINE_BYTES_MAX else await asyncio.to_thread(decode, body)
             except TopicsError:
                 request_id = request_id_of(body)
