@@ -21,7 +21,7 @@ from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.asgi import ROOM, SHARE
-from topics.frontend.body_budget import LONG_BYTES, Share, long_bodies, medium_bodies
+from topics.frontend.bodies import LONG_BYTES, Share, long_bodies, medium_bodies
 from topics.frontend.budget import Budget, Hold
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.key_limits import KeyLimits

@@ -11,8 +11,7 @@ import pytest
 
 from topics.core.errors import TopicsError
 from topics.frontend import limits
-from topics.frontend.bodies import ClientGoneError, read_body, read_wish
-from topics.frontend.body_budget import hold, long_bodies, medium_bodies
+from topics.frontend.bodies import ClientGoneError, hold, long_bodies, medium_bodies, read_body, read_wish
 from topics.frontend.budget import Budget
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from hypercorn.protocol.ws_stream import FrameTooLargeError
 from wsproto.events import TextMessage
 
 from topics.frontend.asgi import DROPPED, SHARE
-from topics.frontend.body_budget import COUNTED_FROM_BYTES, LONG_BYTES, long_bodies, medium_bodies
+from topics.frontend.bodies import COUNTED_FROM_BYTES, LONG_BYTES, long_bodies, medium_bodies
 from topics.frontend.http.websocket_messages import CountedMessages
 
 MOST = 4 * LONG_BYTES

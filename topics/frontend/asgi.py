@@ -24,7 +24,7 @@ DELIVER: Final = "topics.deliver"
 """Extension of a scope: its `Deliver`, as `http.delivery` says."""
 
 SHARE: Final = "topics.share"
-"""Key of a message of a WebSocket: what it takes of `body_budget`, for as long as the message is kept."""
+"""Key of a message of a WebSocket: its `bodies.Share`, for as long as the message is kept."""
 
 DROPPED: Final = "topics.dropped"
 """Key of a message of a WebSocket for which there was no room: nothing else is in it."""

@@ -18,7 +18,7 @@ from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.attended import AttendedClock
-from topics.frontend.body_budget import allow_bodies_of
+from topics.frontend.bodies import allow_bodies_of
 from topics.frontend.cors import Cors
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.http.http1_connections import Connections

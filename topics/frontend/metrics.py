@@ -50,8 +50,6 @@ class MetricsRoute:
         self._shards = shards
         self._topics_max = topics_max
         self._budget = Budget(limits.SCRAPES)
-        self._scrapes = 0
-        """How many are being made, or wait."""
 
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -69,16 +67,14 @@ class MetricsRoute:
 
     async def _in_turn(self, prefixes: tuple[str, ...], as_json: bool) -> bytes:
         most = limits.SCRAPES.most_count
-        if self._scrapes >= most:
+        if self._budget.held_bytes // ANSWER_BYTES + len(self._budget.waiting) >= most:
             message = f"{most} scrapes of the metrics are under way already; scrape less often, or ask again later"
             raise limits.SCRAPES.refused(message, most)
-        self._scrapes += 1
         room = Hold(self._budget)  # each has all its series in memory
         try:
             await room.wait_for(ANSWER_BYTES)
             return await self._series(prefixes, as_json)
         finally:
-            self._scrapes -= 1
             room.close()
 
     async def _series(self, prefixes: tuple[str, ...], as_json: bool) -> bytes:

@@ -1,4 +1,4 @@
-"""Messages of a WebSocket as they come, counted as bodies are (`body_budget`) from their first pieces until the app has
+"""Messages of a WebSocket as they come, counted as bodies are (`bodies.Share`) from their first pieces until the app has
 done what they say.
 
     piece … piece ─▶ whole ─▶ Hypercorn's queue of ten ─▶ app
@@ -16,7 +16,7 @@ from hypercorn.protocol.ws_stream import FrameTooLargeError, WebsocketBuffer
 from wsproto.events import Message
 
 from topics.frontend.asgi import DROPPED, SHARE
-from topics.frontend.body_budget import COUNTED_FROM_BYTES, Share
+from topics.frontend.bodies import COUNTED_FROM_BYTES, Share
 
 
 class CountedMessages(WebsocketBuffer):

@@ -19,8 +19,7 @@ from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name
 from topics.frontend import append, wire
 from topics.frontend.asgi import DROPPED, KEPT, SHARE, Receive, Scope, Send
-from topics.frontend.bodies import INLINE_BYTES_MAX
-from topics.frontend.body_budget import LONG_BYTES, Share, hold, long_bodies, no_room
+from topics.frontend.bodies import INLINE_BYTES_MAX, LONG_BYTES, Share, hold, long_bodies, no_room
 from topics.frontend.http.unread import Kept
 from topics.frontend.live.channels import Connection
 from topics.frontend.live.following import check_starts, check_strong, place, resolve
