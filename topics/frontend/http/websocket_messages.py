@@ -1,5 +1,5 @@
-"""Messages of a WebSocket as they come, counted as bodies are (`bodies.Share`) from their first pieces until the app has
-done what they say.
+"""Messages of a WebSocket as they come, counted as bodies are (`bodies.Share`) from their first pieces until the app
+has done what they say.
 
     piece … piece ─▶ whole ─▶ Hypercorn's queue of ten ─▶ app
         └─▶ no room: dropped, with all that follows of it ─▶ a message that says so
