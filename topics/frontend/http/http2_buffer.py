@@ -17,14 +17,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-import hypercorn.protocol
 from h2.errors import ErrorCodes
 from h2.events import Event, RequestReceived, StreamReset
 from h2.exceptions import ProtocolError
 from hypercorn.config import Config
 from hypercorn.events import Closed, Updated
 from hypercorn.events import Event as ConnectionEvent
-from hypercorn.protocol import h2
 from hypercorn.protocol.events import Body, Data, EndBody, EndData, Request, StreamClosed
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
@@ -34,6 +32,7 @@ from hypercorn.typing import Event as IOEvent
 
 from topics.frontend.asgi import DELIVER, ROOM, Send
 from topics.frontend.http.answer_room import Place
+from topics.frontend.http.hypercorn_connection import Connection
 from topics.frontend.http.kept_answers import KeptAnswers
 from topics.frontend.http.unread import Unread
 
@@ -229,13 +228,17 @@ class BoundedProtocol(H2Protocol):
             cast("dict[str, Any]", stream.scope["extensions"])[DELIVER] = partial(self._deliver, request.stream_id)
 
     async def _deliver(self, stream_id: int, send: Send, body: bytes) -> None:
-        """The whole body, as `http.delivery` says. Of a stream that was closed before its end `send` says nothing."""
+        """Send the whole body, and return when the kernel has all of it (`asgi.DELIVER`).
+
+        `send` does not tell that the stream was closed before the body's end; its buffer does.
+        """
         buffer = self.stream_buffers.get(stream_id)
         assert isinstance(buffer, BoundedBuffer | None)
         await send({"type": "http.response.body", "body": body})
         if buffer is None or buffer.cut:
             raise ConnectionResetError("the stream is closed")
-        await self.context.emptied()  # type: ignore[attr-defined]
+        connection: Connection = cast("Any", self.send).__self__  # Hypercorn passes on its `protocol_send` alone
+        await connection.wait_emptied()
 
     async def _send_data(self, stream_id: int) -> None:
         buffer = self.stream_buffers.get(stream_id)
@@ -249,10 +252,3 @@ class BoundedProtocol(H2Protocol):
             if isinstance(event, StreamReset) and event.stream_id in self.stream_buffers:
                 await self.stream_buffers[event.stream_id].close()
         await super()._handle_events(events)
-
-
-def install() -> None:
-    """HTTP/2 of this process uses them from now on."""
-    vars(h2)["StreamBuffer"] = BoundedBuffer
-    vars(h2)["HTTPStream"] = BoundedStream
-    vars(hypercorn.protocol)["H2Protocol"] = BoundedProtocol
