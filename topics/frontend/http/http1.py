@@ -38,7 +38,7 @@ HandOver = Callable[[asyncio.Transport, bytes], None]
 
 
 class Connections:
-    """Every HTTP/1.1 connection of this process: counts them, drains them, says when all are gone.
+    """Every HTTP/1.1 connection of this process: it counts them, drains them and says when all are gone.
 
     `places` is how many connections the whole service may have, those of other protocols included. `kept` counts what
     the clients of all protocols have not taken.
@@ -52,7 +52,7 @@ class Connections:
         self.turned_away = 0
         self.kept = KeptAnswers(clock or SystemClock())
         self.tasks: set[asyncio.Task[None]] = set()
-        """Running app calls; the loop itself keeps only weak references."""
+        """App calls of HTTP/1.1, and connections that Hypercorn serves. The loop itself keeps weak references only."""
         self._changed = asyncio.Event()
 
     def add(self, connection: Http1Protocol) -> bool:
@@ -74,7 +74,7 @@ class Connections:
             connection.drain()
 
     async def wait_closed(self) -> None:
-        """Until no connection and no request is left. Starts no drain by itself and has no time limit."""
+        """Until no connection and no request is left. It starts no drain by itself and has no time limit."""
         while self.open or self.tasks:
             self._changed.clear()
             await self._changed.wait()
@@ -97,7 +97,7 @@ class Connections:
         self._changed.set()
 
     def task_done(self) -> None:
-        """The current task, an app call, ends."""
+        """The current task, one of `tasks`, ends."""
         task = asyncio.current_task()
         assert task is not None
         self.tasks.discard(task)
@@ -252,7 +252,7 @@ class Http1Protocol(asyncio.Protocol):
             self._advance(self._pending)
 
     def _advance(self, data: bytes | bytearray) -> None:
-        """Do all that `data` (which is `_pending`, or follows on an empty `_pending`) allows; keep the rest."""
+        """Do all that `data` allows, and keep the rest. `data` is `_pending`, or `_pending` is empty."""
         position = 0
         try:
             while position < len(data):
@@ -291,7 +291,7 @@ class Http1Protocol(asyncio.Protocol):
         self._settle()
 
     def _pass_on_eof(self, exchange: Exchange) -> None:
-        """Also to one that began after it, pipelined. Can be repeated."""
+        """Tell the exchange that the client has ended, also one that was pipelined and began later. Can be repeated."""
         if self._parser.complete:
             exchange.half_closed()
         else:
@@ -504,14 +504,12 @@ class Http1Protocol(asyncio.Protocol):
     def _settle(self) -> None:
         """After every change: derive from the state whether to read on, what is awaited, and until when."""
         exchange, writable = self._exchange, self.writable
-        if exchange is not None:
-            unread_bytes = max(len(self._pending), exchange.unread_bytes)
-            reading = unread_bytes <= self._limits.read_high_water_bytes
-        elif writable:
-            reading = len(self._pending) <= self._factory.unread_head_max_bytes
-        else:
-            reading = len(self._pending) <= self._limits.read_high_water_bytes
-        reading = reading or self._ending
+        unread_bytes = len(self._pending)
+        if exchange is not None and exchange.unread_bytes > unread_bytes:
+            unread_bytes = exchange.unread_bytes
+        in_head = exchange is None and writable
+        most_bytes = self._factory.unread_head_max_bytes if in_head else self._limits.read_high_water_bytes
+        reading = unread_bytes <= most_bytes or self._ending
         # After the client's end of file there is nothing to read.
         if reading is not self.reading and not self._eof and not self._transport.is_closing():
             self.reading = reading

@@ -142,8 +142,7 @@ class RequestParser:
         self._llhttp = httptools.HttpRequestParser(self)
         self._scanned = 0  # bytes known to hold no end of a head
         self._headers: list[tuple[bytes, bytes]] | None = None  # None: what comes now are trailers, and dropped
-        self._pieces: list[bytes] = []
-        """Of the body, out of what is being fed."""
+        self._pieces: list[bytes] = []  # of the body, out of what is being fed
         self._body_left: int | None = None  # None: chunked
         self._body_bytes = 0
         self._body_wire_bytes = 0
@@ -166,10 +165,10 @@ class RequestParser:
         del self._llhttp
 
     def find_head(self, data: bytes | bytearray, position: int) -> tuple[int, int]:
-        """Where in the unread `data[position:]` the next head starts and ends; the end is -1 while it is not all there.
+        """Find where the next head starts and ends in the unread `data[position:]`; the end is -1 until all has come.
 
-        `data` must not be empty from `position` on; what was not used must come again, with more behind it.
-        Raises Refusal when no head can come of it.
+        `data[position:]` must not be empty. What was not used must be passed again, with more behind it.
+        Raises Refusal when it cannot become a head.
         """
         while data[position] in b"\r\n":  # RFC 9112 §2.2: blank lines before a request line are skipped
             position += 1
@@ -188,8 +187,10 @@ class RequestParser:
         return position, -1
 
     def parse_head(self, head: bytes) -> Head | None:
-        """Parse and check a whole head, as found by `find_head`. None: it begins another protocol (the Upgrade to one
-        that is known, or the preface of HTTP/2). Raises Refusal."""
+        """Parse and check a whole head, as found by `find_head`. Raises Refusal.
+
+        None: it begins another protocol, with the preface of HTTP/2 or an Upgrade that Hypercorn goes by.
+        """
         if head == _H2_PREFACE_HEAD:
             return None
         line = head[: head.index(b"\r\n")]
@@ -268,8 +269,10 @@ class RequestParser:
         return Head(method.decode(), raw_path, query, http11, headers, keep_alive, expects_continue)
 
     def read_body(self, data: bytes | bytearray, position: int, sink: Callable[[bytes], None]) -> int:
-        """Give `sink` the pieces of the body in `data[position:]`, without framing. Returns where the unused begins:
-        the end of `data`, or of the request, which is then `complete`. Raises Refusal."""
+        """Give `sink` the pieces of the body in `data[position:]`, without framing. Raises Refusal.
+
+        Returns where the unused begins: the end of `data`, or of the request, which is then `complete`.
+        """
         start = position
         try:
             if self._body_left is not None:

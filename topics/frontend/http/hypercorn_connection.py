@@ -201,7 +201,11 @@ class Connection(TCPServer):
 
 
 class HypercornConnections:
-    """All connections of this process that Hypercorn serves. Each comes from our HTTP/1.1 and has its place already."""
+    """All connections of this process that Hypercorn serves.
+
+    Each comes from our HTTP/1.1 and has its place already. Their tasks are among those of `connections`, which waits
+    for them and cuts them.
+    """
 
     def __init__(
         self,
@@ -219,8 +223,7 @@ class HypercornConnections:
         self._limits = limits
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._contexts: set[ConnectionContext] = set()
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.open: set[ConnectionContext] = set()
 
     def take(self, transport: asyncio.Transport, data: bytes) -> None:
         """Take over an open transport and the bytes that were read from it."""
@@ -233,11 +236,8 @@ class HypercornConnections:
 
     def _start(self, context: ConnectionContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.set_write_buffer_limits(high=self._limits.write_high_water_bytes)
-        task = self._loop.create_task(self._serve(context, reader, writer))
-        self.tasks.add(task)
-        self._contexts.add(context)
-        task.add_done_callback(self.tasks.discard)
-        task.add_done_callback(lambda _: self._contexts.discard(context))
+        self.open.add(context)
+        self._connections.tasks.add(self._loop.create_task(self._serve(context, reader, writer)))
         if self._connections.draining:  # handed over in the midst of that
             context.end.set_now()
 
@@ -254,7 +254,9 @@ class HypercornConnections:
             log.exception("connection failed")
         finally:
             context.ended()
+            self.open.discard(context)
             self._connections.release_place()
+            self._connections.task_done()
 
     async def _run(self, context: ConnectionContext, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
@@ -281,20 +283,8 @@ class HypercornConnections:
 
     def begin_drain(self) -> None:
         """Close what is idle, and what is busy when it becomes so."""
-        for context in list(self._contexts):
+        for context in self.open:
             context.end.set_now()
-
-    async def wait_closed(self) -> None:
-        """Until no connection is left."""
-        while self.tasks:
-            await asyncio.wait(self.tasks)
-
-    async def abort(self) -> None:
-        """Cut all that is left."""
-        if tasks := list(self.tasks):
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks, timeout=1.0)
 
 
 def hypercorn_config(limits: HttpLimits) -> Config:

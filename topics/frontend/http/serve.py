@@ -72,17 +72,15 @@ async def serve(
         try:
             async with asyncio.timeout(grace_ms / 1000):
                 await connections.wait_closed()
-                await others.wait_closed()
         except TimeoutError:
             log.warning(
                 "connections were cut at the end of the grace period",
                 grace_ms=grace_ms,
-                requests=len(connections.tasks),
-                connections=len(connections.open) + len(others.tasks),
+                requests=len(connections.tasks) - len(others.open),
+                connections=len(connections.open) + len(others.open),
             )
         finally:
             await connections.abort()
-            await others.abort()
             await lifespan.wait_for_shutdown()
             for task in (lifespan_task, attending):
                 task.cancel()
