@@ -17,10 +17,10 @@ import uvloop
 
 from topics.frontend.answers import take_room
 from topics.frontend.asgi import DELIVER, TRANSPORT, Receive, Scope, Send
-from topics.frontend.http.http1_connections import Connections
-from topics.frontend.http.http1_parser import HttpLimits
-from topics.frontend.http.http1_push import PushStream
-from topics.frontend.http.serve import HttpProtocol, serve
+from topics.frontend.http.http1 import Connections
+from topics.frontend.http.http1_exchange import PushStream
+from topics.frontend.http.limits import HttpLimits
+from topics.frontend.http.serve import serve
 from topics.shm.cap import Cap
 
 DEADLINE_S = 10.0
@@ -321,7 +321,6 @@ class Server:
 
     def __init__(
         self,
-        http_protocol: HttpProtocol = "httptools",
         loop: str = "uvloop",
         limits: HttpLimits | None = None,
         grace_ms: int = 10_000,
@@ -329,7 +328,8 @@ class Server:
     ) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port: int = self.listener.getsockname()[1]
-        self._arguments = (http_protocol, limits or HttpLimits(), grace_ms)
+        self._limits = limits or HttpLimits()
+        self._grace_ms = grace_ms
         self._places = places
         self._loop_factory = LOOPS[loop]
         self._ready = threading.Event()
@@ -346,17 +346,15 @@ class Server:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        protocol, limits, grace_ms = self._arguments
         self.loop = asyncio.get_running_loop()
         self.loop.set_exception_handler(lambda _, context: self.loop_errors.append(context))
         self.app, self.connections, self.shutdown = App(), Connections(self._places), asyncio.Event()
         await serve(
             self.app,
             [self.listener],
-            limits,
-            protocol,
+            self._limits,
             self.shutdown,
-            grace_ms=grace_ms,
+            grace_ms=self._grace_ms,
             connections=self.connections,
             on_ready=self._ready.set,
         )

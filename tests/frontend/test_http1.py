@@ -1,4 +1,4 @@
-"""What every HTTP/1.1 server must do: the same tests for ours, on both loops, and for stock Hypercorn."""
+"""What every HTTP/1.1 server must do, on both event loops."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import pytest
 from tests.frontend.http1_server import Client, Server, until
 
 
-@pytest.fixture(scope="module", params=["httptools-uvloop", "httptools-asyncio", "stock-uvloop"])
+@pytest.fixture(scope="module", params=["uvloop", "asyncio"])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    http_protocol, loop = request.param.split("-")
-    with Server(http_protocol, loop) as running:
+    with Server(request.param) as running:
         yield running
 
 

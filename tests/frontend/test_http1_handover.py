@@ -14,18 +14,16 @@ from wsproto.events import AcceptConnection, CloseConnection, Ping, Request, Tex
 
 from tests.frontend.http1_server import Client, Server, until
 from topics.frontend.http import hypercorn_connection
-from topics.frontend.http.http1_parser import HttpLimits
-from topics.frontend.http.serve import HttpProtocol
+from topics.frontend.http.limits import HttpLimits
 from topics.shm.cap import Cap
 from topics.shm.control import Cell
 
 H2_HEADERS = [(":method", "POST"), (":path", "/echo"), (":scheme", "http"), (":authority", "test")]
 
 
-@pytest.fixture(scope="module", params=["httptools-uvloop", "httptools-asyncio", "stock-uvloop"])
+@pytest.fixture(scope="module", params=["uvloop", "asyncio"])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    http_protocol, loop = request.param.split("-")
-    with Server(http_protocol, loop) as running:
+    with Server(request.param) as running:
         yield running
 
 
@@ -119,14 +117,13 @@ def test_websocket_echo(client: Client, after_a_request: bool) -> None:
 
 
 @pytest.mark.parametrize("app_ends", [True, False])
-@pytest.mark.parametrize("protocol", ["httptools", "stock"])
 def test_a_websocket_that_nobody_reads_from_gives_its_place_back(
-    protocol: HttpProtocol, app_ends: bool, monkeypatch: pytest.MonkeyPatch
+    app_ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More messages than Hypercorn keeps for an app: until somebody takes some it reads no more, not even the end."""
     monkeypatch.setattr(hypercorn_connection, "GONE_S", 0.05)
     cell = Cell(memoryview(array("Q", [0])), ("held",))
-    with Server(protocol, places=Cap("connections", 1, "held", cell, [cell])) as server:
+    with Server(places=Cap("connections", 1, "held", cell, [cell])) as server:
         with server.client() as client:
             connection = wsproto.WSConnection(wsproto.ConnectionType.CLIENT)
             client.send(connection.send(Request(host="test", target="/deaf")))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.frontend.http1_server import Client, Server, undisturbed, until
 from topics.frontend.http import kept_answers
-from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http.limits import HttpLimits
 from topics.frontend.live import pulse
 
 
@@ -104,11 +104,11 @@ def test_answers_are_not_cut_while_they_are_taken(loop: str, monkeypatch: pytest
             reading, still = ask_for_long_answers(server, stack, 60_000_000, 30_000_000)
             reading.head()
             answer = bytearray()
-            waiting_bytes = sum(connection.out.buffered_bytes for connection in server.connections.open)
+            waiting_bytes = sum(connection.buffered_bytes for connection in server.connections.open)
 
             def progress_shows() -> bool:
                 answer.extend(reading.read(30_000))
-                return sum(connection.out.buffered_bytes for connection in server.connections.open) < waiting_bytes
+                return sum(connection.buffered_bytes for connection in server.connections.open) < waiting_bytes
 
             # Before the sum is too high: the first to be cut would else be the one that came first, if it is late.
             until(progress_shows, "the server sends on")
@@ -176,7 +176,7 @@ def test_an_answer_counts_whole_until_its_client_has_all_of_it(loop: str, monkey
         left_bytes = 30_000_000
         while left_bytes > 10_000_000:
             left_bytes -= len(client.read(left_bytes - 10_000_000))
-        assert server.settled(lambda: connection.out.buffered_bytes) < 10_000_000
+        assert server.settled(lambda: connection.buffered_bytes) < 10_000_000
         server.call(kept._look)
         assert kept.held_bytes >= 30_000_000
         assert connection._transport.get_write_buffer_limits()[0] == 0, "it is not let go before the last byte"

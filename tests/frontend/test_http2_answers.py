@@ -10,7 +10,7 @@ import pytest
 from tests.frontend.http1_server import Client, Server, until
 from tests.frontend.http2_client import Streams
 from topics.frontend.http import kept_answers
-from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http.limits import HttpLimits
 from topics.frontend.limits import CONNECTION_ANSWERS
 from topics.frontend.live import pulse
 
@@ -189,9 +189,8 @@ def test_streams_of_all_connections_have_a_bound_together(monkeypatch: pytest.Mo
         clients[0].read_to_the_end_of(again)
 
 
-@pytest.mark.parametrize("protocol", ["stock", "httptools"])
-def test_what_any_connection_keeps_counts(protocol: str) -> None:
-    with Server("stock" if protocol == "stock" else "httptools") as server, contextlib.ExitStack() as stack:
+def test_what_a_connection_of_http1_keeps_counts() -> None:
+    with Server() as server, contextlib.ExitStack() as stack:
         client = stack.enter_context(server.client(receive_buffer_bytes=4096))
         client.get("/big?30000000")
         until(lambda: server.connections.kept.held_bytes > 20_000_000, "its answer to be kept")

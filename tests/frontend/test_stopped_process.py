@@ -12,7 +12,7 @@ from tests.frontend.http1_server import DEADLINE_S, Server, until
 from topics.frontend import limits
 from topics.frontend.attended import GAP_S, AttendedClock
 from topics.frontend.budget import Budget
-from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http.limits import HttpLimits
 from topics.frontend.live.pulse import STALL_MAX_MS, Stalls
 
 TIMEOUT_MS = 3_000

@@ -21,8 +21,8 @@ from topics.frontend.attended import AttendedClock
 from topics.frontend.bodies import allow_bodies_of
 from topics.frontend.cors import Cors
 from topics.frontend.figures import ServiceFigures
-from topics.frontend.http.http1_connections import Connections
-from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http.http1 import Connections
+from topics.frontend.http.limits import HttpLimits
 from topics.frontend.http.serve import serve
 from topics.frontend.key_limits import KeyLimits
 from topics.frontend.key_reload import KeyReload
@@ -190,7 +190,6 @@ async def _serve(
                 # A client that comes back sends the positions of all its topics in one header.
                 max_header_bytes=HEADER_BYTES_MIN + cursor.size_max_bytes(settings.max_watch_topics),
             ),
-            settings.http_protocol,
             shutdown,
             grace_ms=settings.frontend_grace_ms,
             connections=connections,
