@@ -16,7 +16,6 @@ from tests.frontend.test_app import Frontend, on_loop
 from topics.core.keys import KeyRing, parse_list
 from topics.frontend import limits
 from topics.frontend.asgi import DROPPED
-from topics.frontend.live.websocket import PUBLISHES_MAX
 from topics.frontend.reads import node_sets
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
@@ -134,9 +133,9 @@ def test_a_key_that_is_narrowed_while_a_publish_waits(hosting: Hosting, keys: st
 
     async def test(frontend: Frontend) -> None:
         client = Client(frontend)
-        for request_id in range(PUBLISHES_MAX + 1):
+        for request_id in range(limits.SOCKET_PUBLISHES.most_count + 1):
             client.say(op="publish", request_id=request_id, topic="t", records=[{"data": 1}])
-        await until(lambda: len(appends(frontend)) == PUBLISHES_MAX)
+        await until(lambda: len(appends(frontend)) == limits.SOCKET_PUBLISHES.most_count)
         await turns()
         client.use(keys)
         reply = append_messages.encode_append_reply(
@@ -146,7 +145,7 @@ def test_a_key_that_is_narrowed_while_a_publish_waits(hosting: Hosting, keys: st
         hosting.shared.frontend_wakes[0].signal_always()
         await until(lambda: client.of("error") or client.closed_with)
         await turns()
-        assert len(appends(frontend)) == PUBLISHES_MAX
+        assert len(appends(frontend)) == limits.SOCKET_PUBLISHES.most_count
         await client.leave()
 
     on_loop(hosting, test)

@@ -51,6 +51,7 @@ SOCKET_MESSAGES: Final = Limit(
     4,
     per="WebSocket",
 )
+SOCKET_PUBLISHES: Final = Limit("socket_publishes", _WAIT, "publishes on their way to shards", 0, 64, per="WebSocket")
 PACKING: Final = Limit("packing", _REFUSE, "answers that wait to be packed by a thread; others go unpacked", 64 * _MIB)
 NODE_SETS: Final = Limit(
     "node_bytes",
@@ -77,7 +78,7 @@ RING_WAITERS: Final = Limit(
     "ring_waiters",
     _REFUSE,
     "requests that found the ring full, for 250 ms (50 ms under the greatest pressure); and as many writes with"
-    " `disable_backpressure`, for `TOPICS_SHARD_WAIT_MS`",
+    " `disable_backpressure`, for `TOPICS_SHARD_WAIT_MS`, then `503 shard_unavailable`",
     32 * _MIB,
     1024,
     per="frontend and shard",
@@ -92,6 +93,9 @@ RING_POSTS: Final = Limit(
     per="frontend and shard",
 )
 SPILLS: Final = Limit("spills", _REFUSE, "messages too long for a ring, in `/dev/shm`", 256 * _MIB)
-COLD_READS: Final = Limit("cold_reads", _REFUSE, "reads of the cold tier that have no thread yet", 0, 1024)
+COLD_READS: Final = Limit(
+    "cold_reads", _REFUSE, "reads of the cold tier that have no thread yet; then `503 storage_unavailable`", 0, 1024
+)
+PINS: Final = Limit("pins", _REFUSE, "pins, each of which keeps disk space that retention has given up", 0, 256)
 
 ALL: Final = tuple(limit for limit in vars().values() if isinstance(limit, Limit))

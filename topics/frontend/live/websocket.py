@@ -17,7 +17,7 @@ import msgspec
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name
-from topics.frontend import append, wire
+from topics.frontend import append, limits, wire
 from topics.frontend.asgi import DROPPED, KEPT, SHARE, Receive, Scope, Send
 from topics.frontend.bodies import INLINE_BYTES_MAX, LONG_BYTES, Share, hold, long_bodies, no_room
 from topics.frontend.http.unread import Kept
@@ -45,8 +45,6 @@ from topics.shm.key_counts import Counted
 if TYPE_CHECKING:
     from topics.frontend.live.websocket_route import WebSocketRoute
 
-PUBLISHES_MAX: Final = 64
-"""On their way to shards, of one socket."""
 LINGER_S: Final = 2.0
 """How long what is under way when a socket ends may take to go out."""
 TICK_S: Final = 1.0
@@ -71,7 +69,7 @@ class Socket:
         self._outbox = Outbox(send, self._kept)
         self._subscriptions: dict[str, Connection] = {}
         self._publishes: set[asyncio.Task[None]] = set()
-        self._may_publish = asyncio.Semaphore(PUBLISHES_MAX)
+        self._may_publish = asyncio.Semaphore(limits.SOCKET_PUBLISHES.most_count)
         self._over: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
