@@ -91,21 +91,13 @@ class App:
         self.asked = self.made = 0
         """Of `page`."""
         self.errors: list[BaseException] = []
-        self.stages: list[str] = []
+        self.cut = 0
         self.go = asyncio.Event()
         self.pushes: list[PushStream] = []
         self.push_closed = 0
         self.push_writable = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            while True:
-                stage = (await receive())["type"].removeprefix("lifespan.")
-                self.stages.append(stage)
-                scope["state"]["from"] = "lifespan"
-                await send({"type": f"lifespan.{stage}.complete"})
-                if stage == "shutdown":
-                    return
         self.scopes.append(scope)
         self.running += 1
         try:
@@ -114,7 +106,7 @@ class App:
             else:
                 await getattr(self, scope["path"].split("/")[1])(scope, receive, send)
         except asyncio.CancelledError:
-            self.stages.append("cut")
+            self.cut += 1
             raise
         except BaseException as error:
             self.errors.append(error)

@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 import hypercorn.protocol
 from h2.connection import H2Connection
 from hypercorn.app_wrappers import ASGIWrapper
-from hypercorn.asyncio.lifespan import Lifespan
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
 from hypercorn.protocol import ProtocolWrapper, h2, h11
@@ -91,12 +90,7 @@ RELIED_ON: Final = (
         "701a154c29b5",
         "`is_valid` asks for nothing that is not checked before; `accept` takes an offer to compress",
     ),
-    Reliance(ASGIWrapper, "8670a23eb460", "runs the app of each request, and that of the life span"),
-    Reliance(
-        Lifespan,
-        "164b3fdbe941",
-        "raises what the app's start raises; a task that has ended means an app without life span",
-    ),
+    Reliance(ASGIWrapper, "8670a23eb460", "runs the app of each request and WebSocket"),
     Reliance(
         H2Connection.__init__,
         "e5c93da64d0e",
