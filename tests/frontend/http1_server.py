@@ -16,7 +16,7 @@ import pytest
 import uvloop
 
 from topics.frontend.answers import take_room
-from topics.frontend.asgi import DELIVER, TRANSPORT, Receive, Scope, Send
+from topics.frontend.asgi import DELIVER, Receive, Scope, Send
 from topics.frontend.http.http1 import Connections
 from topics.frontend.http.http1_exchange import PushStream
 from topics.frontend.http.limits import HttpLimits
@@ -135,7 +135,6 @@ class App:
     async def target(self, scope: Scope, receive: Receive, send: Send) -> None:
         keys = ("method", "path", "raw_path", "query_string", "http_version", "scheme", "headers", "root_path")
         show = {key: scope[key] for key in keys} | {"client": scope["client"][0], "server": scope["server"][1]}
-        show["state"] = {key: value for key, value in scope["state"].items() if key != TRANSPORT}
         await self.answer(send, json.dumps(show, default=lambda b: b.decode("latin-1")).encode())
 
     async def status(self, scope: Scope, receive: Receive, send: Send) -> None:
