@@ -384,7 +384,7 @@ class Http1Protocol(asyncio.Protocol):
         return self._factory.connections.draining
 
     def may_stay_open(self) -> bool:
-        """Whether another request can follow the answer whose head is about to be written."""
+        """True: another request can follow the answer whose head is about to be written."""
         if self.draining:
             return False
         exchange = self._exchange

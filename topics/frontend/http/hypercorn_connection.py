@@ -46,7 +46,7 @@ class _Flag(EventWrapper):
 
 
 class ConnectionContext(WorkerContext):
-    """What one connection knows beyond Hypercorn.
+    """The state of one connection that Hypercorn does not keep.
 
     Who waits for the end of an idle connection, or sleeps between two pings of a WebSocket, wakes when the client has
     closed it. Otherwise Hypercorn would keep the socket until then.
