@@ -166,7 +166,7 @@ class BoundedWebSocket(WSStream):
 
 
 def flaw(headers: list[tuple[bytes, bytes]], http_version: str) -> TopicsError | None:
-    """The error in the handshake of a GET that asks for a WebSocket, if there is one. Over HTTP/2 it has no key (RFC 8441)."""
+    """The error in a WebSocket handshake, if there is one. Over HTTP/2 it has no key (RFC 8441)."""
     if http_version == "1.0":
         return invalid("a WebSocket needs HTTP/1.1 or HTTP/2, not HTTP/1.0")
     versions = [value for name, value in headers if name.lower() == b"sec-websocket-version"]
