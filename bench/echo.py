@@ -26,12 +26,6 @@ async def echo(
     scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
 ) -> None:
     """Bare ASGI: takes the whole body, answers what an acknowledgement looks like."""
-    if scope["type"] == "lifespan":
-        while True:
-            stage = (await receive())["type"]
-            await send({"type": f"{stage}.complete"})
-            if stage == "lifespan.shutdown":
-                return
     while (await receive()).get("more_body", False):
         pass
     await send({"type": "http.response.start", "status": 200, "headers": HEADERS})

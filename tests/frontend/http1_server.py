@@ -16,7 +16,7 @@ import pytest
 import uvloop
 
 from topics.frontend.answers import take_room
-from topics.frontend.asgi import DELIVER, TRANSPORT, Receive, Scope, Send
+from topics.frontend.asgi import DELIVER, Receive, Scope, Send
 from topics.frontend.http.http1 import Connections
 from topics.frontend.http.http1_exchange import PushStream
 from topics.frontend.http.limits import HttpLimits
@@ -91,21 +91,13 @@ class App:
         self.asked = self.made = 0
         """Of `page`."""
         self.errors: list[BaseException] = []
-        self.stages: list[str] = []
+        self.cut = 0
         self.go = asyncio.Event()
         self.pushes: list[PushStream] = []
         self.push_closed = 0
         self.push_writable = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            while True:
-                stage = (await receive())["type"].removeprefix("lifespan.")
-                self.stages.append(stage)
-                scope["state"]["from"] = "lifespan"
-                await send({"type": f"lifespan.{stage}.complete"})
-                if stage == "shutdown":
-                    return
         self.scopes.append(scope)
         self.running += 1
         try:
@@ -114,7 +106,7 @@ class App:
             else:
                 await getattr(self, scope["path"].split("/")[1])(scope, receive, send)
         except asyncio.CancelledError:
-            self.stages.append("cut")
+            self.cut += 1
             raise
         except BaseException as error:
             self.errors.append(error)
@@ -143,7 +135,6 @@ class App:
     async def target(self, scope: Scope, receive: Receive, send: Send) -> None:
         keys = ("method", "path", "raw_path", "query_string", "http_version", "scheme", "headers", "root_path")
         show = {key: scope[key] for key in keys} | {"client": scope["client"][0], "server": scope["server"][1]}
-        show["state"] = {key: value for key, value in scope["state"].items() if key != TRANSPORT}
         await self.answer(send, json.dumps(show, default=lambda b: b.decode("latin-1")).encode())
 
     async def status(self, scope: Scope, receive: Receive, send: Send) -> None:

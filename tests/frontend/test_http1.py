@@ -45,12 +45,7 @@ def test_scope(server: Server, client: Client) -> None:
         "root_path": "",
         "client": "127.0.0.1",
         "server": server.port,
-        "state": {"from": "lifespan"},
     }
-
-
-def test_lifespan_has_started_before_the_first_request(server: Server) -> None:
-    assert server.app.stages == ["startup"]
 
 
 def test_request_in_pieces_of_one_byte(client: Client) -> None:

@@ -118,7 +118,7 @@ def test_nothing_is_left_of_a_connection_that_is_closed(server: Server) -> None:
     until(lambda: not server.app.running, "the calls to end")
     until(lambda: not server.connections.kept.held_bytes, "nothing to be kept")
     assert server.app.made == AT_ONCE
-    assert "cut" not in server.app.stages, "they ended only when they were cancelled"
+    assert not server.app.cut, "they ended only when they were cancelled"
 
 
 def test_what_might_have_been_longer_holds_as_much_as_it_is_long(server: Server) -> None:

@@ -29,7 +29,7 @@ class BodyTime:
         self._looked_s = 0.0
 
     def left_s(self, now_s: float, came_bytes: int, waited: bool) -> float:
-        """What is left when `came_bytes` have arrived in all. `waited`: for the client, ever since the last call."""
+        """The time left when `came_bytes` have arrived in all. `waited`: for the client, ever since the last call."""
         if waited:
             self._left_s -= now_s - self._looked_s
         came = came_bytes - self._came_bytes
@@ -39,7 +39,7 @@ class BodyTime:
 
 
 class Awaited(Enum):
-    """What a connection waits for from its client."""
+    """The things that a connection waits for from its client."""
 
     NOTHING = 0
     FIRST_REQUEST = 1
@@ -51,7 +51,7 @@ class Awaited(Enum):
 
 
 class Verdict(Enum):
-    """What is to be done."""
+    """The thing to do when a deadline is looked at."""
 
     NOTHING_YET = 0  # the deadline has moved on to `at_s`
     LOOK_AGAIN = 1  # the client may be slow, but does not stand still: `wait` says until when
@@ -117,7 +117,7 @@ class Deadlines:
             self.at_s = self._time_s() - self._clock.missed_s + self._timeout_ms(awaited) / 1000
 
     def overdue(self, buffered_bytes: int) -> Verdict:
-        """What is to be done now. `buffered_bytes`: what the client has not taken."""
+        """Decide what is to be done now. `buffered_bytes`: what the client has not taken."""
         now_s = self._clock.now_s()
         if now_s < self.at_s:
             return Verdict.NOTHING_YET

@@ -13,7 +13,7 @@ import asyncio
 import math
 import socket
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Final, cast
 from urllib.parse import unquote
 
 from topics.core.clock import Clock, SystemClock
@@ -114,14 +114,12 @@ class Http1Factory:
         limits: HttpLimits,
         connections: Connections,
         hand_over: HandOver,
-        state: dict[str, Any],
         clock: AttendedClock,
     ) -> None:
         self.app = app
         self.limits = limits
         self.connections = connections
         self.hand_over = hand_over
-        self.state = state
         self.clock = clock
         self.loop = asyncio.get_running_loop()
         self.lookout = Lookout(self.loop, connections.open, limits.vanished_after_ms, clock)
@@ -304,8 +302,7 @@ class Http1Protocol(asyncio.Protocol):
             self._deadlines.begin_body()
         self._exchange = exchange = Exchange(self, self._transport, head, complete)
         path = head.raw_path.decode()
-        factory = self._factory
-        factory.connections.requests += 1
+        self._factory.connections.requests += 1
         self._scope = {
             "type": "http",
             "asgi": _ASGI,
@@ -319,7 +316,6 @@ class Http1Protocol(asyncio.Protocol):
             "headers": head.headers,
             "client": self._client,
             "server": self._server,
-            "state": factory.state.copy(),
             "extensions": {"topics.push": exchange.push, DELIVER: exchange.deliver},
         }
 
@@ -388,7 +384,7 @@ class Http1Protocol(asyncio.Protocol):
         return self._factory.connections.draining
 
     def may_stay_open(self) -> bool:
-        """Whether another request can follow the answer whose head is about to be written."""
+        """True: another request can follow the answer whose head is about to be written."""
         if self.draining:
             return False
         exchange = self._exchange

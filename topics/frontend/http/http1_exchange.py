@@ -89,7 +89,7 @@ class Connection(Protocol):
         ...
 
     def may_stay_open(self) -> bool:
-        """Whether another request can follow the answer whose head is about to be written."""
+        """True: another request can follow the answer whose head is about to be written."""
         ...
 
     def answer_done(self, exchange: Exchange) -> None:

@@ -152,12 +152,12 @@ class RequestParser:
 
     @property
     def body_left_bytes(self) -> int:
-        """What is still to come of a body with a Content-Length; 0 for a chunked one."""
+        """The rest that is still to come of a body with a Content-Length; 0 for a chunked one."""
         return self._body_left or 0
 
     @property
     def body_came_bytes(self) -> int:
-        """What has come of the current body."""
+        """The part of the current body that has come."""
         return self._body_bytes
 
     def close(self) -> None:
@@ -320,7 +320,7 @@ class RequestParser:
     # Refusals.
 
     def _check_partial_head(self, data: bytes | bytearray, position: int) -> None:
-        """What can only be refused is refused now, not when its time runs out."""
+        """Refuse now what can only be refused later, when its time runs out."""
         limits = self._limits
         size = len(data) - position
         line_end = data.find(b"\n", position)
@@ -350,8 +350,10 @@ class RequestParser:
 
 
 def _begins_another_protocol(method: bytes, http11: bool, headers: list[tuple[bytes, bytes]]) -> bool:
-    """Whether Hypercorn goes by this Upgrade. What it does not, it would serve with its own HTTP/1.1, which has no
-    limits on what its clients leave unread."""
+    """True: Hypercorn goes by this Upgrade.
+
+    It would serve any other with its own HTTP/1.1, which has no limit on what clients leave unread.
+    """
     asked = [value.lower() for name, value in headers if name == b"upgrade"]
     if asked == [b"websocket"]:
         # None: llhttp goes by Proxy-Connection, too.

@@ -37,7 +37,7 @@ from topics.frontend.http.unread import Unread
 
 
 class BoundedBuffer(StreamBuffer):
-    """What waits for the client of one stream: one message, and less than BUFFER_HIGH_WATER before it.
+    """The bytes that wait for the client of one stream: one message, and less than BUFFER_HIGH_WATER before it.
 
     A message is kept as it came, not copied: its sender has it in memory anyway while it waits.
     """

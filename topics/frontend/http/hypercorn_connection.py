@@ -47,7 +47,7 @@ class _Flag(EventWrapper):
 
 
 class ConnectionContext(WorkerContext):
-    """What one connection knows beyond Hypercorn.
+    """The state of one connection that Hypercorn does not keep.
 
     Who waits for the end of an idle connection, or sleeps between two pings of a WebSocket, wakes when the client has
     closed it. Otherwise Hypercorn would keep the socket until then.
@@ -211,16 +211,13 @@ class HypercornConnections:
     def __init__(
         self,
         app: AsgiApp,
-        config: Config,
-        state: dict[str, Any],
         limits: HttpLimits,
         connections: Connections,
         clock: AttendedClock,
     ) -> None:
         self._connections = connections
         self._app = app
-        self._config = config
-        self._state = state
+        self._config = _config(limits)
         self._limits = limits
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -246,7 +243,7 @@ class HypercornConnections:
         self, context: ConnectionContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         try:
-            state = {**self._state, TRANSPORT: writer.transport}
+            state = {TRANSPORT: writer.transport}
             app = ASGIWrapper(cast(Any, partial(self._run, context)))
             await Connection(
                 context.unread, self._limits, app, self._loop, self._config, context, state, reader, writer
@@ -288,8 +285,7 @@ class HypercornConnections:
             context.end.set_now()
 
 
-def hypercorn_config(limits: HttpLimits) -> Config:
-    """Hypercorn's own settings."""
+def _config(limits: HttpLimits) -> Config:
     config = Config()
     config.errorlog = logging.getLogger("topics.http")
     config.include_date_header = False

@@ -6,7 +6,7 @@ import msgspec
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a connection may ask for, in bytes and milliseconds."""
+    """The most that a connection may ask for, in bytes and milliseconds."""
 
     max_header_bytes: int = 64 * 1024
     """A whole head with its request line. The framing and trailers of a chunked body may be as long, plus eight times

@@ -1,4 +1,4 @@
-"""Listeners, life span and drain of a frontend's HTTP.
+"""Listeners and drain of a frontend's HTTP.
 
 Every connection starts as our HTTP/1.1 (`http1`). It is handed to Hypercorn when it turns out to be HTTP/2 or a
 WebSocket (`hypercorn_connection`).
@@ -9,16 +9,12 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import Any, cast
-
-from hypercorn.app_wrappers import ASGIWrapper
-from hypercorn.asyncio.lifespan import Lifespan
 
 from topics.frontend.asgi import AsgiApp
 from topics.frontend.attended import AttendedClock
 from topics.frontend.http import hypercorn_patches
 from topics.frontend.http.http1 import Connections, Http1Factory
-from topics.frontend.http.hypercorn_connection import HypercornConnections, hypercorn_config
+from topics.frontend.http.hypercorn_connection import HypercornConnections
 from topics.frontend.http.limits import HttpLimits
 from topics.log import get_logger
 
@@ -38,26 +34,17 @@ async def serve(
 ) -> None:
     """Serve `app` on bound sockets, which other processes may share, until `shutdown`; then drain and return.
 
-    Draining has `grace_ms`; what is not done by then is cut, requests not yet answered get `503 shutting_down`.
-    `connections` counts and holds the HTTP/1.1 connections (the caller may pass its own to read them); `clock` is the
-    loop's, and attended until the end; `on_ready` is called once when the app has started and the sockets are being
+    Draining has `grace_ms`. What is not done by then is cut, and requests that are not answered yet get
+    `503 shutting_down`. `connections` counts and holds the HTTP/1.1 connections; a caller that reads them passes its
+    own. `clock` is the loop's, and attended until the end. `on_ready` is called once when the sockets are being
     listened on. The sockets are closed at the end.
-    Raises what the app's start raises.
     """
     loop = asyncio.get_running_loop()
-    config = hypercorn_config(limits)
     hypercorn_patches.install(limits.max_header_bytes)
-    state: dict[str, Any] = {}
-    lifespan = Lifespan(ASGIWrapper(cast(Any, app)), config, loop, state)
-    lifespan_task = loop.create_task(lifespan.handle_lifespan())
-    await lifespan.wait_for_startup()
-    if lifespan_task.done():
-        lifespan_task.result()  # an app without life span has ended without an error
-
     clock = clock if clock is not None else AttendedClock(loop.time)
     connections = connections if connections is not None else Connections(clock=clock)
-    others = HypercornConnections(app, config, state, limits, connections, clock)
-    factory = Http1Factory(app, limits, connections, others.take, state, clock)
+    others = HypercornConnections(app, limits, connections, clock)
+    factory = Http1Factory(app, limits, connections, others.take, clock)
     attending = loop.create_task(clock.attend())
     servers = [await loop.create_server(factory, sock=sock, backlog=1024) for sock in sockets]
     try:
@@ -81,7 +68,4 @@ async def serve(
             )
         finally:
             await connections.abort()
-            await lifespan.wait_for_shutdown()
-            for task in (lifespan_task, attending):
-                task.cancel()
-            await asyncio.gather(lifespan_task, attending, return_exceptions=True)
+            attending.cancel()

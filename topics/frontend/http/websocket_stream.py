@@ -41,7 +41,7 @@ _BY_STATUS: Final = {
     404: ("not_found", "there is nothing at this host"),
     500: ("internal", "the handshake failed inside the server"),
 }
-"""What Hypercorn answers by itself."""
+"""The refusals that Hypercorn makes by itself."""
 
 
 class BoundedWebSocket(WSStream):
@@ -166,7 +166,7 @@ class BoundedWebSocket(WSStream):
 
 
 def flaw(headers: list[tuple[bytes, bytes]], http_version: str) -> TopicsError | None:
-    """What is wrong with the handshake of a GET that asks for a WebSocket. Over HTTP/2 it has no key (RFC 8441)."""
+    """The error in a WebSocket handshake, if there is one. Over HTTP/2 it has no key (RFC 8441)."""
     if http_version == "1.0":
         return invalid("a WebSocket needs HTTP/1.1 or HTTP/2, not HTTP/1.0")
     versions = [value for name, value in headers if name.lower() == b"sec-websocket-version"]
