@@ -13,6 +13,7 @@ from tests.frontend.live import DEADLINE_S, Live, on_loop, until
 from tests.storage.faults import Fault, FaultyFileSystem
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyRing
+from topics.frontend import limits
 from topics.frontend.access import Access
 from topics.frontend.asgi import Receive, Send
 from topics.frontend.key_limits import KeyLimits
@@ -20,7 +21,7 @@ from topics.frontend.live import sessions as module
 from topics.frontend.live.sessions import SESSION_TTL_MS, Follow, Session, Sessions
 from topics.frontend.live.watch import WatchRoutes, accepts_event_stream
 from topics.frontend.reads.catching_up import CatchingUp
-from topics.frontend.shards import gateway, lane, spills
+from topics.frontend.shards import gateway
 from topics.shm.cap import Cap
 from topics.shm.key_counts import KeyCounts
 from topics.shm.names import objects
@@ -260,7 +261,7 @@ def test_a_stream_that_is_refused_by_a_full_ring_leaves_nothing_behind(tmp_path:
 def test_clients_that_do_not_wait_for_a_full_ring_fill_it_with_their_ends_up_to_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane, "POSTS_MAX", 20)
+    monkeypatch.setattr(limits, "RING_POSTS", limits.RING_POSTS._replace(most_count=20))
     monkeypatch.setattr(gateway, "ROOM_WAIT_S", DEADLINE_S)
 
     async def test(live: Live) -> None:
@@ -285,7 +286,7 @@ def test_clients_that_do_not_wait_for_a_full_ring_fill_it_with_their_ends_up_to_
 def test_where_too_much_waits_a_stream_ends_without_its_positions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane, "POSTS_BYTES_MAX", 100_000)
+    monkeypatch.setattr(limits, "RING_POSTS", limits.RING_POSTS._replace(most_bytes=100_000))
     positions = {f"{n:0255}": n for n in range(256)}
 
     async def test(live: Live) -> None:
@@ -295,7 +296,7 @@ def test_where_too_much_waits_a_stream_ends_without_its_positions(
         fill(live)
         for opened in streams:
             sessions.close(opened, positions)
-        assert live.gateway._links[0].lane._posts.size_bytes < 100_000 + 70_000 + 50 * 100
+        assert live.gateway._links[0].lane._posts.budget.held_bytes < 100_000 + 70_000 + 50 * 100
         live.shard_up = True
         known = live.rig.parts.sessions._sessions
         await until(lambda: all(known[wid].stream is None for wid in wids))
@@ -325,7 +326,7 @@ def test_the_end_of_a_stream_whose_positions_are_too_long_for_the_ring(
 ) -> None:
     positions = {f"{n:0255}": n for n in range(256)}
     if not room:
-        monkeypatch.setattr(spills, "SPILLED_BYTES_MAX", 0)
+        monkeypatch.setattr(limits, "SPILLS", limits.SPILLS._replace(most_bytes=0))
 
     async def test(live: Live) -> None:
         sessions = sessions_of(live)

@@ -1,6 +1,6 @@
-"""How long a request may take to arrive where another server parses it: HTTP/2 and the stock HTTP/1.1.
+"""How long the body of an HTTP/2 request may take to arrive.
 
-Our own HTTP/1.1 keeps these times by itself (`http1.py`); Hypercorn has a time for idle connections only.
+`http1` keeps these times for HTTP/1.1; Hypercorn has a time for idle connections only.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Final
 from topics.core.errors import TopicsError
 from topics.frontend.asgi import AsgiApp, Message, Receive, Scope, Send
 from topics.frontend.attended import AttendedClock
-from topics.frontend.http.body_time import BodyTime
-from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http.deadlines import BodyTime
+from topics.frontend.http.limits import HttpLimits
 
 DROP_S: Final = 5.0
 """How long the rest of a body is dropped as it comes after an early answer, before the connection is cut."""
@@ -21,10 +21,10 @@ DROP_S: Final = 5.0
 async def run(
     app: AsgiApp, limits: HttpLimits, clock: AttendedClock, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Runs `app` with a `receive` that raises `408 request_timeout`, and takes what it leaves of the body.
+    """Run `app` with a `receive` that raises `408 request_timeout`, and drop what the app leaves of the body.
 
-    That has to be before the end of the answer: Hypercorn breaks an HTTP/2 connection on which more of a request comes
-    than its answer waited for, and blocks one whose messages nobody takes.
+    It is dropped before the answer ends: Hypercorn breaks a connection on which a request goes on behind its answer,
+    and blocks one whose messages nobody takes.
     """
     body = _Body(limits, clock, receive)
 
@@ -40,6 +40,8 @@ async def run(
 
 
 class _Body:
+    """The body of one request: it counts what comes, and the time that this takes."""
+
     def __init__(self, limits: HttpLimits, clock: AttendedClock, receive: Receive) -> None:
         self._limits = limits
         self._clock = clock
@@ -51,7 +53,7 @@ class _Body:
     async def receive(self) -> Message:
         if self._complete:
             return await self._receive()
-        now_s = self._clock.time_s() - self._clock.missed_s  # no look, which would be a call for every request
+        now_s = self._clock.time_s() - self._clock.missed_s  # without `now_s`, one more call for every request
         whole_s = self._time.left_s(now_s, self._bytes, False)
         until_s = now_s + min(self._limits.body_idle_timeout_ms / 1000, whole_s)
         while True:
@@ -59,7 +61,7 @@ class _Body:
                 async with asyncio.timeout(until_s - now_s):
                     message = self._note(await self._receive())
             except TimeoutError:
-                # What has come while nobody was there is still in Hypercorn's queue.
+                # What came while the process was stopped is still in Hypercorn's queue.
                 if (now_s := self._clock.now_s()) < until_s:
                     continue
                 raise TopicsError("request_timeout", "the body came too slowly, or not at all") from None

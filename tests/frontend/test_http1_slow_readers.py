@@ -10,7 +10,7 @@ import pytest
 
 from tests.frontend.http1_server import Client, Server, undisturbed, until
 from topics.frontend.http import kept_answers
-from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http.limits import HttpLimits
 from topics.frontend.live import pulse
 
 
@@ -77,10 +77,10 @@ def test_reader_that_takes_next_to_nothing(loop: str) -> None:
 
 def test_answers_that_nobody_takes_have_a_bound_together(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has not taken its own for longest is cut for it, and nobody else."""
-    monkeypatch.setattr(kept_answers, "KEPT_HIGH_BYTES", 70_000_000)
     monkeypatch.setattr(kept_answers, "LOOK_S", 0.05)
     monkeypatch.setattr(pulse, "STALL_CUT_MS", 200)
     with Server(loop=loop) as server, contextlib.ExitStack() as stack:
+        server.connections.kept.high_bytes = 70_000_000
         clients = ask_for_long_answers(server, stack, *[30_000_000] * 3)
         until(lambda: len(server.connections.open) == 2, "the first one is cut")
         with pytest.raises((ConnectionResetError, AssertionError)):
@@ -95,20 +95,20 @@ def test_answers_that_nobody_takes_have_a_bound_together(loop: str, monkeypatch:
 def test_answers_are_not_cut_while_they_are_taken(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that are too much together the one that came first is read on, if not quickly."""
     stall_ms = 1000
-    monkeypatch.setattr(kept_answers, "KEPT_HIGH_BYTES", 95_000_000)
     monkeypatch.setattr(kept_answers, "LOOK_S", 0.05)
     monkeypatch.setattr(pulse, "STALL_CUT_MS", stall_ms)
 
     def read_on() -> None:
         with Server(loop=loop) as server, contextlib.ExitStack() as stack:
+            server.connections.kept.high_bytes = 95_000_000
             reading, still = ask_for_long_answers(server, stack, 60_000_000, 30_000_000)
             reading.head()
             answer = bytearray()
-            waiting_bytes = sum(connection.out.buffered_bytes for connection in server.connections.open)
+            waiting_bytes = sum(connection.buffered_bytes for connection in server.connections.open)
 
             def progress_shows() -> bool:
                 answer.extend(reading.read(30_000))
-                return sum(connection.out.buffered_bytes for connection in server.connections.open) < waiting_bytes
+                return sum(connection.buffered_bytes for connection in server.connections.open) < waiting_bytes
 
             # Before the sum is too high: the first to be cut would else be the one that came first, if it is late.
             until(progress_shows, "the server sends on")
@@ -130,10 +130,10 @@ def test_answers_are_not_cut_while_they_are_taken(loop: str, monkeypatch: pytest
 
 def test_answers_have_a_bound_whoever_takes_them(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once: so much may come within the time that a client has to take something."""
-    monkeypatch.setattr(kept_answers, "KEPT_HIGH_BYTES", 30_000_000)
-    monkeypatch.setattr(kept_answers, "KEPT_MAX_BYTES", 70_000_000)
     monkeypatch.setattr(pulse, "STALL_CUT_MS", 3_600_000)
     with Server(loop=loop) as server, contextlib.ExitStack() as stack:
+        server.connections.kept.high_bytes = 30_000_000
+        server.connections.kept.budget.most_bytes = 70_000_000
         _, *others = ask_for_long_answers(server, stack, *[30_000_000] * 3)
         until(lambda: len(server.connections.open) == 2, "the first one is cut")
         for client in others:
@@ -142,7 +142,6 @@ def test_answers_have_a_bound_whoever_takes_them(loop: str, monkeypatch: pytest.
 
 def test_what_a_stream_leaves_behind_is_bounded_like_any_answer(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub counts what it keeps for a stream as long as it is open, and nobody would from then on."""
-    monkeypatch.setattr(kept_answers, "KEPT_HIGH_BYTES", 40_000_000)
     monkeypatch.setattr(kept_answers, "LOOK_S", 0.05)
     monkeypatch.setattr(pulse, "STALL_CUT_MS", 200)
 
@@ -155,6 +154,7 @@ def test_what_a_stream_leaves_behind_is_bounded_like_any_answer(loop: str, monke
         server.call(stream.close)
 
     with Server(loop=loop) as server, contextlib.ExitStack() as stack:
+        server.connections.kept.high_bytes = 40_000_000
         first, second = (stack.enter_context(server.client(receive_buffer_bytes=4096)) for _ in range(2))
         leave_behind(first, 1)
         leave_behind(second, 2)
@@ -166,9 +166,9 @@ def test_what_a_stream_leaves_behind_is_bounded_like_any_answer(loop: str, monke
 
 def test_an_answer_counts_whole_until_its_client_has_all_of_it(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """uvloop keeps all of it as long as a byte is to be sent."""
-    monkeypatch.setattr(kept_answers, "KEPT_HIGH_BYTES", 20_000_000)
     monkeypatch.setattr(pulse, "STALL_CUT_MS", 60_000)
     with Server(loop=loop) as server, server.client(receive_buffer_bytes=4096) as client:
+        server.connections.kept.high_bytes = 20_000_000
         kept = server.connections.kept
         client.get("/big?30000000").head()
         until(lambda: kept.held_bytes, "its answer to be kept")
@@ -176,7 +176,7 @@ def test_an_answer_counts_whole_until_its_client_has_all_of_it(loop: str, monkey
         left_bytes = 30_000_000
         while left_bytes > 10_000_000:
             left_bytes -= len(client.read(left_bytes - 10_000_000))
-        assert server.settled(lambda: connection.out.buffered_bytes) < 10_000_000
+        assert server.settled(lambda: connection.buffered_bytes) < 10_000_000
         server.call(kept._look)
         assert kept.held_bytes >= 30_000_000
         assert connection._transport.get_write_buffer_limits()[0] == 0, "it is not let go before the last byte"

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from topics.frontend.attended import AttendedClock
-from topics.frontend.http.http1_deadlines import Awaited, Deadlines, Verdict
-from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http.deadlines import Awaited, Deadlines, Verdict
+from topics.frontend.http.limits import HttpLimits
 
 LIMITS = HttpLimits(
     header_timeout_ms=10_000,
