@@ -12,6 +12,7 @@ import pytest
 from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.rig import Rig
 from tests.walshard.test_routing import logged_types, put, route
+from topics.api.requests import StartBody
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.routers import RouterSpec
@@ -470,8 +471,8 @@ def test_a_reader_waits_where_it_is_for_what_it_has_seen(two: Rig) -> None:
         assert (ref.view.recreated, ref.view.rederiving, ref.view.head_seq) == (True, True, 0)
         found = page(3)
         assert (found.count, found.next_from_seq, found.caught_up, found.tombstone) == (0, 3, True, None)
-        assert following.resolve(reader, ref, following.StartBody(from_seq=3)) == 3
-        for start in (following.StartBody(tail=True), following.StartBody(from_ts=two.clock.now_ms() + 1)):
+        assert following.resolve(reader, ref, StartBody(from_seq=3)) == 3
+        for start in (StartBody(tail=True), StartBody(from_ts=two.clock.now_ms() + 1)):
             with pytest.raises(TopicsError, match="nobody knows where it ends") as refused:
                 following.resolve(reader, ref, start)
             assert refused.value.code == "not_ready"
@@ -480,7 +481,7 @@ def test_a_reader_waits_where_it_is_for_what_it_has_seen(two: Rig) -> None:
         seconds_pass(two, 2)
         ref = reader.get(dest)
         assert (ref.view.rederiving, ref.view.head_seq) == (False, 3)
-        assert following.resolve(reader, ref, following.StartBody(tail=True)) == 3
+        assert following.resolve(reader, ref, StartBody(tail=True)) == 3
         found = page(3)
         assert (found.count, found.next_from_seq, found.caught_up, found.tombstone) == (0, 3, True, None)
         assert page(2).count == 1

@@ -12,6 +12,7 @@ from typing import Any, Final, get_args
 
 import msgspec
 
+from topics.api.requests import State
 from topics.cli import service
 from topics.cli.input import BadLineError, Batch, stdin_batches
 from topics.cli.output import print_line, put, record_lines
@@ -20,7 +21,6 @@ from topics.client import ApiError, ClaimedJob, Client, TopicState, queue_calls
 from topics.client.calls import Call
 from topics.client.errors import api_error
 from topics.client.queue_calls import Settled
-from topics.core.job import State
 
 CLAIM_EVERY_S: Final = 0.5
 SETTLE_MAX_JOBS: Final = 1000

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from starlette.datastructures import QueryParams
 
+from topics.api.requests import WatchBody
 from topics.core.errors import TopicsError
 from topics.core.keys import ANYONE, ApiKey, KeyScope
 from topics.frontend import wire
@@ -18,7 +19,7 @@ from topics.frontend.bodies import Headers, read_body
 from topics.frontend.live import cursor
 from topics.frontend.live.channels import Connection
 from topics.frontend.live.delivery import Hub
-from topics.frontend.live.following import FollowBody, StartBody, check_starts, check_strong, place, resolve
+from topics.frontend.live.following import check_starts, check_strong, page_options, place, resolve
 from topics.frontend.live.push import AsgiPush, until_disconnect
 from topics.frontend.live.sessions import SESSION_TTL_MS, Follow, Opened, Session, Sessions, without_nodes
 from topics.frontend.live.stream import Stream
@@ -29,7 +30,6 @@ from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.node_sets import node_sets
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
-from topics.frontend.wire import Count
 from topics.settings import Settings
 from topics.shm.cap import Cap
 from topics.shm.key_counts import Counted
@@ -40,13 +40,6 @@ EVENT_STREAM_HEADERS: Final[HeaderList] = [
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-class WatchBody(FollowBody, kw_only=True):
-    """`POST /v0/watch`."""
-
-    topics: dict[str, StartBody]
-    heartbeat_ms: Count = 15_000
 
 
 _decoder = wire.decoder(WatchBody)
@@ -92,7 +85,7 @@ class WatchRoutes:
         if request.strong:
             check_strong(found)
         states = {name: place(self._reader, ref, follows[name].from_seq) for name, ref in found.items()}
-        options = request.page_options(self._settings)
+        options = page_options(request, self._settings)
         wid = await self._sessions.create(
             Session(
                 follows,

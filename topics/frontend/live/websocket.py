@@ -23,7 +23,7 @@ from topics.frontend.bodies import INLINE_BYTES_MAX
 from topics.frontend.body_budget import BODIES_MAX_BYTES, LONG_BYTES, Share, bodies, no_room
 from topics.frontend.http.unread import Kept
 from topics.frontend.live.channels import Connection
-from topics.frontend.live.following import check_starts, check_strong, place, resolve
+from topics.frontend.live.following import check_starts, check_strong, page_options, place, resolve
 from topics.frontend.live.outbox import Outbox, Subscription
 from topics.frontend.live.pulse import Stall
 from topics.frontend.live.stream import Phase
@@ -217,7 +217,7 @@ class Socket:
             check_strong(refs)
         positions = {name: resolve(reader, ref, starts[name]) for name, ref in refs.items()}
         places = {name: place(reader, ref, positions[name]) for name, ref in refs.items()}
-        options = command.page_options(self._route.settings)  # may refuse: before anything is ended or said
+        options = page_options(command, self._route.settings)  # may refuse: before anything is ended or said
         await self._outbox.enter()
         # Nothing of the former subscription comes behind the answer to this one. And not before there is room: what it
         # has said counts with it.

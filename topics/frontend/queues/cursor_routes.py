@@ -11,11 +11,12 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 from starlette.datastructures import QueryParams
 
+from topics.api.requests import CursorBody, ReadBody
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import wire
@@ -34,7 +35,6 @@ from topics.frontend.reads.reading import Page, TopicReader
 from topics.frontend.reads.records import CorruptRecordError, PageOptions
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.unanswered import is_outcome_unknown
-from topics.frontend.wire import Count
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
 from topics.shm.cursor_messages import (
@@ -54,28 +54,6 @@ MOVING_MAX_BYTES: Final = 256 * 2**20
 """Of pages whose cursors are being moved, in this process: they are made, and their shard may be slow."""
 TRIES_MAX: Final = 100
 """How often a read may find that others, at other frontends, were faster before its client is told to come back."""
-
-
-class CursorBody(msgspec.Struct, gc=False):
-    """`PUT …/cursors/:name`. What is not sent stays as it is; without `from_seq` and `tail` the cursor stays where it
-    is. A new one is `at_least_once`, persisted with every read, and begins at 0.
-    """
-
-    consistency: Literal["strictly_at_once", "at_least_once"] | None = None
-    persist_every: Count | None = None
-    from_seq: Count | None = None
-    tail: bool = False
-
-
-class ReadBody(msgspec.Struct, gc=False):
-    """`POST …/cursors/:name/read`."""
-
-    max_bytes: Count = 0
-    limit: Count = 0
-    checkpoint: bool = True
-    node: str | list[str] | None = None
-    include_tags: bool = False
-    include_meta: bool = True
 
 
 Room = Callable[[], Awaitable[None]]

@@ -8,7 +8,8 @@ from typing import Final
 
 import msgspec
 
-from topics.core.job import JobView, State
+from topics.api.requests import PeekBody
+from topics.core.job import JobView
 from topics.core.names import check_topic_name
 from topics.core.seq_set import runs_of
 from topics.frontend import wire
@@ -20,7 +21,6 @@ from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.wire import Count
 from topics.settings import Settings
 from topics.shm.queue_messages import Peek, Peeked
 
@@ -28,14 +28,6 @@ LOOKS_MAX: Final = 16
 """How often the shard is asked for one answer: it looks at few records at a time, for others wait behind it."""
 RUNS_AT_ONCE: Final = 32
 """Pages that are read before the loop goes on with somebody else."""
-
-
-class PeekBody(msgspec.Struct, gc=False):
-    """`POST …/peek`. Without a `state`: in any but `done`."""
-
-    state: State | None = None
-    from_seq: Count = 0
-    max: Count = 100
 
 
 _decoder = wire.decoder(PeekBody)

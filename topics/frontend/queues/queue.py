@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from topics.api.requests import ClaimBody, ExtendBody, JobsBody, NackBody, RedriveBody
 from topics.core.config import LEASE_MS
 from topics.core.errors import TopicsError, invalid, not_a_queue
 from topics.core.keys import KeyScope
@@ -25,7 +26,7 @@ from topics.frontend.queues.unreadable import ASIDE_MS, UnreadableJobs
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.wire import BodyT, Count
+from topics.frontend.wire import BodyT
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
 from topics.shm.queue_messages import Ack, AckReply, Dealt, Extend, ExtendReply, Nack, Unclaim
@@ -36,34 +37,6 @@ ROOM_WAIT_S: Final = 2.0
 """For room for the answer of a claim, whose jobs are leased by then; half their lease, if that is less."""
 RETRY_AFTER_MS: Final = 1000
 DELAY_MS_MAX: Final = 365 * 86_400_000
-
-
-class ClaimBody(msgspec.Struct, gc=False):
-    node: str
-    max: Count = 1
-    lease_ms: Count | None = None
-
-
-class JobsBody(msgspec.Struct, gc=False):
-    """Jobs as a consumer names them; `lease_ids` fences each."""
-
-    node: str
-    seqs: list[Count]
-    lease_ids: list[str] | None = None
-
-
-class NackBody(JobsBody, gc=False):
-    delay_ms: Count = 0
-
-
-class ExtendBody(JobsBody, kw_only=True, gc=False):
-    lease_ms: Count
-
-
-class RedriveBody(msgspec.Struct, gc=False):
-    source: str = msgspec.field(name="from")
-    max: Count = 100
-    from_seq: Count = 0
 
 
 _claim_decoder = wire.decoder(ClaimBody)

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from starlette.datastructures import QueryParams
 
+from topics.api.requests import AppendBody
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
@@ -20,7 +21,6 @@ from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import read_body
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.txn.commits import Commits
-from topics.frontend.wire import AppendBody
 from topics.settings import Settings
 from topics.storage.frame import LaidOut
 
