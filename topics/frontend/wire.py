@@ -11,17 +11,7 @@ from typing import Any, Final, TypeGuard, TypeVar
 
 import msgspec
 
-from topics.api.requests import (
-    U64_MAX,
-    AppendBody,
-    CommitBody,
-    DeleteBody,
-    DiffBody,
-    DropBody,
-    Optional,
-    RecordBody,
-    StageBody,
-)
+from topics.api.requests import U64_MAX, AppendBody, DeleteBody, DiffBody, Optional, RecordBody, StageBody
 from topics.core.errors import TopicsError, invalid
 from topics.core.tags import Match, parse_match
 
@@ -43,16 +33,9 @@ def has_job_attributes(record: RecordBody) -> bool:
     return record.deliver_at is not None or record.delay_ms is not None or record.order_key is not None
 
 
-def decoder(body_type: type[BodyT]) -> msgspec.json.Decoder[BodyT]:
-    return msgspec.json.Decoder(body_type)
-
-
-append_decoder: Final = decoder(AppendBody)
-stage_decoder: Final = decoder(StageBody)
-_diff_decoder = decoder(DiffBody)
-_drop_decoder = decoder(DropBody)
-_commit_decoder = decoder(CommitBody)
-_delete_decoder = decoder(DeleteBody)
+append_decoder: Final = msgspec.json.Decoder(AppendBody)
+stage_decoder: Final = msgspec.json.Decoder(StageBody)
+_decoders: Final[dict[type, msgspec.json.Decoder[Any]]] = {}
 _object_decoder = msgspec.json.Decoder(dict[str, Any])
 _meta_decoder = msgspec.json.Decoder(dict[str, str])
 
@@ -63,28 +46,27 @@ def decode(json_decoder: msgspec.json.Decoder[BodyT], body: bytes) -> BodyT:
     return value
 
 
-def decode_diff(body: bytes) -> DiffBody:
-    request = decode(_diff_decoder, body)
+def decode_as(body_type: type[BodyT], body: bytes) -> BodyT:
+    """As `decode`, with a decoder of its own for each type, and its integers checked."""
+    json_decoder = _decoders.get(body_type)
+    if json_decoder is None:
+        json_decoder = _decoders[body_type] = msgspec.json.Decoder(body_type)
+    request: BodyT = decode_any(json_decoder, body)
     check_counts(request)
+    return request
+
+
+def decode_diff(body: bytes) -> DiffBody:
+    """A diff starts at one place: behind a seq or at a time."""
+    request = decode_as(DiffBody, body)
     if request.from_ts is not None and request.from_seq:
         raise invalid("from_ts stands instead of from_seq: give one of the two", field="from_ts")
     return request
 
 
-def decode_drop(body: bytes) -> DropBody:
-    return decode(_drop_decoder, body)
-
-
-def decode_commit(body: bytes) -> CommitBody:
-    request = decode(_commit_decoder, body)
-    check_counts(request)
-    return request
-
-
 def decode_delete(body: bytes) -> tuple[int | None, Match | None]:
     """(before_seq, match), at least one of them."""
-    request = decode(_delete_decoder, body)
-    check_counts(request)
+    request = decode_as(DeleteBody, body)
     if request.before_seq is None and request.match is None:
         raise invalid("a delete needs before_seq, match or both", field="match")
     return request.before_seq, None if request.match is None else parse_match(request.match)

@@ -42,9 +42,6 @@ EVENT_STREAM_HEADERS: Final[HeaderList] = [
 ]
 
 
-_decoder = wire.decoder(WatchBody)
-
-
 class WatchRoutes:
     """One method for each method of HTTP; routing is the app's."""
 
@@ -73,7 +70,9 @@ class WatchRoutes:
         started_ns = time.perf_counter_ns()
         headers = dict(scope["headers"])
         lenient = flag(QueryParams(scope["query_string"]), "lenient", False)
-        request = self._check(wire.decode(_decoder, await read_body(receive, headers, self._settings.max_body_bytes)))
+        request = self._check(
+            wire.decode_as(WatchBody, await read_body(receive, headers, self._settings.max_body_bytes))
+        )
         caller = caller_of(scope)
         caller.require(KeyScope.READ, request.topics)
         await self._catching_up.all(request.topics)
@@ -173,7 +172,6 @@ class WatchRoutes:
             self._hub.close(connection)
 
     def _check(self, request: WatchBody) -> WatchBody:
-        wire.check_counts(request)
         check_starts(request.topics, self._settings.max_watch_topics)
         return request
 

@@ -59,9 +59,6 @@ TRIES_MAX: Final = 100
 Room = Callable[[], Awaitable[None]]
 """Returns when there is room for the page of this read."""
 
-_cursor_decoder = wire.decoder(CursorBody)
-_read_decoder = wire.decoder(ReadBody)
-
 
 _ANSWER: Final = (
     b'{"topic":"%b","cursor":"%b","cursor_seq":%d,'
@@ -90,8 +87,7 @@ class CursorRoutes:
         name, cursor = _names(scope)
         headers = dict(scope["headers"])
         body = await read_body(receive, headers, self._settings.max_body_bytes)
-        request = wire.decode(_cursor_decoder, body or b"{}")
-        wire.check_counts(request)
+        request = wire.decode_as(CursorBody, body or b"{}")
         if request.persist_every is not None and request.persist_every < 1:
             raise invalid("persist_every must be at least 1", field="persist_every")
         if request.tail and request.from_seq is not None:
@@ -133,8 +129,7 @@ class CursorRoutes:
         name, cursor = _names(scope)
         headers = dict(scope["headers"])
         body = await read_body(receive, headers, self._settings.max_body_bytes)
-        request = wire.decode(_read_decoder, body or b"{}")
-        wire.check_counts(request)
+        request = wire.decode_as(ReadBody, body or b"{}")
         options = PageOptions(
             min(request.limit or LIMIT_DEFAULT, LIMIT_MAX),
             min(request.max_bytes or MAX_BATCH_BYTES[0], MAX_BATCH_BYTES[1]),

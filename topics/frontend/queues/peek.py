@@ -30,7 +30,6 @@ RUNS_AT_ONCE: Final = 32
 """Pages that are read before the loop goes on with somebody else."""
 
 
-_decoder = wire.decoder(PeekBody)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -47,8 +46,7 @@ class PeekRoute:
         started_ns = time.perf_counter_ns()
         name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
         body = await read_body(receive, headers, self._settings.max_body_bytes)
-        request = wire.decode(_decoder, body or b"{}")
-        wire.check_counts(request)
+        request = wire.decode_as(PeekBody, body or b"{}")
         await self._catching_up.one(name)
         jobs, next_from_seq = await self._look(name, request)
         await take_room(scope, ANSWER_BYTES_MAX)

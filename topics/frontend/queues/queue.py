@@ -6,8 +6,6 @@ import asyncio
 import time
 from typing import Any, Final
 
-import msgspec
-
 from topics.api.requests import ClaimBody, ExtendBody, JobsBody, NackBody, RedriveBody
 from topics.core.config import LEASE_MS
 from topics.core.errors import TopicsError, invalid, not_a_queue
@@ -37,13 +35,6 @@ ROOM_WAIT_S: Final = 2.0
 """For room for the answer of a claim, whose jobs are leased by then; half their lease, if that is less."""
 RETRY_AFTER_MS: Final = 1000
 DELAY_MS_MAX: Final = 365 * 86_400_000
-
-
-_claim_decoder = wire.decoder(ClaimBody)
-_ack_decoder = wire.decoder(JobsBody)
-_nack_decoder = wire.decoder(NackBody)
-_extend_decoder = wire.decoder(ExtendBody)
-_redrive_decoder = wire.decoder(RedriveBody)
 
 
 class QueueRoutes:
@@ -109,8 +100,7 @@ class QueueRoutes:
             raise
 
     def _wish(self, body: bytes) -> ClaimBody:
-        request = wire.decode(_claim_decoder, body)
-        wire.check_counts(request)
+        request = wire.decode_as(ClaimBody, body)
         checked_node(request.node, self._settings)
         return request
 
@@ -174,7 +164,7 @@ class QueueRoutes:
     async def ack(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, headers = _topic_name(scope), dict(scope["headers"])
-        request = await self._body(_ack_decoder, receive, headers)
+        request = await self._body(JobsBody, receive, headers)
         call = Ack(name, request.node, request.seqs, _lease_nos(request))
         reply = await self._gateway.call(self._owner(name), call, AckReply)
         await _send_ended(send, headers, name, "acked", reply, started_ns)
@@ -182,7 +172,7 @@ class QueueRoutes:
     async def nack(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, headers = _topic_name(scope), dict(scope["headers"])
-        request = await self._body(_nack_decoder, receive, headers)
+        request = await self._body(NackBody, receive, headers)
         delay_ms = min(request.delay_ms, DELAY_MS_MAX)
         call = Nack(name, request.node, request.seqs, _lease_nos(request), delay_ms)
         reply = await self._gateway.call(self._owner(name), call, AckReply)
@@ -191,7 +181,7 @@ class QueueRoutes:
     async def extend(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, headers = _topic_name(scope), dict(scope["headers"])
-        request = await self._body(_extend_decoder, receive, headers)
+        request = await self._body(ExtendBody, receive, headers)
         lease_ms = clamped_lease_ms(request.lease_ms)
         assert lease_ms is not None
         call = Extend(name, request.node, request.seqs, _lease_nos(request), lease_ms)
@@ -207,7 +197,7 @@ class QueueRoutes:
     async def redrive(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, headers = _topic_name(scope), dict(scope["headers"])
-        request = await self._body(_redrive_decoder, receive, headers)
+        request = await self._body(RedriveBody, receive, headers)
         source = check_topic_name(request.source, "from")
         caller_of(scope).require(KeyScope.ADMIN, (source,))
         if source == name:
@@ -221,9 +211,8 @@ class QueueRoutes:
             answer["next_from_seq"] = redriven.next_from_seq
         await send_object(send, headers, 200, answer, started_ns)
 
-    async def _body(self, decoder: msgspec.json.Decoder[BodyT], receive: Receive, headers: Headers) -> BodyT:
-        request = wire.decode(decoder, await read_body(receive, headers, self._settings.max_body_bytes))
-        wire.check_counts(request)
+    async def _body(self, body_type: type[BodyT], receive: Receive, headers: Headers) -> BodyT:
+        request = wire.decode_as(body_type, await read_body(receive, headers, self._settings.max_body_bytes))
         if isinstance(request, JobsBody):
             self._check_jobs(request)
         return request
