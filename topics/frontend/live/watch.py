@@ -70,9 +70,8 @@ class WatchRoutes:
         started_ns = time.perf_counter_ns()
         headers = dict(scope["headers"])
         lenient = flag(QueryParams(scope["query_string"]), "lenient", False)
-        request = self._check(
-            wire.decode_as(WatchBody, await read_body(receive, headers, self._settings.max_body_bytes))
-        )
+        request = wire.decode_as(WatchBody, await read_body(receive, headers, self._settings.max_body_bytes))
+        check_starts(request.topics, self._settings.max_watch_topics)
         caller = caller_of(scope)
         caller.require(KeyScope.READ, request.topics)
         await self._catching_up.all(request.topics)
@@ -170,10 +169,6 @@ class WatchRoutes:
         if not connection.closed and not self._access.still_allows(session.key_digest, KeyScope.READ, session.topics):
             connection.push.write(EVENT_STREAM.final("forbidden", "the key of this stream is no longer valid for it"))
             self._hub.close(connection)
-
-    def _check(self, request: WatchBody) -> WatchBody:
-        check_starts(request.topics, self._settings.max_watch_topics)
-        return request
 
     def _find(self, name: str, lenient: bool) -> TopicRef | None:
         return self._reader.find(name) if lenient else self._reader.get(name)
