@@ -44,8 +44,6 @@ _LOOKS: Final = 5000
 SEAL_AGAIN_MS: Final = 60_000
 """After a segment could not be sealed, which holds up nothing; doubled each time, up to:"""
 SEAL_AGAIN_MAX_MS: Final = 3_600_000
-_TELL_AGAIN_WAITS: Final = 3
-_TELLS: Final = 50
 """A shard that starts again, and has copies to log, may take longer: then the next cut will do."""
 
 log = get_logger()
@@ -298,29 +296,15 @@ def tell(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
 
     Raises Refused when the shard could not log all of them, or not be told.
     """
-    for _ in range(_TELLS):
-        held = _tell_once(follower, checkpoints)
-        if not held:
-            return
-        checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.topic_id in held]
-        follower.link.pause(_TELL_AGAIN_WAITS)
-    raise Refused(
-        f"shard {follower.shard}: records of {len(held)} topics are needed in its log as long as copies of them are in "
-        f"no other, which others do not see to"
-    )
-
-
-def _tell_once(follower: Follower, checkpoints: list[TopicCheckpoint]) -> set[int]:
-    """The topics of which the shard wants to hear again, soon."""
     try:
         reply = follower.link.call(Checkpoint(checkpoints), CheckpointReply)
     except (TopicsError, OSError) as error:
         # An OSError is of shared memory, and nothing about the disk or a file on it follows from that.
         raise Refused(f"shard {follower.shard}: {error}") from error
-    gone, refused, held = set(reply.gone), set(reply.refused), set(reply.held)
+    gone, refused = set(reply.gone), set(reply.refused)
     for checkpoint in checkpoints:
         topic = follower.fold.topics.get(checkpoint.topic_id)
-        if topic is None or checkpoint.topic_id in refused or checkpoint.topic_id in held:
+        if topic is None or checkpoint.topic_id in refused:
             continue
         if checkpoint.topic_id in gone:
             follower.fold.topic_delete(checkpoint.topic_id)
@@ -329,7 +313,6 @@ def _tell_once(follower: Follower, checkpoints: list[TopicCheckpoint]) -> set[in
         follower.index_of(topic).checkpointed(checkpoint.up_to_seq, checkpoint.segments)
     if refused:
         raise Refused(f"shard {follower.shard} could not mark {len(refused)} of {len(checkpoints)} topics")
-    return held
 
 
 def _followed(entries: array[int], topic: Topic) -> array[int]:

@@ -86,12 +86,6 @@ class ShardLink:
                 os.unlink(self._spill_path)  # half of it is of no use, and others need the room
             raise
 
-    def pause(self, waits: int) -> None:
-        """Gives shards time, as much as so many fruitless looks for an answer. Raises what `wait` raises."""
-        for _ in range(waits):
-            self.take_notices()
-            self._wait()
-
     def take_notices(self) -> None:
         """Whatever the shard says unasked means nothing here, but must not fill the ring."""
         self._take(0)

@@ -44,8 +44,5 @@ class RecordIndex(Protocol):
         """These segments are new or changed; entries up to there are in segments now, with their deletions."""
 
     def drop_before(self, seq: int) -> None: ...
-    def hold(self, seq: int) -> None:
-        """From now on entries from `seq` on stay, also of records that are gone; U64_MAX for none."""
-
     def skip_to(self, seq: int) -> None:
         """Nothing below `seq` is left but what segments hold, and the next entry is of that seq."""

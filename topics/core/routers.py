@@ -93,6 +93,10 @@ class RouterRegistry:
         """The routers that lead into a topic, oldest first; all of one source."""
         return sorted(self._into.get(dest, {}).values(), key=lambda router: router.id)
 
+    def is_source(self, topic: str) -> bool:
+        """Whether routers copy from this topic."""
+        return topic in self._from
+
     def from_source(self, source: str) -> list[Router]:
         return list(self._from.get(source, {}).values())
 

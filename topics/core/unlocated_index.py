@@ -59,8 +59,5 @@ class UnlocatedIndex:
     def drop_before(self, seq: int) -> None:
         self.segments.drop_below(seq)
 
-    def hold(self, seq: int) -> None:
-        """Nothing is kept."""
-
     def skip_to(self, seq: int) -> None:
         self.next_seq = max(self.next_seq, seq)

@@ -43,10 +43,7 @@ CompactorCall = Checkpoint | Trim | MarkAgain
 
 
 class CheckpointReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Topic ids: `gone` are deleted, `refused` not marked, `held` not yet: their records are needed in the log until
-    copies of them are in another, which was asked for. All others of the request are marked.
-    """
+    """Topic ids: `gone` are deleted, `refused` could not be marked. All others of the request are marked."""
 
     gone: list[int]
     refused: list[int]
-    held: list[int] = []

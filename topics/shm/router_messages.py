@@ -51,10 +51,7 @@ class DeleteRouterReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class SyncRoutersReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`held`: copies need not be logged one by one any more, if ever."""
-
     begun: bool
-    held: bool
 
 
 class CaughtUp(msgspec.Struct, tag=True, array_like=True, frozen=True):

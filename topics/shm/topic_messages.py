@@ -24,11 +24,8 @@ class EnsureTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class DeleteTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`settle`: only once the logs of those who copy it have their copies of all of it, which nobody can copy again."""
-
     name: str
     if_empty: bool
-    settle: bool = False
 
 
 class DeleteRecords(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -62,10 +59,7 @@ class PutTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class DeleteTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`held`: the copies are yet to be logged, which has begun; ask again soon."""
-
     deleted: bool
-    held: bool = False
 
 
 class DeleteRecordsReply(msgspec.Struct, tag=True, array_like=True, frozen=True):

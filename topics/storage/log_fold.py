@@ -25,7 +25,7 @@ _APART_FROM_RECORDS: Final = frozenset(
         FrameType.FILE_START,
         FrameType.FILE_END,
         FrameType.SYNC_MARK,
-        FrameType.ROUTER_COPY,
+        FrameType.ROUTER_SOURCE,
     )
 )
 """What the fold takes of these has nothing to do with the records before them."""
@@ -72,7 +72,7 @@ def _fold_frame(fold: Fold, frame: FrameTuple, buffer: memoryview, in_ram: bool)
             fold.cursor(topic_id, data)
         case FrameType.SESSION:
             fold.session(data)
-        case FrameType.FILE_START | FrameType.FILE_END | FrameType.SYNC_MARK | FrameType.ROUTER_COPY:
+        case FrameType.FILE_START | FrameType.FILE_END | FrameType.SYNC_MARK | FrameType.ROUTER_SOURCE:
             pass
         case _:
             _fold_control(fold, type_, topic_id, seq, data, in_ram)
@@ -102,7 +102,5 @@ def _fold_control(fold: Fold, type_: int, topic_id: int, seq: int, data: bytes, 
             fold.routers.deleted(seq)
         case FrameType.ROUTER_CURSOR:
             fold.router_cursor(topic_id, seq, data, in_ram)
-        case FrameType.ROUTER_SOURCE:
-            fold.router_source(topic_id, seq)
         case _:
             raise AssertionError(f"frame type {type_} has no meaning in this version")
