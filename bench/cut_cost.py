@@ -18,12 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, cast
 
-from topics.compactor.follower import Follower
-from topics.compactor.log_buffers import LogBuffers
-from topics.compactor.marked_index import MarkedIndex
-from topics.compactor.segments import SealAt, SegmentAppender
-from topics.compactor.shard_link import ShardLink
-from topics.compactor.tail import LogTail
+from topics.compactor.follower import Follower, LogTail, MarkedIndex, ShardLink
+from topics.compactor.segments import LogBuffers, SealAt, SegmentAppender
 from topics.core.config import TopicConfig
 from topics.core.control_bodies import CreateBody, encode_body
 from topics.core.fold import Fold

@@ -21,10 +21,18 @@ from topics.frontend.reads.reading import Page, TopicReader
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.arenas import Arenas
 from topics.shm.arena import TopicView
-from topics.shm.cursor_messages import CursorPut
 from topics.shm.instance import SharedMemory
-from topics.shm.router_messages import DeleteRouter, PutRouter, SyncRouters
-from topics.shm.topic_messages import DeleteRecords, DeleteTopic, DeleteTopicReply, EnsureTopic, PutTopic
+from topics.shm.queue_messages import CursorPut
+from topics.shm.topic_messages import (
+    DeleteRecords,
+    DeleteRouter,
+    DeleteTopic,
+    DeleteTopicReply,
+    EnsureTopic,
+    PutRouter,
+    PutTopic,
+    SyncRouters,
+)
 from topics.storage.frame import FrameType
 from topics.storage.layout import group_dir, log_path
 from topics.walshard.routers.links import LetGo

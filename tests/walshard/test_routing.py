@@ -19,9 +19,17 @@ from topics.core.floors import EvictReason
 from topics.core.routers import RouterSpec
 from topics.shm import append_messages
 from topics.shm.memory import SharedObject
-from topics.shm.router_messages import CatchUp, DeleteRouter, PutRouter, SyncRouters
 from topics.shm.router_table import RouterTable
-from topics.shm.topic_messages import DeleteRecords, DeleteTopic, EnsureTopic, PutTopic
+from topics.shm.topic_messages import (
+    CatchUp,
+    DeleteRecords,
+    DeleteRouter,
+    DeleteTopic,
+    EnsureTopic,
+    PutRouter,
+    PutTopic,
+    SyncRouters,
+)
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType, lay_out, scan
 from topics.storage.layout import group_dir, log_path, ram_group_dir
 from topics.walshard.routers.feed import PAGE_RECORDS

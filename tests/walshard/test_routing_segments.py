@@ -18,8 +18,7 @@ from tests.walshard.rig import Rig
 from tests.walshard.test_routing import Model, append_tagged, feeds, logged_types, put, route
 from topics.core.config import U64_MAX
 from topics.core.routers import RouterSpec
-from topics.shm.router_messages import CatchUp, CaughtUp, DeleteRouter, PutRouter, SyncRouters
-from topics.shm.topic_messages import DeleteRecords, Expire
+from topics.shm.topic_messages import CatchUp, CaughtUp, DeleteRecords, DeleteRouter, Expire, PutRouter, SyncRouters
 from topics.storage.frame import FrameType
 from topics.storage.segment_store import LocalStore
 from topics.storage.verify import verify

@@ -1,32 +1,40 @@
-"""A checkpoint of one shard: its topics' new records into segments, the segments onto the disk, the shard told.
+"""A checkpoint of one shard: its topics' new records and their deletions go into segments and onto the disk.
 
-What is told is durable before, and the shard's answer means that its log says so. Killed anywhere, or refused, it is
-simply repeated: a topic whose mark is not in the log goes on where the mark before it ends.
+`Checkpoints` puts records into segments, syncs them and tells the shard. The shard's answer means that its log says so.
+A checkpoint that is killed or refused is simply repeated: a topic whose mark is not in the log goes on where the mark
+before it ends.
+
+`DurableMarks` sees to deletions that a snapshot takes for done: they are on the disk before it, for nobody will read
+the log for them. The shard marks deletions in segments at once, this process syncs the marks. A sync that failed
+reports it only once: the pages count as clean then, and the next sync of the same file succeeds though they never came
+to the disk. So after a failed sync the shard marks everything again that the log tells of since the last snapshot. It
+also does so once in each life of this process, because the former life may have ended right behind such a failure.
 """
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
-from topics.compactor.backoff import doubled_ms
-from topics.compactor.deferred_sync import deferring_syncs
-from topics.compactor.follower import Follower
-from topics.compactor.log_buffers import LogBuffers
-from topics.compactor.segments import NO_ROOM, BufferOf, SealAt, SegmentAppender
+from topics.compactor.follower import Follower, MarkedIndex
+from topics.compactor.segments import NO_ROOM, BufferOf, LogBuffers, SealAt, SegmentAppender
+from topics.core.backoff import doubled_ms
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_IN_RAM_LOG, any_flagged, flags_of
-from topics.core.segment_list import SEALED, SegmentInfo
+from topics.core.segment_list import COLD, SEALED, SegmentInfo
+from topics.core.seq_set import runs_of
 from topics.core.topic import Topic
 from topics.log import get_logger
-from topics.shm.compactor_messages import Checkpoint, CheckpointReply, TopicCheckpoint
+from topics.shm.messages import Done
+from topics.shm.topic_messages import Checkpoint, CheckpointReply, MarkAgain, TopicCheckpoint
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem
+from topics.storage.filesystem import FileSystem, deferring_syncs
 from topics.storage.kill_points import reached
+from topics.storage.segment_deletes import sync_segment
 
 TOPICS_PER_SYNC: Final = 4096
 SYNC_ONE_BY_ONE_MAX: Final = 64
@@ -383,3 +391,64 @@ def _plus(written: Written, follower: Follower, step: _Step) -> Written:
 
 def _data_bytes(infos: Iterable[SegmentInfo]) -> int:
     return sum(info.data_bytes for info in infos)
+
+
+SEQS_PER_MESSAGE: Final = 2048
+"""A shard takes some ms for so many."""
+
+
+class DurableMarks:
+    """Of all shards. `alive` is called between steps; up to `one_by_one_max` segments are synced by themselves."""
+
+    def __init__(
+        self, fs: FileSystem, data_dir: str, shards: int, alive: Callable[[], None], one_by_one_max: int
+    ) -> None:
+        self._fs = fs
+        self._data_dir = data_dir
+        self._shards = shards
+        self._alive = alive
+        self._one_by_one_max = one_by_one_max
+        self._doubted = set(range(shards))
+
+    def doubt(self) -> None:
+        """A sync of segments failed: it may have been the one that covered marks."""
+        self._doubted = set(range(self._shards))
+
+    def sync(self, followers: Iterable[Follower]) -> list[tuple[Follower, int, SegmentInfo]]:
+        """Every deletion that these followers have read of is on the disk; returns (follower, topic id, segment) of
+        those in segments. Raises Refused, and OSError, behind which `doubt` has to be called.
+        """
+        marked: list[tuple[Follower, int, SegmentInfo]] = []
+        seen: list[MarkedIndex] = []
+        shards = set()
+        for follower in followers:
+            shards.add(follower.shard)
+            for topic_id in sorted(follower.shrunk):
+                topic = follower.fold.topics.get(topic_id)
+                if topic is None:
+                    continue
+                index = follower.index_of(topic)
+                for info, seqs in index.deleted_in_segments():
+                    if follower.shard in self._doubted:
+                        self._mark_again(follower, topic_id, seqs)
+                    marked.append((follower, topic_id, info))
+                seen.append(index)
+        if len(marked) > self._one_by_one_max:
+            self._fs.sync_all(layout.topics_dir(self._data_dir))
+        else:
+            for _, topic_id, info in marked:
+                directory = layout.topic_dir(self._data_dir, topic_id)
+                sync_segment(self._fs, directory, info.first_seq, info.version, cold=bool(info.flags & COLD))
+        self._doubted -= shards
+        for index in seen:
+            del index.deleted[:]
+        return marked
+
+    def _mark_again(self, follower: Follower, topic_id: int, seqs: Sequence[int]) -> None:
+        for at in range(0, len(seqs), SEQS_PER_MESSAGE):
+            runs = runs_of(seqs[at : at + SEQS_PER_MESSAGE])
+            try:
+                follower.link.call(MarkAgain(topic_id, runs), Done)
+            except (TopicsError, OSError) as error:  # of shared memory: see `checkpoints.tell`
+                raise Refused(f"shard {follower.shard}: {error}") from error
+            self._alive()

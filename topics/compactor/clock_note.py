@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from topics.core.clock import Clock
-from topics.core.expiry_clock import TrustedTime
+from topics.core.clock import Clock, TrustedTime
 from topics.log import get_logger
 from topics.shm.control import Cell
 from topics.storage.clock_file import write_clock

@@ -22,26 +22,23 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Final
 
-from topics.compactor.checkpoints import Checkpoints, Refused, tell
-from topics.compactor.durable_marks import DurableMarks
+from topics.compactor.checkpoints import Checkpoints, DurableMarks, Refused, tell
 from topics.compactor.ended_pins import unpin_ended
 from topics.compactor.follower import Follower
 from topics.compactor.leftovers import Leftovers, Swept, TopicFiles
-from topics.compactor.log_buffers import LogBuffers
 from topics.compactor.relocation import Relocation
-from topics.compactor.rewrites import Rewriting
-from topics.compactor.segments import NO_ROOM
+from topics.compactor.rewriting import Rewriting
+from topics.compactor.segments import NO_ROOM, LogBuffers
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.log import get_logger
-from topics.shm.compactor_messages import Trim
 from topics.shm.control import ProcessCell
 from topics.shm.messages import Done
+from topics.shm.topic_messages import Trim
 from topics.storage.filesystem import FileSystem
 from topics.storage.kill_points import reached
 from topics.storage.logfile import WalPosition
-from topics.storage.snapshot import save_snapshot
-from topics.storage.state import ShardPart, encode_part, encode_parts, load
+from topics.storage.snapshot import ShardPart, encode_part, encode_parts, load, save_snapshot
 
 LOOKS_PER_STEP: Final = 16
 """Segments that are so small that the rate at which they may be rewritten is no bound."""

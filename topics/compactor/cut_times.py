@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from topics.compactor.backoff import doubled_ms
+from topics.core.backoff import doubled_ms
 
 RETRY_MS: Final = 2_000
 """After a cut that was not complete; doubled each time, up to the interval, and:"""

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 from topics.core.topic import Topic
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
-from topics.storage.sink_file import SinkDamagedError, read_head
-from topics.storage.stage_file import stage_name
+from topics.storage.txn_files import SinkDamagedError, read_sink_head, stage_name
 
 
 def unpin_ended(fs: FileSystem, data_dir: str, topics: Iterable[Topic], alive: Callable[[], None]) -> None:
@@ -44,7 +43,7 @@ def unpin_ended(fs: FileSystem, data_dir: str, topics: Iterable[Topic], alive: C
 
 def _is_over(fs: FileSystem, data_dir: str, sink: str, batch: int) -> bool:
     try:
-        decided, pending_count = read_head(fs, layout.sinks_dir(data_dir), sink)
+        decided, pending_count = read_sink_head(fs, layout.sinks_dir(data_dir), sink)
     except (OSError, SinkDamagedError):
         return False
     return decided != batch or not pending_count

@@ -11,20 +11,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Checkpoints, Refused, tell
+from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Checkpoints, DurableMarks, Refused, tell
 from topics.compactor.clock_note import ClockNote
-from topics.compactor.cold_fetch import ColdFetch
 from topics.compactor.compactor import Compactor
 from topics.compactor.cut_times import CutTimes
-from topics.compactor.durable_marks import DurableMarks
-from topics.compactor.follower import Follower
+from topics.compactor.follower import Follower, LogTail, MarkedIndex, ShardLink, TailLost
 from topics.compactor.leftovers import Leftovers
-from topics.compactor.marked_index import MarkedIndex
 from topics.compactor.relocation import HotRetention, Relocation
-from topics.compactor.rewrites import Rewriting
+from topics.compactor.rewriting import ColdFetch, Rewriting
 from topics.compactor.segments import SealAt
-from topics.compactor.shard_link import ShardLink
-from topics.compactor.tail import LogTail, TailLost
 from topics.core.clock import Clock, SystemClock
 from topics.core.fold import Fold, FoldError
 from topics.core.segment_list import COLD
@@ -32,14 +27,13 @@ from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.control import ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
-from topics.shm.wake import Wake
+from topics.shm.ring import Wake
 from topics.storage import kill_points, layout
 from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id, syncfs_tells_errors
 from topics.storage.logfile import RefusedLog, WalPosition
 from topics.storage.pins import Pinned, pins_dir, read_pinned
 from topics.storage.segment_store import LocalStore
-from topics.storage.snapshot import UnknownSnapshotVersion
-from topics.storage.state import ShardPart, load
+from topics.storage.snapshot import ShardPart, UnknownSnapshotVersion, load
 
 HEARTBEAT_MS: Final = 250
 ANSWER_POLL_MS: Final = 10

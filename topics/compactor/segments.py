@@ -1,13 +1,15 @@
-"""Records into segments: what of a topic's log is not in one yet is appended, and what is full or old is sealed.
+"""Records into segments: those of a log that are in no segment yet are appended; full or old segments are sealed.
 
-Works from the outcome of the last mark alone: files are opened at what is committed, whatever a killed life left behind
-is cut off, and nothing stays open in between.
+The appender works from the outcome of the last mark alone: it opens files at what is committed, cuts off whatever a
+killed life left behind, and leaves nothing open in between. A cut maps log files when the first record asks for them,
+and only while it lasts.
 """
 
 from __future__ import annotations
 
 import errno
 import mmap
+import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -36,6 +38,36 @@ from topics.storage.postings import write_postings
 from topics.storage.segment import CorruptSegment, is_gone
 from topics.storage.segment_reader import SegmentReader
 from topics.storage.segment_writer import SegmentWriter
+
+
+class LogBuffers:
+    """Maps whole files, read-only; only bytes that published locations name are looked at."""
+
+    def __init__(self, directory: str, ram_directory: str) -> None:
+        self._directories = (directory, ram_directory)
+        self._maps: dict[LogFileKey, mmap.mmap] = {}
+
+    def get(self, key: LogFileKey, end: int) -> mmap.mmap:
+        """The file, mapped at least up to byte `end`. Raises FileNotFoundError when it is gone, EOFError if shorter."""
+        mapped = self._maps.get(key)
+        if mapped is not None and end <= len(mapped):
+            return mapped
+        path = layout.log_path(self._directories[key.in_ram], key.file_no)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if end > os.fstat(fd).st_size:
+                raise EOFError(f"{path} ends before byte {end}")
+            mapped = self._maps[key] = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        return mapped
+
+    def close(self) -> None:
+        """Unmaps all."""
+        for mapped in self._maps.values():
+            mapped.close()
+        self._maps.clear()
+
 
 _IN_RAM: Final = LOCATION_IN_RAM_LOG << FLAGS_SHIFT
 _FILE_MASK: Final = _IN_RAM | 0xFFFF_FFFF

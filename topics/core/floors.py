@@ -1,8 +1,9 @@
-"""The floors of a topic as its log has them, and why what is below them is gone (api §3.2)."""
+"""A topic's floors as its log has them, why records below them are gone (api §3.2), what a delete takes (api §5)."""
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -47,3 +48,29 @@ class Floors(msgspec.Struct, array_like=True, frozen=True):
             return self
         run_seq = run_after(reason, self.evict_reason, self.evict_floor, self.evict_run_seq)
         return msgspec.structs.replace(self, evict_floor=seq, evict_reason=int(reason), evict_run_seq=run_seq)
+
+
+class Front(NamedTuple):
+    """Where the live records begin, and what was lost just before them: everything below `lost_below_seq` (0: nothing),
+    for `lost_reason`.
+    """
+
+    earliest_seq: int
+    lost_below_seq: int = 0
+    lost_reason: EvictReason = EvictReason.NONE
+
+
+class Deletion(NamedTuple):
+    """What one delete takes: everything below `below_seq`, and `seqs`; so many records and bytes that were live, and
+    where the live ones begin afterwards. Less than nothing is taken where the count was too low, and is put right.
+    """
+
+    below_seq: int
+    seqs: tuple[int, ...]
+    records: int
+    size_bytes: int
+    front: Front
+
+    @property
+    def earliest_seq(self) -> int:
+        return self.front.earliest_seq

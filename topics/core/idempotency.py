@@ -1,18 +1,92 @@
-"""Remembering keyed writes, so that a retry answers the first outcome (api §0.9).
+"""Outcomes of keyed writes are remembered, so that a retry gets the first answer (api §0.9), and producers are fenced.
 
-Three kinds of keys. A client's is UTF-8 and expires with the topic's window. A *pin* is the server's own: it marks a
-stage that a transaction has published (api §6), must be known for as long as the transaction may be carried out again,
-which no clock can tell, and goes when the sink's next batch comes to the topic or the transaction is over. A producer's
-(`producers.py`) expires like a client's, but for its last one, which says where the producer is.
+There are three kinds of keys:
+
+- A client's key is UTF-8 and expires with the topic's window.
+- A *pin* marks a stage that a transaction has published (api §6). The service must know it for as long as the
+  transaction may be carried out again, which no clock can tell. It goes when the sink's next batch comes to the topic,
+  or when the transaction is over.
+- A producer's key expires like a client's, but for the last one: it says where the producer is (api §2). A producer
+  numbers its writes, and each of its instances has an epoch above that of the one before. Epoch and number are the key,
+  so they are logged with the write and go wherever keys go:
+
+      | 0xFD | id | epoch u64 big-endian | n u64 big-endian |
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from enum import Enum, unique
+from struct import Struct
 from typing import Final, NamedTuple
 
-from topics.core.key_marks import KeyMark
-from topics.core.producers import FORGOTTEN_AFTER_MS, Turn, is_producer_key, parse_key, producer_key
+from topics.core.errors import TopicsError
+
+
+@unique
+class KeyMark(bytes, Enum):
+    """Who has given a key."""
+
+    PIN = b"\xff"
+    """A transaction: of a stage that it publishes (`idempotency.py`)."""
+    CARRIED = b"\xfe"
+    """A frontend: of a record that it brings to the dead letters, or back (`frontend/queues/dead_letters.py`)."""
+    PRODUCER = b"\xfd"
+    """A producer: what its writes are numbered with (`producers.py`)."""
+
+
+FORGOTTEN_AFTER_MS: Final = 7 * 24 * 3_600_000
+"""A producer that has written nothing for so long is one that never wrote."""
+_TURN: Final = Struct(">QQ")
+
+
+class Turn(NamedTuple):
+    """Where a producer is: its highest epoch, and the number of the last write in it."""
+
+    epoch: int
+    n: int
+
+
+def producer_key(id: bytes, turn: Turn) -> bytes:
+    return KeyMark.PRODUCER + id + _TURN.pack(*turn)
+
+
+def is_producer_key(key: bytes) -> bool:
+    return key.startswith(KeyMark.PRODUCER)
+
+
+def parse_key(key: bytes) -> tuple[bytes, Turn]:
+    """(id, turn)."""
+    return key[1 : -_TURN.size], Turn(*_TURN.unpack_from(key, len(key) - _TURN.size))
+
+
+def check_fence(id: bytes, last: Turn, given: Turn) -> None:
+    """`409 fenced` for an instance that has been replaced by one of a higher epoch."""
+    if given.epoch < last.epoch:
+        raise TopicsError(
+            "fenced",
+            f"producer {id.decode()!r} goes on in epoch {last.epoch}, so epoch {given.epoch} may not write any more",
+            _detail(id, last),
+        )
+
+
+def check_order(id: bytes, last: Turn, given: Turn) -> None:
+    """`409 out_of_order` unless this write, whose outcome is not known, comes next. The first of an epoch may have any
+    number.
+    """
+    if given.epoch == last.epoch and given.n != last.n + 1:
+        missing = given.n > last.n
+        raise TopicsError(
+            "out_of_order",
+            f"producer {id.decode()!r} has written up to {last.n}, so {last.n + 1} is next and not {given.n}"
+            + ("" if missing else "; it was committed, and its seqs are not known any more"),
+            _detail(id, last),
+        )
+
+
+def _detail(id: bytes, last: Turn) -> dict[str, object]:
+    return {"producer": id.decode(), "epoch": last.epoch, "n": last.n}
+
 
 _BATCH_LEN: Final = 8
 

@@ -1,4 +1,4 @@
-"""One job of a queue (api §9) and where it stands; `jobs.py` has them all, `leases.py` is who has them. Pure.
+"""One job of a queue (api §9), where it stands, and what the log says of it; `jobs.py` has all jobs. Pure.
 
                ┌────────────── due ──── DELAYED ◀── nack with a delay ──┐
                ▼                                                        │
@@ -9,14 +9,20 @@
     BEHIND     scheduled for later (`deliver_at_ms`), or not the first of its `order_key`
     HELD       its end is being committed to the log, or it is on its way to the dead letters
 
-Time is passed in. Leases and delays run on the monotonic clock; what is told to clients and logged is the wall clock of
-that moment, which after a restart is all there is. `deliver_at_ms` is a wall time by its nature.
+Time is passed in. Leases and delays run on the monotonic clock. Clients are told, and the log has, the wall clock of
+that moment; after a restart nothing else is left. `deliver_at_ms` is a wall time by its nature.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from topics.core.cursors import CursorBody
+from topics.core.seq_set import Run
 
 Holder = tuple[int, int]
 """(frontend, stream) of a `/work` stream; stream 0: the frontend carries the job to the dead letters."""
@@ -86,3 +92,52 @@ class Job:
         self.due_ms = due_ms
         self.deliveries = 0
         self.holder: Holder | None = None
+
+
+class LeaseBody(msgspec.Struct, frozen=True):
+    """Payload of a LEASE frame: what these jobs are now. An empty `node` is nobody's: back in the queue, from
+    `deadline_ms` on. `stream` 0 is none.
+    """
+
+    node: str
+    deadline_ms: int
+    lease_ms: int
+    seqs: list[int]
+    lease_nos: list[int]
+    deliveries: list[int]
+    frontend: int = 0
+    stream: int = 0
+
+
+class QueueState(msgspec.Struct, frozen=True):
+    """Everything of a queue that its records do not say: what a snapshot holds. `attributes` are (seq, deliver_at_ms,
+    order_key) of jobs that have any.
+    """
+
+    dead_lettered: int = 0
+    done: list[Run] = []
+    attributes: list[tuple[int, int, str]] = []
+    leases: list[LeaseBody] = []
+
+
+class ConsumerState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Everything of a topic's queue and cursors that its records do not say: what a snapshot holds of them."""
+
+    queue: QueueState | None = None
+    cursors: list[CursorBody] = []
+
+
+T = TypeVar("T")
+
+
+def deal(items: Sequence[T], wanted: Sequence[int]) -> list[list[T]]:
+    """Round-robin: each of them one at a time, in turn, until it has what it wanted or nothing is left."""
+    hands: list[list[T]] = [[] for _ in wanted]
+    hungry = [at for at, most in enumerate(wanted) if most]
+    dealt = 0
+    while hungry and dealt < len(items):
+        for at in hungry[: len(items) - dealt]:
+            hands[at].append(items[dealt])
+            dealt += 1
+        hungry = [at for at in hungry if len(hands[at]) < wanted[at]]
+    return hands

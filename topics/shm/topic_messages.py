@@ -1,4 +1,12 @@
-"""What frontends and shards say to each other about topics and their records (api §1, §5); `messages.py` carries it."""
+"""Requests to a shard about topics, and the answers; `messages.py` carries them.
+
+- Frontends: topics and their records (api §1, §5), routers (api §6), watchers and their sessions (api §7), and
+  transactions over topics (api §6).
+- The compactor: which records are in segments now, and which log files may go.
+
+A frontend watches a topic for all its streams, and is told by a notice. A session is what a client asked for. The shard
+that owns its id keeps it. The streams of a session are known by a number that grows from frontend to frontend.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +15,8 @@ from typing import Literal
 import msgspec
 
 from topics.core.config import TopicConfig
+from topics.core.routers import Router, RouterSpec
+from topics.core.segment_list import SegmentInfo
 
 
 class PutTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -82,3 +92,253 @@ class DeleteRecordsReply(msgspec.Struct, tag=True, array_like=True, frozen=True)
 
 
 TopicReply = PutTopicReply | DeleteTopicReply | DeleteRecordsReply
+
+
+class PutRouter(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """To shard 0, as the next two: register a router, or change it."""
+
+    name: str
+    spec: RouterSpec
+
+
+class DeleteRouter(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    name: str
+
+
+class RemoveRouters(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Those that are still there of these."""
+
+    router_ids: list[int]
+
+
+class SyncRouters(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """To the shard of a dest: do what the table of routers says now. Has this router (0: any) begun?"""
+
+    dest: str
+    router_id: int
+    version: int
+
+
+class CatchUp(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """To the shard of a dest: copy what its source has now."""
+
+    dest: str
+
+
+RouterCall = PutRouter | DeleteRouter | RemoveRouters | SyncRouters | CatchUp
+
+
+class PutRouterReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    created: bool
+    router: Router
+
+
+class DeleteRouterReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    deleted: bool
+
+
+class SyncRoutersReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """`held`: copies need not be logged one by one any more, if ever."""
+
+    begun: bool
+    held: bool
+
+
+class CaughtUp(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """`done`: nothing is gained by asking again now. `pending`: not everything was copied that there is room for; if it
+    is not `done`, because the source could not be read at this moment: ask again in a while.
+    """
+
+    done: bool
+    pending: bool
+
+
+RouterReply = PutRouterReply | DeleteRouterReply | SyncRoutersReply | CaughtUp
+
+
+class Watch(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Notify me (with my `token`) of every change of this topic; at once if it is not what I have seen."""
+
+    token: int
+    name: str
+    seen_topic_id: int
+    seen_head_seq: int
+
+
+class Unwatch(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    token: int
+    name: str
+
+
+class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A frontend's new incarnation: what the former one watched and streamed is over."""
+
+    incarnation: int
+
+
+class SessionPut(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Keep a watch session; `body` is the frontends' own affair."""
+
+    wid: str
+    body: bytes
+
+
+class SessionLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """What a SessionOpen would be answered now; nothing begins or ends by asking."""
+
+    wid: str
+
+
+class SessionOpen(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A stream of this session begins; `stream` identifies it (unique per frontend incarnation)."""
+
+    wid: str
+    stream: int
+
+
+class SessionClose(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The stream ended in order; these are the positions it has sent up to, without topics that have ended. None: it
+    has sent nothing, nor has one before it.
+    """
+
+    wid: str
+    stream: int
+    positions: dict[str, int] | None
+
+
+class SessionAbandon(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Nobody waits for the answer to that SessionOpen any more: no stream has begun."""
+
+    wid: str
+    stream: int
+
+
+SessionCall = SessionPut | SessionLook | SessionOpen | SessionClose | SessionAbandon
+
+WatchCall = Watch | Unwatch | Hello | SessionCall
+
+
+class SessionOpenReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """`positions` as SessionClose said them, None before the first. `exact`: they are all that was sent; else the
+    client's Last-Event-ID may know more.
+    """
+
+    body: bytes
+    positions: dict[str, int] | None
+    exact: bool
+
+
+class TxnBegin(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Decide a batch of a sink: from here on its stages, (id, topic) each, will be published."""
+
+    sink: str
+    batch: int
+    stages: list[tuple[str, str]]
+
+
+class StagePublish(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Append a stage of a decided batch, once; answered as an append."""
+
+    name: str
+    stage: str
+    sink: str
+    batch: int
+
+
+class TxnEnd(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Every stage of the batch is published."""
+
+    sink: str
+    batch: int
+
+
+class StagesOver(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The batch is over: what the topic keeps to publish each stage once may go."""
+
+    name: str
+    sink: str
+    batch: int
+
+
+class TxnLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """What has this sink committed?"""
+
+    sink: str
+
+
+class TxnForget(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The sink will not be used any more."""
+
+    sink: str
+
+
+class TxnPending(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Which batches are decided and not over?"""
+
+
+SinkCall = TxnBegin | TxnEnd | TxnLook | TxnForget | TxnPending
+"""To the shard that owns the sink."""
+
+TxnCall = SinkCall | StagePublish | StagesOver
+
+
+class TxnReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A sink after the call: `batch` is its latest, `pending` what of it is still to be published."""
+
+    outcome: Literal["begun", "pending", "committed", "none"]
+    batch: int
+    pending: list[tuple[str, str]]
+
+
+class TxnPendingReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """(sink, batch, stages) of each."""
+
+    batches: list[tuple[str, int, list[tuple[str, str]]]]
+
+
+SinkReply = TxnReply | TxnPendingReply
+
+
+class TopicCheckpoint(msgspec.Struct, array_like=True, frozen=True):
+    """One topic's records up to `up_to_seq` are in segments, on the disk; `segments` are those that are new or changed.
+
+    `up_to_seq` is what it was before when a segment was only sealed, rewritten or relocated.
+    """
+
+    topic_id: int
+    up_to_seq: int
+    segments: list[SegmentInfo]
+
+
+class Checkpoint(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """From the compactor: log that these are in segments, then let go of their locations."""
+
+    topics: list[TopicCheckpoint]
+
+
+class Trim(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """From the compactor: log files numbered below `file_no` hold nothing that two snapshots do not."""
+
+    file_no: int
+
+
+class MarkAgain(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """From the compactor: mark these deletions in their segments once more, a sync that should have covered the marks
+    may have failed. `runs`: (first_seq, last_seq) of records that the log says are deleted.
+    """
+
+    topic_id: int
+    runs: list[tuple[int, int]]
+
+
+CompactorCall = Checkpoint | Trim | MarkAgain
+
+
+class CheckpointReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Topic ids: `gone` are deleted, `refused` not marked, `held` not yet: their records are needed in the log until
+    copies of them are in another, which was asked for. All others of the request are marked.
+    """
+
+    gone: list[int]
+    refused: list[int]
+    held: list[int] = []

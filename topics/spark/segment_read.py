@@ -21,10 +21,18 @@ from topics.core.location import LOCATION_GONE, LOCATION_LOST
 from topics.spark.errors import OptionError
 from topics.spark.offsets import Gap, Range
 from topics.spark.options import Directories, ReadOptions
-from topics.spark.segment_arrow import InconsistentLengthsError, Records, decode, not_deleted
-from topics.spark.segment_frames import Entries, Ints, check_frames, extent, read_entries
-from topics.storage.segment import ENTRY_LEN, CorruptSegment
-from topics.storage.segment_columns import index_digest
+from topics.spark.segment_arrow import (
+    Entries,
+    InconsistentLengthsError,
+    Ints,
+    Records,
+    check_frames,
+    decode,
+    extent,
+    not_deleted,
+    read_entries,
+)
+from topics.storage.segment import ENTRY_LEN, CorruptSegment, index_digest
 
 ROWS_PER_BATCH: Final = 8_000
 BATCH_BYTES: Final = 16 * 2**20

@@ -1,11 +1,12 @@
 """Reading one log back after whatever ended its writer.
 
-Frames are handed out file by file in batches, in log order, every one validated, and only complete writes: a write of
-several frames whose last one is missing never happened. Where the log cannot be read on, there are two cases:
+Frames are handed out file by file in batches, in log order. Every frame is validated, and only complete writes are
+handed out: a write of several frames whose last one is missing never happened. Where the log cannot be read on, there
+are two cases:
 
-- A torn tail: the write that was under way when the process or the machine stopped. It is cut off, and said.
+- A torn tail: the write that was under way when the process or the machine stopped. It is cut off, and the log says so.
 - Corruption: damage to something that had been written whole. It is refused with the file, the offset and what lies
-  behind it, because starting would lose that in silence.
+  behind it, because a start would lose that in silence.
 
 Telling them apart: a torn tail is in the active file and no valid frame follows it. After a power loss valid frames may
 follow, since pages reach the disk in any order, but then no sync came after the damaged place: no SYNC_MARK vouches
@@ -17,24 +18,23 @@ Where reading begins (`start`):
 - a WalPosition: a snapshot holds everything before it, and has been on the disk since. Files below it may be there or
   not. The log must reach at least to it: a snapshot that is newer than the log is refused.
 - "lowest": with the first file there is. For a log that is trimmed without a snapshot because its files repeat
-  whatever of earlier ones still counts (the RAM log, `walshard/ram_log.py`).
+  everything of earlier ones that still counts (the RAM log, `walshard/ram_log.py`).
 
-Every step can be repeated after a crash in its middle. At the end all that was handed out is on the disk.
+Every step can be repeated after a crash in its middle. At the end everything that was handed out is on the disk.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Generator, Iterator
 from itertools import count
 from typing import Final, Literal, NamedTuple
 
 from topics.storage import layout
-from topics.storage.column_scan import scan_columns
-from topics.storage.damage import Survey, survey, used_bytes
 from topics.storage.filesystem import FileSystem, read_all
-from topics.storage.frame import Defect, FrameTuple, FrameType, scan
-from topics.storage.frame_columns import FrameColumns
+from topics.storage.frame import CHECKSUM_LEN, Defect, FrameTuple, FrameType, scan
+from topics.storage.frame_columns import FrameColumns, scan_columns
 from topics.storage.logfile import (
     FileStart,
     NotALogFile,
@@ -437,3 +437,50 @@ def recover_group(
     The caller is its only user.
     """
     return Recovery(fs, directory, identity, accept_data_loss, start)
+
+
+# Type and flags of a frame, four bytes in; only an Append may have been around a cycle. Rare in JSON and absent in
+# zeros, so few places need a closer look.
+_TYPE_AND_FLAGS: Final = re.compile(rb"(?=[\x01-\x0b\x20-\x28\x30-\x32][\x00-\x1f]|\x01[\x20-\xff])", re.DOTALL)
+_TYPE_AT: Final = 4
+
+
+class Survey(NamedTuple):
+    """The valid frames found behind a defect."""
+
+    frames: int
+    records: int
+    first_offset: int | None
+    synced_offset: int
+    """The furthest that a SYNC_MARK among them vouches for; 0 without one."""
+
+
+def survey(buffer: bytes, start: int, file_no: int) -> Survey:
+    """Looks for valid frames at any offset in buffer[start:], the content of file `file_no`."""
+    frames = records = synced_offset = 0
+    first_offset: int | None = None
+    end = min(len(buffer), start + used_bytes(buffer, start) + CHECKSUM_LEN)  # a checksum may end in zeros
+    offset = start
+    while (candidate := _TYPE_AND_FLAGS.search(buffer, offset + _TYPE_AT, end)) is not None:
+        offset = candidate.start() - _TYPE_AT
+        found = scan(buffer, offset, end)
+        if not found.frames:
+            offset += 1
+            continue
+        if first_offset is None:
+            first_offset = offset
+        for _, _, type_, _, topic_id, seq, *_ in found.frames:
+            if type_ == FrameType.APPEND:
+                records += 1
+            elif type_ == FrameType.SYNC_MARK and topic_id == file_no:
+                synced_offset = max(synced_offset, seq)
+        frames += len(found.frames)
+        offset = found.end
+    return Survey(frames, records, first_offset, synced_offset)
+
+
+def used_bytes(buffer: bytes, start: int) -> int:
+    """How many bytes from `start` on lie before the zeros that end the buffer."""
+    if buffer.count(0, start) == len(buffer) - start:
+        return 0
+    return len(buffer[start:].rstrip(b"\0"))

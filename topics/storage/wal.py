@@ -1,8 +1,8 @@
 """The writing end of one log: plan, commit, roll back, rotate; and what happens when the disk fails.
 
 Life of a group: `plan` says where each write will lie; `commit` writes the group with one vectored write, syncs it if
-asked, and only then moves the end of the log. A group lies in one file, so whatever fails is undone by
-cutting off the end of that file.
+asked, and only then moves the end of the log. A group lies in one file, so a failure is undone by cutting off the end
+of that file.
 
 A failed *write* costs the group that was being written and nothing else. A failed *sync* costs more: the kernel may
 have dropped the pages and now calls them clean, so neither that file nor a repeated sync of it means anything. That
@@ -13,15 +13,15 @@ new file, whose `previous_end` says so. If that fails too, the log is read-only 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Final, NamedTuple
 
 from topics.storage import layout
-from topics.storage.activefile import ActiveFile
 from topics.storage.filesystem import FileSystem, make_dirs
-from topics.storage.frame import Bytes
+from topics.storage.frame import Bytes, scan
 from topics.storage.logfile import (
     FILE_END_LEN,
     LOG_VERSION,
@@ -30,11 +30,80 @@ from topics.storage.logfile import (
     WalEnd,
     WalIdentity,
     create_log_file,
+    erase_behind,
     file_end_frame,
     file_start_frame,
     sync_mark_frame,
     write_current,
+    write_fully,
 )
+
+_IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
+
+
+class ActiveFile:
+    """Methods raise OSError; what a failure means is the writer's business.
+
+    `end`: where the last committed group ends; `synced`: what is known to be on the disk; `marked`: what the last
+    SYNC_MARK in the file says of that, `mark_end`: where that one ends. marked <= synced <= end, and none of them ever
+    goes back.
+    """
+
+    def __init__(self, fs: FileSystem, directory: str, file_no: int, end: int, marked: int) -> None:
+        self.path = layout.log_path(directory, file_no)
+        self.file_no = file_no
+        self.end = self.synced = end
+        self.marked = marked
+        self.mark_end = 0
+        self._fs = fs
+        self._fd = fs.open(self.path, os.O_RDWR)
+        try:
+            self.size_bytes = fs.size_bytes(self._fd)
+            # The kernel reports a failed write-back once to each open file: were the background sync to share this
+            # one, it could take the report that a commit's sync needs.
+            self._background_fd = fs.open(self.path, os.O_RDWR)
+        except OSError:
+            fs.close(self._fd)
+            raise
+        self._closing = threading.Lock()  # no descriptor is closed while the background sync uses it
+        self._closed = False
+
+    def write(self, pieces: Sequence[Bytes], offset: int) -> None:
+        for first in range(0, len(pieces), _IOV_MAX):
+            chunk = pieces[first : first + _IOV_MAX]
+            write_fully(self._fs, self._fd, chunk, offset)
+            offset += sum(map(len, chunk))
+
+    def sync(self) -> None:
+        self._fs.fdatasync(self._fd)
+
+    def sync_in_background(self) -> int:
+        """From another thread than the writer's: returns the offset up to which all is on the disk."""
+        with self._closing:
+            end = self.end
+            if not self._closed:  # closed: it was synced, or its tail saved elsewhere, when it was left
+                self._fs.fdatasync(self._background_fd)
+            return end
+
+    def erase_uncommitted(self) -> None:
+        """Makes everything behind `end` zeros again."""
+        erase_behind(self._fs, self._fd, self.end, self.size_bytes)
+
+    def read_unsynced(self) -> bytes:
+        """The committed frames from `synced` on, every one checked."""
+        length = self.end - self.synced
+        tail = self._fs.pread(self._fd, length, self.synced)
+        if len(tail) != length or scan(tail, 0, length).end != length:
+            raise OSError(5, f"{self.path}: the frames from {self.synced} to {self.end} do not read back as written")
+        return tail
+
+    def close(self) -> None:
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._fs.close(self._fd)
+                self._fs.close(self._background_fd)
+
 
 FILE_BYTES: Final = 64 * 1024 * 1024
 

@@ -1,4 +1,4 @@
-"""The supervisor's children: forking one, and how long to wait before it is forked again."""
+"""The supervisor's children: forking one, how long to wait before it is forked again, and whether a process runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,24 @@ import sys
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+import psutil
+
 from topics import log
+from topics.core.backoff import doubled_ms
 from topics.core.clock import Clock
 from topics.core.keys import KeyRing
 from topics.settings import Settings
 from topics.shm.control import EXIT_REFUSED, Cell, ProcessState
 from topics.shm.instance import SharedMemory
+
+
+def is_running(pid: int) -> bool:
+    """False for a pid that is gone, and for a zombie, which only waits for its parent to take notice."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
 
 EXIT_CRASHED: Final = 70
 """Exit code of a child whose main raised; the log has the traceback."""
@@ -46,20 +58,19 @@ class ChildMains(NamedTuple):
     needs_reshard: Callable[[Settings], bool]
 
 
-class Backoff:
-    """How long to wait before the next start, from how long the last life was."""
+class RestartDelay:
+    """The pause before the next start, which follows from how long the last lives were."""
 
     def __init__(self) -> None:
         self._deaths = 0
 
     def delay_ms(self, lived_ms: int) -> int:
-        """To be asked once a death."""
+        """Called once a death."""
         if lived_ms >= STABLE_AFTER_MS:
             self._deaths = 0
-        shortest, longest = RESTART_DELAY_MS
-        delay_ms = min(longest, shortest << (self._deaths - 1)) if self._deaths else 0
-        self._deaths = min(self._deaths + 1, longest.bit_length())
-        return delay_ms
+        deaths, self._deaths = self._deaths, self._deaths + 1
+        shortest_ms, longest_ms = RESTART_DELAY_MS
+        return doubled_ms(shortest_ms, deaths - 1, longest_ms) if deaths else 0
 
 
 class Child:
@@ -81,7 +92,7 @@ class Child:
         self._clock = clock
         self._incarnation = 0
         self._started_ms = 0
-        self._backoff = Backoff()
+        self._restart_delay = RestartDelay()
 
     def start(self) -> None:
         """Forks it. A fork that fails counts as a life that ended at once."""
@@ -94,7 +105,7 @@ class Child:
             self.pid = fork(self.name, self.index, lambda: self._main(incarnation))
         except OSError as error:
             self._note(state=ProcessState.DEAD)
-            delay_ms = max(RESTART_DELAY_MS[0], self._backoff.delay_ms(0))
+            delay_ms = max(RESTART_DELAY_MS[0], self._restart_delay.delay_ms(0))
             _logger.error("cannot fork", process=self.name, index=self.index, reason=str(error), retry_in_ms=delay_ms)
             self.due_ms = self._started_ms + delay_ms
             return
@@ -105,7 +116,7 @@ class Child:
         """Its process is gone, unasked, and has been waited for; it is due again."""
         now_ms = self._clock.monotonic_ms()
         lived_ms = now_ms - self._started_ms
-        delay_ms = self._backoff.delay_ms(lived_ms)
+        delay_ms = self._restart_delay.delay_ms(lived_ms)
         _logger.warning(
             "process died",
             process=self.name,

@@ -1,11 +1,17 @@
-"""The supervisor's loop: reap, restart, drain."""
+"""The supervisor's loop: reap, restart, drain; and the signals that it waits for.
+
+Signals are values that the supervisor asks for, instead of handlers that interrupt it. They stay blocked from before
+the first fork: a signal that arrives at any moment waits for the next `wait`, and none can hit a child that has not set
+itself up yet. A child starts with nothing pending and unblocks them itself; SIGHUP only when it can reload.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
 from topics import log
 from topics.core.clock import Clock
@@ -16,7 +22,34 @@ from topics.shm.control import EXIT_REFUSED, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.supervisor.children import Child, ChildMains, exit_code_of
 from topics.supervisor.notify import Notify
-from topics.supervisor.signals import STOP, Signals
+
+STOP: Final = frozenset({signal.SIGTERM, signal.SIGINT})
+_WATCHED: Final = STOP | {signal.SIGHUP, signal.SIGCHLD}
+
+
+class Signals:
+    """Blocks what it watches for as long as it is entered."""
+
+    def __enter__(self) -> Self:
+        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Who asks again for the stop that is over must not make its exit code another one, nor while the interpreter
+        # ends, which takes a while: what is ignored is dropped, also what is pending.
+        for number in STOP:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
+
+    def wait(self, timeout_ms: int | None) -> signal.Signals | None:
+        """The next signal, or None after the time-out; without one it waits for ever."""
+        if timeout_ms is None:
+            return signal.Signals(signal.sigwaitinfo(_WATCHED).si_signo)
+        info = signal.sigtimedwait(_WATCHED, max(0, timeout_ms) / 1000)
+        return None if info is None else signal.Signals(info.si_signo)
+
 
 EXIT_OK: Final = 0
 EXIT_FORCED: Final = 4

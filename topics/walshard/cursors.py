@@ -12,7 +12,8 @@ from topics.core.control_bodies import encode_body
 from topics.core.cursors import Cursor, CursorBody
 from topics.core.errors import topic_not_found
 from topics.shm import messages
-from topics.shm.cursor_messages import (
+from topics.shm.messages import Done
+from topics.shm.queue_messages import (
     CursorAdvance,
     CursorCall,
     CursorDelete,
@@ -24,7 +25,6 @@ from topics.shm.cursor_messages import (
     CursorPut,
     CursorReply,
 )
-from topics.shm.messages import Done
 from topics.storage.frame import FrameType
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer

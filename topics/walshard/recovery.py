@@ -12,8 +12,7 @@ from typing import Final
 
 import msgspec
 
-from topics.core.clock import Clock
-from topics.core.expiry_clock import ExpiryClock
+from topics.core.clock import Clock, ExpiryClock
 from topics.core.fold import Fold
 from topics.core.topic import Topic
 from topics.log import get_logger
@@ -28,7 +27,7 @@ from topics.storage.layout import snapshot_path
 from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition, read_first_start
 from topics.storage.recovery import Recovery, recover_group
-from topics.storage.state import load
+from topics.storage.snapshot import load
 from topics.storage.wal import WalWriter
 from topics.walshard.background_sync import BackgroundSync
 from topics.walshard.catalog import Catalog

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from topics.core.clock import Clock
-from topics.core.router_state import RouterState
+from topics.core.routers import RouterState
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
 from topics.shm.instance import SharedMemory

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from topics.core.control_bodies import SessionBody
 from topics.core.errors import TopicsError
-from topics.shm.watch_messages import SessionOpenReply
+from topics.shm.topic_messages import SessionOpenReply
 
 SESSION_TTL_MS = 300_000
 

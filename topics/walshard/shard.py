@@ -13,19 +13,35 @@ from topics.core.errors import TopicsError
 from topics.log import get_logger
 from topics.shm import append_messages, messages
 from topics.shm.arena_heap import ArenaFullError
-from topics.shm.compactor_messages import Checkpoint, MarkAgain, Trim
 from topics.shm.control import ProcessCell
 from topics.shm.messages import Call, Done, Kind
-from topics.shm.router_messages import CatchUp, DeleteRouter, PutRouter, RemoveRouters, SyncRouters
-from topics.shm.topic_messages import DeleteRecords, DeleteTopic, EnsureTopic, Expire, PutTopic
-from topics.shm.txn_messages import StagePublish, StagesOver, TxnBegin, TxnEnd, TxnForget, TxnLook, TxnPending
-from topics.shm.watch_messages import (
+from topics.shm.topic_messages import (
+    CatchUp,
+    Checkpoint,
+    DeleteRecords,
+    DeleteRouter,
+    DeleteTopic,
+    EnsureTopic,
+    Expire,
     Hello,
+    MarkAgain,
+    PutRouter,
+    PutTopic,
+    RemoveRouters,
     SessionAbandon,
     SessionClose,
     SessionLook,
     SessionOpen,
     SessionPut,
+    StagePublish,
+    StagesOver,
+    SyncRouters,
+    Trim,
+    TxnBegin,
+    TxnEnd,
+    TxnForget,
+    TxnLook,
+    TxnPending,
     Unwatch,
     Watch,
 )

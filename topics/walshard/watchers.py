@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from topics.shm.watch_messages import Unwatch, Watch
+from topics.shm.topic_messages import Unwatch, Watch
 from topics.walshard.catalog import Catalog
 from topics.walshard.hosted import Hosted
 from topics.walshard.outbox import Outbox

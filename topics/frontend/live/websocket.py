@@ -40,8 +40,8 @@ from topics.frontend.live.websocket_commands import (
 from topics.frontend.live.wording import MESSAGES
 from topics.log import get_logger
 from topics.shm.append_messages import AppendReply
+from topics.shm.cap import Counted
 from topics.shm.durations import Route
-from topics.shm.key_counts import Counted
 
 if TYPE_CHECKING:
     from topics.frontend.live.websocket_route import WebSocketRoute

@@ -16,10 +16,9 @@ from topics.frontend.live.websocket import GOING_AWAY, Socket
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader
 from topics.settings import Settings
-from topics.shm.cap import Cap
+from topics.shm.cap import Cap, Counted
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
-from topics.shm.key_counts import Counted
 
 
 class WebSocketRoute:

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from topics.core.errors import TopicsError
-from topics.shm.cursor_messages import CursorMoved
+from topics.shm.queue_messages import CursorMoved
 
 READERS_MAX: Final = 1000
 """Of one cursor at one frontend."""

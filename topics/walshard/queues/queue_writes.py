@@ -6,8 +6,7 @@ from collections.abc import Callable, Set
 
 from topics.core.control_bodies import encode_body
 from topics.core.errors import TopicsError
-from topics.core.kept_jobs import giving_way
-from topics.core.queue_log import AckBody
+from topics.core.queue_log import AckBody, giving_way
 from topics.storage import frame
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType
 from topics.walshard.appends import Appends
@@ -112,7 +111,7 @@ class QueueWrites:
         self._group.touched[topic.id] = hosted
 
     def give_way(self, hosted: Hosted, records: int, size_bytes: int) -> bool:
-        """Has acknowledged jobs that stayed deleted for so many more (`core/kept_jobs.py`). True if there were any: the
+        """Has acknowledged jobs that stayed deleted for so many more (`core/queue_log.py`). True if there were any: the
         group so far is committed.
         """
         seqs = giving_way(hosted.topic, records, size_bytes, self.dying(hosted))

@@ -15,8 +15,7 @@ from typing import Final
 from topics.core.config import U64_MAX
 from topics.core.floors import EvictReason
 from topics.core.location import ENTRY_WORDS
-from topics.core.router_state import FeedBody, FeedRouter, encode_router
-from topics.core.routers import HOPS_MAX, Router, with_origin
+from topics.core.routers import HOPS_MAX, FeedBody, FeedRouter, Router, encode_router, with_origin
 from topics.core.tags import Match
 from topics.core.topic import Topic
 from topics.storage import frame

@@ -6,8 +6,7 @@ cursors get into the logs in `copy_log.py`.
 
 from __future__ import annotations
 
-from topics.core.router_state import FeedBody, FeedRouter, RouterState
-from topics.core.routers import Router
+from topics.core.routers import FeedBody, FeedRouter, Router, RouterState
 from topics.log import get_logger
 from topics.shm.router_board import RouterBoardWriter, RouterProgress
 from topics.storage.frame import Bytes

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from topics.core.config import U64_MAX
 from topics.core.names import owner_shard
-from topics.core.router_state import RouterState
+from topics.core.routers import RouterState
 from topics.shm.router_table import RouterTable
 from topics.storage import frame
 from topics.storage.frame import FrameType

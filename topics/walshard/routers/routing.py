@@ -13,7 +13,8 @@ from topics.core.errors import TopicsError
 from topics.log import get_logger
 from topics.shm import messages
 from topics.shm.control import ProcessCell
-from topics.shm.router_messages import (
+from topics.shm.router_table import RouterTable
+from topics.shm.topic_messages import (
     CatchUp,
     CaughtUp,
     DeleteRouter,
@@ -23,7 +24,6 @@ from topics.shm.router_messages import (
     SyncRouters,
     SyncRoutersReply,
 )
-from topics.shm.router_table import RouterTable
 from topics.walshard.catalog import Catalog
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer

@@ -1,14 +1,70 @@
-"""Having a service that runs as another process read its keys again, and seeing that it has."""
+"""A service that runs as another process: found by its data directory, told to stop or to read its keys again."""
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import time
-from typing import Final
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, NamedTuple
 
 from topics.shm import names
 from topics.shm.control import ControlPage, ProcessState, Role
-from topics.supervisor.holder import holder
+from topics.storage.lock import holder_pid
+
+
+class Holder(NamedTuple):
+    """`process_fd` means this one process for good; the number may be given to another one after its end."""
+
+    pid: int
+    process_fd: int
+
+    def signal(self, number: signal.Signals) -> None:
+        """PermissionError when it belongs to somebody else, ProcessLookupError when it has ended."""
+        signal.pidfd_send_signal(self.process_fd, number)
+
+
+@contextmanager
+def holder(data_dir: str) -> Iterator[Holder | None]:
+    """The supervisor that holds the lock of `data_dir`, None when nothing runs."""
+    pid = holder_pid(data_dir)
+    process_fd = None
+    if pid is not None:
+        try:
+            process_fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            pid = None
+    try:
+        if pid is None or process_fd is None or holder_pid(data_dir) != pid:
+            yield None
+        else:
+            yield Holder(pid, process_fd)
+    finally:
+        if process_fd is not None:
+            os.close(process_fd)
+
+
+def stop(data_dir: str, patience_ms: int) -> int | None:
+    """SIGTERM to the data directory's service, and waits for its end.
+
+    Returns the pid that has ended, None when nothing ran. Raises TimeoutError when it still runs after `patience_ms`
+    and PermissionError when it belongs to somebody else.
+    """
+    with holder(data_dir) as service:
+        if service is None:
+            return None
+        try:
+            service.signal(signal.SIGTERM)
+        except ProcessLookupError:
+            return None
+        poll = select.poll()
+        poll.register(service.process_fd, select.POLLIN)
+        if not poll.poll(patience_ms):
+            raise TimeoutError(f"process {service.pid} still runs after {patience_ms} ms")
+        return service.pid
+
 
 POLL_S: Final = 0.01
 _WITHOUT_CONNECTIONS: Final = (ProcessState.NONE, ProcessState.DEAD, ProcessState.STOPPED)
