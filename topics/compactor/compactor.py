@@ -19,71 +19,115 @@ Killed anywhere, the next life begins with the newest snapshot and does what was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Final
 
 from topics.compactor.checkpoints import Checkpoints, DurableMarks, Refused, tell
-from topics.compactor.ended_pins import unpin_ended
 from topics.compactor.follower import Follower
 from topics.compactor.leftovers import Leftovers, Swept, TopicFiles
+from topics.compactor.life import Life
 from topics.compactor.relocation import Relocation
 from topics.compactor.rewriting import Rewriting
 from topics.compactor.segments import NO_ROOM, LogBuffers
-from topics.core.clock import Clock
+from topics.compactor.snapshots import Snapshots
+from topics.core.backoff import doubled_ms
 from topics.core.errors import TopicsError
 from topics.log import get_logger
-from topics.shm.control import ProcessCell
 from topics.shm.messages import Done
 from topics.shm.topic_messages import Trim
-from topics.storage.filesystem import FileSystem
 from topics.storage.kill_points import reached
 from topics.storage.logfile import WalPosition
-from topics.storage.snapshot import ShardPart, encode_part, encode_parts, load, save_snapshot
+from topics.storage.snapshot import ShardPart
 
 LOOKS_PER_STEP: Final = 16
 """Segments that are so small that the rate at which they may be rewritten is no bound."""
 _COLD_STAYS: Final = "what is superfluous in the cold directory stays for now"
 
+RETRY_MS: Final = 2_000
+"""The pause after a cut that was not complete; doubled each time, up to the interval or RETRY_MAX_MS."""
+RETRY_MAX_MS: Final = 60_000
+"""A full disk must get its room back however long the interval is, and files that stayed must go."""
+
 log = get_logger()
 
 
+class CutTimes:
+    """The next cut is due `interval_ms` after the last one, or at once when a shard has written `wal_bytes` since.
+
+    A cut that failed is tried again before that, but less and less often. Pure; `now_ms` is of a monotonic clock.
+    """
+
+    def __init__(self, interval_ms: int, wal_bytes: int, now_ms: int) -> None:
+        self._interval_ms = interval_ms
+        self._wal_bytes = wal_bytes
+        self._retry_max_ms = min(interval_ms, RETRY_MAX_MS)
+        self._begun_ms = self._last_ms = self._tidied_ms = now_ms
+        self._has_tried = False
+        self._failed = 0
+
+    def is_due(self, new_bytes: int, now_ms: int) -> bool:
+        """Says whether to begin a cut now."""
+        since_ms = now_ms - self._last_ms
+        if self._failed:
+            wait_ms = doubled_ms(RETRY_MS, self._failed - 1, max(RETRY_MS, self._retry_max_ms))
+        else:
+            wait_ms = self._interval_ms
+        return since_ms >= wait_ms or new_bytes >= self._wal_bytes
+
+    def done(self, complete: bool, now_ms: int, was_made: bool = True) -> None:
+        """A cut was tried, or (not `was_made`) there was nothing to do. `complete`: all shards took part."""
+        self._last_ms = now_ms
+        self._has_tried = True
+        self._failed = 0 if complete else self._failed + 1
+        if complete and was_made:
+            self._tidied_ms = now_ms
+
+    def is_tidying_due(self, now_ms: int) -> bool:
+        """Says whether to try again to remove files that a cut could not remove: that needs no cut."""
+        return now_ms - self._tidied_ms >= self._retry_max_ms
+
+    def tidied(self, now_ms: int) -> None:
+        """Removing them was tried."""
+        self._tidied_ms = now_ms
+
+    def may_keep_up(self, now_ms: int) -> bool:
+        """Says whether work that can wait may be done.
+
+        It comes after the first cut: an error in it that ends the process in each of its lives must not keep the first
+        cut from being made. But it does not wait for a long interval: `wal_bytes` bounds the log then.
+        """
+        return self._has_tried or now_ms - self._begun_ms >= RETRY_MAX_MS
+
+
 class Compactor:
-    """`newest`: the number of the newest snapshot, `kept`: where it goes on in each shard's log; `log_dirs`: each
-    shard's log and RAM log.
+    """Cuts: puts everything that the logs say into segments and a snapshot, and lets files go that nothing needs then.
+
+    Owns nothing but the order of the steps; each collaborator owns its part. A cut that fails for one shard holds up no
+    other, and nothing is removed that a start from either of the two newest snapshots can ask for.
     """
 
     def __init__(
         self,
-        fs: FileSystem,
-        data_dir: str,
         followers: list[Follower],
-        log_dirs: list[tuple[str, str]],
-        newest: int | None,
-        kept: dict[int, WalPosition],
+        snapshots: Snapshots,
         checkpoints: Checkpoints,
         marks: DurableMarks,
         leftovers: Leftovers,
         rewriting: Rewriting,
         relocation: Relocation | None,
-        cell: ProcessCell,
-        clock: Clock,
-        alive: Callable[[], None],
+        life: Life,
     ) -> None:
-        self._fs = fs
-        self._data_dir = data_dir
         self._followers = followers
-        self._log_dirs = log_dirs
-        self._newest = newest
-        self._kept = kept
+        self._snapshots = snapshots
         self._checkpoints = checkpoints
         self._marks = marks
         self._leftovers = leftovers
         self._rewriting = rewriting
         self._relocation = relocation
-        self._cell = cell
-        self._clock = clock
-        self._alive = alive
-        self._tried_bytes = [cell.get(f"absorbed_bytes_{follower.shard:02d}") for follower in followers]
+        self._cell = life.cell
+        self._clock = life.clock
+        self._alive = life.alive
+        self._tried_bytes = [self._cell.get(f"absorbed_bytes_{follower.shard:02d}") for follower in followers]
 
     def follow(self, step_bytes: int) -> None:
         """Reads the logs on where there is that much to read: then a cut has less to do at one go."""
@@ -121,7 +165,7 @@ class Compactor:
     def has_news(self) -> bool:
         """Whether a snapshot would say anything that the last one does not, or let files go, or segments are old."""
         for follower in self._followers:
-            kept = self._kept.get(follower.shard)
+            kept = self._snapshots.positions.get(follower.shard)
             if kept is None or follower.link.committed not in (None, kept):
                 return True
         if self._leftovers.waiting or (self._relocation is not None and self._relocation.waiting):
@@ -151,10 +195,7 @@ class Compactor:
             except (OSError, Refused) as error:
                 is_full |= self._not_cut(follower, error)
                 continue
-            unpin_ended(self._fs, self._data_dir, follower.fold.topics.values(), self._alive)
-            parts[follower.shard] = encode_part(
-                follower.shard, len(self._followers), follower.log_id(), follower.position, follower.fold.state()
-            )
+            parts[follower.shard] = self._snapshots.part_of(follower, self._alive)
             written_bytes[follower.shard] = written
         reached("snapshot.due")
         for shard in list(parts):
@@ -164,7 +205,7 @@ class Compactor:
                 is_full |= self._not_cut(self._followers[shard], error)
                 del parts[shard]
         saved = False
-        if parts and len(parts.keys() | self._kept.keys()) == len(self._followers):
+        if self._snapshots.can_save(parts):
             try:
                 self._save_and_let_go(parts, begun_ms, written_bytes)
                 saved = True
@@ -189,7 +230,7 @@ class Compactor:
         return isinstance(error, OSError) and error.errno in NO_ROOM
 
     def _checkpoint(self, follower: Follower) -> None:
-        buffers = LogBuffers(*self._log_dirs[follower.shard])
+        buffers = LogBuffers(*follower.log_directories)
         try:
             written = self._checkpoints.run(follower, buffers)
         finally:
@@ -210,36 +251,17 @@ class Compactor:
 
     def _save_and_let_go(self, parts: dict[int, ShardPart], begun_ms: int, written_bytes: dict[int, int]) -> None:
         """Raises OSError when there is no new snapshot."""
-        former = self._kept
-        former_is_fallback = self._save(parts)
+        former = self._snapshots.positions
+        former_is_fallback = self._snapshots.save(parts)
+        self._cell.add("snapshots")
+        self._cell.set("last_snapshot_ms", self._clock.now_ms())
+        reached("snapshot.saved")
         self._cell.set("absorbed_ms", begun_ms)
         for shard in parts:
             self._cell.set(f"absorbed_bytes_{shard:02d}", written_bytes[shard])
         if former_is_fallback:
             self._trim({shard: former[shard] for shard in parts if shard in former})
             self._sweep(parts)
-
-    def _save(self, parts: dict[int, ShardPart]) -> bool:
-        """What of a shard is not in `parts` is taken over from the newest snapshot. True when that is what is left to
-        fall back on, or there was none.
-        """
-        if len(parts) < len(self._followers):
-            newest = load(self._fs, self._data_dir)
-            assert newest is not None, "this life has saved or loaded it"
-            parts = {part.shard: part for part in newest.parts} | parts
-        body = encode_parts([parts[shard] for shard in sorted(parts)])
-        former = self._newest
-        saved = save_snapshot(self._fs, self._data_dir, body)
-        self._newest = saved.number
-        self._kept = {shard: part.position for shard, part in parts.items()}
-        self._cell.add("snapshots")
-        self._cell.set("last_snapshot_ms", self._clock.now_ms())
-        log.debug("snapshot", number=saved.number, size_bytes=len(body))
-        reached("snapshot.saved")
-        if former in (saved.fallback, None):
-            return True
-        log.error("the last snapshot is not the one to fall back on: nothing is removed before the next", number=former)
-        return False
 
     def _trim(self, positions: dict[int, WalPosition]) -> None:
         for shard, position in positions.items():

@@ -140,13 +140,8 @@ class LogTail:
     """`position` is behind the last frame that was handed out."""
 
     def __init__(self, directory: str, position: WalPosition) -> None:
-        self._directory = directory
+        self.directory = directory
         self.position = position
-
-    @classmethod
-    def from_first_file(cls, directory: str, first_file_no: int) -> LogTail:
-        """Of a log that no snapshot goes with."""
-        return cls(directory, WalPosition(first_file_no, 0))
 
     def read(self, until: WalPosition) -> Iterator[RecoveredFile]:
         """The frames up to `until`, which the shard has committed, in batches; those that frame the log are left out.
@@ -154,20 +149,20 @@ class LogTail:
         `position` moves with each batch when the next one is asked for. Raises TailLost and OSError.
         """
         if until < self.position:
-            raise TailLost(f"{self._directory}: read up to {self.position}, but committed is {until}")
+            raise TailLost(f"{self.directory}: read up to {self.position}, but committed is {until}")
         while self.position.file_no < until.file_no:
             yield from self._rest_of_file()
         yield from self._read(until.offset, None)
 
     def log_id(self) -> int:
         """Of the file at `position`."""
-        path = layout.log_path(self._directory, self.position.file_no)
+        path = layout.log_path(self.directory, self.position.file_no)
         return self._start_of(path)[0].log_id
 
     def _rest_of_file(self) -> Iterator[RecoveredFile]:
         """Up to where the next file takes over."""
         file_no = self.position.file_no
-        following, _ = self._start_of(layout.log_path(self._directory, file_no + 1))
+        following, _ = self._start_of(layout.log_path(self.directory, file_no + 1))
         if following.previous_end is None:
             yield from self._read(None, file_no)
         elif self.position.offset < following.previous_end:
@@ -178,7 +173,7 @@ class LogTail:
     def _read(self, end: int | None, ends_file_no: int | None) -> Iterator[RecoveredFile]:
         """From `position` exactly to `end`, or without one to the file's FILE_END."""
         file_no = self.position.file_no
-        path = layout.log_path(self._directory, file_no)
+        path = layout.log_path(self.directory, file_no)
         with self._open(path) as mapped, memoryview(mapped) as view:
             offset = self.position.offset or self._data_offset(path, mapped)
             limit = len(view) if end is None else end
@@ -275,9 +270,10 @@ class Follower:
     seen to them empties these.
     """
 
-    def __init__(self, identity: str, link: ShardLink, tail: LogTail, fold: Fold) -> None:
+    def __init__(self, identity: str, link: ShardLink, tail: LogTail, fold: Fold, ram_directory: str) -> None:
         self.link = link
         self.fold = fold
+        self.log_directories = (tail.directory, ram_directory)
         self.touched: set[int] = set()
         self.shrunk: set[int] = set()
         self.sealed: list[tuple[int, int]] = []

@@ -6,5 +6,5 @@ _DOUBLINGS_MAX = 32
 
 
 def doubled_ms(first_ms: int, failures: int, longest_ms: int) -> int:
-    """`first_ms` if nothing failed before (`failures` is 0), twice as long for each earlier failure, `longest_ms` at most."""
+    """`first_ms`, doubled for each of the `failures` before the last one; `longest_ms` at most."""
     return min(longest_ms, first_ms << min(failures, _DOUBLINGS_MAX))

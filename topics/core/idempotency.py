@@ -25,14 +25,18 @@ from topics.core.errors import TopicsError
 
 @unique
 class KeyMark(bytes, Enum):
-    """Who has given a key."""
+    """First bytes of the keys that the service gives to writes itself. None begins UTF-8: no client's key has one.
+
+    They are in logs: a mark that is given up is not given to anything else.
+    """
 
     PIN = b"\xff"
-    """A transaction: of a stage that it publishes (`idempotency.py`)."""
+    """A transaction gives it to a stage that it publishes."""
     CARRIED = b"\xfe"
-    """A frontend: of a record that it brings to the dead letters, or back (`frontend/queues/dead_letters.py`)."""
+    """A frontend gives it to a record that it brings to the dead letters, or back (`frontend/queues/dead_letters.py`).
+    """
     PRODUCER = b"\xfd"
-    """A producer: what its writes are numbered with (`producers.py`)."""
+    """A producer numbers its writes with it."""
 
 
 FORGOTTEN_AFTER_MS: Final = 7 * 24 * 3_600_000
