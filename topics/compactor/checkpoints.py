@@ -38,33 +38,33 @@ from topics.storage.segment_deletes import sync_segment
 
 TOPICS_PER_SYNC: Final = 4096
 SYNC_ONE_BY_ONE_MAX: Final = 64
-"""Segments whose files are synced one after the other; for more, one sync of the file system is less, where its failure
-is told.
+"""The files of up to so many segments are synced one after the other. For more, one sync of the file system costs less,
+where it tells of failures.
 """
 TOPICS_PER_MESSAGE: Final = 256
-"""A shard takes some ms for so many."""
+"""A shard takes some ms for a message of so many."""
 RECORDS_PER_STEP: Final = 1 << 16
-"""Of one topic at a time, and of one message: the shard looks at the flags of all of them."""
+"""The bound for one topic at a time, and for one message: the shard looks at the flags of all records."""
 FULL_AFTER: Final = 16
-"""Topics without room: a smaller one may still find some, but this many say that it is the disk."""
+"""So many topics without room mean that the disk is full; after fewer a smaller topic may still find room."""
 _LOOK_AGAIN_S: Final = 0.001
 _LOOKS: Final = 5000
 SEAL_AGAIN_MS: Final = 60_000
-"""After a segment could not be sealed, which holds up nothing; doubled each time, up to:"""
+"""The pause after a segment could not be sealed, which holds up nothing; doubled each time, up to SEAL_AGAIN_MAX_MS."""
 SEAL_AGAIN_MAX_MS: Final = 3_600_000
 _TELL_AGAIN_WAITS: Final = 3
 _TELLS: Final = 50
-"""A shard that starts again, and has copies to log, may take longer: then the next cut will do."""
+"""A shard that starts again, and has copies to log, may take longer: then it is left to the next cut."""
 
 log = get_logger()
 
 
 class Refused(Exception):  # noqa: N818 — named for what it is
-    """The shard did not mark everything, or does not show what it has: its log cannot be written now."""
+    """The shard did not mark everything, or does not show all that it has: its log cannot be written now."""
 
 
 class Written(NamedTuple):
-    """What checkpoints added to segments."""
+    """The records, bytes and seals that checkpoints added to segments."""
 
     records: int
     data_bytes: int
@@ -72,7 +72,7 @@ class Written(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What of one topic is to be told at once. `has_more`: there may be more to do for it."""
+    """A part of one topic that the shard is told at once. `has_more`: the topic may have more."""
 
     topic: Topic
     checkpoint: TopicCheckpoint
@@ -81,8 +81,9 @@ class _Step(NamedTuple):
 
 
 class _Failures:
-    """What kept topics from segments: how many, and the one to tell of, a full disk before others, for something can be
-    done about that. Not the errors themselves, whose frames hold all that was to be written.
+    """The failures that kept topics from segments: how many, and the one to report. A full disk is reported before
+    others, for somebody can do something about it. Tracebacks are dropped, for their frames hold everything that was to
+    be written.
     """
 
     def __init__(self) -> None:
@@ -101,20 +102,21 @@ class _Failures:
 
     @property
     def is_full(self) -> bool:
-        """The disk is, whatever the topic: there is no use in trying the others."""
+        """True if the disk is full, whatever the topic: there is no use in trying the others."""
         return self._no_room >= FULL_AFTER
 
 
 class _Pause(NamedTuple):
-    """`until_ms` of the monotonic clock."""
+    """A pause until `until_ms` of the monotonic clock."""
 
     pause_ms: int
     until_ms: int
 
 
 class Checkpoints:
-    """Of all shards, one after the other. `alive` is called between steps; up to `one_by_one_max` segments of one are
-    synced by themselves.
+    """Checkpoints all shards, one after the other.
+
+    `alive` is called between steps. Up to `one_by_one_max` segments of a step are synced by themselves.
     """
 
     def __init__(
@@ -134,13 +136,15 @@ class Checkpoints:
         self._one_by_one_max = one_by_one_max
         self._suspects: set[str] = set()
         self._unsealable: dict[tuple[int, SegmentInfo], _Pause] = {}
-        """Which was said: they stay as they are, until something is appended to them or it can be done."""
+        """Segments that could not be sealed, which the log says. They stay as they are until something is appended to
+        them, or until they can be sealed.
+        """
 
     def run(self, follower: Follower, buffers: LogBuffers) -> Written:
-        """Everything the follower has read is in segments afterwards, and the shard's log is synced up to there.
+        """Puts everything the follower has read into segments; the shard's log is synced up to there afterwards.
 
-        Raises Refused, and OSError when some topics could not be written, whatever was refused besides. Of all others
-        the shard has heard then, unless it refuses or the disk is full.
+        Raises Refused, and OSError when some topics could not be written, whatever was refused besides. The shard has
+        heard of all other topics then, unless it refuses or the disk is full.
         """
         failures = _Failures()
         refused: Refused | None = None
@@ -154,7 +158,7 @@ class Checkpoints:
         if failures.told is not None:
             log.error("records of topics could not be put into segments", topics=failures.topics)
             raise failures.told from refused
-        # Also when there was nothing: the answer means that the log is synced.
+        # Also when there was nothing to tell: the answer means that the log is synced.
         tell(follower, [])
         reached("checkpoint.marked")
         return written
@@ -177,12 +181,12 @@ class Checkpoints:
         return written
 
     def has_old(self, follower: Follower) -> bool:
-        """Whether it is time to seal a segment, though the log may say nothing new."""
+        """True if it is time to seal a segment, though the log may say nothing new."""
         now_ms = self._clock.now_ms()
         return any(self._is_old(follower, topic, now_ms) for topic in follower.fold.topics.values())
 
     def _due(self, follower: Follower, now_ms: int) -> Iterator[Topic]:
-        """Topics of which the log said something, and those whose active segment is old."""
+        """Yields topics of which the log said something, and topics whose active segment is old."""
         topics = follower.fold.topics
         for topic_id in sorted(follower.touched):
             topic = topics.get(topic_id)
@@ -213,8 +217,8 @@ class Checkpoints:
     def _step(
         self, follower: Follower, topics: list[Topic], buffer_of: BufferOf, now_ms: int, failures: _Failures
     ) -> list[_Step]:
-        """Records of each of them are in segments, on the disk, but for those whose failures are added, and what comes
-        behind these on a full disk.
+        """Puts records of each topic into segments and onto the disk. It adds the failures of other topics, and skips
+        the rest on a full disk.
         """
         one_by_one = sum(self._segments_due(follower, topic) for topic in topics) <= self._one_by_one_max
         fs = self._fs if one_by_one else deferring_syncs(self._fs)
@@ -236,14 +240,14 @@ class Checkpoints:
         return steps
 
     def _segments_due(self, follower: Follower, topic: Topic) -> int:
-        """About how many are written to."""
+        """About how many segments will be written to."""
         records = topic.head_seq - max(topic.earliest_seq - 1, follower.index_of(topic).segments.last_seq)
         return 1 + min(records, RECORDS_PER_STEP) // self._seal_at.records
 
     def _topic(
         self, follower: Follower, topic: Topic, appender: SegmentAppender, buffer_of: BufferOf, now_ms: int
     ) -> _Step | None:
-        """Some of its new records are in segments; None when there are none, or no such topic any more."""
+        """Puts some of its new records into segments. None when there are none, or the topic is gone."""
         index = follower.index_of(topic)
         last = index.segments.last
         up_to_seq = index.segments.last_seq
@@ -251,7 +255,7 @@ class Checkpoints:
         while True:
             view = follower.look_up(topic)
             if view is None:
-                # The log says so further on, and has it on the disk: what it says before that counts for nothing.
+                # The log says so further on, and has it on the disk: its earlier frames about the topic count for nothing.
                 follower.fold.topic_delete(topic.id)
                 follower.shrunk.add(topic.id)
                 return None
@@ -302,9 +306,10 @@ class Checkpoints:
 
 
 def tell(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
-    """The shard logs them, and the fold has them at once: the log itself says it behind where it has been read.
+    """Has the shard log the checkpoints. The fold takes them over at once: the log says them behind the place read so
+    far.
 
-    Raises Refused when the shard could not log all of them, or not be told.
+    Raises Refused when the shard could not log all of them, or could not be told.
     """
     for _ in range(_TELLS):
         held = _tell_once(follower, checkpoints)
@@ -319,11 +324,11 @@ def tell(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
 
 
 def _tell_once(follower: Follower, checkpoints: list[TopicCheckpoint]) -> set[int]:
-    """The topics of which the shard wants to hear again, soon."""
+    """Tells the shard once. Returns the topics of which it wants to hear again, soon."""
     try:
         reply = follower.link.call(Checkpoint(checkpoints), CheckpointReply)
     except (TopicsError, OSError) as error:
-        # An OSError is of shared memory, and nothing about the disk or a file on it follows from that.
+        # The OSError is about shared memory: it says nothing about the disk or a file on it.
         raise Refused(f"shard {follower.shard}: {error}") from error
     gone, refused, held = set(reply.gone), set(reply.refused), set(reply.held)
     for checkpoint in checkpoints:
@@ -341,8 +346,10 @@ def _tell_once(follower: Follower, checkpoints: list[TopicCheckpoint]) -> set[in
 
 
 def _followed(entries: array[int], topic: Topic) -> array[int]:
-    """Those that may go into segments now: records up to the one that was read from the log last, whose frames were
-    all checked then, and what lies in the RAM log before them, or behind them if the topic is durable by now.
+    """Returns the entries that may go into segments now.
+
+    These are records up to the last one that was read from the log, whose frames were all checked then. Records in the
+    RAM log before them may go too, and those behind them if the topic is durable by now.
     """
     if not any_flagged(entries, LOCATION_IN_RAM_LOG):
         count = max(0, topic.head_seq - entries[0] + 1)
@@ -394,11 +401,14 @@ def _data_bytes(infos: Iterable[SegmentInfo]) -> int:
 
 
 SEQS_PER_MESSAGE: Final = 2048
-"""A shard takes some ms for so many."""
+"""A shard takes some ms for a message of so many."""
 
 
 class DurableMarks:
-    """Of all shards. `alive` is called between steps; up to `one_by_one_max` segments are synced by themselves."""
+    """Syncs the deletion marks of all shards. Owns which shards have to mark again.
+
+    `alive` is called between steps. Up to `one_by_one_max` segments are synced by themselves.
+    """
 
     def __init__(
         self, fs: FileSystem, data_dir: str, shards: int, alive: Callable[[], None], one_by_one_max: int
@@ -411,12 +421,14 @@ class DurableMarks:
         self._doubted = set(range(shards))
 
     def doubt(self) -> None:
-        """A sync of segments failed: it may have been the one that covered marks."""
+        """A sync of segments failed: it may have been the one that covered marks, so all shards mark again."""
         self._doubted = set(range(self._shards))
 
     def sync(self, followers: Iterable[Follower]) -> list[tuple[Follower, int, SegmentInfo]]:
-        """Every deletion that these followers have read of is on the disk; returns (follower, topic id, segment) of
-        those in segments. Raises Refused, and OSError, behind which `doubt` has to be called.
+        """Puts every deletion that these followers have read onto the disk. Returns (follower, topic id, segment) of
+        the deletions that are in segments.
+
+        Raises Refused, and OSError: then call `doubt`.
         """
         marked: list[tuple[Follower, int, SegmentInfo]] = []
         seen: list[MarkedIndex] = []
@@ -449,6 +461,6 @@ class DurableMarks:
             runs = runs_of(seqs[at : at + SEQS_PER_MESSAGE])
             try:
                 follower.link.call(MarkAgain(topic_id, runs), Done)
-            except (TopicsError, OSError) as error:  # of shared memory: see `checkpoints.tell`
+            except (TopicsError, OSError) as error:  # about shared memory: see `tell`
                 raise Refused(f"shard {follower.shard}: {error}") from error
             self._alive()

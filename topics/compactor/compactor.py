@@ -40,7 +40,7 @@ from topics.storage.logfile import WalPosition
 from topics.storage.snapshot import ShardPart
 
 LOOKS_PER_STEP: Final = 16
-"""Segments that are so small that the rate at which they may be rewritten is no bound."""
+"""So many segments are looked at in one step: small ones stay below the rate at which bytes may be rewritten."""
 _COLD_STAYS: Final = "what is superfluous in the cold directory stays for now"
 
 RETRY_MS: Final = 2_000
@@ -138,14 +138,16 @@ class Compactor:
                 follower.catch_up(until, self._alive)
 
     def upkeep(self) -> int | None:
-        """A step of what can wait; in how many ms the next one is due, None without one. Raises OSError, Refused."""
+        """Does a step of the work that can wait. Returns in how many ms the next one is due, None without one. Raises
+        OSError, Refused.
+        """
         if self._relocation is not None:
             # First: a full disk makes rewriting fail, and this makes room.
             step = self._relocation.step(self._followers)
             self._cell.add("segments_relocated", step.relocated)
             self._cell.add("failures", step.failed)
         for follower in self._followers:
-            # What was deleted in them before: nobody says so again.
+            # Records were deleted in them before they were sealed: nobody says so again.
             for sealed in follower.sealed:
                 self._rewriting.consider(follower, *sealed)
             follower.sealed.clear()
@@ -158,12 +160,12 @@ class Compactor:
 
     @property
     def new_bytes(self) -> int:
-        """The most that one shard has written since its last cut, or try of one."""
+        """The bytes that a shard has written since its last cut, or try of one; the most of all shards."""
         return max(follower.link.written_bytes - self._tried_bytes[follower.shard] for follower in self._followers)
 
     @property
     def has_news(self) -> bool:
-        """Whether a snapshot would say anything that the last one does not, or let files go, or segments are old."""
+        """True if a snapshot would say anything new, or let files go, or if segments are old."""
         for follower in self._followers:
             kept = self._snapshots.positions.get(follower.shard)
             if kept is None or follower.link.committed not in (None, kept):
@@ -173,10 +175,10 @@ class Compactor:
         return any(map(self._checkpoints.has_old, self._followers))
 
     def cut(self) -> bool:
-        """False when a shard could not take part, refused or failed, or nothing could be saved; the cut may be repeated
-        then.
+        """Makes a cut. False when a shard could not take part, refused or failed, or nothing could be saved; the cut
+        may be repeated then.
 
-        Raises TailLost, FoldError, and OSError for what is no shard's: this object is of no use any more.
+        Raises TailLost, FoldError, and OSError for what is no shard's own: this object is of no use any more.
         """
         written_bytes: dict[int, int] = {}
         begun_ms = self._clock.now_ms()
@@ -218,7 +220,7 @@ class Compactor:
         return saved and len(parts) == len(self._followers)
 
     def _not_cut(self, follower: Follower, error: OSError | Refused) -> bool:
-        """What one shard met is said and counted, and holds up no other; True: the disk is full."""
+        """Counts and logs the failure of one shard, which holds up no other. True: the disk is full."""
         if isinstance(error, OSError):
             self._marks.doubt()
         self._cell.add("failures")
@@ -250,7 +252,7 @@ class Compactor:
             self._rewriting.consider(follower, topic_id, info.first_seq)
 
     def _save_and_let_go(self, parts: dict[int, ShardPart], begun_ms: int, written_bytes: dict[int, int]) -> None:
-        """Raises OSError when there is no new snapshot."""
+        """Saves a snapshot, then lets files go. Raises OSError when there is no new snapshot."""
         former = self._snapshots.positions
         former_is_fallback = self._snapshots.save(parts)
         self._cell.add("snapshots")
@@ -268,14 +270,14 @@ class Compactor:
             try:
                 self._followers[shard].link.call(Trim(position.file_no), Done)
             except TopicsError as error:
-                # The next one removes those files as well.
+                # The next trim removes those files as well.
                 self._cell.add("failures")
                 log.error("log files could not be removed", shard=shard, reason=str(error))
             reached("trim.some")
         reached("trim.done")
 
     def look_at_all(self) -> None:
-        """What former lives left undone. Raises OSError."""
+        """Looks for work that former lives left undone. Raises OSError."""
         self._leftovers.look_at_all()
         for follower in self._followers:
             self._rewriting.consider_all(follower)
@@ -284,14 +286,16 @@ class Compactor:
                     self._relocation.consider(follower, topic)
 
     def tidy(self) -> None:
-        """Tries again what needs no further snapshot: to remove what two of them agree on, and to look for more."""
+        """Repeats work that needs no further snapshot: it removes files that two snapshots agree on, and looks for
+        more.
+        """
         self._swept(self._leftovers.tidy(self._files_of, self._alive))
         self._cell.set("orphans", self._leftovers.unexplained)
         if self._relocation is not None:
             self._failed(_COLD_STAYS, self._relocation.tidy(self._files_of))
 
     def _sweep(self, shards: Collection[int]) -> None:
-        """Of the topics of these, which are in the new snapshot as they are here."""
+        """Sweeps the topics of these shards, which are in the new snapshot as they are here."""
         for shard in shards:
             follower = self._followers[shard]
             for topic_id in follower.shrunk:
@@ -309,11 +313,11 @@ class Compactor:
             self._failed(_COLD_STAYS, self._relocation.sweep(self._files_of, in_snapshot))
 
     def _make_room(self) -> None:
-        """On a full disk: what is superfluous by what the logs say goes now, so that two snapshots fit again.
+        """On a full disk removes everything that is superfluous by the logs, so that two snapshots fit again.
 
-        As soon as a log is synced, whatever a start reads it comes to a state that does not have it, from either
-        snapshot. What waiting for the second one is worth it for, a log that is damaged before it says so, is less than
-        a disk that stays full whatever is deleted.
+        Once a log is synced, every start that reads it comes to a state without these files, from either snapshot.
+        Waiting for the second snapshot protects against a log that is damaged before it says so. That is worth less
+        than a disk that stays full whatever is deleted.
         """
         synced: set[int] = set()
         for follower in self._followers:
@@ -322,7 +326,7 @@ class Compactor:
                 continue
             try:
                 tell(follower, [])
-                # Where the shard has marked what it could not say any more.
+                # The shard has marked up to there everything that the log could not say any more.
                 follower.catch_up(until, self._alive)
             except (OSError, Refused) as error:
                 log.error(
@@ -339,7 +343,7 @@ class Compactor:
         log.warning("the disk is full: what the logs say is deleted went at once", segments=removed)
 
     def _swept(self, swept: Swept) -> int:
-        """How many segments went."""
+        """Counts and logs the result of a sweep. Returns how many segments went."""
         self._failed("files that nothing needs could not be removed, which will be repeated", swept.failures)
         self._cell.add("segments_dropped", len(swept.removed))
         if self._relocation is not None:
@@ -353,7 +357,7 @@ class Compactor:
             log.error(what, count=len(failures), reason=str(failures[0]))
 
     def _shard_of(self, topic_id: int) -> int | None:
-        """None: no log ever created it."""
+        """Returns the shard of a topic. None: no log ever created it."""
         for follower in self._followers:
             if topic_id in follower.fold.topics or topic_id in follower.fold.created_ids:
                 return follower.shard
@@ -371,5 +375,5 @@ class Compactor:
 
 
 def _bytes_between(start: WalPosition, end: WalPosition) -> int:
-    """At least so many bytes of log; of files in between only that there are some."""
+    """At least so many bytes of log lie between the two. Files in between count as many, whatever their size."""
     return end.offset - start.offset if end.file_no == start.file_no else max(end.offset, 1 << 30)

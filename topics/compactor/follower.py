@@ -37,7 +37,10 @@ ReplyT = TypeVar("ReplyT")
 
 
 class ShardLink:
-    """`wait` is called again and again until an answer is there: it sleeps a little, and raises to give up."""
+    """The compactor's end of its ring to one shard: one request at a time, each answered, whoever is restarted.
+
+    `wait` is called again and again until an answer is there: it sleeps a little, and raises to give up.
+    """
 
     def __init__(self, shared: SharedMemory, shard: int, incarnation: int, wait: Callable[[], None]) -> None:
         self.shard = shard
@@ -47,29 +50,31 @@ class ShardLink:
         self._replies = pair.replies
         self._wake = shared.shard_wakes[shard]
         self._wait = wait
-        # Of this life alone: a former one's request may still be in the ring.
+        # The file is of this life alone: a former life's request may still be in the ring.
         self._spill_path = f"{SHM_ROOT}/topics-{shared.identity}-compactor-{shard}-{incarnation}"
         self._last_id = incarnation << 40
 
     @property
     def committed(self) -> WalPosition | None:
-        """Behind the last frame that is in the log for good; None while the shard recovers."""
+        """The position behind the last frame that is in the log for good; None while the shard recovers."""
         word = self._cell.get("committed")
         return WalPosition(word >> _OFFSET_BITS, word & 0xFFFF_FFFF) if word else None
 
     @property
     def written_bytes(self) -> int:
-        """Bytes of its log that were in no snapshot when the service was started, or have been written since."""
+        """The bytes of its log that were in no snapshot when the service was started, or have been written since."""
         return log_bytes(self._cell)
 
     @property
     def generation(self) -> int:
-        """Of its arena; 0 until the shard has recovered for the first time."""
+        """The generation of its arena; 0 until the shard has recovered for the first time."""
         return self._cell.get("generation")
 
     def call(self, request: Call, reply_type: type[ReplyT]) -> ReplyT:
-        """The answer, as soon as the shard gives it. Raises TopicsError for its refusal, OSError without room in shared
-        memory for a long request, and what `wait` raises.
+        """Sends a request and returns the answer, as soon as the shard gives it.
+
+        Raises TopicsError for its refusal, OSError without room in shared memory for a long request, and the errors of
+        `wait`.
         """
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_call(request_id, request)
@@ -103,13 +108,13 @@ class ShardLink:
             raise
 
     def pause(self, waits: int) -> None:
-        """Gives shards time, as much as so many fruitless looks for an answer. Raises what `wait` raises."""
+        """Gives shards time, as much as so many fruitless looks for an answer. Raises the errors of `wait`."""
         for _ in range(waits):
             self.take_notices()
             self._wait()
 
     def take_notices(self) -> None:
-        """Whatever the shard says unasked means nothing here, but must not fill the ring."""
+        """Drops notices of the shard: they mean nothing here, but must not fill the ring."""
         self._take(0)
 
     def _take(self, request_id: int) -> object | None:
@@ -137,14 +142,18 @@ class TailLost(Exception):  # noqa: N818 — named for what it is
 
 
 class LogTail:
-    """`position` is behind the last frame that was handed out."""
+    """Reads one shard's log while the shard writes it: every frame once, up to where the shard has committed.
+
+    `position` is behind the last frame that was handed out.
+    """
 
     def __init__(self, directory: str, position: WalPosition) -> None:
         self.directory = directory
         self.position = position
 
     def read(self, until: WalPosition) -> Iterator[RecoveredFile]:
-        """The frames up to `until`, which the shard has committed, in batches; those that frame the log are left out.
+        """Yields the frames up to `until`, which the shard has committed, in batches. Frames that only frame the log
+        are left out.
 
         `position` moves with each batch when the next one is asked for. Raises TailLost and OSError.
         """
@@ -155,23 +164,23 @@ class LogTail:
         yield from self._read(until.offset, None)
 
     def log_id(self) -> int:
-        """Of the file at `position`."""
+        """Returns the log id of the file at `position`."""
         path = layout.log_path(self.directory, self.position.file_no)
         return self._start_of(path)[0].log_id
 
     def _rest_of_file(self) -> Iterator[RecoveredFile]:
-        """Up to where the next file takes over."""
+        """Reads up to where the next file takes over."""
         file_no = self.position.file_no
         following, _ = self._start_of(layout.log_path(self.directory, file_no + 1))
         if following.previous_end is None:
             yield from self._read(None, file_no)
         elif self.position.offset < following.previous_end:
             yield from self._read(following.previous_end, None)
-        # What lay behind `previous_end` was read already, or comes again: both change nothing.
+        # Frames behind `previous_end` were read already, or come again: both change nothing.
         self.position = WalPosition(file_no + 1, 0)
 
     def _read(self, end: int | None, ends_file_no: int | None) -> Iterator[RecoveredFile]:
-        """From `position` exactly to `end`, or without one to the file's FILE_END."""
+        """Reads from `position` exactly to `end`, or without one to the file's FILE_END."""
         file_no = self.position.file_no
         path = layout.log_path(self.directory, file_no)
         with self._open(path) as mapped, memoryview(mapped) as view:
@@ -221,9 +230,10 @@ def _parse(path: str, head: bytes) -> tuple[FileStart, int]:
 
 
 class MarkedIndex(UnlocatedIndex):
-    """`deleted`: seqs that the log says were deleted, in its order; who has seen to them empties it.
+    """A topic's index as the compactor needs it: its segments, and the records that were deleted since it saw to them.
 
-    Seqs, not segments: the log may tell of a deletion before it tells of the segment in which it was marked.
+    `deleted` are seqs that the log says were deleted, in its order; the code that has seen to them empties it. They are
+    seqs, not segments: the log may tell of a deletion before it tells of the segment in which it was marked.
     """
 
     __slots__ = ("deleted",)
@@ -236,7 +246,7 @@ class MarkedIndex(UnlocatedIndex):
         self.deleted.extend(seqs)
 
     def deleted_in_segments(self) -> list[tuple[SegmentInfo, Sequence[int]]]:
-        """(segment as it is now, those of `deleted` that it has, ascending) for each that has any."""
+        """Returns (segment as it is now, those of `deleted` that it has, ascending) for each segment that has any."""
         if not self.deleted:
             return []
         seqs = sorted(self.deleted)
@@ -265,9 +275,11 @@ _MAY_FREE_FILES = frozenset(
 
 
 class Follower:
-    """`touched`: topics of which the log said anything since they were looked at last; `shrunk`: those whose segments
-    may have become fewer or other ones; `sealed`: (topic id, first seq) of segments that a checkpoint sealed. Who has
-    seen to them empties these.
+    """One shard: owns the fold of its log and the place up to which it was read.
+
+    `touched`: topics of which the log said anything since the last look. `shrunk`: topics that may have lost or
+    replaced segments. `sealed`: (topic id, first seq) of segments that a checkpoint sealed. The code that has seen to
+    them empties these.
     """
 
     def __init__(self, identity: str, link: ShardLink, tail: LogTail, fold: Fold, ram_directory: str) -> None:
@@ -287,7 +299,7 @@ class Follower:
 
     @property
     def position(self) -> WalPosition:
-        """Up to where the fold says what the log says."""
+        """The place up to which the fold has the log."""
         return self._tail.position
 
     def log_id(self) -> int:
@@ -296,8 +308,8 @@ class Follower:
     def catch_up(self, until: WalPosition, alive: Callable[[], None]) -> None:
         """Reads on; `alive` is called between batches, for it may take long.
 
-        Raises TailLost and FoldError: then this object is of no use any more; and OSError: what was read by then is
-        folded, and to call it again is to go on behind that.
+        Raises TailLost and FoldError: then this object is of no use any more. Raises OSError: everything read by then
+        is folded, and another call goes on behind that.
         """
         for batch in self._tail.read(until):
             alive()
@@ -309,12 +321,12 @@ class Follower:
         self.fold.settle()
 
     def look_up(self, topic: Topic) -> TopicView | None:
-        """What its shard says of a topic now; None when it has deleted it."""
+        """Returns the topic as its shard shows it now; None when the shard has deleted it."""
         found = self.arena().look_up(topic.name)
         return found[1] if found is not None and found[1].topic_id == topic.id else None
 
     def arena(self) -> ArenaReader:
-        """The current generation; the shard must have recovered once."""
+        """Returns the reader of the current arena; the shard must have recovered once."""
         for _ in range(_ATTACH_TRIES):
             generation = self.link.generation
             if self._arena is not None and self._arena.generation == generation:

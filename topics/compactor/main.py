@@ -36,15 +36,15 @@ from topics.storage.snapshot import ShardPart, UnknownSnapshotVersion, load
 FOLLOW_BYTES: Final = 2 * 2**20
 RETRY_MS: Final = 2_000
 NICENESS: Final = 5
-"""Who waits for a write comes first. But a busy machine must not starve this process: the logs would grow without end,
-and with them the next start.
+"""Clients that wait for a write come first. But a busy machine must not starve this process: the logs would grow
+without end, and with them the next start.
 """
 
 log = get_logger()
 
 
 def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
-    """The process; 1 when it has to begin again."""
+    """Runs the process. Returns 1 when it has to begin again."""
     kill_points.arm_as_told(settings.test_kill_at, incarnation)
     clock = SystemClock()
     cell = shared.control.cell(Role.COMPACTOR, 0)
@@ -71,7 +71,9 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
 
 
 def give_way() -> None:
-    """To those who wait for a write: a lower weight, and its waking up interrupts nobody. A sandbox may forbid it."""
+    """Gives way to processes that answer clients: a lower weight, and its waking up interrupts nobody. A sandbox may
+    forbid it.
+    """
     try:
         os.nice(NICENESS)
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -82,7 +84,7 @@ def give_way() -> None:
 def build(
     settings: Settings, shared: SharedMemory, incarnation: int, fs: FileSystem, life: Life, helper: ThreadPoolExecutor
 ) -> Compactor:
-    """The compactor where the newest snapshot left off. Waits for shards that recover.
+    """Builds the compactor where the newest snapshot left off. Waits for shards that recover.
 
     Raises RefusedLog, UnknownSnapshotVersion, FoldError, TailLost, OSError, Refused, Stopped.
     """
@@ -95,7 +97,7 @@ def build(
     parts: dict[int, ShardPart] = {} if snapshot is None else {part.shard: part for part in snapshot.parts}
     followers = [_follow(fs, settings.data_dir, shared, link, parts.get(link.shard)) for link in links]
     for follower in followers:
-        # Behind this answer nothing of a former life is under way: all its marks are in the log.
+        # With this answer nothing of a former life is under way: all its marks are in the log.
         tell(follower, [])
         committed = follower.link.committed
         while committed is None:
@@ -145,7 +147,9 @@ def build(
 
 
 def _look_for_cold(fs: FileSystem, cold_topics_dir: str) -> None:
-    """At a start with segments in the cold tier, on the helper's thread: the directory may hang."""
+    """Reports an empty cold directory at a start with segments in it. It runs on the helper's thread: the directory may
+    hang.
+    """
     try:
         if fs.listdir(cold_topics_dir):
             return
@@ -190,7 +194,7 @@ def _serve(compactor: Compactor, settings: Settings, life: Life, note: ClockNote
             compactor.tidy()
             times.tidied(clock.monotonic_ms())
         try:
-            # What fails here, a cold directory for one, holds up no checkpoint.
+            # A failure here, of a cold directory for one, holds up no checkpoint.
             if times.may_keep_up(clock.monotonic_ms()) and clock.monotonic_ms() >= upkeep_not_before_ms:
                 upkeep_in_ms = compactor.upkeep()
         except (OSError, Refused) as error:

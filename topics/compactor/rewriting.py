@@ -42,18 +42,18 @@ _COPY_MAX_BYTES = 4 * 2**20
 
 
 class Dead(msgspec.Struct, frozen=True):
-    """How much of a segment is deleted, of how much."""
+    """The deleted bytes of a segment, and all of them."""
 
     dead_bytes: int
     data_bytes: int
 
     def exceeds(self, ratio: float) -> bool:
-        """Whether it is more than `ratio` of all."""
+        """True if more than `ratio` of all bytes are deleted."""
         return self.dead_bytes > ratio * self.data_bytes
 
 
 def measure(directory: str, info: SegmentInfo) -> Dead:
-    """From the index alone. Raises OSError, CorruptSegment."""
+    """Measures a segment by its index alone. Raises OSError, CorruptSegment."""
     halves = _columns(directory, info)
     lengths, flags = halves[1::_ENTRY_U32], halves[4::_ENTRY_U32]
     if not any(flag & LOCATION_DELETED for flag in set(flags)):
@@ -63,8 +63,8 @@ def measure(directory: str, info: SegmentInfo) -> Dead:
 
 
 def live_pieces(directory: str, info: SegmentInfo) -> list[tuple[int, int]]:
-    """(start, end) in `.data` of what a new version will hold, ascending, neighbours as one. Raises OSError,
-    CorruptSegment.
+    """Returns (start, end) in `.data` of everything that a new version will hold, ascending, neighbours as one. Raises
+    OSError, CorruptSegment.
     """
     halves = _columns(directory, info)
     deleted = [bool(flag & LOCATION_DELETED) for flag in halves[4::_ENTRY_U32]]
@@ -72,11 +72,12 @@ def live_pieces(directory: str, info: SegmentInfo) -> list[tuple[int, int]]:
 
 
 def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | None = None) -> SegmentInfo:
-    """The new version, here and on the disk; the old one is as it was. `old` is its `.data` when that is not here, with
-    what `live_pieces` says of it at least. Raises OSError, CorruptSegment, CorruptPostings: then nothing of a new
-    version is left here.
+    """Writes the new version, here and onto the disk; the old one stays as it was.
+
+    `old` is its `.data` when that is not here, with all that `live_pieces` names at least. Raises OSError,
+    CorruptSegment, CorruptPostings: then nothing of a new version is left here.
     """
-    # First: without these all copying is for nothing.
+    # First: without the postings all copying is for nothing.
     postings = list(Postings.load(directory, info.first_seq, info.version).items())
     halves = _columns(directory, info)
     if old is None:
@@ -107,7 +108,7 @@ def rewrite(fs: FileSystem, directory: str, info: SegmentInfo, old: Content | No
         write_postings(fs, directory, info.first_seq, info.records, tagged, version)
         fs.fsync_dir(directory)
     except Exception:
-        # On a full disk it is the room that others need.
+        # On a full disk others need the room.
         for path_of in (layout.segment_data_path, layout.segment_idx_path, layout.segment_tags_path):
             with suppress(OSError):
                 fs.unlink(path_of(directory, info.first_seq, version))
@@ -125,7 +126,7 @@ def _write_pair(
     pieces: list[tuple[int, int]],
     idx: array[int],
 ) -> None:
-    """`.data` and `.idx` of the new version, synced; their names are not."""
+    """Writes `.data` and `.idx` of the new version and syncs them, but not their names."""
     data_path = layout.segment_data_path(directory, first_seq, version)
     idx_path = layout.segment_idx_path(directory, first_seq, version)
     flags_new = os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -145,7 +146,7 @@ def _write_pair(
 
 
 def _columns(directory: str, info: SegmentInfo) -> array[int]:
-    """The whole index as u32."""
+    """Reads the whole index as u32."""
     idx = CommittedFile(layout.segment_idx_path(directory, info.first_seq, info.version), info.records * ENTRY_LEN)
     halves = array("I")
     halves.frombytes(idx[:])
@@ -153,7 +154,7 @@ def _columns(directory: str, info: SegmentInfo) -> array[int]:
 
 
 def _live_pieces(offsets: array[int], lengths: array[int], deleted: list[bool]) -> list[tuple[int, int]]:
-    """(start, end) of what stays, neighbours as one: frames lie back to back."""
+    """Returns (start, end) of the frames that stay, neighbours as one: frames lie back to back."""
     pieces: list[tuple[int, int]] = []
     start = end = 0
     for offset, length, dead in zip(offsets, lengths, deleted, strict=True):
@@ -193,7 +194,7 @@ Data = Content
 
 
 class ColdFetch:
-    """`helper` has one thread, which is all that uses `store`."""
+    """Fetches the live frames of one cold segment at a time. `helper` has one thread, the only user of `store`."""
 
     def __init__(self, fs: FileSystem, data_dir: str, store: SegmentStore, helper: Executor) -> None:
         self._fs = fs
@@ -206,17 +207,19 @@ class ColdFetch:
 
     @property
     def busy(self) -> bool:
-        """Whether something was begun and not taken."""
+        """True if a fetch was begun and not taken."""
         return self._future is not None
 
     def begin(self, topic_id: int, info: SegmentInfo) -> None:
-        """Gets the live frames of this segment."""
+        """Begins to fetch the live frames of this segment."""
         assert self._future is None
         self._future = self._helper.submit(self._fetch, topic_id, info)
 
     def take(self) -> Future[Data] | None:
-        """What was begun, once it is done: the segment's `.data`, every live frame checked and zeros for the rest, or
-        OSError; CorruptSegment and EOFError when it is not what it was.
+        """Returns the fetch that was begun, once it is done.
+
+        Its result is the segment's `.data`: every live frame checked, and zeros for the rest. It fails with OSError,
+        and with CorruptSegment or EOFError when the segment is not as it was.
         """
         if self._future is None or not self._future.done():
             return None
@@ -254,10 +257,10 @@ class ColdFetch:
 
 
 BYTES_PER_S: Final = 32 * 2**20
-"""Read or written on behalf of rewriting: a fraction of what a disk gives to those who wait for it."""
+"""The rate of bytes read or written by rewriting: a fraction of what a disk gives to clients."""
 
 AGAIN_MS: Final = 10_000
-"""After a segment could not be rewritten, or a cold directory did not give what it was asked for; doubled each time."""
+"""The pause after a segment could not be rewritten, or a cold directory failed; doubled each time."""
 AGAIN_MAX_MS: Final = 160_000
 
 log = get_logger()
@@ -272,8 +275,8 @@ class _Candidate(NamedTuple):
 class Rewriting:
     """Looks at segments in which records were deleted, one a step, and rewrites those that are worth it.
 
-    Those in the cold directory come back here for that: `fetch` gets what lives of them, one at a time, and nobody
-    waits for it; as the oldest of their topics they are relocated again. Without it they stay as they are.
+    Cold segments come back here for that: `fetch` gets their live frames, one at a time, and nobody waits for it. As
+    the oldest of their topics they are relocated again. Without `fetch` they stay as they are.
     """
 
     def __init__(
@@ -289,13 +292,13 @@ class Rewriting:
         self._next_ms = 0
         self._failures: dict[_Candidate, int] = {}
         self._later: list[tuple[int, _Candidate]] = []
-        """Heap of (due, candidate): those that failed."""
+        """Heap of (due, candidate) that failed."""
         self._cold: dict[_Candidate, None] = {}
-        """Worth it, and to be fetched first; in that order."""
+        """Cold segments that are worth it and are to be fetched first, in that order."""
         self._fetching: tuple[_Candidate, SegmentInfo] | None = None
         self._fetch_next_ms = 0
         self._fetches_failed = 0
-        """In a row."""
+        """The number of failures in a row."""
 
     def consider(self, follower: Follower, topic_id: int, first_seq: int) -> None:
         """Records of this segment were deleted."""
@@ -305,14 +308,14 @@ class Rewriting:
             self._queue.append(candidate)
 
     def consider_all(self, follower: Follower) -> None:
-        """A former life may have known of some."""
+        """Considers all sealed segments: a former life may have known of deletions in some."""
         for topic in follower.fold.topics.values():
             for info in follower.index_of(topic).segments:
                 if info.flags & SEALED:
                     self.consider(follower, topic.id, info.first_seq)
 
     def due_in_ms(self) -> int | None:
-        """When there is something to look at again; None: nothing is, but for what may have been fetched."""
+        """Returns in how many ms there is something to look at again; None: nothing is, but for a fetched segment."""
         if self._queue:
             due_ms = self._next_ms
         elif self._later:
@@ -322,7 +325,7 @@ class Rewriting:
         return max(0, due_ms - self._clock.monotonic_ms())
 
     def step(self, followers: list[Follower]) -> bool:
-        """Looks at one segment, if it is time to; True when one was rewritten. Raises OSError, Refused: what it was at
+        """Looks at one segment, if it is time to; True when one was rewritten. Raises OSError, Refused: the segment
         comes again, later each time.
         """
         now_ms = self._clock.monotonic_ms()
@@ -392,12 +395,12 @@ class Rewriting:
         if found is None or found[1] != info:
             if future.exception() is None:
                 self._fetches_failed = 0
-            return False  # and it may have failed for that: files go with their segment
+            return False  # the fetch may have failed for that: files go with their segment
         try:
             data = future.result()
             try:
                 self._rewrite(follower, found[0], info, data)
-            except FileNotFoundError as error:  # here: what is not there is the cold directory's to say, and may come
+            except FileNotFoundError as error:  # here a missing file is the cold directory's failure, and may come back
                 raise CorruptSegment(error.filename or "", 0, "the file is missing") from error
         except (CorruptSegment, CorruptPostings, EOFError) as error:
             self._fetches_failed = 0  # the cold directory gave what it has
@@ -413,7 +416,7 @@ class Rewriting:
         return True
 
     def _current(self, follower: Follower, candidate: _Candidate) -> tuple[Topic, SegmentInfo] | None:
-        """The segment as it is now, if it is a sealed one."""
+        """Returns the segment as it is now, if it is sealed."""
         topic = follower.fold.topics.get(candidate.topic_id)
         if topic is None:
             return None

@@ -32,15 +32,15 @@ class Snapshots:
         self._shards = shards
         self._newest = None if newest is None else newest.number
         self.positions = _positions([] if newest is None else newest.parts)
-        """By shard, as far as the newest snapshot has it."""
+        """The place up to which the newest snapshot has each shard's log."""
 
     def part_of(self, follower: Follower, alive: Callable[[], None]) -> ShardPart:
-        """The shard as it has been followed so far; `alive` is called between topics."""
+        """Encodes the shard as it has been followed so far; `alive` is called between topics."""
         unpin_ended(self._fs, self._data_dir, follower.fold.topics.values(), alive)
         return encode_part(follower.shard, self._shards, follower.log_id(), follower.position, follower.fold.state())
 
     def can_save(self, shards: Collection[int]) -> bool:
-        """Whether parts of these shards, with the newest snapshot, make a whole one."""
+        """True if parts of these shards, with the newest snapshot, make a whole one."""
         return bool(shards) and len(self.positions.keys() | set(shards)) == self._shards
 
     def save(self, parts: dict[int, ShardPart]) -> bool:
@@ -69,10 +69,10 @@ def _positions(parts: Iterable[ShardPart]) -> dict[int, WalPosition]:
 
 
 def unpin_ended(fs: FileSystem, data_dir: str, topics: Iterable[Topic], alive: Callable[[], None]) -> None:
-    """Pins of batches that are over leave these topics. A pin stays if a file or directory that decides about it cannot
-    be read, or is not there as a whole.
+    """Takes pins of batches that are over out of these topics. A pin stays if a file or directory that decides about it
+    cannot be read, or is not there as a whole.
 
-    Reads the head of one file for each sink with pins, and lists the stages once; `alive` is called between topics.
+    It reads the head of one file for each sink with pins, and lists the stages once; `alive` is called between topics.
     """
     ended: dict[tuple[str, int], bool] = {}
     files: set[str] | None = None

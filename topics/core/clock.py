@@ -44,17 +44,19 @@ class SystemClock:
 
 
 STEP_MAX_MS: Final = 60_000
-"""So far the two clocks may drift apart between two looks; NTP corrects more than that by a step only."""
+"""The two clocks may drift apart so far between two looks; NTP corrects a larger error by a step only."""
 SETTLE_MS: Final = 600_000
-"""Time to notice and to put a clock right."""
+"""Time for somebody to notice a wrong clock and put it right."""
 AWAY_MAX_MS: Final = 600_000
-"""A machine that boots, or data that move to another one, take their time; what expires too early by so much is little
-beside a hold at each boot.
+"""A machine needs time to boot, and data need time to move to another one. Expiry that comes too early by so much is
+little beside a hold at each boot.
 """
 
 
 class TrustedTime(NamedTuple):
-    """What a service went by: `wall_ms` when the monotonic clock of that boot of its machine was at `monotonic_ms`."""
+    """The time that a service trusted: `wall_ms` when the monotonic clock of that boot of its machine was at
+    `monotonic_ms`.
+    """
 
     boot_id: str
     wall_ms: int
@@ -62,7 +64,9 @@ class TrustedTime(NamedTuple):
 
 
 def offset_at_start(last: TrustedTime | None, boot_id: str, clock: Clock) -> int | None:
-    """What a service that begins is to trust: wall minus monotonic time; None: the clock, whatever it says."""
+    """Returns the offset that a service trusts when it begins: wall minus monotonic time. None: it trusts the clock as
+    it is.
+    """
     if last is None:
         return None
     mono_ms = clock.monotonic_ms()
@@ -74,16 +78,16 @@ def offset_at_start(last: TrustedTime | None, boot_id: str, clock: Clock) -> int
 
 
 class Warn(Protocol):
-    """`structlog`'s, for one."""
+    """A function that logs a warning, such as `structlog`'s."""
 
     def __call__(self, event: str, **values: object) -> object: ...
 
 
 class ExpiryClock:
-    """A `Clock` for expiry, to be looked at now and then: what lies between two looks is one step.
+    """A `Clock` for expiry. Look at it now and then: everything between two looks counts as one step.
 
-    `offset_ms` is wall minus monotonic time as it is trusted, None before the first look, which trusts the clock. A
-    process that is started again is given what it trusted before.
+    `offset_ms` is the trusted wall time minus monotonic time. It is None before the first look, which trusts the clock.
+    A process that is started again is given the offset that it trusted before.
     """
 
     def __init__(self, clock: Clock, warn: Warn, offset_ms: int | None = None) -> None:
@@ -91,14 +95,16 @@ class ExpiryClock:
         self._clock = clock
         self._warn = warn
         self._ahead_offset_ms = 0
-        """Where the wall clock was put, and since when it is there (monotonic); None: it is trusted."""
+        """The offset at which somebody put the wall clock. The next field is when that was (monotonic), None while it
+        is trusted.
+        """
         self._ahead_since_ms: int | None = None
 
     def monotonic_ms(self) -> int:
         return self._clock.monotonic_ms()
 
     def look(self) -> int:
-        """Wall minus monotonic time as it is trusted now, for the next life of this process."""
+        """Returns the trusted wall time minus monotonic time, for the next life of this process."""
         self.now_ms()
         assert self.offset_ms is not None
         return self.offset_ms
@@ -108,7 +114,7 @@ class ExpiryClock:
         return self.at(self._clock.now_ms(), self._clock.monotonic_ms())
 
     def at(self, wall_ms: int, mono_ms: int) -> int:
-        """`now_ms`, for who has just looked at the clock."""
+        """`now_ms`, for a caller that has just looked at both clocks."""
         offset_ms = wall_ms - mono_ms
         trusted_ms = offset_ms if self.offset_ms is None else self.offset_ms
         forward_ms = offset_ms - trusted_ms

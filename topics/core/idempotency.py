@@ -40,12 +40,12 @@ class KeyMark(bytes, Enum):
 
 
 FORGOTTEN_AFTER_MS: Final = 7 * 24 * 3_600_000
-"""A producer that has written nothing for so long is one that never wrote."""
+"""A producer that has written nothing for so long counts as one that never wrote."""
 _TURN: Final = Struct(">QQ")
 
 
 class Turn(NamedTuple):
-    """Where a producer is: its highest epoch, and the number of the last write in it."""
+    """The place of a producer: its highest epoch, and the number of the last write in it."""
 
     epoch: int
     n: int
@@ -60,12 +60,12 @@ def is_producer_key(key: bytes) -> bool:
 
 
 def parse_key(key: bytes) -> tuple[bytes, Turn]:
-    """(id, turn)."""
+    """Returns (id, turn)."""
     return key[1 : -_TURN.size], Turn(*_TURN.unpack_from(key, len(key) - _TURN.size))
 
 
 def check_fence(id: bytes, last: Turn, given: Turn) -> None:
-    """`409 fenced` for an instance that has been replaced by one of a higher epoch."""
+    """Raises `409 fenced` for an instance that another one of a higher epoch has replaced."""
     if given.epoch < last.epoch:
         raise TopicsError(
             "fenced",
@@ -75,8 +75,8 @@ def check_fence(id: bytes, last: Turn, given: Turn) -> None:
 
 
 def check_order(id: bytes, last: Turn, given: Turn) -> None:
-    """`409 out_of_order` unless this write, whose outcome is not known, comes next. The first of an epoch may have any
-    number.
+    """Raises `409 out_of_order` unless this write, whose outcome is not known, comes next. The first write of an epoch
+    may have any number.
     """
     if given.epoch == last.epoch and given.n != last.n + 1:
         missing = given.n > last.n
@@ -96,7 +96,7 @@ _BATCH_LEN: Final = 8
 
 
 class Outcome(NamedTuple):
-    """What a keyed write committed."""
+    """The result of a keyed write."""
 
     first_seq: int
     records: int
@@ -112,7 +112,7 @@ def pin(sink: str, batch: int, stage: str) -> bytes:
 
 
 def pins_of(sink: str) -> bytes:
-    """What all pins of a sink begin with."""
+    """Returns the beginning of all pins of a sink."""
     return KeyMark.PIN + sink.encode() + b"\x00"
 
 
@@ -121,8 +121,11 @@ def is_pin(key: bytes) -> bool:
 
 
 class IdempotencyWindow:
-    """Keys of the last `window_ms`, oldest first: commit times never decrease, so expiry is from the front. And pins,
-    by sink, each sink's of one batch. And where producers are, by their ids, the one that wrote last at the end.
+    """The keyed writes of one topic.
+
+    Clients' keys of the last `window_ms` come oldest first: commit times never decrease, so expiry is from the front.
+    Pins are kept by sink, each sink's of one batch. Producers' turns are kept by id, the one that wrote last at the
+    end.
     """
 
     __slots__ = ("_outcomes", "_pins", "_producers")
@@ -133,7 +136,7 @@ class IdempotencyWindow:
         self._producers: OrderedDict[bytes, tuple[Turn, Outcome]] = OrderedDict()
 
     def find(self, key: bytes, now_ms: int, window_ms: int) -> Outcome | None:
-        """The outcome of this key, if it is a pin or not older than the window."""
+        """Returns the outcome of this key, if it is a pin or not older than the window."""
         if is_pin(key):
             return self._pins.get(_sink_of(key), {}).get(key)
         self._expire(now_ms, window_ms)
@@ -146,12 +149,12 @@ class IdempotencyWindow:
         return found
 
     def turn_of(self, producer: bytes, now_ms: int) -> Turn | None:
-        """Where this producer is, None for one that is not known, or not any more."""
+        """Returns the turn of this producer, None if it is not known, or not any more."""
         known = self._producers.get(producer)
         return known[0] if known is not None and now_ms - known[1].ts <= FORGOTTEN_AFTER_MS else None
 
     def remember(self, key: bytes, outcome: Outcome) -> None:
-        """Called once the write is committed; a key that expired and came again moves to the end."""
+        """Keeps the outcome of a committed write. A key that expired and came again moves to the end."""
         if is_pin(key):
             sink = _sink_of(key)
             pins = self._pins.setdefault(sink, {})
@@ -170,14 +173,14 @@ class IdempotencyWindow:
         self._forget(outcome.ts)
 
     def unpin(self, sink: str, batch: int) -> None:
-        """That batch is over: nothing of it will be published again."""
+        """Forgets the pins of a batch that is over: nothing of it will be published again."""
         prefix = pins_of(sink)
         pins = self._pins.get(prefix)
         if pins and _batch_of(next(iter(pins)), prefix) == batch.to_bytes(_BATCH_LEN, "big"):
             del self._pins[prefix]
 
     def pinned(self) -> list[tuple[str, int, list[str]]]:
-        """(sink, batch, stages) of each sink that has pins."""
+        """Returns (sink, batch, stages) of each sink that has pins."""
         found = []
         for prefix, pins in self._pins.items():
             stage_at = len(prefix) + _BATCH_LEN
@@ -187,13 +190,13 @@ class IdempotencyWindow:
         return found
 
     def unexpired(self, now_ms: int, window_ms: int) -> list[tuple[bytes, int, int, int]]:
-        """(key, first_seq, records, ts) of all that may still be asked for, oldest first."""
+        """Returns (key, first_seq, records, ts) of every write that a retry may still ask for, oldest first."""
         self._expire(now_ms, window_ms)
         kept = [(key, *outcome) for pins in self._pins.values() for key, outcome in pins.items()]
         self._forget(now_ms)
         for id, (turn, outcome) in self._producers.items():
             key = producer_key(id, turn)
-            # One that a log said late may be behind others.
+            # A write that a log said late may be behind others.
             if key not in self._outcomes and now_ms - outcome.ts <= FORGOTTEN_AFTER_MS:
                 kept.append((key, *outcome))
         return kept + [(key, *outcome) for key, outcome in self._outcomes.items()]
@@ -209,7 +212,7 @@ class IdempotencyWindow:
             del outcomes[key]
 
     def _forget(self, now_ms: int) -> None:
-        """Lets idle producers go. By commit times: whoever reads the log forgets whom its shard has forgotten."""
+        """Lets idle producers go, by commit times: a reader of the log forgets the same producers as its shard."""
         producers = self._producers
         while producers:
             _turn, oldest = next(iter(producers.values()))
@@ -222,8 +225,8 @@ class IdempotencyWindow:
 
 
 def _goes_on(known: tuple[Turn, Outcome], turn: Turn, ts: int) -> bool:
-    """Whether a producer's write takes it on from what is known of it. A log may say a write twice, and two logs theirs
-    one after the other, so an earlier write may come later: its turn tells, unless the producer was forgotten between
+    """True if a producer's write takes it further than is known of it. A log may say a write twice, and two logs come
+    one after the other, so an earlier write may come later. Its turn tells, unless the producer was forgotten between
     the two and began anew.
     """
     last_turn, last = known

@@ -25,7 +25,7 @@ from topics.core.cursors import CursorBody
 from topics.core.seq_set import Run
 
 Holder = tuple[int, int]
-"""(frontend, stream) of a `/work` stream; stream 0: the frontend carries the job to the dead letters."""
+"""(frontend, stream) of a `/work` stream. Stream 0: the frontend carries the job to the dead letters."""
 
 
 class Now(NamedTuple):
@@ -45,14 +45,14 @@ class Phase(IntEnum):
 
 
 State = Literal["waiting", "leased", "scheduled", "behind", "dead", "done"]
-"""What people are told of a job: a claim would get it; somebody has it; it waits for its time, or for another one of
-its `order_key`; it is being carried to or from the dead letters; it is acknowledged and stays.
+"""The state of a job as people are told it: a claim would get it; somebody has it; it waits for its time, or for
+another job of its `order_key`; it is being carried to or from the dead letters; it is acknowledged and stays.
 """
 
 
 class JobView(NamedTuple):
-    """One job as it is looked at. `at_ms` (wall): until when it is leased, or from when on it waits no longer; else 0.
-    `node` has it, "" is nobody.
+    """One job as a peek shows it. `at_ms` (wall) is the end of its lease or of its waiting, else 0. `node` has it, ""
+    is nobody.
     """
 
     seq: int
@@ -64,8 +64,8 @@ class JobView(NamedTuple):
 
 
 class Job:
-    """One job that is not fresh. `due_ms` is monotonic: when its lease or delay ends; `deadline_ms` is that instant as
-    the wall clock had it, and so is `deliver_at_ms` where a BEHIND job has a `due_ms`: it was written with a delay.
+    """One job that is not fresh. `due_ms` (monotonic) is when its lease or delay ends, `deadline_ms` the same instant
+    on the wall clock. A BEHIND job has a `due_ms` if it was written with a delay; then `deliver_at_ms` is that instant.
     """
 
     __slots__ = (
@@ -95,7 +95,7 @@ class Job:
 
 
 class LeaseBody(msgspec.Struct, frozen=True):
-    """Payload of a LEASE frame: what these jobs are now. An empty `node` is nobody's: back in the queue, from
+    """Payload of a LEASE frame: how these jobs stand now. An empty `node` is nobody: they are back in the queue from
     `deadline_ms` on. `stream` 0 is none.
     """
 
@@ -110,7 +110,7 @@ class LeaseBody(msgspec.Struct, frozen=True):
 
 
 class QueueState(msgspec.Struct, frozen=True):
-    """Everything of a queue that its records do not say: what a snapshot holds. `attributes` are (seq, deliver_at_ms,
+    """The state of a queue in a snapshot: everything that its records do not say. `attributes` are (seq, deliver_at_ms,
     order_key) of jobs that have any.
     """
 
@@ -121,7 +121,7 @@ class QueueState(msgspec.Struct, frozen=True):
 
 
 class ConsumerState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Everything of a topic's queue and cursors that its records do not say: what a snapshot holds of them."""
+    """The state of a topic's queue and cursors in a snapshot: everything that its records do not say."""
 
     queue: QueueState | None = None
     cursors: list[CursorBody] = []
@@ -131,7 +131,7 @@ T = TypeVar("T")
 
 
 def deal(items: Sequence[T], wanted: Sequence[int]) -> list[list[T]]:
-    """Round-robin: each of them one at a time, in turn, until it has what it wanted or nothing is left."""
+    """Deals items round-robin: each taker gets one in turn until it has as many as it wanted or nothing is left."""
     hands: list[list[T]] = [[] for _ in wanted]
     hungry = [at for at, most in enumerate(wanted) if most]
     dealt = 0

@@ -22,7 +22,7 @@ _ROUTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:>-]{0,254}")
 
 
 def check_topic_name(name: str, field: str = "topic") -> str:
-    """The name itself, or `400 invalid_request` for the `field` it was given in. Sinks are named like topics."""
+    """Returns the name, or raises `400 invalid_request` for the `field` it came in. Sinks are named like topics."""
     if _TOPIC.fullmatch(name) is None:
         raise invalid(
             f"{field} name {name[:300]!r} is not valid: 1 to 255 of A-Z a-z 0-9 . _ : -, starting with a letter or"
@@ -33,7 +33,7 @@ def check_topic_name(name: str, field: str = "topic") -> str:
 
 
 def check_router_name(name: str) -> str:
-    """The name itself, or `400 invalid_request`."""
+    """Returns the name, or raises `400 invalid_request`."""
     if _ROUTER.fullmatch(name) is None:
         raise invalid(
             f"router name {name[:300]!r} is not valid: 1 to 255 of A-Z a-z 0-9 . _ : - >, starting with a letter or"
@@ -44,7 +44,7 @@ def check_router_name(name: str) -> str:
 
 
 def owner_shard(name: str, shards: int) -> int:
-    """The shard that owns a topic: stable for a shard count, found by anyone without asking."""
+    """The shard that owns a topic. It is stable for a shard count, and anybody can compute it."""
     return xxhash.xxh3_64_intdigest(name.encode()) % shards
 
 
@@ -54,7 +54,7 @@ _TIME_SHIFT: Final = 20
 
 
 class TopicIds:
-    """The ids one shard gives out."""
+    """Gives out the ids of one shard, each once."""
 
     def __init__(self, shard: int) -> None:
         assert 0 <= shard < SHARDS_MAX
@@ -63,7 +63,7 @@ class TopicIds:
         self._counter = 0
 
     def saw(self, topic_id: int) -> None:
-        """An id found in the log: never to be given again, also when the clock stepped back."""
+        """The log has this id: it is never given out again, even if the clock stepped back."""
         self._advance_to((topic_id >> _TIME_SHIFT) + 1)
 
     def next(self, now_ms: int) -> int:

@@ -30,7 +30,7 @@ from topics.core.tags import Match, parse_match
 HOPS_MAX: Final = 8
 """A record passes a cycle at most so often, the first time included."""
 META_KEY: Final = "_topics_router"
-"""In the meta of copies that are made exactly once; no client may write it."""
+"""The meta of copies that are made exactly once has it; no client may write it."""
 _META_START: Final = b',"meta":{'
 _OWN_META: Final = b'"_topics_router":{'
 _EPOCH: Final = 1
@@ -40,7 +40,7 @@ Guarantee = Literal["at_least_once", "exactly_once"]
 
 
 class RouterSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a client says a router is. `filter` as it was given; what it means says `core/tags.py`."""
+    """A router as a client describes it. `filter` is as it was given; `core/tags.py` says what it means."""
 
     source: str
     dest: str
@@ -52,7 +52,7 @@ class RouterSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     guarantee: Guarantee = "at_least_once"
 
     def echo(self) -> dict[str, Any]:
-        """All fields, as every answer shows them."""
+        """Returns all fields, as every answer shows them."""
         return {field: getattr(self, field) for field in self.__struct_fields__}
 
     @property
@@ -61,8 +61,8 @@ class RouterSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Router(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A router as it is registered. `id` is never used again; `version` counts its changes. `counts_hops`: it closes
-    a cycle, so what passes it is one time around nearer to its end.
+    """A router as it is registered. `id` is never used again; `version` counts its changes. `counts_hops`: it closes a
+    cycle, so a record that passes it is one round nearer to its end.
     """
 
     id: int
@@ -86,7 +86,7 @@ class GivenRouter(msgspec.Struct):
 
 
 def parse_router(name: str, given: dict[str, Any]) -> RouterSpec:
-    """From a decoded JSON object; `400 invalid_request` names what is wrong."""
+    """Makes a spec from a decoded JSON object; `400 invalid_request` names what is wrong."""
     check_router_name(name)
     try:
         fields = msgspec.convert(given, GivenRouter)
@@ -107,7 +107,7 @@ class RouterRegistry:
     def __init__(self) -> None:
         self.by_name: dict[str, Router] = {}
         self._into: dict[str, dict[str, Router]] = {}
-        """dest → its routers by name."""
+        """The routers of each dest, by name."""
         self._from: dict[str, dict[str, Router]] = {}
         self.last_id = 0
 
@@ -115,26 +115,25 @@ class RouterRegistry:
         return len(self.by_name)
 
     def into(self, dest: str) -> list[Router]:
-        """The routers that lead into a topic, oldest first; all of one source."""
+        """Returns the routers that lead into a topic, oldest first; all have one source."""
         return sorted(self._into.get(dest, {}).values(), key=lambda router: router.id)
 
     def from_source(self, source: str) -> list[Router]:
         return list(self._from.get(source, {}).values())
 
     def touching(self, topic: str) -> list[Router]:
-        """Those that go with a topic when it is deleted, by name."""
+        """Returns the routers that go with a topic when it is deleted, by name."""
         found = {router.name: router for router in (*self.into(topic), *self.from_source(topic))}
         return [found[name] for name in sorted(found)]
 
     def source_of(self, dest: str) -> str | None:
-        """The one topic that is copied into `dest`, if any."""
+        """Returns the one topic that is copied into `dest`, if any."""
         return next((router.spec.source for router in self._into.get(dest, {}).values()), None)
 
     def plan(self, name: str, spec: RouterSpec) -> tuple[Router, bool]:
-        """(the router that `PUT` makes of this, whether it is new); to be given to `put` once it is logged.
-
-        The very router that is there when nothing changes. `409 topic_exists_incompatible` for a second source of a
-        dest, `409 router_cycle`.
+        """Returns (the router that `PUT` makes of this spec, whether it is new); call `put` with it once it is logged.
+        It is the very router that is there when nothing changes. Raises `409 topic_exists_incompatible` for a second
+        source of a dest, and `409 router_cycle`.
         """
         old = self.by_name.get(name)
         same_edge = old is not None and (old.spec.source, old.spec.dest) == (spec.source, spec.dest)
@@ -168,7 +167,7 @@ class RouterRegistry:
         self.last_id = max(self.last_id, router.id)
 
     def remove(self, name: str) -> Router | None:
-        """The router that was there."""
+        """Removes a router and returns it."""
         router = self.by_name.pop(name, None)
         if router is not None:
             for index, topic in ((self._into, router.spec.dest), (self._from, router.spec.source)):
@@ -178,7 +177,7 @@ class RouterRegistry:
         return router
 
     def upstream(self, dest: str) -> Iterator[str]:
-        """`dest`, its source, the source's source and so on; each once."""
+        """Yields `dest`, its source, the source's source and so on, each once."""
         seen: set[str] = set()
         topic: str | None = dest
         while topic is not None and topic not in seen:
@@ -187,7 +186,7 @@ class RouterRegistry:
             topic = self.source_of(topic)
 
     def _cycle(self, name: str, spec: RouterSpec) -> list[str] | None:
-        """source, dest, …, source if an edge from source to dest closes that path."""
+        """Returns source, dest, …, source if an edge from source to dest closes that path."""
         path = [spec.source]
         topic = spec.source
         while topic != spec.dest:
@@ -199,8 +198,8 @@ class RouterRegistry:
 
 
 def with_origin(payload: bytes, has_meta: bool, router: str, source: str, source_topic_id: int, seq: int) -> bytes:
-    """A copy's payload (`"data":…` or `"data":…,"meta":{…}`) with where it comes from in its meta, in place of where
-    its original comes from if that is a copy as well.
+    """Returns a copy's payload (`"data":…` or `"data":…,"meta":{…}`) with its origin in its meta. It replaces the
+    origin of the original, if that is a copy as well.
     """
     key = f"router:{router}:{source_topic_id}:{_EPOCH}:{seq}"
     origin = (
@@ -216,11 +215,11 @@ def with_origin(payload: bytes, has_meta: bool, router: str, source: str, source
 
 
 ROUTERS_SHARD: Final = 0
-"""Whose log has the routers."""
+"""The shard whose log has the routers."""
 
 
 class FeedRouter(msgspec.Struct, array_like=True):
-    """A router at work: it forwards what follows `from_seq` of the source, and has made so many copies."""
+    """A router at work: it forwards everything behind `from_seq` of the source, and has made so many copies."""
 
     router: Router
     from_seq: int
@@ -228,11 +227,12 @@ class FeedRouter(msgspec.Struct, array_like=True):
 
 
 class FeedBody(msgspec.Struct, omit_defaults=True):
-    """How far one dest is with its source. `source_topic_id` 0: the source does not exist yet. `trimmed`: so many seqs
-    of dest, the last of them that of the frame, stand for records that were not copied: the source had lost them, or
-    for another `trim_reason` (an EvictReason). `full`: copies wait for room in dest, none is derived behind this
-    cursor, and what the source has lost or deleted by the time there is room is not copied. `revision` counts the
-    cursors of a dest, whichever log they are in.
+    """The place of one dest in its source. `source_topic_id` 0: the source does not exist yet.
+
+    `trimmed`: so many seqs of dest, the last of them that of the frame, stand for records that were not copied: the
+    source had lost them, or for another `trim_reason` (an EvictReason). `full`: copies wait for room in dest, none is
+    derived behind this cursor, and records that the source loses or deletes meanwhile are not copied. `revision` counts
+    the cursors of a dest, whichever log they are in.
     """
 
     source: str
@@ -246,8 +246,10 @@ class FeedBody(msgspec.Struct, omit_defaults=True):
 
 
 class RouterState(msgspec.Struct):
-    """`holds`: source topic → what its index keeps, as ROUTER_SOURCE says. `ram_feeds`: cursors of `ephemeral` dests,
-    in the RAM log; the other feeds are those of the durable one.
+    """What a shard's log says of routers, folded; small enough for a snapshot to have it as it is.
+
+    `holds`: source topic → what its index keeps, as ROUTER_SOURCE says. `ram_feeds`: cursors of `ephemeral` dests, in
+    the RAM log; `feeds` are those of the durable one.
     """
 
     routers: dict[str, Router] = {}
@@ -257,7 +259,7 @@ class RouterState(msgspec.Struct):
     holds: dict[int, int] = {}
 
     def takes_over(self, topic_id: int, other: RouterState) -> None:
-        """A topic comes here with what `other` says of it as a dest and as a source."""
+        """Takes over a topic with everything that `other` says of it as a dest and as a source."""
         for own, others in ((self.feeds, other.feeds), (self.ram_feeds, other.ram_feeds)):
             if topic_id in others:
                 own[topic_id] = others[topic_id]
@@ -265,7 +267,7 @@ class RouterState(msgspec.Struct):
             self.holds[topic_id] = other.holds[topic_id]
 
     def knows(self, other: RouterState) -> None:
-        """The routers of `other` as well."""
+        """Adds the routers of `other`."""
         self.routers |= other.routers
         self.last_id = max(self.last_id, other.last_id)
 

@@ -31,7 +31,9 @@ from topics.shm.memory import fence
 
 
 class Cap:
-    """`most` of `field` over `every` cell, as the process that owns `own` keeps to it; `most` 0 is no cap."""
+    """A cap of `most` on the sum of `field` over `every` cell. The process that owns `own` claims with it; `most` 0 is
+    no cap.
+    """
 
     def __init__(self, limit: str, most: int, field: str, own: Cell, every: Sequence[Cell]) -> None:
         self.most = most
@@ -52,12 +54,12 @@ class Cap:
         return False
 
     def release(self, amount: int = 1) -> None:
-        """Gives back what was claimed and is not used."""
+        """Gives back a claimed amount."""
         if self.most:
             self._own.add(self._field, -amount)
 
     def reached(self) -> TopicsError:
-        """What to refuse with after a claim that was not granted."""
+        """Returns the error for a claim that was not granted."""
         return TopicsError(
             "throttled",
             f"{self.most} {self._limit.replace('_', ' ')} are all that the whole service may have; remove some, or"
@@ -72,21 +74,21 @@ _BLOCK_WORDS: Final = (SLOTS + 1) * _SLOT_WORDS
 
 
 class Counted(IntEnum):
-    """Which word of a slot."""
+    """The word of a slot that counts."""
 
     STREAMS = 2
     REQUESTS = 3
 
 
 class KeyCounts:
-    """As the frontend `own` sees and writes them."""
+    """The counts of all frontends, as the frontend `own` reads and writes them."""
 
     def __init__(self, words: memoryview, frontends: int, own: int) -> None:
-        """Forgets what a former life of this frontend had counted."""
+        """Forgets the counts of a former life of this frontend."""
         self._words = words
         self._own = own * _BLOCK_WORDS
         self._slots: dict[bytes, int] = {}
-        """Word at which a key's slot begins in our block."""
+        """Returns the word at which a key's slot begins in our block."""
         self._others = [_Other(words, block * _BLOCK_WORDS) for block in range(frontends) if block != own]
         for word in range(self._own + 1, self._own + _BLOCK_WORDS):
             words[word] = 0
@@ -112,11 +114,13 @@ class KeyCounts:
         return False
 
     def release(self, digest: bytes, what: Counted) -> None:
-        """Gives back what was claimed."""
+        """Gives one back."""
         self._words[self._slots[digest] + what] -= 1
 
     def _new_slot(self, digest: bytes) -> int | None:
-        """None when every slot counts something of another key: more than SLOTS keys are busy here at once."""
+        """Returns a slot for a new key. None when every slot counts another key: more than SLOTS keys are busy here at
+        once.
+        """
         words = self._words
         first = self._own + _SLOT_WORDS
         if len(self._slots) >= SLOTS:

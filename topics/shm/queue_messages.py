@@ -14,14 +14,14 @@ from topics.core.job import JobView, State
 
 
 class Claim(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Lease me at most `max` jobs. A nil `lease_ms` is the queue's own."""
+    """Lease me at most `max` jobs. A nil `lease_ms` means the queue's own."""
 
     name: str
     node: str
     max: int
     lease_ms: int | None
     stream: int
-    """By which the jobs come when the claim has to wait."""
+    """The number under which the jobs come when the claim has to wait."""
 
 
 class Ack(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -34,7 +34,7 @@ class Ack(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Nack(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """These jobs are for somebody else, after `delay_ms`."""
+    """Give these jobs to somebody else, after `delay_ms`."""
 
     name: str
     node: str
@@ -54,7 +54,9 @@ class Extend(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Unclaim(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """These leases never reached their consumer: no delivery of it counts. They are ready again after `delay_ms`."""
+    """These leases never reached their consumer: they do not count as deliveries. The jobs are ready after
+    `delay_ms`.
+    """
 
     name: str
     node: str
@@ -64,7 +66,7 @@ class Unclaim(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class WorkOpen(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Keep `max` jobs leased to this stream from now on. Said again to change `max`, and to a restarted shard."""
+    """Keep `max` jobs leased to this stream from now on. It is said again to change `max`, and to a restarted shard."""
 
     name: str
     stream: int
@@ -74,7 +76,7 @@ class WorkOpen(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class WorkClose(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The stream is over: what it has is free again, at once."""
+    """The stream is over: its jobs are free again, at once."""
 
     name: str
     stream: int
@@ -96,7 +98,7 @@ class Exhume(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Peek(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Show me at most `max` jobs behind `from_seq`, of this state (nil: of any but "done"); nothing is moved."""
+    """Show me at most `max` jobs behind `from_seq`, of this state (nil: of any but "done"). Nothing moves."""
 
     name: str
     from_seq: int
@@ -105,7 +107,7 @@ class Peek(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Carry(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Which of these records is free to be taken elsewhere? In a queue they are kept from its consumers until then: by
+    """Which of these records is free to be taken elsewhere? A queue keeps them from its consumers until then: by
     `Remove`, or `Exhume`.
     """
 
@@ -114,7 +116,7 @@ class Carry(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Remove(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Delete exactly these records, of whatever topic, as far as they are there."""
+    """Delete exactly these records of any topic, as far as they are there."""
 
     name: str
     seqs: list[int]
@@ -124,9 +126,10 @@ QueueCall = Claim | Ack | Nack | Extend | Unclaim | WorkOpen | WorkClose | Bury 
 
 
 class Dealt(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Leased jobs: ascending seqs, their leases `first_lease_no` and up. `dead` were handed out `dead_deliveries`
-    times, which is often enough: the frontend is to bring them, with their `dead_order_keys` ("" for none), to
-    `dead_letter` and then to `Bury` them.
+    """Leased jobs: ascending seqs, their leases `first_lease_no` and up.
+
+    `dead` were handed out `dead_deliveries` times, which is often enough: the frontend brings them, with their
+    `dead_order_keys` ("" for none), to `dead_letter` and then has the shard `Bury` them.
     """
 
     stream: int
@@ -142,7 +145,7 @@ class Dealt(msgspec.Struct, tag=True, array_like=True, frozen=True):
     ended: bool = False
     """The queue is gone, and the stream with it."""
     refused: bool = False
-    """The log cannot say who has jobs, so nobody gets any: a claim is not to be told that there are none."""
+    """The log cannot say who has jobs, so nobody gets any. A claim must not be told that there are none."""
 
 
 class Waiting(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -152,7 +155,7 @@ class Waiting(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class AckReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Of an ack or nack."""
+    """The answer to an ack or nack."""
 
     count: int
     skipped: list[int]
@@ -167,7 +170,7 @@ class ExtendReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Peeked(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """These are all up to `up_to_seq`; `more`: there are records behind it."""
+    """All jobs up to `up_to_seq`; `more`: there are records behind it."""
 
     jobs: list[JobView]
     up_to_seq: int
@@ -186,7 +189,9 @@ QueueReply = Dealt | Waiting | AckReply | ExtendReply | Peeked | Carried | Remov
 
 
 class CursorPut(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Make a named cursor or change it. What is nil stays as it is; a new one is `at_least_once`, 1, beginning at 0."""
+    """Make a named cursor or change it. A nil field stays as it is; a new cursor is `at_least_once`, 1,
+    beginning at 0.
+    """
 
     name: str
     cursor: str
@@ -202,8 +207,8 @@ class CursorDelete(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class CursorLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Where is it, or (a nil `cursor`) where are the first `most` whose names follow `after`? With `passed_seq`: where
-    would it be for one who has read up to there?
+    """Where is the cursor, or (a nil `cursor`) where are the first `most` whose names follow `after`? With
+    `passed_seq`: where would it be for a reader who has read up to there?
     """
 
     name: str
@@ -214,8 +219,8 @@ class CursorLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class CursorAdvance(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A reader has read from `from_seq` to `to_seq`: move the cursor, if it is still there. `read` is a number that the
-    frontend has not used before.
+    """A reader has read from `from_seq` to `to_seq`: move the cursor, if it is still there. The frontend has not used
+    the number `read` before.
     """
 
     name: str
@@ -227,8 +232,8 @@ class CursorAdvance(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class CursorPassedOn(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """What became of the answer of a read: its connection was given it, or not. It follows each CursorAdvance whose
-    answer says so, or never came: the shard may have moved the cursor all the same, or be going to.
+    """The answer of a read was given to its connection, or not. It follows each CursorAdvance whose answer says so, or
+    never came: the shard may have moved the cursor all the same, or be about to.
     """
 
     name: str
@@ -242,8 +247,8 @@ CursorCall = CursorPut | CursorDelete | CursorLook | CursorAdvance | CursorPasse
 
 
 class CursorReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A cursor as it is: the next read begins at `seq`, and ends at `up_to_seq` at the latest. `revision` is another
-    one whenever it was moved by anything but a reader.
+    """A cursor as it is: the next read begins at `seq`, and ends at `up_to_seq` at the latest. `revision` changes
+    whenever anything but a reader moves it.
     """
 
     cursor: str
@@ -265,8 +270,8 @@ class CursorDeleted(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class CursorMoved(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`moved`: what was read is the reader's, and if it is `under_way` CursorPassedOn has to follow. Where it is now is
-    for another try, as in CursorReply.
+    """`moved`: the records belong to the reader, and if it is `under_way` CursorPassedOn has to follow. The cursor's
+    place is for another try, as in CursorReply.
     """
 
     moved: bool

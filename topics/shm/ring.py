@@ -44,7 +44,7 @@ class Ring:
         self._words = region[: len(region) & ~7].cast("Q")
         self._data = region[HEADER_BYTES : HEADER_BYTES + self.capacity_bytes]
         self.message_max_bytes = self.capacity_bytes // 4
-        """Longer messages go by reference."""
+        """The longest message; longer ones go by reference."""
 
     # -- producer
 
@@ -75,8 +75,7 @@ class Ring:
     # -- consumer
 
     def peek(self, position: int | None = None) -> Iterator[tuple[memoryview, int]]:
-        """Messages not yet consumed, oldest first, each with the position behind it (for `consume`).
-
+        """Yields messages that are not yet consumed, oldest first, each with the position behind it (for `consume`).
         `position` goes on behind an earlier message. The views are void once consumed.
         """
         words = self._words
@@ -113,12 +112,12 @@ class Ring:
 
     @property
     def pending_bytes(self) -> int:
-        """How much waits for the consumer."""
+        """The bytes that wait for the consumer."""
         return self._words[_WRITTEN] - self._words[_CONSUMED]
 
 
 class Wake:
-    """Made before the fork; `words[index]` is the owner's sleep flag."""
+    """The wake-up of one process, made before the fork; `words[index]` is the owner's sleep flag."""
 
     def __init__(self, words: memoryview, index: int) -> None:
         self._words = words
@@ -128,41 +127,41 @@ class Wake:
         self._poll.register(self.fd, select.POLLIN)
 
     def signal(self) -> None:
-        """By a peer, after it put something where the owner looks."""
+        """A peer calls it after it put something where the owner looks."""
         fence()
         if self._words[self._index]:
             self.signal_always()
 
     def signal_always(self) -> None:
-        """By a peer, for an owner that sleeps in an event loop and keeps no flag."""
+        """A peer calls it for an owner that sleeps in an event loop and keeps no flag."""
         try:
             os.eventfd_write(self.fd, 1)
-        except BlockingIOError:  # signalled 2⁶⁴ − 2 times and not yet seen: that will do
+        except BlockingIOError:  # signalled 2⁶⁴ − 2 times and not yet seen: that is enough
             return
 
     def announce_sleep(self) -> None:
-        """By the owner; it must look at its rings once more before `sleep`."""
+        """The owner calls it, and must look at its rings once more before `sleep`."""
         self._words[self._index] = 1
         fence()
 
     def awake(self) -> None:
-        """By the owner: stop signalling me."""
+        """The owner calls it: peers stop signalling."""
         self._words[self._index] = 0
 
     def sleep(self, timeout_ms: int) -> None:
-        """By the owner: until a signal or the time-out; consumes the signal."""
+        """The owner sleeps until a signal or the time-out; consumes the signal."""
         if self._poll.poll(timeout_ms):
             self.drain()
 
     def drain(self) -> None:
-        """By the owner: forget signals received so far."""
+        """The owner forgets signals received so far."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:  # none
             return
 
     def close(self) -> None:
-        """Also when nobody has it any more."""
+        """Closes the eventfd; the end of the object does so too."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

@@ -28,13 +28,13 @@ class PutTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class EnsureTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Create a topic with the default configuration; one that is there stays as it is. Answered as PutTopic."""
+    """Create a topic with the default configuration; an existing one stays as it is. Answered like PutTopic."""
 
     name: str
 
 
 class DeleteTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`settle`: only once the logs of those who copy it have their copies of all of it, which nobody can copy again."""
+    """`settle`: delete only once the logs of all dests have their copies of it, which nobody can copy again."""
 
     name: str
     if_empty: bool
@@ -42,9 +42,9 @@ class DeleteTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class DeleteRecords(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Delete what is below `before_seq` and matches (`core/tags.py`); a nil `op` matches every record.
+    """Delete records below `before_seq` that match (`core/tags.py`); a nil `op` matches every record.
 
-    Those after `before_seq` and `op` are for the `rest` of another one: it begins at `from_seq` and ends at `last_seq`
+    The fields after `op` and its text are for the `rest` of another one: it begins at `from_seq` and ends at `last_seq`
     (nil: the head at that moment), in the topic that has this id (0: whichever has the name).
     """
 
@@ -79,7 +79,7 @@ class DeleteTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class DeleteRecordsReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """How many were deleted, and what the topic is now. `rest`: what is to be asked next, until all is done: a shard
+    """The number of deleted records, and the topic as it is now. `rest` is the next request, until all is done: a shard
     takes as much of a delete as fits into one turn.
     """
 
@@ -95,7 +95,7 @@ TopicReply = PutTopicReply | DeleteTopicReply | DeleteRecordsReply
 
 
 class PutRouter(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """To shard 0, as the next two: register a router, or change it."""
+    """To shard 0, like the next two: register a router, or change it."""
 
     name: str
     spec: RouterSpec
@@ -106,7 +106,7 @@ class DeleteRouter(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class RemoveRouters(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Those that are still there of these."""
+    """Remove these routers, as far as they are still there."""
 
     router_ids: list[int]
 
@@ -120,7 +120,7 @@ class SyncRouters(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class CatchUp(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """To the shard of a dest: copy what its source has now."""
+    """To the shard of a dest: copy everything that its source has now."""
 
     dest: str
 
@@ -145,8 +145,8 @@ class SyncRoutersReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class CaughtUp(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`done`: nothing is gained by asking again now. `pending`: not everything was copied that there is room for; if it
-    is not `done`, because the source could not be read at this moment: ask again in a while.
+    """`done`: asking again now gains nothing. `pending`: there is room for more copies than were made. If it is not
+    `done` then, the source could not be read at this moment: ask again in a while.
     """
 
     done: bool
@@ -157,7 +157,7 @@ RouterReply = PutRouterReply | DeleteRouterReply | SyncRoutersReply | CaughtUp
 
 
 class Watch(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Notify me (with my `token`) of every change of this topic; at once if it is not what I have seen."""
+    """Notify me (with my `token`) of every change of this topic; at once if it is not as I have seen it."""
 
     token: int
     name: str
@@ -171,20 +171,20 @@ class Unwatch(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A frontend's new incarnation: what the former one watched and streamed is over."""
+    """A frontend has a new incarnation: the watches and streams of the former one are over."""
 
     incarnation: int
 
 
 class SessionPut(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Keep a watch session; `body` is the frontends' own affair."""
+    """Keep a watch session; only frontends look into its `body`."""
 
     wid: str
     body: bytes
 
 
 class SessionLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """What a SessionOpen would be answered now; nothing begins or ends by asking."""
+    """How would a SessionOpen be answered now? Nothing begins or ends by asking."""
 
     wid: str
 
@@ -197,8 +197,8 @@ class SessionOpen(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class SessionClose(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The stream ended in order; these are the positions it has sent up to, without topics that have ended. None: it
-    has sent nothing, nor has one before it.
+    """The stream ended in order. `positions` are how far it has sent each topic, without topics that have ended; None:
+    neither it nor a stream before it has sent anything.
     """
 
     wid: str
@@ -219,7 +219,7 @@ WatchCall = Watch | Unwatch | Hello | SessionCall
 
 
 class SessionOpenReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`positions` as SessionClose said them, None before the first. `exact`: they are all that was sent; else the
+    """The positions of the last SessionClose, None before the first. `exact`: they are all that was sent; else the
     client's Last-Event-ID may know more.
     """
 
@@ -229,7 +229,7 @@ class SessionOpenReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class TxnBegin(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Decide a batch of a sink: from here on its stages, (id, topic) each, will be published."""
+    """Decide a batch of a sink: from now on its stages, (id, topic) each, will be published."""
 
     sink: str
     batch: int
@@ -253,7 +253,7 @@ class TxnEnd(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class StagesOver(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The batch is over: what the topic keeps to publish each stage once may go."""
+    """The batch is over: the topic may forget the pins by which it publishes each stage once."""
 
     name: str
     sink: str
@@ -261,13 +261,13 @@ class StagesOver(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class TxnLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """What has this sink committed?"""
+    """Which batch has this sink committed?"""
 
     sink: str
 
 
 class TxnForget(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The sink will not be used any more."""
+    """Nobody will use the sink any more."""
 
     sink: str
 
@@ -283,7 +283,7 @@ TxnCall = SinkCall | StagePublish | StagesOver
 
 
 class TxnReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A sink after the call: `batch` is its latest, `pending` what of it is still to be published."""
+    """A sink after the call: `batch` is its latest, `pending` the stages of it that are still to be published."""
 
     outcome: Literal["begun", "pending", "committed", "none"]
     batch: int
@@ -291,7 +291,7 @@ class TxnReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class TxnPendingReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """(sink, batch, stages) of each."""
+    """(sink, batch, stages) of each batch."""
 
     batches: list[tuple[str, int, list[tuple[str, str]]]]
 
@@ -302,7 +302,7 @@ SinkReply = TxnReply | TxnPendingReply
 class TopicCheckpoint(msgspec.Struct, array_like=True, frozen=True):
     """One topic's records up to `up_to_seq` are in segments, on the disk; `segments` are those that are new or changed.
 
-    `up_to_seq` is what it was before when a segment was only sealed, rewritten or relocated.
+    `up_to_seq` stays as it was when a segment was only sealed, rewritten or relocated.
     """
 
     topic_id: int
@@ -311,20 +311,20 @@ class TopicCheckpoint(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Checkpoint(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """From the compactor: log that these are in segments, then let go of their locations."""
+    """From the compactor: log that these records are in segments, then let go of their locations."""
 
     topics: list[TopicCheckpoint]
 
 
 class Trim(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """From the compactor: log files numbered below `file_no` hold nothing that two snapshots do not."""
+    """From the compactor: log files numbered below `file_no` hold nothing that two snapshots do not have."""
 
     file_no: int
 
 
 class MarkAgain(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """From the compactor: mark these deletions in their segments once more, a sync that should have covered the marks
-    may have failed. `runs`: (first_seq, last_seq) of records that the log says are deleted.
+    """From the compactor: mark these deletions in their segments once more, because a sync that should have covered the
+    marks may have failed. `runs` are (first_seq, last_seq) of records that the log says are deleted.
     """
 
     topic_id: int
@@ -335,8 +335,8 @@ CompactorCall = Checkpoint | Trim | MarkAgain
 
 
 class CheckpointReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Topic ids: `gone` are deleted, `refused` not marked, `held` not yet: their records are needed in the log until
-    copies of them are in another, which was asked for. All others of the request are marked.
+    """Topic ids. `gone` are deleted, `refused` not marked. `held` are not marked yet: their records are needed in the
+    log until copies of them are in another, which was asked for. All others of the request are marked.
     """
 
     gone: list[int]

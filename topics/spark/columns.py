@@ -33,8 +33,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 def meta_array(count: int, numbers: npt.NDArray[np.int64], metas: Sequence[Mapping[str, Any]]) -> pa.Array:
-    """A column of `count`, null but for `metas` at the ascending `numbers`. A value that is no string becomes JSON:
-    an exactly_once router writes an object (api §6).
+    """Returns a column of `count`, null but for `metas` at the ascending `numbers`. A value that is no string becomes
+    JSON: an exactly_once router writes an object (api §6).
     """
     if not len(numbers):
         return pa.nulls(count, META)
@@ -67,7 +67,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 class ParsedColumns:
-    """OptionError for a type that JSON cannot become."""
+    """Raises OptionError for a type that JSON cannot become."""
 
     def __init__(self, fields: Sequence[types.StructField]) -> None:
         self._fields = [(field.name, _converter(field.dataType, field.name)) for field in fields]
@@ -231,7 +231,7 @@ class Columns:
         data: pa.Array,
         meta: pa.Array,
     ) -> pa.RecordBatch:
-        """Of columns that are there already; `data` is JSON text."""
+        """Makes a batch of columns that are there already; `data` is JSON text."""
         count = len(seq)
         times = pc.multiply(ts_ms, 1000).cast(self._arrow.field(2).type)
         if not self._with_tags:
@@ -245,7 +245,7 @@ class Columns:
         return pa.RecordBatch.from_arrays(columns, schema=self._arrow)
 
     def gap(self, topic: str, gap: Gap) -> pa.RecordBatch:
-        """One row that stands for what cannot be read."""
+        """Makes the one row that stands for records that cannot be read."""
         assert self._with_gaps
         row = {
             "topic": topic,
@@ -264,6 +264,6 @@ def _meta_of(records: Sequence[Record]) -> pa.Array:
 
 
 def _arrow_schema(schema: StructType) -> pa.Schema:
-    """As Spark wants it. Before 4.2 the zone is no parameter, and UTC."""
+    """Returns the type as Spark wants it. Before 4.2 the zone is no parameter, and UTC."""
     zone: dict[str, Any] = {"timezone": "UTC"} if "timezone" in inspect.signature(to_arrow_schema).parameters else {}
     return to_arrow_schema(schema, **zone)

@@ -33,7 +33,7 @@ Bytes8 = npt.NDArray[np.uint8]
 
 Kind = TypeVar("Kind", bound=np.generic)
 
-# With the padding, which is zeros: anything else does not go with its frame.
+# With the padding, which is zeros: other bytes there do not go with their frame.
 _ENTRY: Final[np.dtype[np.void]] = np.dtype(
     {"names": ["offset", "len", "ts", "flags"], "formats": ["<u4", "<u4", "<u8", "<u4"], "offsets": [0, 4, 8, 16]}
 )
@@ -53,7 +53,7 @@ _LOCATION_FLAGS: Final = np.array(LOCATION_FLAGS, np.int64)
 
 
 class Entries(NamedTuple):
-    """Index entries of consecutive seqs, as `segment.Columns`."""
+    """Index entries of consecutive seqs, like `segment.Columns`."""
 
     ts: Ints
     offsets: Ints
@@ -61,7 +61,7 @@ class Entries(NamedTuple):
     flags: Ints
 
     def part(self, start: int, stop: int) -> Entries:
-        """Those from `start` on, up to `stop`."""
+        """Returns the entries from `start` up to `stop`."""
         return Entries(self.ts[start:stop], self.offsets[start:stop], self.lengths[start:stop], self.flags[start:stop])
 
     def as_lists(self) -> segment.Columns:
@@ -69,14 +69,14 @@ class Entries(NamedTuple):
 
 
 def read_entries(idx: bytes, first: int, count: int) -> Entries:
-    """`count` entries of an index, from number `first` on."""
+    """Reads `count` entries of an index, from number `first` on."""
     table = np.frombuffer(idx, _ENTRY, count, first * ENTRY_LEN)
     offsets, lengths, ts, flags = (table[name].astype(np.int64) for name in ("offset", "len", "ts", "flags"))
     return Entries(ts, offsets, lengths, flags)
 
 
 def extent(entries: Entries, data_bytes: int, idx_path: str, first_entry_at: int) -> tuple[Ints, int]:
-    """As `segment.extent`."""
+    """Does the same as `segment.extent`."""
     framed = np.flatnonzero(entries.lengths)
     if not len(framed):
         return np.zeros(len(entries.lengths), np.int64), 0
@@ -90,7 +90,7 @@ def extent(entries: Entries, data_bytes: int, idx_path: str, first_entry_at: int
 
 
 def check_frames(path: str, buffer: bytes, base: int, first_seq: int, entries: Entries, starts: Ints) -> None:
-    """As `segment.check_frames`."""
+    """Does the same as `segment.check_frames`."""
     live = np.flatnonzero(entries.flags & LOCATION_GONE == 0)
     if not len(live):
         return
@@ -116,17 +116,17 @@ def _are_whole(buffer: bytes, seqs: Ints, entries: Entries, starts: Ints) -> boo
 
 
 def headers(buffer: bytes, starts: Ints) -> npt.NDArray[np.void]:
-    """The fixed part of each frame: flags, seq, ts, node_len, tag_len, data_len."""
+    """Returns the fixed part of each frame: flags, seq, ts, node_len, tag_len, data_len."""
     return at(buffer, _FRAME, starts)
 
 
 def marks(buffer: bytes, ends: Ints) -> Bytes8:
-    """The del byte of each frame that ends there."""
+    """Returns the del byte of each frame that ends there."""
     return at(buffer, _BYTE, ends - 1)
 
 
 def at(buffer: bytes, kind: np.dtype[Kind], places: Ints) -> npt.NDArray[Kind]:
-    """A value of this kind at each of these places, which need not be aligned."""
+    """Returns a value of this kind at each of these places, which need not be aligned."""
     count = len(buffer) - kind.itemsize + 1
     whole: npt.NDArray[Kind] = np.ndarray((max(0, count),), kind, buffer, strides=(1,))
     return whole[places]
@@ -152,7 +152,7 @@ class Records(NamedTuple):
 
 
 class InconsistentLengthsError(Exception):
-    """`.number`: of the first frame whose parts do not add up to its length."""
+    """`.number` is the first frame whose parts do not add up to its length."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"frame {number}")
@@ -160,7 +160,7 @@ class InconsistentLengthsError(Exception):
 
 
 def not_deleted(buffer: bytes, starts: Ints, lengths: Ints) -> npt.NDArray[np.bool_]:
-    """Which frames are not marked deleted in the data."""
+    """Says which frames are not marked deleted in the data."""
     alive: npt.NDArray[np.bool_] = marks(buffer, starts + lengths) != DELETED
     return alive
 
@@ -176,8 +176,8 @@ def decode(
     not_node: str | None,
     with_meta: bool,
 ) -> Records:
-    """The records of these frames, which begin at `starts` in `buffer`; without those whose tag is not in `tags` (None:
-    all are wanted) and those of the node `not_node`. Raises InconsistentLengthsError.
+    """Returns the records of these frames, which begin at `starts` in `buffer`. It leaves out records whose tag is not
+    in `tags` (None: all are wanted), and those of the node `not_node`. Raises InconsistentLengthsError.
     """
     frames = headers(buffer, starts)
     node_at = starts + HEADER_LEN

@@ -73,7 +73,7 @@ class Rows:
         self._topic = options.topic
 
     def of(self, batch: pa.RecordBatch) -> Iterator[tuple[str, NewRecord]]:
-        """(topic, record) of each row, in order."""
+        """Yields (topic, record) of each row, in order."""
         columns = {name: batch.column(name).to_pylist() for name in batch.schema.names}
         missing = [None] * batch.num_rows
         for data, topic, tag, node, meta in zip(*(columns.get(name, missing) for name in _COLUMNS), strict=True):
@@ -89,7 +89,7 @@ class Rows:
 
 
 def check_json(records: list[NewRecord]) -> None:
-    """TopicsSparkError for a text that is not JSON: which one it is says nobody later."""
+    """Raises TopicsSparkError for a text that is not JSON: nobody says later which one it is."""
     for record in records:
         try:
             msgspec.json.decode(record.data)
@@ -113,7 +113,7 @@ def _check(kind: types.DataType, name: str) -> None:
 
 
 def _json(value: Any) -> Any:
-    """A value of a struct as JSON has it: as Spark's `to_json`, but for nulls, which stay."""
+    """Returns a value of a struct as Spark's `to_json` has it, but nulls stay."""
     if isinstance(value, dict):
         return {name: _json(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -137,7 +137,7 @@ _QUERY_ID = "sql.streaming.queryId"
 
 @dataclass
 class Staged(WriterCommitMessage):
-    """What one task has staged: (topic, stage) in the order of its rows; `query` is None outside of streams."""
+    """The stages of one task: (topic, stage) in the order of its rows; `query` is None outside of streams."""
 
     txn: str
     query: str | None
@@ -174,7 +174,7 @@ class Stager:
         return staged
 
     def _groups(self, rows: Rows, batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, list[NewRecord]]]:
-        """Records by topic, as many together as one stage takes."""
+        """Yields records by topic, as many together as one stage takes."""
         waiting: dict[str, list[NewRecord]] = {}
         sizes: dict[str, int] = {}
         for topic, record in itertools.chain.from_iterable(map(rows.of, batches)):
@@ -186,7 +186,7 @@ class Stager:
         yield from waiting.items()
 
     def publish(self, sink: str, batch: int, messages: list[Staged]) -> bool:
-        """False when the sink has committed this batch before."""
+        """Commits a batch; False when the sink has committed it before."""
         stages = [stage for message in messages for _topic, stage in message.stages]
         with connect(self.options.service, TASK_RETRY) as client:
             told = client.call(calls.commit(sink, batch, stages))
@@ -200,7 +200,7 @@ class Stager:
             return not told.duplicate
 
     def drop(self, messages: list[WriterCommitMessage | None]) -> None:
-        """What they have staged; those that failed have dropped theirs."""
+        """Drops the stages of these tasks; tasks that failed have dropped theirs."""
         with contextlib.suppress(ClientError), connect(self.options.service, PLAN_RETRY) as client:
             _drop(client, [message for message in messages if isinstance(message, Staged)])
 
@@ -220,7 +220,7 @@ class BatchWriter(Stager, DataSourceArrowWriter):
 
 
 def whole(messages: list[WriterCommitMessage | None]) -> list[Staged]:
-    """What all tasks have staged; TopicsSparkError when one has not said it."""
+    """Returns the stages of all tasks; raises TopicsSparkError when one has not said them."""
     staged = [message for message in messages if isinstance(message, Staged)]
     if len(staged) != len(messages):
         raise TopicsSparkError(f"{len(messages) - len(staged)} tasks have not said what they staged")
@@ -228,7 +228,7 @@ def whole(messages: list[WriterCommitMessage | None]) -> list[Staged]:
 
 
 def _drop(client: Client, messages: list[Staged]) -> None:
-    """What cannot be dropped now expires."""
+    """Drops stages; a stage that cannot be dropped now expires."""
     for message in messages:
         for topic in {topic for topic, _stage in message.stages}:
             with contextlib.suppress(ClientError, NotFoundError):

@@ -40,16 +40,18 @@ from topics.storage.frame import (
 
 HEAD_WORDS: Final = 4
 _STRETCH_MAX: Final = 4096
-"""Frames of a write that are looked at as one, however long it is: who finds several topics looks at fewer again."""
+"""So many frames of a write are looked at as one, however long it is; where they have several topics, fewer are looked
+at again.
+"""
 _HAS_MORE: Final = bytes(1 if flags & FLAG_MORE else 0 for flags in range(256))
 _LOCATION_FLAGS: Final = bytes(LOCATION_FLAGS)
 
 
 class FrameColumns(Sequence[FrameTuple]):
-    """Valid frames in the order of the log, n of them. As a sequence it is of frames as `frame.scan` gives them.
+    """Valid frames in the order of the log, n of them; as a sequence they are frames as `frame.scan` gives them.
 
-    `offset_len`: n × (offset | total_len << 32); `types`, `flags`: a byte each; `heads`: HEAD_WORDS words each:
-    topic_id, seq, ts, node_len | tag_len << 16 | data_len << 32. Not to be changed.
+    `offset_len`: n × (offset | total_len << 32). `types`, `flags`: a byte each. `heads`: HEAD_WORDS words each:
+    topic_id, seq, ts, node_len | tag_len << 16 | data_len << 32. The columns do not change.
     """
 
     __slots__ = ("_stretches", "flags", "heads", "offset_len", "types")
@@ -113,7 +115,7 @@ class FrameColumns(Sequence[FrameTuple]):
         )
 
     def without(self, types: bytes) -> FrameColumns:
-        """Those that are of none of these types."""
+        """Returns the frames that are of none of these types."""
         if not self.of_any(types):
             return self
         kept = FrameColumns.none()
@@ -128,24 +130,24 @@ class FrameColumns(Sequence[FrameTuple]):
         return kept
 
     def of_any(self, types: bytes) -> int:
-        """How many are of these types."""
+        """Counts the frames of these types."""
         return len(self.types) - len(self.types.translate(None, types))
 
     def find(self, *types: int) -> int:
-        """The number of the first of any of these types; n without one."""
+        """Returns the number of the first frame of any of these types; n without one."""
         found = [at for type_ in types if (at := self.types.find(type_)) >= 0]
         return min(found, default=len(self))
 
     def from_offset(self, offset: int) -> FrameColumns:
-        """Those that begin there or behind it."""
+        """Returns the frames that begin at `offset` or behind it."""
         return self[bisect_left(self.offset_len, offset, key=lambda place: place & 0xFFFF_FFFF) :]
 
     def complete(self) -> int:
-        """How many there are up to the last that ends a write."""
+        """Counts the frames up to the last one that ends a write."""
         return len(self.flags.translate(_HAS_MORE).rstrip(b"\1"))
 
     def stretches(self) -> list[tuple[int, int]]:
-        """(start, stop) of frames that are of one type and topic, all in order; the next may be of the same."""
+        """Yields (start, stop) of frames of one type and topic, all in order; the next stretch may be of the same."""
         if self._stretches is None:
             has_more = self.flags.translate(_HAS_MORE)
             writes_are_long = has_more.count(1) * 8 > len(has_more) * 7
@@ -153,7 +155,7 @@ class FrameColumns(Sequence[FrameTuple]):
         return self._stretches
 
     def kinds_and_topics(self) -> set[tuple[int, int]]:
-        """Which topics they are about, and how: (type, topic_id)."""
+        """Returns (type, topic_id) of all frames, each pair once."""
         return {(self.types[start], self.heads[start * HEAD_WORDS]) for start, _ in self.stretches()}
 
     def _frame_by_frame(self) -> list[tuple[int, int]]:
@@ -187,7 +189,7 @@ class FrameColumns(Sequence[FrameTuple]):
             start = stop
 
     def entries(self, file_no: int, more_flags: int) -> array[int]:
-        """Index entries (`core/location.py`) of all, as if all were Appends; `more_flags` are set in each."""
+        """Returns index entries (`core/location.py`) of all frames, as if all were Appends; each gets `more_flags`."""
         count = len(self.types)
         files = bytearray(file_no.to_bytes(8, "little") * count)
         flags = self.flags.translate(_LOCATION_FLAGS)
@@ -207,18 +209,18 @@ _FRAME_LEN_MIN: Final = OVERHEAD_LEN - LENGTH_FIELD_LEN
 _START: Final = Struct("<IH")  # frame_len, type | flags << 8
 
 _TABLE_ROWS: Final = (512, 256, 128, 64, 32, 16)
-"""Few sizes, so that the structs for them are made once; for fewer rows a walk is as fast."""
+"""Tables have few sizes, so that the structs for them are made once; for fewer rows a walk is as fast."""
 _WALK_FRAMES: Final = 128
 _ALIKE: Final = 8
-"""A walk ends behind so many of one length: they look like a table."""
+"""A walk ends behind so many frames of one length: they look like a table."""
 _COPIED_MAX_BYTES: Final = 1 << 18
-"""At once, so that it is in the cache when it is hashed. Longer frames are not copied at all."""
+"""So many bytes are copied at once, so that they are hashed while in the cache. Longer frames are not copied at all."""
 
 _KNOWN: Final = bytes(sorted(KNOWN_TYPES))
 
 
 class ColumnScan(NamedTuple):
-    """As `frame.Scan`."""
+    """The result of a scan, as `frame.Scan`."""
 
     frames: FrameColumns
     end: int
@@ -226,7 +228,7 @@ class ColumnScan(NamedTuple):
 
 
 def scan_columns(buffer: Bytes, start: int, end: int, limit: int) -> ColumnScan:
-    """`frame.scan`: the same frames up to the same end."""
+    """Scans as `frame.scan` does: it finds the same frames up to the same end."""
     view = memoryview(buffer)
     found = FrameColumns.none()
     offset = start
@@ -251,8 +253,8 @@ def scan_columns(buffer: Bytes, start: int, end: int, limit: int) -> ColumnScan:
 
 
 class _Table(NamedTuple):
-    """Of so many frames of one length: `bodies` gives of each what is hashed and its checksum, `heads` its head;
-    `lengths` are the four columns of frame_len.
+    """Structs for so many frames of one length. `bodies` gives the hashed bytes of each and its checksum, `heads` its
+    head; `lengths` are the four columns of frame_len.
     """
 
     bodies: Struct
@@ -272,7 +274,7 @@ def _table_of(total_len: int, rows: int) -> _Table:
 
 
 def _table(view: memoryview, offset: int, end: int, limit: int) -> FrameColumns | None:
-    """Valid frames that are as long as the one at `offset`; None when there are not enough of them."""
+    """Returns valid frames that are as long as the one at `offset`; None when there are not enough of them."""
     rows_min = _TABLE_ROWS[-1]
     if limit < rows_min or offset + rows_min * OVERHEAD_LEN > end:
         return None
@@ -291,7 +293,7 @@ def _table(view: memoryview, offset: int, end: int, limit: int) -> FrameColumns 
 
 
 def _rows(table: bytes, offset: int, total_len: int, rows: int) -> FrameColumns | None:
-    """The frames that `table` is; None when there is anything amiss with them."""
+    """Returns the frames of `table`; None when anything is amiss with them."""
     structs = _table_of(total_len, rows)
     if any(table[at::total_len] != column for at, column in enumerate(structs.lengths)):
         return None
@@ -306,7 +308,7 @@ def _rows(table: bytes, offset: int, total_len: int, rows: int) -> FrameColumns 
 
 
 class _BodyParts(dict[int, Callable[[memoryview, int], tuple[bytes, int]]]):
-    """By frame_len: what of a frame is hashed, and its checksum."""
+    """Returns structs for the hashed bytes of a frame and its checksum, by frame_len."""
 
     def __missing__(self, frame_len: int) -> Callable[[memoryview, int], tuple[bytes, int]]:
         if len(self) >= 4096:
@@ -321,7 +323,7 @@ _body_parts = _BodyParts()
 
 
 def _walk(view: memoryview, offset: int, end: int, limit: int) -> tuple[FrameColumns | None, int]:
-    """(valid frames from `offset` on, how many), or (None, how many were looked at)."""
+    """Returns (valid frames from `offset` on, their number), or (None, the number of frames looked at)."""
     bodies: list[bytes] = []
     checksums: list[int] = []
     kinds: list[int] = []
@@ -360,7 +362,9 @@ def _walk(view: memoryview, offset: int, end: int, limit: int) -> tuple[FrameCol
 
 
 def _places(offsets: array[int], lengths: array[int]) -> array[int]:
-    """offset | total_len << 32 of each: by halves, for integers beyond 2^30 take several times as long to make."""
+    """Returns offset | total_len << 32 of each. It works by halves, for integers beyond 2^30 take several times as long
+    to make.
+    """
     halves = array("I", bytes(8 * len(offsets)))
     halves[0::2] = offsets
     halves[1::2] = lengths
@@ -370,8 +374,8 @@ def _places(offsets: array[int], lengths: array[int]) -> array[int]:
 def _are_valid(
     bodies: Sequence[bytes], checksums: Sequence[int], types: bytes, heads: array[int], is_table: bool
 ) -> bool:
-    """Whether all are what `frame.scan` takes for a frame. `bodies` are as long as their frame_len says; in a table all
-    are as long as the first.
+    """True if `frame.scan` would take all of these for frames. `bodies` are as long as their frame_len says; in a table
+    all are as long as the first.
     """
     if types.translate(None, _KNOWN):
         return False

@@ -36,11 +36,11 @@ _APART_FROM_RECORDS: Final = frozenset(
         FrameType.ROUTER_COPY,
     )
 )
-"""What the fold takes of these has nothing to do with the records before them."""
+"""The fold takes nothing from these frames that has to do with the records before them."""
 
 
 def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:
-    """Feeds one batch, in order. `in_ram`: it is of the RAM log. Raises FoldError."""
+    """Feeds one batch, in order. `in_ram`: the batch is of the RAM log. Raises FoldError."""
     frames = batch.frames
     entries = frames.entries(batch.file_no, LOCATION_IN_RAM_LOG if in_ram else 0)
     runs: dict[int, array[int]] = {}
@@ -117,9 +117,11 @@ def _fold_control(fold: Fold, type_: int, topic_id: int, seq: int, data: bytes, 
 
 
 class Known(NamedTuple):
-    """`deleted`: seqs (ascending) whose deletion segments may not have yet. `live` of the records `earliest_seq` to
-    `head_seq` live, None where the log cannot know (records were in RAM, or their log is lost); so many of these,
-    `live_behind`, are in no segment.
+    """What one log says of a topic.
+
+    `deleted` are seqs (ascending) whose deletion segments may not have yet. `live` counts the live records from
+    `earliest_seq` to `head_seq`, None where the log cannot know (records were in RAM, or their log is lost).
+    `live_behind` of them are in no segment.
     """
 
     segments: list[SegmentInfo]
@@ -130,7 +132,7 @@ class Known(NamedTuple):
 
 
 class _Index(UnlocatedIndex):
-    """`deleted` and `lost`: seqs of which the log says so, in its order."""
+    """An index for the check. `deleted` and `lost` are the seqs of which the log says so, in its order."""
 
     __slots__ = ("deleted", "lost")
 
@@ -150,7 +152,7 @@ class _Index(UnlocatedIndex):
 
 
 class Folding:
-    """From a snapshot's part, or from nothing. Raises FoldError, msgspec.DecodeError."""
+    """The fold that a start would do, from a snapshot's part or from nothing. Raises FoldError, msgspec.DecodeError."""
 
     def __init__(self, part: ShardPart | None) -> None:
         self._fold = Fold(lambda _topic_id: _Index())
@@ -159,7 +161,7 @@ class Folding:
             self._fold.restore(part.decoded())
 
     def add(self, batch: RecoveredFile) -> None:
-        """The next frames of the log; those that the snapshot has are passed over."""
+        """Adds the next frames of the log; those that the snapshot has are passed over."""
         position = self._position
         frames = batch.frames
         if batch.file_no < position.file_no:
@@ -170,7 +172,7 @@ class Folding:
             fold_frames(self._fold, batch._replace(frames=frames), in_ram=False)
 
     def known(self) -> dict[int, Known]:
-        """Live topics by id. FoldError when the log lacks records."""
+        """Returns live topics by id. Raises FoldError when the log lacks records."""
         self._fold.state()
         found = {}
         for topic in self._fold.topics.values():

@@ -88,7 +88,9 @@ class CorruptSegment(Exception):  # noqa: N818 — named for what it is
 
 
 def entries_of_idx(part: Bytes, first_seq: int) -> array[int]:
-    """What `SegmentReader.entries` gives, from a piece of an index that begins with the entry of `first_seq`."""
+    """Returns the entries that `SegmentReader.entries` gives, from a piece of an index that begins with that of
+    `first_seq`.
+    """
     halves = array("I")
     halves.frombytes(part)
     count = len(halves) * 4 // ENTRY_LEN
@@ -105,25 +107,31 @@ def entries_of_idx(part: Bytes, first_seq: int) -> array[int]:
 
 
 def is_gone(file_flags: int) -> bool:
-    """Whether the record of an index entry gets no frame in a segment."""
+    """True if the record of an index entry gets no frame in a segment."""
     return bool(file_flags >> FLAGS_SHIFT & LOCATION_GONE)
 
 
 def holds_frame(header: bytes, length: int, seq: int) -> bool:
-    """Whether a frame's first HEADER_LEN bytes are those of `seq`, `length` bytes long."""
+    """True if a frame's first HEADER_LEN bytes are those of `seq`, `length` bytes long."""
     frame_len, _, frame_seq, *_ = HEADER.unpack(header)
     return bool(frame_len == length - _LENGTH_FIELD_LEN and frame_seq == seq)
 
 
 class CommittedFile:
-    """The first bytes of a file that were committed; slices of it are `bytes`. The file may be unlinked meanwhile, and
-    what is behind those bytes may change. It stays open as long as this is referred to.
+    """The committed bytes of one of a segment's files; slices of it are `bytes`.
+
+    Bytes are read when they are wanted, never mapped. Where a file was cut in place, or the disk has a bad sector, a
+    read is an error that somebody can be told. Under a map it is the end of the process (SIGBUS), again at every start
+    that comes to the same place. Reading costs half a microsecond more than a slice of a map (docs/decisions/0008).
+
+    The file may be unlinked meanwhile, and bytes behind the committed ones may change. The file stays open as long as
+    this object lives.
     """
 
     __slots__ = ("_fd", "_identity", "_len_bytes", "path")
 
     def __init__(self, path: str, len_bytes: int) -> None:
-        """Raises CorruptSegment when the file is shorter, OSError."""
+        """Raises OSError, and CorruptSegment when the file is shorter."""
         self._fd = -1
         self.path = path
         self._len_bytes = len_bytes
@@ -135,7 +143,7 @@ class CommittedFile:
 
     @classmethod
     def whole(cls, path: str) -> CommittedFile:
-        """A file that is written once: all of it."""
+        """Opens all of a file that is written once."""
         return cls(path, os.stat(path).st_size)
 
     def __del__(self) -> None:
@@ -158,7 +166,7 @@ class CommittedFile:
 
     @property
     def has_its_name(self) -> bool:
-        """Whether the file is still the one of that name: neither removed nor replaced."""
+        """True while the file still has its name: it was neither removed nor replaced."""
         try:
             found = os.stat(self.path)
         except OSError:
@@ -176,7 +184,7 @@ class CommittedFile:
 
 
 Content: TypeAlias = Bytes | CommittedFile
-"""Of a segment's file, for who takes slices of it."""
+"""A segment's file, for code that takes slices of it."""
 
 
 _ENTRY_U32: Final = ENTRY_LEN // 4
@@ -184,8 +192,11 @@ _TS_AT: Final = 8
 
 
 class Columns(NamedTuple):
-    """Index entries of consecutive seqs. A record without a frame has length 0; of a lost one `offsets` is the reason
-    (`core.topic.EvictReason`).
+    """Index entries of consecutive seqs, many at a time, for readers that serve pages.
+
+    One record at a time costs Python more than the disk does. So an index is columns, and a run of frames is checked by
+    a handful of calls over all of them. A record without a frame has length 0; the offset of a lost one is the reason
+    (`core.floors.EvictReason`).
     """
 
     ts: list[int]
@@ -194,19 +205,19 @@ class Columns(NamedTuple):
     flags: list[int]
 
     def part(self, start: int, stop: int) -> Columns:
-        """Those from `start` on, up to `stop`."""
+        """Returns the entries from `start` up to `stop`."""
         if start == 0 and stop == len(self.ts):
             return self
         return Columns(self.ts[start:stop], self.offsets[start:stop], self.lengths[start:stop], self.flags[start:stop])
 
     @property
     def has_gone(self) -> bool:
-        """Whether any is deleted or lost."""
+        """True if any record is deleted or lost."""
         return any(flags & LOCATION_GONE for flags in set(self.flags))
 
 
 def read_columns(idx: Content, first: int, count: int) -> Columns:
-    """`count` entries of an index, from number `first` on."""
+    """Reads `count` entries of an index, from number `first` on."""
     halves = array("I")
     halves.frombytes(idx[first * ENTRY_LEN : (first + count) * ENTRY_LEN])
     ts = array("I", bytes(8 * count))
@@ -216,13 +227,15 @@ def read_columns(idx: Content, first: int, count: int) -> Columns:
         memoryview(ts).cast("B").cast("Q").tolist(),
         halves[0::_ENTRY_U32].tolist(),
         halves[1::_ENTRY_U32].tolist(),
-        # With the padding, which is zeros: anything else does not go with its frame.
+        # With the padding, which is zeros: other bytes there do not go with their frame.
         halves[4::_ENTRY_U32].tolist(),
     )
 
 
 def index_digest(idx: Content) -> int:
-    """XXH3-64 over offset, len and ts of all entries, in their order: the 16 bytes of each that no deletion changes."""
+    """Returns XXH3-64 over offset, len and ts of all entries in order: the 16 bytes of each that no deletion
+    changes.
+    """
     halves = array("I")
     halves.frombytes(idx[:])
     del halves[4::_ENTRY_U32]
@@ -230,19 +243,19 @@ def index_digest(idx: Content) -> int:
 
 
 def ts_of(idx: Content, number: int) -> int:
-    """Commit time of one entry."""
+    """Returns the commit time of one entry."""
     at = number * ENTRY_LEN + _TS_AT
     return int.from_bytes(idx[at : at + 8], "little")
 
 
 def first_at(idx: Content, count: int, ts: int) -> int:
-    """Number of the first of `count` entries whose commit time is >= ts; `count` when there is none."""
+    """Returns the number of the first of `count` entries with a commit time >= ts; `count` when there is none."""
     return bisect_left(range(count), ts, key=lambda number: ts_of(idx, number))
 
 
 def extent(columns: Columns, data_bytes: int, idx_path: str, first_entry_at: int) -> tuple[list[int], int]:
-    """(where each frame begins, where the last one ends). Raises CorruptSegment when the frames do not lie back to back
-    within `data_bytes`; `first_entry_at` is the place of the first entry in the index, bytes.
+    """Returns (the beginning of each frame, the end of the last one). Raises CorruptSegment when the frames do not lie
+    back to back within `data_bytes`. `first_entry_at` is the place of the first entry in the index, bytes.
     """
     framed = next((number for number, length in enumerate(columns.lengths) if length), None)
     if framed is None:
@@ -263,12 +276,13 @@ def extent(columns: Columns, data_bytes: int, idx_path: str, first_entry_at: int
 def check_frames(
     path: str, buffer: Content, base: int, first_seq: int, columns: Columns, starts: Sequence[int]
 ) -> list[int]:
-    """That live records have the frames the index says, whole and unchanged. Raises CorruptSegment, naming `path`.
-    Returns the seqs of those whose frames are marked deleted: with these the index is behind, or an older one.
+    """Checks that live records have the frames the index says, whole and unchanged. Raises CorruptSegment, naming
+    `path`.
 
-    frame_len is not looked at: the checksum vouches for the length that the index gives.
+    Returns the seqs whose frames are marked deleted though their entries are not: the index is behind, or an older one.
+    The check does not look at frame_len: the checksum vouches for the length that the index gives.
 
-    `starts`: the frames' places in `buffer`, which begins at `base` in the file.
+    `starts` are the frames' places in `buffer`, which begins at `base` in the file.
     """
     ts, _, lengths, flags = columns
     seqs: Sequence[int] = range(first_seq, first_seq + len(ts))

@@ -51,9 +51,9 @@ _TABLE_ROWS_MIN: Final = 32
 _TABLE_ROWS_MAX: Final = 512
 _SHORT_ROWS: Final = 4
 _SHORT_MAX: Final = 4
-"""After so many that are so short the rest of a table is gathered record by record."""
+"""After so many stretches that are so short, the rest of a table is gathered record by record."""
 _TABLE_MAX_BYTES: Final = 1 << 18
-"""At once, so that it is in the cache when it is hashed."""
+"""So much is hashed at once, so that it is still in the cache."""
 
 # What the index says of a record, by the flags of its entry: of one that is gone nothing else.
 _IDX_FLAGS: Final = bytes(
@@ -68,7 +68,7 @@ _FRAME_LEN: Final = Struct("<I")
 
 
 def convert(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int], data_bytes: int) -> tuple[bytes, bytes]:
-    """Log frames → the segment's frames, which will lie at `data_bytes`, and their entries in the index.
+    """Turns log frames into the segment's frames, which will lie at `data_bytes`, and their entries in the index.
 
     Raises ValueError when the log has other frames there than the entries say.
     """
@@ -109,7 +109,7 @@ def _rows_of(entries: array[int]) -> tuple[bytes, ...]:
 
 
 def _frames(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int]) -> tuple[bytes, array[int]]:
-    """The frames of live records back to back, and the length of each."""
+    """Returns the frames of live records back to back, and the length of each."""
     if isinstance(buffer, memoryview) and isinstance(buffer.obj, bytes) and buffer.nbytes == len(buffer.obj):
         buffer = buffer.obj  # a slice of it costs half
     seqs, places = entries[0::ENTRY_WORDS], entries[2::ENTRY_WORDS]
@@ -131,7 +131,7 @@ def _frames(buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int]) -> tu
 
 
 def _tables(lengths: array[int]) -> Iterator[tuple[int, int]]:
-    """(first, behind) of records of one length, where there are enough of them."""
+    """Yields (first, behind) of stretches of records of one length, where there are enough of them."""
     count = len(lengths)
     first = 0
     while first < count:
@@ -152,7 +152,9 @@ def _are_alike(lengths: array[int], first: int, behind: int) -> bool:
 
 
 def _next_table(lengths: array[int], start: int) -> int:
-    """The number of the first record from `start` on that may begin a table; how many there are if none does."""
+    """Returns the number of the first record from `start` on that may begin a table, or the count of records if none
+    may.
+    """
     # A table has a whole block of half its least size in it, wherever it begins.
     block = _TABLE_ROWS_MIN // 2
     at = -(-start // block) * block
@@ -167,7 +169,7 @@ def _next_table(lengths: array[int], start: int) -> int:
 
 
 def _gathered(buffer: Bytes | mmap.mmap, offsets: array[int], total_len: int) -> bytearray:
-    """Log frames of one length from wherever they lie, those of a batch back to back."""
+    """Returns log frames of one length from wherever they lie; those of a batch lie back to back."""
     pieces: list[Bytes] = []
     rows = len(offsets)
     at, guess, short = 0, rows, 0
@@ -188,7 +190,7 @@ def _gathered(buffer: Bytes | mmap.mmap, offsets: array[int], total_len: int) ->
 
 
 def _neighbours_from(offsets: array[int], first: int, total_len: int) -> int:
-    """Behind the last of those that lie back to back from the first one on."""
+    """Returns the end of the frames that lie back to back from the first one on."""
     offset = offsets[first]
     behind = bisect_left(
         range(len(offsets)), True, lo=first + 1, key=lambda at: offsets[at] != offset + (at - first) * total_len
@@ -204,8 +206,8 @@ def _are_neighbours(offsets: array[int], first: int, behind: int, total_len: int
 
 
 class _Columns(NamedTuple):
-    """Of a table of log frames: `identities` gives topic_id and seq of each; and when columns were moved, `bodies` what
-    is hashed of each and `frames` the segment's frame.
+    """Structs for a table of log frames. `identities` gives topic_id and seq of each. When columns were moved, `bodies`
+    gives the hashed bytes of each, and `frames` the segment's frames.
     """
 
     identities: Struct
@@ -228,10 +230,8 @@ def _columns_of(total_len: int, rows: int) -> _Columns:
 
 
 def _converted(table: bytearray, topic_id: int, seqs: array[int], total_len: int) -> bytes:
-    """The segment's frames, of log frames of one length.
-
-    In place: a frame begins in the topic id of its log frame, with flags where that ended, and its `del` is the first
-    byte of the next one.
+    """Returns the segment's frames of log frames of one length. It works in place: a frame begins in the topic id of
+    its log frame, with flags where that ended, and its `del` is the first byte of the next one.
     """
     rows = len(seqs)
     if len(table) != rows * total_len or total_len < OVERHEAD_LEN:
@@ -285,14 +285,14 @@ def _other_frames(topic_id: int) -> ValueError:
 
 _CHUNK_RECORDS: Final = 4096  # few enough to be hashed and joined while they are in the cache
 _CHUNK_BYTES: Final = 64 * 1024 * 1024
-"""Linux takes less than 2 GiB by one write, and what is joined takes memory."""
+"""One write takes less than 2 GiB on Linux, and joined pieces take memory."""
 
 
 class SegmentWriter:
     """Appends to one segment; its only writer. Methods raise OSError.
 
-    After a failed `append` nothing was appended, and it may be repeated. After a failed `sync` what was appended since
-    the last mark cannot be trusted: close the writer and reopen the segment at the mark.
+    After a failed `append` nothing was appended, and it may be repeated. After a failed `sync` nothing appended since
+    the last mark can be trusted: close the writer and reopen the segment at the mark.
     """
 
     def __init__(
@@ -318,7 +318,7 @@ class SegmentWriter:
 
     @classmethod
     def create(cls, fs: FileSystem, directory: str, first_seq: int, version: int = 0) -> SegmentWriter:
-        """A new segment; what a crash left of one with the same name and no mark is thrown away."""
+        """Makes a new segment; leftovers that a crash left under the same name, without a mark, are thrown away."""
         make_dirs(fs, directory)
         _unseal(fs, directory, first_seq, version)
         fds = _open_pair(fs, directory, first_seq, version, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -330,9 +330,8 @@ class SegmentWriter:
     def reopen(
         cls, fs: FileSystem, directory: str, first_seq: int, records: int, data_bytes: int, version: int = 0
     ) -> SegmentWriter:
-        """The segment as the last mark says it is; whatever lies behind is cut off.
-
-        Raises CorruptSegment when less than that is there.
+        """Opens the segment as the last mark says it is; bytes behind that are cut off. Raises CorruptSegment when less
+        than that is there.
         """
         was_sealed = _unseal(fs, directory, first_seq, version)
         fds = _open_pair(fs, directory, first_seq, version, os.O_RDWR)
@@ -362,7 +361,9 @@ class SegmentWriter:
         return self.first_seq + self.records
 
     def room(self, entries: array[int], max_records: int, max_bytes: int) -> int:
-        """How many of the entries (see `append`) fit into a segment of these bounds; at least one into an empty one."""
+        """Returns how many of the entries (see `append`) fit into a segment of these bounds; at least one fits into an
+        empty one.
+        """
         max_bytes = min(max_bytes, DATA_MAX_BYTES)
         lengths = lengths_of(entries)
         fitting = len(lengths)
@@ -376,10 +377,10 @@ class SegmentWriter:
         return max(fitting, 0)
 
     def append(self, buffer: Bytes | mmap.mmap, topic_id: int, entries: array[int]) -> None:
-        """Records in the order of their seqs, the first of them `next_seq`, from the log file that `buffer` is.
+        """Appends records in the order of their seqs, the first of them `next_seq`, from the log file that `buffer` is.
 
-        `entries`: index entries (`core.topic`), 4 words each; all offsets are in `buffer`, whose frames were validated.
-        Deleted and lost ones get an entry and no frame.
+        `entries` are index entries (`core/location.py`); all offsets are in `buffer`, whose frames were validated.
+        Deleted and lost records get an entry and no frame.
         """
         count = len(entries) // ENTRY_WORDS
         seqs = entries[0::ENTRY_WORDS]
@@ -404,19 +405,19 @@ class SegmentWriter:
         self.data_bytes = data_bytes
 
     def sync(self) -> None:
-        """All that was appended is on the disk afterwards, and so are the files' names."""
+        """Puts everything that was appended, and the files' names, onto the disk."""
         self._cut_leftovers()
         self._fs.fdatasync(self._data_fd)
         self._fs.fdatasync(self._idx_fd)
         if self._is_new:
-            # All of them, and not only by whoever made them: that one may have been killed before its sync.
+            # All names, not only those this writer made: another writer may have been killed before its sync.
             topics_dir = os.path.dirname(self._directory)
             for directory in (self._directory, topics_dir, os.path.dirname(topics_dir)):
                 self._fs.fsync_dir(directory)
             self._is_new = False
 
     def cut_back(self, records: int, data_bytes: int) -> None:
-        """To what it was before: what was appended since is thrown away."""
+        """Goes back to that length: everything appended since is thrown away."""
         self.records, self.data_bytes = records, data_bytes
         self._has_leftovers = True
         self._cut_leftovers()
@@ -426,7 +427,7 @@ class SegmentWriter:
         self._fs.close(self._idx_fd)
 
     def _cut_leftovers(self) -> None:
-        """Of an append that failed half-way, or of another writer that was killed."""
+        """Cuts off bytes of an append that failed half-way, or of another writer that was killed."""
         if not self._has_leftovers:
             return
         for fd, length in ((self._data_fd, self.data_bytes), (self._idx_fd, self.records * ENTRY_LEN)):
@@ -436,7 +437,7 @@ class SegmentWriter:
 
 
 def _chunks(entries: array[int]) -> Iterator[array[int]]:
-    """Entries to be written at once: of at most _CHUNK_BYTES, unless it is one record."""
+    """Yields entries to be written at once: at most _CHUNK_BYTES, unless it is one record."""
     at = 0
     while at < len(entries):
         chunk = entries[at : at + _CHUNK_RECORDS * ENTRY_WORDS]
@@ -448,7 +449,9 @@ def _chunks(entries: array[int]) -> Iterator[array[int]]:
 
 
 def _unseal(fs: FileSystem, directory: str, first_seq: int, version: int) -> bool:
-    """What is written again has no postings; it was killed between sealing and the mark if it has. True if it had."""
+    """Removes postings of a segment that is written to again: its writer was killed between sealing and the mark. True
+    if there were any.
+    """
     path = layout.segment_tags_path(directory, first_seq, version)
     if not fs.exists(path):
         return False
@@ -457,7 +460,7 @@ def _unseal(fs: FileSystem, directory: str, first_seq: int, version: int) -> boo
 
 
 def _check_end(fs: FileSystem, idx_path: str, idx_fd: int, records: int, data_bytes: int) -> None:
-    """The index must say that the committed frames end where the mark says."""
+    """Checks that the index has the committed frames end where the mark says."""
     end_of_idx = records * ENTRY_LEN
     while end_of_idx:
         start = max(0, end_of_idx - _CHUNK_RECORDS * ENTRY_LEN)
@@ -485,7 +488,7 @@ def _open_pair(fs: FileSystem, directory: str, first_seq: int, version: int, fla
 
 
 def pread_fully(fs: FileSystem, path: str, fd: int, length: int, offset: int) -> bytes:
-    """So many bytes; CorruptSegment when the file is shorter."""
+    """Reads so many bytes; raises CorruptSegment when the file is shorter."""
     found = fs.pread(fd, length, offset)
     if len(found) != length:
         raise CorruptSegment(path, offset + len(found), f"the file ends there, {length} bytes from {offset} on are due")

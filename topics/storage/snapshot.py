@@ -44,7 +44,7 @@ HEADER_LEN: Final = PREFIX.size + CHECKSUM.size
 
 
 class BadSnapshot(Exception):  # noqa: N818 — named for what it is
-    """The file is not what was written, or is of no use. `.path` and `.offset` (bytes) say where."""
+    """The file is not as it was written, or is of no use. `.path` and `.offset` (bytes) say where."""
 
     def __init__(self, path: str, offset: int, reason: str) -> None:
         super().__init__(f"{path}: not to be used, at offset {offset}: {reason}")
@@ -54,8 +54,8 @@ class BadSnapshot(Exception):  # noqa: N818 — named for what it is
 
 
 class UnknownSnapshotVersion(Exception):  # noqa: N818
-    """Written by another release, in a format that this one does not know. Never passed over: an older snapshot and
-    what is left of the log need not be the whole truth.
+    """Another release wrote the snapshot, in a format that this one does not know. It is never passed over: an older
+    snapshot and the rest of the log need not be the whole truth.
     """
 
     def __init__(self, path: str, version: int) -> None:
@@ -68,7 +68,7 @@ class UnknownSnapshotVersion(Exception):  # noqa: N818
 
 
 class Loaded(NamedTuple):
-    """The newest valid snapshot and what was passed over to get to it."""
+    """The newest valid snapshot, and the damaged ones that were passed over to get to it."""
 
     number: int
     body: bytes
@@ -76,8 +76,10 @@ class Loaded(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The number of a snapshot that was made, and of the valid one to fall back on: the newest before it, if there is
-    one and that can be told. What that one needs must stay, though it may be older than the one that came before.
+    """The number of a snapshot that was made, and of the valid one to fall back on.
+
+    `fallback` is the newest valid one before it, if there is one and that can be told. Everything it needs must stay,
+    though it may be older than the one that came before.
     """
 
     number: int
@@ -95,7 +97,7 @@ def save_snapshot(fs: FileSystem, data_dir: str, body: bytes) -> Saved:
     prefix = PREFIX.pack(MAGIC, VERSION, len(body))
     checksum = CHECKSUM.pack(xxh3_64_intdigest(prefix + body))
     replace_file(fs, layout.snapshot_path(data_dir, number), prefix + checksum + body)
-    # What cannot be removed now is tried again with the next one; the snapshot counts either way.
+    # A snapshot that cannot be removed now is removed with the next one; the new one counts either way.
     kept, fallback = _fallbacks(fs, data_dir, numbers)
     with suppress(OSError):
         for old in numbers:
@@ -105,8 +107,8 @@ def save_snapshot(fs: FileSystem, data_dir: str, body: bytes) -> Saved:
 
 
 def _fallbacks(fs: FileSystem, data_dir: str, numbers: list[int]) -> tuple[set[int], int | None]:
-    """The newest valid one, and before it those of which that cannot be told now: a damaged one pushes out no other.
-    Then which one of them it is, None if that cannot be told.
+    """Returns the snapshots to keep: the newest valid one, and later ones that cannot be judged now, so that a damaged
+    one pushes out no other. Also returns which of them is the valid one, None if that cannot be told.
     """
     kept: set[int] = set()
     for number in reversed(numbers):
@@ -125,7 +127,8 @@ def _fallbacks(fs: FileSystem, data_dir: str, numbers: list[int]) -> tuple[set[i
 def load_snapshot(
     fs: FileSystem, data_dir: str, goes_with_logs: Callable[[bytes], bool] = lambda body: True
 ) -> Loaded | None:
-    """The newest valid one whose body goes with the logs that are here (see `reshard.py`), None when there is none.
+    """Loads the newest valid snapshot whose body goes with the logs that are here (see `reshard.py`), None when there
+    is none.
 
     Raises UnknownSnapshotVersion, OSError, and BadSnapshot (of the newest) when there are some and none will do.
     """
@@ -146,7 +149,7 @@ def load_snapshot(
 
 
 def read_snapshot(fs: FileSystem, data_dir: str, number: int) -> bytes:
-    """The body of one snapshot. Raises BadSnapshot, UnknownSnapshotVersion, OSError."""
+    """Reads the body of one snapshot. Raises BadSnapshot, UnknownSnapshotVersion, OSError."""
     path = layout.snapshot_path(data_dir, number)
     content = read_all(fs, path)
     if len(content) < HEADER_LEN:
@@ -165,7 +168,7 @@ def read_snapshot(fs: FileSystem, data_dir: str, number: int) -> bytes:
 
 
 class ShardPart(msgspec.Struct, frozen=True):
-    """One log up to `position`. `state` stays encoded until it is asked for: a shard wants no other's."""
+    """One log up to `position`. `state` stays encoded until somebody asks for it: a shard wants no other's."""
 
     shard: int
     shards: int
@@ -183,14 +186,14 @@ class _Body(msgspec.Struct):
 
 
 class Snapshot(NamedTuple):
-    """The one that counts; `skipped` are newer ones that do not."""
+    """The snapshot that counts. `skipped` are newer ones that do not."""
 
     number: int
     parts: list[ShardPart]
     skipped: list[BadSnapshot]
 
     def part_of(self, log_id: int) -> ShardPart | None:
-        """What it has of that log; None when it has nothing: then the log is read from its beginning."""
+        """Returns the part of that log; None when there is none: then the log is read from its beginning."""
         return next((part for part in self.parts if part.log_id == log_id), None)
 
 
@@ -204,7 +207,7 @@ def encode_part(shard: int, shards: int, log_id: int, position: WalPosition, sta
 
 
 def encode_parts(parts: Iterable[ShardPart]) -> bytes:
-    """The body for `save_snapshot`."""
+    """Encodes the body for `save_snapshot`."""
     return _encode(_Body(list(parts)))
 
 
@@ -214,7 +217,7 @@ def decode_parts(body: bytes) -> list[ShardPart]:
 
 
 def load(fs: FileSystem, data_dir: str) -> Snapshot | None:
-    """The newest snapshot that goes with the logs that are here, None without any.
+    """Loads the newest snapshot that goes with the logs that are here, None without any.
 
     Raises RefusedLog when there are some and none will do, UnknownSnapshotVersion, OSError.
     """
@@ -235,7 +238,7 @@ def load(fs: FileSystem, data_dir: str) -> Snapshot | None:
 
 
 def present_log_ids(fs: FileSystem, data_dir: str) -> set[int]:
-    """Of the logs whose first file can be read; what is wrong with any other its recovery says."""
+    """Returns the ids of the logs whose first file can be read; recovery says what is wrong with any other."""
     found: set[int] = set()
     for group in layout.discover_groups(fs, layout.wal_dir(data_dir)):
         with suppress(NotALogFile, RefusedLog, OSError):
@@ -246,7 +249,9 @@ def present_log_ids(fs: FileSystem, data_dir: str) -> set[int]:
 
 
 def remove_useless(fs: FileSystem, data_dir: str, used: int) -> None:
-    """Leaves snapshot `used` alone: others go with other logs, and must not push it out when the next one is made."""
+    """Removes snapshots other than `used`: they go with other logs, and must not push it out when the next one
+    is made.
+    """
     for number in layout.list_snapshots(fs, data_dir):
         if number != used:
             fs.unlink(layout.snapshot_path(data_dir, number))
@@ -254,8 +259,8 @@ def remove_useless(fs: FileSystem, data_dir: str, used: int) -> None:
 
 
 def dealt_out(parts: Iterable[ShardPart], new_logs: Iterable[NewLog], owner: Callable[[str], int]) -> list[ShardPart]:
-    """The same topics, each in the part of the log that its name's owner has now, with what routers are to it; the
-    routers themselves in that of shard 0. Raises msgspec.DecodeError.
+    """Deals the topics out: each goes into the part of the log that its name's owner has now, with everything that
+    routers are to it. The routers themselves go to shard 0. Raises msgspec.DecodeError.
     """
     logs = list(new_logs)
     states = {log.shard: ShardState([], [], []) for log in logs}
@@ -278,7 +283,7 @@ def dealt_out(parts: Iterable[ShardPart], new_logs: Iterable[NewLog], owner: Cal
 
 
 class Move(NamedTuple):
-    """What `reshard` must know of a snapshot, to be passed on to it."""
+    """The part of a snapshot that `reshard` must know."""
 
     starts: dict[str, WalPosition]
     topic_names: dict[int, str]
@@ -286,7 +291,8 @@ class Move(NamedTuple):
 
 
 def plan_move(fs: FileSystem, data_dir: str, owner: Callable[[str], int]) -> Move | None:
-    """For a changed shard count, after `finish_swap`. None without a snapshot: the logs are all there is.
+    """Plans the move of a snapshot to a changed shard count, after `finish_swap`. None without a snapshot: the logs are
+    all there is.
 
     Raises RefusedLog, UnknownSnapshotVersion, OSError.
     """

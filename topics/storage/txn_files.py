@@ -61,7 +61,7 @@ if sys.byteorder != "little":
 
 
 class StageDamagedError(Exception):
-    """The file is not what was written; the message says how."""
+    """The file of a stage is not as it was written; the message says how."""
 
 
 class Stage(NamedTuple):
@@ -74,7 +74,7 @@ class Stage(NamedTuple):
 
 
 class StageHead(NamedTuple):
-    """What a stage's file begins with; `size_bytes` is that of its frames."""
+    """The beginning of a stage's file; `size_bytes` is the size of its frames."""
 
     topic: str
     records: int
@@ -90,12 +90,12 @@ def is_stage_id(text: str) -> bool:
 
 
 def stage_name(stage_id: str) -> str:
-    """The name of its file."""
+    """Returns the name of a stage's file."""
     return stage_id + _STAGE_SUFFIX
 
 
 def stage_of_name(name: str) -> str | None:
-    """The stage whose file has this name, None for any other file."""
+    """Returns the stage whose file has this name, None for any other file."""
     stage_id = name.removesuffix(_STAGE_SUFFIX)
     return stage_id if name.endswith(_STAGE_SUFFIX) and is_stage_id(stage_id) else None
 
@@ -119,7 +119,7 @@ def encode_stage(topic: str, records: LaidOut) -> bytes:
 
 
 def decode_stage(content: bytes) -> Stage:
-    """StageDamagedError when it is not whole or its checksum is wrong."""
+    """Raises StageDamagedError when the file is not whole or its checksum is wrong."""
     view = memoryview(content)
     if len(content) < _STAGE_HEADER.size + _CHECKSUM.size:
         raise StageDamagedError(f"it has only {len(content)} bytes")
@@ -144,7 +144,7 @@ def decode_stage(content: bytes) -> Stage:
 
 
 def decode_stage_head(head: bytes) -> StageHead:
-    """From the first STAGE_HEAD_LEN bytes of the file, without its checksum."""
+    """Decodes the first STAGE_HEAD_LEN bytes of the file, without its checksum."""
     if len(head) < _STAGE_HEADER.size:
         raise StageDamagedError(f"it has only {len(head)} bytes")
     magic, version, name_len, count, frames_len = _STAGE_HEADER.unpack_from(head)
@@ -169,11 +169,13 @@ _SINK_NAME: Final = re.compile(r"[0-9a-f]{32}\.sink")
 
 
 class SinkDamagedError(Exception):
-    """The file is not what was written; the message says how."""
+    """The file of a sink is not as it was written; the message says how."""
 
 
 class Sink(msgspec.Struct, frozen=True):
-    """`pending` is (stage, topic) of everything the batch publishes, empty when that is done."""
+    """The state of a sink. `pending` is (stage, topic) of everything that its batch publishes, empty when that
+    is done.
+    """
 
     sink: str
     batch: int
@@ -187,7 +189,7 @@ SINK_HEAD_LEN: Final = _SINK_HEADER.size
 
 
 def sink_name(sink: str) -> str:
-    """The name of its file."""
+    """Returns the name of a sink's file."""
     return f"{xxh3_128_hexdigest(sink.encode())}.sink"
 
 
@@ -202,7 +204,9 @@ def encode_sink(sink: Sink) -> bytes:
 
 
 def decode_sink_head(head: bytes) -> tuple[int, int]:
-    """(batch, pending_count) from the first SINK_HEAD_LEN bytes, without the checksum: the owner looks at that."""
+    """Returns (batch, pending_count) from the first SINK_HEAD_LEN bytes, without the checksum: the owner checks
+    that.
+    """
     if len(head) < _SINK_HEADER.size:
         raise SinkDamagedError(f"it has only {len(head)} bytes")
     magic, version, _zero, _body_len, batch, pending_count = _SINK_HEADER.unpack_from(head)
@@ -214,7 +218,9 @@ def decode_sink_head(head: bytes) -> tuple[int, int]:
 
 
 def read_sink_head(fs: FileSystem, directory: str, sink: str) -> tuple[int, int]:
-    """(batch, pending_count) of a sink, by whoever; (0, 0) without a file. Raises OSError, SinkDamagedError."""
+    """Returns (batch, pending_count) of a sink to any process; (0, 0) without a file. Raises OSError,
+    SinkDamagedError.
+    """
     try:
         fd = fs.open(os.path.join(directory, sink_name(sink)), os.O_RDONLY)
     except FileNotFoundError:
@@ -226,7 +232,7 @@ def read_sink_head(fs: FileSystem, directory: str, sink: str) -> tuple[int, int]
 
 
 def decode_sink(content: bytes) -> Sink:
-    """SinkDamagedError when it is not whole or its checksum is wrong."""
+    """Raises SinkDamagedError when the file is not whole or its checksum is wrong."""
     batch, pending_count = decode_sink_head(content)
     body_len = _SINK_HEADER.unpack_from(content)[3]
     whole_len = _SINK_HEADER.size + body_len + _CHECKSUM.size

@@ -57,7 +57,7 @@ from topics.storage.txn_files import (
 
 
 class Kind(StrEnum):
-    """What is damaged."""
+    """The kind of file that is damaged."""
 
     LOG = "log"
     SEGMENT = "segment"
@@ -78,7 +78,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct):
-    """What was looked at, and what was found."""
+    """The number of things the check looked at, and everything it found."""
 
     data_dir: str
     damage: list[Finding] = []
@@ -90,15 +90,15 @@ class Report(msgspec.Struct):
     snapshots: int = 0
 
     def damaged(self, kind: Kind, path: str, offset: int, reason: str) -> None:
-        """Committed bytes that are not what was written."""
+        """Reports committed bytes that are not as they were written."""
         self.damage.append(Finding(kind, path, offset, reason))
 
     def unreadable(self, error: OSError, path: str) -> None:
-        """A file, or something below `path`, that cannot be read."""
+        """Reports a file, or something below `path`, that cannot be read."""
         self.damaged(Kind.UNREADABLE, error.filename or path, 0, error.strerror or str(error))
 
     def note(self, line: str) -> None:
-        """What the next start cuts off, or nobody needs."""
+        """Notes something that the next start cuts off, or that nobody needs."""
         self.notes.append(line)
 
 
@@ -106,7 +106,7 @@ _LIVE_TABLE: Final = bytes(0 if flags & LOCATION_GONE else 1 for flags in range(
 
 
 class SegmentCheck:
-    """`cold_dir` is where the data of cold segments are; None: they are not looked at."""
+    """Checks segments. `cold_dir` is where the data of cold segments are; None: they are not looked at."""
 
     def __init__(self, fs: FileSystem, cold_dir: str | None, report: Report) -> None:
         self._fs = fs
@@ -116,8 +116,8 @@ class SegmentCheck:
     def listed(
         self, topic_id: int, directory: str, info: SegmentInfo, earliest_seq: int, deleted: Sequence[int]
     ) -> int:
-        """A segment that log or snapshot have; `deleted`: what of its topic the log has deleted (ascending) and
-        it may not have marked yet.
+        """Checks a segment that log or snapshot have. `deleted` are seqs (ascending) that the log has deleted and the
+        segment may not have marked yet.
 
         Returns how many of its records live from `earliest_seq` on; 0 when its index cannot be read.
         """
@@ -134,7 +134,7 @@ class SegmentCheck:
         return 0
 
     def _check_listed(self, topic_id: int, directory: str, info: SegmentInfo, is_deleting: bool) -> bytes | None:
-        """Its index, as far as it is committed."""
+        """Reads its index, as far as it is committed."""
         name = (info.first_seq, info.version)
         is_sealed = bool(info.flags & SEALED)
         idx_path = layout.segment_idx_path(directory, *name)
@@ -161,7 +161,9 @@ class SegmentCheck:
         return idx
 
     def _places(self, topic_id: int, directory: str, info: SegmentInfo) -> list[str]:
-        """Where its data have to be right: for a while after a segment has become cold, in both directories."""
+        """Returns the places where its data have to be right: for a while after a segment has become cold, both
+        directories.
+        """
         name = (info.first_seq, info.version)
         hot_path = layout.segment_data_path(directory, *name)
         if not info.flags & COLD:
@@ -182,8 +184,8 @@ class SegmentCheck:
         is_deleting: bool,
         said: set[tuple[str, int]],
     ) -> SegmentReader | None:
-        """The segment with the data at that place, None when not all of it is right; `said` is what was said of its
-        index already.
+        """Returns the segment with the data at that place, None when not all of it is right. `said` has the damage of
+        its index that is reported already.
         """
         try:
             data = self._committed(path, info.data_bytes, "of this segment", bool(info.flags & SEALED))
@@ -204,7 +206,9 @@ class SegmentCheck:
         return reader if whole else None
 
     def _copies(self, cold: str, directory: str, name: tuple[int, int], idx: bytes) -> None:
-        """What lies beside cold data is what it was copied from, but for deletions: those are marked here alone."""
+        """Compares the copies beside cold data with the files they were made of. Deletions are marked in these files
+        alone.
+        """
         for kind, path_of in ((Kind.SEGMENT, layout.segment_idx_path), (Kind.POSTINGS, layout.segment_tags_path)):
             path = path_of(cold, *name)
             try:
@@ -219,7 +223,9 @@ class SegmentCheck:
                 self._report.damaged(kind, path, at, f"is no copy of {path_of(directory, *name)}")
 
     def _committed(self, path: str, length: int, what: str, is_sealed: bool) -> bytes | None:
-        """A file without what was being appended when the writer stopped; None when it is shorter than it should be."""
+        """Reads a file without the bytes that were being appended when the writer stopped; None when it is too
+        short.
+        """
         content = read_all(self._fs, path)
         if len(content) < length:
             self._report.damaged(Kind.SEGMENT, path, len(content), f"ends there; {length} bytes are committed, {what}")
@@ -233,7 +239,7 @@ class SegmentCheck:
         return content[:length]
 
     def of_themselves(self, directory: str) -> None:
-        """Nothing says what is committed: a segment must be whole to its last byte."""
+        """Checks a segment of which nothing says how much is committed: it must be whole to its last byte."""
         for name, parts in layout.discover_segments(self._fs, directory).items():
             self._report.segments += 1
             try:
@@ -276,7 +282,7 @@ class SegmentCheck:
 
 
 def _live(idx: bytes, first_seq: int, earliest_seq: int, deleted: Sequence[int]) -> int:
-    """How many entries of an index are of records that live, from `earliest_seq` on."""
+    """Counts the entries of an index that are of live records, from `earliest_seq` on."""
     is_live = idx[ENTRY_FLAGS_AT::ENTRY_LEN].translate(_LIVE_TABLE)
     start = max(0, earliest_seq - first_seq)
     live = is_live.count(1, start)
@@ -285,7 +291,7 @@ def _live(idx: bytes, first_seq: int, earliest_seq: int, deleted: Sequence[int])
 
 
 def _first_difference(copy: bytes, original: bytes, is_idx: bool) -> int | None:
-    """Where a copy is not what it was made of. In an index, records that were deleted since are none."""
+    """Returns where a copy differs from its original. A record that was deleted since is no difference in an index."""
     if copy == original:
         return None
     for at, (copied, there) in enumerate(zip(copy, original, strict=False)):
@@ -296,7 +302,7 @@ def _first_difference(copy: bytes, original: bytes, is_idx: bool) -> int | None:
 
 
 class NotADataDir(Exception):  # noqa: N818 — named for what it is
-    """There is nothing in the directory that a service would have made."""
+    """The directory has nothing that a service would have made."""
 
 
 def verify(data_dir: str, progress: Callable[[float], None], cold_dir: str | None = None) -> Report:
@@ -324,9 +330,9 @@ class _Check:
         self._report = Report(data_dir)
         self._segments = SegmentCheck(self._fs, cold_dir, self._report)
         self._parts: list[ShardPart] | None = None
-        """Of the snapshot that counts; None: there are some, and none will do."""
+        """The parts of the snapshot that counts; None: there are snapshots, and none will do."""
         self._fallbacks: list[list[ShardPart]] = []
-        """Older ones that go with these logs as well."""
+        """The parts of older snapshots that go with these logs as well."""
         self._known: dict[int, Known] = {}
         """What the logs say of each topic."""
         self._deleted_ids: set[int] = set()
@@ -416,12 +422,12 @@ class _Check:
             self._report.damaged(Kind.LOG, path, 0, "the log of this shard is missing")
 
     def _log(self, group: layout.Group) -> int:
-        """Returns the number of shards it was written under."""
+        """Checks the log of one shard. Returns the number of shards it was written under."""
         first = read_first_start(self._fs, group.path)
         if first is None:
             return 0
         part = next((part for part in self._parts or () if part.log_id == first.log_id), None)
-        # What the newest snapshot holds as well is still what the one before goes on in.
+        # The snapshot before the newest one goes on in files that the newest one covers.
         start: Start = None if self._parts is not None and part is None else "lowest"
         folding = None if self._parts is None else Folding(part)
         recovery = recover_group(self._fs, group.path, WalIdentity(group.shard, first.shards, boot_id()), start=start)
@@ -459,7 +465,7 @@ class _Check:
         return end is not None and first_no <= position.file_no and position <= WalPosition(end.file_no, end.offset)
 
     def _finished(self, last: RecoveredFile) -> None:
-        """Nothing reads what is behind a file's last frame, but something must have put it there."""
+        """Reports bytes behind a file's last frame: nothing reads them, but something must have put them there."""
         offset, total_len, *_ = last.frames[-1]
         end = scan(last.buffer, offset + total_len, len(last.buffer)).end
         if used := used_bytes(bytes(last.buffer), end):
@@ -503,7 +509,7 @@ class _Check:
         live = known.live_behind
         for info in known.segments:
             live += self._segments.listed(topic_id, directory, info, known.earliest_seq, known.deleted)
-        # An index of before a deletion is whole in itself; of a cold segment nothing else repeats what it says.
+        # An index from before a deletion is whole in itself; nothing else repeats the deletions of a cold segment.
         if known.live is not None and live != known.live and len(self._report.damage) == findings:
             self._report.damaged(
                 Kind.SEGMENT,

@@ -42,11 +42,12 @@ _IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
 
 
 class ActiveFile:
-    """Methods raise OSError; what a failure means is the writer's business.
+    """The one log file that is being written: owns its descriptors. Methods raise OSError; the writer decides what a
+    failure means.
 
-    `end`: where the last committed group ends; `synced`: what is known to be on the disk; `marked`: what the last
-    SYNC_MARK in the file says of that, `mark_end`: where that one ends. marked <= synced <= end, and none of them ever
-    goes back.
+    `end`: where the last committed group ends. `synced`: up to there the file is known to be on the disk. `marked`:
+    what the last SYNC_MARK in the file says of that; `mark_end`: where that mark ends. marked <= synced <= end, and
+    none of them ever goes back.
     """
 
     def __init__(self, fs: FileSystem, directory: str, file_no: int, end: int, marked: int) -> None:
@@ -78,10 +79,10 @@ class ActiveFile:
         self._fs.fdatasync(self._fd)
 
     def sync_in_background(self) -> int:
-        """From another thread than the writer's: returns the offset up to which all is on the disk."""
+        """Syncs, from another thread than the writer's; returns the offset up to which all is on the disk."""
         with self._closing:
             end = self.end
-            if not self._closed:  # closed: it was synced, or its tail saved elsewhere, when it was left
+            if not self._closed:  # closed: the file was synced, or its tail saved elsewhere, when the writer left it
                 self._fs.fdatasync(self._background_fd)
             return end
 
@@ -90,7 +91,7 @@ class ActiveFile:
         erase_behind(self._fs, self._fd, self.end, self.size_bytes)
 
     def read_unsynced(self) -> bytes:
-        """The committed frames from `synced` on, every one checked."""
+        """Reads the committed frames from `synced` on, and checks every one."""
         length = self.end - self.synced
         tail = self._fs.pread(self._fd, length, self.synced)
         if len(tail) != length or scan(tail, 0, length).end != length:
@@ -119,7 +120,7 @@ class Moved(NamedTuple):
 
 
 class WalWriteError(Exception):
-    """The group was not written; the log is as it was before, and the next commit may succeed."""
+    """The group was not written. The log is as it was before, and the next commit may succeed."""
 
     def __init__(self, message: str, errno: int | None = None) -> None:
         super().__init__(message)
@@ -129,8 +130,8 @@ class WalWriteError(Exception):
 class WalSyncError(Exception):
     """A sync failed: nothing of the group is in the log.
 
-    `.moved` is where acknowledged frames went that had not been synced yet (None: there were none, or the log could
-    not be saved and `WalWriter.read_only` says why).
+    `.moved` says where acknowledged frames went that had not been synced yet. It is None if there were none, or if the
+    log could not be saved; then `WalWriter.read_only` says why.
     """
 
     def __init__(self, message: str, moved: Moved | None) -> None:
@@ -139,9 +140,8 @@ class WalSyncError(Exception):
 
 
 class Plan(NamedTuple):
-    """Where a group will lie: write i begins at `offsets[i]` of file `file_no`, the last one ends at `end`.
-
-    Void after a commit that failed.
+    """The place of a group: write i begins at `offsets[i]` of file `file_no`, the last one ends at `end`. Void after a
+    commit that failed.
     """
 
     file_no: int
@@ -158,16 +158,17 @@ class CommitTimes(NamedTuple):
 
 
 class Synced(NamedTuple):
-    """Everything in `file_no` below `offset` is on the disk."""
+    """Says that everything in `file_no` below `offset` is on the disk."""
 
     file_no: int
     offset: int
 
 
 class WalWriter:
-    """One log, written by one thread of one process (`sync_now` alone may run in another thread).
+    """The writer of one log, used by one thread of one process (`sync_now` alone may run in another thread).
 
-    Plain counters for metrics: frames, batches, bytes_written, fsyncs, rotations. `read_only` is None or the reason.
+    It has plain counters for metrics: frames, batches, bytes_written, fsyncs, rotations. `read_only` is None or the
+    reason.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class WalWriter:
         self.read_only: str | None = None
         self._undo_due: str | None = None
         self.refused: Callable[[], None] = _nothing
-        """Called when a group that was being written will never be in the log, before the log goes on elsewhere."""
+        """Is called when a group that was being written will never be in the log, before the log goes on elsewhere."""
         self.frames = self.batches = self.bytes_written = self.fsyncs = self.rotations = 0
 
     @classmethod
@@ -213,11 +214,11 @@ class WalWriter:
         helper: Executor | None = None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> WalWriter:
-        """Goes on at `end`, as recovery found it; None starts a new log.
+        """Goes on at `end`, as recovery found it; None starts a new log. Raises WalWriteError when the first file
+        cannot be made.
 
         `helper` (one thread is enough) makes the next file before it is needed; without it the commit that needs it
         does. A file made under another boot gets no more writes: what recovery knows of torn tails depends on it.
-        Raises WalWriteError when the first file cannot be made.
         """
         log_id = end.log_id if end is not None else int.from_bytes(os.urandom(8), "little")
         writer = cls(
@@ -249,7 +250,9 @@ class WalWriter:
 
     @property
     def log_id(self) -> int:
-        """Random, the same in all files of this log for ever: a snapshot says by it which log it goes with."""
+        """The id of this log. It is random and the same in all its files for ever: a snapshot says by it which log it
+        goes with.
+        """
         return self._log_id
 
     @property
@@ -273,9 +276,9 @@ class WalWriter:
     # -- commit
 
     def plan(self, lengths: Sequence[int]) -> Plan:
-        """Reserves room for a group, one length in bytes per write. Pure: nothing is written and nothing can fail.
+        """Reserves room for a group, one length in bytes per write. Nothing is written and nothing can fail.
 
-        A group without writes plans nothing but the mark that is due, if one is: commit it when the log falls idle, so
+        A group without writes plans nothing but the mark that is due, if one is. Commit it when the log falls idle, so
         that the last writes are known as synced after a power loss. Behind a mark none is due: it would need another.
         """
         active = self._active
@@ -344,17 +347,17 @@ class WalWriter:
             raise WalSyncError(f"the log was not closed cleanly: {error}", None) from error
         finally:
             if self._spare is not None:
-                self._spare.exception()  # waits; a spare that could not be made is nobody's concern any more
+                self._spare.exception()  # waits; nobody minds a spare that could not be made any more
             self._active.close()
 
     # -- trimming
 
     def drop_files_below(self, file_no: int) -> int:
-        """Removes the files numbered below, of those that were left for good; returns how many. Raises OSError: then
-        some may be left, and the next call removes them.
+        """Removes the files numbered below, of those that the writer has left for good; returns how many.
 
-        What they hold must count for nothing any more. In ascending order, so that what is left is without a hole;
-        a spare that is being made has a higher number than any of them.
+        Raises OSError: then some may be left, and the next call removes them. Nothing in them may count any more. They
+        go in ascending order, so that the rest has no hole. A spare that is being made has a higher number than any of
+        them.
         """
         bound = min(file_no, self._current_file_no, self._active.file_no)
         numbers = [number for number in layout.list_log_files(self._fs, self._directory) if number < bound]
@@ -367,21 +370,22 @@ class WalWriter:
     # -- background sync
 
     def sync_now(self) -> Synced:
-        """Syncs what is committed. For a helper thread; hand the result to `note_synced` on the owner's thread.
-
-        When it raises OSError, call `sync_failed` on the owner's thread.
+        """Syncs everything that is committed. For a helper thread; hand the result to `note_synced` on the owner's
+        thread. When it raises OSError, call `sync_failed` on the owner's thread.
         """
         active = self._active
         return Synced(active.file_no, active.sync_in_background())
 
     def note_synced(self, file_no: int, offset: int) -> None:
-        """Takes over what `sync_now` returned. A file that was left since was synced when it was left."""
+        """Takes over the result of `sync_now`. A file that the writer has left since was synced at that moment."""
         self.fsyncs += 1
         if file_no == self._active.file_no:
             self._active.synced = max(self._active.synced, offset)
 
     def sync_failed(self, file_no: int, error: OSError) -> Moved | None:
-        """After `sync_now` raised for this file: saves its un-synced frames in a new file; returns where they went."""
+        """Is called after `sync_now` raised for this file: saves its un-synced frames in a new file; returns where they
+        went.
+        """
         self.fsyncs += 1
         if file_no != self._active.file_no or self.read_only is not None:
             return None
@@ -397,11 +401,11 @@ class WalWriter:
             raise WalWriteError(f"{self._active.path}: write failed: {error}", error.errno) from error
 
     def _undo(self) -> None:
-        """Takes back what was written behind the last committed group, durably: a power loss must not bring it back."""
+        """Takes back the bytes behind the last committed group, durably: a power loss must not bring them back."""
         try:
             self._active.erase_uncommitted()
         except OSError as error:
-            # What refuses the undoing may pass as what refused the write: the next commit tries again.
+            # The error of the undoing may pass, like the error of the write: the next commit tries again.
             self._undo_due = f"{self._active.path}: a failed write could not be undone: {error}"
             self.refused()
             return
@@ -473,7 +477,9 @@ class WalWriter:
             self._spare = self._helper.submit(self._make_file, active.file_no + 1, self._file_bytes)
 
     def _wait_for_spare(self) -> int:
-        """Size in bytes of the next file if it is there. Why it is not, the attempt to make it here will tell."""
+        """Returns the size in bytes of the next file if it is there. If not, the attempt to make it here will
+        tell why.
+        """
         spare, self._spare = self._spare, None
         return spare.result() if spare is not None and spare.exception() is None else 0
 

@@ -19,13 +19,13 @@ from topics.storage.lock import holder_pid
 from topics.supervisor.listeners import AddressError, listen, show
 
 OPEN_FILES_MIN: Final = 1024
-"""Below that a frontend could not even hold its rings, logs and a few hundred connections."""
+"""With fewer files a frontend could not even hold its rings, logs and a few hundred connections."""
 
 StatVfs = Callable[[str], os.statvfs_result]
 
 
 def shared_memory_shortage(settings: Settings, statvfs: StatVfs = os.statvfs) -> str | None:
-    """Why /dev/shm is too small for these settings, None when it is not."""
+    """Says why /dev/shm is too small for these settings, None when it is not."""
     needed = SharedMemory.needed_bytes(settings.wal_shards, settings.frontends, settings.ring_bytes)
     figures = statvfs(SHM_ROOT)
     free = figures.f_bavail * figures.f_frsize
@@ -47,7 +47,7 @@ def raise_open_files() -> int:
 
 
 def open_files_shortage(most: int) -> str | None:
-    """Why `most` open files are too few, None when they are not."""
+    """Says why `most` open files are too few, None when they are not."""
     if most == resource.RLIM_INFINITY or most >= OPEN_FILES_MIN:
         return None
     return (
@@ -58,11 +58,11 @@ def open_files_shortage(most: int) -> str | None:
 COLD_VARIABLE: Final = "TOPICS_COLD_DIR"
 COLD_TIMEOUT_S: Final = 5.0
 TOPICS_LOOKED_AT_MAX: Final = 10_000
-"""For segments that have gone to a cold directory in which there are none."""
+"""So many topics are looked at for segments that have gone to an empty cold directory."""
 
 
 class Finding(NamedTuple):
-    """One thing looked at: `problem` is None when it is as it should be."""
+    """One result of the check: `problem` is None when all is well."""
 
     subject: str
     problem: str | None
@@ -70,7 +70,10 @@ class Finding(NamedTuple):
 
 def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[Finding]:
     """Looks at the data directory, its lock, the cold directory if there is one, the shared memory, the address and the
-    limits. A cold directory is no obstacle to a start: what is in it is to be read, and what is older goes there later.
+    limits.
+
+    A bad cold directory does not keep the service from starting: only its own records cannot be read, and older ones go
+    there later.
     """
     problem = _dir_problem(settings.data_dir, "TOPICS_DATA_DIR")
     findings = [Finding(f"data directory {settings.data_dir}", problem)]
@@ -85,7 +88,7 @@ def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[Finding]:
 
 
 def _dir_problem(path: str, variable: str) -> str | None:
-    """Whether it could be made and written; nothing is made."""
+    """Says why the directory could not be made or written; nothing is made."""
     existing = _existing(path)
     if not os.path.isdir(existing):
         return f"{existing} is not a directory; choose another {variable}"
@@ -95,14 +98,14 @@ def _dir_problem(path: str, variable: str) -> str | None:
 
 
 def _existing(path: str) -> str:
-    """The path itself, or the nearest directory above it that is there."""
+    """Returns the path itself, or the nearest directory above it that exists."""
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     return path
 
 
 def _cold_dir(cold_dir: str, data_dir: str) -> Finding:
-    """It may be on a disk that hangs: a thread looks at it, and is waited for only so long."""
+    """Looks at a cold directory. It may be on a disk that hangs, so a thread looks, and has only so much time."""
     found: list[Finding] = []
 
     def look() -> None:
@@ -131,7 +134,7 @@ def _same_dir_problem(cold_dir: str, data_dir: str) -> str | None:
 
 
 def _missing_segments(cold_dir: str, data_dir: str) -> str | None:
-    """Whether segments have gone there, of which the data directory has no more than an index, and there are none."""
+    """Says so if segments have gone there (the data directory has no more than an index of them), and it is empty."""
     with suppress(OSError):
         if any(os.scandir(layout.topics_dir(cold_dir))):
             return None

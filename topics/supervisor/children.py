@@ -23,7 +23,7 @@ from topics.shm.instance import SharedMemory
 
 
 def is_running(pid: int) -> bool:
-    """False for a pid that is gone, and for a zombie, which only waits for its parent to take notice."""
+    """False for a pid that is gone, and for a zombie, which only waits for its parent to notice."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -49,7 +49,7 @@ ReshardMain = Callable[[Settings, SharedMemory], int]
 
 
 class ChildMains(NamedTuple):
-    """What each kind of child runs: (settings[, keys], shared[, index], incarnation[, listeners]) → exit code."""
+    """The main of each kind of child: (settings[, keys], shared[, index], incarnation[, listeners]) → exit code."""
 
     frontend: FrontendMain
     walshard: WalshardMain
@@ -74,7 +74,7 @@ class RestartDelay:
 
 
 class Child:
-    """One place in the service that is to be filled by a process, again and again.
+    """One place in the service that a process fills, again and again.
 
     `cell` is the supervisor's part of the process's control cell (None for the one-off reshard child).
     """
@@ -84,7 +84,7 @@ class Child:
         self.index = index
         self.pid: int | None = None
         self.wanted = True
-        """Whether it is started again when it ends."""
+        """True if it is started again when it ends."""
         self.due_ms: int | None = None
         """When to start it (monotonic); None while it runs or is not wanted."""
         self._main = main
@@ -113,7 +113,7 @@ class Child:
         _logger.info("process started", process=self.name, index=self.index, pid=self.pid, incarnation=incarnation)
 
     def died(self, exit_code: int) -> None:
-        """Its process is gone, unasked, and has been waited for; it is due again."""
+        """Its process ended unasked, and has been waited for; it is due again."""
         now_ms = self._clock.monotonic_ms()
         lived_ms = now_ms - self._started_ms
         delay_ms = self._restart_delay.delay_ms(lived_ms)
@@ -130,7 +130,7 @@ class Child:
         self.due_ms = now_ms + delay_ms
 
     def stopped(self, exit_code: int) -> None:
-        """Its process is gone for good, and has been waited for."""
+        """Its process ended for good, and has been waited for."""
         _logger.info("process stopped", process=self.name, index=self.index, pid=self.pid, exit=show_exit(exit_code))
         self._gone(ProcessState.STOPPED, exit_code)
         self.wanted = False
@@ -144,7 +144,7 @@ class Child:
             os.kill(self.pid, number)
 
     def tell(self, number: signal.Signals) -> None:
-        """A signal that does not end it; one that does not run gets none."""
+        """Sends a signal that does not end it; a child that does not run gets none."""
         if self.pid is not None:
             os.kill(self.pid, number)
 
@@ -159,7 +159,7 @@ class Child:
 
 
 def exit_code_of(wait_status: int) -> int:
-    """Exit code, or 128 + signal as a shell has it."""
+    """Returns the exit code, or 128 + signal as a shell has it."""
     code = os.waitstatus_to_exitcode(wait_status)
     return code if code >= 0 else 128 - code
 
@@ -206,5 +206,5 @@ def _settle(name: str, index: int, parent_pid: int) -> None:
         raise SystemExit("the supervisor died during the fork")
     # A terminal sends SIGINT to all of us; the supervisor alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A hang-up waits until the child is ready for it (a frontend), or for ever: it is not to die of it.
+    # A hang-up waits until the child is ready for it (a frontend), or for ever: the child must not die of it.
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGHUP})

@@ -16,19 +16,21 @@ from topics.storage.lock import holder_pid
 
 
 class Holder(NamedTuple):
-    """`process_fd` means this one process for good; the number may be given to another one after its end."""
+    """The supervisor of a data directory. `process_fd` means this one process for good; the number may go to another
+    one after its end.
+    """
 
     pid: int
     process_fd: int
 
     def signal(self, number: signal.Signals) -> None:
-        """PermissionError when it belongs to somebody else, ProcessLookupError when it has ended."""
+        """Raises PermissionError when it belongs to somebody else, ProcessLookupError when it has ended."""
         signal.pidfd_send_signal(self.process_fd, number)
 
 
 @contextmanager
 def holder(data_dir: str) -> Iterator[Holder | None]:
-    """The supervisor that holds the lock of `data_dir`, None when nothing runs."""
+    """Finds the supervisor that holds the lock of `data_dir`, None when nothing runs."""
     pid = holder_pid(data_dir)
     process_fd = None
     if pid is not None:
@@ -47,7 +49,7 @@ def holder(data_dir: str) -> Iterator[Holder | None]:
 
 
 def stop(data_dir: str, patience_ms: int) -> int | None:
-    """SIGTERM to the data directory's service, and waits for its end.
+    """Sends SIGTERM to the data directory's service, and waits for its end.
 
     Returns the pid that has ended, None when nothing ran. Raises TimeoutError when it still runs after `patience_ms`
     and PermissionError when it belongs to somebody else.
@@ -75,11 +77,11 @@ class ReloadRefused(Exception):  # noqa: N818 — named for what it is
 
 
 def reload(data_dir: str, patience_ms: int) -> int | None:
-    """SIGHUP to the data directory's service; returns when every frontend goes by the keys as they are now.
+    """Sends SIGHUP to the data directory's service; returns when every frontend goes by the keys as they are now.
 
     Returns the service's pid, None when nothing ran. Raises ReloadRefused, TimeoutError when it is not done after
-    `patience_ms`, PermissionError when the service belongs to somebody else, and OSError or ValueError when its
-    control page cannot be read.
+    `patience_ms`, PermissionError when the service belongs to somebody else, and OSError or ValueError when its control
+    page cannot be read.
     """
     with holder(data_dir) as service:
         if service is None:
@@ -104,7 +106,7 @@ def reload(data_dir: str, patience_ms: int) -> int | None:
 
 
 def _everywhere(page: ControlPage) -> bool:
-    """Whether the newest keys count in every frontend; one that does not run begins with them."""
+    """True if the newest keys count in every frontend; one that does not run begins with them."""
     serial = page.header.get("keys_serial")
     cells = [page.cell(Role.FRONTEND, index) for index in range(page.frontends)]
     return all(

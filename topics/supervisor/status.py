@@ -32,7 +32,7 @@ class SupervisorStatus(msgspec.Struct, frozen=True):
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """One process; what is not known while it is down is None. `last_exit` is 128 + n for signal n."""
+    """One process; figures that are unknown while it is down are None. `last_exit` is 128 + n for signal n."""
 
     role: str
     index: int
@@ -63,12 +63,12 @@ class ShardStatus(msgspec.Struct, frozen=True):
     commit_window_ms: float
     write_errors: int
     lag_bytes: int
-    """Written to its log and in no snapshot yet: what a restart reads again."""
+    """Bytes written to its log and in no snapshot yet: a restart reads them again."""
     progress: float | None
 
 
 class CompactorStatus(msgspec.Struct, frozen=True):
-    """What the compactor did since the service was started. `snapshot_age_ms` is None before the first snapshot."""
+    """The compactor's work since the service was started. `snapshot_age_ms` is None before the first snapshot."""
 
     snapshot_age_ms: int | None
     snapshots: int
@@ -273,7 +273,7 @@ def _shard(page: ControlPage, index: int, state: str) -> ShardStatus:
 
 
 def _overall(alive: bool, announced: ProcessState, processes: list[ProcessStatus], shards: list[ShardStatus]) -> str:
-    """One word for all: the worst that is true."""
+    """Returns one word for all processes: the worst that is true."""
     if not alive or announced in (ProcessState.DRAINING, ProcessState.STOPPED):
         return "draining"
     states = {process.state for process in processes}
@@ -296,7 +296,7 @@ def _supervisor(pid: int) -> SupervisorStatus | None:
 
 
 def _listen_address(pid: int, port: int) -> str | None:
-    """Where the supervisor really listens, None once it has closed the door."""
+    """Returns the address on which the supervisor really listens, None once it has closed the door."""
     try:
         connections = psutil.Process(pid).net_connections(kind="tcp")
     except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -308,7 +308,7 @@ def _listen_address(pid: int, port: int) -> str | None:
 
 
 def _shared_memory_bytes(identity: str) -> int:
-    """What the service takes of /dev/shm, files of ephemeral topics included."""
+    """Returns the bytes of /dev/shm that the service takes, files of ephemeral topics included."""
     total = 0
     for name in names.objects(identity):
         path = os.path.join(names.SHM_ROOT, name)
@@ -326,7 +326,7 @@ def _allocated_bytes(path: str) -> int:
 
 
 def render(status: Status) -> str:
-    """Some lines, the first of which says it all."""
+    """Renders some lines, the first of which says it all."""
     if status.pid is None:
         return f"topics  {status.state}  {status.data_dir}\n"
     blocks = [_summary(status)]
@@ -425,7 +425,7 @@ def _frontend(frontend: FrontendStatus) -> list[str]:
 
 
 def _table(heads: str, rows: map[list[str]]) -> str:
-    """Columns as wide as they need; the first to the left, the rest to the right."""
+    """Renders columns as wide as they need; the first to the left, the rest to the right."""
     lines = [[head.replace("_", " ").upper() for head in heads.split()], *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "".join(
