@@ -10,7 +10,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from bench import cases, deletes, engine, figures, goodput, machine, queue_depth
+from bench import cases, deletes, engine, fan_out, figures, goodput, machine, queue_depth
 from bench.cases import Bench
 from bench.figures import Figure, Report
 from bench.load import pin
@@ -20,7 +20,7 @@ from topics import __version__
 HERE = Path(__file__).parent
 LATEST = HERE / "out" / "latest.json"
 BUSY_LOAD = 0.5
-CASES = cases.CASES | engine.CASES | deletes.CASES | queue_depth.CASES | goodput.CASES
+CASES = cases.CASES | engine.CASES | deletes.CASES | queue_depth.CASES | goodput.CASES | fan_out.CASES
 HISTORY = HERE.parent / "docs" / "benchmarks.md"
 
 
