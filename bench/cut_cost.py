@@ -103,7 +103,7 @@ def write_log(directory: str, records: int, batch: int, is_mixed: bool) -> WalPo
 
 def follow(directory: str, end: WalPosition) -> Fold:
     fold = Fold(lambda _topic_id: MarkedIndex())
-    follower = Follower("bench", cast(ShardLink, None), LogTail(directory, WalPosition(1, 0)), fold)
+    follower = Follower("bench", cast(ShardLink, None), LogTail(directory, WalPosition(1, 0)), fold, directory)
     follower.catch_up(end, lambda: None)
     return fold
 

@@ -13,9 +13,18 @@ from typing import Any, Final, get_args
 import msgspec
 
 from topics.cli import service
-from topics.cli.input import BadLineError, Batch, stdin_batches
-from topics.cli.output import print_line, put, record_lines
-from topics.cli.service import EXIT_REFUSED, UsageError, Work, say
+from topics.cli.service import (
+    EXIT_REFUSED,
+    BadLineError,
+    Batch,
+    UsageError,
+    Work,
+    print_line,
+    put,
+    record_lines,
+    say,
+    stdin_batches,
+)
 from topics.client import ApiError, ClaimedJob, Client, TopicState, queue_calls
 from topics.client.calls import Call
 from topics.client.errors import api_error

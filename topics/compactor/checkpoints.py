@@ -255,7 +255,7 @@ class Checkpoints:
         while True:
             view = follower.look_up(topic)
             if view is None:
-                # The log says so further on, and has it on the disk: its earlier frames about the topic count for nothing.
+                # The log says so further on, and has it on the disk: its earlier frames on the topic count for nothing.
                 follower.fold.topic_delete(topic.id)
                 follower.shrunk.add(topic.id)
                 return None

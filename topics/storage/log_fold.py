@@ -7,7 +7,7 @@ Recovery reads a whole log this way, the compactor follows one, and the offline 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Final, NamedTuple
 
@@ -16,27 +16,39 @@ from topics.core.location import ENTRY_WORDS, LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.core.record_index import UnlocatedIndex
 from topics.core.segment_list import SegmentInfo
 from topics.core.topic import Topic
-from topics.storage.frame import HEADER_LEN, FrameTuple, FrameType
+from topics.storage.frame import HEADER_LEN, FrameType
 from topics.storage.frame_columns import HEAD_WORDS
 from topics.storage.logfile import WalPosition
 from topics.storage.recovery import RecoveredFile
 from topics.storage.snapshot import ShardPart
 
-_APART_FROM_RECORDS: Final = frozenset(
-    (
-        FrameType.IDEMPOTENCY,
-        FrameType.RAM_STATE,
-        FrameType.JOB_ATTRIBUTES,
-        FrameType.LEASE,
-        FrameType.CURSOR,
-        FrameType.SESSION,
-        FrameType.FILE_START,
-        FrameType.FILE_END,
-        FrameType.SYNC_MARK,
-        FrameType.ROUTER_COPY,
-    )
-)
+_Apply = Callable[[Fold, int, int, bytes, bool], None]
+"""(fold, topic_id, seq, data, in_ram)"""
+
+_APART_FROM_RECORDS: Final[Mapping[int, _Apply]] = {
+    FrameType.RAM_STATE: lambda fold, topic_id, _seq, data, _ram: fold.ram_state(topic_id, data),
+    FrameType.JOB_ATTRIBUTES: lambda fold, topic_id, _seq, data, _ram: fold.job_attributes(topic_id, data),
+    FrameType.LEASE: lambda fold, topic_id, _seq, data, _ram: fold.lease(topic_id, data),
+    FrameType.CURSOR: lambda fold, topic_id, _seq, data, _ram: fold.cursor(topic_id, data),
+    FrameType.SESSION: lambda fold, _id, _seq, data, _ram: fold.session(data),
+}
 """The fold takes nothing from these frames that has to do with the records before them."""
+_BEHIND_RECORDS: Final[Mapping[int, _Apply]] = {
+    FrameType.TOPIC_CREATE: lambda fold, topic_id, _seq, data, _ram: fold.topic_create(topic_id, data),
+    FrameType.CONFIG_UPDATE: lambda fold, topic_id, _seq, data, _ram: fold.config_update(topic_id, data),
+    FrameType.TOPIC_DELETE: lambda fold, topic_id, _seq, _data, _ram: fold.topic_delete(topic_id),
+    FrameType.DELETE: lambda fold, topic_id, _seq, data, _ram: fold.delete(topic_id, data),
+    FrameType.EVICT_WATERMARK: lambda fold, topic_id, _seq, data, _ram: fold.evict_watermark(topic_id, data),
+    FrameType.ACK: lambda fold, topic_id, _seq, data, _ram: fold.ack(topic_id, data),
+    FrameType.CHECKPOINT_MARK: lambda fold, topic_id, seq, data, _ram: fold.checkpoint_mark(topic_id, seq, data),
+    FrameType.HEAD_WATERMARK: lambda fold, topic_id, seq, data, _ram: fold.head_watermark(topic_id, seq, data),
+    FrameType.ROUTER_CREATE: lambda fold, _id, _seq, data, _ram: fold.routers.created(data),
+    FrameType.ROUTER_DELETE: lambda fold, _id, seq, _data, _ram: fold.routers.deleted(seq),
+    FrameType.ROUTER_CURSOR: lambda fold, topic_id, seq, data, in_ram: fold.router_cursor(topic_id, seq, data, in_ram),
+    FrameType.ROUTER_SOURCE: lambda fold, topic_id, seq, _data, _ram: fold.router_source(topic_id, seq),
+}
+"""These frames see their topic with all records before them."""
+_NOT_FOLDED: Final = frozenset((FrameType.FILE_START, FrameType.FILE_END, FrameType.SYNC_MARK, FrameType.ROUTER_COPY))
 
 
 def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:
@@ -52,68 +64,22 @@ def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:
             if run is not part:
                 run.extend(part)
             continue
-        for frame in frames[first:behind]:
-            if frame[2] not in _APART_FROM_RECORDS:
-                # Control frames see their topic with all records before them.
+        for offset, _, type_, _, topic_id, seq, ts, node_len, tag_len, data_len in frames[first:behind]:
+            if type_ in _NOT_FOLDED:
+                continue
+            start = offset + HEADER_LEN + node_len + tag_len
+            data = bytes(batch.buffer[start : start + data_len])
+            if type_ == FrameType.IDEMPOTENCY:
+                fold.idempotency(topic_id, seq, ts, data)
+            elif type_ in _APART_FROM_RECORDS:
+                _APART_FROM_RECORDS[type_](fold, topic_id, seq, data, in_ram)
+            else:
                 for run_topic_id, run in runs.items():
                     fold.records(run_topic_id, run)
                 runs = {}
-            _fold_frame(fold, frame, batch.buffer, in_ram)
+                _BEHIND_RECORDS[type_](fold, topic_id, seq, data, in_ram)
     for run_topic_id, run in runs.items():
         fold.records(run_topic_id, run)
-
-
-def _fold_frame(fold: Fold, frame: FrameTuple, buffer: memoryview, in_ram: bool) -> None:
-    offset, _, type_, _, topic_id, seq, ts, node_len, tag_len, data_len = frame
-    start = offset + HEADER_LEN + node_len + tag_len
-    data = bytes(buffer[start : start + data_len])
-    match type_:
-        case FrameType.IDEMPOTENCY:
-            fold.idempotency(topic_id, seq, ts, data)
-        case FrameType.RAM_STATE:
-            fold.ram_state(topic_id, data)
-        case FrameType.JOB_ATTRIBUTES:
-            fold.job_attributes(topic_id, data)
-        case FrameType.LEASE:
-            fold.lease(topic_id, data)
-        case FrameType.CURSOR:
-            fold.cursor(topic_id, data)
-        case FrameType.SESSION:
-            fold.session(data)
-        case FrameType.FILE_START | FrameType.FILE_END | FrameType.SYNC_MARK | FrameType.ROUTER_COPY:
-            pass
-        case _:
-            _fold_control(fold, type_, topic_id, seq, data, in_ram)
-
-
-def _fold_control(fold: Fold, type_: int, topic_id: int, seq: int, data: bytes, in_ram: bool) -> None:
-    match type_:
-        case FrameType.TOPIC_CREATE:
-            fold.topic_create(topic_id, data)
-        case FrameType.CONFIG_UPDATE:
-            fold.config_update(topic_id, data)
-        case FrameType.TOPIC_DELETE:
-            fold.topic_delete(topic_id)
-        case FrameType.DELETE:
-            fold.delete(topic_id, data)
-        case FrameType.EVICT_WATERMARK:
-            fold.evict_watermark(topic_id, data)
-        case FrameType.ACK:
-            fold.ack(topic_id, data)
-        case FrameType.CHECKPOINT_MARK:
-            fold.checkpoint_mark(topic_id, seq, data)
-        case FrameType.HEAD_WATERMARK:
-            fold.head_watermark(topic_id, seq, data)
-        case FrameType.ROUTER_CREATE:
-            fold.routers.created(data)
-        case FrameType.ROUTER_DELETE:
-            fold.routers.deleted(seq)
-        case FrameType.ROUTER_CURSOR:
-            fold.router_cursor(topic_id, seq, data, in_ram)
-        case FrameType.ROUTER_SOURCE:
-            fold.router_source(topic_id, seq)
-        case _:
-            raise AssertionError(f"frame type {type_} has no meaning in this version")
 
 
 class Known(NamedTuple):
