@@ -216,28 +216,6 @@ def test_in_the_order_of_the_source(client: httpx.Client, topic: str) -> None:
         assert data(client, dest) == source
 
 
-def test_one_write_of_the_log_per_append_however_wide_the_fan_out(own: Service) -> None:
-    client = own.client
-    put(client, "s")
-    for at in range(30):
-        route(client, f"r{at}", "s", f"d{at}")
-        route(client, f"q{at}", f"d{at}", f"e{at}")
-    written: list[int] = []
-
-    def alone() -> bool:
-        """What the shards agree on about a router, which takes frames as well, may still be on its way."""
-        before = wal_frames(client)
-        write(client, "s", 1, 2)
-        write(client, "s", 3)
-        written.extend((1, 2, 3))
-        for at in range(30):
-            assert data(client, f"d{at}") == written
-            assert data(client, f"e{at}") == written
-        return wal_frames(client) - before == 3
-
-    poll("three records that take three frames", alone)
-
-
 def test_a_copy_has_its_own_seq_and_ts_and_the_very_bytes(client: httpx.Client, topic: str) -> None:
     write(client, f"{topic}.d", "own")
     route(client, topic, topic, f"{topic}.d")

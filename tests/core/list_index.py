@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
-from topics.core.config import U64_MAX
 from topics.core.location import ENTRY_WORDS
 from topics.core.segment_list import SegmentInfo, SegmentList
 
@@ -15,7 +14,6 @@ class ListIndex:
         self.base_seq = self.next_seq = first_seq
         self.segments = SegmentList()
         self.rows: dict[int, tuple[int, ...]] = {}
-        self.hold_seq = U64_MAX
 
     def reserve(self, count: int) -> None:
         pass
@@ -66,10 +64,7 @@ class ListIndex:
         self.rows[seq] = tuple(row)
 
     def drop_before(self, seq: int) -> None:
-        self.base_seq = max(self.base_seq, min(seq, self.next_seq, self.hold_seq))
-
-    def hold(self, seq: int) -> None:
-        self.hold_seq = seq
+        self.base_seq = max(self.base_seq, min(seq, self.next_seq))
 
     def skip_to(self, seq: int) -> None:
         if seq > self.next_seq:

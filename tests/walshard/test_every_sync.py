@@ -15,8 +15,8 @@ from tests.storage.unsynced import UnsyncedFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX
-from topics.core.config import U64_MAX, TopicConfig
-from topics.core.routers import RouterSpec
+from topics.core.config import TopicConfig
+from topics.core.routers import FeedBody, RouterSpec
 from topics.shm.messages import Call
 from topics.shm.queue_messages import CursorDelete, CursorPut
 from topics.shm.topic_messages import (
@@ -31,7 +31,8 @@ from topics.shm.topic_messages import (
     SyncRouters,
 )
 from topics.storage import layout
-from topics.walshard.routers.feed import Feed
+from topics.walshard.operation import Steps
+from topics.walshard.routers.feeds import Feed
 
 
 class Machine:
@@ -184,16 +185,16 @@ def test_where_a_dest_stands_is_on_the_disk_whenever_its_routers_change(
 ) -> None:
     """From which record on copies are made, and by the end all of them: the source may let go of its records."""
     rig = machine.rig
-    copy_log = rig.shard.routing.copy_log
-    log_cursor = copy_log.log_cursor
+    feeds = rig.shard.routing.feeds
+    log_cursor = feeds.log_cursor
     on_disk: list[bool] = []
 
-    def looking(feed: Feed, *, sync: bool = False) -> bool:
-        logged = log_cursor(feed, sync=sync)
+    def looking(feed: Feed, body: FeedBody, *, sync: bool = False) -> Steps[bool]:
+        logged = yield from log_cursor(feed, body, sync=sync)
         on_disk.append(not machine.unsynced_logs)
         return logged
 
-    monkeypatch.setattr(copy_log, "log_cursor", looking)
+    monkeypatch.setattr(feeds, "log_cursor", looking)
 
     def changed(call: Call) -> None:
         before = len(on_disk)
@@ -213,26 +214,3 @@ def test_where_a_dest_stands_is_on_the_disk_whenever_its_routers_change(
     changed(DeleteRouter("also"))
     changed(DeleteRouter("r"))
     assert [data for _, data in rig.read("u")] == [b"1", b"2", b"2"]
-
-
-@pytest.mark.parametrize("logged_before", [False, True])
-def test_copies_are_on_the_disk_before_their_source_lets_go_of_its_records(
-    machine: Machine, logged_before: bool
-) -> None:
-    rig = machine.rig
-    rig.call(put())
-    router = rig.call(ROUTER).router
-    rig.call(EnsureTopic("u"))
-    rig.call(SyncRouters("u", router.id, router.version))
-    rig.append("t", b"1", b"2")
-    if logged_before:  # as something else was, which could wait
-        assert rig.delete(DeleteRecords("u", 2, None, b"")) == 1
-        assert machine.unsynced_logs
-    else:
-        machine.begin()
-    (feed,) = rig.shard.routing.feeds.by_dest.values()
-    assert (feed.unlogged_seq == U64_MAX) == logged_before
-    writes = machine.fs.log.count("pwritev")
-    assert rig.shard.routing.copy_log.settle(feed)
-    assert machine.fs.log.count("pwritev") > writes
-    assert not machine.unsynced_logs

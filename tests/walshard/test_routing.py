@@ -19,7 +19,6 @@ from topics.core.floors import EvictReason
 from topics.core.routers import RouterSpec
 from topics.shm import append_messages
 from topics.shm.memory import SharedObject
-from topics.shm.router_table import RouterTable
 from topics.shm.topic_messages import (
     CatchUp,
     DeleteRecords,
@@ -31,10 +30,10 @@ from topics.shm.topic_messages import (
     SyncRouters,
 )
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType, lay_out, scan
-from topics.storage.layout import group_dir, log_path, ram_group_dir
-from topics.walshard.routers.feed import PAGE_RECORDS
+from topics.storage.layout import group_dir, log_path
 from topics.walshard.routers.feeds import Feeds
-from topics.walshard.routers.links import Follow, LetGo
+from topics.walshard.routers.links import Ended
+from topics.walshard.routers.page import PAGE_RECORDS
 from topics.walshard.routers.routing import PAGES_PER_STEP
 
 
@@ -44,7 +43,7 @@ def route(rig: Rig, name: str, source: str, dest: str, **fields: Any) -> None:
     rig.call(EnsureTopic(dest))
     for _ in range(10):
         reply = rig.call(SyncRouters(dest, router.id, router.version))
-        if reply.begun and reply.held:
+        if reply.begun:
             return
     raise AssertionError(f"{name} does not begin: {reply}")
 
@@ -106,121 +105,74 @@ def test_otherwise_so_many_pages_are_as_one_step_may_copy(rig: Rig, deferring: i
     assert most_copies_in_a_step(rig, other_requests) == PAGES_PER_STEP * PAGE_RECORDS
 
 
-def test_a_copy_is_not_logged_until_something_else_is(rig: Rig) -> None:
+def test_copies_and_their_cursor_are_one_write_of_the_dest(rig: Rig) -> None:
     route(rig, "r", "a", "b")
     rig.append("a", b"1")
     rig.append("a", b"2", b"3")
     assert rig.read("b") == [(1, b"1"), (2, b"2"), (3, b"3")]
-    assert logged_types(rig).count(FrameType.APPEND) == 3
-    rig.append("b", b"own")
     types = logged_types(rig)
-    assert types[-5:] == [FrameType.APPEND] * 3 + [FrameType.ROUTER_CURSOR, FrameType.APPEND]
-    assert rig.read("b") == [(1, b"1"), (2, b"2"), (3, b"3"), (4, b"own")]
-    rig.append("a", b"4")
-    rig.restart_service()
-    rig.run()
-    assert rig.read("b") == [(1, b"1"), (2, b"2"), (3, b"3"), (4, b"own"), (5, b"4")]
-
-
-def test_what_the_source_lost_since_is_copied_again(rig: Rig) -> None:
-    put(rig, "a", cap_records=2)
-    route(rig, "r", "a", "b")
-    for at in range(20):
-        rig.append("a", b"%d" % at)
-    rig.call(DeleteRecords("a", 100, None, b""))
-    expected = rig.read("b")
-    assert len(expected) == 20
-    assert logged_types(rig).count(FrameType.APPEND) == 20
+    assert types[-5:] == [FrameType.APPEND] * 4 + [FrameType.ROUTER_CURSOR]
+    content = Path(log_path(group_dir(rig.settings.data_dir, 0, 1), 1)).read_bytes()
+    frames = scan(content, 0, len(content)).frames
+    copies = [frame for frame in frames if frame[2] == FrameType.APPEND and frame[4] == rig.view("b").topic_id]  # type: ignore[union-attr]
+    assert all(frame[3] & FLAG_MORE for frame in copies), "the cursor ends the write"
+    rig.append("b", b"own")
     for end in (rig.boot, rig.restart_service):
+        rig.append("a", b"4")
+        expected = rig.read("b")
         end()
+        assert rig.read("b") == expected, "before anything is copied again"
         rig.run()
         assert rig.read("b") == expected
-        rig.append("a", b"more")
-        expected = rig.read("b")
-        assert expected[-1] == (len(expected), b"more")
 
 
-def test_after_a_crash_of_the_shard_no_reader_sees_the_head_go_back(rig: Rig) -> None:
+def test_a_source_keeps_what_its_routers_have_yet_to_copy(rig: Rig) -> None:
+    """Also what its caps evicted or a client deleted in the very group that wrote it."""
+    put(rig, "a", cap_records=2)
     route(rig, "r", "a", "b")
-    route(rig, "q", "b", "c")
-    rig.append("a", *[b"%d" % at for at in range(3000)])
-    assert len(rig.read("c")) == 3000
-    ram_log = Path(log_path(ram_group_dir(rig.shared.ram_dir, 0), 1)).read_bytes()
-    copies = [frame for frame in scan(ram_log, 0, len(ram_log)).frames if frame[2] == FrameType.ROUTER_COPY]
-    assert len(copies) == 6000
-    assert not any(frame[3] & FLAG_MORE for frame in copies), "each is a write: none is taken for a torn one"
-    rig.boot()
-    view = rig.view("c")
-    assert view is not None
-    assert view.head_seq == 3000
+    rig.append("a", *[b"%d" % at for at in range(20)])
+    rig.post_append("a", [b"20"])
+    rig.call(DeleteRecords("a", 100, None, b""))
+    assert rig.read("b") == [(at + 1, b"%d" % at) for at in range(21)]
 
 
-def test_the_hold_of_a_source_ends_with_its_routers(rig: Rig) -> None:
+def test_a_source_keeps_nothing_that_was_copied(rig: Rig) -> None:
     put(rig, "a", cap_records=1)
     route(rig, "r", "a", "b")
     for at in range(50):
         rig.append("a", b"%d" % at)
-    view = rig.view("a")
-    assert view is not None
-    assert (view.base_seq, view.earliest_seq) == (1, 50)
-    rig.call(DeleteRouter("r"))
-    rig.call(SyncRouters("b", 0, 0))
     rig.shard.sweep()
     view = rig.view("a")
     assert view is not None
-    assert view.base_seq == 50
-    assert logged_types(rig)[-1] == FrameType.ROUTER_SOURCE
+    assert (view.base_seq, view.earliest_seq) == (50, 50)
+    rig.call(DeleteRouter("r"))
+    rig.call(SyncRouters("b", 0, 0))
+    rig.append("a", b"50")
+    view = rig.view("a")
+    assert view is not None
+    assert view.base_seq == 51
     assert len(rig.read("b")) == 50
 
 
-def test_nothing_is_released_before_the_routers_are_known(rig: Rig) -> None:
-    """A service that starts: the first follower comes forward before shard 0 has said which there are."""
+@pytest.mark.parametrize("end", [Rig.boot, Rig.restart_service])
+def test_what_a_source_evicted_before_a_crash_and_a_copy_is_a_gap(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, end: Callable[[Rig], None]
+) -> None:
     put(rig, "a", cap_records=2)
     route(rig, "r", "a", "b")
-    rig.append("a", *[b"%d" % at for at in range(20)])
-    hosted = rig.shard._catalog.find("a")
-    assert hosted is not None
-    assert hosted.ring.hold_seq == 1
-    followers = rig.shard.routing._followers
-    known, followers._table = followers._table, RouterTable(SharedObject.create(f"/topics-{rig.identity}-none", 8192))
-    assert not followers._table.known
-    followers.forget(0)
-    followers.follow(0, Follow("a", 4711, hosted.topic.id, 15))
-    assert hosted.ring.hold_seq == 1
-    followers._table = known
-    followers.follow(0, Follow("a", 4711, hosted.topic.id, 15))
-    assert hosted.ring.hold_seq == 15
-
-
-def test_the_hold_of_a_source_follows_the_log(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topics.walshard.routers.copy_log.LOG_CURSOR_SEQS", 100)
-    put(rig, "a", cap_records=1)
-    route(rig, "r", "a", "b")
-    for _ in range(50):
-        rig.append("a", *[b"x"] * 100)
-        rig.shard.sweep()
-        rig.run()
-    view = rig.view("a")
-    assert view is not None
-    assert view.base_seq > 5000 - 100 - 1024 - 100
-    assert len(rig.read("b")) == 5000
-
-
-def test_copies_take_a_bounded_part_of_memory(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topics.walshard.routers.copy_log.UNLOGGED_BYTES_MAX", 100_000)
-    for at in range(3):
-        route(rig, f"r{at}", "a", f"b{at}")
-    for _ in range(100):
-        rig.append("a", b'"' + b"x" * 1000 + b'"')
-        assert rig.shard.routing.copy_log.unlogged_bytes <= 100_000
-    assert all(len(rig.read(f"b{at}")) == 100 for at in range(3))
-    rig.restart_service()
+    rig.append("a", b"1")
+    monkeypatch.setattr(rig.shard.routing._copier, "next_write", lambda *_: None)
+    rig.append("a", b"2", b"3", b"4", b"5")
+    end(rig)
     rig.run()
-    assert all(len(rig.read(f"b{at}")) == 100 for at in range(3))
+    assert rig.read("b") == [(1, b"1"), (4, b"4"), (5, b"5")]
+    rig.call(DeleteRecords("b", 2, None, b""))
+    view = rig.view("b")
+    assert view is not None
+    assert (view.evict_floor, view.evict_reason, view.head_seq) == (4, EvictReason.SOURCE_TRIM, 5)
 
 
-def test_the_ram_log_is_trimmed_and_keeps_what_only_it_has(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topics.walshard.routers.copy_log.UNLOGGED_BYTES_MAX", 200_000)
+def test_the_ram_log_is_trimmed_and_keeps_what_only_it_has(rig: Rig) -> None:
     rig.shard._ram_trim._file_bytes = rig.shard._ram_trim._next_after_bytes = 100_000
     put(rig, "e", durability="ephemeral")
     route(rig, "r", "a", "b")
@@ -333,36 +285,6 @@ class FullDisk(FaultyFileSystem):
         return super().pwritev(fd, buffers, offset)
 
 
-def test_copies_that_were_seen_are_made_again_as_they_were_though_others_have_expired(tmp_path: Path) -> None:
-    """Nothing but copies comes of a new life before it is at work: nothing expires to make room for what had room."""
-    fs = FullDisk()
-    rig = Rig(str(tmp_path), fs)
-    put(rig, "b", cap_records=3000, ttl_ms=100)
-    route(rig, "r", "a", "b")
-    rig.append("b", b'"own"')
-    rig.append("a", *[b"1"] * 1500)
-    rig.append("a", *[b"2"] * 1499)
-    rig.clock.ms += 101
-    logged = logged_types(rig)
-    assert logged[-1] == FrameType.APPEND, "no copy is in the log"
-    view = rig.view("b")
-    assert view is not None
-    assert (view.earliest_seq, view.head_seq) == (1, 3000)
-    for full_dir in (None, group_dir(rig.settings.data_dir, 0, 1)):
-        fs.full_dir = full_dir
-        rig.boot()
-        view = rig.view("b")
-        assert view is not None
-        assert (view.earliest_seq, view.head_seq) == (1, 3000)
-        assert logged_types(rig) == logged
-    fs.full_dir = None
-    rig.shard.sweep()
-    view = rig.view("b")
-    assert view is not None
-    assert (view.earliest_seq, view.head_seq) == (3001, 3000)
-    rig.close()
-
-
 def test_a_router_id_is_never_used_again(rig: Rig) -> None:
     first = rig.call(PutRouter("r", RouterSpec("a", "b"))).router
     rig.call(DeleteRouter("r"))
@@ -452,26 +374,6 @@ def test_whatever_happens_the_copies_are_those_of_the_model(tmp_path: Path, seed
         rig.close()
 
 
-def test_what_was_copied_after_a_dest_was_full_is_copied_again_though_deleted_since(rig: Rig) -> None:
-    put(rig, "b", cap_records=2, discard="reject")
-    route(rig, "r", "a", "b")
-    rig.append("a", b"1", b"2", b"3")
-    rig.run()
-    assert rig.read("b") == [(1, b"1"), (2, b"2")]
-    rig.call(DeleteRecords("b", 3, None, b""))
-    rig.call(CatchUp("b"))
-    rig.call(DeleteRecords("b", 4, None, b""))
-    rig.append("a", b"4", b"5")
-    rig.run()
-    logged = logged_types(rig).count(FrameType.APPEND)
-    rig.call(DeleteRecords("a", 6, None, b""))
-    assert logged_types(rig).count(FrameType.APPEND) == logged == 5 + 3, "the last two copies are in RAM alone"
-    for end in (rig.boot, rig.restart_service):
-        end()
-        rig.run()
-        assert rig.read("b") == [(4, b"4"), (5, b"5")]
-
-
 def test_a_source_that_is_deleted_leaves_a_gap_once(rig: Rig) -> None:
     put(rig, "b", cap_records=2, discard="reject")
     route(rig, "r", "a", "b")
@@ -511,26 +413,14 @@ def test_a_gap_becomes_durable_and_so_does_what_follows(rig: Rig) -> None:
         assert (view.head_seq, view.durable_seq) == (head_seq, head_seq)
 
 
-def test_copies_that_are_synced_because_their_source_lets_go_are_shown_as_durable(rig: Rig) -> None:
-    put(rig, "a")
-    route(rig, "r", "a", "b")
-    rig.append("a", b"1", b"2", b"3")
-    (feed,) = feeds(rig).by_dest.values()
-    rig.shard.routing._following.let_go(LetGo("a", feed.source_topic_id, 3))
-    rig.run()
-    view = rig.view("b")
-    assert view is not None
-    assert view.durable_seq == 3
-
-
 def test_a_shard_whose_peer_takes_nothing_sleeps_meanwhile(tmp_path: Path) -> None:
     rig = Rig(str(tmp_path), shards=2)
     try:
         rig.run()
-        links = rig.shards[0].routing._links
+        links = rig.shards[0].routing.sources.links
         assert links.idle
         for _ in range(100_000):
-            links.send(1, LetGo("n" * 255, 1, 1))
+            links.send(1, Ended("n" * 255, 1, 1))
             links.flush()
             if links.stuck:
                 break
@@ -574,7 +464,7 @@ def test_what_was_deleted_while_it_waited_is_known_to_a_life_that_begins_with_ro
     rig.run()
     rig.call(DeleteRecords("a", None, "eq", b"x"))
     # The shard ends after it made room, and before anything is copied into it.
-    monkeypatch.setattr(rig.shard.routing._copier, "advance", lambda *_, **__: False)
+    monkeypatch.setattr(rig.shard.routing._copier, "next_write", lambda *_: None)
     rig.call(DeleteRecords("b", 3, None, b""))
     end(rig)
     rig.run()

@@ -26,7 +26,6 @@ def check_kill_at(n: int, data_dir: str, whole_service: bool) -> None:
     """Exits with NOT_REACHED when the work has fewer lines than n."""
     rig = Rig(data_dir)
     try:
-        put(rig, "a", cap_records=4)
         put(rig, "wide", durability="fsync")
         route(rig, "r", "a", "b")
         route(rig, "q", "b", "c")
@@ -41,7 +40,7 @@ def check_kill_at(n: int, data_dir: str, whole_service: bool) -> None:
         rig.post_append("b", [b'"own 1"'])
         rig.post_call(PutRouter("s", RouterSpec("a", "new")))
         rig.post_append("a", [b"6"])
-        rig.post_call(DeleteRecords("a", 100, None, b""))
+        rig.post_call(DeleteRecords("a", 4, None, b""))
         rig.post_call(PutRouter("r", RouterSpec("a", "b", preserve_node=False)))
         rig.post_append("a", [b"7"])
         ending = in_a_process(lambda: kill_at_line(n, lambda: serve_and_sweep(rig)))

@@ -52,9 +52,6 @@ _LOOKS: Final = 5000
 SEAL_AGAIN_MS: Final = 60_000
 """The pause after a segment could not be sealed, which holds up nothing; doubled each time, up to SEAL_AGAIN_MAX_MS."""
 SEAL_AGAIN_MAX_MS: Final = 3_600_000
-_TELL_AGAIN_WAITS: Final = 3
-_TELLS: Final = 50
-"""A shard that starts again, and has copies to log, may take longer: then it is left to the next cut."""
 
 log = get_logger()
 
@@ -311,29 +308,15 @@ def tell(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
 
     Raises Refused when the shard could not log all of them, or could not be told.
     """
-    for _ in range(_TELLS):
-        held = _tell_once(follower, checkpoints)
-        if not held:
-            return
-        checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.topic_id in held]
-        follower.link.pause(_TELL_AGAIN_WAITS)
-    raise Refused(
-        f"shard {follower.shard}: records of {len(held)} topics are needed in its log as long as copies of them are in "
-        f"no other, which others do not see to"
-    )
-
-
-def _tell_once(follower: Follower, checkpoints: list[TopicCheckpoint]) -> set[int]:
-    """Tells the shard once. Returns the topics of which it wants to hear again, soon."""
     try:
         reply = follower.link.call(Checkpoint(checkpoints), CheckpointReply)
     except (TopicsError, OSError) as error:
         # The OSError is about shared memory: it says nothing about the disk or a file on it.
         raise Refused(f"shard {follower.shard}: {error}") from error
-    gone, refused, held = set(reply.gone), set(reply.refused), set(reply.held)
+    gone, refused = set(reply.gone), set(reply.refused)
     for checkpoint in checkpoints:
         topic = follower.fold.topics.get(checkpoint.topic_id)
-        if topic is None or checkpoint.topic_id in refused or checkpoint.topic_id in held:
+        if topic is None or checkpoint.topic_id in refused:
             continue
         if checkpoint.topic_id in gone:
             follower.fold.topic_delete(checkpoint.topic_id)
@@ -342,7 +325,6 @@ def _tell_once(follower: Follower, checkpoints: list[TopicCheckpoint]) -> set[in
         follower.index_of(topic).checkpointed(checkpoint.up_to_seq, checkpoint.segments)
     if refused:
         raise Refused(f"shard {follower.shard} could not mark {len(refused)} of {len(checkpoints)} topics")
-    return held
 
 
 def _followed(entries: array[int], topic: Topic) -> array[int]:

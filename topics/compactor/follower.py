@@ -107,12 +107,6 @@ class ShardLink:
                 os.unlink(self._spill_path)  # half of it is of no use, and others need the room
             raise
 
-    def pause(self, waits: int) -> None:
-        """Gives shards time, as much as so many fruitless looks for an answer. Raises the errors of `wait`."""
-        for _ in range(waits):
-            self.take_notices()
-            self._wait()
-
     def take_notices(self) -> None:
         """Drops notices of the shard: they mean nothing here, but must not fill the ring."""
         self._take(0)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from topics.core.config import U64_MAX
 from topics.core.control_bodies import (
     RamStateBody,
     SessionBody,
@@ -119,8 +118,6 @@ class Fold:
         self.routers = state.routers
         for kept in state.topics:
             self._restore_topic(kept)
-        for topic_id, hold_seq in self.routers.holds.items():
-            self.topics[topic_id].index.hold(hold_seq)
 
     def _restore_topic(self, kept: TopicState) -> None:
         index = self._make_index(kept.id)
@@ -280,13 +277,6 @@ class Fold:
                 self._settle(topic)
                 topic.skipped(seq, EvictReason(feed.trim_reason or EvictReason.SOURCE_TRIM))
         self.routers.cursor(topic_id, feed, in_ram)
-
-    def router_source(self, topic_id: int, hold_seq: int) -> None:
-        topic = self._topic(topic_id)
-        if topic is not None:
-            self._settle(topic)
-            topic.index.hold(hold_seq or U64_MAX)
-            self.routers.source(topic_id, hold_seq)
 
     def session(self, data: bytes) -> None:
         session = decode_session(data)

@@ -29,6 +29,14 @@ LOCATION_LOST: Final = 32
 LOCATION_GONE: Final = LOCATION_DELETED | LOCATION_LOST
 
 
+def file_flags_of(file_no: int, record_flags: bytes | bytearray, location_flags: int) -> array[int]:
+    """The last words of entries of frames in one file: a byte of record flags each, and flags that all of them have."""
+    first = record_flags[0]
+    if record_flags.count(first) == len(record_flags):
+        return array("Q", [file_no | (first | location_flags) << FLAGS_SHIFT]) * len(record_flags)
+    return array("Q", [file_no | (flags | location_flags) << FLAGS_SHIFT for flags in record_flags])
+
+
 def flags_of(entries: array[int]) -> bytes:
     """A byte for each entry: all flags there are fit into one."""
     return entries.tobytes()[_FLAGS_AT::_ENTRY_LEN]

@@ -47,9 +47,6 @@ class RecordIndex(Protocol):
         """These segments are new or changed; entries up to there are in segments now, with their deletions."""
 
     def drop_before(self, seq: int) -> None: ...
-    def hold(self, seq: int) -> None:
-        """Keeps entries from `seq` on, also of records that are gone; U64_MAX ends that."""
-
     def skip_to(self, seq: int) -> None:
         """Only segments have anything below `seq` now; the next entry is of that seq."""
 
@@ -106,9 +103,6 @@ class UnlocatedIndex:
 
     def drop_before(self, seq: int) -> None:
         self.segments.drop_below(seq)
-
-    def hold(self, seq: int) -> None:
-        """Nothing is kept."""
 
     def skip_to(self, seq: int) -> None:
         self.next_seq = max(self.next_seq, seq)

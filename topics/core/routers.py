@@ -9,11 +9,10 @@ The log says of routers, and `RouterState` folds it:
     ROUTER_CREATE   0, seq = id              {"id": u64, "version": u64, "name": str, "spec": {…}, "counts_hops": bool}
     ROUTER_DELETE   0, seq = id              -                      both only in the log of shard 0
     ROUTER_CURSOR   dest, seq = its head     {"source": str, "source_topic_id": u64, "source_seq": u64, …}, see FeedBody
-    ROUTER_SOURCE   source, seq or 0         -                      records from seq on are needed for copies; 0: none
 
-ROUTER_CREATE replaces a router of the same name. A ROUTER_CURSOR stands for everything that is copied into one dest,
-and the last one counts: without routers, nothing is. The log has no copies behind it: they are made again from the
-source, each source record in turn for each router in the order of ids, and so get the seqs that they had.
+ROUTER_CREATE replaces a router of the same name. A ROUTER_CURSOR ends the write that holds the copies of one page, so
+copies and cursor are in the log together or not at all. The last cursor of a dest counts; one without routers says that
+nothing is copied into the dest any more.
 """
 
 from __future__ import annotations
@@ -117,6 +116,10 @@ class RouterRegistry:
     def into(self, dest: str) -> list[Router]:
         """Returns the routers that lead into a topic, oldest first; all have one source."""
         return sorted(self._into.get(dest, {}).values(), key=lambda router: router.id)
+
+    def is_source(self, topic: str) -> bool:
+        """Whether routers copy from this topic."""
+        return topic in self._from
 
     def from_source(self, source: str) -> list[Router]:
         return list(self._from.get(source, {}).values())
@@ -227,12 +230,12 @@ class FeedRouter(msgspec.Struct, array_like=True):
 
 
 class FeedBody(msgspec.Struct, omit_defaults=True):
-    """The place of one dest in its source. `source_topic_id` 0: the source does not exist yet.
+    """How far one dest is with its source. `source_topic_id` is 0 while the source does not exist yet.
 
-    `trimmed`: so many seqs of dest, the last of them that of the frame, stand for records that were not copied: the
-    source had lost them, or for another `trim_reason` (an EvictReason). `full`: copies wait for room in dest, none is
-    derived behind this cursor, and records that the source loses or deletes meanwhile are not copied. `revision` counts
-    the cursors of a dest, whichever log they are in.
+    `trimmed` counts the seqs of the dest, up to that of the frame, that stand for records which were not copied: the
+    source had lost them, or there is another `trim_reason` (an EvictReason). `full` says that copies wait for room in
+    the dest: the source may lose or delete records meanwhile, and then they are not copied. `revision` counts the
+    cursors of a dest over both logs.
     """
 
     source: str
@@ -246,25 +249,20 @@ class FeedBody(msgspec.Struct, omit_defaults=True):
 
 
 class RouterState(msgspec.Struct):
-    """What a shard's log says of routers, folded; small enough for a snapshot to have it as it is.
-
-    `holds`: source topic → what its index keeps, as ROUTER_SOURCE says. `ram_feeds`: cursors of `ephemeral` dests, in
-    the RAM log; `feeds` are those of the durable one.
+    """All routers, and the feeds of dests by topic id: `feeds` as the durable log has them, `ram_feeds` as the RAM log
+    has those of `ephemeral` dests.
     """
 
     routers: dict[str, Router] = {}
     last_id: int = 0
     feeds: dict[int, FeedBody] = {}
     ram_feeds: dict[int, FeedBody] = {}
-    holds: dict[int, int] = {}
 
     def takes_over(self, topic_id: int, other: RouterState) -> None:
-        """Takes over a topic with everything that `other` says of it as a dest and as a source."""
+        """Takes over a topic with everything that `other` says of it as a dest."""
         for own, others in ((self.feeds, other.feeds), (self.ram_feeds, other.ram_feeds)):
             if topic_id in others:
                 own[topic_id] = others[topic_id]
-        if topic_id in other.holds:
-            self.holds[topic_id] = other.holds[topic_id]
 
     def knows(self, other: RouterState) -> None:
         """Adds the routers of `other`."""
@@ -285,15 +283,9 @@ class RouterState(msgspec.Struct):
         feeds = self.ram_feeds if in_ram else self.feeds
         feeds[dest_topic_id] = feed
 
-    def source(self, topic_id: int, hold_seq: int) -> None:
-        if hold_seq:
-            self.holds[topic_id] = hold_seq
-        else:
-            self.holds.pop(topic_id, None)
-
     def topic_deleted(self, topic_id: int) -> None:
-        for by_topic in (self.feeds, self.ram_feeds, self.holds):
-            by_topic.pop(topic_id, None)
+        for feeds in (self.feeds, self.ram_feeds):
+            feeds.pop(topic_id, None)
 
 
 encode_router = msgspec.msgpack.Encoder().encode

@@ -121,8 +121,6 @@ class ServiceFigures:
         yield single(
             "topics_router_lag_records", "gauge", "Source records that are yet to be copied, as of a second ago", lag
         )
-        unlogged = _sum(shards, "router_unlogged_bytes")
-        yield single("topics_router_unlogged_bytes", "gauge", "Copies that are in no durable log yet", unlogged)
         yield single("topics_watch_sessions", "gauge", "Watch sessions that are kept", _sum(shards, "sessions"))
         streams = _sum(self._frontends, "sse_connections") + _sum(self._frontends, "work_streams")
         yield single("topics_sse_connections", "gauge", "Open event streams", streams)

@@ -161,7 +161,7 @@ class RouterRoutes:
         call = SyncRouters(router.spec.dest, router.id, router.version)
         while True:
             reply = await self._gateway.call(self._reader.owner(router.spec.dest), call, SyncRoutersReply)
-            if (reply.begun and reply.held) or loop.time() > until_s:
+            if reply.begun or loop.time() > until_s:
                 break
             await asyncio.sleep(BEGIN_RETRY_S)
         if not reply.begun and self._sight.registry().by_name.get(router.name) == router:

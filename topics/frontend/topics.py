@@ -42,9 +42,6 @@ from topics.shm.topic_messages import (
 
 EXPIRE_WAIT_S: Final = 0.25
 """A dead shard must not hold up a state read: it is then answered as the topic was last published."""
-SETTLE_WAIT_S: Final = 1.0
-SETTLE_RETRY_S: Final = 0.005
-"""Of a deletion, until routers have their copies in logs."""
 
 
 class TopicRoutes:
@@ -93,7 +90,8 @@ class TopicRoutes:
         name = _topic_name(scope)
         if_empty = flag(QueryParams(scope["query_string"]), "if_empty", False)
         routers, with_copies = await self._routers.before_delete(name)
-        reply = await self._delete(name, if_empty)
+        call = DeleteTopic(name, if_empty)
+        reply = await self._gateway.call(owner_shard(name, self._gateway.shards), call, DeleteTopicReply)
         if not reply.deleted:
             routers = []
         if routers:
@@ -101,19 +99,6 @@ class TopicRoutes:
         removed = [router.name for router in routers]
         answer: dict[str, Any] = {"topic": name, "deleted": reply.deleted, "routers_removed": removed}
         await send_object(send, dict(scope["headers"]), 200, answer, started_ns, with_copies=with_copies)
-
-    async def _delete(self, name: str, if_empty: bool) -> DeleteTopicReply:
-        """What routers copied of it is in logs first, but not at any price: no deletion waits for a shard that is dead,
-        or cannot log anything because there is no room until something is deleted.
-        """
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + SETTLE_WAIT_S
-        while True:
-            call = DeleteTopic(name, if_empty, settle=loop.time() < until_s)
-            reply = await self._gateway.call(owner_shard(name, self._gateway.shards), call, DeleteTopicReply)
-            if not reply.held:
-                return reply
-            await asyncio.sleep(SETTLE_RETRY_S)
 
     async def delete_records(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`POST /v0/topics/:t/delete` (api §5)."""

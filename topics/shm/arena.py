@@ -77,8 +77,7 @@ class _Header(IntEnum):
 
 
 IS_QUEUE: Final = 1
-REDERIVING: Final = 2
-"""Flags of a topic."""
+"""A flag of a topic."""
 
 
 class SlotState(IntEnum):
@@ -131,11 +130,6 @@ class TopicView(NamedTuple):
     @property
     def is_queue(self) -> bool:
         return bool(self.flags & IS_QUEUE)
-
-    @property
-    def rederiving(self) -> bool:
-        """Readers may have seen copies behind the head, which its shard has yet to make again."""
-        return bool(self.flags & REDERIVING)
 
 
 class Locations(NamedTuple):

@@ -136,7 +136,6 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
         "routers",
         "router_copies",
         "router_lag_records",
-        "router_unlogged_bytes",
         "torn_bytes",
         "arena_bytes",
         "fsync_us_sum",

@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-from topics.core.config import U64_MAX
 from topics.core.location import ENTRY_WORDS
 from topics.shm.arena_heap import ArenaHeap
 
@@ -24,9 +23,7 @@ class LocationRing:
         "_words",
         "base_seq",
         "capacity",
-        "hold_seq",
         "next_seq",
-        "unlogged_seq",
         "word",
     )
 
@@ -38,10 +35,6 @@ class LocationRing:
         self.capacity = RING_MIN_ENTRIES
         self.word = heap.allocate(RING_MIN_ENTRIES * ENTRY_WORDS * 8) >> 3
         self._outgrown: list[tuple[int, int]] = []
-        self.hold_seq = U64_MAX
-        """Entries from here on stay, also of records that are gone: routers may copy them (again)."""
-        self.unlogged_seq = U64_MAX
-        """Entries from here on stay: the log does not hold these copies yet, and must without a hole."""
 
     def reserve(self, count: int) -> None:
         """Room for `count` more entries, or ArenaFullError."""
@@ -102,12 +95,8 @@ class LocationRing:
         self.next_seq += len(entries) // ENTRY_WORDS
 
     def drop_before(self, seq: int) -> None:
-        """Forgets entries below `seq`, but for those that are held."""
-        self.base_seq = max(self.base_seq, min(seq, self.next_seq, self.hold_seq, self.unlogged_seq))
-
-    def hold(self, seq: int) -> None:
-        """From now on holds entries from `seq` on; U64_MAX for none."""
-        self.hold_seq = seq
+        """Forgets entries below `seq`."""
+        self.base_seq = max(self.base_seq, min(seq, self.next_seq))
 
     def skip_to(self, seq: int) -> None:
         """An empty ring that goes on at `seq`."""

@@ -41,7 +41,7 @@ class RouterBoardWriter:
         self._free: list[int] = []
         self._backed = 0
         self.former: dict[int, RouterProgress] = {}
-        """By router: how far readers may have seen it in the life before."""
+        """By router: how far it was when the former life of the shard ended."""
         for slot in range(self._words[0]):
             at = (1 + slot) * SLOT_WORDS
             progress = RouterProgress._make(self._words[at : at + 5].tolist())

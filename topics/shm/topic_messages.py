@@ -34,11 +34,8 @@ class EnsureTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class DeleteTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`settle`: delete only once the logs of all dests have their copies of it, which nobody can copy again."""
-
     name: str
     if_empty: bool
-    settle: bool = False
 
 
 class DeleteRecords(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -72,10 +69,7 @@ class PutTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class DeleteTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`held`: the copies are yet to be logged, which has begun; ask again soon."""
-
     deleted: bool
-    held: bool = False
 
 
 class DeleteRecordsReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -138,10 +132,7 @@ class DeleteRouterReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class SyncRoutersReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`held`: copies need not be logged one by one any more, if ever."""
-
     begun: bool
-    held: bool
 
 
 class CaughtUp(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -335,10 +326,7 @@ CompactorCall = Checkpoint | Trim | MarkAgain
 
 
 class CheckpointReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Topic ids. `gone` are deleted, `refused` not marked. `held` are not marked yet: their records are needed in the
-    log until copies of them are in another, which was asked for. All others of the request are marked.
-    """
+    """Topic ids: `gone` are deleted, `refused` could not be marked. All others of the request are marked."""
 
     gone: list[int]
     refused: list[int]
-    held: list[int] = []

@@ -101,7 +101,7 @@ class FrameType(IntEnum):
     RAM_STATE = 37
     ROUTER_CURSOR = 38
     ROUTER_SOURCE = 39
-    ROUTER_COPY = 40
+    """Version 0.1.0 wrote it. It is read and means nothing; number 40 was another of its types."""
     JOB_ATTRIBUTES = 48
     ACK = 49
     CURSOR = 50

@@ -29,8 +29,6 @@ KillPoint = Literal[
     "rewrite.marked",  # they take the place of the old ones, which are still there
     "relocate.copied",  # a segment is in the cold directory as well; the shard has not heard of it
     "relocate.marked",  # its cold copy counts; the hot one is still there
-    "mark.held",  # in a source's shard: those who copy it were asked to log their copies
-    "copies.settled",  # in a dest's shard: they are on the disk; the source has not heard of it
     "mark.logged",  # in the shard: the mark is on the disk; the index is as before
     "mark.applied",  # in the shard: the index has it; nobody was told
 ]

@@ -45,10 +45,9 @@ _BEHIND_RECORDS: Final[Mapping[int, _Apply]] = {
     FrameType.ROUTER_CREATE: lambda fold, _id, _seq, data, _ram: fold.routers.created(data),
     FrameType.ROUTER_DELETE: lambda fold, _id, seq, _data, _ram: fold.routers.deleted(seq),
     FrameType.ROUTER_CURSOR: lambda fold, topic_id, seq, data, in_ram: fold.router_cursor(topic_id, seq, data, in_ram),
-    FrameType.ROUTER_SOURCE: lambda fold, topic_id, seq, _data, _ram: fold.router_source(topic_id, seq),
 }
 """These frames see their topic with all records before them."""
-_NOT_FOLDED: Final = frozenset((FrameType.FILE_START, FrameType.FILE_END, FrameType.SYNC_MARK, FrameType.ROUTER_COPY))
+_NOT_FOLDED: Final = frozenset((FrameType.FILE_START, FrameType.FILE_END, FrameType.SYNC_MARK, FrameType.ROUTER_SOURCE))
 
 
 def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:

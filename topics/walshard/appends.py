@@ -15,7 +15,7 @@ from topics.core.control_bodies import CreateBody, encode_body, encode_idempoten
 from topics.core.errors import TopicsError, not_a_queue, topic_not_found
 from topics.core.idempotency import Outcome, Turn, check_fence, check_order, is_pin, is_producer_key, parse_key
 from topics.core.job import Now
-from topics.core.location import LOCATION_IN_RAM_LOG
+from topics.core.location import LOCATION_IN_RAM_LOG, file_flags_of
 from topics.shm import append_messages
 from topics.shm.append_messages import AppendReply, AppendRequest
 from topics.storage import frame
@@ -249,7 +249,7 @@ class Appends:
         def apply(file_no: int, offset: int) -> None:
             base = offset + prefix_len
             absolute = array("Q", [base + entry for entry in offset_len])
-            topic.appended(ts, absolute, _file_flags(file_no, record_flags, location_flags), size_bytes)
+            topic.appended(ts, absolute, file_flags_of(file_no, record_flags, location_flags), size_bytes)
             if topic.queue is not None:
                 for job, at_ms in zip(jobs, due_ms, strict=True):
                     topic.queue.add(*job, at_ms)
@@ -275,10 +275,3 @@ def create_frame(hosted: Hosted, ts: int, flags: int) -> bytes:
     topic = hosted.topic
     body = encode_body(CreateBody(topic.name, topic.config, topic.recreated))
     return frame.encode(FrameType.TOPIC_CREATE, flags, topic.id, 0, ts, b"", b"", body)
-
-
-def _file_flags(file_no: int, record_flags: bytes, location_flags: int) -> array[int]:
-    first = record_flags[0]
-    if record_flags.count(first) == len(record_flags):
-        return array("Q", [file_no | (first | location_flags) << 32]) * len(record_flags)
-    return array("Q", [file_no | (flags | location_flags) << 32 for flags in record_flags])

@@ -29,7 +29,6 @@ from topics.walshard.commit import Logs
 from topics.walshard.group_commit import GroupCommit
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer, Operation
-from topics.walshard.routers.routing import Routing
 from topics.walshard.segment_files import SegmentFiles
 from topics.walshard.step_clock import StepClock
 
@@ -46,14 +45,12 @@ class Checkpoints:
         catalog: Catalog,
         files: SegmentFiles,
         logs: Logs,
-        routing: Routing,
         commits: GroupCommit,
         time: StepClock,
     ) -> None:
         self._catalog = catalog
         self._files = files
         self._logs = logs
-        self._routing = routing
         self._commits = commits
         self._time = time
 
@@ -62,16 +59,9 @@ class Checkpoints:
         self._files.mark_again()
         if not call.topics:  # the end of a checkpoint: a snapshot would take for done what only the log says
             self._require(self._files.is_marked)
-        held: list[int] = []
         due: list[tuple[TopicCheckpoint, Hosted | None]] = []
         for checkpoint in call.topics:
             hosted = self._catalog.find_id(checkpoint.topic_id)
-            if hosted is not None:
-                self._routing.before_log(hosted)
-                if not self._routing.lets_go(hosted, checkpoint.up_to_seq):
-                    reached("mark.held")
-                    held.append(checkpoint.topic_id)
-                    continue
             due.append((checkpoint, hosted))
         # Only now: what is logged for one topic may say floors of another, and marks have floors as well.
         marks = Marks(self._files, self._time.now.wall_ms)
@@ -86,7 +76,7 @@ class Checkpoints:
                     self._commits.show(hosted)
         elif not self._logs.sync():
             raise TopicsError("storage_unavailable", "the log cannot be synced now; see the service's log")
-        answer.reply = messages.encode_reply(answer.request_id, CheckpointReply(marks.gone, marks.refused, held))
+        answer.reply = messages.encode_reply(answer.request_id, CheckpointReply(marks.gone, marks.refused))
 
     def mark_again(self, call: MarkAgain, answer: Answer) -> None:
         """Marks deletions that the log tells of, whatever was marked before; of a topic that is deleted, none. Answers,

@@ -41,12 +41,10 @@ class NamedCursors:
         find: Callable[[str], Hosted | None],
         writes: QueueWrites,
         commit: Callable[[], None],
-        require_head: Callable[[Hosted], None],
     ) -> None:
         self._find = find
         self._writes = writes
         self._commit = commit
-        self._require_head = require_head
 
     def frontend_died(self, frontend: int, every: Iterable[Hosted]) -> None:
         """Answers that it had not passed on are lost."""
@@ -92,8 +90,6 @@ class NamedCursors:
         self._commit()
         topic = hosted.topic
         topic.cursors.check_room(call.cursor)
-        if call.tail:
-            self._require_head(hosted)
         known = topic.cursors.find(call.cursor)
         if known is not None and call.seq is None and not call.tail:
             self._configure(hosted, known, call, answer)
@@ -102,7 +98,7 @@ class NamedCursors:
         consistency = call.consistency or (known.consistency if known is not None else "at_least_once")
         persist_every = call.persist_every or (known.persist_every if known is not None else 1)
         seq = topic.head_seq if call.tail else call.seq or 0
-        if seq > topic.head_seq and not hosted.rederiving:  # as a diff from there: it was never read from this topic
+        if seq > topic.head_seq:  # as a diff from there: it was never read from this topic
             seq = 0 if topic.recreated else topic.head_seq
         body = CursorBody(call.cursor, consistency, persist_every, seq)
         reply = CursorReply(call.cursor, consistency, persist_every, seq, seq, 0, known is None)

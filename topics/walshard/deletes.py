@@ -26,7 +26,6 @@ from topics.walshard.floor_marks import floor_frame
 from topics.walshard.group_commit import GroupCommit
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Answer, Operation
-from topics.walshard.routers.routing import Routing
 from topics.walshard.step_clock import StepClock
 from topics.walshard.tag_search import TagSearch
 
@@ -39,13 +38,10 @@ _BY_TAG_MAX: Final = 64
 class Deletes:
     """Of one shard's topics, each a commit of its own: everything prepared is committed before."""
 
-    def __init__(
-        self, catalog: Catalog, tags: TagSearch, commits: GroupCommit, routing: Routing, time: StepClock
-    ) -> None:
+    def __init__(self, catalog: Catalog, tags: TagSearch, commits: GroupCommit, time: StepClock) -> None:
         self._catalog = catalog
         self._tags = tags
         self._commits = commits
-        self._routing = routing
         self._time = time
         self._by_tag: OrderedDict[int, None] = OrderedDict()
         """Ids of the topics that were deleted from by tag, the latest last: only these have `Topic.tags`."""
@@ -71,7 +67,6 @@ class Deletes:
         topic, expiry_ms = hosted.topic, self._time.expiry_ms
         if topic.expired_below(expiry_ms) <= topic.earliest_seq:
             return True
-        self._routing.before_log(hosted)
         floors = topic.plan_eviction(topic.expired_below(expiry_ms), EvictReason.TTL)
         if floors is None:
             return True
@@ -83,8 +78,7 @@ class Deletes:
         for topic_id in list(self._by_tag):
             hosted = self._catalog.find_id(topic_id)
             try:
-                # Copies that no log holds yet are not to be found there.
-                if hosted is not None and self._tags.index_some(hosted.topic, hosted.index, hosted.logged_head_seq):
+                if hosted is not None and self._tags.index_some(hosted.topic, hosted.index, hosted.topic.head_seq):
                     self._by_tag.move_to_end(topic_id)  # the others' turn
                     return True
             except (OSError, CorruptSegment):
@@ -121,9 +115,7 @@ class Deletes:
         self._commits.show(hosted)
 
     def _delete(self, hosted: Hosted, call: DeleteRecords, answer: Answer) -> None:
-        self._routing.rederiving.require_over(hosted)
         self.expire(hosted)
-        self._routing.before_log(hosted)
         topic = hosted.topic
         if call.topic_id not in (0, topic.id):
             raise topic_not_found(call.name)  # the one that this is the rest for

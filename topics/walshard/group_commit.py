@@ -59,11 +59,9 @@ class GroupCommit:
         self._routing = routing
 
     def before_log(self, hosted: Hosted) -> None:
-        """Something is going to be logged for a topic: what is not logged yet comes first."""
+        """Something is going to be logged for a topic: what its caps evicted is logged first."""
         if hosted.has_unlogged_floor:
             self._capped[hosted.topic.id] = hosted
-        if hosted.ring.unlogged_seq <= hosted.topic.head_seq:
-            self._routing.before_log(hosted)
 
     def commit_one(self, operation: Operation, floors_of: Collection[int] = ()) -> bool:
         """As `commit`, of one operation for the durable log."""
@@ -75,9 +73,7 @@ class GroupCommit:
         """
         told: dict[int, Hosted] = {}
         if durable and self._capped:
-            told = {id: hosted for id, hosted in self._capped.items() if id in floors_of or _is_logged(hosted)}
-            for topic_id in told:
-                del self._capped[topic_id]
+            told, self._capped = self._capped, {}
             durable = self._cap_marks(hosted for id, hosted in told.items() if id not in floors_of) + durable
         failed = self._write(durable, ram)
         for operation, refusal in reversed(failed):  # the last first: each finds what it left behind
@@ -123,28 +119,12 @@ class GroupCommit:
         self.log_evicted_for_ram([hosted])
         self.show(hosted)
 
-    def show_copied(self, hosted: Hosted) -> None:
-        """Records of a topic came from a router, or are as durable as they can be."""
-        self.log_evicted_for_ram([hosted])
-        self.show(hosted)
-
-    def show_logged(self, hosted: Hosted) -> None:
-        """Records of a topic came into the durable log, but not by an append: what became durable with them."""
-        for moved in self._syncs.committed({hosted.topic.id: hosted}):
-            self.show(moved)
-
     def log_evicted_for_ram(self, changed: Iterable[Hosted]) -> None:
         """Says before any reader sees it what could not be worked out again. If that fails, the next commit says it."""
         due = {hosted.topic.id: hosted for hosted in changed if hosted.has_evicted_for_ram}
         if not due:
             return
         self._capped |= due
-        try:
-            for hosted in due.values():
-                self.before_log(hosted)
-        except TopicsError as error:
-            log.error("what caps evicted cannot be logged now", reason=error.message)
-            return
         self.commit(self._cap_marks(due.values()), [], due.keys())
 
     def forget(self, hosted: Hosted) -> None:
@@ -155,11 +135,6 @@ class GroupCommit:
     def _cap_marks(self, capped: Iterable[Hosted]) -> list[Operation]:
         """What caps evicted since the last commit: floors are in the log before anything else is done to the topic."""
         return [cap_operation(hosted, self._time.now.wall_ms) for hosted in capped]
-
-
-def _is_logged(hosted: Hosted) -> bool:
-    """Whether the log has all copies of a topic. Floors count them, so those of any other topic have to wait."""
-    return hosted.logged_head_seq == hosted.topic.head_seq
 
 
 def _in_ram(hosted: Hosted) -> bool:

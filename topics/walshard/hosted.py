@@ -7,7 +7,7 @@ from contextlib import suppress
 from topics.core.config import TopicConfig
 from topics.core.segment_list import SegmentInfo, SegmentList
 from topics.core.topic import Topic
-from topics.shm.arena import IS_QUEUE, REDERIVING, SEGMENT_ROW_BYTES, ArenaWriter, Descriptor, SlotState, TopicView
+from topics.shm.arena import IS_QUEUE, SEGMENT_ROW_BYTES, ArenaWriter, Descriptor, SlotState, TopicView
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.location_ring import LocationRing
 from topics.walshard.holdings import Holdings
@@ -30,7 +30,6 @@ class Hosted:
         "_table_version",
         "_version",
         "index",
-        "rederiving",
         "slot",
         "topic",
         "watchers",
@@ -44,8 +43,6 @@ class Hosted:
         self.topic = topic
         self.index = index
         self.slot = arena.new_slot()
-        self.rederiving = False
-        """Readers may have seen copies that are not here (`routers/rederiving.py`): nothing else gets their seqs."""
         self._version = 1
         self._table = (0, 0)
         self._outdated: list[tuple[int, int]] = []
@@ -71,11 +68,6 @@ class Hosted:
         return self.topic.evict_floor > self.topic.logged_floor
 
     @property
-    def logged_head_seq(self) -> int:
-        """The head as the log has it: behind it there are only copies that can be made again."""
-        return min(self.topic.head_seq, self.ring.unlogged_seq - 1)
-
-    @property
     def durable_once_synced_seq(self) -> int:
         """What `durable_seq` is when the durable log, as it is now, is on the disk: that says nothing of records which
         are in RAM alone, also when the topic is not `ephemeral` any more. Those pass into segments, or go.
@@ -83,7 +75,7 @@ class Hosted:
         topic = self.topic
         if topic.durable_seq < topic.head_ceiling and self._first_unsettled_seq <= topic.head_ceiling:
             return topic.durable_seq
-        return max(topic.durable_seq, self.logged_head_seq)
+        return max(topic.durable_seq, topic.head_seq)
 
     @property
     def _first_unsettled_seq(self) -> int:
@@ -143,7 +135,7 @@ class Hosted:
                 self._table[0] >> 3,
                 self._table[1] // SEGMENT_ROW_BYTES | (self._table_version & 0xFFFF_FFFF) << 32,
                 *jobs,
-                (IS_QUEUE if topic.queue is not None else 0) | (REDERIVING if self.rederiving else 0),
+                IS_QUEUE if topic.queue is not None else 0,
             ),
         )
         ring.published()

@@ -1,10 +1,12 @@
-"""One atomic write of a group commit: the bytes to log, and what to do once they are logged."""
+"""One atomic write of a group commit, and the groups that handlers draft."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
+from typing import TypeVar
 
 from topics.storage.frame import Bytes
+from topics.walshard.hosted import Hosted
 
 
 class Answer:
@@ -44,3 +46,22 @@ class Operation:
         self.sync = sync
         self.answer = answer
         self.undo = undo
+
+
+class Draft:
+    """A group that a handler wants committed: operations for the durable log and the RAM log, and the topics to show
+    once they are there. `committed` says afterwards whether all of it is.
+    """
+
+    __slots__ = ("committed", "durable", "ram", "touched")
+
+    def __init__(self, durable: list[Operation], ram: Iterable[Operation] = (), touched: Iterable[Hosted] = ()) -> None:
+        self.durable = durable
+        self.ram = list(ram)
+        self.touched = {hosted.topic.id: hosted for hosted in touched}
+        self.committed = False
+
+
+T = TypeVar("T")
+Steps = Generator[Draft, None, T]
+"""A handler that needs several commits yields each draft and goes on once it is committed, or was refused."""

@@ -32,7 +32,6 @@ from topics.walshard.catalog import Catalog
 from topics.walshard.commit import Logs
 from topics.walshard.hosted import Hosted
 from topics.walshard.operation import Operation
-from topics.walshard.routers.copy_log import CopyLog
 from topics.walshard.routers.feeds import Feeds
 from topics.walshard.sessions import Sessions
 from topics.walshard.tag_search import TagSearch
@@ -68,7 +67,6 @@ class RamTrim:
         catalog: Catalog,
         sessions: Sessions,
         feeds: Feeds,
-        copy_log: CopyLog,
         tags: TagSearch,
     ) -> None:
         self._fs = fs
@@ -78,7 +76,6 @@ class RamTrim:
         self._catalog = catalog
         self._sessions = sessions
         self._feeds = feeds
-        self._copy_log = copy_log
         self._tags = tags
         self._written_before = 0
         self._next_after_bytes = file_bytes
@@ -146,8 +143,7 @@ class RamTrim:
     def _live_bytes(self) -> int:
         """Of topics that are `ephemeral` now: what others have left in RAM only passes away."""
         topics = [hosted.topic for hosted in self._topics()]
-        live_bytes = sum(topic.live_bytes for topic in topics if topic.config.durability == "ephemeral")
-        return live_bytes + self._copy_log.unlogged_bytes
+        return sum(topic.live_bytes for topic in topics if topic.config.durability == "ephemeral")
 
     def _files_in_use(self) -> set[int]:
         """The files that locations name."""
@@ -197,11 +193,8 @@ class RamTrim:
 
     def _entries(self, count_max: int) -> Iterator[tuple[Hosted, int, array[int]]]:
         """All locations that may be in RAM, in runs of neighbours: topic, first seq, entries."""
-        ranges = self._copy_log.unlogged_runs()
         for hosted in self._topics():
             ring = hosted.ring
-            last_seq = min(ring.next_seq - 1, hosted.topic.head_ceiling, hosted.logged_head_seq)
-            ranges.append((hosted, ring.base_seq, last_seq))
-        for hosted, base_seq, last_seq in ranges:
-            for first_seq in range(base_seq, last_seq + 1, count_max):
+            last_seq = min(ring.next_seq - 1, hosted.topic.head_ceiling)
+            for first_seq in range(ring.base_seq, last_seq + 1, count_max):
                 yield hosted, first_seq, hosted.ring.entries(first_seq, min(last_seq, first_seq + count_max - 1))

@@ -39,6 +39,7 @@ from topics.walshard.head_marks import LostHeads
 from topics.walshard.holdings import Holdings
 from topics.walshard.outbox import Outbox
 from topics.walshard.ram_log import RamTrim
+from topics.walshard.room import MakeRoom
 from topics.walshard.routing_setup import make_routing
 from topics.walshard.segment_files import SegmentFiles
 from topics.walshard.segment_tags import tags_max
@@ -126,10 +127,9 @@ def recover(
     time = StepClock(clock, ExpiryClock(clock, log.warning, shared.control.trusted_offset_ms(Role.WALSHARD, index)))
     watchers = Watchers(catalog, outbox)
     commits = GroupCommit(logs, LostHeads(catalog, logs, fold.lost_heads), syncs, outbox, watchers, time)
-    routing = make_routing(settings, shared, index, fold.routers, catalog, holdings, cell, clock, fs, commits)
-    ram_trim = RamTrim(
-        fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions, routing.feeds, routing.copy_log, tags
-    )
+    make_room = MakeRoom()
+    routing = make_routing(settings, shared, index, fold.routers, catalog, holdings, make_room, cell, clock, fs)
+    ram_trim = RamTrim(fs, ram_directory, RAM_FILE_BYTES, logs, catalog, sessions, routing.feeds, tags)
     sinks = Sinks(fs, settings.data_dir, index, settings.wal_shards)
     log_trim = LogTrim(logs, catalog, tags)
     shard = Shard(
@@ -151,9 +151,8 @@ def recover(
         cell,
         clock,
         time,
+        make_room,
     )
-    routing.rederive()
-    shard.begin()
 
     logs.count()  # the compactor reads the log up to there
     holdings.settle(len(sessions))

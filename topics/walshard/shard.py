@@ -57,12 +57,13 @@ from topics.walshard.group_commit import GroupCommit
 from topics.walshard.head_marks import head_mark
 from topics.walshard.holdings import Holdings
 from topics.walshard.hosted import Hosted
-from topics.walshard.operation import Answer, Operation
+from topics.walshard.operation import Answer, Operation, Steps, T
 from topics.walshard.outbox import Outbox
 from topics.walshard.queues.calls import QUEUE_CALLS, Queues
 from topics.walshard.queues.queue_writes import QueueWrites
 from topics.walshard.ram_log import RamTrim
-from topics.walshard.routers.routing import Routing
+from topics.walshard.room import MakeRoom
+from topics.walshard.routers.routing import PAGES_PER_STEP, Routing
 from topics.walshard.segment_files import SegmentFiles
 from topics.walshard.session_calls import SessionCalls
 from topics.walshard.sessions import Sessions
@@ -102,6 +103,7 @@ class Shard:
         cell: ProcessCell,
         clock: Clock,
         time: StepClock,
+        make_room: MakeRoom,
     ) -> None:
         self._catalog = catalog
         self._sessions = sessions
@@ -132,20 +134,20 @@ class Shard:
             self._expire_for,
             self._give_way,
         )
-        self._deletes = Deletes(catalog, tags, commits, routing, time)
+        self._deletes = Deletes(catalog, tags, commits, time)
         self._queue_writes = QueueWrites(
             self._appends, self._commit_group, self._deletes.expire, commits.before_log, time
         )
         self._queues = Queues(catalog.find, self._queue_writes, outbox.push, time, lambda: cell.get("deferring"))
-        self._cursors = NamedCursors(
-            catalog.find, self._queue_writes, self._commit_group, routing.rederiving.require_over
-        )
+        self._cursors = NamedCursors(catalog.find, self._queue_writes, self._commit_group)
         self._topic_calls = TopicCalls(
-            catalog, commits, self._deletes, self._host, self._queues, routing, watchers, time
+            catalog, commits, self._deletes, self._host, self._queues, routing, watchers, time, self._run
         )
         self._session_calls = SessionCalls(sessions, holdings, commits, time)
-        self._checkpoints = Checkpoints(catalog, files, logs, routing, commits, time)
+        self._checkpoints = Checkpoints(catalog, files, logs, commits, time)
         commits.connect(self._queues, routing)
+
+        make_room.expire_for, make_room.give_way_for = self._expire_for, self._give_way
 
         for hosted in catalog:
             self._queues.changed(hosted)
@@ -153,10 +155,6 @@ class Shard:
         outbox.take_over(committed)
         self._committed_before = {(entry.frontend, entry.ring_position): entry.reply for entry in committed}
         """Requests the former incarnation committed and did not answer: their answers."""
-
-    def begin(self) -> None:
-        """All copies that readers have seen are here again: from now on room is made for further ones."""
-        self.routing.begin(self._expire_for, self._give_way)
 
     # -- a step
 
@@ -171,7 +169,8 @@ class Shard:
         if dead:
             self._answer([])
         # Under pressure what nobody waits for goes behind everything else.
-        forwarded = self.routing.pump(1) if requests and self._cell.get("deferring") else self.routing.pump()
+        pages_max = 1 if requests and self._cell.get("deferring") else PAGES_PER_STEP
+        forwarded = self._run(self.routing.pump(pages_max))
         if forwarded:
             self._holdings.settle(len(self._sessions))
             self._outbox.flush()
@@ -244,9 +243,22 @@ class Shard:
             case DeleteRecords() | Expire():
                 self._commit_group()
                 self._deletes.take(call, answer)
-            case PutRouter() | DeleteRouter() | RemoveRouters() | SyncRouters() | CatchUp():
+            case CatchUp():
                 self._commit_group()
-                self.routing.take(call, answer)
+                answer.reply = messages.encode_reply(answer.request_id, self._run(self.routing.catch_up(call)))
+            case SyncRouters():
+                self._commit_group()
+                answer.reply = messages.encode_reply(answer.request_id, self._run(self.routing.sync(call)))
+            case PutRouter() | DeleteRouter() | RemoveRouters():
+                self._commit_group()
+                assert self.routing.registrar is not None, "only shard 0 is asked for that"
+                match call:
+                    case PutRouter():
+                        self._run(self.routing.registrar.put(call, answer))
+                    case DeleteRouter():
+                        self._run(self.routing.registrar.delete(call, answer))
+                    case RemoveRouters():
+                        self._run(self.routing.registrar.remove(call, answer))
             case SessionPut() | SessionLook() | SessionOpen() | SessionClose() | SessionAbandon():
                 self._commit_group()
                 self._session_calls.take(call, answer)
@@ -281,6 +293,17 @@ class Shard:
         self._sessions.frontend_died(frontend, self._time.now.mono_ms)
         self._queues.frontend_died(frontend, list(self._catalog))
         self._cursors.frontend_died(frontend, self._catalog)
+
+    def _run(self, steps: Steps[T]) -> T:
+        """Commits and shows what a handler yields, draft by draft; returns what it comes to."""
+        try:
+            while True:
+                draft = next(steps)
+                draft.committed = self._commits.commit(draft.durable, draft.ram)
+                self._commits.show_appended(draft.touched)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
     def _answer(self, answers: list[Answer]) -> None:
         """Commits what is gathered, deals out jobs that are ready by it, and answers everything so far."""
@@ -345,14 +368,15 @@ class Shard:
         self._files.let_go()
         self._files.mark_again()
         self._files.count_some()
-        self.routing.sweep()
+        self._run(self.routing.sweep())
+        self._cell.set("router_lag_records", self.routing.lag_records)
         self._holdings.settle(len(self._sessions))
         self._outbox.flush()
 
     def close(self) -> None:
         """A clean end: heads of `ephemeral` topics and named cursors exactly as they are, everything on the disk."""
         self._time.look()
-        self.routing.close()
+        self._run(self.routing.close())
         self._cursors.settle(self._catalog)
         self._commit_group()
         now_ms = self._time.now.wall_ms
@@ -370,7 +394,6 @@ class Shard:
         """A topic that is going to be appended to: the log has to be as far as it is."""
         hosted = self._catalog.find(name)
         if hosted is not None:
-            self.routing.rederiving.require_over(hosted)
             self._commits.before_log(hosted)
         return hosted
 
@@ -390,7 +413,7 @@ class Shard:
     def _host(self, hosted: Hosted) -> None:
         """A topic's creation is logged."""
         self._catalog.host(hosted)
-        self.routing.came(hosted)
+        self.routing.created(hosted)
 
 
 def _read_spill(path: str) -> memoryview:

@@ -20,7 +20,7 @@ from topics.walshard.deletes import Deletes
 from topics.walshard.group_commit import GroupCommit
 from topics.walshard.head_marks import head_mark
 from topics.walshard.hosted import Hosted
-from topics.walshard.operation import Answer, Operation
+from topics.walshard.operation import Answer, Operation, Steps
 from topics.walshard.queues.calls import Queues
 from topics.walshard.routers.routing import Routing
 from topics.walshard.step_clock import StepClock
@@ -44,7 +44,9 @@ class TopicCalls:
         routing: Routing,
         watchers: Watchers,
         time: StepClock,
+        run: Callable[[Steps[bool]], bool],
     ) -> None:
+        self._run = run
         self._catalog = catalog
         self._commits = commits
         self._deletes = deletes
@@ -95,7 +97,6 @@ class TopicCalls:
         answer.reply = messages.encode_reply(answer.request_id, PutTopicReply(False, config))
         if config == topic.config:
             return
-        self._routing.rederiving.require_over(hosted)
         # A longer ttl must not bring back what readers were told is gone (api §3.2).
         self._time.look_at_expiry()
         if not self._deletes.expire(hosted):
@@ -105,8 +106,7 @@ class TopicCalls:
                 " see the service's log",
             )
         self._commits.before_log(hosted)
-        # The cursor of an `ephemeral` dest is in RAM, where nobody looks for it once the class is another.
-        self._routing.before_log(hosted)
+        self._run(self._routing.before_class_change(hosted))
         descriptor = hosted.prepare_config(config)
         now_ms = self._time.now.wall_ms
         body = encode_body(ConfigBody(config))
@@ -130,22 +130,17 @@ class TopicCalls:
     def _delete(self, hosted: Hosted, call: DeleteTopic, answer: Answer) -> None:
         self._deletes.expire(hosted)
         topic = hosted.topic
-        if call.if_empty:
-            self._routing.rederiving.require_over(hosted)
         if call.if_empty and topic.records:
             raise TopicsError(
                 "topic_not_empty",
                 f"topic {call.name!r} holds {topic.records} records",
                 {"topic": call.name, "count": topic.records},
             )
-        if call.settle and not self._routing.lets_go(hosted, topic.head_seq):
-            answer.reply = messages.encode_reply(answer.request_id, DeleteTopicReply(False, held=True))
-            return
         answer.reply = messages.encode_reply(answer.request_id, DeleteTopicReply(True))
 
         def apply(_file_no: int, _offset: int) -> None:
             self._commits.forget(hosted)
-            self._routing.gone(hosted)
+            self._routing.deleted(hosted)
             self._catalog.retire(hosted)
             self._queues.topic_gone(hosted)
             self._watchers.notify(hosted)

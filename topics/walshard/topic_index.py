@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from topics.core.config import U64_MAX
 from topics.core.location import (
     ENTRY_WORDS,
     FLAGS_SHIFT,
@@ -30,13 +31,17 @@ _CHUNK_ENTRIES: Final = 8192
 class TopicIndex:
     """`core.record_index.RecordIndex`."""
 
-    __slots__ = ("_files", "ring", "segments", "topic_id")
+    __slots__ = ("_files", "copied_seq", "ring", "segments", "topic_id")
 
     def __init__(self, topic_id: int, ring: LocationRing, files: SegmentFiles) -> None:
         self.topic_id = topic_id
         self.ring = ring
         self.segments = SegmentList()
         self._files = files
+        self.copied_seq = U64_MAX
+        """Every router of this topic has copied it up to there. Entries behind it stay in the ring, also of records
+        that were evicted or deleted, until they are copied or the next checkpoint passes them.
+        """
 
     @property
     def base_seq(self) -> int:
@@ -77,9 +82,9 @@ class TopicIndex:
         self.ring.append(ts, offset_len, file_flags)
 
     def append_entries(self, entries: array[int]) -> None:
-        held = max(0, self.segments.last_seq + 1 - entries[0]) if entries else 0
-        if held:
-            entries = entries[held * ENTRY_WORDS :]
+        in_segments = max(0, self.segments.last_seq + 1 - entries[0]) if entries else 0
+        if in_segments:
+            entries = entries[in_segments * ENTRY_WORDS :]
         if entries:
             assert entries[0] == self.ring.next_seq, (self.topic_id, entries[0], self.ring.next_seq)
             self.ring.reserve(len(entries) // ENTRY_WORDS)
@@ -174,7 +179,6 @@ class TopicIndex:
             deleted = {word for word in set(words) if _is_deleted(word)}
             if deleted:
                 self.flag_moved([ring.base_seq + at for at, word in enumerate(words) if word in deleted])
-        self.hold(ring.hold_seq)
         ring.drop_before(self.segments.last_seq + 1)
         if ring.next_seq <= self.segments.last_seq:
             ring.skip_to(self.segments.last_seq + 1)
@@ -187,11 +191,7 @@ class TopicIndex:
     def drop_before(self, seq: int) -> None:
         for info in self.segments.drop_below(seq):
             self._files.forget(self.topic_id, info)
-        self.ring.drop_before(seq)
-
-    def hold(self, seq: int) -> None:
-        # No entry is in the ring and in a segment: before a mark was logged, whoever held records had let go of them.
-        self.ring.hold(max(seq, self.segments.last_seq + 1))
+        self.ring.drop_before(min(seq, self.copied_seq + 1))
 
     def forget(self) -> None:
         """The topic is gone."""

@@ -92,18 +92,11 @@ def check_strong(refs: dict[str, TopicRef]) -> None:
 
 def resolve(reader: TopicReader, ref: TopicRef, start: StartBody) -> int:
     """The cursor to start from: not beyond the head, unless it is that of a former topic of this name, whose reader is
-    to be told (`recreated`). `503 not_ready` for the head of a dest that has yet to get its copies again.
+    to be told (`recreated`).
     """
     view = ref.view
     from_seq = start.from_seq if start.from_ts is None else reader.seq_before(ref, start.from_ts)
-    if view.rederiving and (start.tail or (start.from_ts is not None and from_seq >= view.head_seq)):
-        raise TopicsError(
-            "not_ready",
-            f"topic {ref.name!r} waits for copies that it had before this start: until they are there again, nobody"
-            " knows where it ends; start behind a seq",
-            {"topic": ref.name, "replay_progress": reader.replay_progress},
-        )
-    beyond = from_seq > view.head_seq and start.from_ts is None and not (view.recreated or view.rederiving)
+    beyond = from_seq > view.head_seq and start.from_ts is None and not view.recreated
     return view.head_seq if start.tail or beyond else from_seq
 
 
@@ -112,5 +105,5 @@ def place(reader: TopicReader, ref: TopicRef, from_seq: int) -> dict[str, int]:
     # The page at the head: no record, but both ends of the topic as they are at this moment.
     page = reader.read_page(ref, ref.view.head_seq, _NO_RECORDS, reader.now_ms())
     # A cursor of a former topic of this name reads this one from its first record on.
-    resolved_seq = from_seq if from_seq <= page.head_seq or ref.view.rederiving else page.earliest_seq - 1
+    resolved_seq = from_seq if from_seq <= page.head_seq else page.earliest_seq - 1
     return {"from_seq": resolved_seq, "head_seq": page.head_seq, "earliest_seq": page.earliest_seq}

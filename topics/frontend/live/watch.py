@@ -198,7 +198,7 @@ class WatchRoutes:
             for name in seen.keys() & follows.keys():
                 ref = self._reader.find(name)
                 if ref is not None and ref.view.topic_id == follows[name].topic_id:
-                    heads[name] = max(ref.view.head_seq, seen[name]) if ref.view.rederiving else ref.view.head_seq
+                    heads[name] = ref.view.head_seq
         plan = self._hub.plans.get(
             tuple(follows),
             tuple(follow.topic_id for follow in follows.values()),

@@ -44,8 +44,6 @@ def logical_view(view: TopicView, ttl_ms: int, source: Source, now_ms: int) -> T
 def floor_tombstone(view: TopicView, from_seq: int) -> Tombstone | None:
     """What a reader at `from_seq` has lost to the floors (api §3.3)."""
     if from_seq > view.head_seq:
-        if view.rederiving:
-            return None
         # Another topic's cursor, if this name had one before; otherwise nobody ever had it from us.
         if not view.recreated or not view.head_seq:
             return None

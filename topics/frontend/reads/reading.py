@@ -250,11 +250,7 @@ class TopicReader:
         view = logical_view(ref.view, ref.config.ttl_ms, source, now_ms)
         tombstone = floor_tombstone(view, from_seq)
         if from_seq > view.head_seq:
-            if view.rederiving:
-                # What the reader has seen is made again just now.
-                view = view._replace(head_seq=from_seq)
-            else:
-                from_seq = 0 if view.recreated else view.head_seq
+            from_seq = 0 if view.recreated else view.head_seq
         if not ref.config.dedupe_node:
             options = options._replace(nodes=None)
         start = cursor = max(from_seq, view.earliest_seq - 1)

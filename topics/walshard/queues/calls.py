@@ -336,13 +336,6 @@ class Queues:
 
     def _deal(self, hosted: Hosted, leases: Leases, workers: Workers, held: bool) -> bool:
         config = hosted.topic.config
-        if config.leases_durable and not self._writes.copies_logged(hosted):
-            for worker in workers.refuse():
-                frontend, stream = worker.where
-                self._push(frontend, Dealt(stream, [], 0, 0, [], leases.ready, refused=True))
-            self._forget_if_empty(hosted)
-            self._timers.set(hosted.topic.id, hosted.topic.name, self._time.now.mono_ms + REFUSED_WAIT_MS)
-            return False
         hands = workers.deal(leases, config.lease_ms, deliveries_max(config), self._time.now, held)
         self._forget_if_empty(hosted)
         for worker, leased, dead in hands:
@@ -361,10 +354,11 @@ class Queues:
         return bool(hands) and config.leases_durable
 
     def _undeal(self, hosted: Hosted, leases: Leases, frontend: int, dealt: Dealt) -> None:
-        """The log cannot be written: the jobs wait, a claim hears of that."""
+        """The log cannot be written: the jobs wait and are dealt again in a while, a claim hears of that."""
         self._unclaim(leases, dealt.seqs, dealt.dead)
         self._push(frontend, Dealt(dealt.stream, [], 0, 0, [], leases.ready, refused=True))
-        self.changed(hosted)
+        hosted.publish_counts()
+        self._timers.set(hosted.topic.id, hosted.topic.name, self._time.now.mono_ms + REFUSED_WAIT_MS)
 
     def _unclaim(self, leases: Leases, seqs: list[int], dead: list[int]) -> None:
         leases.unclaim(seqs, 0, self._time.now)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 
 from topics.core.control_bodies import encode_body
-from topics.core.errors import TopicsError
 from topics.core.queue_log import AckBody, giving_way
 from topics.storage import frame
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType
@@ -17,7 +16,7 @@ from topics.walshard.step_clock import StepClock
 
 class QueueWrites:
     """`commit` ends the group so far; `expire` moves a topic's floors over its ttl, in a commit of its own;
-    `log_copies` has the log hold what routers copied into a topic: what is said of records comes behind them.
+    `before_log` has what the caps of a topic evicted logged first.
     """
 
     def __init__(
@@ -25,13 +24,13 @@ class QueueWrites:
         group: Appends,
         commit: Callable[[], None],
         expire: Callable[[Hosted], object],
-        log_copies: Callable[[Hosted], None],
+        before_log: Callable[[Hosted], None],
         time: StepClock,
     ) -> None:
         self._group = group
         self.commit = commit
         self._expire = expire
-        self._log_copies = log_copies
+        self._before_log = before_log
         self._time = time
         self._dying: dict[int, set[int]] = {}
         """By topic id: records whose end is prepared in this group."""
@@ -51,7 +50,7 @@ class QueueWrites:
 
     def settle(self, hosted: Hosted) -> None:
         """What the group so far, or the ttl, may evict is evicted: what is planned now is of what stays."""
-        self._log_copies(hosted)
+        self._before_log(hosted)
         topic = hosted.topic
         config = topic.config
         capped = (config.cap_records or config.cap_bytes) and config.discard == "old"
@@ -60,16 +59,6 @@ class QueueWrites:
         if config.ttl_ms and topic.expired_below(self._time.expiry_ms) > topic.earliest_seq:
             self.commit()
             self._expire(hosted)
-
-    def copies_logged(self, hosted: Hosted) -> bool:
-        """Has the log hold what routers copied into a topic, or a restart would not know whose leases these are. False
-        if that cannot be now.
-        """
-        try:
-            self._log_copies(hosted)
-        except TopicsError:
-            return False
-        return True
 
     def dying(self, hosted: Hosted) -> Set[int]:
         """Records whose deletion is prepared."""
@@ -111,13 +100,13 @@ class QueueWrites:
         self._group.touched[topic.id] = hosted
 
     def give_way(self, hosted: Hosted, records: int, size_bytes: int) -> bool:
-        """Has acknowledged jobs that stayed deleted for so many more (`core/queue_log.py`). True if there were any: the
+        """Has acknowledged jobs that stayed deleted for so many more (`core/kept_jobs.py`). True if there were any: the
         group so far is committed.
         """
         seqs = giving_way(hosted.topic, records, size_bytes, self.dying(hosted))
         if not seqs:
             return False
-        self._log_copies(hosted)
+        self._before_log(hosted)
         self.removal(hosted, seqs, None)
         self.commit()
         return not hosted.topic.live_of(seqs[:1])

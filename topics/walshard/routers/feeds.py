@@ -1,133 +1,236 @@
-"""The dests of routers on one shard: which there are, from which source each, and up to where it is copied.
+"""The dests of routers on one shard: what each copies from, through which routers, and up to where it has.
 
-What begins, changes or ends a feed is logged before it counts. How a page is copied is in `copier.py`, how copies and
-cursors get into the logs in `copy_log.py`.
+All routers into a dest share one source, and so one cursor: a dest and its routers are one feed. Whatever begins,
+changes or ends a feed is in the log before it counts.
 """
 
 from __future__ import annotations
 
-from topics.core.routers import FeedBody, FeedRouter, Router, RouterState
+from collections.abc import Callable
+from enum import Enum
+
+from topics.core.floors import EvictReason
+from topics.core.routers import FeedBody, FeedRouter, Router, RouterState, encode_router
+from topics.core.topic import Topic
 from topics.log import get_logger
 from topics.shm.router_board import RouterBoardWriter, RouterProgress
-from topics.storage.frame import Bytes
+from topics.storage import frame
+from topics.storage.frame import Bytes, FrameType
 from topics.walshard.hosted import Hosted
-from topics.walshard.routers.copy_log import CopyLog
-from topics.walshard.routers.feed import Feed
+from topics.walshard.operation import Draft, Operation, Steps
 from topics.walshard.routers.originals import SourceSight
+from topics.walshard.routers.page import can_never_hold, room
 
 log = get_logger()
 
 
-class Feeds:
-    """One shard's feeds. What returns a bool returns False when it could not be logged: nothing has changed then."""
+class Hindrance(Enum):
+    """Why a dest did not get all that its source has, the last time that it was to."""
 
-    def __init__(self, board: RouterBoardWriter, copy_log: CopyLog) -> None:
+    NONE = 0
+    """It did, or has no room for it."""
+    SOURCE = 1
+    """The source could not be looked at, or read, at that moment; at the next one it may."""
+    LASTING = 2
+    """Anything else: a log that cannot be written, a source whose bytes cannot be read."""
+
+
+class Feed:
+    """One dest and its routers. It owns the cursor: `source_seq` moves with the copies, in one write of the log."""
+
+    def __init__(self, hosted: Hosted, body: FeedBody) -> None:
+        self.hosted = hosted
+        self.source = body.source
+        self.source_topic_id = body.source_topic_id
+        self.source_seq = body.source_seq
+        self.routers = body.routers
+        self.revision = body.revision
+        self.logged_source_seq = body.source_seq
+        """`source_seq` of the last cursor in the durable log."""
+        self.full = body.full
+        """The dest, or the service, has had no room for what comes next, and the feed has not caught up since. What
+        the source evicts meanwhile is a gap, what it deletes is left out.
+        """
+        self.no_room_for = 0, 0, 0
+        """Behind which seq of the source comes what last had no room, and the (records, bytes) that its copies take."""
+        self.leaving_out = False
+        """The last record was more than the dest may ever hold; the log says it of the first of several."""
+        self.source_head_seq = 0
+        """The head of the source when it was looked at last."""
+        self.unreadable = ""
+        """Why the source could not be read, as the service's log has it; empty when it could."""
+        self.hindrance = Hindrance.NONE
+        self.retry_ms = 0
+        self.backoff_ms = 0
+
+    @property
+    def topic(self) -> Topic:
+        return self.hosted.topic
+
+    @property
+    def is_ephemeral(self) -> bool:
+        """Whether copies and cursor are in the RAM log."""
+        return self.topic.config.durability == "ephemeral"
+
+    @property
+    def uncopied(self) -> int:
+        """How many records of the source are yet to be copied, as far as this life of the shard has seen."""
+        return max(0, self.source_head_seq - self.source_seq)
+
+    def has_no_room(self) -> bool:
+        """Whether what comes next is known not to fit into the dest: it need not be read to say so."""
+        source_seq, records, size_bytes = self.no_room_for
+        if not records or source_seq != self.source_seq or can_never_hold(self.topic, records, size_bytes):
+            return False
+        room_records, room_bytes = room(self.topic)
+        return records > room_records or size_bytes > room_bytes
+
+    def body(self) -> FeedBody:
+        """The feed as it is now, as the next cursor says it."""
+        routers = [FeedRouter(one.router, one.from_seq, one.forwarded_total) for one in self.routers]
+        return FeedBody(self.source, self.source_topic_id, self.source_seq, routers, self.revision + 1, full=self.full)
+
+    def cursor_frame(self, body: FeedBody, head_seq: int, ts: int) -> bytes:
+        """ROUTER_CURSOR: the end of a write, or a write of its own."""
+        data = encode_router(body)
+        return frame.encode(FrameType.ROUTER_CURSOR, 0, self.topic.id, head_seq, ts, b"", b"", data)
+
+    def moved(self, body: FeedBody, in_ram: bool = False) -> None:
+        """This cursor is in the log."""
+        self.source_topic_id, self.source_seq, self.routers = body.source_topic_id, body.source_seq, body.routers
+        self.revision, self.full = body.revision, body.full
+        if not in_ram:
+            self.logged_source_seq = body.source_seq
+
+    def registered(self) -> list[Router]:
+        return [one.router for one in self.routers]
+
+    def cursor_operation(
+        self,
+        body: FeedBody,
+        now_ms: int,
+        *,
+        sync: bool = False,
+        trimmed: int = 0,
+        trim_reason: EvictReason = EvictReason.SOURCE_TRIM,
+    ) -> Operation:
+        """A cursor alone, for the durable log. With `trimmed` the next so many seqs of the dest are a gap."""
+        if trimmed:
+            body.trimmed = trimmed
+            body.trim_reason = 0 if trim_reason == EvictReason.SOURCE_TRIM else int(trim_reason)
+        cursor = self.cursor_frame(body, self.topic.head_seq + trimmed, now_ms)
+        return Operation([cursor], lambda _file_no, _offset: self.moved(body), sync=sync)
+
+
+class Feeds:
+    """One shard's feeds by dest and by source, and the board that shows how far their routers are.
+
+    Steps that come to a bool come to False when the log could not be written: nothing has changed then.
+    """
+
+    def __init__(self, board: RouterBoardWriter, now_ms: Callable[[], int]) -> None:
         self._board = board
-        self._copy_log = copy_log
+        self._now_ms = now_ms
         self.by_dest: dict[int, Feed] = {}
         self.by_source: dict[str, dict[int, Feed]] = {}
 
     def recovered(self, state: RouterState, hosted: dict[int, Hosted]) -> None:
-        """The feeds that the logs speak of, before anything is copied."""
-        for topic_id in state.feeds.keys() | state.ram_feeds.keys():
+        """Takes over the feeds that the logs speak of."""
+        for topic_id, body in state.feeds.items():
             dest = hosted.get(topic_id)
-            body = state.feeds.get(topic_id)
-            in_ram = state.ram_feeds.get(topic_id)
-            if dest is None or body is None:
+            if dest is None:
                 continue
+            in_ram = state.ram_feeds.get(topic_id)
             ephemeral = dest.topic.config.durability == "ephemeral"
+            feed = Feed(dest, body)
             if ephemeral and in_ram is not None and in_ram.revision > body.revision:
-                body = in_ram
-            if body.routers:
-                feed = Feed(dest, body)
-                self._note_seen(feed)
+                feed.moved(in_ram, in_ram=True)
+            if feed.routers:
+                self._pass_over(feed)
                 self._add(feed)
-                # Copies are derived of what exists, for a dest that has room.
-                dest.rederiving = bool(not ephemeral and body.source_topic_id and not body.full)
+                self.show_progress(feed)
 
-    def _note_seen(self, feed: Feed) -> None:
-        """What readers may have seen of it before this life."""
+    def _pass_over(self, feed: Feed) -> None:
+        """After a crash of this process alone, the board tells of records that no router let pass. Every copy has a
+        cursor in the log, so nothing was copied behind the last one.
+        """
         for one in feed.routers:
-            progress = self._board.former.get(one.router.id)
-            if progress is not None and progress.source_topic_id == feed.source_topic_id:
-                feed.seen_source_seq = max(feed.seen_source_seq, progress.source_seq)
-                feed.seen_totals[one.router.id] = progress.forwarded_total
+            former = self._board.former.get(one.router.id)
+            if former is not None and former.source_topic_id == feed.source_topic_id:
+                feed.source_seq = max(feed.source_seq, former.source_seq)
 
-    def start(self, hosted: Hosted, source: str, sight: SourceSight | None, routers: list[Router]) -> bool:
-        """A dest that nothing was copied into so far. Logged, so that it begins there and nowhere else."""
+    def start(self, hosted: Hosted, source: str, sight: SourceSight | None, routers: list[Router]) -> Steps[bool]:
+        """Begins to copy into a dest, behind the head of its source. Logged: a restart begins at the same place."""
         head_seq = 0 if sight is None else sight.head_seq
         body = FeedBody(
             source, 0 if sight is None else sight.topic_id, head_seq, [FeedRouter(one, head_seq) for one in routers]
         )
         feed = Feed(hosted, body)
-        if not self._copy_log.log_cursor(feed, sync=True):
+        if not (yield from self.log_cursor(feed, feed.body(), sync=True)):
             return False
         self._add(feed)
         self.show_progress(feed)
         return True
 
-    def bind(self, feed: Feed, sight: SourceSight) -> bool:
+    def bind(self, feed: Feed, sight: SourceSight) -> Steps[bool]:
         """The source exists now: it is copied from its first record on."""
-        if feed.source_topic_id:
-            return True
-        feed.source_topic_id = sight.topic_id
-        if not self._copy_log.log_cursor(feed, sync=True):
-            feed.source_topic_id = 0
-            return False
-        self.show_progress(feed)
-        return True
+        body = feed.body()
+        body.source_topic_id = sight.topic_id
+        return (yield from self._log_and_show(feed, body))
 
-    def reroute(self, feed: Feed, sight: SourceSight | None, routers: list[Router]) -> bool:
+    def reroute(self, feed: Feed, sight: SourceSight | None, routers: list[Router]) -> Steps[bool]:
         """Other routers, or changed ones, into the same dest from the same source. New ones begin at its head."""
-        if not self._copy_log.log_copies(feed):
-            return False
         head_seq = 0 if sight is None else sight.head_seq
         known = {one.router.id: one for one in feed.routers}
-        former = feed.routers
-        feed.routers = [
+        body = feed.body()
+        body.routers = [
             FeedRouter(router, known[router.id].from_seq, known[router.id].forwarded_total)
             if router.id in known
             else FeedRouter(router, head_seq)
             for router in routers
         ]
-        if not self._copy_log.log_cursor(feed, sync=True):
-            feed.routers = former
+        if not (yield from self._log_and_show(feed, body)):
             return False
         for router_id in known.keys() - {router.id for router in routers}:
             self._board.remove(router_id)
-        feed.forget_matches()
         feed.no_room_for = 0, 0, 0
-        self.show_progress(feed)
         return True
 
-    def stop(self, feed: Feed) -> bool:
-        """Nothing is copied into the dest any more; what was stays."""
-        if not self._copy_log.log_copies(feed):
+    def stop(self, feed: Feed) -> Steps[bool]:
+        """Nothing is copied into the dest any more; its copies stay."""
+        body, former = feed.body(), feed.routers
+        body.routers = []
+        if not (yield from self.log_cursor(feed, body, sync=True)):
             return False
-        former, feed.routers = feed.routers, []
-        if not self._copy_log.log_cursor(feed, sync=True):
-            feed.routers = former
-            return False
-        self.forget(feed, former)
+        feed.routers = former
+        self.forget(feed)
         return True
 
-    def forget(self, feed: Feed, routers: list[FeedRouter] | None = None) -> None:
+    def forget(self, feed: Feed) -> None:
         """The dest is gone, or nothing is copied into it any more."""
-        for one in feed.routers if routers is None else routers:
+        for one in feed.routers:
             self._board.remove(one.router.id)
-        self._copy_log.forget(feed)
         del self.by_dest[feed.topic.id]
         siblings = self.by_source[feed.source]
         del siblings[feed.topic.id]
         if not siblings:
             del self.by_source[feed.source]
 
-    def _add(self, feed: Feed) -> None:
-        self.by_dest[feed.topic.id] = feed
-        self.by_source.setdefault(feed.source, {})[feed.topic.id] = feed
+    def log_cursor(self, feed: Feed, body: FeedBody, *, sync: bool = False) -> Steps[bool]:
+        """Logs how far a feed is, in the durable log."""
+        draft = Draft([feed.cursor_operation(body, self._now_ms(), sync=sync)])
+        yield draft
+        return draft.committed
+
+    def log_ephemeral(self) -> Steps[None]:
+        """Logs how far `ephemeral` dests are: their copies are lost with the service, and are not to come again."""
+        behind = [feed for feed in self.by_dest.values() if feed.is_ephemeral]
+        behind = [feed for feed in behind if feed.logged_source_seq != feed.source_seq]
+        if behind:
+            yield Draft([feed.cursor_operation(feed.body(), self._now_ms()) for feed in behind])
 
     def show_progress(self, feed: Feed) -> None:
-        """The board says how far its routers are; after the copies can be read."""
+        """Puts on the board how far the routers of a feed are, once the copies can be read."""
         for one in feed.routers:
             router = one.router
             try:
@@ -141,5 +244,20 @@ class Feeds:
 
     def ram_frames(self, now_ms: int) -> list[Bytes]:
         """Cursors of `ephemeral` dests, to be repeated where older files of the RAM log go."""
-        feeds = [feed for feed in self.by_dest.values() if feed.topic.config.durability == "ephemeral"]
-        return [feed.cursor_frame(feed.body(), feed.topic.head_seq, now_ms) for feed in feeds]
+        frames: list[Bytes] = []
+        for feed in self.by_dest.values():
+            if feed.is_ephemeral:
+                body = feed.body()
+                body.revision = feed.revision
+                frames.append(feed.cursor_frame(body, feed.topic.head_seq, now_ms))
+        return frames
+
+    def _log_and_show(self, feed: Feed, body: FeedBody) -> Steps[bool]:
+        if not (yield from self.log_cursor(feed, body, sync=True)):
+            return False
+        self.show_progress(feed)
+        return True
+
+    def _add(self, feed: Feed) -> None:
+        self.by_dest[feed.topic.id] = feed
+        self.by_source.setdefault(feed.source, {})[feed.topic.id] = feed

@@ -1,8 +1,8 @@
 """What shards say to each other: a ring for each ordered pair, messages in order, each taken at least once.
 
 A message stays in its ring until it was acted upon; a shard that is killed finds it again. What a sender had not yet
-put into a full ring dies with it, so nothing may depend on a message alone: a shard that starts greets all others, and
-both say again what the other may have forgotten.
+put into a full ring dies with it, so nothing may depend on a message alone: every shard looks at all its sources once a
+second, whatever it was told.
 """
 
 from __future__ import annotations
@@ -15,47 +15,10 @@ import msgspec
 from topics.shm.instance import SharedMemory
 
 
-class Greet(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """I have started again: I know nothing of what you follow, and you are to forget what I did."""
-
-
 class Changed(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """These topics, which you follow, are not what they were."""
+    """These topics of mine, which routers copy into topics of yours, have changed."""
 
     names: list[str]
-
-
-class Follow(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Topic `dest_topic_id` of mine copies your topic `name`. Tell me of changes, and keep what follows the record
-    before `hold_seq` of topic `source_topic_id` (0: none of that name is known to me).
-    """
-
-    name: str
-    dest_topic_id: int
-    source_topic_id: int
-    hold_seq: int
-
-
-class Unfollow(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    name: str
-    dest_topic_id: int
-
-
-class Held(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The answer to Follow: my log says that records of that topic are kept for you."""
-
-    dest_topic_id: int
-    source_topic_id: int
-
-
-class LetGo(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Records up to `up_to_seq` of my topic `name`, which you follow, are to leave the log for segments: get your
-    copies of them into yours, and follow again.
-    """
-
-    name: str
-    source_topic_id: int
-    up_to_seq: int
 
 
 class Ended(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -72,7 +35,7 @@ class RoutersGone(msgspec.Struct, tag=True, array_like=True, frozen=True):
     router_ids: list[int]
 
 
-PeerMessage = Greet | Changed | Follow | Unfollow | Held | LetGo | Ended | RoutersGone
+PeerMessage = Changed | Ended | RoutersGone
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)

@@ -7,17 +7,17 @@ nobody is asked. So forwarding needs no records in rings, and goes on where it w
 from __future__ import annotations
 
 import os
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
-from topics.core.config import CLASSES
-from topics.core.location import LOCATION_IN_RAM_LOG, LOCATION_LOST
+from topics.core.location import LOCATION_IN_RAM_LOG, LOCATION_LOST, LOW_WORD
 from topics.core.names import owner_shard
 from topics.core.segment_list import SegmentInfo, SegmentList
 from topics.settings import Settings
 from topics.shm.arena import ArenaReader
-from topics.shm.control import Role, replay_progress
+from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.storage import layout
 from topics.storage.copies import Original, read_original
@@ -48,10 +48,6 @@ class SourceSight(NamedTuple):
     earliest_seq: int
     evict_floor: int
     evict_reason: int
-    durable_seq: int
-    ephemeral: bool
-    rederiving: bool
-    """It had more than it has: copies of its own that are yet to be made again."""
 
 
 class Locations(NamedTuple):
@@ -94,11 +90,6 @@ class Originals:
     def owner(self, name: str) -> int:
         return owner_shard(name, self._shards)
 
-    @property
-    def replay_progress(self) -> float:
-        """Of all shards."""
-        return replay_progress(self._cells)
-
     def look(self, name: str) -> SourceSight | None:
         """The topic, None when there is none; UnknownError while its shard has never recovered."""
         if self.owner(name) == self._shard:
@@ -106,7 +97,6 @@ class Originals:
             if hosted is None:
                 return None
             topic = hosted.topic
-            ephemeral = topic.config.durability == "ephemeral"
             return SourceSight(
                 topic.id,
                 topic.head_seq,
@@ -115,9 +105,6 @@ class Originals:
                 topic.earliest_seq,
                 topic.evict_floor,
                 topic.evict_reason,
-                topic.durable_seq,
-                ephemeral,
-                hosted.rederiving,
             )
         arena = self._arena(self.owner(name))
         found = arena.look_up(name)
@@ -127,7 +114,6 @@ class Originals:
         segments = arena.segments(slot, view)
         if segments is None:
             raise UnknownError
-        ephemeral = arena.config(slot, view).durability == CLASSES[0]
         return SourceSight(
             view.topic_id,
             view.head_seq,
@@ -136,9 +122,6 @@ class Originals:
             view.earliest_seq,
             view.evict_floor,
             view.evict_reason,
-            view.durable_seq,
-            ephemeral,
-            view.rederiving,
         )
 
     def locations(self, name: str, topic_id: int, first_seq: int, last_seq: int) -> Locations:
@@ -210,7 +193,33 @@ class Originals:
                 self._raise_if_moved(name, topic_id, locations.segment)
                 raise
             return
-        shard = self.owner(name)
+        for content, start, at, stop in self._runs(self.owner(name), locations):
+            for row in range(at, stop):
+                offset = (locations.offset_len[row] & LOW_WORD) - start
+                yield read_original(
+                    content[offset : offset + (locations.offset_len[row] >> 32)], topic_id, first_seq + row
+                )
+
+    def frames(self, name: str, locations: Locations) -> tuple[bytearray, array[int]]:
+        """(the frames at `locations` one behind the other, where each lies and its length as in the index). None of
+        them is lost or in a segment. Nothing is checked but that the files have so many bytes: OSError, ValueError.
+        """
+        buffer, rows = bytearray(), array("Q")
+        for content, start, at, stop in self._runs(self.owner(name), locations):
+            places = locations.offset_len[at:stop]
+            if len(content) == sum([place >> 32 for place in places]):
+                shift = start - len(buffer)
+                rows.extend([place - shift for place in places])
+                buffer += content
+                continue
+            for place in places:  # other frames lie between them
+                offset = (place & LOW_WORD) - start
+                rows.append(len(buffer) | place >> 32 << 32)
+                buffer += content[offset : offset + (place >> 32)]
+        return buffer, rows
+
+    def _runs(self, shard: int, locations: Locations) -> Iterator[tuple[memoryview, int, int, int]]:
+        """(bytes of a log file, their offset in it, first and last + 1 of the locations that are in them)."""
         offset_lens, file_flags, _ = locations
         at, count = 0, len(offset_lens)
         while at < count:
@@ -226,9 +235,7 @@ class Originals:
                 end = offset + length
                 stop += 1
             content = memoryview(self._pread((shard, word >> 32 & LOCATION_IN_RAM_LOG, word & 0xFFFF_FFFF), start, end))
-            for row in range(at, stop):
-                offset = (offset_lens[row] & 0xFFFF_FFFF) - start
-                yield read_original(content[offset : offset + (offset_lens[row] >> 32)], topic_id, first_seq + row)
+            yield content, start, at, stop
             at = stop
 
     def _pread(self, key: tuple[int, int, int], start: int, end: int) -> bytes:

@@ -17,7 +17,7 @@ from topics.shm.router_table import Change, RouterTableWriter
 from topics.shm.topic_messages import DeleteRouter, DeleteRouterReply, PutRouter, PutRouterReply, RemoveRouters
 from topics.storage import frame
 from topics.storage.frame import FLAG_MORE, FrameType
-from topics.walshard.operation import Answer, Operation
+from topics.walshard.operation import Answer, Draft, Operation, Steps
 
 SHARD = ROUTERS_SHARD
 """Whose log has the routers, whatever the number of shards."""
@@ -26,7 +26,7 @@ log = get_logger()
 
 
 class Registrar:
-    """`commit` gets an operation into the durable log, or answers its request with an error and returns False."""
+    """Owns the registry and the table of routers in shared memory. Each change is logged before it is shown."""
 
     def __init__(
         self,
@@ -34,13 +34,11 @@ class Registrar:
         state: RouterState,
         cell: ProcessCell,
         routers_max: int,
-        commit: Callable[[Operation], bool],
         now_ms: Callable[[], int],
     ) -> None:
         self._table = table
         self._cell = cell
         self._routers_max = routers_max
-        self._commit = commit
         self._now_ms = now_ms
         self._registry = RouterRegistry()
         for router in sorted(state.routers.values(), key=lambda router: router.id):
@@ -48,7 +46,7 @@ class Registrar:
         self._registry.last_id = max(self._registry.last_id, state.last_id)
         self._show_all()
 
-    def put(self, call: PutRouter, answer: Answer) -> None:
+    def put(self, call: PutRouter, answer: Answer) -> Steps[None]:
         """Registers or changes a router; TopicsError when it may not be."""
         registry = self._registry
         router, created = registry.plan(call.name, call.spec)
@@ -70,22 +68,22 @@ class Registrar:
 
         body = encode_router(router)
         entry = frame.encode(FrameType.ROUTER_CREATE, 0, 0, router.id, self._now_ms(), b"", b"", body)
-        self._commit(Operation([entry], apply, sync=True, answer=answer))
+        yield Draft([Operation([entry], apply, sync=True, answer=answer)])
 
-    def delete(self, call: DeleteRouter, answer: Answer) -> None:
+    def delete(self, call: DeleteRouter, answer: Answer) -> Steps[None]:
         router = self._registry.by_name.get(call.name)
         answer.reply = messages.encode_reply(answer.request_id, DeleteRouterReply(router is not None))
         if router is not None:
-            self._remove([router], answer)
+            yield from self._remove([router], answer)
 
-    def remove(self, call: RemoveRouters, answer: Answer) -> None:
+    def remove(self, call: RemoveRouters, answer: Answer) -> Steps[None]:
         answer.reply = messages.encode_reply(answer.request_id, Done())
-        self._remove(self._with_ids(call.router_ids), answer)
+        yield from self._remove(self._with_ids(call.router_ids), answer)
 
-    def gone(self, router_ids: list[int]) -> None:
+    def gone(self, router_ids: list[int]) -> Steps[None]:
         """As `remove`, said by a shard that has seen a topic of theirs go; it says so again until they are gone."""
         try:
-            self._remove(self._with_ids(router_ids), None)
+            yield from self._remove(self._with_ids(router_ids), None)
         except TopicsError as error:
             log.error("routers of a topic that is gone cannot be removed now", reason=error.message)
 
@@ -93,7 +91,7 @@ class Registrar:
         wanted = set(router_ids)
         return [router for router in self._registry.by_name.values() if router.id in wanted]
 
-    def _remove(self, routers: list[Router], answer: Answer | None) -> None:
+    def _remove(self, routers: list[Router], answer: Answer | None) -> Steps[None]:
         if not routers:
             return
         self._table.reserve()
@@ -110,7 +108,7 @@ class Registrar:
             )
             for at, router in enumerate(routers)
         ]
-        self._commit(Operation(entries, apply, sync=True, answer=answer))
+        yield Draft([Operation(entries, apply, sync=True, answer=answer)])
 
     def _show(self, changes: list[Change]) -> None:
         self._table.store(changes, self._registry.by_name.values())

@@ -1,54 +1,27 @@
-"""Routers as a shard sees them: those into its topics, which it copies; its topics that others copy; on shard 0, all.
+"""Routers into the topics of one shard: which feeds there are to be, and whose turn it is to copy.
 
-Everything that has to do with routers and is not a topic's own happens here, between the groups of the shard. What is
-forwarded is pulled: a source says no more than that it has changed, and the shard of the dest reads it.
+A copy is pulled: the shard of the dest reads the source from shared memory and files. Copying comes behind the writes
+that clients wait for, some pages at a time. Handlers here yield what they want committed (`operation.Steps`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
-from topics.core.errors import TopicsError
+from topics.core.clock import Clock
 from topics.log import get_logger
-from topics.shm import messages
-from topics.shm.control import ProcessCell
-from topics.shm.router_table import RouterTable
-from topics.shm.topic_messages import (
-    CatchUp,
-    CaughtUp,
-    DeleteRouter,
-    PutRouter,
-    RemoveRouters,
-    RouterCall,
-    SyncRouters,
-    SyncRoutersReply,
-)
+from topics.shm.topic_messages import CatchUp, CaughtUp, SyncRouters, SyncRoutersReply
 from topics.walshard.catalog import Catalog
 from topics.walshard.hosted import Hosted
-from topics.walshard.operation import Answer
-from topics.walshard.routers.copier import Copier
-from topics.walshard.routers.copy_log import CopyLog
-from topics.walshard.routers.dead_routers import DeadRouters
-from topics.walshard.routers.feed import Feed, Hindrance
-from topics.walshard.routers.feeds import Feeds
-from topics.walshard.routers.followers import Followers
-from topics.walshard.routers.following import Following
-from topics.walshard.routers.links import (
-    Changed,
-    Ended,
-    Follow,
-    Greet,
-    Held,
-    LetGo,
-    Links,
-    PeerMessage,
-    RoutersGone,
-    Unfollow,
-)
+from topics.walshard.operation import Draft, Steps
+from topics.walshard.room import MakeRoom
+from topics.walshard.routers.copier import Copier, Write
+from topics.walshard.routers.feeds import Feed, Feeds, Hindrance
+from topics.walshard.routers.links import Changed, Ended, PeerMessage, RoutersGone
 from topics.walshard.routers.originals import Originals, SourceSight, UnknownError
-from topics.walshard.routers.rederiving import Rederiving
+from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS
 from topics.walshard.routers.registrar import Registrar
+from topics.walshard.routers.sources import Sources
 from topics.walshard.routers.turns import Turns
 
 log = get_logger()
@@ -64,355 +37,301 @@ DEST_WAIT_MS: Final = 30_000
 
 
 class Routing:
-    """One shard's. `registrar` only on shard 0."""
+    """Keeps the feeds of one shard as the table of routers says, and gives each its turn. `registrar` is that of
+    shard 0.
+    """
 
     def __init__(
         self,
         catalog: Catalog,
-        links: Links,
-        table: RouterTable,
+        sources: Sources,
         originals: Originals,
         feeds: Feeds,
         copier: Copier,
-        copy_log: CopyLog,
-        followers: Followers,
-        following: Following,
-        turns: Turns,
-        rederiving: Rederiving,
+        make_room: MakeRoom,
         registrar: Registrar | None,
-        cell: ProcessCell,
-        monotonic_ms: Callable[[], int],
+        clock: Clock,
     ) -> None:
         self._catalog = catalog
-        self._links = links
-        self._table = table
+        self.sources = sources
         self._originals = originals
         self.feeds = feeds
         self._copier = copier
-        self.copy_log = copy_log
-        self._followers = followers
-        self._following = following
-        self._turns = turns
-        self.rederiving = rederiving
-        self._registrar = registrar
-        self._cell = cell
-        self._monotonic_ms = monotonic_ms
+        self._make_room = make_room
+        self.registrar = registrar
+        self._clock = clock
+        self._turns = Turns()
+        for dest_id in feeds.by_dest:
+            self._turns.give(dest_id)
         self._due: set[str] = set()
         """Dests whose routers are not yet as the table says."""
         self._missing: dict[str, int] = {}
-        """Dests that do not exist, and since when."""
-        self._dead = DeadRouters(links)
-        self._forwarded_before = cell.get("router_copies")
-        self._left_out_before = cell.get("router_oversize")
+        """Dests that do not exist, and since when (monotonic ms)."""
+        self._gone_ids: list[int] = []
+        """On shard 0: routers whose topic is no more, as their shards say."""
 
     # -- told by the shard
 
-    def begin(
-        self, expire_for: Callable[[Hosted, int, int], bool], give_way: Callable[[Hosted, int, int], bool]
-    ) -> None:
-        """The shard is at work (`Copier.expire_for`, `give_way`)."""
-        self._copier.expire_for, self._copier.give_way = expire_for, give_way
-
     def changed(self, hosted: Hosted) -> None:
-        """A topic was published: who copies it is told, and it may have room for copies that wait."""
-        self._followers.changed(hosted)
+        """A topic was published: shards that copy it are told, and it may have room for copies that wait."""
+        self.sources.changed(hosted)
         self._turns.wake(hosted.topic.id)
 
-    def came(self, hosted: Hosted) -> None:
+    def created(self, hosted: Hosted) -> None:
         """A topic was made."""
-        self._refresh()
-        self._followers.came(hosted)
+        self.sources.created(hosted)
         if self._missing.pop(hosted.topic.name, None) is not None:
             self._due.add(hosted.topic.name)
 
-    def lets_go(self, hosted: Hosted, up_to_seq: int) -> bool:
-        """Whether records of a topic may leave the log, up to there; if not, that is seen to: ask again."""
-        return self._followers.lets_go(hosted, up_to_seq)
-
-    def before_log(self, hosted: Hosted) -> None:
-        """Something is going to be logged for a topic: its copies come first. `503 storage_unavailable` if not."""
-        feed = self.feeds.by_dest.get(hosted.topic.id) if self.feeds.by_dest else None
-        if feed is not None and not self.copy_log.prepare(feed):
-            raise TopicsError(
-                "storage_unavailable",
-                f"what routers copied into topic {hosted.topic.name!r} cannot be logged now; see the service's log",
-            )
-
-    def gone(self, hosted: Hosted) -> None:
+    def deleted(self, hosted: Hosted) -> None:
         """A topic was deleted: its routers go with it."""
-        self._refresh()
         feed = self.feeds.by_dest.get(hosted.topic.id)
         if feed is not None:
-            self._following.unfollow(feed)
             self.feeds.forget(feed)
-        self._followers.gone(hosted)
-        self._dead.add(router.id for router in self._table.registry.touching(hosted.topic.name))
+        self.sources.deleted(hosted)
+
+    def before_class_change(self, hosted: Hosted) -> Steps[bool]:
+        """The cursor of an `ephemeral` dest gets into the durable log. False if that cannot be written."""
+        feed = self.feeds.by_dest.get(hosted.topic.id)
+        if feed is None or not feed.is_ephemeral or feed.logged_source_seq == feed.source_seq:
+            return True
+        return (yield from self.feeds.log_cursor(feed, feed.body()))
 
     # -- asked by frontends
 
-    def take(self, call: RouterCall, answer: Answer) -> None:
-        """Answers. Everything prepared is committed."""
-        match call:
-            case CatchUp():
-                answer.reply = messages.encode_reply(answer.request_id, self._catch_up(call.dest))
-            case SyncRouters():
-                answer.reply = messages.encode_reply(answer.request_id, self._sync(call))
-            case PutRouter() | DeleteRouter() | RemoveRouters():
-                assert self._registrar is not None, "only shard 0 is asked for that"
-                if isinstance(call, PutRouter):
-                    self._registrar.put(call, answer)
-                elif isinstance(call, DeleteRouter):
-                    self._registrar.delete(call, answer)
-                else:
-                    self._registrar.remove(call, answer)
-
-    def _catch_up(self, dest: str) -> CaughtUp:
+    def catch_up(self, call: CatchUp) -> Steps[CaughtUp]:
         """Copies everything the source has now, as far as that goes."""
-        self._turn()
-        self._reconcile()
-        hosted = self._catalog.find(dest)
+        yield from self._receive()
+        yield from self._reconcile()
+        hosted = self._catalog.find(call.dest)
         feed = None if hosted is None else self.feeds.by_dest.get(hosted.topic.id)
         # Routers that are not yet as the table says: it cannot be logged, or a source cannot be looked at.
-        pending = dest in self._due
+        pending = call.dest in self._due
         if feed is None:
             return CaughtUp(True, pending)
-        if not self._copy_all(feed, PAGES_PER_CALL):
+        if not (yield from self._copy_all(feed)):
             return CaughtUp(False, False)
         pending |= feed.hindrance != Hindrance.NONE
         return CaughtUp(feed.hindrance != Hindrance.SOURCE, pending)
 
-    def _sync(self, call: SyncRouters) -> SyncRoutersReply:
-        self._turn()
-        self._reconcile()
-        self._turn()
+    def sync(self, call: SyncRouters) -> Steps[SyncRoutersReply]:
+        """Does what the table says of one dest."""
+        yield from self._receive()
+        yield from self._reconcile()
         hosted = self._catalog.find(call.dest)
         feed = None if hosted is None else self.feeds.by_dest.get(hosted.topic.id)
         routers = [] if feed is None else [(router.id, router.version) for router in feed.registered()]
-        done = call.dest not in self._due
-        return SyncRoutersReply(
-            done and (not call.router_id or (call.router_id, call.version) in routers),
-            feed is None or self._following.may_log_later(feed),
-        )
+        begun = not call.router_id or (call.router_id, call.version) in routers
+        return SyncRoutersReply(call.dest not in self._due and begun)
 
     # -- between groups
 
     @property
     def idle(self) -> bool:
-        return self._links.idle and not self._turns and not self._following.lets_go and not self._table.stale
+        """Whether nothing is to be done now."""
+        sources = self.sources
+        return sources.links.idle and not self._turns and not sources.table.stale and not sources.rerouted
 
     @property
     def stuck(self) -> bool:
-        """Something waits that no signal announces, and not for long."""
-        return self._turns.anybody_waits or self._links.stuck
+        """Whether something waits that no signal announces, and not for long."""
+        return self._turns.anybody_waits or self.sources.links.stuck
 
-    def pump(self, pages_max: int = PAGES_PER_STEP) -> bool:
-        """Takes what others say and copies some pages; True if there was anything to do."""
-        worked = self._turn()
-        if self._table.stale or self._due:
-            self._reconcile()
+    @property
+    def lag_records(self) -> int:
+        """How many records of sources are yet to be copied."""
+        return sum(feed.uncopied for feed in self.feeds.by_dest.values())
+
+    def pump(self, pages_max: int = PAGES_PER_STEP) -> Steps[bool]:
+        """Takes what other shards say and copies some pages; True if there was anything to do."""
+        worked = yield from self._receive()
+        if self.sources.table.stale or self.sources.rerouted or self._due:
+            yield from self._reconcile()
         if self._turns.anybody_waits:
-            self._turns.look(self._monotonic_ms())
-        for _ in range(pages_max):
-            if not self._turns:
-                break
+            self._turns.look(self._clock.monotonic_ms())
+        pages = 0
+        while pages < pages_max and self._turns:
             worked = True
-            dest_id = self._turns.take()
-            feed = self.feeds.by_dest.get(dest_id)
-            if feed is not None and self._advance_guarded(feed):
-                self._turns.give(dest_id)
-        if self._following.lets_go:
-            self._following.let_sources_go()
+            feeds = self._take_turns(pages_max - pages)
+            pages += len(feeds)
+            yield from self._copy_some(feeds)
         if worked:
-            self.copy_log.keep_within_bounds()
-            self._cell.set("router_copies", self._forwarded_before + self.copy_log.written)
-            self._cell.set("router_oversize", self._left_out_before + self._copier.left_out)
-            self._links.flush()
+            self.sources.links.flush()
         return worked
 
-    def sweep(self) -> None:
-        """Once a second."""
-        self._refresh()
-        now_ms = self._monotonic_ms()
+    def sweep(self) -> Steps[None]:
+        """Once a second: what may have been missed is looked at again."""
+        self._due |= self.sources.take_rerouted()
+        now_ms = self._clock.monotonic_ms()
         for dest, since_ms in list(self._missing.items()):
             if now_ms - since_ms > DEST_WAIT_MS:
                 del self._missing[dest]
-                self._dead.add(router.id for router in self._table.registry.into(dest))
-        if self._dead:
-            self._dead.tell_again({router.id for router in self._table.registry.by_name.values()})
-        self.copy_log.sweep(self.feeds.by_dest.values())
-        lag = 0
-        for feed in list(self.feeds.by_dest.values()):
-            self._turns.give(feed.topic.id)
-            self._following.follow(feed)
-            lag += max(0, feed.source_head_seq - feed.source_seq)
-        self._followers.review()
-        self._cell.set("router_lag_records", lag)
-        self._cell.set("router_unlogged_bytes", self.copy_log.unlogged_bytes)
-        self._links.flush()
-
-    def close(self) -> None:
-        """A clean end: `ephemeral` dests go on exactly where they are."""
-        self.copy_log.sweep(self.feeds.by_dest.values())
-
-    def rederive(self) -> None:
-        """In a new life, before anyone sees it: the copies that were there and are not in the log. Those of a source
-        that cannot be seen now, or that waits itself, come later: no shard waits for another one.
-        """
-        self._turn()  # a source may have ended since
-        self.rederiving.copy_all(self._sight)
+                self.sources.end(router.id for router in self.sources.table.registry.into(dest))
+        self.sources.sweep()
+        yield from self.feeds.log_ephemeral()
         for feed in self.feeds.by_dest.values():
-            self.feeds.show_progress(feed)
             self._turns.give(feed.topic.id)
-        self._refresh()
-        self._due.update(router.spec.dest for router in self._table.registry.by_name.values())
-        self._due = {dest for dest in self._due if self._originals.owner(dest) == self._links.shard}
-        for shard in range(self._links.shards):
-            if shard != self._links.shard:
-                self._links.send(shard, Greet())
-        self._following.follow_anew()
-        self._links.flush()
+        self.sources.links.flush()
+
+    def close(self) -> Steps[None]:
+        """A clean end: `ephemeral` dests go on exactly where they are."""
+        yield from self.feeds.log_ephemeral()
 
     # -- feeds and the table
 
-    def _refresh(self) -> None:
-        if self._table.stale:
-            own = self._links.shard
-            self._due.update(name for name in self._table.refresh() if self._originals.owner(name) == own)
-
-    def _reconcile(self) -> None:
+    def _reconcile(self) -> Steps[None]:
         """Brings the feeds into line with the table."""
-        self._refresh()
+        self._due |= self.sources.take_rerouted()
         for dest in sorted(self._due):
             try:
-                if self._reconcile_dest(dest):
+                if (yield from self._reconcile_dest(dest)):
                     self._due.discard(dest)
             except UnknownError:
                 continue
 
-    def _reconcile_dest(self, dest: str) -> bool:
+    def _reconcile_dest(self, dest: str) -> Steps[bool]:
         """False to be called again; so does UnknownError."""
-        wanted = [router for router in self._table.registry.into(dest) if router.id not in self._dead]
+        registry = self.sources.table.registry
+        wanted = [router for router in registry.into(dest) if not self.sources.has_ended(router.id)]
         hosted = self._catalog.find(dest)
         if hosted is None:
             if wanted:
-                self._missing.setdefault(dest, self._monotonic_ms())
+                self._missing.setdefault(dest, self._clock.monotonic_ms())
             return True
         feed = self.feeds.by_dest.get(hosted.topic.id)
         if feed is not None and feed.registered() != wanted:
             # What was acknowledged before is forwarded by the routers as they were.
-            copied = self._copy_all(feed, PAGES_PER_CALL)
-            if hosted.rederiving and (feed.rederive_seq is None or not copied):
-                return False
+            yield from self._copy_all(feed)
         if feed is not None and (not wanted or feed.source != wanted[0].spec.source):
-            if not self.feeds.stop(feed):
+            if not (yield from self.feeds.stop(feed)):
                 return False
-            self._copier.made_again(feed)  # or never: its source cannot be read
-            self._following.unfollow(feed)
             feed = None
         if not wanted:
             return True
         source = wanted[0].spec.source
         if feed is None:
-            if not self.feeds.start(hosted, source, self._originals.look(source), wanted):
+            if not (yield from self.feeds.start(hosted, source, self._originals.look(source), wanted)):
                 return False
-            self._following.follow(self.feeds.by_dest[hosted.topic.id])
-        elif feed.registered() != wanted and not self.feeds.reroute(feed, self._originals.look(source), wanted):
+        elif feed.registered() != wanted and not (
+            yield from self.feeds.reroute(feed, self._originals.look(source), wanted)
+        ):
             return False
         self._turns.give(hosted.topic.id)
         return True
 
     # -- copying
 
-    def _copy_all(self, feed: Feed, pages_max: int) -> bool:
-        """False when there is more than so many pages."""
-        return not all(self._advance(feed, demanded=True) for _ in range(pages_max))
+    def _take_turns(self, most: int) -> list[Feed]:
+        """The feeds whose turn it is, at most so many, each once."""
+        feeds: list[Feed] = []
+        while self._turns and len(feeds) < most:
+            feed = self.feeds.by_dest.get(self._turns.take())
+            if feed is not None:
+                feeds.append(feed)
+        return feeds
 
-    def _advance_guarded(self, feed: Feed) -> bool:
+    def _copy_all(self, feed: Feed) -> Steps[bool]:
+        """Copies what the source has; False when there is more than PAGES_PER_CALL pages."""
+        for _ in range(PAGES_PER_CALL):
+            if not (yield from self._copy_some([feed])):
+                return True
+        return False
+
+    def _copy_some(self, feeds: list[Feed]) -> Steps[bool]:
+        """A page for each of these, all in one group of the logs. False when none had anything to copy."""
+        writes: list[Write] = []
+        for feed in feeds:
+            write = yield from self._next_write(feed)
+            if write is not None:
+                writes.append(write)
+        durable = [operation for write in writes for operation in write.durable]
+        ram = [operation for write in writes for operation in write.ram]
+        if durable or ram:
+            yield Draft(durable, ram, [write.feed.hosted for write in writes if write.moves_head])
+        for feed in feeds:
+            if feed.retry_ms:
+                self._turns.wait(feed.topic.id, feed.retry_ms)
+        for write in writes:
+            self.feeds.show_progress(write.feed)
+            if not write.feed.retry_ms:
+                self._turns.give(write.feed.topic.id)
+        return any(not write.feed.retry_ms for write in writes)
+
+    def _next_write(self, feed: Feed) -> Steps[Write | None]:
         """One router must not take down its shard, nor come back after a restart to do it again."""
+        feed.retry_ms = 0
         try:
-            return self._advance(feed, demanded=False)
+            sight = yield from self._look(feed)
+            if sight is None:
+                return None
+            yield from self._make_room.expire(feed.hosted, PAGE_RECORDS, PAGE_BYTES)
+            write = self._copier.next_write(feed, sight)
+            if feed.has_no_room():
+                _, records, size_bytes = feed.no_room_for
+                if (yield from self._make_room.give_way(feed.hosted, records, size_bytes)):
+                    feed.retry_ms = 0
+                    write = self._copier.next_write(feed, sight)
         except Exception:
             log.exception("a router failed", source=feed.source, dest=feed.topic.name)
-            self._turns.wait(feed.topic.id, self._monotonic_ms() + FAILED_WAIT_MS)
-            return False
+            feed.hindrance = Hindrance.LASTING
+            feed.retry_ms = self._clock.monotonic_ms() + FAILED_WAIT_MS
+            return None
+        return write
 
-    def _advance(self, feed: Feed, demanded: bool) -> bool:
-        """A page; True when there may be another. `demanded`: somebody waits for it."""
-        dest_id = feed.topic.id
-        self._turns.wake(dest_id)
-        sight = self._sight(feed)
-        if sight is None:
-            return False
-        if not (demanded or feed.held):
-            until_ms = self._following.waits_until_ms(feed, sight, self._monotonic_ms())
-            if until_ms:
-                self._turns.wait(dest_id, until_ms)
-                return False
-        feed.retry_ms = 0
-        more = self.rederiving.copy_page(feed, sight)
-        if not more and feed.retry_ms:
-            self._turns.wait(dest_id, feed.retry_ms)
-        return more
-
-    def _sight(self, feed: Feed) -> SourceSight | None:
-        """The source, None when there is nothing to copy from it now."""
+    def _look(self, feed: Feed) -> Steps[SourceSight | None]:
+        """The source as it is, None when there is nothing to copy from it now."""
         feed.hindrance = Hindrance.NONE
         try:
             sight = self._originals.look(feed.source)
         except UnknownError:
-            self._wait_for_source(feed)
+            feed.hindrance = Hindrance.SOURCE
+            feed.retry_ms = self._clock.monotonic_ms() + UNKNOWN_WAIT_MS
             return None
         if feed.source_topic_id and (sight is None or sight.topic_id != feed.source_topic_id):
-            if not self._copier.source_ended(feed):
-                feed.hindrance = Hindrance.LASTING
-                self._turns.wait(feed.topic.id, self._monotonic_ms() + FAILED_WAIT_MS)
-                return None
-            self._copier.made_again(feed)
-            self._dead.add(router.id for router in feed.registered() if router.id not in self._dead)
+            yield from self._source_ended(feed)
             return None
-        if sight is None:
-            return None
-        if not feed.source_topic_id:
-            if not self.feeds.bind(feed, sight):
-                feed.hindrance = Hindrance.LASTING
-                return None
-            self._following.follow(feed)
-        if self.rederiving.is_less(feed, sight):
-            self._wait_for_source(feed)
+        if sight is not None and not feed.source_topic_id and not (yield from self.feeds.bind(feed, sight)):
+            feed.hindrance = Hindrance.LASTING
+            feed.retry_ms = self._clock.monotonic_ms() + FAILED_WAIT_MS
             return None
         return sight
 
-    def _wait_for_source(self, feed: Feed) -> None:
-        feed.hindrance, feed.unreadable_ms = Hindrance.SOURCE, None
-        self._turns.wait(feed.topic.id, self._monotonic_ms() + UNKNOWN_WAIT_MS)
+    def _source_ended(self, feed: Feed) -> Steps[None]:
+        """The source was deleted: what was not copied is a gap, then its routers end."""
+        write = self._copier.source_ended(feed)
+        if write is not None:
+            draft = Draft(write.durable, write.ram, [feed.hosted])
+            yield draft
+            if not draft.committed:
+                feed.hindrance = Hindrance.LASTING
+                return
+            self.feeds.show_progress(feed)
+        if feed.retry_ms:
+            return
+        self.sources.end(router.id for router in feed.registered())
 
-    # -- links
+    # -- what other shards say
 
-    def _turn(self) -> bool:
+    def _receive(self) -> Steps[bool]:
         """Takes what has come from other shards; False when it was nothing."""
-        worked = self._links.receive(self._take_message)
-        self._links.flush()
+        worked = self.sources.links.receive(self._take_message)
+        if self._gone_ids:
+            assert self.registrar is not None, "only shard 0 is told of routers that are gone"
+            gone_ids, self._gone_ids = self._gone_ids, []
+            yield from self.registrar.gone(gone_ids)
+        self.sources.links.flush()
         return worked
 
-    def _take_message(self, sender: int, message: PeerMessage) -> None:
+    def _take_message(self, _sender: int, message: PeerMessage) -> None:
         match message:
-            case Greet():
-                self._followers.forget(sender)
-                self._following.follow_again(sender)
             case Changed():
                 for name in message.names:
                     for dest_id in self.feeds.by_source.get(name, ()):
                         self._turns.give(dest_id)
-            case LetGo():
-                self._following.let_go(message)
             case Ended():
-                self._following.ended(message)
-            case Follow():
-                self._followers.follow(sender, message)
-            case Unfollow():
-                self._followers.unfollow(message.name, message.dest_topic_id)
-            case Held():
-                self._following.held(message)
+                for dest_id, feed in self.feeds.by_source.get(message.name, {}).items():
+                    if feed.source_topic_id == message.source_topic_id:
+                        feed.source_head_seq = max(feed.source_head_seq, message.head_seq)
+                        self._turns.give(dest_id)
             case RoutersGone():
-                assert self._registrar is not None, "only shard 0 is told that"
-                self._registrar.gone(message.router_ids)
+                self._gone_ids += message.router_ids

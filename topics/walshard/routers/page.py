@@ -1,0 +1,169 @@
+"""A page of a source as copies for one dest: the frames to log, laid out, and how the index will name them.
+
+Each record of the source passes each router of the dest in turn, in the order of their ids. So the copies of a dest
+have one order, whenever they are made.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from topics.core.config import U64_MAX
+from topics.core.routers import HOPS_MAX, FeedRouter, with_origin
+from topics.core.tags import Match
+from topics.core.topic import Topic
+from topics.storage.copies import Original, as_copies, lay_out_copy
+from topics.storage.frame import Bytes, stamp
+
+PAGE_RECORDS: Final = 1024
+PAGE_BYTES: Final = 1 << 20
+
+
+class Page:
+    """Unstamped copies of consecutive source records up to `source_seq`.
+
+    `full` says that the dest has no room for the next record, whose (records, bytes) are `no_room_for`. `oversize` is
+    the number of copies that the next record would have, where the dest could never hold them, however empty.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "copies_by_router",
+        "full",
+        "no_room_for",
+        "offset_len",
+        "oversize",
+        "record_flags",
+        "source_seq",
+    )
+
+    def __init__(self, source_seq: int) -> None:
+        self.source_seq = source_seq
+        self.offset_len = array("Q")
+        """As in the index, offsets counted from the first frame."""
+        self.record_flags = bytearray()
+        self.copies_by_router: dict[int, int] = {}
+        self.full = False
+        self.no_room_for = 0, 0
+        self.oversize = 0
+        self._buffer = bytearray()
+
+    def __len__(self) -> int:
+        return len(self.offset_len)
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self._buffer)
+
+    def add(self, frame: Bytes, location_flags: int, router_id: int) -> None:
+        """Adds one copy, an unstamped frame."""
+        self.offset_len.append(len(self._buffer) | len(frame) << 32)
+        self.record_flags.append(location_flags)
+        self._buffer += frame
+        self.copies_by_router[router_id] = self.copies_by_router.get(router_id, 0) + 1
+
+    def stamped(self, topic_id: int, first_seq: int, ts: int) -> bytearray:
+        """The frames, complete: contiguous seqs from `first_seq`, one commit time."""
+        stamp(self._buffer, self.offset_len, topic_id, first_seq, ts, 0)
+        return self._buffer
+
+    @classmethod
+    def whole(
+        cls, source_seq: int, source_topic_id: int, frames: bytearray, rows: array[int], flags: bytes, router_id: int
+    ) -> Page:
+        """All records behind `source_seq` as they are, through one router. `frames` are those of the originals and
+        become the page's. ValueError when one is not what its location says.
+        """
+        as_copies(frames, rows, source_topic_id, source_seq + 1)
+        page = cls(source_seq + len(rows))
+        page._buffer, page.offset_len, page.record_flags = frames, rows, bytearray(flags)
+        page.copies_by_router[router_id] = len(rows)
+        return page
+
+
+def passes_whole(routers: list[FeedRouter], source_seq: int, topic: Topic) -> bool:
+    """Whether what follows `source_seq` passes these routers unchanged, all of it, into a dest that takes all."""
+    if len(routers) != 1 or topic.config.discard == "reject":
+        return False
+    router = routers[0].router
+    spec = router.spec
+    unchanged = spec.preserve_node and spec.preserve_tag and spec.guarantee == "at_least_once"
+    return unchanged and spec.filter is None and not router.counts_hops and source_seq >= routers[0].from_seq
+
+
+def copy_page(
+    originals: Iterable[Original],
+    routers: list[FeedRouter],
+    source: str,
+    source_topic_id: int,
+    source_seq: int,
+    topic: Topic,
+) -> Page:
+    """The copies that the records behind `source_seq` get, as far as `topic` has room for them."""
+    page = Page(source_seq)
+    room_records, room_bytes = room(topic)
+    matching = [(one, one.router.spec.match) for one in routers]
+    for original in originals:
+        seq = page.source_seq + 1
+        copies = list(_copies_of(original, matching, source, source_topic_id, seq))
+        size_bytes = sum([len(frame) for frame, _, _ in copies])
+        if len(copies) > room_records or size_bytes > room_bytes:
+            if can_never_hold(topic, len(copies), size_bytes):
+                page.oversize = len(copies)
+            else:
+                page.full = True
+                page.no_room_for = len(copies), size_bytes
+            break
+        room_records -= len(copies)
+        room_bytes -= size_bytes
+        for copy in copies:
+            page.add(*copy)
+        page.source_seq = seq
+    return page
+
+
+def _copies_of(
+    original: Original,
+    matching: list[tuple[FeedRouter, Match | None]],
+    source: str,
+    source_topic_id: int,
+    source_seq: int,
+) -> Iterator[tuple[bytes, int, int]]:
+    """(unstamped frame, location flags, router id) for each router that lets the record pass."""
+    for one, match in matching:
+        router = one.router
+        spec = router.spec
+        hops = original.hops + router.counts_hops
+        if source_seq <= one.from_seq or hops >= HOPS_MAX:
+            continue
+        if match is not None and not (original.tag and match.covers(original.tag)):
+            continue
+        payload: Bytes = original.payload
+        has_meta = original.has_meta
+        if spec.guarantee == "exactly_once":
+            payload = with_origin(bytes(payload), has_meta, router.name, source, source_topic_id, source_seq)
+            has_meta = True
+        node = original.node if spec.preserve_node else b""
+        tag = original.tag if spec.preserve_tag else b""
+        yield *lay_out_copy(node, tag, payload, has_meta, hops), router.id
+
+
+def room(topic: Topic) -> tuple[int, int]:
+    """(records, bytes) that a `reject` topic can take; any other makes room."""
+    config = topic.config
+    if config.discard != "reject":
+        return U64_MAX, U64_MAX
+    return (
+        config.cap_records - topic.records if config.cap_records else U64_MAX,
+        config.cap_bytes - topic.live_bytes if config.cap_bytes else U64_MAX,
+    )
+
+
+def can_never_hold(topic: Topic, records: int, size_bytes: int) -> bool:
+    """Whether a writer would be told `record_too_large`: a `reject` topic is too small for so much even when empty."""
+    config = topic.config
+    return bool(
+        (config.cap_records and records > config.cap_records) or (config.cap_bytes and size_bytes > config.cap_bytes)
+    )
