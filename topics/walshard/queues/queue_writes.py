@@ -100,7 +100,7 @@ class QueueWrites:
         self._group.touched[topic.id] = hosted
 
     def give_way(self, hosted: Hosted, records: int, size_bytes: int) -> bool:
-        """Has acknowledged jobs that stayed deleted for so many more (`core/kept_jobs.py`). True if there were any: the
+        """Has acknowledged jobs that stayed deleted for so many more (`core/queue_log.py`). True if there were any: the
         group so far is committed.
         """
         seqs = giving_way(hosted.topic, records, size_bytes, self.dying(hosted))
