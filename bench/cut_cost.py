@@ -18,12 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, cast
 
-from topics.compactor.follower import Follower
-from topics.compactor.log_buffers import LogBuffers
-from topics.compactor.marked_index import MarkedIndex
-from topics.compactor.segments import SealAt, SegmentAppender
-from topics.compactor.shard_link import ShardLink
-from topics.compactor.tail import LogTail
+from topics.compactor.follower import Follower, LogTail, MarkedIndex, ShardLink
+from topics.compactor.segments import LogBuffers, SealAt, SegmentAppender
 from topics.core.config import TopicConfig
 from topics.core.control_bodies import CreateBody, encode_body
 from topics.core.fold import Fold
@@ -107,7 +103,7 @@ def write_log(directory: str, records: int, batch: int, is_mixed: bool) -> WalPo
 
 def follow(directory: str, end: WalPosition) -> Fold:
     fold = Fold(lambda _topic_id: MarkedIndex())
-    follower = Follower("bench", cast(ShardLink, None), LogTail(directory, WalPosition(1, 0)), fold)
+    follower = Follower("bench", cast(ShardLink, None), LogTail(directory, WalPosition(1, 0)), fold, directory)
     follower.catch_up(end, lambda: None)
     return fold
 

@@ -87,7 +87,7 @@ def test_imports_go_one_way(module: str) -> None:
         ("topics.frontend.app", "def f():\n    from topics.walshard import main", {"topics.walshard"}),
         ("topics.walshard.main", "from topics import supervisor", {"topics.supervisor"}),
         ("topics.frontend.app", "from topics.core.errors import invalid\nfrom topics import log, __version__", set()),
-        ("topics.supervisor.wiring", "from topics.frontend import main", set()),
+        ("topics.supervisor.command", "from topics.frontend import main", set()),
     ],
 )
 def test_the_guard_sees(module: str, source: str, expected: set[str]) -> None:

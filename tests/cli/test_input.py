@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from topics.cli import input as lines_of
-from topics.cli.input import BadLineError, Batch, Batcher, LineSource
+from topics.cli import service as lines_of
+from topics.cli.service import BadLineError, Batch, Batcher, LineSource
 
 
 def batcher(lines_max: int = 3, bytes_max: int = 100, delay_s: float = 1.0) -> Batcher:

@@ -8,11 +8,10 @@ import json
 import msgspec
 import pytest
 
-from topics.cli.input import BadLineError, Batch
 from topics.cli.list_topics import table
-from topics.cli.output import data_lines, record_lines
 from topics.cli.queue import Lease, job_argument, parse_jobs
 from topics.cli.read import timestamp_ms
+from topics.cli.service import BadLineError, Batch, data_lines, record_lines
 from topics.cli.write import is_certain, key_of, parse
 from topics.client import NewRecord, Record, UnreachableError
 from topics.client.errors import api_error

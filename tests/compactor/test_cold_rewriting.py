@@ -19,7 +19,7 @@ from tests.harness import poll
 from tests.storage.faults import CHANGING_CALLS, Crash, Fault, FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
-from topics.compactor.rewrites import AGAIN_MS
+from topics.compactor.rewriting import AGAIN_MS
 from topics.core.segment_list import COLD, SEALED
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.storage import kill_points

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from topics.compactor.copy_queue import PAUSE_MS, RETRY_MAX_MS, RETRY_MS, Copy, CopyQueue
+from topics.compactor.relocation import PAUSE_MS, RETRY_MAX_MS, RETRY_MS, Copy, CopyQueue
 from topics.core.segment_list import SEALED, SegmentInfo
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from topics.compactor.cut_times import RETRY_MS, CutTimes
+from topics.compactor.compactor import RETRY_MS, CutTimes
 
 INTERVAL_MS = 60_000
 WAL_BYTES = 1000

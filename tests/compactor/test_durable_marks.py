@@ -10,8 +10,7 @@ import pytest
 from tests.storage.page_cache import PageCache
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
-from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX
-from topics.compactor.durable_marks import SEQS_PER_MESSAGE
+from topics.compactor.checkpoints import SEQS_PER_MESSAGE, SYNC_ONE_BY_ONE_MAX
 from topics.core.config import TopicConfig
 from topics.shm.topic_messages import DeleteRecords, PutTopic
 from topics.storage import kill_points

@@ -10,12 +10,11 @@ import pytest
 
 from tests.compactor.test_cut_failures import BIG, Machine, machine_of
 from topics.compactor.checkpoints import FULL_AFTER
-from topics.compactor.shard_link import ShardLink
+from topics.compactor.follower import ShardLink
 from topics.core.segment_list import SEALED
 from topics.shm import messages
-from topics.shm.compactor_messages import Checkpoint
 from topics.shm.ring import Ring
-from topics.shm.topic_messages import DeleteRecords
+from topics.shm.topic_messages import Checkpoint, DeleteRecords
 from topics.storage.frame import Bytes
 
 

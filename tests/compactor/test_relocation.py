@@ -15,9 +15,8 @@ from tests.harness import poll
 from tests.storage.faults import FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
-from topics.compactor.copy_queue import RETRY_MS
-from topics.compactor.relocation import AHEAD_MAX
-from topics.compactor.rewrites import AGAIN_MS
+from topics.compactor.relocation import AHEAD_MAX, RETRY_MS
+from topics.compactor.rewriting import AGAIN_MS
 from topics.core.segment_list import COLD, SEALED, SegmentList
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic

@@ -13,7 +13,7 @@ import pytest
 from tests.storage.faults import CHANGING_CALLS, Fault, FaultyFileSystem
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
-from topics.compactor.rewrites import AGAIN_MS
+from topics.compactor.rewriting import AGAIN_MS
 from topics.core.segment_list import COLD, SEALED
 from topics.shm.topic_messages import DeleteRecords
 from topics.storage.verify import verify

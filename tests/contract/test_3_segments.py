@@ -16,7 +16,7 @@ from topics.frontend.limits import PINS
 from topics.shm import names
 from topics.storage.frame import FLAG_TAG
 from topics.storage.pins import pins_dir
-from topics.storage.segment_columns import index_digest
+from topics.storage.segment import index_digest
 from topics.storage.segment_reader import SegmentReader
 
 EVENTS = 10

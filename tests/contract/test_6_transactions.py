@@ -10,7 +10,7 @@ import pytest
 
 from tests.contract.asking import diff, missing, ok, put, refused, state, write
 from tests.harness import Service, poll
-from topics.storage.sink_file import Sink, encode_sink, sink_name
+from topics.storage.txn_files import Sink, encode_sink, sink_name
 
 T3 = ("a", "b", "c")
 

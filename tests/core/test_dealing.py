@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.core.dealing import deal
+from topics.core.job import deal
 
 
 def test_twenty_jobs_and_four_claimers_of_ten_are_five_each() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.core.expiry_clock import AWAY_MAX_MS, SETTLE_MS, STEP_MAX_MS, ExpiryClock, TrustedTime, offset_at_start
+from topics.core.clock import AWAY_MAX_MS, SETTLE_MS, STEP_MAX_MS, ExpiryClock, TrustedTime, offset_at_start
 
 DAY_MS = 86_400_000
 

@@ -25,11 +25,11 @@ from topics.core.control_bodies import (
 from topics.core.floors import EvictReason, Floors
 from topics.core.fold import Fold, FoldError
 from topics.core.location import LOCATION_LOST
-from topics.core.runs import decode_runs, encode_runs
+from topics.core.record_index import UnlocatedIndex
 from topics.core.segment_list import SEALED, SegmentInfo, SegmentList
+from topics.core.seq_set import decode_runs, encode_runs
 from topics.core.shard_state import ShardState
 from topics.core.topic import Topic
-from topics.core.unlocated_index import UnlocatedIndex
 
 T = 77
 

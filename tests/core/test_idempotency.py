@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from topics.core.idempotency import IdempotencyWindow, Outcome, is_pin, pin
-from topics.core.key_marks import KeyMark
-from topics.core.producers import is_producer_key
+from topics.core.idempotency import IdempotencyWindow, KeyMark, Outcome, is_pin, is_producer_key, pin
 
 DAY_MS = 86_400_000
 

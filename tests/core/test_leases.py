@@ -15,12 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.core.cost import lines_of
 from tests.core.list_index import ListIndex
 from topics.core import jobs
-from topics.core import leases as lease_machine
+from topics.core import jobs as lease_machine
 from topics.core.config import TopicConfig
 from topics.core.floors import EvictReason
-from topics.core.job import JobView, Now, State
-from topics.core.leases import CARRY_MS, Leases
-from topics.core.queue_state import QueueState
+from topics.core.job import JobView, Now, QueueState, State
+from topics.core.jobs import CARRY_MS, Leases
 from topics.core.topic import Topic
 
 START = Now(1_700_000_000_000, 5_000)

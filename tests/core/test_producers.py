@@ -7,8 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topics.core.errors import TopicsError
-from topics.core.idempotency import IdempotencyWindow, Outcome
-from topics.core.producers import FORGOTTEN_AFTER_MS, Turn, check_fence, check_order, parse_key, producer_key
+from topics.core.idempotency import (
+    FORGOTTEN_AFTER_MS,
+    IdempotencyWindow,
+    Outcome,
+    Turn,
+    check_fence,
+    check_order,
+    parse_key,
+    producer_key,
+)
 
 U64 = st.integers(0, 2**64 - 1)
 

@@ -10,8 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topics.core.errors import TopicsError
-from topics.core.router_state import RouterState, encode_router
-from topics.core.routers import Router, RouterRegistry, RouterSpec, parse_router, with_origin
+from topics.core.routers import (
+    Router,
+    RouterRegistry,
+    RouterSpec,
+    RouterState,
+    encode_router,
+    parse_router,
+    with_origin,
+)
 
 TOPICS = "abcdef"
 topic = st.sampled_from(TOPICS)

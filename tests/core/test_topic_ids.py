@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.core.topic_ids import TopicIds
+from topics.core.names import TopicIds
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=200), st.integers(0, 255))

@@ -15,8 +15,8 @@ import msgspec
 
 from topics.compactor.rewriting import rewrite
 from topics.compactor.segments import LogFileKey, SealAt, SegmentAppender
+from topics.core.clock import ExpiryClock
 from topics.core.config import TopicConfig
-from topics.core.expiry_clock import ExpiryClock
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.core.segment_list import COLD, SegmentInfo, SegmentList

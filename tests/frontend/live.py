@@ -25,10 +25,17 @@ from topics.frontend.reads.segment_files import object_name
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
 from topics.shm.append_messages import AppendReply
-from topics.shm.compactor_messages import Checkpoint, CheckpointReply, TopicCheckpoint
 from topics.shm.control import Role
 from topics.shm.recency import Recency, RecencyWriter
-from topics.shm.topic_messages import DeleteTopic, DeleteTopicReply, PutTopic, PutTopicReply
+from topics.shm.topic_messages import (
+    Checkpoint,
+    CheckpointReply,
+    DeleteTopic,
+    DeleteTopicReply,
+    PutTopic,
+    PutTopicReply,
+    TopicCheckpoint,
+)
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out

@@ -58,12 +58,11 @@ from topics.frontend.txn.routes import TxnRoutes
 from topics.frontend.txn.stages import Stages
 from topics.frontend.txn.table import txn_operations
 from topics.shm import messages
-from topics.shm.cap import Cap
+from topics.shm.cap import Cap, KeyCounts
 from topics.shm.control import ProcessState, Role
-from topics.shm.key_counts import KeyCounts
 from topics.shm.messages import Kind
 from topics.shm.recency import Recency, RecencyWriter
-from topics.shm.watch_messages import Watch
+from topics.shm.topic_messages import Watch
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.pins import PinFiles, pins_dir
 

@@ -25,8 +25,7 @@ from topics.shm.arena import ArenaWriter
 from topics.shm.control import Role
 from topics.shm.messages import Call, Kind
 from topics.shm.queue_messages import Claim, Dealt, Exhume, Peek, Peeked, Unclaim, Waiting, WorkClose
-from topics.shm.router_messages import CatchUp, CaughtUp
-from topics.shm.topic_messages import Expire
+from topics.shm.topic_messages import CatchUp, CaughtUp, Expire
 
 LEASE_NO = 700
 DEADLINE_MS = 2_000_000

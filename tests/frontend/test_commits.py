@@ -25,7 +25,7 @@ from topics.shm.arena import ArenaWriter
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.shm.messages import Call, Kind
-from topics.shm.txn_messages import (
+from topics.shm.topic_messages import (
     StagePublish,
     StagesOver,
     TxnBegin,
@@ -38,7 +38,7 @@ from topics.shm.txn_messages import (
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out
 from topics.storage.layout import sinks_dir
-from topics.storage.stage_file import stage_name
+from topics.storage.txn_files import stage_name
 
 SHARDS = 2
 RING_BYTES = 64 * 1024

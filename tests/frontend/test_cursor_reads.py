@@ -25,7 +25,8 @@ from topics.frontend.queues.cursor_routes import CursorRoutes
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.diff import MAX_BATCH_BYTES
 from topics.frontend.reads.reading import Page
-from topics.shm.cursor_messages import (
+from topics.shm.messages import Done
+from topics.shm.queue_messages import (
     CursorAdvance,
     CursorList,
     CursorLook,
@@ -34,7 +35,6 @@ from topics.shm.cursor_messages import (
     CursorPut,
     CursorReply,
 )
-from topics.shm.messages import Done
 from topics.shm.topic_messages import DeleteRecords, DeleteRecordsReply
 
 WAIT_S = 0.05

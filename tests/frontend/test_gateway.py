@@ -27,9 +27,19 @@ from topics.shm.instance import SharedMemory
 from topics.shm.location_ring import LocationRing
 from topics.shm.messages import Done, Kind
 from topics.shm.names import SHM_ROOT, objects
-from topics.shm.topic_messages import DeleteTopic, DeleteTopicReply, Expire, PutTopic, PutTopicReply
-from topics.shm.txn_messages import TxnPending
-from topics.shm.watch_messages import Hello, SessionOpen, SessionOpenReply, Unwatch, Watch
+from topics.shm.topic_messages import (
+    DeleteTopic,
+    DeleteTopicReply,
+    Expire,
+    Hello,
+    PutTopic,
+    PutTopicReply,
+    SessionOpen,
+    SessionOpenReply,
+    TxnPending,
+    Unwatch,
+    Watch,
+)
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import LaidOut, lay_out
 from topics.walshard.hosted.holdings import Holdings

@@ -16,9 +16,9 @@ from topics.frontend.key_limits import KeyLimits
 from topics.frontend.key_reload import KeyReload
 from topics.keys import read_keys
 from topics.settings import load
+from topics.shm.cap import KeyCounts
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
-from topics.shm.key_counts import KeyCounts
 
 DEADLINE_S = 20.0
 FAILED = "keys not reloaded, the former ones stay"

@@ -20,9 +20,9 @@ from topics.frontend.figures import ServiceFigures
 from topics.frontend.key_limits import KeyLimits
 from topics.frontend.metrics import MetricsRoute
 from topics.settings import load
+from topics.shm.cap import KeyCounts
 from topics.shm.control import Role
 from topics.shm.durations import Route
-from topics.shm.key_counts import KeyCounts
 
 
 def route(hosting: Hosting, topics_max: int = 100) -> MetricsRoute:

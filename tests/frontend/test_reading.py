@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.frontend.hosting import Hosting, ServedRecord, Written, served
+from topics.core.clock import SETTLE_MS, STEP_MAX_MS
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.core.expiry_clock import SETTLE_MS, STEP_MAX_MS
 from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import SEALED
 from topics.frontend.reads.cold import ColdMissError

@@ -22,10 +22,9 @@ from topics.frontend.live.sessions import SESSION_TTL_MS, Follow, Session, Sessi
 from topics.frontend.live.watch import WatchRoutes, accepts_event_stream
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.shards import gateway
-from topics.shm.cap import Cap
-from topics.shm.key_counts import KeyCounts
+from topics.shm.cap import Cap, KeyCounts
 from topics.shm.names import objects
-from topics.shm.watch_messages import Hello
+from topics.shm.topic_messages import Hello
 
 SESSION = Session({"t": Follow(1, 5)}, [b"me"], 256, 1000, 15_000, False, True, True, False, b"")
 

@@ -19,7 +19,7 @@ from topics.frontend.asgi import DROPPED
 from topics.frontend.reads import node_sets
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
-from topics.shm.key_counts import Counted
+from topics.shm.cap import Counted
 from topics.shm.messages import Kind
 
 NARROWED = {"other prefixes": "me:rw:elsewhere", "no scopes": "me:d", "gone": "another:rw"}

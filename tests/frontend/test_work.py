@@ -23,8 +23,7 @@ from topics.frontend.queues.unreadable import UnreadableJobs
 from topics.frontend.queues.work import WorkRoutes
 from topics.frontend.shards import gateway
 from topics.shm import messages
-from topics.shm.cap import Cap
-from topics.shm.key_counts import KeyCounts
+from topics.shm.cap import Cap, KeyCounts
 from topics.shm.queue_messages import Claim, Dealt, WorkClose
 
 KEYS = "worker:rw"

@@ -24,11 +24,11 @@ SYNC_OF: Final = frozenset(("writer", "active", "_logs"))
 TIMEOUT_S: Final = 300
 
 NOTICED_BY: Final[dict[str, Sequence[str]]] = {
-    "compactor/checkpoints.py": ("walshard/test_every_sync.py", "compactor/test_cut_failures.py"),
-    "compactor/durable_marks.py": ("walshard/test_every_sync.py", "compactor/test_durable_marks.py"),
+    "compactor/checkpoints.py": (
+        *("walshard/test_every_sync.py", "compactor/test_cut_failures.py", "compactor/test_durable_marks.py"),
+    ),
     "compactor/rewriting.py": ("storage/test_every_sync.py",),
     "compactor/segments.py": ("storage/test_every_sync.py", "walshard/test_every_sync.py"),
-    "storage/activefile.py": ("storage/test_every_sync.py", "storage/test_wal.py", "storage/test_wal_faults.py"),
     "storage/filesystem.py": (
         *("storage/test_every_sync.py", "storage/test_txn_files.py", "storage/test_clock_file.py"),
         "storage/test_wal.py",
@@ -39,7 +39,7 @@ NOTICED_BY: Final[dict[str, Sequence[str]]] = {
     "storage/segment_deletes.py": ("storage/test_every_sync.py",),
     "storage/segment_store.py": ("storage/test_every_sync.py", "storage/test_segment_store.py"),
     "storage/segment_writer.py": ("storage/test_every_sync.py", "storage/test_segment.py"),
-    "storage/state.py": ("storage/test_every_sync.py",),
+    "storage/snapshot.py": ("storage/test_every_sync.py",),
     "storage/wal.py": ("storage/test_every_sync.py", "storage/test_wal.py", "storage/test_wal_faults.py"),
     "supervisor/listeners.py": ("supervisor/test_real_service.py",),
     "walshard/checkpoints.py": ("walshard/test_every_sync.py",),

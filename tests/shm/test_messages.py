@@ -5,8 +5,7 @@ from __future__ import annotations
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.shm import messages
-from topics.shm.topic_messages import PutTopic
-from topics.shm.watch_messages import Hello, SessionClose, SessionLook, SessionOpenReply, Watch
+from topics.shm.topic_messages import Hello, PutTopic, SessionClose, SessionLook, SessionOpenReply, Watch
 
 
 def test_calls_replies_errors_and_notices() -> None:

@@ -22,8 +22,7 @@ from topics.spark.options import Directories
 from topics.spark.segment_audit import Audited, audit_segment
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
-from topics.storage.segment import ENTRY, ENTRY_LEN
-from topics.storage.segment_columns import index_digest
+from topics.storage.segment import ENTRY, ENTRY_LEN, index_digest
 from topics.storage.segment_deletes import mark_deleted
 from topics.storage.segment_reader import SegmentReader
 

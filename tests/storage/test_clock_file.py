@@ -11,8 +11,8 @@ import pytest
 
 from tests.storage.faults import CHANGING_CALLS, Fault, FaultyFileSystem
 from tests.walshard.rig import TestClock
-from topics.compactor.clock_note import NOTE_MS, ClockNote
-from topics.core.expiry_clock import TrustedTime
+from topics.compactor.life import NOTE_MS, ClockNote
+from topics.core.clock import TrustedTime
 from topics.shm.control import CELL_WORDS, ProcessCell, Role
 from topics.storage.clock_file import clock_path, read_clock, write_clock
 

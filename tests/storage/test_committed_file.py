@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from topics.storage.committed_file import CommittedFile
-from topics.storage.segment import CorruptSegment
+from topics.storage.segment import CommittedFile, CorruptSegment
 
 CONTENT = bytes(range(256)) * 4
 
@@ -66,7 +65,7 @@ def test_what_the_disk_does_not_give_is_damage(path: Path, monkeypatch: pytest.M
     def bad_sector(*_: object) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("topics.storage.committed_file.os.pread", bad_sector)
+    monkeypatch.setattr("topics.storage.segment.os.pread", bad_sector)
     with pytest.raises(CorruptSegment, match=r"at offset 8: 4 bytes cannot be read: .*Input/output error"):
         file[8:12]
 
@@ -75,7 +74,7 @@ def test_a_read_that_gives_less_is_gone_on_with(path: Path, monkeypatch: pytest.
     """Linux gives 2 GiB at most by one call."""
     file, pread = CommittedFile(str(path), len(CONTENT)), os.pread
     monkeypatch.setattr(
-        "topics.storage.committed_file.os.pread", lambda fd, length, offset: pread(fd, min(length, 100), offset)
+        "topics.storage.segment.os.pread", lambda fd, length, offset: pread(fd, min(length, 100), offset)
     )
     assert file[3:777] == CONTENT[3:777]
 

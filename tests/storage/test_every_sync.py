@@ -32,8 +32,7 @@ from topics.storage.filesystem import OsFileSystem
 from topics.storage.reshard import finish_swap, reshard
 from topics.storage.segment_deletes import mark_deleted, sync_segment
 from topics.storage.segment_store import LocalStore
-from topics.storage.snapshot import save_snapshot
-from topics.storage.state import remove_useless
+from topics.storage.snapshot import remove_useless, save_snapshot
 
 
 def made(fs: UnsyncedFileSystem) -> list[str]:

@@ -16,9 +16,8 @@ from topics.core.config import TopicConfig
 from topics.core.control_bodies import CreateBody, encode_body
 from topics.core.fold import Fold
 from topics.core.location import LOCATION_IN_RAM_LOG
-from topics.core.unlocated_index import UnlocatedIndex
-from topics.storage import column_scan
-from topics.storage.column_scan import scan_columns
+from topics.core.record_index import UnlocatedIndex
+from topics.storage import frame_columns
 from topics.storage.frame import (
     FLAG_DURABLE,
     FLAG_MORE,
@@ -31,7 +30,7 @@ from topics.storage.frame import (
     scan,
     stamp,
 )
-from topics.storage.frame_columns import FrameColumns
+from topics.storage.frame_columns import FrameColumns, scan_columns
 from topics.storage.log_fold import fold_frames
 from topics.storage.recovery import FRAMING_TYPES, RecoveredFile
 
@@ -151,7 +150,7 @@ def test_neither_a_table_nor_a_walk_needs_a_second_look(monkeypatch: pytest.Monk
     def refuse(*_: Any) -> None:
         raise AssertionError("frame by frame")
 
-    monkeypatch.setattr(column_scan, "scan", refuse)
+    monkeypatch.setattr(frame_columns, "scan", refuse)
     for records in (
         [(b"", b"", b"1", b"")] * 1000,
         [(b"n", b"t" * (at % 7), b"1" * (at % 11), b"") for at in range(999)],

@@ -24,10 +24,9 @@ from tests.storage.logs import (
     read_log,
 )
 from topics.storage import layout
-from topics.storage.damage import survey
 from topics.storage.frame import FrameType, encode, scan
 from topics.storage.logfile import RefusedLog, WalPosition
-from topics.storage.recovery import CorruptLog, recover_group
+from topics.storage.recovery import CorruptLog, recover_group, survey
 from topics.storage.wal import WalSyncError, WalWriteError, WalWriter
 
 FILE_BYTES = 600

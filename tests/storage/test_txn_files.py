@@ -5,24 +5,22 @@ from __future__ import annotations
 import pytest
 
 from topics.storage.frame import lay_out
-from topics.storage.sink_file import (
-    HEAD_LEN,
+from topics.storage.txn_files import (
+    SINK_HEAD_LEN,
     Sink,
     SinkDamagedError,
-    decode_head,
-    decode_sink,
-    encode_sink,
-    is_sink_name,
-    sink_name,
-)
-from topics.storage.stage_file import (
     StageDamagedError,
     belongs_to_txn,
+    decode_sink,
+    decode_sink_head,
     decode_stage,
     decode_stage_head,
+    encode_sink,
     encode_stage,
+    is_sink_name,
     is_stage_id,
     new_stage_id,
+    sink_name,
     stage_name,
     stage_of_name,
 )
@@ -41,7 +39,7 @@ def test_a_stage_holds_its_frames_as_they_were_laid_out() -> None:
 
 def test_a_sink_holds_its_batch_and_stages() -> None:
     assert decode_sink(SINK) == Sink("sink", 7, [("stage", "orders"), ("other", "audit")])
-    assert decode_head(SINK[:HEAD_LEN]) == (7, 2)
+    assert decode_sink_head(SINK[:SINK_HEAD_LEN]) == (7, 2)
 
 
 @pytest.mark.parametrize("at", range(len(STAGE)))

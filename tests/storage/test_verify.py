@@ -16,28 +16,25 @@ from topics.core.control_bodies import DeleteBody, MarkBody, encode_body
 from topics.core.floors import Floors
 from topics.core.fold import Fold
 from topics.core.location import LOCATION_DELETED
-from topics.core.runs import encode_runs
+from topics.core.record_index import UnlocatedIndex
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.core.segment_list import SEALED as SEALED_FLAG
+from topics.core.seq_set import encode_runs
 from topics.core.shard_state import ShardState
-from topics.core.unlocated_index import UnlocatedIndex
 from topics.storage import layout
-from topics.storage.filesystem import OsFileSystem, boot_id
+from topics.storage.filesystem import LookOnlyFileSystem, OsFileSystem, boot_id
 from topics.storage.frame import FrameType, encode
 from topics.storage.frame_columns import FrameColumns
 from topics.storage.lock import DataDirLock, DataDirLocked, holder_pid
 from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import WalIdentity, WalPosition
-from topics.storage.look_only import LookOnlyFileSystem
 from topics.storage.postings import write_postings
 from topics.storage.recovery import recover_group
 from topics.storage.segment_deletes import mark_deleted
 from topics.storage.segment_reader import SegmentReader
 from topics.storage.segment_writer import SegmentWriter
-from topics.storage.snapshot import read_snapshot, save_snapshot
-from topics.storage.state import decode_parts, encode_part, encode_parts
-from topics.storage.verify import NotADataDir, verify
-from topics.storage.verify_report import Finding, Kind, Report
+from topics.storage.snapshot import decode_parts, encode_part, encode_parts, read_snapshot, save_snapshot
+from topics.storage.verify import Finding, Kind, NotADataDir, Report, verify
 
 SEALED = [Record(b'"a"', b"n", b"t"), Record(b'"b"', tag=b"u"), Record(b'"c"', tag=b"t", meta=b'{"k":1}')]
 ACTIVE = [Record(b'"d"'), Record(b'"e"', tag=b"v")]

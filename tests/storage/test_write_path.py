@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.storage.logs import IDENTITY, appends
-from topics.storage.filesystem import OsFileSystem
+from topics.storage.filesystem import OsFileSystem, WritePath, choose_write_path
 from topics.storage.frame import Bytes
 from topics.storage.recovery import recover_group
 from topics.storage.wal import WalWriter
-from topics.storage.write_path import WritePath, choose_write_path
 
 
 class Refusing(OsFileSystem):

@@ -7,26 +7,26 @@ import sys
 
 import pytest
 
-from topics.supervisor.children import RESTART_DELAY_MS, STABLE_AFTER_MS, Backoff, show_exit
+from topics.supervisor.children import RESTART_DELAY_MS, STABLE_AFTER_MS, RestartDelay, show_exit
 
 
 def test_the_first_death_is_restarted_at_once_the_others_ever_later() -> None:
-    backoff = Backoff()
-    assert [backoff.delay_ms(1) for _ in range(10)] == [0, 50, 100, 200, 400, 800, 1600, 3200, 5000, 5000]
+    restart_delay = RestartDelay()
+    assert [restart_delay.delay_ms(1) for _ in range(10)] == [0, 50, 100, 200, 400, 800, 1600, 3200, 5000, 5000]
 
 
 def test_pauses_stay_at_the_longest_for_ever() -> None:
-    backoff = Backoff()
-    delays = [backoff.delay_ms(0) for _ in range(10_000)]
+    restart_delay = RestartDelay()
+    delays = [restart_delay.delay_ms(0) for _ in range(10_000)]
     assert set(delays[8:]) == {RESTART_DELAY_MS[1]}
 
 
 def test_a_long_life_starts_over() -> None:
-    backoff = Backoff()
+    restart_delay = RestartDelay()
     for _ in range(5):
-        backoff.delay_ms(STABLE_AFTER_MS - 1)
-    assert backoff.delay_ms(STABLE_AFTER_MS) == 0
-    assert backoff.delay_ms(STABLE_AFTER_MS - 1) == 50
+        restart_delay.delay_ms(STABLE_AFTER_MS - 1)
+    assert restart_delay.delay_ms(STABLE_AFTER_MS) == 0
+    assert restart_delay.delay_ms(STABLE_AFTER_MS - 1) == 50
 
 
 @pytest.mark.parametrize(

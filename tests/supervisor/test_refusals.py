@@ -16,8 +16,7 @@ from tests.supervisor.conftest import Start
 from topics.settings import Settings, load
 from topics.shm.instance import SharedMemory
 from topics.storage.lock import DataDirLock
-from topics.supervisor.check import Finding, check
-from topics.supervisor.limits import open_files_shortage, shared_memory_shortage
+from topics.supervisor.check import Finding, check, open_files_shortage, shared_memory_shortage
 from topics.supervisor.listeners import AddressError, listen, listen_for, port_of
 
 

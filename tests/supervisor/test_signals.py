@@ -8,7 +8,7 @@ import sys
 
 ONE_AFTER_THE_OTHER = """
 import os, signal
-from topics.supervisor.signals import Signals
+from topics.supervisor.supervision import Signals
 with Signals() as signals:
     assert signals.wait(0) is None
     os.kill(os.getpid(), signal.SIGHUP)
@@ -18,7 +18,7 @@ with Signals() as signals:
 """
 ASKED_AGAIN_AT_THE_END = """
 import os, signal, sys
-from topics.supervisor.signals import Signals
+from topics.supervisor.supervision import Signals
 with Signals():
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGINT)

@@ -18,8 +18,7 @@ from topics.core.clock import SystemClock
 from topics.shm import names
 from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role
 from topics.storage.lock import DataDirLock
-from topics.supervisor.status import StatusReader
-from topics.supervisor.table import render
+from topics.supervisor.status import StatusReader, render
 
 ROLES = (Role.FRONTEND, Role.WALSHARD, Role.COMPACTOR)
 

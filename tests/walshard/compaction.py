@@ -12,8 +12,7 @@ from topics.compactor.main import build
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.shm.control import Role
 from topics.storage import layout
-from topics.storage.committed_file import CommittedFile
-from topics.storage.segment import ENTRY_LEN
+from topics.storage.segment import ENTRY_LEN, CommittedFile
 from topics.storage.segment_reader import SegmentReader
 
 

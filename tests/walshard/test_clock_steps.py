@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.walshard.rig import Rig
+from topics.core.clock import SETTLE_MS
 from topics.core.config import TopicConfig
-from topics.core.expiry_clock import SETTLE_MS
 from topics.shm.queue_messages import Claim, WorkOpen
 from topics.shm.topic_messages import DeleteRecords, Expire, PutTopic
 

@@ -20,7 +20,7 @@ from topics.storage import kill_points, layout
 from topics.storage.filesystem import OsFileSystem, boot_id
 from topics.storage.logfile import WalIdentity
 from topics.storage.recovery import recover_group
-from topics.storage.state import load
+from topics.storage.snapshot import load
 from topics.storage.verify import verify
 
 MINUTE_MS = 60_000

@@ -18,9 +18,16 @@ from tests.walshard.rig import Rig
 from tests.walshard.test_segments import fill, numbers
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.shm.compactor_messages import Checkpoint, CheckpointReply, MarkAgain, TopicCheckpoint
 from topics.shm.messages import Done
-from topics.shm.topic_messages import DeleteRecords, Expire, PutTopic
+from topics.shm.topic_messages import (
+    Checkpoint,
+    CheckpointReply,
+    DeleteRecords,
+    Expire,
+    MarkAgain,
+    PutTopic,
+    TopicCheckpoint,
+)
 from topics.storage import layout
 from topics.walshard.hosted.segment_files import SegmentFiles
 

@@ -14,8 +14,7 @@ from tests.walshard.rig import Rig
 from tests.walshard.test_routing import route
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.shm.compactor_messages import Checkpoint
-from topics.shm.topic_messages import PutTopic
+from topics.shm.topic_messages import Checkpoint, PutTopic
 
 FSYNC = TopicConfig(durability="fsync")
 

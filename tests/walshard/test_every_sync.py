@@ -16,13 +16,20 @@ from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX
 from topics.core.config import TopicConfig
-from topics.core.router_state import FeedBody
-from topics.core.routers import RouterSpec
-from topics.shm.compactor_messages import Checkpoint
-from topics.shm.cursor_messages import CursorDelete, CursorPut
+from topics.core.routers import FeedBody, RouterSpec
 from topics.shm.messages import Call
-from topics.shm.router_messages import DeleteRouter, PutRouter, RemoveRouters, SyncRouters
-from topics.shm.topic_messages import DeleteRecords, DeleteTopic, EnsureTopic, PutTopic
+from topics.shm.queue_messages import CursorDelete, CursorPut
+from topics.shm.topic_messages import (
+    Checkpoint,
+    DeleteRecords,
+    DeleteRouter,
+    DeleteTopic,
+    EnsureTopic,
+    PutRouter,
+    PutTopic,
+    RemoveRouters,
+    SyncRouters,
+)
 from topics.storage import layout
 from topics.walshard.commit.draft import Steps
 from topics.walshard.routers.feeds import Feed

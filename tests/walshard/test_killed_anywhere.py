@@ -22,8 +22,7 @@ import pytest
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.shm.append_messages import AppendReply
-from topics.shm.topic_messages import DeleteRecords, DeleteTopic, PutTopic
-from topics.shm.watch_messages import SessionPut
+from topics.shm.topic_messages import DeleteRecords, DeleteTopic, PutTopic, SessionPut
 
 NOT_REACHED = 3
 MODULES = ("/topics/walshard/", "/topics/shm/", "/topics/storage/wal.py", "/topics/core/topic.py")

@@ -16,8 +16,7 @@ from topics.core.config import Durability, TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
 from topics.shm.arena import TopicView
-from topics.shm.topic_messages import DeleteRecords, PutTopic
-from topics.shm.watch_messages import Watch
+from topics.shm.topic_messages import DeleteRecords, PutTopic, Watch
 
 EPHEMERAL = TopicConfig(durability="ephemeral")
 

@@ -25,7 +25,7 @@ from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.job import Phase
-from topics.core.leases import CARRY_MS, Leases
+from topics.core.jobs import CARRY_MS, Leases
 from topics.shm.append_messages import AppendReply
 from topics.shm.arena import TopicView
 from topics.shm.messages import Call
@@ -42,8 +42,7 @@ from topics.shm.queue_messages import (
     WorkClose,
     WorkOpen,
 )
-from topics.shm.topic_messages import PutTopic
-from topics.shm.watch_messages import Hello
+from topics.shm.topic_messages import Hello, PutTopic
 
 MINUTE_MS = 60_000
 NODES = ("one", "two")

@@ -13,8 +13,20 @@ import pytest
 from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
-from topics.shm.cursor_messages import CursorAdvance, CursorDelete, CursorLook, CursorPut
-from topics.shm.queue_messages import Ack, Bury, Claim, Dealt, Exhume, Extend, Nack, Remove
+from topics.shm.queue_messages import (
+    Ack,
+    Bury,
+    Claim,
+    CursorAdvance,
+    CursorDelete,
+    CursorLook,
+    CursorPut,
+    Dealt,
+    Exhume,
+    Extend,
+    Nack,
+    Remove,
+)
 from topics.shm.topic_messages import DeleteRecords, PutTopic
 from topics.storage import kill_points, layout
 from topics.storage.layout import list_log_files

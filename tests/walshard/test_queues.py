@@ -15,13 +15,16 @@ from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.shm.arena import TopicView
 from topics.shm.control import Role
-from topics.shm.cursor_messages import CursorAdvance, CursorLook, CursorPassedOn, CursorPut
 from topics.shm.names import SHM_ROOT
 from topics.shm.queue_messages import (
     Ack,
     AckReply,
     Bury,
     Claim,
+    CursorAdvance,
+    CursorLook,
+    CursorPassedOn,
+    CursorPut,
     Dealt,
     Exhume,
     Extend,
@@ -33,8 +36,7 @@ from topics.shm.queue_messages import (
     WorkClose,
     WorkOpen,
 )
-from topics.shm.topic_messages import DeleteTopic, PutTopic
-from topics.shm.watch_messages import Hello
+from topics.shm.topic_messages import DeleteTopic, Hello, PutTopic
 from topics.storage.layout import list_log_files, ram_group_dir
 
 MINUTE_MS = 60_000

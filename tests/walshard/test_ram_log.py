@@ -19,8 +19,7 @@ from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.shm.append_messages import AppendReply
 from topics.shm.arena import TopicView
-from topics.shm.topic_messages import DeleteTopic, PutTopic
-from topics.shm.watch_messages import SessionClose, SessionOpen, SessionPut
+from topics.shm.topic_messages import DeleteTopic, PutTopic, SessionClose, SessionOpen, SessionPut
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.walshard import setup

@@ -17,7 +17,7 @@ from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id
 from topics.storage.reshard import finish_swap, needs_reshard, reshard
-from topics.storage.state import load, plan_move
+from topics.storage.snapshot import load, plan_move
 
 NAMES = [f"topic-{number}" for number in range(12)]
 Content = dict[str, list[tuple[int, bytes]]]

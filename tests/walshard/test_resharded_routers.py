@@ -10,10 +10,10 @@ from tests.walshard.rig import Rig
 from tests.walshard.test_resharded import move
 from tests.walshard.test_routing import put, route
 from topics.core.names import owner_shard
-from topics.shm.router_messages import CatchUp
+from topics.shm.topic_messages import CatchUp
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
-from topics.storage.state import load
+from topics.storage.snapshot import load
 from topics.storage.verify import verify
 
 DESTS = [f"dest-{number}" for number in range(6)]

@@ -23,7 +23,7 @@ from topics.core.segment_list import SEALED, SegmentInfo
 from topics.shm.topic_messages import DeleteRecords, PutTopic
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.postings import Postings
-from topics.supervisor.limits import OPEN_FILES_MIN
+from topics.supervisor.check import OPEN_FILES_MIN
 from topics.walshard.hosted import segment_files
 from topics.walshard.hosted.segment_files import SegmentFiles
 from topics.walshard.hosted.segment_tags import tags_max

@@ -19,8 +19,16 @@ from topics.core.floors import EvictReason
 from topics.core.routers import RouterSpec
 from topics.shm import append_messages
 from topics.shm.memory import SharedObject
-from topics.shm.router_messages import CatchUp, DeleteRouter, PutRouter, SyncRouters
-from topics.shm.topic_messages import DeleteRecords, DeleteTopic, EnsureTopic, PutTopic
+from topics.shm.topic_messages import (
+    CatchUp,
+    DeleteRecords,
+    DeleteRouter,
+    DeleteTopic,
+    EnsureTopic,
+    PutRouter,
+    PutTopic,
+    SyncRouters,
+)
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType, lay_out, scan
 from topics.storage.layout import group_dir, log_path
 from topics.walshard.routers.feeds import Feeds

@@ -17,8 +17,7 @@ from tests.walshard.rig import Rig
 from tests.walshard.test_killed_anywhere import NOT_REACHED, in_a_process, kill_at_line, serve
 from tests.walshard.test_routing import append_tagged, put, route
 from topics.core.routers import RouterSpec
-from topics.shm.router_messages import CatchUp, PutRouter
-from topics.shm.topic_messages import DeleteRecords
+from topics.shm.topic_messages import CatchUp, DeleteRecords, PutRouter
 
 DESTS = ("b", "c", "wide")
 

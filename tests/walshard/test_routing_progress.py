@@ -14,8 +14,7 @@ from topics.core.config import TopicConfig
 from topics.core.routers import RouterSpec
 from topics.shm.control import Role
 from topics.shm.router_board import RouterBoard
-from topics.shm.router_messages import CatchUp, CaughtUp, PutRouter
-from topics.shm.topic_messages import DeleteRecords, EnsureTopic, PutTopic
+from topics.shm.topic_messages import CatchUp, CaughtUp, DeleteRecords, EnsureTopic, PutRouter, PutTopic
 from topics.storage.layout import group_dir
 
 

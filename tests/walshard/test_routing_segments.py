@@ -17,8 +17,7 @@ from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from tests.walshard.test_routing import Model, append_tagged, feeds, logged_types, put, route
 from topics.core.routers import RouterSpec
-from topics.shm.router_messages import CatchUp, CaughtUp, PutRouter, SyncRouters
-from topics.shm.topic_messages import DeleteRecords, Expire
+from topics.shm.topic_messages import CatchUp, CaughtUp, DeleteRecords, Expire, PutRouter, SyncRouters
 from topics.storage.frame import FrameType
 from topics.storage.segment_store import LocalStore
 from topics.storage.verify import verify

@@ -12,8 +12,15 @@ from tests.walshard.compaction import Compaction
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.segment_list import SEALED
-from topics.shm.compactor_messages import Checkpoint, CheckpointReply, TopicCheckpoint
-from topics.shm.topic_messages import DeleteRecords, DeleteTopic, Expire, PutTopic
+from topics.shm.topic_messages import (
+    Checkpoint,
+    CheckpointReply,
+    DeleteRecords,
+    DeleteTopic,
+    Expire,
+    PutTopic,
+    TopicCheckpoint,
+)
 from topics.storage import kill_points, layout
 from topics.storage.kill_points import KillPoint
 from topics.storage.recovery import BATCH_FRAMES

@@ -13,10 +13,13 @@ from topics.core.config import Durability, TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
 from topics.shm import append_messages, messages
-from topics.shm.compactor_messages import Checkpoint
-from topics.shm.topic_messages import DeleteRecords, DeleteTopic, Expire, PutTopic
-from topics.shm.watch_messages import (
+from topics.shm.topic_messages import (
+    Checkpoint,
+    DeleteRecords,
+    DeleteTopic,
+    Expire,
     Hello,
+    PutTopic,
     SessionAbandon,
     SessionClose,
     SessionLook,

@@ -19,11 +19,19 @@ from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.frontend.txn.stages import Stages
 from topics.shm.messages import Call
-from topics.shm.topic_messages import PutTopic
-from topics.shm.txn_messages import StagePublish, StagesOver, TxnBegin, TxnEnd, TxnForget, TxnLook, TxnPending
+from topics.shm.topic_messages import (
+    PutTopic,
+    StagePublish,
+    StagesOver,
+    TxnBegin,
+    TxnEnd,
+    TxnForget,
+    TxnLook,
+    TxnPending,
+)
 from topics.storage import layout
 from topics.storage.frame import lay_out
-from topics.storage.sink_file import sink_name
+from topics.storage.txn_files import sink_name
 
 KILLED_IN = (*MODULES, "/topics/storage/filesystem.py")
 StageList = list[tuple[str, str]]

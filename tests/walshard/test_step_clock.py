@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from topics.core.expiry_clock import ExpiryClock
+from topics.core.clock import ExpiryClock
 from topics.core.job import Now
 from topics.log import get_logger
 from topics.walshard.step_clock import StepClock

@@ -11,7 +11,7 @@ from tests.core.cost import lines_of
 from tests.core.list_index import ListIndex
 from topics.core.config import TopicConfig
 from topics.core.job import Now
-from topics.core.leases import Leases
+from topics.core.jobs import Leases
 from topics.core.topic import Topic
 from topics.walshard.handlers.workers import Hand, Worker, Workers
 

@@ -7,8 +7,7 @@ import sys
 from typing import Final
 
 from topics.cli import service
-from topics.cli.output import print_answer
-from topics.cli.service import EXIT_REFUSED, UsageError, say
+from topics.cli.service import EXIT_REFUSED, UsageError, print_answer, say
 from topics.client import Client, NotAllowedError
 
 _EXAMPLES: Final = """  topics delete orders --before 1000

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from topics.cli import service
-from topics.cli.output import print_answer, put
+from topics.cli.service import print_answer, put
 from topics.client import Client, NotFoundError, TopicState
 
 AT_ONCE: Final = 4

@@ -15,9 +15,18 @@ import msgspec
 
 from topics.api.requests import State
 from topics.cli import service
-from topics.cli.input import BadLineError, Batch, stdin_batches
-from topics.cli.output import print_line, put, record_lines
-from topics.cli.service import EXIT_REFUSED, UsageError, Work, say
+from topics.cli.service import (
+    EXIT_REFUSED,
+    BadLineError,
+    Batch,
+    UsageError,
+    Work,
+    print_line,
+    put,
+    record_lines,
+    say,
+    stdin_batches,
+)
 from topics.client import ApiError, ClaimedJob, Client, TopicState, calls
 from topics.client.calls import Call
 from topics.client.errors import api_error

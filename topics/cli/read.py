@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from topics.cli import service
-from topics.cli.output import RecordPrinter
+from topics.cli.service import RecordPrinter
 from topics.client import Client, Page
 
 PAGE_MAX_RECORDS: Final = 1000

@@ -11,9 +11,8 @@ from collections import deque
 from typing import Final
 
 from topics.cli import service
-from topics.cli.output import RecordPrinter
 from topics.cli.read import read_pages
-from topics.cli.service import say
+from topics.cli.service import RecordPrinter, say
 from topics.client import Client, Record, Tombstone, TopicGone
 
 EXIT_BROKEN_PIPE: Final = 141

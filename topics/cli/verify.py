@@ -9,8 +9,7 @@ from typing import Final
 import msgspec
 
 from topics.storage.lock import DataDirLocked
-from topics.storage.verify import NotADataDir, verify
-from topics.storage.verify_report import Report
+from topics.storage.verify import NotADataDir, Report, verify
 
 EXIT_DAMAGE: Final = 1
 EXIT_USAGE: Final = 2

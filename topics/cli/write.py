@@ -11,9 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from topics.cli import service
-from topics.cli.input import BadLineError, Batch, stdin_batches
-from topics.cli.output import print_line
-from topics.cli.service import UsageError, say
+from topics.cli.service import BadLineError, Batch, UsageError, print_line, say, stdin_batches
 from topics.client import ApiError, Client, ClientError, NewRecord, ServiceBusyError
 
 BATCH_MAX_BYTES: Final = 1 << 20

@@ -1,60 +1,67 @@
-"""A checkpoint of one shard: its topics' new records into segments, the segments onto the disk, the shard told.
+"""A checkpoint of one shard: its topics' new records and their deletions go into segments and onto the disk.
 
-What is told is durable before, and the shard's answer means that its log says so. Killed anywhere, or refused, it is
-simply repeated: a topic whose mark is not in the log goes on where the mark before it ends.
+`Checkpoints` puts records into segments, syncs them and tells the shard. The shard's answer means that its log says so.
+A checkpoint that is killed or refused is simply repeated: a topic whose mark is not in the log goes on where the mark
+before it ends.
+
+`DurableMarks` sees to deletions that a snapshot takes for done: they are on the disk before it, for nobody will read
+the log for them. The shard marks deletions in segments at once, this process syncs the marks. A sync that failed
+reports it only once: the pages count as clean then, and the next sync of the same file succeeds though they never came
+to the disk. So after a failed sync the shard marks everything again that the log tells of since the last snapshot. It
+also does so once in each life of this process, because the former life may have ended right behind such a failure.
 """
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
-from topics.compactor.backoff import doubled_ms
-from topics.compactor.deferred_sync import deferring_syncs
-from topics.compactor.follower import Follower
-from topics.compactor.log_buffers import LogBuffers
-from topics.compactor.segments import NO_ROOM, BufferOf, SealAt, SegmentAppender
+from topics.compactor.follower import Follower, MarkedIndex
+from topics.compactor.segments import NO_ROOM, BufferOf, LogBuffers, SealAt, SegmentAppender
+from topics.core.backoff import doubled_ms
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_IN_RAM_LOG, any_flagged, flags_of
-from topics.core.segment_list import SEALED, SegmentInfo
+from topics.core.segment_list import COLD, SEALED, SegmentInfo
+from topics.core.seq_set import runs_of
 from topics.core.topic import Topic
 from topics.log import get_logger
-from topics.shm.compactor_messages import Checkpoint, CheckpointReply, TopicCheckpoint
+from topics.shm.messages import Done
+from topics.shm.topic_messages import Checkpoint, CheckpointReply, MarkAgain, TopicCheckpoint
 from topics.storage import layout
-from topics.storage.filesystem import FileSystem
+from topics.storage.filesystem import FileSystem, deferring_syncs
 from topics.storage.kill_points import reached
+from topics.storage.segment_deletes import sync_segment
 
 TOPICS_PER_SYNC: Final = 4096
 SYNC_ONE_BY_ONE_MAX: Final = 64
-"""Segments whose files are synced one after the other; for more, one sync of the file system is less, where its failure
-is told.
+"""The files of up to so many segments are synced one after the other. For more, one sync of the file system costs less,
+where it tells of failures.
 """
 TOPICS_PER_MESSAGE: Final = 256
-"""A shard takes some ms for so many."""
+"""A shard takes some ms for a message of so many."""
 RECORDS_PER_STEP: Final = 1 << 16
-"""Of one topic at a time, and of one message: the shard looks at the flags of all of them."""
+"""The bound for one topic at a time, and for one message: the shard looks at the flags of all records."""
 FULL_AFTER: Final = 16
-"""Topics without room: a smaller one may still find some, but this many say that it is the disk."""
+"""So many topics without room mean that the disk is full; after fewer a smaller topic may still find room."""
 _LOOK_AGAIN_S: Final = 0.001
 _LOOKS: Final = 5000
 SEAL_AGAIN_MS: Final = 60_000
-"""After a segment could not be sealed, which holds up nothing; doubled each time, up to:"""
+"""The pause after a segment could not be sealed, which holds up nothing; doubled each time, up to SEAL_AGAIN_MAX_MS."""
 SEAL_AGAIN_MAX_MS: Final = 3_600_000
-"""A shard that starts again, and has copies to log, may take longer: then the next cut will do."""
 
 log = get_logger()
 
 
 class Refused(Exception):  # noqa: N818 — named for what it is
-    """The shard did not mark everything, or does not show what it has: its log cannot be written now."""
+    """The shard did not mark everything, or does not show all that it has: its log cannot be written now."""
 
 
 class Written(NamedTuple):
-    """What checkpoints added to segments."""
+    """The records, bytes and seals that checkpoints added to segments."""
 
     records: int
     data_bytes: int
@@ -62,7 +69,7 @@ class Written(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What of one topic is to be told at once. `has_more`: there may be more to do for it."""
+    """A part of one topic that the shard is told at once. `has_more`: the topic may have more."""
 
     topic: Topic
     checkpoint: TopicCheckpoint
@@ -71,8 +78,9 @@ class _Step(NamedTuple):
 
 
 class _Failures:
-    """What kept topics from segments: how many, and the one to tell of, a full disk before others, for something can be
-    done about that. Not the errors themselves, whose frames hold all that was to be written.
+    """The failures that kept topics from segments: how many, and the one to report. A full disk is reported before
+    others, for somebody can do something about it. Tracebacks are dropped, for their frames hold everything that was to
+    be written.
     """
 
     def __init__(self) -> None:
@@ -91,20 +99,21 @@ class _Failures:
 
     @property
     def is_full(self) -> bool:
-        """The disk is, whatever the topic: there is no use in trying the others."""
+        """True if the disk is full, whatever the topic: there is no use in trying the others."""
         return self._no_room >= FULL_AFTER
 
 
 class _Pause(NamedTuple):
-    """`until_ms` of the monotonic clock."""
+    """A pause until `until_ms` of the monotonic clock."""
 
     pause_ms: int
     until_ms: int
 
 
 class Checkpoints:
-    """Of all shards, one after the other. `alive` is called between steps; up to `one_by_one_max` segments of one are
-    synced by themselves.
+    """Checkpoints all shards, one after the other.
+
+    `alive` is called between steps. Up to `one_by_one_max` segments of a step are synced by themselves.
     """
 
     def __init__(
@@ -124,13 +133,15 @@ class Checkpoints:
         self._one_by_one_max = one_by_one_max
         self._suspects: set[str] = set()
         self._unsealable: dict[tuple[int, SegmentInfo], _Pause] = {}
-        """Which was said: they stay as they are, until something is appended to them or it can be done."""
+        """Segments that could not be sealed, which the log says. They stay as they are until something is appended to
+        them, or until they can be sealed.
+        """
 
     def run(self, follower: Follower, buffers: LogBuffers) -> Written:
-        """Everything the follower has read is in segments afterwards, and the shard's log is synced up to there.
+        """Puts everything the follower has read into segments; the shard's log is synced up to there afterwards.
 
-        Raises Refused, and OSError when some topics could not be written, whatever was refused besides. Of all others
-        the shard has heard then, unless it refuses or the disk is full.
+        Raises Refused, and OSError when some topics could not be written, whatever was refused besides. The shard has
+        heard of all other topics then, unless it refuses or the disk is full.
         """
         failures = _Failures()
         refused: Refused | None = None
@@ -144,7 +155,7 @@ class Checkpoints:
         if failures.told is not None:
             log.error("records of topics could not be put into segments", topics=failures.topics)
             raise failures.told from refused
-        # Also when there was nothing: the answer means that the log is synced.
+        # Also when there was nothing to tell: the answer means that the log is synced.
         tell(follower, [])
         reached("checkpoint.marked")
         return written
@@ -167,12 +178,12 @@ class Checkpoints:
         return written
 
     def has_old(self, follower: Follower) -> bool:
-        """Whether it is time to seal a segment, though the log may say nothing new."""
+        """True if it is time to seal a segment, though the log may say nothing new."""
         now_ms = self._clock.now_ms()
         return any(self._is_old(follower, topic, now_ms) for topic in follower.fold.topics.values())
 
     def _due(self, follower: Follower, now_ms: int) -> Iterator[Topic]:
-        """Topics of which the log said something, and those whose active segment is old."""
+        """Yields topics of which the log said something, and topics whose active segment is old."""
         topics = follower.fold.topics
         for topic_id in sorted(follower.touched):
             topic = topics.get(topic_id)
@@ -203,8 +214,8 @@ class Checkpoints:
     def _step(
         self, follower: Follower, topics: list[Topic], buffer_of: BufferOf, now_ms: int, failures: _Failures
     ) -> list[_Step]:
-        """Records of each of them are in segments, on the disk, but for those whose failures are added, and what comes
-        behind these on a full disk.
+        """Puts records of each topic into segments and onto the disk. It adds the failures of other topics, and skips
+        the rest on a full disk.
         """
         one_by_one = sum(self._segments_due(follower, topic) for topic in topics) <= self._one_by_one_max
         fs = self._fs if one_by_one else deferring_syncs(self._fs)
@@ -226,14 +237,14 @@ class Checkpoints:
         return steps
 
     def _segments_due(self, follower: Follower, topic: Topic) -> int:
-        """About how many are written to."""
+        """About how many segments will be written to."""
         records = topic.head_seq - max(topic.earliest_seq - 1, follower.index_of(topic).segments.last_seq)
         return 1 + min(records, RECORDS_PER_STEP) // self._seal_at.records
 
     def _topic(
         self, follower: Follower, topic: Topic, appender: SegmentAppender, buffer_of: BufferOf, now_ms: int
     ) -> _Step | None:
-        """Some of its new records are in segments; None when there are none, or no such topic any more."""
+        """Puts some of its new records into segments. None when there are none, or the topic is gone."""
         index = follower.index_of(topic)
         last = index.segments.last
         up_to_seq = index.segments.last_seq
@@ -241,7 +252,7 @@ class Checkpoints:
         while True:
             view = follower.look_up(topic)
             if view is None:
-                # The log says so further on, and has it on the disk: what it says before that counts for nothing.
+                # The log says so further on, and has it on the disk: its earlier frames on the topic count for nothing.
                 follower.fold.topic_delete(topic.id)
                 follower.shrunk.add(topic.id)
                 return None
@@ -292,14 +303,15 @@ class Checkpoints:
 
 
 def tell(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
-    """The shard logs them, and the fold has them at once: the log itself says it behind where it has been read.
+    """Has the shard log the checkpoints. The fold takes them over at once: the log says them behind the place read so
+    far.
 
-    Raises Refused when the shard could not log all of them, or not be told.
+    Raises Refused when the shard could not log all of them, or could not be told.
     """
     try:
         reply = follower.link.call(Checkpoint(checkpoints), CheckpointReply)
     except (TopicsError, OSError) as error:
-        # An OSError is of shared memory, and nothing about the disk or a file on it follows from that.
+        # The OSError is about shared memory: it says nothing about the disk or a file on it.
         raise Refused(f"shard {follower.shard}: {error}") from error
     gone, refused = set(reply.gone), set(reply.refused)
     for checkpoint in checkpoints:
@@ -316,8 +328,10 @@ def tell(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
 
 
 def _followed(entries: array[int], topic: Topic) -> array[int]:
-    """Those that may go into segments now: records up to the one that was read from the log last, whose frames were
-    all checked then, and what lies in the RAM log before them, or behind them if the topic is durable by now.
+    """Returns the entries that may go into segments now.
+
+    These are records up to the last one that was read from the log, whose frames were all checked then. Records in the
+    RAM log before them may go too, and those behind them if the topic is durable by now.
     """
     if not any_flagged(entries, LOCATION_IN_RAM_LOG):
         count = max(0, topic.head_seq - entries[0] + 1)
@@ -366,3 +380,69 @@ def _plus(written: Written, follower: Follower, step: _Step) -> Written:
 
 def _data_bytes(infos: Iterable[SegmentInfo]) -> int:
     return sum(info.data_bytes for info in infos)
+
+
+SEQS_PER_MESSAGE: Final = 2048
+"""A shard takes some ms for a message of so many."""
+
+
+class DurableMarks:
+    """Syncs the deletion marks of all shards. Owns which shards have to mark again.
+
+    `alive` is called between steps. Up to `one_by_one_max` segments are synced by themselves.
+    """
+
+    def __init__(
+        self, fs: FileSystem, data_dir: str, shards: int, alive: Callable[[], None], one_by_one_max: int
+    ) -> None:
+        self._fs = fs
+        self._data_dir = data_dir
+        self._shards = shards
+        self._alive = alive
+        self._one_by_one_max = one_by_one_max
+        self._doubted = set(range(shards))
+
+    def doubt(self) -> None:
+        """A sync of segments failed: it may have been the one that covered marks, so all shards mark again."""
+        self._doubted = set(range(self._shards))
+
+    def sync(self, followers: Iterable[Follower]) -> list[tuple[Follower, int, SegmentInfo]]:
+        """Puts every deletion that these followers have read onto the disk. Returns (follower, topic id, segment) of
+        the deletions that are in segments.
+
+        Raises Refused, and OSError: then call `doubt`.
+        """
+        marked: list[tuple[Follower, int, SegmentInfo]] = []
+        seen: list[MarkedIndex] = []
+        shards = set()
+        for follower in followers:
+            shards.add(follower.shard)
+            for topic_id in sorted(follower.shrunk):
+                topic = follower.fold.topics.get(topic_id)
+                if topic is None:
+                    continue
+                index = follower.index_of(topic)
+                for info, seqs in index.deleted_in_segments():
+                    if follower.shard in self._doubted:
+                        self._mark_again(follower, topic_id, seqs)
+                    marked.append((follower, topic_id, info))
+                seen.append(index)
+        if len(marked) > self._one_by_one_max:
+            self._fs.sync_all(layout.topics_dir(self._data_dir))
+        else:
+            for _, topic_id, info in marked:
+                directory = layout.topic_dir(self._data_dir, topic_id)
+                sync_segment(self._fs, directory, info.first_seq, info.version, cold=bool(info.flags & COLD))
+        self._doubted -= shards
+        for index in seen:
+            del index.deleted[:]
+        return marked
+
+    def _mark_again(self, follower: Follower, topic_id: int, seqs: Sequence[int]) -> None:
+        for at in range(0, len(seqs), SEQS_PER_MESSAGE):
+            runs = runs_of(seqs[at : at + SEQS_PER_MESSAGE])
+            try:
+                follower.link.call(MarkAgain(topic_id, runs), Done)
+            except (TopicsError, OSError) as error:  # about shared memory: see `tell`
+                raise Refused(f"shard {follower.shard}: {error}") from error
+            self._alive()

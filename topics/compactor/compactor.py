@@ -19,74 +19,115 @@ Killed anywhere, the next life begins with the newest snapshot and does what was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Final
 
-from topics.compactor.checkpoints import Checkpoints, Refused, tell
-from topics.compactor.durable_marks import DurableMarks
-from topics.compactor.ended_pins import unpin_ended
+from topics.compactor.checkpoints import Checkpoints, DurableMarks, Refused, tell
 from topics.compactor.follower import Follower
 from topics.compactor.leftovers import Leftovers, Swept, TopicFiles
-from topics.compactor.log_buffers import LogBuffers
+from topics.compactor.life import Life
 from topics.compactor.relocation import Relocation
-from topics.compactor.rewrites import Rewriting
-from topics.compactor.segments import NO_ROOM
-from topics.core.clock import Clock
+from topics.compactor.rewriting import Rewriting
+from topics.compactor.segments import NO_ROOM, LogBuffers
+from topics.compactor.snapshots import Snapshots
+from topics.core.backoff import doubled_ms
 from topics.core.errors import TopicsError
 from topics.log import get_logger
-from topics.shm.compactor_messages import Trim
-from topics.shm.control import ProcessCell
 from topics.shm.messages import Done
-from topics.storage.filesystem import FileSystem
+from topics.shm.topic_messages import Trim
 from topics.storage.kill_points import reached
 from topics.storage.logfile import WalPosition
-from topics.storage.snapshot import save_snapshot
-from topics.storage.state import ShardPart, encode_part, encode_parts, load
+from topics.storage.snapshot import ShardPart
 
 LOOKS_PER_STEP: Final = 16
-"""Segments that are so small that the rate at which they may be rewritten is no bound."""
+"""So many segments are looked at in one step: small ones stay below the rate at which bytes may be rewritten."""
 _COLD_STAYS: Final = "what is superfluous in the cold directory stays for now"
+
+RETRY_MS: Final = 2_000
+"""The pause after a cut that was not complete; doubled each time, up to the interval or RETRY_MAX_MS."""
+RETRY_MAX_MS: Final = 60_000
+"""A full disk must get its room back however long the interval is, and files that stayed must go."""
 
 log = get_logger()
 
 
+class CutTimes:
+    """The next cut is due `interval_ms` after the last one, or at once when a shard has written `wal_bytes` since.
+
+    A cut that failed is tried again before that, but less and less often. Pure; `now_ms` is of a monotonic clock.
+    """
+
+    def __init__(self, interval_ms: int, wal_bytes: int, now_ms: int) -> None:
+        self._interval_ms = interval_ms
+        self._wal_bytes = wal_bytes
+        self._retry_max_ms = min(interval_ms, RETRY_MAX_MS)
+        self._begun_ms = self._last_ms = self._tidied_ms = now_ms
+        self._has_tried = False
+        self._failed = 0
+
+    def is_due(self, new_bytes: int, now_ms: int) -> bool:
+        """Says whether to begin a cut now."""
+        since_ms = now_ms - self._last_ms
+        if self._failed:
+            wait_ms = doubled_ms(RETRY_MS, self._failed - 1, max(RETRY_MS, self._retry_max_ms))
+        else:
+            wait_ms = self._interval_ms
+        return since_ms >= wait_ms or new_bytes >= self._wal_bytes
+
+    def done(self, complete: bool, now_ms: int, was_made: bool = True) -> None:
+        """A cut was tried, or (not `was_made`) there was nothing to do. `complete`: all shards took part."""
+        self._last_ms = now_ms
+        self._has_tried = True
+        self._failed = 0 if complete else self._failed + 1
+        if complete and was_made:
+            self._tidied_ms = now_ms
+
+    def is_tidying_due(self, now_ms: int) -> bool:
+        """Says whether to try again to remove files that a cut could not remove: that needs no cut."""
+        return now_ms - self._tidied_ms >= self._retry_max_ms
+
+    def tidied(self, now_ms: int) -> None:
+        """Removing them was tried."""
+        self._tidied_ms = now_ms
+
+    def may_keep_up(self, now_ms: int) -> bool:
+        """Says whether work that can wait may be done.
+
+        It comes after the first cut: an error in it that ends the process in each of its lives must not keep the first
+        cut from being made. But it does not wait for a long interval: `wal_bytes` bounds the log then.
+        """
+        return self._has_tried or now_ms - self._begun_ms >= RETRY_MAX_MS
+
+
 class Compactor:
-    """`newest`: the number of the newest snapshot, `kept`: where it goes on in each shard's log; `log_dirs`: each
-    shard's log and RAM log.
+    """Cuts: puts everything that the logs say into segments and a snapshot, and lets files go that nothing needs then.
+
+    Owns nothing but the order of the steps; each collaborator owns its part. A cut that fails for one shard holds up no
+    other, and nothing is removed that a start from either of the two newest snapshots can ask for.
     """
 
     def __init__(
         self,
-        fs: FileSystem,
-        data_dir: str,
         followers: list[Follower],
-        log_dirs: list[tuple[str, str]],
-        newest: int | None,
-        kept: dict[int, WalPosition],
+        snapshots: Snapshots,
         checkpoints: Checkpoints,
         marks: DurableMarks,
         leftovers: Leftovers,
         rewriting: Rewriting,
         relocation: Relocation | None,
-        cell: ProcessCell,
-        clock: Clock,
-        alive: Callable[[], None],
+        life: Life,
     ) -> None:
-        self._fs = fs
-        self._data_dir = data_dir
         self._followers = followers
-        self._log_dirs = log_dirs
-        self._newest = newest
-        self._kept = kept
+        self._snapshots = snapshots
         self._checkpoints = checkpoints
         self._marks = marks
         self._leftovers = leftovers
         self._rewriting = rewriting
         self._relocation = relocation
-        self._cell = cell
-        self._clock = clock
-        self._alive = alive
-        self._tried_bytes = [cell.get(f"absorbed_bytes_{follower.shard:02d}") for follower in followers]
+        self._cell = life.cell
+        self._clock = life.clock
+        self._alive = life.alive
+        self._tried_bytes = [self._cell.get(f"absorbed_bytes_{follower.shard:02d}") for follower in followers]
 
     def follow(self, step_bytes: int) -> None:
         """Reads the logs on where there is that much to read: then a cut has less to do at one go."""
@@ -97,14 +138,16 @@ class Compactor:
                 follower.catch_up(until, self._alive)
 
     def upkeep(self) -> int | None:
-        """A step of what can wait; in how many ms the next one is due, None without one. Raises OSError, Refused."""
+        """Does a step of the work that can wait. Returns in how many ms the next one is due, None without one. Raises
+        OSError, Refused.
+        """
         if self._relocation is not None:
             # First: a full disk makes rewriting fail, and this makes room.
             step = self._relocation.step(self._followers)
             self._cell.add("segments_relocated", step.relocated)
             self._cell.add("failures", step.failed)
         for follower in self._followers:
-            # What was deleted in them before: nobody says so again.
+            # Records were deleted in them before they were sealed: nobody says so again.
             for sealed in follower.sealed:
                 self._rewriting.consider(follower, *sealed)
             follower.sealed.clear()
@@ -117,14 +160,14 @@ class Compactor:
 
     @property
     def new_bytes(self) -> int:
-        """The most that one shard has written since its last cut, or try of one."""
+        """The bytes that a shard has written since its last cut, or try of one; the most of all shards."""
         return max(follower.link.written_bytes - self._tried_bytes[follower.shard] for follower in self._followers)
 
     @property
     def has_news(self) -> bool:
-        """Whether a snapshot would say anything that the last one does not, or let files go, or segments are old."""
+        """True if a snapshot would say anything new, or let files go, or if segments are old."""
         for follower in self._followers:
-            kept = self._kept.get(follower.shard)
+            kept = self._snapshots.positions.get(follower.shard)
             if kept is None or follower.link.committed not in (None, kept):
                 return True
         if self._leftovers.waiting or (self._relocation is not None and self._relocation.waiting):
@@ -132,10 +175,10 @@ class Compactor:
         return any(map(self._checkpoints.has_old, self._followers))
 
     def cut(self) -> bool:
-        """False when a shard could not take part, refused or failed, or nothing could be saved; the cut may be repeated
-        then.
+        """Makes a cut. False when a shard could not take part, refused or failed, or nothing could be saved; the cut
+        may be repeated then.
 
-        Raises TailLost, FoldError, and OSError for what is no shard's: this object is of no use any more.
+        Raises TailLost, FoldError, and OSError for what is no shard's own: this object is of no use any more.
         """
         written_bytes: dict[int, int] = {}
         begun_ms = self._clock.now_ms()
@@ -154,10 +197,7 @@ class Compactor:
             except (OSError, Refused) as error:
                 is_full |= self._not_cut(follower, error)
                 continue
-            unpin_ended(self._fs, self._data_dir, follower.fold.topics.values(), self._alive)
-            parts[follower.shard] = encode_part(
-                follower.shard, len(self._followers), follower.log_id(), follower.position, follower.fold.state()
-            )
+            parts[follower.shard] = self._snapshots.part_of(follower, self._alive)
             written_bytes[follower.shard] = written
         reached("snapshot.due")
         for shard in list(parts):
@@ -167,7 +207,7 @@ class Compactor:
                 is_full |= self._not_cut(self._followers[shard], error)
                 del parts[shard]
         saved = False
-        if parts and len(parts.keys() | self._kept.keys()) == len(self._followers):
+        if self._snapshots.can_save(parts):
             try:
                 self._save_and_let_go(parts, begun_ms, written_bytes)
                 saved = True
@@ -180,7 +220,7 @@ class Compactor:
         return saved and len(parts) == len(self._followers)
 
     def _not_cut(self, follower: Follower, error: OSError | Refused) -> bool:
-        """What one shard met is said and counted, and holds up no other; True: the disk is full."""
+        """Counts and logs the failure of one shard, which holds up no other. True: the disk is full."""
         if isinstance(error, OSError):
             self._marks.doubt()
         self._cell.add("failures")
@@ -192,7 +232,7 @@ class Compactor:
         return isinstance(error, OSError) and error.errno in NO_ROOM
 
     def _checkpoint(self, follower: Follower) -> None:
-        buffers = LogBuffers(*self._log_dirs[follower.shard])
+        buffers = LogBuffers(*follower.log_directories)
         try:
             written = self._checkpoints.run(follower, buffers)
         finally:
@@ -212,9 +252,12 @@ class Compactor:
             self._rewriting.consider(follower, topic_id, info.first_seq)
 
     def _save_and_let_go(self, parts: dict[int, ShardPart], begun_ms: int, written_bytes: dict[int, int]) -> None:
-        """Raises OSError when there is no new snapshot."""
-        former = self._kept
-        former_is_fallback = self._save(parts)
+        """Saves a snapshot, then lets files go. Raises OSError when there is no new snapshot."""
+        former = self._snapshots.positions
+        former_is_fallback = self._snapshots.save(parts)
+        self._cell.add("snapshots")
+        self._cell.set("last_snapshot_ms", self._clock.now_ms())
+        reached("snapshot.saved")
         self._cell.set("absorbed_ms", begun_ms)
         for shard in parts:
             self._cell.set(f"absorbed_bytes_{shard:02d}", written_bytes[shard])
@@ -222,41 +265,19 @@ class Compactor:
             self._trim({shard: former[shard] for shard in parts if shard in former})
             self._sweep(parts)
 
-    def _save(self, parts: dict[int, ShardPart]) -> bool:
-        """What of a shard is not in `parts` is taken over from the newest snapshot. True when that is what is left to
-        fall back on, or there was none.
-        """
-        if len(parts) < len(self._followers):
-            newest = load(self._fs, self._data_dir)
-            assert newest is not None, "this life has saved or loaded it"
-            parts = {part.shard: part for part in newest.parts} | parts
-        body = encode_parts([parts[shard] for shard in sorted(parts)])
-        former = self._newest
-        saved = save_snapshot(self._fs, self._data_dir, body)
-        self._newest = saved.number
-        self._kept = {shard: part.position for shard, part in parts.items()}
-        self._cell.add("snapshots")
-        self._cell.set("last_snapshot_ms", self._clock.now_ms())
-        log.debug("snapshot", number=saved.number, size_bytes=len(body))
-        reached("snapshot.saved")
-        if former in (saved.fallback, None):
-            return True
-        log.error("the last snapshot is not the one to fall back on: nothing is removed before the next", number=former)
-        return False
-
     def _trim(self, positions: dict[int, WalPosition]) -> None:
         for shard, position in positions.items():
             try:
                 self._followers[shard].link.call(Trim(position.file_no), Done)
             except TopicsError as error:
-                # The next one removes those files as well.
+                # The next trim removes those files as well.
                 self._cell.add("failures")
                 log.error("log files could not be removed", shard=shard, reason=str(error))
             reached("trim.some")
         reached("trim.done")
 
     def look_at_all(self) -> None:
-        """What former lives left undone. Raises OSError."""
+        """Looks for work that former lives left undone. Raises OSError."""
         self._leftovers.look_at_all()
         for follower in self._followers:
             self._rewriting.consider_all(follower)
@@ -265,14 +286,16 @@ class Compactor:
                     self._relocation.consider(follower, topic)
 
     def tidy(self) -> None:
-        """Tries again what needs no further snapshot: to remove what two of them agree on, and to look for more."""
+        """Repeats work that needs no further snapshot: it removes files that two snapshots agree on, and looks for
+        more.
+        """
         self._swept(self._leftovers.tidy(self._files_of, self._alive))
         self._cell.set("orphans", self._leftovers.unexplained)
         if self._relocation is not None:
             self._failed(_COLD_STAYS, self._relocation.tidy(self._files_of))
 
     def _sweep(self, shards: Collection[int]) -> None:
-        """Of the topics of these, which are in the new snapshot as they are here."""
+        """Sweeps the topics of these shards, which are in the new snapshot as they are here."""
         for shard in shards:
             follower = self._followers[shard]
             for topic_id in follower.shrunk:
@@ -290,11 +313,11 @@ class Compactor:
             self._failed(_COLD_STAYS, self._relocation.sweep(self._files_of, in_snapshot))
 
     def _make_room(self) -> None:
-        """On a full disk: what is superfluous by what the logs say goes now, so that two snapshots fit again.
+        """On a full disk removes everything that is superfluous by the logs, so that two snapshots fit again.
 
-        As soon as a log is synced, whatever a start reads it comes to a state that does not have it, from either
-        snapshot. What waiting for the second one is worth it for, a log that is damaged before it says so, is less than
-        a disk that stays full whatever is deleted.
+        Once a log is synced, every start that reads it comes to a state without these files, from either snapshot.
+        Waiting for the second snapshot protects against a log that is damaged before it says so. That is worth less
+        than a disk that stays full whatever is deleted.
         """
         synced: set[int] = set()
         for follower in self._followers:
@@ -303,7 +326,7 @@ class Compactor:
                 continue
             try:
                 tell(follower, [])
-                # Where the shard has marked what it could not say any more.
+                # The shard has marked up to there everything that the log could not say any more.
                 follower.catch_up(until, self._alive)
             except (OSError, Refused) as error:
                 log.error(
@@ -320,7 +343,7 @@ class Compactor:
         log.warning("the disk is full: what the logs say is deleted went at once", segments=removed)
 
     def _swept(self, swept: Swept) -> int:
-        """How many segments went."""
+        """Counts and logs the result of a sweep. Returns how many segments went."""
         self._failed("files that nothing needs could not be removed, which will be repeated", swept.failures)
         self._cell.add("segments_dropped", len(swept.removed))
         if self._relocation is not None:
@@ -334,7 +357,7 @@ class Compactor:
             log.error(what, count=len(failures), reason=str(failures[0]))
 
     def _shard_of(self, topic_id: int) -> int | None:
-        """None: no log ever created it."""
+        """Returns the shard of a topic. None: no log ever created it."""
         for follower in self._followers:
             if topic_id in follower.fold.topics or topic_id in follower.fold.created_ids:
                 return follower.shard
@@ -352,5 +375,5 @@ class Compactor:
 
 
 def _bytes_between(start: WalPosition, end: WalPosition) -> int:
-    """At least so many bytes of log; of files in between only that there are some."""
+    """At least so many bytes of log lie between the two. Files in between count as many, whatever their size."""
     return end.offset - start.offset if end.file_no == start.file_no else max(end.offset, 1 << 30)

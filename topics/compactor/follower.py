@@ -1,18 +1,259 @@
-"""One shard as the compactor knows it: the fold of its log, how far it has been read, and what is to be done."""
+"""One shard as the compactor knows it: the ring to it, its log as it is followed, and the fold of that log.
+
+Following a log is unlike recovery: it repairs nothing and forgives nothing. Committed bytes are valid, so anything else
+means that the reader is not where it believes to be.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import mmap
+import os
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Final, TypeVar
 
-from topics.compactor.marked_index import MarkedIndex
-from topics.compactor.shard_link import ShardLink
-from topics.compactor.tail import LogTail
+from topics.core.errors import TopicsError
 from topics.core.fold import Fold
+from topics.core.record_index import UnlocatedIndex
+from topics.core.segment_list import SegmentInfo
 from topics.core.topic import Topic
+from topics.shm import messages
 from topics.shm.arena import ArenaReader, TopicView
-from topics.storage.frame import FrameType
+from topics.shm.control import Role, log_bytes
+from topics.shm.instance import SharedMemory
+from topics.shm.messages import Call, Kind
+from topics.shm.names import SHM_ROOT
+from topics.storage import layout
+from topics.storage.frame import Bytes, FrameType
+from topics.storage.frame_columns import scan_columns
 from topics.storage.log_fold import fold_frames
-from topics.storage.logfile import WalPosition
+from topics.storage.logfile import FileStart, NotALogFile, WalPosition, parse_file_start
+from topics.storage.recovery import BATCH_FRAMES, FRAMING_TYPES, RecoveredFile
+
+_OFFSET_BITS: Final = 32
+ReplyT = TypeVar("ReplyT")
+
+
+class ShardLink:
+    """The compactor's end of its ring to one shard: one request at a time, each answered, whoever is restarted.
+
+    `wait` is called again and again until an answer is there: it sleeps a little, and raises to give up.
+    """
+
+    def __init__(self, shared: SharedMemory, shard: int, incarnation: int, wait: Callable[[], None]) -> None:
+        self.shard = shard
+        self._cell = shared.control.cell(Role.WALSHARD, shard)
+        pair = shared.rings[shared.compactor_row][shard]
+        self._requests = pair.requests
+        self._replies = pair.replies
+        self._wake = shared.shard_wakes[shard]
+        self._wait = wait
+        # The file is of this life alone: a former life's request may still be in the ring.
+        self._spill_path = f"{SHM_ROOT}/topics-{shared.identity}-compactor-{shard}-{incarnation}"
+        self._last_id = incarnation << 40
+
+    @property
+    def committed(self) -> WalPosition | None:
+        """The position behind the last frame that is in the log for good; None while the shard recovers."""
+        word = self._cell.get("committed")
+        return WalPosition(word >> _OFFSET_BITS, word & 0xFFFF_FFFF) if word else None
+
+    @property
+    def written_bytes(self) -> int:
+        """The bytes of its log that were in no snapshot when the service was started, or have been written since."""
+        return log_bytes(self._cell)
+
+    @property
+    def generation(self) -> int:
+        """The generation of its arena; 0 until the shard has recovered for the first time."""
+        return self._cell.get("generation")
+
+    def call(self, request: Call, reply_type: type[ReplyT]) -> ReplyT:
+        """Sends a request and returns the answer, as soon as the shard gives it.
+
+        Raises TopicsError for its refusal, OSError without room in shared memory for a long request, and the errors of
+        `wait`.
+        """
+        self._last_id = request_id = self._last_id + 1
+        parts = messages.encode_call(request_id, request)
+        spilled = sum(map(len, parts)) > self._requests.message_max_bytes
+        if spilled:
+            self._spill(parts)
+            parts = messages.encode_reference(Kind.CALL, request_id, self._spill_path)
+        while not self._requests.push(*parts):
+            self.take_notices()
+            self._wait()
+        self._wake.signal()
+        while True:
+            reply = self._take(request_id)
+            if reply is not None:
+                break
+            self._wait()
+        if spilled:
+            os.unlink(self._spill_path)
+        if isinstance(reply, TopicsError):
+            raise reply
+        assert isinstance(reply, reply_type), reply
+        return reply
+
+    def _spill(self, parts: Iterable[Bytes]) -> None:
+        try:
+            with open(self._spill_path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                file.writelines(parts)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(self._spill_path)  # half of it is of no use, and others need the room
+            raise
+
+    def take_notices(self) -> None:
+        """Drops notices of the shard: they mean nothing here, but must not fill the ring."""
+        self._take(0)
+
+    def _take(self, request_id: int) -> object | None:
+        found: object | None = None
+        position = self._replies.consumed
+        for message, position in self._replies.peek():  # noqa: B007
+            kind, answered_id, _ = messages.head(message)
+            # Others are notices, answers to a former life, or second answers of a restarted shard.
+            if not answered_id or answered_id != request_id or found is not None:
+                continue
+            if kind == Kind.ERROR:
+                found = messages.decode_error(message)
+            else:
+                assert kind == Kind.CALL, kind
+                found = messages.decode_reply(message)
+        self._replies.consume(position)
+        return found
+
+
+_HEAD_BYTES: Final = 4096
+
+
+class TailLost(Exception):  # noqa: N818 — named for what it is
+    """The log does not go on where this reader stopped: begin again from the newest snapshot."""
+
+
+class LogTail:
+    """Reads one shard's log while the shard writes it: every frame once, up to where the shard has committed.
+
+    `position` is behind the last frame that was handed out.
+    """
+
+    def __init__(self, directory: str, position: WalPosition) -> None:
+        self.directory = directory
+        self.position = position
+
+    def read(self, until: WalPosition) -> Iterator[RecoveredFile]:
+        """Yields the frames up to `until`, which the shard has committed, in batches. Frames that only frame the log
+        are left out.
+
+        `position` moves with each batch when the next one is asked for. Raises TailLost and OSError.
+        """
+        if until < self.position:
+            raise TailLost(f"{self.directory}: read up to {self.position}, but committed is {until}")
+        while self.position.file_no < until.file_no:
+            yield from self._rest_of_file()
+        yield from self._read(until.offset, None)
+
+    def log_id(self) -> int:
+        """Returns the log id of the file at `position`."""
+        path = layout.log_path(self.directory, self.position.file_no)
+        return self._start_of(path)[0].log_id
+
+    def _rest_of_file(self) -> Iterator[RecoveredFile]:
+        """Reads up to where the next file takes over."""
+        file_no = self.position.file_no
+        following, _ = self._start_of(layout.log_path(self.directory, file_no + 1))
+        if following.previous_end is None:
+            yield from self._read(None, file_no)
+        elif self.position.offset < following.previous_end:
+            yield from self._read(following.previous_end, None)
+        # Frames behind `previous_end` were read already, or come again: both change nothing.
+        self.position = WalPosition(file_no + 1, 0)
+
+    def _read(self, end: int | None, ends_file_no: int | None) -> Iterator[RecoveredFile]:
+        """Reads from `position` exactly to `end`, or without one to the file's FILE_END."""
+        file_no = self.position.file_no
+        path = layout.log_path(self.directory, file_no)
+        with self._open(path) as mapped, memoryview(mapped) as view:
+            offset = self.position.offset or self._data_offset(path, mapped)
+            limit = len(view) if end is None else end
+            while offset < limit or end is None:
+                frames, next_offset, defect = scan_columns(view, offset, limit, BATCH_FRAMES)
+                ending_at = frames.find(FrameType.FILE_END)
+                ending = frames[ending_at] if ending_at < len(frames) else None
+                if ending is not None and (ends_file_no is None or ending[4:6] != (ends_file_no, ending[0])):
+                    raise TailLost(f"{path}: the file ends at offset {ending[0]}, where it should go on")
+                if ending is None and (defect is not None or not frames):
+                    raise TailLost(f"{path}: no frame at offset {next_offset}: {defect}")
+                kept = frames.without(FRAMING_TYPES)
+                if kept:
+                    yield RecoveredFile(file_no, path, view, kept)
+                offset = next_offset
+                self.position = WalPosition(file_no, offset)
+                if ending is not None:
+                    return
+
+    def _data_offset(self, path: str, mapped: mmap.mmap) -> int:
+        return _parse(path, mapped[:_HEAD_BYTES])[1]
+
+    def _start_of(self, path: str) -> tuple[FileStart, int]:
+        with self._open(path) as mapped:
+            return _parse(path, mapped[:_HEAD_BYTES])
+
+    def _open(self, path: str) -> mmap.mmap:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise TailLost(f"{path}: is gone, though the log goes on in it") from error
+        try:
+            return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+        except ValueError as error:  # an empty file cannot be mapped
+            raise TailLost(f"{path}: is empty") from error
+        finally:
+            os.close(fd)
+
+
+def _parse(path: str, head: bytes) -> tuple[FileStart, int]:
+    try:
+        return parse_file_start(path, head)
+    except NotALogFile as error:
+        raise TailLost(f"{path}: is no log file: {error}") from error
+
+
+class MarkedIndex(UnlocatedIndex):
+    """A topic's index as the compactor needs it: its segments, and the records that were deleted since it saw to them.
+
+    `deleted` are seqs that the log says were deleted, in its order; the code that has seen to them empties it. They are
+    seqs, not segments: the log may tell of a deletion before it tells of the segment in which it was marked.
+    """
+
+    __slots__ = ("deleted",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deleted: array[int] = array("Q")
+
+    def flag_deleted(self, seqs: Sequence[int]) -> None:
+        self.deleted.extend(seqs)
+
+    def deleted_in_segments(self) -> list[tuple[SegmentInfo, Sequence[int]]]:
+        """Returns (segment as it is now, those of `deleted` that it has, ascending) for each segment that has any."""
+        if not self.deleted:
+            return []
+        seqs = sorted(self.deleted)
+        found: list[tuple[SegmentInfo, Sequence[int]]] = []
+        start = 0
+        for info in self.segments.between(seqs[0], seqs[-1]):
+            start = bisect_left(seqs, info.first_seq, start)
+            end = bisect_left(seqs, info.last_seq + 1, start)
+            if end > start:
+                found.append((info, seqs[start:end]))
+            start = end
+        return found
+
 
 _ATTACH_TRIES = 10
 _MAY_FREE_FILES = frozenset(
@@ -28,14 +269,17 @@ _MAY_FREE_FILES = frozenset(
 
 
 class Follower:
-    """`touched`: topics of which the log said anything since they were looked at last; `shrunk`: those whose segments
-    may have become fewer or other ones; `sealed`: (topic id, first seq) of segments that a checkpoint sealed. Who has
-    seen to them empties these.
+    """One shard: owns the fold of its log and the place up to which it was read.
+
+    `touched`: topics of which the log said anything since the last look. `shrunk`: topics that may have lost or
+    replaced segments. `sealed`: (topic id, first seq) of segments that a checkpoint sealed. The code that has seen to
+    them empties these.
     """
 
-    def __init__(self, identity: str, link: ShardLink, tail: LogTail, fold: Fold) -> None:
+    def __init__(self, identity: str, link: ShardLink, tail: LogTail, fold: Fold, ram_directory: str) -> None:
         self.link = link
         self.fold = fold
+        self.log_directories = (tail.directory, ram_directory)
         self.touched: set[int] = set()
         self.shrunk: set[int] = set()
         self.sealed: list[tuple[int, int]] = []
@@ -49,7 +293,7 @@ class Follower:
 
     @property
     def position(self) -> WalPosition:
-        """Up to where the fold says what the log says."""
+        """The place up to which the fold has the log."""
         return self._tail.position
 
     def log_id(self) -> int:
@@ -58,8 +302,8 @@ class Follower:
     def catch_up(self, until: WalPosition, alive: Callable[[], None]) -> None:
         """Reads on; `alive` is called between batches, for it may take long.
 
-        Raises TailLost and FoldError: then this object is of no use any more; and OSError: what was read by then is
-        folded, and to call it again is to go on behind that.
+        Raises TailLost and FoldError: then this object is of no use any more. Raises OSError: everything read by then
+        is folded, and another call goes on behind that.
         """
         for batch in self._tail.read(until):
             alive()
@@ -71,12 +315,12 @@ class Follower:
         self.fold.settle()
 
     def look_up(self, topic: Topic) -> TopicView | None:
-        """What its shard says of a topic now; None when it has deleted it."""
+        """Returns the topic as its shard shows it now; None when the shard has deleted it."""
         found = self.arena().look_up(topic.name)
         return found[1] if found is not None and found[1].topic_id == topic.id else None
 
     def arena(self) -> ArenaReader:
-        """The current generation; the shard must have recovered once."""
+        """Returns the reader of the current arena; the shard must have recovered once."""
         for _ in range(_ATTACH_TRIES):
             generation = self.link.generation
             if self._arena is not None and self._arena.generation == generation:

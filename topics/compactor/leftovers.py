@@ -31,14 +31,14 @@ log = get_logger()
 
 
 class TopicFiles:
-    """Which files a topic needs. `segments` None: it was deleted."""
+    """The files that a topic needs. `segments` None: the topic was deleted."""
 
     def __init__(self, segments: SegmentList | None, earliest_seq: int) -> None:
         self.segments = segments
         self.earliest_seq = earliest_seq
 
     def is_cold(self, name: SegmentName) -> bool:
-        """Whether its data in the cold directory count."""
+        """True if its data in the cold directory count."""
         of_same_seq = self.segments.at(name.first_seq) if self.segments is not None else None
         return (
             of_same_seq is not None
@@ -47,7 +47,7 @@ class TopicFiles:
         )
 
     def superfluous(self, name: SegmentName) -> frozenset[str] | None:
-        """Which of a segment's files may go; None when nothing says why they are there."""
+        """Returns which of a segment's files may go; None when nothing says why they are there."""
         if self.segments is None:
             return _ALL
         of_same_seq = self.segments.at(name.first_seq)
@@ -62,9 +62,11 @@ class TopicFiles:
         return None
 
     def gone_for_good(self, name: SegmentName) -> frozenset[str]:
-        """Which of a segment's files no state asks for that the log, read to where it is now, can lead to; nor does
-        whoever reads it. (An older version is read for what is deleted in it, and what was never told of may be told of
-        any moment.)
+        """Returns which of a segment's files are gone for good: no state asks for them that the log, read to where it
+        is now, can lead to, and no reader of it does.
+
+        An older version stays: it is read for the deletions in it. Files that nobody was told of stay as well: somebody
+        may be told any moment.
         """
         if self.segments is None:
             return _ALL
@@ -75,12 +77,12 @@ class TopicFiles:
 
 
 FilesOf = Callable[[int], TopicFiles | None]
-"""Topic id → what it needs; None for one that no log ever created."""
+"""Topic id → the files it needs; None for a topic that no log ever created."""
 
 
 class Swept(NamedTuple):
-    """Which segments went, by topic id (those of which only the data did are none of them), and what could not be
-    removed, or looked at: that is tried again.
+    """The segments that went, by topic id (not those of which only the data went), and the failures: files that could
+    not be removed, or looked at. They are tried again.
     """
 
     removed: list[tuple[int, SegmentName]]
@@ -88,7 +90,9 @@ class Swept(NamedTuple):
 
 
 class Leftovers:
-    """Of all topics in the data directory; nothing else in there is touched."""
+    """Finds and removes superfluous segment files of all topics in the data directory; touches nothing else in
+    there.
+    """
 
     def __init__(self, fs: FileSystem, data_dir: str, read_pinned: ReadPinned = nothing_pinned) -> None:
         self._fs = fs
@@ -96,16 +100,18 @@ class Leftovers:
         self._read_pinned = read_pinned
         self._look: set[int] = set()
         self._look_again: set[int] = set()
-        """Could not be looked at, or not be tidied up: no reason for a snapshot before it is known what is there."""
+        """Topics that could not be looked at or tidied up. They are no reason for a snapshot before it is known what is
+        there.
+        """
         self._found: dict[int, dict[SegmentName, frozenset[str]]] = {}
-        """By one snapshot. A topic without any: its directory is to go."""
+        """Files that one snapshot found superfluous. For a topic without any, its directory is to go."""
         self._due: dict[int, dict[SegmentName, frozenset[str]]] = {}
-        """By two."""
+        """Files that two snapshots found superfluous."""
         self._unexplained: dict[int, set[SegmentName]] = {}
 
     @property
     def waiting(self) -> bool:
-        """Whether the next snapshot would let something go."""
+        """True if the next snapshot would let something go."""
         return bool(self._found or self._look)
 
     @property
@@ -137,8 +143,9 @@ class Leftovers:
         return swept
 
     def tidy(self, files_of: FilesOf, alive: Callable[[], None]) -> Swept:
-        """Without a snapshot: removes what two of them agree on, as far as it is still superfluous, and looks where it
-        could not so far. What it finds there is for the next one to find: the last one may still ask for it.
+        """Without a snapshot, removes what two of them agree on, as far as it is still superfluous, and looks where it
+        could not look so far. Files that it finds there wait for the next snapshot to find them: the last one may still
+        ask for them.
         """
         again, self._look_again = self._look_again, set()
         swept = self._remove_all(self._due, files_of, alive)
@@ -146,8 +153,8 @@ class Leftovers:
         return swept
 
     def make_room(self, topic_ids: Iterable[int], files_of: FilesOf, alive: Callable[[], None]) -> Swept:
-        """What is gone for good, of these topics and of those that were to be looked at anyway, whatever snapshots say;
-        the logs that `files_of` follows are synced. What it says nothing of stays.
+        """Removes files that are gone for good, whatever snapshots say: those of these topics, and of topics that were
+        to be looked at anyway. The logs that `files_of` follows are synced. A topic that it does not know stays.
         """
         gone: dict[int, dict[SegmentName, frozenset[str]]] = {}
         failures: list[OSError] = []
@@ -169,12 +176,12 @@ class Leftovers:
         for topic_id, name in swept.removed:
             self._found.get(topic_id, {}).pop(name, None)
         for topic_id, kept in gone.items():
-            # What stayed, though some of its files may have gone: no other listing shows it as the segment it was.
+            # Some files of these may have gone: no other listing shows the segment as it was.
             self._make_due(topic_id, kept)
         return Swept(swept.removed, failures + swept.failures)
 
     def _make_due(self, topic_id: int, names: dict[SegmentName, frozenset[str]]) -> None:
-        """It goes as soon as it can, without any further snapshot."""
+        """Makes these files go as soon as they can, without any further snapshot."""
         due = self._due.setdefault(topic_id, {})
         for name, kinds in names.items():
             due[name] = due.get(name, frozenset()) | kinds
@@ -182,7 +189,7 @@ class Leftovers:
     def _remove_all(
         self, found: dict[int, dict[SegmentName, frozenset[str]]], files_of: FilesOf, alive: Callable[[], None]
     ) -> Swept:
-        """What stays for now is what `found` has afterwards."""
+        """Removes the files in `found`; those that stay for now are in it afterwards."""
         swept = Swept([], [])
         if not found:
             return swept
@@ -209,7 +216,7 @@ class Leftovers:
         pinned: Pinned,
         swept: Swept,
     ) -> dict[SegmentName, frozenset[str]] | None:
-        """What of it stays for now; None when all is done."""
+        """Removes files of one topic. Returns those that stay for now; None when all is done."""
         left: dict[SegmentName, frozenset[str]] = {}
         for name, kinds in names.items():
             if (topic_id, name) in pinned:
@@ -223,7 +230,7 @@ class Leftovers:
                 self._remove(topic_id, name, going)
             except OSError as error:
                 swept.failures.append(error)
-                left[name] = kinds  # also those that are gone: it is told of as a whole
+                left[name] = kinds  # also files that are gone: the segment is told of as a whole
             else:
                 if "idx" in going:
                     swept.removed.append((topic_id, name))
@@ -238,7 +245,7 @@ class Leftovers:
     def _look_at_each(
         self, topic_ids: set[int], files_of: FilesOf, swept: Swept, alive: Callable[[], None]
     ) -> Iterator[tuple[int, dict[SegmentName, frozenset[str]]]]:
-        """Those of which something may go, and what."""
+        """Yields topics of which something may go, and the files."""
         for topic_id in sorted(topic_ids):
             try:
                 found = self._look_at(topic_id, files_of(topic_id), swept)
@@ -253,7 +260,7 @@ class Leftovers:
     def _look_at(
         self, topic_id: int, needed: TopicFiles | None, swept: Swept
     ) -> dict[SegmentName, frozenset[str]] | None:
-        """What of it may go; empty: its directory. None: nothing."""
+        """Returns the files that may go; empty: the directory may. None: nothing may."""
         directory = layout.topic_dir(self._data_dir, topic_id)
         if not self._fs.exists(directory):
             return None
@@ -271,7 +278,7 @@ class Leftovers:
         if unexplained:
             self._unexplained[topic_id] = unexplained
         for name_in in self._fs.listdir(directory):
-            if name_in.endswith(layout.TMP_SUFFIX):  # never came to be
+            if name_in.endswith(layout.TMP_SUFFIX):  # it never came to be
                 try:
                     self._fs.unlink(os.path.join(directory, name_in))
                 except OSError as error:

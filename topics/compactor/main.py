@@ -6,72 +6,58 @@ It writes no log and answers no client. While it is dead the logs grow, and that
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Checkpoints, Refused, tell
-from topics.compactor.clock_note import ClockNote
-from topics.compactor.cold_fetch import ColdFetch
-from topics.compactor.compactor import Compactor
-from topics.compactor.cut_times import CutTimes
-from topics.compactor.durable_marks import DurableMarks
-from topics.compactor.follower import Follower
+from topics.compactor.checkpoints import SYNC_ONE_BY_ONE_MAX, Checkpoints, DurableMarks, Refused, tell
+from topics.compactor.compactor import Compactor, CutTimes
+from topics.compactor.follower import Follower, LogTail, MarkedIndex, ShardLink, TailLost
 from topics.compactor.leftovers import Leftovers
-from topics.compactor.marked_index import MarkedIndex
+from topics.compactor.life import HEARTBEAT_MS, ClockNote, Life, Stopped
 from topics.compactor.relocation import HotRetention, Relocation
-from topics.compactor.rewrites import Rewriting
+from topics.compactor.rewriting import ColdFetch, Rewriting
 from topics.compactor.segments import SealAt
-from topics.compactor.shard_link import ShardLink
-from topics.compactor.tail import LogTail, TailLost
-from topics.core.clock import Clock, SystemClock
+from topics.compactor.snapshots import Snapshots
+from topics.core.clock import SystemClock
 from topics.core.fold import Fold, FoldError
 from topics.core.segment_list import COLD
 from topics.log import get_logger
 from topics.settings import Settings
-from topics.shm.control import ProcessCell, ProcessState, Role
+from topics.shm.control import ProcessState, Role
 from topics.shm.instance import SharedMemory
-from topics.shm.wake import Wake
 from topics.storage import kill_points, layout
 from topics.storage.filesystem import FileSystem, OsFileSystem, boot_id, syncfs_tells_errors
 from topics.storage.logfile import RefusedLog, WalPosition
 from topics.storage.pins import Pinned, pins_dir, read_pinned
 from topics.storage.segment_store import LocalStore
-from topics.storage.snapshot import UnknownSnapshotVersion
-from topics.storage.state import ShardPart, load
+from topics.storage.snapshot import ShardPart, UnknownSnapshotVersion, load
 
-HEARTBEAT_MS: Final = 250
-ANSWER_POLL_MS: Final = 10
 FOLLOW_BYTES: Final = 2 * 2**20
 RETRY_MS: Final = 2_000
 NICENESS: Final = 5
-"""Who waits for a write comes first. But a busy machine must not starve this process: the logs would grow without end,
-and with them the next start.
+"""Clients that wait for a write come first. But a busy machine must not starve this process: the logs would grow
+without end, and with them the next start.
 """
 
 log = get_logger()
 
 
-class Stopped(Exception):  # noqa: N818 — named for what it is
-    """There is no more time, or nobody left to talk to."""
-
-
 def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
-    """The process; 1 when it has to begin again."""
+    """Runs the process. Returns 1 when it has to begin again."""
     kill_points.arm_as_told(settings.test_kill_at, incarnation)
     clock = SystemClock()
     cell = shared.control.cell(Role.COMPACTOR, 0)
     cell.begin_life(incarnation, clock.now_ms(), ProcessState.STARTING)
     give_way()
-    life = _Life(shared, cell, clock, settings.compactor_grace_ms)
+    life = Life(shared, cell, clock, settings.compactor_grace_ms)
     helper = ThreadPoolExecutor(1, "cold")
     try:
         compactor = build(settings, shared, incarnation, OsFileSystem(), life, helper)
         cell.set("state", ProcessState.READY)
         shards = [shared.control.cell(Role.WALSHARD, shard) for shard in range(shared.shards)]
         note = ClockNote(OsFileSystem(), settings.data_dir, boot_id(), shards, clock)
-        _serve(compactor, settings, life, note, cell, clock)
+        _serve(compactor, settings, life, note)
     except Stopped as reason:
         log.info("stopped before everything was in segments, the next start reads more of the logs", reason=str(reason))
     except (TailLost, FoldError, RefusedLog, UnknownSnapshotVersion, OSError, Refused) as error:
@@ -85,7 +71,9 @@ def run(settings: Settings, shared: SharedMemory, incarnation: int) -> int:
 
 
 def give_way() -> None:
-    """To those who wait for a write: a lower weight, and its waking up interrupts nobody. A sandbox may forbid it."""
+    """Gives way to processes that answer clients: a lower weight, and its waking up interrupts nobody. A sandbox may
+    forbid it.
+    """
     try:
         os.nice(NICENESS)
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -94,9 +82,9 @@ def give_way() -> None:
 
 
 def build(
-    settings: Settings, shared: SharedMemory, incarnation: int, fs: FileSystem, life: _Life, helper: ThreadPoolExecutor
+    settings: Settings, shared: SharedMemory, incarnation: int, fs: FileSystem, life: Life, helper: ThreadPoolExecutor
 ) -> Compactor:
-    """The compactor where the newest snapshot left off. Waits for shards that recover.
+    """Builds the compactor where the newest snapshot left off. Waits for shards that recover.
 
     Raises RefusedLog, UnknownSnapshotVersion, FoldError, TailLost, OSError, Refused, Stopped.
     """
@@ -107,13 +95,9 @@ def build(
             life.wait()
     snapshot = load(fs, settings.data_dir)
     parts: dict[int, ShardPart] = {} if snapshot is None else {part.shard: part for part in snapshot.parts}
-    log_dirs = [
-        (layout.group_dir(settings.data_dir, shard, shared.shards), layout.ram_group_dir(shared.ram_dir, shard))
-        for shard in range(shared.shards)
-    ]
-    followers = [_follow(fs, shared, link, log_dirs[link.shard][0], parts.get(link.shard)) for link in links]
+    followers = [_follow(fs, settings.data_dir, shared, link, parts.get(link.shard)) for link in links]
     for follower in followers:
-        # Behind this answer nothing of a former life is under way: all its marks are in the log.
+        # With this answer nothing of a former life is under way: all its marks are in the log.
         tell(follower, [])
         committed = follower.link.committed
         while committed is None:
@@ -149,27 +133,23 @@ def build(
         one_by_one_max = sys.maxsize
         log.info("segments are synced one by one: this kernel does not tell of failed syncs of a disk", kernel=release)
     compactor = Compactor(
-        fs,
-        settings.data_dir,
         followers,
-        log_dirs,
-        None if snapshot is None else snapshot.number,
-        {shard: part.position for shard, part in parts.items()},
+        Snapshots(fs, settings.data_dir, shared.shards, snapshot),
         Checkpoints(fs, settings.data_dir, seal_at, clock, life.alive, one_by_one_max),
         DurableMarks(fs, settings.data_dir, shared.shards, life.alive, one_by_one_max),
         Leftovers(fs, settings.data_dir, pinned),
         Rewriting(fs, settings.data_dir, settings.segment_rewrite_dead_ratio, clock, fetch),
         relocation,
-        life.cell,
-        clock,
-        life.alive,
+        life,
     )
     compactor.look_at_all()
     return compactor
 
 
 def _look_for_cold(fs: FileSystem, cold_topics_dir: str) -> None:
-    """At a start with segments in the cold tier, on the helper's thread: the directory may hang."""
+    """Reports an empty cold directory at a start with segments in it. It runs on the helper's thread: the directory may
+    hang.
+    """
     try:
         if fs.listdir(cold_topics_dir):
             return
@@ -183,18 +163,21 @@ def _look_for_cold(fs: FileSystem, cold_topics_dir: str) -> None:
     )
 
 
-def _follow(fs: FileSystem, shared: SharedMemory, link: ShardLink, directory: str, part: ShardPart | None) -> Follower:
+def _follow(fs: FileSystem, data_dir: str, shared: SharedMemory, link: ShardLink, part: ShardPart | None) -> Follower:
+    """The shard's log, followed from where the snapshot ends, or from its first file."""
+    directory = layout.group_dir(data_dir, link.shard, shared.shards)
     fold = Fold(lambda _topic_id: MarkedIndex())
     if part is None:
-        numbers = layout.list_log_files(fs, directory)
-        return Follower(shared.identity, link, LogTail(directory, WalPosition(numbers[0], 0)), fold)
-    fold.restore(part.decoded())
-    return Follower(shared.identity, link, LogTail(directory, part.position), fold)
+        position = WalPosition(layout.list_log_files(fs, directory)[0], 0)
+    else:
+        position = part.position
+        fold.restore(part.decoded())
+    ram_directory = layout.ram_group_dir(shared.ram_dir, link.shard)
+    return Follower(shared.identity, link, LogTail(directory, position), fold, ram_directory)
 
 
-def _serve(
-    compactor: Compactor, settings: Settings, life: _Life, note: ClockNote, cell: ProcessCell, clock: Clock
-) -> None:
+def _serve(compactor: Compactor, settings: Settings, life: Life, note: ClockNote) -> None:
+    cell, clock = life.cell, life.clock
     times = CutTimes(settings.checkpoint_interval_ms, settings.checkpoint_wal_bytes, clock.monotonic_ms())
     upkeep_not_before_ms = 0
     pause_ms = min(HEARTBEAT_MS, settings.checkpoint_interval_ms)
@@ -211,7 +194,7 @@ def _serve(
             compactor.tidy()
             times.tidied(clock.monotonic_ms())
         try:
-            # What fails here, a cold directory for one, holds up no checkpoint.
+            # A failure here, of a cold directory for one, holds up no checkpoint.
             if times.may_keep_up(clock.monotonic_ms()) and clock.monotonic_ms() >= upkeep_not_before_ms:
                 upkeep_in_ms = compactor.upkeep()
         except (OSError, Refused) as error:
@@ -224,43 +207,3 @@ def _serve(
     note.close()
     if compactor.has_news:
         compactor.cut()
-
-
-class _Life:
-    """Whether this process is to go on: it says that it lives, waits, and gives up when its time is over."""
-
-    def __init__(self, shared: SharedMemory, cell: ProcessCell, clock: Clock, grace_ms: int) -> None:
-        self.cell = cell
-        self.clock = clock
-        self.stopping = False
-        self._wake: Wake = shared.compactor_wake
-        self._shards = [shared.control.cell(Role.WALSHARD, shard) for shard in range(shared.shards)]
-        self._grace_ms = grace_ms
-        self._deadline_ms: int | None = None
-        self._beat_ms = 0
-        signal.signal(signal.SIGTERM, self._request)
-
-    def alive(self) -> None:
-        """Between two steps. Raises Stopped when there is no time for another one."""
-        now_ms = self.clock.monotonic_ms()
-        if now_ms - self._beat_ms >= HEARTBEAT_MS:
-            self._beat_ms = now_ms
-            self.cell.set("heartbeat_ms", self.clock.now_ms())
-        if self._deadline_ms is not None and now_ms >= self._deadline_ms:
-            raise Stopped("the time for the last cut is over")
-
-    def wait(self) -> None:
-        """A little, for what a shard does. Raises Stopped also when it will do nothing any more."""
-        self.alive()
-        if self.stopping and any(cell.get("state") == ProcessState.STOPPED for cell in self._shards):
-            raise Stopped("a shard has stopped")
-        self._wake.sleep(ANSWER_POLL_MS)
-
-    def sleep(self, timeout_ms: int) -> None:
-        """Until a signal or a shard says something, or so long."""
-        self._wake.sleep(timeout_ms)
-
-    def _request(self, _number: int, _frame: object) -> None:
-        self._deadline_ms = self._deadline_ms or self.clock.monotonic_ms() + self._grace_ms
-        self.stopping = True
-        self._wake.signal_always()

@@ -1,12 +1,18 @@
-"""Older sealed segments into the cold directory: copied, told, and only then no longer here.
+"""Older sealed segments go into the cold directory: they are copied, the shard is told, then their data go from here.
 
 A cold directory may be slow, or hang for minutes. So one helper thread talks to it, one call after the other, and this
-process asks now and then whether it is done: checkpoints go on meanwhile. Of a cold segment only the data leave
-the data directory; index and tags stay and count, their copies are for whoever has nothing but the cold directory.
+process asks now and then whether it is done: checkpoints go on meanwhile. Of a cold segment only the data leave the
+data directory; index and tags stay and count. Their copies are for a reader that has nothing but the cold directory.
+
+`CopyQueue` decides which segment is next: each once, the oldest first. A copy that failed is made again later, and
+later still if it fails again: a file that cannot be read, or a name that cannot be written, holds up nothing behind it.
+Failures in a row, of whatever segments, are the cold directory's: then nothing begins for a while, and only one copy at
+a time until one succeeds.
 """
 
 from __future__ import annotations
 
+import heapq
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,14 +22,14 @@ from typing import Final, NamedTuple
 import msgspec
 
 from topics.compactor.checkpoints import Refused, tell
-from topics.compactor.copy_queue import Copy, CopyQueue
 from topics.compactor.follower import Follower
 from topics.compactor.leftovers import FilesOf
+from topics.core.backoff import doubled_ms
 from topics.core.clock import Clock
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.core.topic import Topic
 from topics.log import get_logger
-from topics.shm.compactor_messages import TopicCheckpoint
+from topics.shm.topic_messages import TopicCheckpoint
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.kill_points import reached
@@ -31,28 +37,116 @@ from topics.storage.layout import SegmentName
 from topics.storage.pins import Pinned, ReadPinned, nothing_pinned
 from topics.storage.segment_store import SegmentStore
 
+RETRY_MS: Final = 10_000
+"""The pause after the first failure of a segment; doubled with each further one."""
+RETRY_MAX_MS: Final = 160_000
+PAUSE_MS: Final = 250
+"""The pause after a failure before anything else is copied; doubled with each further one in a row, up to RETRY_MS."""
+
+
+class Copy(NamedTuple):
+    """A segment as it was when it was queued."""
+
+    shard: int
+    topic_id: int
+    info: SegmentInfo
+
+
+class CopyQueue:
+    """The segments to be copied. Pure; `now_ms` is of a monotonic clock."""
+
+    def __init__(self) -> None:
+        self._ready: deque[Copy] = deque()
+        self._later: list[tuple[int, int, Copy]] = []
+        """Heap of (due, a number that ascends, copy)."""
+        self._known: set[Copy] = set()
+        """All copies, also those that were taken and are neither done nor failed."""
+        self._failures: dict[Copy, int] = {}
+        self._later_first = False
+        self._failed = 0
+        self._failed_in_a_row = 0
+        self._not_before_ms = 0
+
+    @property
+    def in_doubt(self) -> bool:
+        """True if the last copy failed."""
+        return bool(self._failed_in_a_row)
+
+    def add(self, copy: Copy) -> None:
+        """Adds a copy, unless it is here already or being made."""
+        if copy not in self._known:
+            self._known.add(copy)
+            self._ready.append(copy)
+
+    def __len__(self) -> int:
+        """Counts also copies that were taken and are neither done nor failed."""
+        return len(self._known)
+
+    def keep_only(self, is_current: Callable[[Copy], bool]) -> None:
+        """Drops waiting copies whose segment is gone: they must not take memory for ever."""
+        gone = {copy for copy in self._ready if not is_current(copy)}
+        gone.update(copy for _, _, copy in self._later if not is_current(copy))
+        if gone:
+            self._ready = deque(copy for copy in self._ready if copy not in gone)
+            self._later = [row for row in self._later if row[2] not in gone]
+            heapq.heapify(self._later)
+            for copy in gone:
+                self.dropped(copy)
+
+    def take(self, now_ms: int) -> Copy | None:
+        """Takes the next copy, which is to be `done` or `failed`; None if there is none yet."""
+        if now_ms < self._not_before_ms:
+            return None
+        is_due = bool(self._later) and self._later[0][0] <= now_ms
+        # In turn: however many fail again and again, others are copied between them, and a success ends the waiting.
+        if is_due and (self._later_first or not self._ready):
+            self._later_first = False
+            return heapq.heappop(self._later)[2]
+        self._later_first = is_due
+        return self._ready.popleft() if self._ready else None
+
+    def done(self, copy: Copy) -> None:
+        """The copy was made."""
+        self._failed_in_a_row = 0
+        self.dropped(copy)
+
+    def dropped(self, copy: Copy) -> None:
+        """The copy is not needed any more."""
+        self._failures.pop(copy, None)
+        self._known.discard(copy)
+
+    def failed(self, copy: Copy, now_ms: int) -> None:
+        """The copy comes again later."""
+        times = self._failures.get(copy, 0)
+        self._failures[copy] = times + 1
+        self._failed += 1
+        heapq.heappush(self._later, (now_ms + doubled_ms(RETRY_MS, times, RETRY_MAX_MS), self._failed, copy))
+        self._not_before_ms = now_ms + doubled_ms(PAUSE_MS, self._failed_in_a_row, RETRY_MS)
+        self._failed_in_a_row += 1
+
+
 PIECE_BYTES: Final = 4 * 2**20
 AHEAD_MAX: Final = 32
 AHEAD_BYTES: Final = 64 * 2**20
-"""The helper has so many copies, or one, to go on with: it need not wait for this process between two small ones, and
-what else it is asked for (`cold_fetch.py`) does not wait long.
+"""The helper has up to so many copies, or one large one, to go on with. It need not wait for this process between two
+small ones, and other work for it (`rewriting.ColdFetch`) does not wait long.
 """
 QUEUE_MIN: Final = 1024
-"""So many segments may wait, or twice as many as were still there last time, before it is looked which have gone."""
+"""When so many segments wait, or twice as many as were still there last time, those that have gone are dropped."""
 REMOVED_MAX: Final = 1 << 16
-"""Names of objects that may have become superfluous; of more the cold directory itself is asked."""
+"""So many names of objects that may have become superfluous are kept; of more the cold directory itself is asked."""
 
 log = get_logger()
 
 
 class HotRetention(NamedTuple):
-    """How much of a topic stays; the stricter one counts, 0 bytes are no bound."""
+    """How much of a topic stays hot; the stricter bound counts, 0 bytes are no bound."""
 
     segments: int
     data_bytes: int
 
     def excess(self, segments: Iterable[SegmentInfo]) -> list[SegmentInfo]:
-        """Sealed segments that are here and need not be, the oldest first."""
+        """Returns sealed segments that are hot and need not be, the oldest first."""
         hot = [info for info in segments if info.flags & SEALED and not info.flags & COLD]
         kept = held_bytes = 0
         for info in reversed(hot):
@@ -64,15 +158,17 @@ class HotRetention(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What came of a step: how many segments became cold, and how many copies failed and are made again later."""
+    """The result of a step: how many segments became cold, and how many copies failed and are made again later."""
 
     relocated: int
     failed: int
 
 
 class Relocation:
-    """`helper` has one thread, from which `wake` is called when something was copied. Without a cold directory there is
-    none of these.
+    """Relocates segments of all topics, and removes superfluous objects in the cold directory.
+
+    `helper` has one thread, which calls `wake` when it has copied something. Without a cold directory there is no such
+    object.
     """
 
     def __init__(
@@ -101,27 +197,27 @@ class Relocation:
         self._listing: Future[list[str]] | None = helper.submit(store.list, "")
         self._list_again = False
         self._removed: set[str] = set()
-        """Objects of segments that went here, as far as there are any."""
+        """Objects of segments that went in the data directory, as far as there are any."""
         self._found: set[str] = set()
         """Objects that are there, or may be."""
         self._due: set[str] = set()
-        """By one snapshot."""
+        """Objects that one snapshot found superfluous."""
         self._held: set[str] = set()
-        """By two; a pin, or the cold directory, kept them."""
+        """Objects that two snapshots found superfluous; a pin, or the cold directory, kept them."""
 
     @property
     def waiting(self) -> bool:
-        """Whether the next snapshot would let something go."""
+        """True if the next snapshot would let something go."""
         is_free = self._deleting is None or self._deleting.done()
         return is_free and bool(self._removed or self._found or self._due)
 
     def consider(self, follower: Follower, topic: Topic) -> None:
-        """Segments of this topic were sealed, or may have been by a former life."""
+        """Queues segments of this topic: some were sealed, or a former life may have sealed some."""
         for info in self._retention.excess(follower.index_of(topic).segments):
             self._queue.add(Copy(follower.shard, topic.id, info))
 
     def step(self, followers: list[Follower]) -> Step:
-        """Takes note of what is done and begins what is next."""
+        """Takes over finished copies and begins the next ones."""
         copied: dict[int, list[Copy]] = {}
         failed = 0
         while self._copying and self._copying[0][1].done():
@@ -130,7 +226,7 @@ class Relocation:
                 future.result()
             except OSError as error:
                 if self._current(followers[copy.shard], copy) is None:
-                    self._gone(copy)  # and that may be why: files go with their segment
+                    self._gone(copy)  # the error may come from that: files go with their segment
                 else:
                     self._failed(copy, error)
                     failed += 1
@@ -146,11 +242,11 @@ class Relocation:
             self._queue_max = max(QUEUE_MIN, 2 * len(self._queue))
         self._begin(followers)
         if self._copying and self._copying[0][1].done():
-            self._wake()  # it said so while the shard was waited for
+            self._wake()  # the helper finished while the shard was waited for
         return Step(relocated, failed)
 
     def _begin(self, followers: list[Follower]) -> None:
-        """As much as the helper is to have before it."""
+        """Gives the helper as many copies as it is to have before it."""
         ahead_bytes = sum(copy.info.data_bytes for copy, _ in self._copying)
         now_ms = self._clock.monotonic_ms()
         while not self._copying or (
@@ -177,18 +273,18 @@ class Relocation:
         self._queue.failed(copy, self._clock.monotonic_ms())
 
     def removed(self, topic_id: int, name: SegmentName) -> None:
-        """This segment is no more: nor are copies of it needed."""
+        """This segment is gone, so copies of it are superfluous."""
         self._removed.update(object_names(topic_id, *name))
         if len(self._removed) > REMOVED_MAX:
-            # The cold directory hangs. What is in there it can say itself, once it says anything again.
+            # The cold directory hangs. It can list its objects itself, once it says anything again.
             self._removed = set()
             self._list_again = True
 
     def sweep(self, files_of: FilesOf, in_snapshot: Callable[[int], bool]) -> list[OSError]:
-        """Once a snapshot: what was there for nothing at the one before goes, and what is now, with the next one. Of
-        topics of which this one says nothing new (`in_snapshot`) none goes.
+        """Once a snapshot: removes objects that were superfluous at the one before, and notes those that are now, for
+        the next one. Objects of topics of which this snapshot says nothing new (`in_snapshot`) stay.
 
-        Never waits for the cold directory. Returns what earlier calls met; what failed is tried again, and keeps
+        Never waits for the cold directory. Returns the failures of earlier calls; they are tried again, and hold up
         nothing else.
         """
         failures: list[OSError] = []
@@ -207,8 +303,8 @@ class Relocation:
         return failures
 
     def tidy(self, files_of: FilesOf) -> list[OSError]:
-        """Without a snapshot: what two of them agreed on, and was kept; else as `sweep`. What the cold directory says
-        it has for nothing is a reason for the next one.
+        """Without a snapshot: removes objects that two snapshots agreed on and that were kept; else like `sweep`.
+        Superfluous objects that the cold directory lists are a reason for the next snapshot.
         """
         failures: list[OSError] = []
         if self._is_free(failures):
@@ -218,7 +314,7 @@ class Relocation:
         return failures
 
     def _listed(self, failures: list[OSError]) -> list[str]:
-        """What the cold directory has, once it has said so; what it failed to say it is asked again."""
+        """Returns the objects that the cold directory has, once it has said so; after a failure it is asked again."""
         names: list[str] = []
         if self._listing is not None and self._listing.done():
             listing, self._listing = self._listing, None
@@ -233,7 +329,7 @@ class Relocation:
         return names
 
     def _is_free(self, failures: list[OSError]) -> bool:
-        """Whether the last deletion is done."""
+        """True if the last deletion is done."""
         if self._deleting is not None:
             if not self._deleting.done():
                 return False
@@ -257,7 +353,7 @@ class Relocation:
             self._deleting = self._helper.submit(self._delete, going)
 
     def _being_copied(self) -> frozenset[str]:
-        """What must not be deleted behind its copying: it may count by then."""
+        """Returns objects that are being copied: they must not be deleted behind that, for they may count by then."""
         return frozenset(
             name
             for copy, _ in self._copying
@@ -265,19 +361,21 @@ class Relocation:
         )
 
     def _current(self, follower: Follower, copy: Copy) -> Topic | None:
-        """The topic, if the segment is still as it was when it was to be copied."""
+        """Returns the topic, if the segment is still as it was when it was queued."""
         topic = follower.fold.topics.get(copy.topic_id)
         if topic is None or follower.index_of(topic).segments.at(copy.info.first_seq) != copy.info:
             return None
         return topic
 
     def _gone(self, copy: Copy) -> None:
-        """Rewritten, dropped or deleted meanwhile: what was copied of it is for nothing."""
+        """The segment was rewritten, dropped or deleted meanwhile: objects that were copied of it are superfluous."""
         self._queue.dropped(copy)
         self._found.update(object_names(copy.topic_id, copy.info.first_seq, copy.info.version))
 
     def _copied(self, follower: Follower, copies: list[Copy]) -> Step:
-        """Has the shard mark them, in one message. Those that it did not mark, or may not have, are copied again."""
+        """Has the shard mark these copies, in one message. Copies that it did not mark, or may not have, are made
+        again.
+        """
         cold: dict[int, list[SegmentInfo]] = {}
         for copy in copies:
             if self._current(follower, copy) is None:
@@ -325,7 +423,7 @@ class Relocation:
             self._fs.close(fd)
 
     def _delete(self, names: list[str]) -> dict[str, OSError]:
-        """What could not be deleted, and why."""
+        """Deletes objects. Returns those that could not be deleted, and why."""
         kept: dict[str, OSError] = {}
         for name in names:
             try:
@@ -336,7 +434,9 @@ class Relocation:
 
 
 def object_names(topic_id: int, first_seq: int, version: int) -> list[str]:
-    """What the files of a segment are called in a store; the data come last: who finds them finds the others."""
+    """Returns the names of a segment's files in a store. The data come last: a reader that finds them finds the
+    others.
+    """
     directory = layout.topic_dir("", topic_id)
     paths = (
         layout.segment_tags_path(directory, first_seq, version),
@@ -347,7 +447,7 @@ def object_names(topic_id: int, first_seq: int, version: int) -> list[str]:
 
 
 def _is_of(name: str, topics: Callable[[int], bool]) -> bool:
-    """Whether the object is of one of these topics, or of none at all."""
+    """True if the object is of one of these topics, or of none at all."""
     topic_id = layout.topic_id_of(name.partition("/")[0])
     return topic_id is None or topics(topic_id)
 
@@ -359,7 +459,9 @@ def _is_pinned(name: str, pinned: Pinned) -> bool:
 
 
 def _needless(files_of: FilesOf, being_copied: frozenset[str]) -> Callable[[str], bool]:
-    """Whether a stored object is known to belong to nothing: a hot segment needs none, nor does one that is gone."""
+    """Returns a function: true if a stored object is known to be superfluous. A hot segment needs none, nor does one
+    that is gone.
+    """
 
     def needless(name: str) -> bool:
         directory, _, file = name.partition("/")

@@ -1,13 +1,15 @@
-"""Records into segments: what of a topic's log is not in one yet is appended, and what is full or old is sealed.
+"""Records into segments: those of a log that are in no segment yet are appended; full or old segments are sealed.
 
-Works from the outcome of the last mark alone: files are opened at what is committed, whatever a killed life left behind
-is cut off, and nothing stays open in between.
+The appender works from the outcome of the last mark alone: it opens files at what is committed, cuts off whatever a
+killed life left behind, and leaves nothing open in between. A cut maps log files when the first record asks for them,
+and only while it lasts.
 """
 
 from __future__ import annotations
 
 import errno
 import mmap
+import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -37,12 +39,46 @@ from topics.storage.segment import CorruptSegment, is_gone
 from topics.storage.segment_reader import SegmentReader
 from topics.storage.segment_writer import SegmentWriter
 
+
+class LogBuffers:
+    """The log files of one shard as a cut reads them, mapped whole and read-only. Only bytes that published locations
+    name are looked at.
+    """
+
+    def __init__(self, directory: str, ram_directory: str) -> None:
+        self._directories = (directory, ram_directory)
+        self._maps: dict[LogFileKey, mmap.mmap] = {}
+
+    def get(self, key: LogFileKey, end: int) -> mmap.mmap:
+        """Returns the file, mapped at least up to byte `end`. Raises FileNotFoundError when it is gone, EOFError if
+        shorter.
+        """
+        mapped = self._maps.get(key)
+        if mapped is not None and end <= len(mapped):
+            return mapped
+        path = layout.log_path(self._directories[key.in_ram], key.file_no)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if end > os.fstat(fd).st_size:
+                raise EOFError(f"{path} ends before byte {end}")
+            mapped = self._maps[key] = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        return mapped
+
+    def close(self) -> None:
+        """Unmaps all files."""
+        for mapped in self._maps.values():
+            mapped.close()
+        self._maps.clear()
+
+
 _IN_RAM: Final = LOCATION_IN_RAM_LOG << FLAGS_SHIFT
 _FILE_MASK: Final = _IN_RAM | 0xFFFF_FFFF
 
 NO_ROOM: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
 _FOR_NOW: Final = NO_ROOM | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""What these say is about the disk or the process, not about a file."""
+"""These errors are about the disk or the process, not about a file."""
 
 log = get_logger()
 
@@ -59,22 +95,23 @@ BufferOf = Callable[[LogFileKey, int], Bytes | mmap.mmap]
 
 
 class SealAt(NamedTuple):
-    """When a segment is full; an age of 0 ms is no bound."""
+    """The bounds at which a segment is full; an age of 0 ms is no bound."""
 
     records: int
     data_bytes: int
     age_ms: int
 
     def is_old(self, info: SegmentInfo, now_ms: int) -> bool:
-        """Whether it is time to seal this one, however little is in it."""
+        """True if it is time to seal this segment, however little is in it."""
         return bool(self.age_ms) and now_ms - info.first_ts >= self.age_ms
 
 
 class SegmentAppender:
-    """Of all topics. Methods raise OSError; what they return is synced when they return, if `fs` does sync.
+    """Appends to segments of all topics. Methods raise OSError; a segment that they return is synced, if `fs` does
+    sync.
 
-    `suspects`: `.data` paths of segments that could not be reopened the last time, which outlive this object: what
-    fails twice in a row is damaged.
+    `suspects` are `.data` paths of segments that could not be reopened the last time. They outlive this object: a
+    segment that fails twice in a row is damaged.
     """
 
     def __init__(self, fs: FileSystem, data_dir: str, seal_at: SealAt, suspects: set[str]) -> None:
@@ -86,11 +123,12 @@ class SegmentAppender:
     def append(
         self, topic_id: int, last: SegmentInfo | None, entries: array[int], buffer_of: BufferOf, now_ms: int
     ) -> list[SegmentInfo]:
-        """Segments that are new or changed, ascending. `last` is the topic's last segment, committed.
+        """Appends entries; returns segments that are new or changed, ascending. `last` is the topic's last segment,
+        committed.
 
-        `entries`: index entries (`core.topic`) of consecutive seqs in log files; those that follow `last` go on in it
-        unless it is sealed. Where the disk fails behind the first entries, what is whole by then is returned: not all
-        of them. Raises ValueError when the logs do not hold what the entries say.
+        `entries` are index entries (`core/location.py`) of consecutive seqs in log files. Those that follow `last` go
+        on in it unless it is sealed. If the disk fails behind the first entries, only the segments that are whole by
+        then are returned. Raises ValueError when the logs do not hold what the entries say.
         """
         changed: list[SegmentInfo] = []
         count = len(entries) // ENTRY_WORDS
@@ -114,8 +152,8 @@ class SegmentAppender:
         return changed
 
     def seal(self, topic_id: int, info: SegmentInfo) -> SegmentInfo | None:
-        """An active segment to which nothing is added any more; None when it stays as it is: it is damaged, or its tags
-        cannot be written.
+        """Seals an active segment to which nothing is added any more. None when it stays as it is: it is damaged, or
+        its tags cannot be written.
         """
         directory = layout.topic_dir(self._data_dir, topic_id)
         writer = self._reopen(directory, info)
@@ -134,7 +172,9 @@ class SegmentAppender:
     def _append_to_one(
         self, topic_id: int, active: SegmentInfo | None, entries: array[int], buffer_of: BufferOf, now_ms: int
     ) -> tuple[SegmentInfo | None, int]:
-        """As much as fits into one segment: how that is then, None when it cannot be gone on with, and how many."""
+        """Appends as much as fits into one segment. Returns the segment, None when it cannot be gone on with, and how
+        many entries it took.
+        """
         directory = layout.topic_dir(self._data_dir, topic_id)
         if active is None:
             writer = SegmentWriter.create(self._fs, directory, entries[0])
@@ -164,7 +204,7 @@ class SegmentAppender:
                 info = self._sealed(directory, info) or info
             return info, fitting
         except OSError:
-            # Nothing will count it, and on a full disk others need the room.
+            # Nothing will count these bytes, and on a full disk others need the room.
             with suppress(OSError):
                 writer.cut_back(*begins)
             raise
@@ -172,7 +212,7 @@ class SegmentAppender:
             writer.close()
 
     def _forget(self, topic_id: int, first_seq: int) -> None:
-        """The files of a segment that did not come to be, for their names take room as well."""
+        """Removes the files of a segment that did not come to be: their names take room as well."""
         directory = layout.topic_dir(self._data_dir, topic_id)
         for path_of in (layout.segment_tags_path, layout.segment_idx_path, layout.segment_data_path):
             with suppress(OSError):
@@ -187,7 +227,7 @@ class SegmentAppender:
         except (CorruptSegment, OSError) as error:
             if isinstance(error, OSError) and self._may_pass(error, path):
                 raise
-            # What is readable of it stays readable, and what comes next is none of its business.
+            # The readable part of it stays readable; later records go into the next segment.
             self._suspects.discard(path)
             log.error("a segment is damaged and is not gone on with", path=path, reason=str(error))
             return None
@@ -195,7 +235,7 @@ class SegmentAppender:
         return writer
 
     def _may_pass(self, error: OSError, path: str) -> bool:
-        """Whether an error in reopening this segment is to be waited out, as anything is that may be over next time."""
+        """True if an error in reopening this segment may be over next time."""
         if error.errno in _FOR_NOW:
             return True
         if isinstance(error, FileNotFoundError) or path in self._suspects:
@@ -218,7 +258,7 @@ class SegmentAppender:
 
 
 def _runs(entries: array[int]) -> Iterator[tuple[LogFileKey | None, array[int]]]:
-    """The entries in runs that lie in one log file; records that are gone lie nowhere, and in any."""
+    """Yields the entries in runs that lie in one log file. Records that are gone lie nowhere, and so in any."""
     file_words: Sequence[int] = entries[3::ENTRY_WORDS]
     if not file_words:
         return
@@ -249,7 +289,7 @@ def _key(word: int) -> LogFileKey | None:
 
 
 def _end(entries: array[int]) -> int:
-    """Behind the last byte that any of them names."""
+    """Returns the end of the last byte that any entry names."""
     offsets, lengths, flags = offsets_of(entries), lengths_of(entries), flags_of(entries)
     if any_flagged(entries, LOCATION_GONE):
         is_live = [not flag & LOCATION_GONE for flag in flags]

@@ -12,7 +12,7 @@ Msgpack maps, so that a reader in another language needs nothing else:
     IDEMPOTENCY      topic_id, seq = first    count u32 | key bytes         first frame of the write it names
     LEASE, JOB_ATTRIBUTES, ACK, CURSOR        see `core/queue_log.py`
     RAM_STATE        topic_id                 {"earliest_seq": u64, "evict_floor": u64, …}, see RamStateBody
-    ROUTER_…         see core/router_state.py
+    ROUTER_…         see core/routers.py
     SESSION          0                        {"wid": str, "body": bytes | nil, "positions": {…} | nil, "exact": bool}
 
 `floors` are what the topic is afterwards (`floors.Floors`), `segments` what is new or changed
@@ -29,7 +29,7 @@ import msgspec
 
 from topics.core.config import TopicConfig
 from topics.core.floors import Floors
-from topics.core.queue_state import ConsumerState
+from topics.core.job import ConsumerState
 from topics.core.segment_list import SegmentInfo
 
 _COUNT = struct.Struct("<I")
@@ -46,7 +46,7 @@ class ConfigBody(msgspec.Struct):
 
 
 class DeleteBody(msgspec.Struct):
-    """Everything below `below_seq` is gone (0: nothing of the kind), and what `runs` (`core/runs.py`) has."""
+    """Everything below `below_seq` is gone (0: nothing of the kind), and what `runs` (`core/seq_set.py`) has."""
 
     below_seq: int
     runs: list[int]

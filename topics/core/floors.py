@@ -1,36 +1,37 @@
-"""The floors of a topic as its log has them, and why what is below them is gone (api §3.2)."""
+"""A topic's floors as its log has them, why records below them are gone (api §3.2), what a delete takes (api §5)."""
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import NamedTuple
 
 import msgspec
 
 
 class EvictReason(IntEnum):
-    """Why records below evict_floor are gone; the names are the tombstone's `reason`."""
+    """The reason why records below evict_floor are gone; the names are the tombstone's `reason`."""
 
     NONE = 0
     CAP = 1
     TTL = 2
     MIXED = 3
     RESTART = 4
-    """Records of an `ephemeral` topic, after the service was restarted."""
+    """Records of an `ephemeral` topic are gone because the service was restarted."""
     SOURCE_TRIM = 5
-    """Records that a router's source lost before they were copied."""
+    """A router's source lost records before they were copied."""
 
 
 def run_after(reason: EvictReason, last_reason: int, evict_floor: int, evict_run_seq: int) -> int:
-    """The `evict_run_seq` of a topic when more is evicted for `reason`: a run is of evictions with one reason."""
+    """Returns the `evict_run_seq` of a topic when more is evicted for `reason`: a run has evictions of one reason."""
     if last_reason == reason:
         return evict_run_seq
     return 1 if last_reason == EvictReason.NONE else evict_floor
 
 
 class Floors(msgspec.Struct, array_like=True, frozen=True):
-    """What a topic is after a control frame that changed it (`core/topic.py` has the meanings).
+    """The state of a topic after a control frame that changed it (`core/topic.py` has the meanings).
 
-    `revision` counts such frames of a topic: one that is not above the topic's changes nothing.
+    `revision` counts such frames of a topic: a frame whose revision is not above the topic's changes nothing.
     """
 
     revision: int = 0
@@ -42,8 +43,35 @@ class Floors(msgspec.Struct, array_like=True, frozen=True):
     live_bytes: int = 0
 
     def evicted(self, seq: int, reason: EvictReason) -> Floors:
-        """With evict_floor at `seq`, if it is not yet."""
+        """Returns floors with evict_floor at `seq` or above."""
         if seq <= self.evict_floor:
             return self
         run_seq = run_after(reason, self.evict_reason, self.evict_floor, self.evict_run_seq)
         return msgspec.structs.replace(self, evict_floor=seq, evict_reason=int(reason), evict_run_seq=run_seq)
+
+
+class Front(NamedTuple):
+    """The beginning of the live records, and the loss just before it: everything below `lost_below_seq` (0: nothing)
+    went for `lost_reason`.
+    """
+
+    earliest_seq: int
+    lost_below_seq: int = 0
+    lost_reason: EvictReason = EvictReason.NONE
+
+
+class Deletion(NamedTuple):
+    """The effect of one delete. It takes everything below `below_seq`, and `seqs`: so many records and bytes that were
+    live. `front` is where the live ones begin afterwards. The numbers are negative where the count was too low and is
+    put right.
+    """
+
+    below_seq: int
+    seqs: tuple[int, ...]
+    records: int
+    size_bytes: int
+    front: Front
+
+    @property
+    def earliest_seq(self) -> int:
+        return self.front.earliest_seq

@@ -39,9 +39,8 @@ from topics.core.queue_log import (
 )
 from topics.core.ram_periods import RamPeriods
 from topics.core.record_index import RecordIndex
-from topics.core.router_state import RouterState, decode_feed
-from topics.core.runs import decode_runs
-from topics.core.seq_set import seqs_of
+from topics.core.routers import RouterState, decode_feed
+from topics.core.seq_set import decode_runs, seqs_of
 from topics.core.shard_state import ShardState, TopicState
 from topics.core.topic import Topic
 

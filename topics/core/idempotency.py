@@ -1,24 +1,102 @@
-"""Remembering keyed writes, so that a retry answers the first outcome (api §0.9).
+"""Outcomes of keyed writes are remembered, so that a retry gets the first answer (api §0.9), and producers are fenced.
 
-Three kinds of keys. A client's is UTF-8 and expires with the topic's window. A *pin* is the server's own: it marks a
-stage that a transaction has published (api §6), must be known for as long as the transaction may be carried out again,
-which no clock can tell, and goes when the sink's next batch comes to the topic or the transaction is over. A producer's
-(`producers.py`) expires like a client's, but for its last one, which says where the producer is.
+There are three kinds of keys:
+
+- A client's key is UTF-8 and expires with the topic's window.
+- A *pin* marks a stage that a transaction has published (api §6). The service must know it for as long as the
+  transaction may be carried out again, which no clock can tell. It goes when the sink's next batch comes to the topic,
+  or when the transaction is over.
+- A producer's key expires like a client's, but for the last one: it says where the producer is (api §2). A producer
+  numbers its writes, and each of its instances has an epoch above that of the one before. Epoch and number are the key,
+  so they are logged with the write and go wherever keys go:
+
+      | 0xFD | id | epoch u64 big-endian | n u64 big-endian |
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from enum import Enum, unique
+from struct import Struct
 from typing import Final, NamedTuple
 
-from topics.core.key_marks import KeyMark
-from topics.core.producers import FORGOTTEN_AFTER_MS, Turn, is_producer_key, parse_key, producer_key
+from topics.core.errors import TopicsError
+
+
+@unique
+class KeyMark(bytes, Enum):
+    """First bytes of the keys that the service gives to writes itself. None begins UTF-8: no client's key has one.
+
+    They are in logs: a mark that is given up is not given to anything else.
+    """
+
+    PIN = b"\xff"
+    """A transaction gives it to a stage that it publishes."""
+    CARRIED = b"\xfe"
+    """A frontend gives it to a record that it brings to the dead letters, or back (`frontend/queues/dead_letters.py`).
+    """
+    PRODUCER = b"\xfd"
+    """A producer numbers its writes with it."""
+
+
+FORGOTTEN_AFTER_MS: Final = 7 * 24 * 3_600_000
+"""A producer that has written nothing for so long counts as one that never wrote."""
+_TURN: Final = Struct(">QQ")
+
+
+class Turn(NamedTuple):
+    """The place of a producer: its highest epoch, and the number of the last write in it."""
+
+    epoch: int
+    n: int
+
+
+def producer_key(id: bytes, turn: Turn) -> bytes:
+    return KeyMark.PRODUCER + id + _TURN.pack(*turn)
+
+
+def is_producer_key(key: bytes) -> bool:
+    return key.startswith(KeyMark.PRODUCER)
+
+
+def parse_key(key: bytes) -> tuple[bytes, Turn]:
+    """Returns (id, turn)."""
+    return key[1 : -_TURN.size], Turn(*_TURN.unpack_from(key, len(key) - _TURN.size))
+
+
+def check_fence(id: bytes, last: Turn, given: Turn) -> None:
+    """Raises `409 fenced` for an instance that another one of a higher epoch has replaced."""
+    if given.epoch < last.epoch:
+        raise TopicsError(
+            "fenced",
+            f"producer {id.decode()!r} goes on in epoch {last.epoch}, so epoch {given.epoch} may not write any more",
+            _detail(id, last),
+        )
+
+
+def check_order(id: bytes, last: Turn, given: Turn) -> None:
+    """Raises `409 out_of_order` unless this write, whose outcome is not known, comes next. The first write of an epoch
+    may have any number.
+    """
+    if given.epoch == last.epoch and given.n != last.n + 1:
+        missing = given.n > last.n
+        raise TopicsError(
+            "out_of_order",
+            f"producer {id.decode()!r} has written up to {last.n}, so {last.n + 1} is next and not {given.n}"
+            + ("" if missing else "; it was committed, and its seqs are not known any more"),
+            _detail(id, last),
+        )
+
+
+def _detail(id: bytes, last: Turn) -> dict[str, object]:
+    return {"producer": id.decode(), "epoch": last.epoch, "n": last.n}
+
 
 _BATCH_LEN: Final = 8
 
 
 class Outcome(NamedTuple):
-    """What a keyed write committed."""
+    """The result of a keyed write."""
 
     first_seq: int
     records: int
@@ -34,7 +112,7 @@ def pin(sink: str, batch: int, stage: str) -> bytes:
 
 
 def pins_of(sink: str) -> bytes:
-    """What all pins of a sink begin with."""
+    """Returns the beginning of all pins of a sink."""
     return KeyMark.PIN + sink.encode() + b"\x00"
 
 
@@ -43,8 +121,11 @@ def is_pin(key: bytes) -> bool:
 
 
 class IdempotencyWindow:
-    """Keys of the last `window_ms`, oldest first: commit times never decrease, so expiry is from the front. And pins,
-    by sink, each sink's of one batch. And where producers are, by their ids, the one that wrote last at the end.
+    """The keyed writes of one topic.
+
+    Clients' keys of the last `window_ms` come oldest first: commit times never decrease, so expiry is from the front.
+    Pins are kept by sink, each sink's of one batch. Producers' turns are kept by id, the one that wrote last at the
+    end.
     """
 
     __slots__ = ("_outcomes", "_pins", "_producers")
@@ -55,7 +136,7 @@ class IdempotencyWindow:
         self._producers: OrderedDict[bytes, tuple[Turn, Outcome]] = OrderedDict()
 
     def find(self, key: bytes, now_ms: int, window_ms: int) -> Outcome | None:
-        """The outcome of this key, if it is a pin or not older than the window."""
+        """Returns the outcome of this key, if it is a pin or not older than the window."""
         if is_pin(key):
             return self._pins.get(_sink_of(key), {}).get(key)
         self._expire(now_ms, window_ms)
@@ -68,12 +149,12 @@ class IdempotencyWindow:
         return found
 
     def turn_of(self, producer: bytes, now_ms: int) -> Turn | None:
-        """Where this producer is, None for one that is not known, or not any more."""
+        """Returns the turn of this producer, None if it is not known, or not any more."""
         known = self._producers.get(producer)
         return known[0] if known is not None and now_ms - known[1].ts <= FORGOTTEN_AFTER_MS else None
 
     def remember(self, key: bytes, outcome: Outcome) -> None:
-        """Called once the write is committed; a key that expired and came again moves to the end."""
+        """Keeps the outcome of a committed write. A key that expired and came again moves to the end."""
         if is_pin(key):
             sink = _sink_of(key)
             pins = self._pins.setdefault(sink, {})
@@ -92,14 +173,14 @@ class IdempotencyWindow:
         self._forget(outcome.ts)
 
     def unpin(self, sink: str, batch: int) -> None:
-        """That batch is over: nothing of it will be published again."""
+        """Forgets the pins of a batch that is over: nothing of it will be published again."""
         prefix = pins_of(sink)
         pins = self._pins.get(prefix)
         if pins and _batch_of(next(iter(pins)), prefix) == batch.to_bytes(_BATCH_LEN, "big"):
             del self._pins[prefix]
 
     def pinned(self) -> list[tuple[str, int, list[str]]]:
-        """(sink, batch, stages) of each sink that has pins."""
+        """Returns (sink, batch, stages) of each sink that has pins."""
         found = []
         for prefix, pins in self._pins.items():
             stage_at = len(prefix) + _BATCH_LEN
@@ -109,13 +190,13 @@ class IdempotencyWindow:
         return found
 
     def unexpired(self, now_ms: int, window_ms: int) -> list[tuple[bytes, int, int, int]]:
-        """(key, first_seq, records, ts) of all that may still be asked for, oldest first."""
+        """Returns (key, first_seq, records, ts) of every write that a retry may still ask for, oldest first."""
         self._expire(now_ms, window_ms)
         kept = [(key, *outcome) for pins in self._pins.values() for key, outcome in pins.items()]
         self._forget(now_ms)
         for id, (turn, outcome) in self._producers.items():
             key = producer_key(id, turn)
-            # One that a log said late may be behind others.
+            # A write that a log said late may be behind others.
             if key not in self._outcomes and now_ms - outcome.ts <= FORGOTTEN_AFTER_MS:
                 kept.append((key, *outcome))
         return kept + [(key, *outcome) for key, outcome in self._outcomes.items()]
@@ -131,7 +212,7 @@ class IdempotencyWindow:
             del outcomes[key]
 
     def _forget(self, now_ms: int) -> None:
-        """Lets idle producers go. By commit times: whoever reads the log forgets whom its shard has forgotten."""
+        """Lets idle producers go, by commit times: a reader of the log forgets the same producers as its shard."""
         producers = self._producers
         while producers:
             _turn, oldest = next(iter(producers.values()))
@@ -144,8 +225,8 @@ class IdempotencyWindow:
 
 
 def _goes_on(known: tuple[Turn, Outcome], turn: Turn, ts: int) -> bool:
-    """Whether a producer's write takes it on from what is known of it. A log may say a write twice, and two logs theirs
-    one after the other, so an earlier write may come later: its turn tells, unless the producer was forgotten between
+    """True if a producer's write takes it further than is known of it. A log may say a write twice, and two logs come
+    one after the other, so an earlier write may come later. Its turn tells, unless the producer was forgotten between
     the two and began anew.
     """
     last_turn, last = known

@@ -1,4 +1,4 @@
-"""One job of a queue (api §9) and where it stands; `jobs.py` has them all, `leases.py` is who has them. Pure.
+"""One job of a queue (api §9), where it stands, and what the log says of it; `jobs.py` has all jobs. Pure.
 
                ┌────────────── due ──── DELAYED ◀── nack with a delay ──┐
                ▼                                                        │
@@ -9,19 +9,24 @@
     BEHIND     scheduled for later (`deliver_at_ms`), or not the first of its `order_key`
     HELD       its end is being committed to the log, or it is on its way to the dead letters
 
-Time is passed in. Leases and delays run on the monotonic clock; what is told to clients and logged is the wall clock of
-that moment, which after a restart is all there is. `deliver_at_ms` is a wall time by its nature.
+Time is passed in. Leases and delays run on the monotonic clock. Clients are told, and the log has, the wall clock of
+that moment; after a restart nothing else is left. `deliver_at_ms` is a wall time by its nature.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import msgspec
 
 from topics.api.requests import State as State
+from topics.core.cursors import CursorBody
+from topics.core.seq_set import Run
 
 Holder = tuple[int, int]
-"""(frontend, stream) of a `/work` stream; stream 0: the frontend carries the job to the dead letters."""
+"""(frontend, stream) of a `/work` stream. Stream 0: the frontend carries the job to the dead letters."""
 
 
 class Now(NamedTuple):
@@ -41,8 +46,8 @@ class Phase(IntEnum):
 
 
 class JobView(NamedTuple):
-    """One job as it is looked at. `at_ms` (wall): until when it is leased, or from when on it waits no longer; else 0.
-    `node` has it, "" is nobody.
+    """One job as a peek shows it. `at_ms` (wall) is the end of its lease or of its waiting, else 0. `node` has it, ""
+    is nobody.
     """
 
     seq: int
@@ -54,8 +59,8 @@ class JobView(NamedTuple):
 
 
 class Job:
-    """One job that is not fresh. `due_ms` is monotonic: when its lease or delay ends; `deadline_ms` is that instant as
-    the wall clock had it, and so is `deliver_at_ms` where a BEHIND job has a `due_ms`: it was written with a delay.
+    """One job that is not fresh. `due_ms` (monotonic) is when its lease or delay ends, `deadline_ms` the same instant
+    on the wall clock. A BEHIND job has a `due_ms` if it was written with a delay; then `deliver_at_ms` is that instant.
     """
 
     __slots__ = (
@@ -82,3 +87,52 @@ class Job:
         self.due_ms = due_ms
         self.deliveries = 0
         self.holder: Holder | None = None
+
+
+class LeaseBody(msgspec.Struct, frozen=True):
+    """Payload of a LEASE frame: how these jobs stand now. An empty `node` is nobody: they are back in the queue from
+    `deadline_ms` on. `stream` 0 is none.
+    """
+
+    node: str
+    deadline_ms: int
+    lease_ms: int
+    seqs: list[int]
+    lease_nos: list[int]
+    deliveries: list[int]
+    frontend: int = 0
+    stream: int = 0
+
+
+class QueueState(msgspec.Struct, frozen=True):
+    """The state of a queue in a snapshot: everything that its records do not say. `attributes` are (seq, deliver_at_ms,
+    order_key) of jobs that have any.
+    """
+
+    dead_lettered: int = 0
+    done: list[Run] = []
+    attributes: list[tuple[int, int, str]] = []
+    leases: list[LeaseBody] = []
+
+
+class ConsumerState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The state of a topic's queue and cursors in a snapshot: everything that its records do not say."""
+
+    queue: QueueState | None = None
+    cursors: list[CursorBody] = []
+
+
+T = TypeVar("T")
+
+
+def deal(items: Sequence[T], wanted: Sequence[int]) -> list[list[T]]:
+    """Deals items round-robin: each taker gets one in turn until it has as many as it wanted or nothing is left."""
+    hands: list[list[T]] = [[] for _ in wanted]
+    hungry = [at for at, most in enumerate(wanted) if most]
+    dealt = 0
+    while hungry and dealt < len(items):
+        for at in hungry[: len(items) - dealt]:
+            hands[at].append(items[dealt])
+            dealt += 1
+        hungry = [at for at in hungry if len(hands[at]) < wanted[at]]
+    return hands

@@ -11,8 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Final, Protocol
 
-from topics.core.deletion import Front
-from topics.core.floors import EvictReason
+from topics.core.floors import EvictReason, Front
 from topics.core.location import (
     ENTRY_WORDS,
     FLAGS_SHIFT,

@@ -1,4 +1,4 @@
-"""What the log says of queues and named cursors, and how it is applied to a topic. Pure; part of the fold.
+"""What the log says of queues and named cursors, how it is applied to a topic, and how kept jobs give way. Pure.
 
 Bodies (msgpack; `seq` of the frame is not used):
 
@@ -8,18 +8,22 @@ Bodies (msgpack; `seq` of the frame is not used):
     CURSOR           topic_id     {"name": str, "consistency": str | nil, "persist_every": u64, "seq": u64,
                                    "missing": [[after_seq, to_seq], …]}
 
-Each says what is, and an ACK that deletes has a revision: a run of frames that comes twice changes nothing. None asks
-for a record, which may be marked, rewritten or gone when the log is read (`core/fold.py`).
+Each says how things are afterwards, and an ACK that deletes has a revision: a run of frames that comes twice changes
+nothing. No frame asks for a record, which may be marked, rewritten or gone when the log is read (`core/fold.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
+from itertools import islice
+from typing import Final
+
 import msgspec
 
 from topics.core.cursors import CursorBody
-from topics.core.deletion import Deletion
-from topics.core.floors import Floors
-from topics.core.queue_state import ConsumerState, LeaseBody
+from topics.core.floors import Deletion, Floors
+from topics.core.job import ConsumerState, LeaseBody
+from topics.core.live_scan import living
 from topics.core.seq_set import Run, runs_of, seqs_of
 from topics.core.topic import Topic
 
@@ -28,11 +32,12 @@ JobRow = tuple[int, int, str]
 
 
 class AckBody(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Jobs that are over. `keep`: their records stay; else they are deleted: so many `records` and `size_bytes` of the
-    log, and the live ones begin at `earliest_seq` then. `revision`, `earliest_seq` and `evict_…` are as in `Floors`.
-    `dead_lettered`: how many jobs went to the dead letters up to now, 0: as before.
+    """Jobs that are over. `keep`: their records stay. Else they are deleted: so many `records` and `size_bytes` of the
+    log, and the live ones begin at `earliest_seq` then.
 
-    What is left is not said, unlike with a DELETE: an ack is one of many writes in a group and knows not of the others.
+    `revision`, `earliest_seq` and `evict_…` are as in `Floors`. `dead_lettered` counts the jobs that went to the dead
+    letters so far; 0: as before. Unlike a DELETE, the body does not say what is left: an ack is one of many writes in a
+    group and does not know the others.
     """
 
     runs: list[Run]
@@ -48,7 +53,7 @@ class AckBody(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @staticmethod
     def removing(topic: Topic, deletion: Deletion, revision: int, dead_lettered: int) -> AckBody:
-        """What to log of it."""
+        """Returns the body to log for this deletion."""
         floors = topic.floors_without(deletion)
         return AckBody(
             runs_of(deletion.seqs),
@@ -67,7 +72,7 @@ class AckBody(msgspec.Struct, frozen=True, omit_defaults=True):
         return list(seqs_of(self.runs))
 
     def floors_of(self, topic: Topic) -> Floors:
-        """What is left of a topic of which everything before this is known."""
+        """Returns the floors of a topic after this ack, if everything before it is known."""
         floors = topic.floors()
         if self.evict_floor > topic.evict_floor:
             floors = msgspec.structs.replace(
@@ -97,7 +102,7 @@ def consumer_state(topic: Topic) -> ConsumerState:
 
 
 def restore_consumers(topic: Topic, state: ConsumerState) -> None:
-    """The inverse; the log goes on behind it."""
+    """Restores the state that `consumer_state` returned; the log goes on behind it."""
     if state.queue is not None and topic.queue is not None:
         topic.queue.restore(state.queue)
     for body in state.cursors:
@@ -105,7 +110,7 @@ def restore_consumers(topic: Topic, state: ConsumerState) -> None:
 
 
 def fold_lease(topic: Topic, data: bytes) -> None:
-    """What it says of jobs that are gone means nothing (`Leases.start`)."""
+    """A body that names jobs which are gone means nothing (`Leases.start`)."""
     if topic.queue is not None:
         topic.queue.logged(_decode_lease(data))
 
@@ -118,3 +123,39 @@ def fold_job_attributes(topic: Topic, data: bytes) -> None:
 
 def fold_cursor(topic: Topic, data: bytes) -> None:
     topic.cursors.logged(_decode_cursor(data))
+
+
+_LOOK: Final = 1024
+_STEP: Final = 100
+"""One part in so many of a cap is freed beyond what is missing, so that not every write has to ask for room."""
+
+
+def giving_way(topic: Topic, records: int, size_bytes: int, dying: Set[int]) -> list[int]:
+    """Returns the oldest acknowledged jobs (seqs, ascending) that have to go so that so many records and bytes fit.
+
+    The queue refuses what does not fit (`discard: "reject"`) and keeps acknowledged jobs (`on_ack`). They stay until
+    cap or ttl takes them, but give way before a write is refused. They are done, so nobody loses anything: it is a
+    deletion, without a tombstone. Returns none when the write fits anyway, or would not fit if all of them went.
+    `dying` are on their way out already.
+    """
+    config, queue = topic.config, topic.queue
+    if config.discard != "reject" or queue is None or not queue.done.count:
+        return []
+    over_records = topic.records + records - config.cap_records if config.cap_records else 0
+    over_bytes = topic.live_bytes + size_bytes - config.cap_bytes if config.cap_bytes else 0
+    if over_records <= 0 and over_bytes <= 0:
+        return []
+    most_records = over_records + config.cap_records // _STEP
+    most_bytes = over_bytes + config.cap_bytes // _STEP
+    found: list[int] = []
+    found_bytes = 0
+    done = seqs_of(queue.done.runs())
+    while some := list(islice(done, _LOOK)):
+        for seq, offset_len in living(topic.index, some, topic.earliest_seq, topic.head_seq):
+            if seq in dying:
+                continue
+            if len(found) >= most_records and found_bytes >= most_bytes:
+                return found
+            found.append(seq)
+            found_bytes += offset_len >> 32
+    return found if len(found) >= over_records and found_bytes >= over_bytes else []

@@ -1,8 +1,18 @@
-"""Routers (api §6): what one says, which may exist beside each other, and what a copy is. Pure.
+"""Routers (api §6): what one says, which may exist beside each other, what a copy is, and what the log says. Pure.
 
-The registry is one place of the service (shard 0): whether a router may exist depends on all others. A router
-forwards from its source to its dest; a dest has one source, so what leads to a topic is a chain, or a cycle where one
-is allowed.
+One place of the service has the registry (shard 0), because all routers together decide whether another may exist. A
+router forwards from its source to its dest. A dest has one source, so the way to a topic is a chain, or a cycle where
+one is allowed.
+
+The log says of routers, and `RouterState` folds it:
+
+    ROUTER_CREATE   0, seq = id              {"id": u64, "version": u64, "name": str, "spec": {…}, "counts_hops": bool}
+    ROUTER_DELETE   0, seq = id              -                      both only in the log of shard 0
+    ROUTER_CURSOR   dest, seq = its head     {"source": str, "source_topic_id": u64, "source_seq": u64, …}, see FeedBody
+
+ROUTER_CREATE replaces a router of the same name. A ROUTER_CURSOR ends the write that holds the copies of one page, so
+copies and cursor are in the log together or not at all. The last cursor of a dest counts; one without routers says that
+nothing is copied into the dest any more.
 """
 
 from __future__ import annotations
@@ -20,7 +30,7 @@ from topics.core.tags import Match, parse_match
 HOPS_MAX: Final = 8
 """A record passes a cycle at most so often, the first time included."""
 META_KEY: Final = "_topics_router"
-"""In the meta of copies that are made exactly once; no client may write it."""
+"""The meta of copies that are made exactly once has it; no client may write it."""
 _META_START: Final = b',"meta":{'
 _OWN_META: Final = b'"_topics_router":{'
 _EPOCH: Final = 1
@@ -28,7 +38,7 @@ _EPOCH: Final = 1
 
 
 class RouterSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a client says a router is. `filter` as it was given; what it means says `core/tags.py`."""
+    """A router as a client describes it. `filter` is as it was given; `core/tags.py` says what it means."""
 
     source: str
     dest: str
@@ -40,7 +50,7 @@ class RouterSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     guarantee: Guarantee = "at_least_once"
 
     def echo(self) -> dict[str, Any]:
-        """All fields, as every answer shows them."""
+        """Returns all fields, as every answer shows them."""
         return {field: getattr(self, field) for field in self.__struct_fields__}
 
     @property
@@ -49,8 +59,8 @@ class RouterSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Router(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A router as it is registered. `id` is never used again; `version` counts its changes. `counts_hops`: it closes
-    a cycle, so what passes it is one time around nearer to its end.
+    """A router as it is registered. `id` is never used again; `version` counts its changes. `counts_hops`: it closes a
+    cycle, so a record that passes it is one round nearer to its end.
     """
 
     id: int
@@ -61,7 +71,7 @@ class Router(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def parse_router(name: str, given: dict[str, Any]) -> RouterSpec:
-    """From a decoded JSON object; `400 invalid_request` names what is wrong."""
+    """Makes a spec from a decoded JSON object; `400 invalid_request` names what is wrong."""
     check_router_name(name)
     try:
         fields = msgspec.convert(given, GivenRouter)
@@ -82,7 +92,7 @@ class RouterRegistry:
     def __init__(self) -> None:
         self.by_name: dict[str, Router] = {}
         self._into: dict[str, dict[str, Router]] = {}
-        """dest → its routers by name."""
+        """The routers of each dest, by name."""
         self._from: dict[str, dict[str, Router]] = {}
         self.last_id = 0
 
@@ -90,7 +100,7 @@ class RouterRegistry:
         return len(self.by_name)
 
     def into(self, dest: str) -> list[Router]:
-        """The routers that lead into a topic, oldest first; all of one source."""
+        """Returns the routers that lead into a topic, oldest first; all have one source."""
         return sorted(self._into.get(dest, {}).values(), key=lambda router: router.id)
 
     def is_source(self, topic: str) -> bool:
@@ -101,19 +111,18 @@ class RouterRegistry:
         return list(self._from.get(source, {}).values())
 
     def touching(self, topic: str) -> list[Router]:
-        """Those that go with a topic when it is deleted, by name."""
+        """Returns the routers that go with a topic when it is deleted, by name."""
         found = {router.name: router for router in (*self.into(topic), *self.from_source(topic))}
         return [found[name] for name in sorted(found)]
 
     def source_of(self, dest: str) -> str | None:
-        """The one topic that is copied into `dest`, if any."""
+        """Returns the one topic that is copied into `dest`, if any."""
         return next((router.spec.source for router in self._into.get(dest, {}).values()), None)
 
     def plan(self, name: str, spec: RouterSpec) -> tuple[Router, bool]:
-        """(the router that `PUT` makes of this, whether it is new); to be given to `put` once it is logged.
-
-        The very router that is there when nothing changes. `409 topic_exists_incompatible` for a second source of a
-        dest, `409 router_cycle`.
+        """Returns (the router that `PUT` makes of this spec, whether it is new); call `put` with it once it is logged.
+        It is the very router that is there when nothing changes. Raises `409 topic_exists_incompatible` for a second
+        source of a dest, and `409 router_cycle`.
         """
         old = self.by_name.get(name)
         same_edge = old is not None and (old.spec.source, old.spec.dest) == (spec.source, spec.dest)
@@ -147,7 +156,7 @@ class RouterRegistry:
         self.last_id = max(self.last_id, router.id)
 
     def remove(self, name: str) -> Router | None:
-        """The router that was there."""
+        """Removes a router and returns it."""
         router = self.by_name.pop(name, None)
         if router is not None:
             for index, topic in ((self._into, router.spec.dest), (self._from, router.spec.source)):
@@ -157,7 +166,7 @@ class RouterRegistry:
         return router
 
     def upstream(self, dest: str) -> Iterator[str]:
-        """`dest`, its source, the source's source and so on; each once."""
+        """Yields `dest`, its source, the source's source and so on, each once."""
         seen: set[str] = set()
         topic: str | None = dest
         while topic is not None and topic not in seen:
@@ -166,7 +175,7 @@ class RouterRegistry:
             topic = self.source_of(topic)
 
     def _cycle(self, name: str, spec: RouterSpec) -> list[str] | None:
-        """source, dest, …, source if an edge from source to dest closes that path."""
+        """Returns source, dest, …, source if an edge from source to dest closes that path."""
         path = [spec.source]
         topic = spec.source
         while topic != spec.dest:
@@ -178,8 +187,8 @@ class RouterRegistry:
 
 
 def with_origin(payload: bytes, has_meta: bool, router: str, source: str, source_topic_id: int, seq: int) -> bytes:
-    """A copy's payload (`"data":…` or `"data":…,"meta":{…}`) with where it comes from in its meta, in place of where
-    its original comes from if that is a copy as well.
+    """Returns a copy's payload (`"data":…` or `"data":…,"meta":{…}`) with its origin in its meta. It replaces the
+    origin of the original, if that is a copy as well.
     """
     key = f"router:{router}:{source_topic_id}:{_EPOCH}:{seq}"
     origin = (
@@ -192,3 +201,79 @@ def with_origin(payload: bytes, has_meta: bool, router: str, source: str, source
     own = payload.rfind(_OWN_META, start)
     kept = payload[start : own if own >= 0 else payload.rindex(b"}")].strip(b", \t\r\n")
     return payload[:start] + kept + (b"," if kept else b"") + origin + b"}"
+
+
+ROUTERS_SHARD: Final = 0
+"""The shard whose log has the routers."""
+
+
+class FeedRouter(msgspec.Struct, array_like=True):
+    """A router at work: it forwards everything behind `from_seq` of the source, and has made so many copies."""
+
+    router: Router
+    from_seq: int
+    forwarded_total: int = 0
+
+
+class FeedBody(msgspec.Struct, omit_defaults=True):
+    """How far one dest is with its source. `source_topic_id` is 0 while the source does not exist yet.
+
+    `trimmed` counts the seqs of the dest, up to that of the frame, that stand for records which were not copied: the
+    source had lost them, or there is another `trim_reason` (an EvictReason). `full` says that copies wait for room in
+    the dest: the source may lose or delete records meanwhile, and then they are not copied. `revision` counts the
+    cursors of a dest over both logs.
+    """
+
+    source: str
+    source_topic_id: int
+    source_seq: int
+    routers: list[FeedRouter]
+    revision: int = 0
+    trimmed: int = 0
+    trim_reason: int = 0
+    full: bool = False
+
+
+class RouterState(msgspec.Struct):
+    """All routers, and the feeds of dests by topic id: `feeds` as the durable log has them, `ram_feeds` as the RAM log
+    has those of `ephemeral` dests.
+    """
+
+    routers: dict[str, Router] = {}
+    last_id: int = 0
+    feeds: dict[int, FeedBody] = {}
+    ram_feeds: dict[int, FeedBody] = {}
+
+    def takes_over(self, topic_id: int, other: RouterState) -> None:
+        """Takes over a topic with everything that `other` says of it as a dest."""
+        for own, others in ((self.feeds, other.feeds), (self.ram_feeds, other.ram_feeds)):
+            if topic_id in others:
+                own[topic_id] = others[topic_id]
+
+    def knows(self, other: RouterState) -> None:
+        """Adds the routers of `other`."""
+        self.routers |= other.routers
+        self.last_id = max(self.last_id, other.last_id)
+
+    def created(self, data: bytes) -> None:
+        router = _decode_router(data)
+        self.routers[router.name] = router
+        self.last_id = max(self.last_id, router.id)
+
+    def deleted(self, router_id: int) -> None:
+        for name in [name for name, router in self.routers.items() if router.id == router_id]:
+            del self.routers[name]
+        self.last_id = max(self.last_id, router_id)
+
+    def cursor(self, dest_topic_id: int, feed: FeedBody, in_ram: bool) -> None:
+        feeds = self.ram_feeds if in_ram else self.feeds
+        feeds[dest_topic_id] = feed
+
+    def topic_deleted(self, topic_id: int) -> None:
+        for feeds in (self.feeds, self.ram_feeds):
+            feeds.pop(topic_id, None)
+
+
+encode_router = msgspec.msgpack.Encoder().encode
+_decode_router = msgspec.msgpack.Decoder(Router).decode
+decode_feed = msgspec.msgpack.Decoder(FeedBody).decode

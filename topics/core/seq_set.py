@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from sortedcontainers import SortedDict
 
 Run = tuple[int, int]
-"""(first_seq, last_seq), both within it."""
+"""(first_seq, last_seq), both included."""
 
 
 def runs_of(seqs: Iterable[int]) -> list[Run]:
-    """Ascending seqs as the fewest runs."""
+    """Returns ascending seqs as the fewest runs."""
     runs: list[Run] = []
     first = last = -1
     for seq in seqs:
@@ -25,13 +25,13 @@ def runs_of(seqs: Iterable[int]) -> list[Run]:
 
 
 def seqs_of(runs: Iterable[Run]) -> Iterator[int]:
-    """Every seq of every run, in their order."""
+    """Yields every seq of every run, in their order."""
     for first, last in runs:
         yield from range(first, last + 1)
 
 
 class SeqSet:
-    """Costs what it has of runs, not of seqs; every operation O(log runs)."""
+    """A set of seqs. It costs memory for its runs, not for its seqs, and every operation is O(log runs)."""
 
     __slots__ = ("_last_by_first", "count")
 
@@ -45,11 +45,11 @@ class SeqSet:
         return self.next_absent(seq) != seq
 
     def runs(self) -> list[Run]:
-        """Ascending, none touching the next."""
+        """Returns the runs, ascending, none touching the next."""
         return list(self._last_by_first.items())
 
     def next_absent(self, seq: int) -> int:
-        """The first seq from `seq` on that is not in the set."""
+        """Returns the first seq from `seq` on that is not in the set."""
         runs = self._last_by_first
         at = runs.bisect_right(seq) - 1
         if at < 0:
@@ -58,7 +58,7 @@ class SeqSet:
         return max(seq, last + 1)
 
     def add(self, first: int, last: int) -> None:
-        """All of first..last, in it before or not."""
+        """Adds all of first..last; some may be in the set already."""
         assert first <= last
         runs = self._last_by_first
         at = runs.bisect_right(first) - 1
@@ -80,7 +80,7 @@ class SeqSet:
         self.count += last - first + 1
 
     def discard(self, seq: int) -> None:
-        """Without `seq`, whether it was in it or not."""
+        """Removes `seq` if it is in the set."""
         at = self._last_by_first.bisect_right(seq) - 1
         if at < 0:
             return
@@ -94,7 +94,7 @@ class SeqSet:
             self.add(seq + 1, last)
 
     def discard_below(self, seq: int) -> None:
-        """Without anything below `seq`."""
+        """Removes everything below `seq`."""
         runs = self._last_by_first
         while runs:
             first, last = runs.peekitem(0)
@@ -107,3 +107,28 @@ class SeqSet:
     def _drop(self, first: int, last: int) -> None:
         del self._last_by_first[first]
         self.count -= last - first + 1
+
+
+def encode_runs(seqs: Sequence[int]) -> list[int]:
+    """Encodes ascending seqs as small numbers: how many to pass over (from 1 on at first), how many follow each other,
+    and so on. The body of a DELETE has them (`core/control_bodies.py`).
+    """
+    runs: list[int] = []
+    next_seq = 1
+    for seq in seqs:
+        if seq == next_seq and runs:
+            runs[-1] += 1
+        else:
+            runs += (seq - next_seq, 1)
+        next_seq = seq + 1
+    return runs
+
+
+def decode_runs(runs: Sequence[int]) -> list[int]:
+    seqs: list[int] = []
+    next_seq = 1
+    for gap, count in zip(runs[0::2], runs[1::2], strict=True):
+        next_seq += gap
+        seqs += range(next_seq, next_seq + count)
+        next_seq += count
+    return seqs

@@ -13,8 +13,8 @@ import msgspec
 
 from topics.core.config import TopicConfig
 from topics.core.floors import Floors
-from topics.core.queue_state import ConsumerState
-from topics.core.router_state import RouterState
+from topics.core.job import ConsumerState
+from topics.core.routers import RouterState
 from topics.core.segment_list import SegmentInfo
 from topics.core.seq_set import Run
 

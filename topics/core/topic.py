@@ -24,11 +24,10 @@ import msgspec
 
 from topics.core.config import TopicConfig
 from topics.core.cursors import Cursors
-from topics.core.deletion import Deletion, Front
 from topics.core.errors import TopicsError
-from topics.core.floors import EvictReason, Floors
+from topics.core.floors import Deletion, EvictReason, Floors, Front
 from topics.core.idempotency import IdempotencyWindow
-from topics.core.leases import Leases
+from topics.core.jobs import Leases
 from topics.core.live_scan import (
     first_live,
     first_live_within,

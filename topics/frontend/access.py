@@ -14,7 +14,7 @@ from topics.core.errors import TopicsError
 from topics.core.keys import ANYONE, ApiKey, KeyRing, KeyScope
 from topics.frontend.asgi import Scope
 from topics.frontend.key_limits import KeyLimits
-from topics.shm.key_counts import Counted
+from topics.shm.cap import Counted
 
 _CALLER: Final = "topics.caller"
 """Where the ASGI scope has the key of an admitted request."""

@@ -15,9 +15,9 @@ from topics.api.requests import AppendBody, RecordBody
 from topics.core.config import U64_MAX, parse_config
 from topics.core.dead_letters import RESERVED
 from topics.core.errors import TopicsError, invalid
+from topics.core.idempotency import Turn, producer_key
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name, owner_shard
-from topics.core.producers import Turn, producer_key
 from topics.frontend import long_bodies, wire
 from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, encode_json, send_json

@@ -9,7 +9,7 @@ from typing import Final
 from topics.core.errors import TopicsError
 from topics.core.keys import ApiKey
 from topics.settings import Settings
-from topics.shm.key_counts import Counted, KeyCounts
+from topics.shm.cap import Counted, KeyCounts
 
 _NAMES: Final = {Counted.STREAMS: "sse_connections_per_key", Counted.REQUESTS: "inflight_per_key"}
 

@@ -11,8 +11,7 @@ from typing import Final
 
 import uvloop
 
-from topics.core.clock import Clock, SystemClock
-from topics.core.expiry_clock import ExpiryClock
+from topics.core.clock import Clock, ExpiryClock, SystemClock
 from topics.core.keys import KeyRing
 from topics.frontend.access import Access
 from topics.frontend.app import App
@@ -63,10 +62,9 @@ from topics.frontend.txn.stages import Stages
 from topics.frontend.txn.table import txn_operations
 from topics.log import get_logger
 from topics.settings import Settings
-from topics.shm.cap import Cap
+from topics.shm.cap import Cap, KeyCounts
 from topics.shm.control import ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
-from topics.shm.key_counts import KeyCounts
 from topics.shm.recency import Recency, RecencyWriter
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem

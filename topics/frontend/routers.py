@@ -23,16 +23,17 @@ from topics.frontend.reads.reading import TopicReader
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.messages import Done
-from topics.shm.router_messages import (
+from topics.shm.topic_messages import (
     DeleteRouter,
     DeleteRouterReply,
+    EnsureTopic,
     PutRouter,
     PutRouterReply,
+    PutTopicReply,
     RemoveRouters,
     SyncRouters,
     SyncRoutersReply,
 )
-from topics.shm.topic_messages import EnsureTopic, PutTopicReply
 
 REGISTRY_SHARD: Final = 0
 BEGIN_WAIT_S: Final = 2.0

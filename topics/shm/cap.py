@@ -1,16 +1,29 @@
-"""A cap that holds over several processes, none of which asks another (api §11).
+"""Limits that hold over several processes, none of which asks another (api §11): caps, and what each API key has open.
 
-What is capped is the sum of one word over the cells of several processes, each word written by its own process alone.
-Who wants more *first* adds it to its own word, *then* adds all words up, and takes it back when the sum is too high.
+The limit is on the sum of one word over several processes, and each process writes its own word alone. A process that
+wants more *first* adds it to its own word, *then* adds all words up, and takes it back when the sum is too high.
 
-Of any two who do that at once at least one sees the other's claim, because a full barrier lies between the store and
-the loads. So the sum of what was granted never exceeds the cap. Both may be refused where there was room for one: a
-refusal at the very border may be wrong, a grant never is.
+Of any two that do so at once at least one sees the other's claim, because a full barrier lies between the store and the
+loads. So the sum of all grants never exceeds the limit. Both may be refused where there was room for one: a refusal at
+the very border may be wrong, a grant never is.
+
+`Cap` counts in a field of the processes' cells. `KeyCounts` counts event streams, and requests that are being served,
+by API key:
+
+    block of frontend 0 | block of frontend 1 | …        each written by its frontend alone
+
+    block    | version u64 × 1, 3 unused | slot 0 | slot 1 | …          SLOTS of them
+    slot     | first 16 bytes of the key's digest u64 × 2 | streams u64 | requests u64 |
+
+A frontend gives a key any slot of its block that counts nothing. `version` grows with each key that gets one, so that
+others know when to look for it again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
+from typing import Final
 
 from topics.core.errors import TopicsError
 from topics.shm.control import Cell
@@ -18,7 +31,9 @@ from topics.shm.memory import fence
 
 
 class Cap:
-    """`most` of `field` over `every` cell, as the process that owns `own` keeps to it; `most` 0 is no cap."""
+    """A cap of `most` on the sum of `field` over `every` cell. The process that owns `own` claims with it; `most` 0 is
+    no cap.
+    """
 
     def __init__(self, limit: str, most: int, field: str, own: Cell, every: Sequence[Cell]) -> None:
         self.most = most
@@ -39,15 +54,117 @@ class Cap:
         return False
 
     def release(self, amount: int = 1) -> None:
-        """Gives back what was claimed and is not used."""
+        """Gives back a claimed amount."""
         if self.most:
             self._own.add(self._field, -amount)
 
     def reached(self) -> TopicsError:
-        """What to refuse with after a claim that was not granted."""
+        """Returns the error for a claim that was not granted."""
         return TopicsError(
             "throttled",
             f"{self.most} {self._limit.replace('_', ' ')} are all that the whole service may have; remove some, or"
             f" raise TOPICS_MAX_{self._limit.upper()}",
             {"limit": self._limit, "max": self.most},
         )
+
+
+SLOTS: Final = 1024
+_SLOT_WORDS: Final = 4
+_BLOCK_WORDS: Final = (SLOTS + 1) * _SLOT_WORDS
+
+
+class Counted(IntEnum):
+    """The word of a slot that counts."""
+
+    STREAMS = 2
+    REQUESTS = 3
+
+
+class KeyCounts:
+    """The counts of all frontends, as the frontend `own` reads and writes them."""
+
+    def __init__(self, words: memoryview, frontends: int, own: int) -> None:
+        """Forgets the counts of a former life of this frontend."""
+        self._words = words
+        self._own = own * _BLOCK_WORDS
+        self._slots: dict[bytes, int] = {}
+        """Returns the word at which a key's slot begins in our block."""
+        self._others = [_Other(words, block * _BLOCK_WORDS) for block in range(frontends) if block != own]
+        for word in range(self._own + 1, self._own + _BLOCK_WORDS):
+            words[word] = 0
+        words[self._own] += 1
+
+    @staticmethod
+    def size_bytes(frontends: int) -> int:
+        return frontends * _BLOCK_WORDS * 8
+
+    def claim(self, digest: bytes, what: Counted, most: int) -> bool:
+        """Takes one more for the key of this digest, or takes nothing and returns False."""
+        slot = self._slots.get(digest)
+        if slot is None:
+            slot = self._new_slot(digest)
+            if slot is None:
+                return False
+        words = self._words
+        words[slot + what] += 1
+        fence()
+        if words[slot + what] + sum([other.count(digest, what) for other in self._others]) <= most:
+            return True
+        words[slot + what] -= 1
+        return False
+
+    def release(self, digest: bytes, what: Counted) -> None:
+        """Gives one back."""
+        self._words[self._slots[digest] + what] -= 1
+
+    def _new_slot(self, digest: bytes) -> int | None:
+        """Returns a slot for a new key. None when every slot counts another key: more than SLOTS keys are busy here at
+        once.
+        """
+        words = self._words
+        first = self._own + _SLOT_WORDS
+        if len(self._slots) >= SLOTS:
+            former = next((d for d, at in self._slots.items() if not any(words[at + what] for what in Counted)), None)
+            if former is None:
+                return None
+            slot = self._slots.pop(former)
+        else:
+            slot = first + len(self._slots) * _SLOT_WORDS
+        self._slots[digest] = slot
+        words[slot], words[slot + 1] = _identity(digest)
+        words[self._own] += 1
+        return slot
+
+
+class _Other:
+    """The block of another frontend."""
+
+    def __init__(self, words: memoryview, block: int) -> None:
+        self._words = words
+        self._block = block
+        self._version = -1
+        self._slots: dict[tuple[int, int], int] = {}
+
+    def count(self, digest: bytes, what: Counted) -> int:
+        words = self._words
+        if words[self._block] != self._version:
+            self._learn()
+        identity = _identity(digest)
+        slot = self._slots.get(identity)
+        if slot is None or (words[slot], words[slot + 1]) != identity:
+            return 0
+        count: int = words[slot + what]
+        return count
+
+    def _learn(self) -> None:
+        self._version = self._words[self._block]
+        first = self._block + _SLOT_WORDS
+        entries = self._words[first : self._block + _BLOCK_WORDS].tolist()
+        identities = zip(entries[::_SLOT_WORDS], entries[1::_SLOT_WORDS], strict=True)
+        self._slots = {
+            identity: first + index * _SLOT_WORDS for index, identity in enumerate(identities) if identity != (0, 0)
+        }
+
+
+def _identity(digest: bytes) -> tuple[int, int]:
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")

@@ -163,7 +163,7 @@ CHILD_FIELDS: Final[dict[Role, tuple[str, ...]]] = {
 """A shard's `committed`: file_no << 32 | offset behind the last frame that is in the log for good; 0 before it has
 recovered. One word, so that nobody sees the file of one and the offset of another.
 
-`clock_offset_ms`: wall minus monotonic time as the process trusts it (`core/expiry_clock.py`), plus CLOCK_BIAS; 0
+`clock_offset_ms`: wall minus monotonic time as the process trusts it (`core/clock.py`), plus CLOCK_BIAS; 0
 before it looked. A clock that was never set is behind the uptime: the words are unsigned.
 In the header: as the service before this one trusted it, 0 if the clock is to be trusted.
 

@@ -6,15 +6,14 @@ import os
 from typing import NamedTuple
 
 from topics.shm import names
+from topics.shm.cap import KeyCounts
 from topics.shm.control import ControlPage
 from topics.shm.durations import Durations
 from topics.shm.journal import Journal
-from topics.shm.key_counts import KeyCounts
 from topics.shm.memory import SharedObject
-from topics.shm.ring import HEADER_BYTES, Ring
+from topics.shm.ring import HEADER_BYTES, Ring, Wake
 from topics.shm.router_board import BOARD_BYTES, BOARD_RESERVE_BYTES
 from topics.shm.router_table import TABLE_BYTES, TABLE_RESERVE_BYTES
-from topics.shm.wake import Wake
 
 JOURNAL_BYTES_PER_FRONTEND = 512 * 1024
 """A group is at most 1024 requests of some 100 bytes each here, and every frontend may leave one unanswered."""

@@ -26,13 +26,19 @@ from typing import Any, Final
 import msgspec
 
 from topics.core.errors import TopicsError
-from topics.shm.compactor_messages import CheckpointReply, CompactorCall
-from topics.shm.cursor_messages import CursorAnswer, CursorCall
-from topics.shm.queue_messages import Dealt, QueueCall, QueueReply
-from topics.shm.router_messages import RouterCall, RouterReply
-from topics.shm.topic_messages import TopicCall, TopicReply
-from topics.shm.txn_messages import SinkReply, TxnCall
-from topics.shm.watch_messages import SessionOpenReply, WatchCall
+from topics.shm.queue_messages import CursorAnswer, CursorCall, Dealt, QueueCall, QueueReply
+from topics.shm.topic_messages import (
+    CheckpointReply,
+    CompactorCall,
+    RouterCall,
+    RouterReply,
+    SessionOpenReply,
+    SinkReply,
+    TopicCall,
+    TopicReply,
+    TxnCall,
+    WatchCall,
+)
 
 HEAD: Final = struct.Struct("=BBHIQ")
 HEAD_BYTES: Final = HEAD.size

@@ -1,10 +1,12 @@
-"""What frontends and shards say to each other about queues (api §9); `messages.py` carries it.
+"""Requests to a shard about queues (api §9) and named cursors (api §10), and the answers; `messages.py` carries them.
 
-A `/work` stream, and a claim that waits for its window, are known by the frontend that has them and a number of that
-frontend's own, never used twice. Both are dealt jobs with a `Dealt` that nobody asked for at that moment.
+A frontend knows its `/work` streams, and the claims that wait for their window, by numbers of its own that it never
+uses twice. Both get dealt jobs in a `Dealt` that nobody asked for at that moment.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
@@ -12,14 +14,14 @@ from topics.core.job import JobView, State
 
 
 class Claim(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Lease me at most `max` jobs. A nil `lease_ms` is the queue's own."""
+    """Lease me at most `max` jobs. A nil `lease_ms` means the queue's own."""
 
     name: str
     node: str
     max: int
     lease_ms: int | None
     stream: int
-    """By which the jobs come when the claim has to wait."""
+    """The number under which the jobs come when the claim has to wait."""
 
 
 class Ack(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -32,7 +34,7 @@ class Ack(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Nack(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """These jobs are for somebody else, after `delay_ms`."""
+    """Give these jobs to somebody else, after `delay_ms`."""
 
     name: str
     node: str
@@ -52,7 +54,9 @@ class Extend(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Unclaim(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """These leases never reached their consumer: no delivery of it counts. They are ready again after `delay_ms`."""
+    """These leases never reached their consumer: they do not count as deliveries. The jobs are ready after
+    `delay_ms`.
+    """
 
     name: str
     node: str
@@ -62,7 +66,7 @@ class Unclaim(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class WorkOpen(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Keep `max` jobs leased to this stream from now on. Said again to change `max`, and to a restarted shard."""
+    """Keep `max` jobs leased to this stream from now on. It is said again to change `max`, and to a restarted shard."""
 
     name: str
     stream: int
@@ -72,7 +76,7 @@ class WorkOpen(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class WorkClose(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The stream is over: what it has is free again, at once."""
+    """The stream is over: its jobs are free again, at once."""
 
     name: str
     stream: int
@@ -94,7 +98,7 @@ class Exhume(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Peek(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Show me at most `max` jobs behind `from_seq`, of this state (nil: of any but "done"); nothing is moved."""
+    """Show me at most `max` jobs behind `from_seq`, of this state (nil: of any but "done"). Nothing moves."""
 
     name: str
     from_seq: int
@@ -103,7 +107,7 @@ class Peek(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Carry(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Which of these records is free to be taken elsewhere? In a queue they are kept from its consumers until then: by
+    """Which of these records is free to be taken elsewhere? A queue keeps them from its consumers until then: by
     `Remove`, or `Exhume`.
     """
 
@@ -112,7 +116,7 @@ class Carry(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Remove(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Delete exactly these records, of whatever topic, as far as they are there."""
+    """Delete exactly these records of any topic, as far as they are there."""
 
     name: str
     seqs: list[int]
@@ -122,9 +126,10 @@ QueueCall = Claim | Ack | Nack | Extend | Unclaim | WorkOpen | WorkClose | Bury 
 
 
 class Dealt(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Leased jobs: ascending seqs, their leases `first_lease_no` and up. `dead` were handed out `dead_deliveries`
-    times, which is often enough: the frontend is to bring them, with their `dead_order_keys` ("" for none), to
-    `dead_letter` and then to `Bury` them.
+    """Leased jobs: ascending seqs, their leases `first_lease_no` and up.
+
+    `dead` were handed out `dead_deliveries` times, which is often enough: the frontend brings them, with their
+    `dead_order_keys` ("" for none), to `dead_letter` and then has the shard `Bury` them.
     """
 
     stream: int
@@ -140,7 +145,7 @@ class Dealt(msgspec.Struct, tag=True, array_like=True, frozen=True):
     ended: bool = False
     """The queue is gone, and the stream with it."""
     refused: bool = False
-    """The log cannot say who has jobs, so nobody gets any: a claim is not to be told that there are none."""
+    """The log cannot say who has jobs, so nobody gets any. A claim must not be told that there are none."""
 
 
 class Waiting(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -150,7 +155,7 @@ class Waiting(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class AckReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Of an ack or nack."""
+    """The answer to an ack or nack."""
 
     count: int
     skipped: list[int]
@@ -165,7 +170,7 @@ class ExtendReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Peeked(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """These are all up to `up_to_seq`; `more`: there are records behind it."""
+    """All jobs up to `up_to_seq`; `more`: there are records behind it."""
 
     jobs: list[JobView]
     up_to_seq: int
@@ -181,3 +186,99 @@ class RemoveReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 QueueReply = Dealt | Waiting | AckReply | ExtendReply | Peeked | Carried | RemoveReply
+
+
+class CursorPut(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Make a named cursor or change it. A nil field stays as it is; a new cursor is `at_least_once`, 1,
+    beginning at 0.
+    """
+
+    name: str
+    cursor: str
+    consistency: Literal["strictly_at_once", "at_least_once"] | None
+    persist_every: int | None
+    seq: int | None
+    tail: bool
+
+
+class CursorDelete(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    name: str
+    cursor: str
+
+
+class CursorLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Where is the cursor, or (a nil `cursor`) where are the first `most` whose names follow `after`? With
+    `passed_seq`: where would it be for a reader who has read up to there?
+    """
+
+    name: str
+    cursor: str | None
+    after: str = ""
+    most: int = 1000
+    passed_seq: int = 0
+
+
+class CursorAdvance(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A reader has read from `from_seq` to `to_seq`: move the cursor, if it is still there. The frontend has not used
+    the number `read` before.
+    """
+
+    name: str
+    cursor: str
+    revision: int
+    from_seq: int
+    to_seq: int
+    read: int
+
+
+class CursorPassedOn(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The answer of a read was given to its connection, or not. It follows each CursorAdvance whose answer says so, or
+    never came: the shard may have moved the cursor all the same, or be about to.
+    """
+
+    name: str
+    cursor: str
+    revision: int
+    read: int
+    passed_on: bool
+
+
+CursorCall = CursorPut | CursorDelete | CursorLook | CursorAdvance | CursorPassedOn
+
+
+class CursorReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A cursor as it is: the next read begins at `seq`, and ends at `up_to_seq` at the latest. `revision` changes
+    whenever anything but a reader moves it.
+    """
+
+    cursor: str
+    consistency: Literal["strictly_at_once", "at_least_once"]
+    persist_every: int
+    seq: int
+    persisted_seq: int
+    revision: int
+    created: bool = False
+    up_to_seq: int | None = None
+
+
+class CursorList(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    cursors: list[CursorReply]
+
+
+class CursorDeleted(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    deleted: bool
+
+
+class CursorMoved(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """`moved`: the records belong to the reader, and if it is `under_way` CursorPassedOn has to follow. The cursor's
+    place is for another try, as in CursorReply.
+    """
+
+    moved: bool
+    seq: int
+    up_to_seq: int | None
+    revision: int
+    under_way: bool = False
+
+
+CursorAnswer = CursorReply | CursorList | CursorDeleted | CursorMoved

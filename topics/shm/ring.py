@@ -1,4 +1,4 @@
-"""A single-producer single-consumer ring of byte messages in shared memory.
+"""A single-producer single-consumer ring of byte messages in shared memory, and the wake-up of its sleeping consumer.
 
      word 0     word 8      word 16 …
     +---------+-----------+---------------------------------------------+
@@ -14,11 +14,20 @@ and never wraps: when it does not fit before the end, a skip marker (len = SKIP)
 stores the payload first and `written` last, so a producer killed in between has published nothing. The
 consumer moves `consumed` only when it is done with a message, so a consumer that is killed finds it again
 in its next life.
+
+A peer wakes the consumer without a syscall when it does not sleep. `Wake` is an eventfd plus one word in shared memory,
+"the owner is asleep", which the owner alone writes. The owner sets it, fences, looks at its rings once more and only
+then sleeps. A peer fills a ring, fences and signals only if the word is set. On x86 the fence is real; elsewhere a
+wake-up may be lost, so there the owner bounds its sleep while there was traffic lately (`memory.py`: `FENCE_IS_FULL`).
 """
 
 from __future__ import annotations
 
+import os
+import select
 from collections.abc import Iterator
+
+from topics.shm.memory import fence
 
 HEADER_BYTES = 128
 _WRITTEN = 0
@@ -35,7 +44,7 @@ class Ring:
         self._words = region[: len(region) & ~7].cast("Q")
         self._data = region[HEADER_BYTES : HEADER_BYTES + self.capacity_bytes]
         self.message_max_bytes = self.capacity_bytes // 4
-        """Longer messages go by reference."""
+        """The longest message; longer ones go by reference."""
 
     # -- producer
 
@@ -66,8 +75,7 @@ class Ring:
     # -- consumer
 
     def peek(self, position: int | None = None) -> Iterator[tuple[memoryview, int]]:
-        """Messages not yet consumed, oldest first, each with the position behind it (for `consume`).
-
+        """Yields messages that are not yet consumed, oldest first, each with the position behind it (for `consume`).
         `position` goes on behind an earlier message. The views are void once consumed.
         """
         words = self._words
@@ -104,5 +112,58 @@ class Ring:
 
     @property
     def pending_bytes(self) -> int:
-        """How much waits for the consumer."""
+        """The bytes that wait for the consumer."""
         return self._words[_WRITTEN] - self._words[_CONSUMED]
+
+
+class Wake:
+    """The wake-up of one process, made before the fork; `words[index]` is the owner's sleep flag."""
+
+    def __init__(self, words: memoryview, index: int) -> None:
+        self._words = words
+        self._index = index
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self.fd, select.POLLIN)
+
+    def signal(self) -> None:
+        """A peer calls it after it put something where the owner looks."""
+        fence()
+        if self._words[self._index]:
+            self.signal_always()
+
+    def signal_always(self) -> None:
+        """A peer calls it for an owner that sleeps in an event loop and keeps no flag."""
+        try:
+            os.eventfd_write(self.fd, 1)
+        except BlockingIOError:  # signalled 2⁶⁴ − 2 times and not yet seen: that is enough
+            return
+
+    def announce_sleep(self) -> None:
+        """The owner calls it, and must look at its rings once more before `sleep`."""
+        self._words[self._index] = 1
+        fence()
+
+    def awake(self) -> None:
+        """The owner calls it: peers stop signalling."""
+        self._words[self._index] = 0
+
+    def sleep(self, timeout_ms: int) -> None:
+        """The owner sleeps until a signal or the time-out; consumes the signal."""
+        if self._poll.poll(timeout_ms):
+            self.drain()
+
+    def drain(self) -> None:
+        """The owner forgets signals received so far."""
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:  # none
+            return
+
+    def close(self) -> None:
+        """Closes the eventfd; the end of the object does so too."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = close

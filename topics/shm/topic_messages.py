@@ -1,4 +1,12 @@
-"""What frontends and shards say to each other about topics and their records (api §1, §5); `messages.py` carries it."""
+"""Requests to a shard about topics, and the answers; `messages.py` carries them.
+
+- Frontends: topics and their records (api §1, §5), routers (api §6), watchers and their sessions (api §7), and
+  transactions over topics (api §6).
+- The compactor: which records are in segments now, and which log files may go.
+
+A frontend watches a topic for all its streams, and is told by a notice. A session is what a client asked for. The shard
+that owns its id keeps it. The streams of a session are known by a number that grows from frontend to frontend.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +15,8 @@ from typing import Literal
 import msgspec
 
 from topics.core.config import TopicConfig
+from topics.core.routers import Router, RouterSpec
+from topics.core.segment_list import SegmentInfo
 
 
 class PutTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -18,7 +28,7 @@ class PutTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class EnsureTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Create a topic with the default configuration; one that is there stays as it is. Answered as PutTopic."""
+    """Create a topic with the default configuration; an existing one stays as it is. Answered like PutTopic."""
 
     name: str
 
@@ -29,9 +39,9 @@ class DeleteTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class DeleteRecords(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Delete what is below `before_seq` and matches (`core/tags.py`); a nil `op` matches every record.
+    """Delete records below `before_seq` that match (`core/tags.py`); a nil `op` matches every record.
 
-    Those after `before_seq` and `op` are for the `rest` of another one: it begins at `from_seq` and ends at `last_seq`
+    The fields after `op` and its text are for the `rest` of another one: it begins at `from_seq` and ends at `last_seq`
     (nil: the head at that moment), in the topic that has this id (0: whichever has the name).
     """
 
@@ -63,7 +73,7 @@ class DeleteTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class DeleteRecordsReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """How many were deleted, and what the topic is now. `rest`: what is to be asked next, until all is done: a shard
+    """The number of deleted records, and the topic as it is now. `rest` is the next request, until all is done: a shard
     takes as much of a delete as fits into one turn.
     """
 
@@ -76,3 +86,247 @@ class DeleteRecordsReply(msgspec.Struct, tag=True, array_like=True, frozen=True)
 
 
 TopicReply = PutTopicReply | DeleteTopicReply | DeleteRecordsReply
+
+
+class PutRouter(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """To shard 0, like the next two: register a router, or change it."""
+
+    name: str
+    spec: RouterSpec
+
+
+class DeleteRouter(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    name: str
+
+
+class RemoveRouters(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Remove these routers, as far as they are still there."""
+
+    router_ids: list[int]
+
+
+class SyncRouters(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """To the shard of a dest: do what the table of routers says now. Has this router (0: any) begun?"""
+
+    dest: str
+    router_id: int
+    version: int
+
+
+class CatchUp(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """To the shard of a dest: copy everything that its source has now."""
+
+    dest: str
+
+
+RouterCall = PutRouter | DeleteRouter | RemoveRouters | SyncRouters | CatchUp
+
+
+class PutRouterReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    created: bool
+    router: Router
+
+
+class DeleteRouterReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    deleted: bool
+
+
+class SyncRoutersReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    begun: bool
+
+
+class CaughtUp(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """`done`: asking again now gains nothing. `pending`: there is room for more copies than were made. If it is not
+    `done` then, the source could not be read at this moment: ask again in a while.
+    """
+
+    done: bool
+    pending: bool
+
+
+RouterReply = PutRouterReply | DeleteRouterReply | SyncRoutersReply | CaughtUp
+
+
+class Watch(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Notify me (with my `token`) of every change of this topic; at once if it is not as I have seen it."""
+
+    token: int
+    name: str
+    seen_topic_id: int
+    seen_head_seq: int
+
+
+class Unwatch(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    token: int
+    name: str
+
+
+class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A frontend has a new incarnation: the watches and streams of the former one are over."""
+
+    incarnation: int
+
+
+class SessionPut(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Keep a watch session; only frontends look into its `body`."""
+
+    wid: str
+    body: bytes
+
+
+class SessionLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """How would a SessionOpen be answered now? Nothing begins or ends by asking."""
+
+    wid: str
+
+
+class SessionOpen(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A stream of this session begins; `stream` identifies it (unique per frontend incarnation)."""
+
+    wid: str
+    stream: int
+
+
+class SessionClose(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The stream ended in order. `positions` are how far it has sent each topic, without topics that have ended; None:
+    neither it nor a stream before it has sent anything.
+    """
+
+    wid: str
+    stream: int
+    positions: dict[str, int] | None
+
+
+class SessionAbandon(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Nobody waits for the answer to that SessionOpen any more: no stream has begun."""
+
+    wid: str
+    stream: int
+
+
+SessionCall = SessionPut | SessionLook | SessionOpen | SessionClose | SessionAbandon
+
+WatchCall = Watch | Unwatch | Hello | SessionCall
+
+
+class SessionOpenReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The positions of the last SessionClose, None before the first. `exact`: they are all that was sent; else the
+    client's Last-Event-ID may know more.
+    """
+
+    body: bytes
+    positions: dict[str, int] | None
+    exact: bool
+
+
+class TxnBegin(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Decide a batch of a sink: from now on its stages, (id, topic) each, will be published."""
+
+    sink: str
+    batch: int
+    stages: list[tuple[str, str]]
+
+
+class StagePublish(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Append a stage of a decided batch, once; answered as an append."""
+
+    name: str
+    stage: str
+    sink: str
+    batch: int
+
+
+class TxnEnd(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Every stage of the batch is published."""
+
+    sink: str
+    batch: int
+
+
+class StagesOver(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The batch is over: the topic may forget the pins by which it publishes each stage once."""
+
+    name: str
+    sink: str
+    batch: int
+
+
+class TxnLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Which batch has this sink committed?"""
+
+    sink: str
+
+
+class TxnForget(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Nobody will use the sink any more."""
+
+    sink: str
+
+
+class TxnPending(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Which batches are decided and not over?"""
+
+
+SinkCall = TxnBegin | TxnEnd | TxnLook | TxnForget | TxnPending
+"""To the shard that owns the sink."""
+
+TxnCall = SinkCall | StagePublish | StagesOver
+
+
+class TxnReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A sink after the call: `batch` is its latest, `pending` the stages of it that are still to be published."""
+
+    outcome: Literal["begun", "pending", "committed", "none"]
+    batch: int
+    pending: list[tuple[str, str]]
+
+
+class TxnPendingReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """(sink, batch, stages) of each batch."""
+
+    batches: list[tuple[str, int, list[tuple[str, str]]]]
+
+
+SinkReply = TxnReply | TxnPendingReply
+
+
+class TopicCheckpoint(msgspec.Struct, array_like=True, frozen=True):
+    """One topic's records up to `up_to_seq` are in segments, on the disk; `segments` are those that are new or changed.
+
+    `up_to_seq` stays as it was when a segment was only sealed, rewritten or relocated.
+    """
+
+    topic_id: int
+    up_to_seq: int
+    segments: list[SegmentInfo]
+
+
+class Checkpoint(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """From the compactor: log that these records are in segments, then let go of their locations."""
+
+    topics: list[TopicCheckpoint]
+
+
+class Trim(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """From the compactor: log files numbered below `file_no` hold nothing that two snapshots do not have."""
+
+    file_no: int
+
+
+class MarkAgain(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """From the compactor: mark these deletions in their segments once more, because a sync that should have covered the
+    marks may have failed. `runs` are (first_seq, last_seq) of records that the log says are deleted.
+    """
+
+    topic_id: int
+    runs: list[tuple[int, int]]
+
+
+CompactorCall = Checkpoint | Trim | MarkAgain
+
+
+class CheckpointReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Topic ids: `gone` are deleted, `refused` could not be marked. All others of the request are marked."""
+
+    gone: list[int]
+    refused: list[int]

@@ -1,8 +1,11 @@
-"""Frames of a segment into Arrow arrays, many at a time: nothing here costs Python a step for each record but what has
-no form for all of them at once (`meta`). The format is `storage/segment.py`'s; what comes here has been checked there.
+"""Frames of a segment as columns, by numpy, and as Arrow arrays, many at a time.
+
+Nothing here costs Python a step for each record but `meta`, which has no form for all of them at once. The format is
+`storage/segment.py`'s, which does the same without numpy for the service. This module only finds that all is well; when
+it is not, that one says what is wrong, and where.
 
 Everything of a run of frames lies in one buffer. An Arrow array of binaries over that buffer, whose offsets are the
-borders of the parts of all frames, has each part as an element; `take` copies those that are wanted out of it:
+borders of the parts of all frames, has each part as an element; `take` copies the wanted parts out of it:
 
     … | node | tag | "data": | data | ,"meta":… checksum del, next header | node | …
         5n     5n+1  5n+2      5n+3   5n+4
@@ -10,18 +13,124 @@ borders of the parts of all frames, has each part as an element; `take` copies t
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from xxhash import xxh3_64_intdigest
 
-from topics.spark.meta_arrow import meta_array
-from topics.spark.segment_frames import Ints, headers, marks
-from topics.storage.frame import FLAG_META, FLAG_NODE, FLAG_TAG
-from topics.storage.segment import DELETED, HEADER_LEN, TAIL_LEN
+from topics.core.location import LOCATION_GONE
+from topics.spark.columns import meta_array
+from topics.storage import segment
+from topics.storage.frame import FLAG_META, FLAG_NODE, FLAG_TAG, LOCATION_FLAGS
+from topics.storage.segment import DELETED, ENTRY, ENTRY_LEN, HEADER, HEADER_LEN, TAIL_LEN
+
+Ints = npt.NDArray[np.int64]
+Bytes8 = npt.NDArray[np.uint8]
+
+Kind = TypeVar("Kind", bound=np.generic)
+
+# With the padding, which is zeros: other bytes there do not go with their frame.
+_ENTRY: Final[np.dtype[np.void]] = np.dtype(
+    {"names": ["offset", "len", "ts", "flags"], "formats": ["<u4", "<u4", "<u8", "<u4"], "offsets": [0, 4, 8, 16]}
+)
+_FRAME: Final[np.dtype[np.void]] = np.dtype(
+    {
+        "names": ["flags", "seq", "ts", "node_len", "tag_len", "data_len"],
+        "formats": ["u1", "<u8", "<u8", "<u2", "<u2", "<u4"],
+        "offsets": [4, 5, 13, 21, 23, 25],
+    }
+)
+assert (_ENTRY.itemsize, ENTRY.size) == (ENTRY_LEN, 20)
+assert (_FRAME.itemsize, HEADER.format) == (HEADER_LEN, "<IBQQHHI")
+_CHECKED_FROM: Final = 4
+_CHECKSUM: Final[np.dtype[np.uint64]] = np.dtype(np.uint64)
+_BYTE: Final[np.dtype[np.uint8]] = np.dtype(np.uint8)
+_LOCATION_FLAGS: Final = np.array(LOCATION_FLAGS, np.int64)
+
+
+class Entries(NamedTuple):
+    """Index entries of consecutive seqs, like `segment.Columns`."""
+
+    ts: Ints
+    offsets: Ints
+    lengths: Ints
+    flags: Ints
+
+    def part(self, start: int, stop: int) -> Entries:
+        """Returns the entries from `start` up to `stop`."""
+        return Entries(self.ts[start:stop], self.offsets[start:stop], self.lengths[start:stop], self.flags[start:stop])
+
+    def as_lists(self) -> segment.Columns:
+        return segment.Columns(self.ts.tolist(), self.offsets.tolist(), self.lengths.tolist(), self.flags.tolist())
+
+
+def read_entries(idx: bytes, first: int, count: int) -> Entries:
+    """Reads `count` entries of an index, from number `first` on."""
+    table = np.frombuffer(idx, _ENTRY, count, first * ENTRY_LEN)
+    offsets, lengths, ts, flags = (table[name].astype(np.int64) for name in ("offset", "len", "ts", "flags"))
+    return Entries(ts, offsets, lengths, flags)
+
+
+def extent(entries: Entries, data_bytes: int, idx_path: str, first_entry_at: int) -> tuple[Ints, int]:
+    """Does the same as `segment.extent`."""
+    framed = np.flatnonzero(entries.lengths)
+    if not len(framed):
+        return np.zeros(len(entries.lengths), np.int64), 0
+    ends = entries.offsets[framed[0]] + np.cumsum(entries.lengths)
+    starts = ends - entries.lengths
+    end = int(ends[-1])
+    if end > data_bytes or (starts[framed] != entries.offsets[framed]).any():
+        segment.extent(entries.as_lists(), data_bytes, idx_path, first_entry_at)
+        raise AssertionError("one of them lies elsewhere")
+    return starts, end
+
+
+def check_frames(path: str, buffer: bytes, base: int, first_seq: int, entries: Entries, starts: Ints) -> None:
+    """Does the same as `segment.check_frames`."""
+    live = np.flatnonzero(entries.flags & LOCATION_GONE == 0)
+    if not len(live):
+        return
+    of_live = Entries(*(column[live] for column in entries))
+    if not _are_whole(buffer, first_seq + live, of_live, starts[live]):
+        segment.check_frames(path, buffer, base, first_seq, entries.as_lists(), starts.tolist())
+        raise AssertionError("one of them differs")
+
+
+def _are_whole(buffer: bytes, seqs: Ints, entries: Entries, starts: Ints) -> bool:
+    if entries.lengths.min() < HEADER_LEN + TAIL_LEN:
+        return False
+    checksums_at = starts + entries.lengths - TAIL_LEN
+    bodies = map(buffer.__getitem__, map(slice, (starts + _CHECKED_FROM).tolist(), checksums_at.tolist()))
+    digests = np.fromiter(map(xxh3_64_intdigest, bodies), np.uint64, len(seqs))
+    frames = headers(buffer, starts)
+    return bool(
+        (digests == at(buffer, _CHECKSUM, checksums_at)).all()
+        and (frames["seq"] == seqs.astype(np.uint64)).all()
+        and (frames["ts"] == entries.ts.astype(np.uint64)).all()
+        and (_LOCATION_FLAGS[frames["flags"]] == entries.flags).all()
+    )
+
+
+def headers(buffer: bytes, starts: Ints) -> npt.NDArray[np.void]:
+    """Returns the fixed part of each frame: flags, seq, ts, node_len, tag_len, data_len."""
+    return at(buffer, _FRAME, starts)
+
+
+def marks(buffer: bytes, ends: Ints) -> Bytes8:
+    """Returns the del byte of each frame that ends there."""
+    return at(buffer, _BYTE, ends - 1)
+
+
+def at(buffer: bytes, kind: np.dtype[Kind], places: Ints) -> npt.NDArray[Kind]:
+    """Returns a value of this kind at each of these places, which need not be aligned."""
+    count = len(buffer) - kind.itemsize + 1
+    whole: npt.NDArray[Kind] = np.ndarray((max(0, count),), kind, buffer, strides=(1,))
+    return whole[places]
+
 
 _PARTS: Final = 5
 _DATA_KEY_LEN: Final = len(b'"data":')
@@ -43,7 +152,7 @@ class Records(NamedTuple):
 
 
 class InconsistentLengthsError(Exception):
-    """`.number`: of the first frame whose parts do not add up to its length."""
+    """`.number` is the first frame whose parts do not add up to its length."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"frame {number}")
@@ -51,7 +160,7 @@ class InconsistentLengthsError(Exception):
 
 
 def not_deleted(buffer: bytes, starts: Ints, lengths: Ints) -> npt.NDArray[np.bool_]:
-    """Which frames are not marked deleted in the data."""
+    """Says which frames are not marked deleted in the data."""
     alive: npt.NDArray[np.bool_] = marks(buffer, starts + lengths) != DELETED
     return alive
 
@@ -67,8 +176,8 @@ def decode(
     not_node: str | None,
     with_meta: bool,
 ) -> Records:
-    """The records of these frames, which begin at `starts` in `buffer`; without those whose tag is not in `tags` (None:
-    all are wanted) and those of the node `not_node`. Raises InconsistentLengthsError.
+    """Returns the records of these frames, which begin at `starts` in `buffer`. It leaves out records whose tag is not
+    in `tags` (None: all are wanted), and those of the node `not_node`. Raises InconsistentLengthsError.
     """
     frames = headers(buffer, starts)
     node_at = starts + HEADER_LEN

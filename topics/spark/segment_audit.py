@@ -17,8 +17,16 @@ from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.spark.options import Directories
 from topics.spark.segment_arrow import InconsistentLengthsError, Records, decode
 from topics.storage.postings import CorruptPostings, Postings
-from topics.storage.segment import DELETED, ENTRY_LEN, CorruptSegment
-from topics.storage.segment_columns import Columns, check_frames, extent, index_digest, read_columns
+from topics.storage.segment import (
+    DELETED,
+    ENTRY_LEN,
+    Columns,
+    CorruptSegment,
+    check_frames,
+    extent,
+    index_digest,
+    read_columns,
+)
 from topics.storage.segment_reader import SegmentReader
 
 _GONE: Final = LOCATION_DELETED | LOCATION_LOST

@@ -1,28 +1,131 @@
 """`df.write.format("topics")` and `writeStream`: tasks stage, the driver commits (api §6, docs/spark.md).
 
-A task that is run again stages again; its former stages are in no commit message and expire. A batch that is run again
-stages and commits again, and the service answers that it is there. So nothing depends on rows coming in the same order.
+Rows come in as Arrow batches; each topic's records go out as JSON text. A task that is run again stages again; its
+former stages are in no commit message and expire. A batch that is run again stages and commits again, and the service
+answers that it is there. So nothing depends on rows coming in the same order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import decimal
 import itertools
 import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+import pyarrow as pa
 from pyspark import TaskContext
+from pyspark.sql import types
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from topics.client import Client, ClientError, NewRecord, NotFoundError, calls
-from topics.spark.errors import TopicsSparkError
+from topics.spark.errors import OptionError, TopicsSparkError
 from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, connect
-from topics.spark.options import WriteOptions
-from topics.spark.rows import Rows, check_json
+from topics.spark.options import WriteOptions, valid_name
+
+_COLUMNS: Final = ("data", "topic", "tag", "node", "meta")
+_PLAIN: Final = (
+    types.StringType,
+    types.NumericType,
+    types.BooleanType,
+    types.TimestampType,
+    types.TimestampNTZType,
+    types.DateType,
+    types.NullType,
+    types.BinaryType,
+)
+
+
+class Rows:
+    """Checks a schema once; OptionError names the column that does not fit."""
+
+    def __init__(self, schema: types.StructType, options: WriteOptions) -> None:
+        kinds = {field.name: field.dataType for field in schema.fields}
+        unknown = sorted(kinds.keys() - set(_COLUMNS))
+        if "data" not in kinds:
+            raise OptionError(
+                f"a frame that is written needs the column data (JSON text or a struct), not {', '.join(kinds)}; "
+                "make one with to_json(struct(*)) or struct(*)"
+            )
+        if unknown:
+            raise OptionError(f"column {unknown[0]} has no meaning in a record: columns are {', '.join(_COLUMNS)}")
+        for name in ("topic", "tag", "node"):
+            if name in kinds and not isinstance(kinds[name], types.StringType):
+                raise OptionError(f"column {name} must be a string, not {kinds[name].simpleString()}")
+        meta = kinds.get("meta")
+        if meta is not None and not (
+            isinstance(meta, types.MapType)
+            and isinstance(meta.keyType, types.StringType)
+            and isinstance(meta.valueType, types.StringType)
+        ):
+            raise OptionError(f"column meta must be map<string,string>, not {meta.simpleString()}")
+        if "topic" not in kinds and options.topic is None:
+            raise OptionError("where to? Give the option topic, or a column topic")
+        self._text = isinstance(kinds["data"], types.StringType)
+        if not self._text:
+            _check(kinds["data"], "data")
+        self._topic = options.topic
+
+    def of(self, batch: pa.RecordBatch) -> Iterator[tuple[str, NewRecord]]:
+        """Yields (topic, record) of each row, in order."""
+        columns = {name: batch.column(name).to_pylist() for name in batch.schema.names}
+        missing = [None] * batch.num_rows
+        for data, topic, tag, node, meta in zip(*(columns.get(name, missing) for name in _COLUMNS), strict=True):
+            target = topic if topic is not None else self._topic
+            if target is None:
+                raise TopicsSparkError("a row has no topic: its column topic is null and there is no option topic")
+            if topic is not None and not valid_name(topic):
+                raise TopicsSparkError(f"a row names the topic {topic!r}, which is not a valid name")
+            if data is None:
+                raise TopicsSparkError(f"a row for topic {target!r} has no data: null is not a record (try 'null')")
+            text = data.encode() if self._text else msgspec.json.encode(_json(data))
+            yield target, NewRecord(msgspec.Raw(text), tag, node, None if meta is None else dict(meta))
+
+
+def check_json(records: list[NewRecord]) -> None:
+    """Raises TopicsSparkError for a text that is not JSON: nobody says later which one it is."""
+    for record in records:
+        try:
+            msgspec.json.decode(record.data)
+        except msgspec.DecodeError as error:
+            text = bytes(record.data)[:100].decode(errors="replace")
+            raise TopicsSparkError(f"a row's data is not JSON: {error}: {text!r}") from None
+
+
+def _check(kind: types.DataType, name: str) -> None:
+    if isinstance(kind, types.StructType):
+        for field in kind.fields:
+            _check(field.dataType, f"{name}.{field.name}")
+    elif isinstance(kind, types.ArrayType):
+        _check(kind.elementType, f"{name}[]")
+    elif isinstance(kind, types.MapType):
+        if not isinstance(kind.keyType, types.StringType):
+            raise OptionError(f"column {name} is a map whose keys are no strings: JSON has no such thing")
+        _check(kind.valueType, f"{name}{{}}")
+    elif not isinstance(kind, _PLAIN):
+        raise OptionError(f"column {name} is of type {kind.simpleString()}, which has no JSON form here; use to_json")
+
+
+def _json(value: Any) -> Any:
+    """Returns a value of a struct as Spark's `to_json` has it, but nulls stay."""
+    if isinstance(value, dict):
+        return {name: _json(one) for name, one in value.items()}
+    if isinstance(value, list):
+        if value and isinstance(value[0], tuple):  # how Arrow gives a map
+            return {name: _json(one) for name, one in value}
+        return [_json(one) for one in value]
+    if isinstance(value, datetime.datetime):
+        return value.isoformat().replace("+00:00", "Z")
+    if isinstance(value, decimal.Decimal):
+        return msgspec.Raw(str(value).encode())
+    return value
+
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,7 +137,7 @@ _QUERY_ID = "sql.streaming.queryId"
 
 @dataclass
 class Staged(WriterCommitMessage):
-    """What one task has staged: (topic, stage) in the order of its rows; `query` is None outside of streams."""
+    """The stages of one task: (topic, stage) in the order of its rows; `query` is None outside of streams."""
 
     txn: str
     query: str | None
@@ -71,7 +174,7 @@ class Stager:
         return staged
 
     def _groups(self, rows: Rows, batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, list[NewRecord]]]:
-        """Records by topic, as many together as one stage takes."""
+        """Yields records by topic, as many together as one stage takes."""
         waiting: dict[str, list[NewRecord]] = {}
         sizes: dict[str, int] = {}
         for topic, record in itertools.chain.from_iterable(map(rows.of, batches)):
@@ -83,7 +186,7 @@ class Stager:
         yield from waiting.items()
 
     def publish(self, sink: str, batch: int, messages: list[Staged]) -> bool:
-        """False when the sink has committed this batch before."""
+        """Commits a batch; False when the sink has committed it before."""
         stages = [stage for message in messages for _topic, stage in message.stages]
         with connect(self.options.service, TASK_RETRY) as client:
             told = client.call(calls.commit(sink, batch, stages))
@@ -97,7 +200,7 @@ class Stager:
             return not told.duplicate
 
     def drop(self, messages: list[WriterCommitMessage | None]) -> None:
-        """What they have staged; those that failed have dropped theirs."""
+        """Drops the stages of these tasks; tasks that failed have dropped theirs."""
         with contextlib.suppress(ClientError), connect(self.options.service, PLAN_RETRY) as client:
             _drop(client, [message for message in messages if isinstance(message, Staged)])
 
@@ -117,7 +220,7 @@ class BatchWriter(Stager, DataSourceArrowWriter):
 
 
 def whole(messages: list[WriterCommitMessage | None]) -> list[Staged]:
-    """What all tasks have staged; TopicsSparkError when one has not said it."""
+    """Returns the stages of all tasks; raises TopicsSparkError when one has not said them."""
     staged = [message for message in messages if isinstance(message, Staged)]
     if len(staged) != len(messages):
         raise TopicsSparkError(f"{len(messages) - len(staged)} tasks have not said what they staged")
@@ -125,7 +228,7 @@ def whole(messages: list[WriterCommitMessage | None]) -> list[Staged]:
 
 
 def _drop(client: Client, messages: list[Staged]) -> None:
-    """What cannot be dropped now expires."""
+    """Drops stages; a stage that cannot be dropped now expires."""
     for message in messages:
         for topic in {topic for topic, _stage in message.stages}:
             with contextlib.suppress(ClientError, NotFoundError):

@@ -4,7 +4,7 @@
 
     {"version": 1, "boot_id": "<of the machine's boot>", "wall_ms": 1748467205000, "monotonic_ms": 81234567}
 
-`wall_ms` is the time by which records expired (`core/expiry_clock.py`) when the monotonic clock of that boot stood at
+`wall_ms` is the time by which records expired (`core/clock.py`) when the monotonic clock of that boot stood at
 `monotonic_ms`. It is no part of the data: without it a start has nothing to compare the clock with, and that is all.
 """
 
@@ -15,7 +15,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from topics.core.expiry_clock import TrustedTime
+from topics.core.clock import TrustedTime
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
 

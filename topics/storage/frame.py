@@ -1,5 +1,5 @@
 """The WAL frame: how one record or control entry lies in a log file. Others have the offsets
-inside a frame from here, and do many frames at a time: `column_scan.py`, `segment_convert.py`.
+inside a frame from here, and do many frames at a time: `frame_columns.py`, `segment_writer.py`.
 
 All integers are little-endian.
 

@@ -14,8 +14,8 @@
         seg-<20 digits>.<n>.data, …      the same segment, rewritten for the nth time
       meta/snapshot.<20 digits>.bin      numbered; the newest valid one counts (`snapshot.py`)
       meta/clock.json                    what time the service trusted last (`clock_file.py`)
-      txn/stages/<stage id>.stage        records a transaction holds back (`stage_file.py`)
-      txn/sinks/<32 hex>.sink            what a sink has committed (`sink_file.py`)
+      txn/stages/<stage id>.stage        records a transaction holds back (`txn_files.py`)
+      txn/sinks/<32 hex>.sink            what a sink has committed (`txn_files.py`)
     <ram dir>/shard-<NN>/                the same for `ephemeral` topics; wiped when the service starts
 
 A group is one shard's log: a directory with files that one process writes. A name that ends in `.tmp` is a file that

@@ -1,38 +1,57 @@
-"""Frames of a log into the fold: where the bytes of `frame.py` meet the rules of `core/fold.py`.
+"""Frames of a log into the fold: the bytes of `frame.py` meet the rules of `core/fold.py`.
 
-Recovery reads a whole log this way, the compactor follows one; both see the same topics.
+Recovery reads a whole log this way, the compactor follows one, and the offline check repeats the fold of a start
+(`Folding`); all see the same topics.
 """
 
 from __future__ import annotations
 
 from array import array
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
+from typing import Final, NamedTuple
 
 from topics.core.fold import Fold
-from topics.core.location import ENTRY_WORDS, LOCATION_IN_RAM_LOG
-from topics.storage.frame import HEADER_LEN, FrameTuple, FrameType
+from topics.core.location import ENTRY_WORDS, LOCATION_IN_RAM_LOG, LOCATION_LOST, any_flagged, flags_of
+from topics.core.record_index import UnlocatedIndex
+from topics.core.segment_list import SegmentInfo
+from topics.core.topic import Topic
+from topics.storage.frame import HEADER_LEN, FrameType
 from topics.storage.frame_columns import HEAD_WORDS
+from topics.storage.logfile import WalPosition
 from topics.storage.recovery import RecoveredFile
+from topics.storage.snapshot import ShardPart
 
-_APART_FROM_RECORDS: Final = frozenset(
-    (
-        FrameType.IDEMPOTENCY,
-        FrameType.RAM_STATE,
-        FrameType.JOB_ATTRIBUTES,
-        FrameType.LEASE,
-        FrameType.CURSOR,
-        FrameType.SESSION,
-        FrameType.FILE_START,
-        FrameType.FILE_END,
-        FrameType.SYNC_MARK,
-        FrameType.ROUTER_SOURCE,
-    )
-)
-"""What the fold takes of these has nothing to do with the records before them."""
+_Apply = Callable[[Fold, int, int, bytes, bool], None]
+"""(fold, topic_id, seq, data, in_ram)"""
+
+_APART_FROM_RECORDS: Final[Mapping[int, _Apply]] = {
+    FrameType.RAM_STATE: lambda fold, topic_id, _seq, data, _ram: fold.ram_state(topic_id, data),
+    FrameType.JOB_ATTRIBUTES: lambda fold, topic_id, _seq, data, _ram: fold.job_attributes(topic_id, data),
+    FrameType.LEASE: lambda fold, topic_id, _seq, data, _ram: fold.lease(topic_id, data),
+    FrameType.CURSOR: lambda fold, topic_id, _seq, data, _ram: fold.cursor(topic_id, data),
+    FrameType.SESSION: lambda fold, _id, _seq, data, _ram: fold.session(data),
+}
+"""The fold takes nothing from these frames that has to do with the records before them."""
+_BEHIND_RECORDS: Final[Mapping[int, _Apply]] = {
+    FrameType.TOPIC_CREATE: lambda fold, topic_id, _seq, data, _ram: fold.topic_create(topic_id, data),
+    FrameType.CONFIG_UPDATE: lambda fold, topic_id, _seq, data, _ram: fold.config_update(topic_id, data),
+    FrameType.TOPIC_DELETE: lambda fold, topic_id, _seq, _data, _ram: fold.topic_delete(topic_id),
+    FrameType.DELETE: lambda fold, topic_id, _seq, data, _ram: fold.delete(topic_id, data),
+    FrameType.EVICT_WATERMARK: lambda fold, topic_id, _seq, data, _ram: fold.evict_watermark(topic_id, data),
+    FrameType.ACK: lambda fold, topic_id, _seq, data, _ram: fold.ack(topic_id, data),
+    FrameType.CHECKPOINT_MARK: lambda fold, topic_id, seq, data, _ram: fold.checkpoint_mark(topic_id, seq, data),
+    FrameType.HEAD_WATERMARK: lambda fold, topic_id, seq, data, _ram: fold.head_watermark(topic_id, seq, data),
+    FrameType.ROUTER_CREATE: lambda fold, _id, _seq, data, _ram: fold.routers.created(data),
+    FrameType.ROUTER_DELETE: lambda fold, _id, seq, _data, _ram: fold.routers.deleted(seq),
+    FrameType.ROUTER_CURSOR: lambda fold, topic_id, seq, data, in_ram: fold.router_cursor(topic_id, seq, data, in_ram),
+}
+"""These frames see their topic with all records before them."""
+_NOT_FOLDED: Final = frozenset((FrameType.FILE_START, FrameType.FILE_END, FrameType.SYNC_MARK, FrameType.ROUTER_SOURCE))
 
 
 def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:
-    """Feeds one batch, in order. `in_ram`: it is of the RAM log. Raises FoldError."""
+    """Feeds one batch, in order. `in_ram`: the batch is of the RAM log. Raises FoldError."""
     frames = batch.frames
     entries = frames.entries(batch.file_no, LOCATION_IN_RAM_LOG if in_ram else 0)
     runs: dict[int, array[int]] = {}
@@ -44,63 +63,106 @@ def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:
             if run is not part:
                 run.extend(part)
             continue
-        for frame in frames[first:behind]:
-            if frame[2] not in _APART_FROM_RECORDS:
-                # Control frames see their topic with all records before them.
+        for offset, _, type_, _, topic_id, seq, ts, node_len, tag_len, data_len in frames[first:behind]:
+            if type_ in _NOT_FOLDED:
+                continue
+            start = offset + HEADER_LEN + node_len + tag_len
+            data = bytes(batch.buffer[start : start + data_len])
+            if type_ == FrameType.IDEMPOTENCY:
+                fold.idempotency(topic_id, seq, ts, data)
+            elif type_ in _APART_FROM_RECORDS:
+                _APART_FROM_RECORDS[type_](fold, topic_id, seq, data, in_ram)
+            else:
                 for run_topic_id, run in runs.items():
                     fold.records(run_topic_id, run)
                 runs = {}
-            _fold_frame(fold, frame, batch.buffer, in_ram)
+                _BEHIND_RECORDS[type_](fold, topic_id, seq, data, in_ram)
     for run_topic_id, run in runs.items():
         fold.records(run_topic_id, run)
 
 
-def _fold_frame(fold: Fold, frame: FrameTuple, buffer: memoryview, in_ram: bool) -> None:
-    offset, _, type_, _, topic_id, seq, ts, node_len, tag_len, data_len = frame
-    start = offset + HEADER_LEN + node_len + tag_len
-    data = bytes(buffer[start : start + data_len])
-    match type_:
-        case FrameType.IDEMPOTENCY:
-            fold.idempotency(topic_id, seq, ts, data)
-        case FrameType.RAM_STATE:
-            fold.ram_state(topic_id, data)
-        case FrameType.JOB_ATTRIBUTES:
-            fold.job_attributes(topic_id, data)
-        case FrameType.LEASE:
-            fold.lease(topic_id, data)
-        case FrameType.CURSOR:
-            fold.cursor(topic_id, data)
-        case FrameType.SESSION:
-            fold.session(data)
-        case FrameType.FILE_START | FrameType.FILE_END | FrameType.SYNC_MARK | FrameType.ROUTER_SOURCE:
-            pass
-        case _:
-            _fold_control(fold, type_, topic_id, seq, data, in_ram)
+class Known(NamedTuple):
+    """What one log says of a topic.
+
+    `deleted` are seqs (ascending) whose deletion segments may not have yet. `live` counts the live records from
+    `earliest_seq` to `head_seq`, None where the log cannot know (records were in RAM, or their log is lost).
+    `live_behind` of them are in no segment.
+    """
+
+    segments: list[SegmentInfo]
+    deleted: array[int]
+    earliest_seq: int
+    live: int | None
+    live_behind: int
 
 
-def _fold_control(fold: Fold, type_: int, topic_id: int, seq: int, data: bytes, in_ram: bool) -> None:
-    match type_:
-        case FrameType.TOPIC_CREATE:
-            fold.topic_create(topic_id, data)
-        case FrameType.CONFIG_UPDATE:
-            fold.config_update(topic_id, data)
-        case FrameType.TOPIC_DELETE:
-            fold.topic_delete(topic_id)
-        case FrameType.DELETE:
-            fold.delete(topic_id, data)
-        case FrameType.EVICT_WATERMARK:
-            fold.evict_watermark(topic_id, data)
-        case FrameType.ACK:
-            fold.ack(topic_id, data)
-        case FrameType.CHECKPOINT_MARK:
-            fold.checkpoint_mark(topic_id, seq, data)
-        case FrameType.HEAD_WATERMARK:
-            fold.head_watermark(topic_id, seq, data)
-        case FrameType.ROUTER_CREATE:
-            fold.routers.created(data)
-        case FrameType.ROUTER_DELETE:
-            fold.routers.deleted(seq)
-        case FrameType.ROUTER_CURSOR:
-            fold.router_cursor(topic_id, seq, data, in_ram)
-        case _:
-            raise AssertionError(f"frame type {type_} has no meaning in this version")
+class _Index(UnlocatedIndex):
+    """An index for the check. `deleted` and `lost` are the seqs of which the log says so, in its order."""
+
+    __slots__ = ("deleted", "lost")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deleted: array[int] = array("Q")
+        self.lost: array[int] = array("Q")
+
+    def append_entries(self, entries: array[int]) -> None:
+        super().append_entries(entries)
+        if any_flagged(entries, LOCATION_LOST):
+            is_lost = [flags & LOCATION_LOST for flags in flags_of(entries)]
+            self.lost.extend(compress(entries[0::ENTRY_WORDS], is_lost))
+
+    def flag_deleted(self, seqs: Sequence[int]) -> None:
+        self.deleted.extend(seqs)
+
+
+class Folding:
+    """The fold that a start would do, from a snapshot's part or from nothing. Raises FoldError, msgspec.DecodeError."""
+
+    def __init__(self, part: ShardPart | None) -> None:
+        self._fold = Fold(lambda _topic_id: _Index())
+        self._position = WalPosition(1, 0) if part is None else part.position
+        if part is not None:
+            self._fold.restore(part.decoded())
+
+    def add(self, batch: RecoveredFile) -> None:
+        """Adds the next frames of the log; those that the snapshot has are passed over."""
+        position = self._position
+        frames = batch.frames
+        if batch.file_no < position.file_no:
+            return
+        if batch.file_no == position.file_no:
+            frames = frames.from_offset(position.offset)
+        if frames:
+            fold_frames(self._fold, batch._replace(frames=frames), in_ram=False)
+
+    def known(self) -> dict[int, Known]:
+        """Returns live topics by id. Raises FoldError when the log lacks records."""
+        self._fold.state()
+        found = {}
+        for topic in self._fold.topics.values():
+            assert isinstance(topic.index, _Index)
+            found[topic.id] = self._known(topic, topic.index)
+        return found
+
+    def _known(self, topic: Topic, index: _Index) -> Known:
+        deleted = frozenset(index.deleted)
+        behind_seq = max(topic.earliest_seq, index.segments.last_seq + 1)
+        gone = sum(1 for seq in deleted.union(index.lost) if behind_seq <= seq <= topic.head_seq)
+        # Behind an accepted loss segments go on where the log has ended, and may lack what is in between.
+        is_counted = (
+            self._fold.is_counted(topic)
+            and index.segments.last_seq <= topic.head_seq
+            and index.segments.dense_from_seq <= topic.earliest_seq
+        )
+        return Known(
+            list(index.segments),
+            array("Q", sorted(deleted)),
+            topic.earliest_seq,
+            topic.records if is_counted else None,
+            max(0, topic.head_seq - behind_seq + 1) - gone,
+        )
+
+    @property
+    def deleted_ids(self) -> set[int]:
+        return self._fold.created_ids - self._fold.topics.keys()

@@ -33,9 +33,8 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from topics.core.tags import Match
 from topics.storage import layout
-from topics.storage.committed_file import CommittedFile, Content
 from topics.storage.filesystem import FileSystem, replace_file
-from topics.storage.segment import CorruptSegment
+from topics.storage.segment import CommittedFile, Content, CorruptSegment
 
 MAGIC: Final = b"topicTAG"
 VERSION: Final = 1

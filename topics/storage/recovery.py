@@ -1,11 +1,12 @@
 """Reading one log back after whatever ended its writer.
 
-Frames are handed out file by file in batches, in log order, every one validated, and only complete writes: a write of
-several frames whose last one is missing never happened. Where the log cannot be read on, there are two cases:
+Frames are handed out file by file in batches, in log order. Every frame is validated, and only complete writes are
+handed out: a write of several frames whose last one is missing never happened. Where the log cannot be read on, there
+are two cases:
 
-- A torn tail: the write that was under way when the process or the machine stopped. It is cut off, and said.
+- A torn tail: the write that was under way when the process or the machine stopped. It is cut off, and the log says so.
 - Corruption: damage to something that had been written whole. It is refused with the file, the offset and what lies
-  behind it, because starting would lose that in silence.
+  behind it, because a start would lose that in silence.
 
 Telling them apart: a torn tail is in the active file and no valid frame follows it. After a power loss valid frames may
 follow, since pages reach the disk in any order, but then no sync came after the damaged place: no SYNC_MARK vouches
@@ -17,24 +18,23 @@ Where reading begins (`start`):
 - a WalPosition: a snapshot holds everything before it, and has been on the disk since. Files below it may be there or
   not. The log must reach at least to it: a snapshot that is newer than the log is refused.
 - "lowest": with the first file there is. For a log that is trimmed without a snapshot because its files repeat
-  whatever of earlier ones still counts (the RAM log, `walshard/ram_log.py`).
+  everything of earlier ones that still counts (the RAM log, `walshard/ram_log.py`).
 
-Every step can be repeated after a crash in its middle. At the end all that was handed out is on the disk.
+Every step can be repeated after a crash in its middle. At the end everything that was handed out is on the disk.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Generator, Iterator
 from itertools import count
 from typing import Final, Literal, NamedTuple
 
 from topics.storage import layout
-from topics.storage.column_scan import scan_columns
-from topics.storage.damage import Survey, survey, used_bytes
 from topics.storage.filesystem import FileSystem, read_all
-from topics.storage.frame import Defect, FrameTuple, FrameType, scan
-from topics.storage.frame_columns import FrameColumns
+from topics.storage.frame import CHECKSUM_LEN, Defect, FrameTuple, FrameType, scan
+from topics.storage.frame_columns import FrameColumns, scan_columns
 from topics.storage.logfile import (
     FileStart,
     NotALogFile,
@@ -52,13 +52,15 @@ from topics.storage.logfile import (
 BATCH_FRAMES: Final = 1024  # few enough to be freed while they are in the cache: a third faster than 8192
 _HEAD_BYTES: Final = 4096
 FRAMING_TYPES: Final = bytes((FrameType.FILE_START, FrameType.FILE_END, FrameType.SYNC_MARK))
-"""Of frames that say something of the log, and nothing of a topic."""
+"""These frames say something about the log, and nothing about a topic."""
 
 Start = WalPosition | Literal["lowest"] | None
 
 
 class CorruptLog(RefusedLog):
-    """Damage that no crash explains. `.path`, `.offset` (bytes) say where, `.lost` what starting anyway would cost."""
+    """Damage that no crash explains. `.path` and `.offset` (bytes) say where, `.lost` says what a start in spite of it
+    costs.
+    """
 
     def __init__(self, path: str, offset: int, reason: str, lost: str) -> None:
         super().__init__(
@@ -72,9 +74,8 @@ class CorruptLog(RefusedLog):
 
 
 class RecoveredFile(NamedTuple):
-    """A batch of one file's frames, whole writes only. A file comes as several batches in a row.
-
-    Offsets in `frames` are the file's, and `buffer` is the whole file.
+    """A batch of one file's frames, whole writes only. A file comes as several batches in a row. Offsets in `frames`
+    are the file's, and `buffer` is the whole file.
     """
 
     file_no: int
@@ -93,7 +94,7 @@ class _File(NamedTuple):
 
 
 class _Stop(NamedTuple):
-    """Where and why reading a file ended."""
+    """The place and the reason at which reading a file ended."""
 
     kept_end: int  # behind the last complete write
     offset: int  # behind the last valid frame, which may belong to a write that is not complete
@@ -103,9 +104,10 @@ class _Stop(NamedTuple):
 
 
 class Recovery:
-    """Iterate once for the batches; then `end` (None: there is no log yet), `torn_bytes` and `report` are final.
+    """The reading of one log.
 
-    Iterating raises CorruptLog, UnknownLogVersion, RefusedLog or OSError.
+    Iterate once for the batches; then `end` (None: there is no log yet), `torn_bytes` and `report` are final. Iterating
+    raises CorruptLog, UnknownLogVersion, RefusedLog or OSError.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class Recovery:
         self.end: WalEnd | None = None
         self.torn_bytes = 0
         self.report: list[str] = []
-        """What an operator should know: a line for every repair, with file, offset and bytes."""
+        """Lines that an operator should see: one for every repair, with file, offset and bytes."""
 
     @property
     def progress(self) -> float:
@@ -162,7 +164,7 @@ class Recovery:
                 self._fs.unlink(os.path.join(self._directory, name))
 
     def _list_files(self) -> list[_File]:
-        """The files to read, in order; whatever makes the list end early is corruption."""
+        """Returns the files to read, in order; a list that ends early is corruption."""
         numbers = layout.list_log_files(self._fs, self._directory)
         self._read_current(numbers)
         last_no = max([0, self._current_file_no, *numbers])
@@ -272,7 +274,7 @@ class Recovery:
                 return _Stop(open_write[0][0] if open_write else offset, offset, sealed_at, defect, buffer)
 
     def _check_start(self, file: _File, buffer: bytes, limit: int, previous_end: int | None) -> int:
-        """Where reading this file begins. Raises RefusedLog or CorruptLog when no frame ever ended there."""
+        """Returns where reading this file begins. Raises RefusedLog or CorruptLog when no frame ever ended there."""
         position = self._position
         if position is None or file.file_no != position.file_no or position.offset <= file.data_offset:
             return file.data_offset
@@ -300,7 +302,7 @@ class Recovery:
     # -- judging
 
     def _damage_in_finished(self, stop: _Stop, later: list[_File]) -> str | None:
-        """Why a file that is followed by others cannot be what its writer left; None if it is."""
+        """Says why a file that is followed by others cannot be as its writer left it; None if it can."""
         if stop.kept_end < stop.offset:
             return "an incomplete write, though the log goes on in the next file"
         if stop.sealed_at is not None:
@@ -314,7 +316,7 @@ class Recovery:
         )
 
     def _damage_in_active(self, file: _File, stop: _Stop) -> str | None:
-        """Why what lies behind the last frame is more than a torn tail; None if it is not."""
+        """Says why the bytes behind the last frame are more than a torn tail; None if they are not."""
         behind = survey(stop.buffer, stop.offset, file.file_no)
         if not behind.frames:
             return None
@@ -325,7 +327,7 @@ class Recovery:
         return None
 
     def _is_active(self, stop: _Stop, later: list[_File]) -> bool:
-        """The file that `stop` is about is the one that was being written: nothing but a spare comes after it."""
+        """Checks that the file `stop` is about is the one that was being written: only a spare may come after it."""
         if stop.sealed_at is not None:
             return False
         if not later:
@@ -347,7 +349,7 @@ class Recovery:
     # -- repairing
 
     def _settle(self, file: _File, stop: _Stop, previous: _File | None) -> None:
-        """Erases what lies behind the last complete write; all that was handed out is on the disk afterwards."""
+        """Erases the bytes behind the last complete write. Everything that was handed out is on the disk afterwards."""
         torn_bytes = used_bytes(stop.buffer, stop.kept_end)
         fd = self._fs.open(file.path, os.O_RDWR)
         try:
@@ -392,7 +394,7 @@ class Recovery:
         self.report.append(f"{file.path}: corrupt at offset {stop.offset}: {reason}; accepted the loss of {lost}")
 
     def _set_aside(self, file_nos: list[int], last_file_no: int) -> None:
-        """Takes files out of the log, from the last on, so that what is left is a log at every moment."""
+        """Takes files out of the log, from the last on, so that the rest is a log at every moment."""
         if last_file_no:
             write_current(self._fs, self._directory, last_file_no)
         elif self._current_file_no:
@@ -419,7 +421,9 @@ class Recovery:
 
 
 def _without_framing(frames: FrameColumns) -> tuple[FrameColumns, FrameTuple | None]:
-    """The frames that say something about topics, and the FILE_START or FILE_END that ends them, if one does."""
+    """Returns the frames that say something about topics, and the FILE_START or FILE_END that ends them, if one
+    does.
+    """
     ending = frames.find(FrameType.FILE_START, FrameType.FILE_END)
     return frames[:ending].without(FRAMING_TYPES), frames[ending] if ending < len(frames) else None
 
@@ -432,8 +436,54 @@ def recover_group(
     *,
     start: Start = None,
 ) -> Recovery:
-    """The log in `directory` from `start` on, to be iterated; without a start it may not exist yet.
-
-    The caller is its only user.
+    """Returns the log in `directory` from `start` on, to be iterated. Without a start it may not exist yet. The caller
+    is its only user.
     """
     return Recovery(fs, directory, identity, accept_data_loss, start)
+
+
+# Type and flags of a frame, four bytes in; only an Append may have been around a cycle. Rare in JSON and absent in
+# zeros, so few places need a closer look.
+_TYPE_AND_FLAGS: Final = re.compile(rb"(?=[\x01-\x0b\x20-\x28\x30-\x32][\x00-\x1f]|\x01[\x20-\xff])", re.DOTALL)
+_TYPE_AT: Final = 4
+
+
+class Survey(NamedTuple):
+    """The valid frames found behind a defect: the difference between a torn tail and corruption."""
+
+    frames: int
+    records: int
+    first_offset: int | None
+    synced_offset: int
+    """The furthest offset that a SYNC_MARK among them vouches for; 0 without one."""
+
+
+def survey(buffer: bytes, start: int, file_no: int) -> Survey:
+    """Looks for valid frames at any offset in buffer[start:], the content of file `file_no`."""
+    frames = records = synced_offset = 0
+    first_offset: int | None = None
+    end = min(len(buffer), start + used_bytes(buffer, start) + CHECKSUM_LEN)  # a checksum may end in zeros
+    offset = start
+    while (candidate := _TYPE_AND_FLAGS.search(buffer, offset + _TYPE_AT, end)) is not None:
+        offset = candidate.start() - _TYPE_AT
+        found = scan(buffer, offset, end)
+        if not found.frames:
+            offset += 1
+            continue
+        if first_offset is None:
+            first_offset = offset
+        for _, _, type_, _, topic_id, seq, *_ in found.frames:
+            if type_ == FrameType.APPEND:
+                records += 1
+            elif type_ == FrameType.SYNC_MARK and topic_id == file_no:
+                synced_offset = max(synced_offset, seq)
+        frames += len(found.frames)
+        offset = found.end
+    return Survey(frames, records, first_offset, synced_offset)
+
+
+def used_bytes(buffer: bytes, start: int) -> int:
+    """Counts the bytes from `start` on that lie before the zeros that end the buffer."""
+    if buffer.count(0, start) == len(buffer) - start:
+        return 0
+    return len(buffer[start:].rstrip(b"\0"))

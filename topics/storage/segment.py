@@ -1,5 +1,6 @@
-"""The segment: a run of one topic's records taken out of the log. Two files, named by the first seq; others have
-their offsets from here. All integers are little-endian.
+"""The segment: a run of one topic's records taken out of the log. Its format, its committed bytes, and its columns.
+
+A segment has two files, named by the first seq (others have their offsets from here). All integers are little-endian.
 
 `seg-<20 digits>.data`: frames back to back from offset 0, ascending by seq. A frame is the record's Append frame of the
 log (`frame.py`) without type and topic_id, and with a byte behind it:
@@ -23,24 +24,32 @@ log (`frame.py`) without type and topic_id, and with a byte behind it:
   └────────┴─────┴────┴───────┴─────┘
     offset, len = the whole frame in `.data`
     flags       = 2 deleted, 4 has tag, 8 has node, 16 has meta, 32 lost
-    A record that was gone before it came here has no frame: len 0, flags exactly 2 (offset 0) or 32 (offset is the
-    reason, `core.topic.EvictReason`).
 
-Neither file has a header: their version is that of the log's CHECKPOINT_MARK and of the snapshot, which alone say
-that a segment exists and how many of its entries are committed. What lies behind those was being written when the
-writer stopped. Committed bytes never change but for `del` and the deleted flag: `del` first, so that between the two
-the index is behind the data, never before it.
+    A record that was gone before it came here has no frame: len 0, flags exactly 2 (offset 0) or 32 (offset is the
+    reason, `core.floors.EvictReason`).
+
+Neither file has a header: their version is that of the log's CHECKPOINT_MARK and of the snapshot. These alone say that
+a segment exists and how many of its entries are committed. Bytes behind the committed entries were being written when
+the writer stopped. Committed bytes never change but for `del` and the deleted flag. `del` changes first, so that
+between the two the index is behind the data, never before it.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate, compress
 from struct import Struct
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
+
+from xxhash import xxh3_64_intdigest
 
 from topics.core.location import ENTRY_WORDS, FLAGS_SHIFT, LOCATION_GONE
 from topics.storage.frame import (
+    LOCATION_FLAGS,
     LOCATION_HAS_META,
     LOCATION_HAS_NODE,
     LOCATION_HAS_TAG,
@@ -79,7 +88,9 @@ class CorruptSegment(Exception):  # noqa: N818 — named for what it is
 
 
 def entries_of_idx(part: Bytes, first_seq: int) -> array[int]:
-    """What `SegmentReader.entries` gives, from a piece of an index that begins with the entry of `first_seq`."""
+    """Returns the entries that `SegmentReader.entries` gives, from a piece of an index that begins with that of
+    `first_seq`.
+    """
     halves = array("I")
     halves.frombytes(part)
     count = len(halves) * 4 // ENTRY_LEN
@@ -96,11 +107,217 @@ def entries_of_idx(part: Bytes, first_seq: int) -> array[int]:
 
 
 def is_gone(file_flags: int) -> bool:
-    """Whether the record of an index entry gets no frame in a segment."""
+    """True if the record of an index entry gets no frame in a segment."""
     return bool(file_flags >> FLAGS_SHIFT & LOCATION_GONE)
 
 
 def holds_frame(header: bytes, length: int, seq: int) -> bool:
-    """Whether a frame's first HEADER_LEN bytes are those of `seq`, `length` bytes long."""
+    """True if a frame's first HEADER_LEN bytes are those of `seq`, `length` bytes long."""
     frame_len, _, frame_seq, *_ = HEADER.unpack(header)
     return bool(frame_len == length - _LENGTH_FIELD_LEN and frame_seq == seq)
+
+
+class CommittedFile:
+    """The committed bytes of one of a segment's files; slices of it are `bytes`.
+
+    Bytes are read when they are wanted, never mapped. Where a file was cut in place, or the disk has a bad sector, a
+    read is an error that somebody can be told. Under a map it is the end of the process (SIGBUS), again at every start
+    that comes to the same place. Reading costs half a microsecond more than a slice of a map (docs/decisions/0008).
+
+    The file may be unlinked meanwhile, and bytes behind the committed ones may change. The file stays open as long as
+    this object lives.
+    """
+
+    __slots__ = ("_fd", "_identity", "_len_bytes", "path")
+
+    def __init__(self, path: str, len_bytes: int) -> None:
+        """Raises OSError, and CorruptSegment when the file is shorter."""
+        self._fd = -1
+        self.path = path
+        self._len_bytes = len_bytes
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        found = os.fstat(self._fd)
+        if found.st_size < len_bytes:
+            raise self._too_short(found.st_size)
+        self._identity = (found.st_dev, found.st_ino)
+
+    @classmethod
+    def whole(cls, path: str) -> CommittedFile:
+        """Opens all of a file that is written once."""
+        return cls(path, os.stat(path).st_size)
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def __len__(self) -> int:
+        return self._len_bytes
+
+    def __getitem__(self, part: slice) -> bytes:
+        """Raises CorruptSegment when the bytes are not there any more, or the disk does not give them."""
+        start, end, _ = part.indices(self._len_bytes)
+        found = self._pread(end - start, start) if start < end else b""
+        while start + len(found) < end:  # one call gives 2 GiB at most
+            more = self._pread(end - start - len(found), start + len(found))
+            if not more:
+                raise self._too_short(os.fstat(self._fd).st_size)
+            found += more
+        return found
+
+    @property
+    def has_its_name(self) -> bool:
+        """True while the file still has its name: it was neither removed nor replaced."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == self._identity
+
+    def _pread(self, len_bytes: int, offset: int) -> bytes:
+        try:
+            return os.pread(self._fd, len_bytes, offset)
+        except OSError as error:
+            raise CorruptSegment(self.path, offset, f"{len_bytes} bytes cannot be read: {error}") from error
+
+    def _too_short(self, size_bytes: int) -> CorruptSegment:
+        return CorruptSegment(self.path, size_bytes, f"the file ends there, {self._len_bytes} bytes are committed")
+
+
+Content: TypeAlias = Bytes | CommittedFile
+"""A segment's file, for code that takes slices of it."""
+
+
+_ENTRY_U32: Final = ENTRY_LEN // 4
+_TS_AT: Final = 8
+
+
+class Columns(NamedTuple):
+    """Index entries of consecutive seqs, many at a time, for readers that serve pages.
+
+    One record at a time costs Python more than the disk does. So an index is columns, and a run of frames is checked by
+    a handful of calls over all of them. A record without a frame has length 0; the offset of a lost one is the reason
+    (`core.floors.EvictReason`).
+    """
+
+    ts: list[int]
+    offsets: list[int]
+    lengths: list[int]
+    flags: list[int]
+
+    def part(self, start: int, stop: int) -> Columns:
+        """Returns the entries from `start` up to `stop`."""
+        if start == 0 and stop == len(self.ts):
+            return self
+        return Columns(self.ts[start:stop], self.offsets[start:stop], self.lengths[start:stop], self.flags[start:stop])
+
+    @property
+    def has_gone(self) -> bool:
+        """True if any record is deleted or lost."""
+        return any(flags & LOCATION_GONE for flags in set(self.flags))
+
+
+def read_columns(idx: Content, first: int, count: int) -> Columns:
+    """Reads `count` entries of an index, from number `first` on."""
+    halves = array("I")
+    halves.frombytes(idx[first * ENTRY_LEN : (first + count) * ENTRY_LEN])
+    ts = array("I", bytes(8 * count))
+    ts[0::2] = halves[2::_ENTRY_U32]
+    ts[1::2] = halves[3::_ENTRY_U32]
+    return Columns(
+        memoryview(ts).cast("B").cast("Q").tolist(),
+        halves[0::_ENTRY_U32].tolist(),
+        halves[1::_ENTRY_U32].tolist(),
+        # With the padding, which is zeros: other bytes there do not go with their frame.
+        halves[4::_ENTRY_U32].tolist(),
+    )
+
+
+def index_digest(idx: Content) -> int:
+    """Returns XXH3-64 over offset, len and ts of all entries in order: the 16 bytes of each that no deletion
+    changes.
+    """
+    halves = array("I")
+    halves.frombytes(idx[:])
+    del halves[4::_ENTRY_U32]
+    return xxh3_64_intdigest(halves.tobytes())
+
+
+def ts_of(idx: Content, number: int) -> int:
+    """Returns the commit time of one entry."""
+    at = number * ENTRY_LEN + _TS_AT
+    return int.from_bytes(idx[at : at + 8], "little")
+
+
+def first_at(idx: Content, count: int, ts: int) -> int:
+    """Returns the number of the first of `count` entries with a commit time >= ts; `count` when there is none."""
+    return bisect_left(range(count), ts, key=lambda number: ts_of(idx, number))
+
+
+def extent(columns: Columns, data_bytes: int, idx_path: str, first_entry_at: int) -> tuple[list[int], int]:
+    """Returns (the beginning of each frame, the end of the last one). Raises CorruptSegment when the frames do not lie
+    back to back within `data_bytes`. `first_entry_at` is the place of the first entry in the index, bytes.
+    """
+    framed = next((number for number, length in enumerate(columns.lengths) if length), None)
+    if framed is None:
+        return [0] * len(columns.lengths), 0
+    starts = list(accumulate(columns.lengths, initial=columns.offsets[framed]))
+    end = starts.pop()
+    if starts != columns.offsets:
+        for number, (start, offset, length) in enumerate(zip(starts, columns.offsets, columns.lengths, strict=True)):
+            if length and start != offset:
+                at = first_entry_at + number * ENTRY_LEN
+                raise CorruptSegment(idx_path, at, f"a frame should begin at {start}, not at {offset}")
+    if end > data_bytes:
+        at = first_entry_at + (len(starts) - 1) * ENTRY_LEN
+        raise CorruptSegment(idx_path, at, f"a frame ends at {end}, behind the {data_bytes} bytes there are")
+    return starts, end
+
+
+def check_frames(
+    path: str, buffer: Content, base: int, first_seq: int, columns: Columns, starts: Sequence[int]
+) -> list[int]:
+    """Checks that live records have the frames the index says, whole and unchanged. Raises CorruptSegment, naming
+    `path`.
+
+    Returns the seqs whose frames are marked deleted though their entries are not: the index is behind, or an older one.
+    The check does not look at frame_len: the checksum vouches for the length that the index gives.
+
+    `starts` are the frames' places in `buffer`, which begins at `base` in the file.
+    """
+    ts, _, lengths, flags = columns
+    seqs: Sequence[int] = range(first_seq, first_seq + len(ts))
+    if columns.has_gone:
+        live = [number for number, flag in enumerate(flags) if not flag & LOCATION_GONE]
+        seqs, ts, flags = [seqs[n] for n in live], [ts[n] for n in live], [flags[n] for n in live]
+        starts, lengths = [starts[n] for n in live], [lengths[n] for n in live]
+    if not seqs:
+        return []
+    if min(lengths) < HEADER_LEN + TAIL_LEN:
+        shortest = lengths.index(min(lengths))
+        raise CorruptSegment(path, base + starts[shortest], f"seq {seqs[shortest]} has a frame of {min(lengths)} bytes")
+    checksums_at = [start + length - TAIL_LEN for start, length in zip(starts, lengths, strict=True)]
+    bodies = [
+        buffer[start + _LENGTH_FIELD_LEN : checksum_at] for start, checksum_at in zip(starts, checksums_at, strict=True)
+    ]
+    digests = array("Q", map(xxh3_64_intdigest, bodies)).tobytes()
+    stored = bytearray().join([buffer[at : at + TAIL_LEN] for at in checksums_at])
+    marks = stored[8::TAIL_LEN]
+    del stored[8::TAIL_LEN]
+    identities = b"".join([body[1:17] for body in bodies])
+    wanted = array("Q", bytes(16 * len(bodies)))
+    wanted[0::2] = array("Q", seqs)
+    wanted[1::2] = array("Q", ts)
+    if digests == stored and identities == wanted.tobytes() and [LOCATION_FLAGS[body[0]] for body in bodies] == flags:
+        return list(compress(seqs, [mark == DELETED for mark in marks])) if DELETED in marks else []
+    for number, (seq, body) in enumerate(zip(seqs, bodies, strict=True)):
+        reason = ""
+        if digests[number * 8 : number * 8 + 8] != stored[number * 8 : number * 8 + 8]:
+            reason = f"checksum of seq {seq} does not match"
+        elif identities[number * 16 : number * 16 + 16] != wanted[number * 2 : number * 2 + 2].tobytes():
+            found = array("Q", identities[number * 16 : number * 16 + 16])
+            reason = f"holds seq {found[0]} of {found[1]}, the index says seq {seq} of {ts[number]}"
+        elif LOCATION_FLAGS[body[0]] != flags[number]:
+            reason = f"flags {body[0]:#x} of seq {seq}, the index says {flags[number]:#x}"
+        if reason:
+            raise CorruptSegment(path, base + starts[number], reason)
+    raise AssertionError("one of them differs")

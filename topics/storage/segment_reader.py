@@ -1,5 +1,5 @@
 """One segment, record by record: for who checks it, searches its tags or takes it apart. Readers that serve pages take
-many records at a time (`segment_columns.py`). The format is `segment.py`'s.
+many records at a time (`segment.py`). The format is `segment.py`'s.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from topics.core.location import (
     offsets_of,
 )
 from topics.storage import layout
-from topics.storage.committed_file import CommittedFile, Content
 from topics.storage.frame import LOCATION_FLAGS, LOCATION_HAS_TAG
 from topics.storage.segment import (
     DELETED,
@@ -33,6 +32,8 @@ from topics.storage.segment import (
     KEPT_FLAGS,
     TAIL,
     TAIL_LEN,
+    CommittedFile,
+    Content,
     CorruptSegment,
     entries_of_idx,
 )

@@ -10,23 +10,31 @@
     magic    = "topicSNP"
     checksum = XXH3-64 of bytes [0, 24) and the body; in the same place in every version, so that a version is believed
                only if it is undamaged
+    body     = `{"shards": [{"shard", "shards", "log_id", "position": {"file_no", "offset"}, "state"}, …]}`: the state
+               of each log up to a place in it (`core/shard_state.py`)
 
-The newest valid one counts; one that is not is passed over, and said. A file has its name only once it is whole and on
-the disk. The valid one before the newest stays as well, to fall back on. It can take the newest one's place only if the
-logs still hold what came after it: trimmed further than that, they refuse to be read from its positions.
+The newest valid snapshot counts; a damaged one is passed over, and the log says so. A file gets its name only once it
+is whole and on the disk. The valid snapshot before the newest stays as well, to fall back on. It can take the newest
+one's place only if the logs still hold what came after it: logs that are trimmed further refuse to be read from its
+positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from struct import Struct
 from typing import Final, NamedTuple
 
+import msgspec
 from xxhash import xxh3_64_intdigest
 
+from topics.core.routers import ROUTERS_SHARD
+from topics.core.shard_state import ShardState
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
+from topics.storage.logfile import NotALogFile, RefusedLog, WalPosition, read_first_start
+from topics.storage.reshard import NewLog
 
 MAGIC: Final = b"topicSNP"
 VERSION: Final = 1
@@ -36,7 +44,7 @@ HEADER_LEN: Final = PREFIX.size + CHECKSUM.size
 
 
 class BadSnapshot(Exception):  # noqa: N818 — named for what it is
-    """The file is not what was written, or is of no use. `.path` and `.offset` (bytes) say where."""
+    """The file is not as it was written, or is of no use. `.path` and `.offset` (bytes) say where."""
 
     def __init__(self, path: str, offset: int, reason: str) -> None:
         super().__init__(f"{path}: not to be used, at offset {offset}: {reason}")
@@ -46,8 +54,8 @@ class BadSnapshot(Exception):  # noqa: N818 — named for what it is
 
 
 class UnknownSnapshotVersion(Exception):  # noqa: N818
-    """Written by another release, in a format that this one does not know. Never passed over: an older snapshot and
-    what is left of the log need not be the whole truth.
+    """Another release wrote the snapshot, in a format that this one does not know. It is never passed over: an older
+    snapshot and the rest of the log need not be the whole truth.
     """
 
     def __init__(self, path: str, version: int) -> None:
@@ -60,7 +68,7 @@ class UnknownSnapshotVersion(Exception):  # noqa: N818
 
 
 class Loaded(NamedTuple):
-    """The newest valid snapshot and what was passed over to get to it."""
+    """The newest valid snapshot, and the damaged ones that were passed over to get to it."""
 
     number: int
     body: bytes
@@ -68,8 +76,10 @@ class Loaded(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The number of a snapshot that was made, and of the valid one to fall back on: the newest before it, if there is
-    one and that can be told. What that one needs must stay, though it may be older than the one that came before.
+    """The number of a snapshot that was made, and of the valid one to fall back on.
+
+    `fallback` is the newest valid one before it, if there is one and that can be told. Everything it needs must stay,
+    though it may be older than the one that came before.
     """
 
     number: int
@@ -87,7 +97,7 @@ def save_snapshot(fs: FileSystem, data_dir: str, body: bytes) -> Saved:
     prefix = PREFIX.pack(MAGIC, VERSION, len(body))
     checksum = CHECKSUM.pack(xxh3_64_intdigest(prefix + body))
     replace_file(fs, layout.snapshot_path(data_dir, number), prefix + checksum + body)
-    # What cannot be removed now is tried again with the next one; the snapshot counts either way.
+    # A snapshot that cannot be removed now is removed with the next one; the new one counts either way.
     kept, fallback = _fallbacks(fs, data_dir, numbers)
     with suppress(OSError):
         for old in numbers:
@@ -97,8 +107,8 @@ def save_snapshot(fs: FileSystem, data_dir: str, body: bytes) -> Saved:
 
 
 def _fallbacks(fs: FileSystem, data_dir: str, numbers: list[int]) -> tuple[set[int], int | None]:
-    """The newest valid one, and before it those of which that cannot be told now: a damaged one pushes out no other.
-    Then which one of them it is, None if that cannot be told.
+    """Returns the snapshots to keep: the newest valid one, and later ones that cannot be judged now, so that a damaged
+    one pushes out no other. Also returns which of them is the valid one, None if that cannot be told.
     """
     kept: set[int] = set()
     for number in reversed(numbers):
@@ -117,7 +127,8 @@ def _fallbacks(fs: FileSystem, data_dir: str, numbers: list[int]) -> tuple[set[i
 def load_snapshot(
     fs: FileSystem, data_dir: str, goes_with_logs: Callable[[bytes], bool] = lambda body: True
 ) -> Loaded | None:
-    """The newest valid one whose body goes with the logs that are here (see `reshard.py`), None when there is none.
+    """Loads the newest valid snapshot whose body goes with the logs that are here (see `reshard.py`), None when there
+    is none.
 
     Raises UnknownSnapshotVersion, OSError, and BadSnapshot (of the newest) when there are some and none will do.
     """
@@ -138,7 +149,7 @@ def load_snapshot(
 
 
 def read_snapshot(fs: FileSystem, data_dir: str, number: int) -> bytes:
-    """The body of one snapshot. Raises BadSnapshot, UnknownSnapshotVersion, OSError."""
+    """Reads the body of one snapshot. Raises BadSnapshot, UnknownSnapshotVersion, OSError."""
     path = layout.snapshot_path(data_dir, number)
     content = read_all(fs, path)
     if len(content) < HEADER_LEN:
@@ -154,3 +165,150 @@ def read_snapshot(fs: FileSystem, data_dir: str, number: int) -> bytes:
     if version != VERSION:
         raise UnknownSnapshotVersion(path, version)
     return body
+
+
+class ShardPart(msgspec.Struct, frozen=True):
+    """One log up to `position`. `state` stays encoded until somebody asks for it: a shard wants no other's."""
+
+    shard: int
+    shards: int
+    log_id: int
+    position: WalPosition
+    state: msgspec.Raw
+
+    def decoded(self) -> ShardState:
+        """Raises msgspec.DecodeError."""
+        return _decode_state(self.state)
+
+
+class _Body(msgspec.Struct):
+    shards: list[ShardPart]
+
+
+class Snapshot(NamedTuple):
+    """The snapshot that counts. `skipped` are newer ones that do not."""
+
+    number: int
+    parts: list[ShardPart]
+    skipped: list[BadSnapshot]
+
+    def part_of(self, log_id: int) -> ShardPart | None:
+        """Returns the part of that log; None when there is none: then the log is read from its beginning."""
+        return next((part for part in self.parts if part.log_id == log_id), None)
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_state = msgspec.msgpack.Decoder(ShardState).decode
+_decode_body = msgspec.msgpack.Decoder(_Body).decode
+
+
+def encode_part(shard: int, shards: int, log_id: int, position: WalPosition, state: ShardState) -> ShardPart:
+    return ShardPart(shard, shards, log_id, position, msgspec.Raw(_encode(state)))
+
+
+def encode_parts(parts: Iterable[ShardPart]) -> bytes:
+    """Encodes the body for `save_snapshot`."""
+    return _encode(_Body(list(parts)))
+
+
+def decode_parts(body: bytes) -> list[ShardPart]:
+    """Raises msgspec.DecodeError."""
+    return _decode_body(body).shards
+
+
+def load(fs: FileSystem, data_dir: str) -> Snapshot | None:
+    """Loads the newest snapshot that goes with the logs that are here, None without any.
+
+    Raises RefusedLog when there are some and none will do, UnknownSnapshotVersion, OSError.
+    """
+    log_ids = present_log_ids(fs, data_dir)
+
+    def goes_with_logs(body: bytes) -> bool:
+        with suppress(msgspec.DecodeError):
+            return {part.log_id for part in decode_parts(body)} <= log_ids
+        return False
+
+    try:
+        loaded: Loaded | None = load_snapshot(fs, data_dir, goes_with_logs)
+    except BadSnapshot as bad:
+        raise RefusedLog(
+            bad.path, f"{bad}; no other snapshot will do either. Restore the whole data directory from a copy"
+        ) from bad
+    return None if loaded is None else Snapshot(loaded.number, decode_parts(loaded.body), loaded.skipped)
+
+
+def present_log_ids(fs: FileSystem, data_dir: str) -> set[int]:
+    """Returns the ids of the logs whose first file can be read; recovery says what is wrong with any other."""
+    found: set[int] = set()
+    for group in layout.discover_groups(fs, layout.wal_dir(data_dir)):
+        with suppress(NotALogFile, RefusedLog, OSError):
+            start = read_first_start(fs, group.path)
+            if start is not None:
+                found.add(start.log_id)
+    return found
+
+
+def remove_useless(fs: FileSystem, data_dir: str, used: int) -> None:
+    """Removes snapshots other than `used`: they go with other logs, and must not push it out when the next one
+    is made.
+    """
+    for number in layout.list_snapshots(fs, data_dir):
+        if number != used:
+            fs.unlink(layout.snapshot_path(data_dir, number))
+    fs.fsync_dir(layout.meta_dir(data_dir))
+
+
+def dealt_out(parts: Iterable[ShardPart], new_logs: Iterable[NewLog], owner: Callable[[str], int]) -> list[ShardPart]:
+    """Deals the topics out: each goes into the part of the log that its name's owner has now, with everything that
+    routers are to it. The routers themselves go to shard 0. Raises msgspec.DecodeError.
+    """
+    logs = list(new_logs)
+    states = {log.shard: ShardState([], [], []) for log in logs}
+    deleted_ids: set[int] = set()
+    for part in parts:
+        state = part.decoded()
+        deleted_ids |= state.all_deleted_ids()
+        for topic in state.topics:
+            now = states[owner(topic.name)]
+            now.topics.append(topic)
+            now.routers.takes_over(topic.id, state.routers)
+        for name in state.deleted_names:
+            states[owner(name)].deleted_names.append(name)
+        states[ROUTERS_SHARD].routers.knows(state.routers)
+    for state in states.values():
+        # Nobody knows whose they were; every shard may know of all.
+        state.set_deleted_ids(deleted_ids)
+        state.deleted_names.sort()
+    return [encode_part(log.shard, len(logs), log.log_id, log.start, states[log.shard]) for log in logs]
+
+
+class Move(NamedTuple):
+    """The part of a snapshot that `reshard` must know."""
+
+    starts: dict[str, WalPosition]
+    topic_names: dict[int, str]
+    before_swap: Callable[[list[NewLog]], None]
+
+
+def plan_move(fs: FileSystem, data_dir: str, owner: Callable[[str], int]) -> Move | None:
+    """Plans the move of a snapshot to a changed shard count, after `finish_swap`. None without a snapshot: the logs are
+    all there is.
+
+    Raises RefusedLog, UnknownSnapshotVersion, OSError.
+    """
+    snapshot = load(fs, data_dir)
+    if snapshot is None:
+        return None
+    paths: dict[int, str] = {}
+    for group in layout.discover_groups(fs, layout.wal_dir(data_dir)):
+        with suppress(NotALogFile):  # `reshard` says so
+            start = read_first_start(fs, group.path)
+            if start is not None:
+                paths[start.log_id] = group.path
+    topic_names = {topic.id: topic.name for part in snapshot.parts for topic in part.decoded().topics}
+
+    def before_swap(new_logs: list[NewLog]) -> None:
+        remove_useless(fs, data_dir, snapshot.number)
+        save_snapshot(fs, data_dir, encode_parts(dealt_out(snapshot.parts, new_logs, owner)))
+
+    return Move({paths[part.log_id]: part.position for part in snapshot.parts}, topic_names, before_swap)

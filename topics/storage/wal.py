@@ -1,8 +1,8 @@
 """The writing end of one log: plan, commit, roll back, rotate; and what happens when the disk fails.
 
 Life of a group: `plan` says where each write will lie; `commit` writes the group with one vectored write, syncs it if
-asked, and only then moves the end of the log. A group lies in one file, so whatever fails is undone by
-cutting off the end of that file.
+asked, and only then moves the end of the log. A group lies in one file, so a failure is undone by cutting off the end
+of that file.
 
 A failed *write* costs the group that was being written and nothing else. A failed *sync* costs more: the kernel may
 have dropped the pages and now calls them clean, so neither that file nor a repeated sync of it means anything. That
@@ -13,15 +13,15 @@ new file, whose `previous_end` says so. If that fails too, the log is read-only 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Final, NamedTuple
 
 from topics.storage import layout
-from topics.storage.activefile import ActiveFile
 from topics.storage.filesystem import FileSystem, make_dirs
-from topics.storage.frame import Bytes
+from topics.storage.frame import Bytes, scan
 from topics.storage.logfile import (
     FILE_END_LEN,
     LOG_VERSION,
@@ -30,11 +30,81 @@ from topics.storage.logfile import (
     WalEnd,
     WalIdentity,
     create_log_file,
+    erase_behind,
     file_end_frame,
     file_start_frame,
     sync_mark_frame,
     write_current,
+    write_fully,
 )
+
+_IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
+
+
+class ActiveFile:
+    """The one log file that is being written: owns its descriptors. Methods raise OSError; the writer decides what a
+    failure means.
+
+    `end`: where the last committed group ends. `synced`: up to there the file is known to be on the disk. `marked`:
+    what the last SYNC_MARK in the file says of that; `mark_end`: where that mark ends. marked <= synced <= end, and
+    none of them ever goes back.
+    """
+
+    def __init__(self, fs: FileSystem, directory: str, file_no: int, end: int, marked: int) -> None:
+        self.path = layout.log_path(directory, file_no)
+        self.file_no = file_no
+        self.end = self.synced = end
+        self.marked = marked
+        self.mark_end = 0
+        self._fs = fs
+        self._fd = fs.open(self.path, os.O_RDWR)
+        try:
+            self.size_bytes = fs.size_bytes(self._fd)
+            # The kernel reports a failed write-back once to each open file: were the background sync to share this
+            # one, it could take the report that a commit's sync needs.
+            self._background_fd = fs.open(self.path, os.O_RDWR)
+        except OSError:
+            fs.close(self._fd)
+            raise
+        self._closing = threading.Lock()  # no descriptor is closed while the background sync uses it
+        self._closed = False
+
+    def write(self, pieces: Sequence[Bytes], offset: int) -> None:
+        for first in range(0, len(pieces), _IOV_MAX):
+            chunk = pieces[first : first + _IOV_MAX]
+            write_fully(self._fs, self._fd, chunk, offset)
+            offset += sum(map(len, chunk))
+
+    def sync(self) -> None:
+        self._fs.fdatasync(self._fd)
+
+    def sync_in_background(self) -> int:
+        """Syncs, from another thread than the writer's; returns the offset up to which all is on the disk."""
+        with self._closing:
+            end = self.end
+            if not self._closed:  # closed: the file was synced, or its tail saved elsewhere, when the writer left it
+                self._fs.fdatasync(self._background_fd)
+            return end
+
+    def erase_uncommitted(self) -> None:
+        """Makes everything behind `end` zeros again."""
+        erase_behind(self._fs, self._fd, self.end, self.size_bytes)
+
+    def read_unsynced(self) -> bytes:
+        """Reads the committed frames from `synced` on, and checks every one."""
+        length = self.end - self.synced
+        tail = self._fs.pread(self._fd, length, self.synced)
+        if len(tail) != length or scan(tail, 0, length).end != length:
+            raise OSError(5, f"{self.path}: the frames from {self.synced} to {self.end} do not read back as written")
+        return tail
+
+    def close(self) -> None:
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._fs.close(self._fd)
+                self._fs.close(self._background_fd)
+
 
 FILE_BYTES: Final = 64 * 1024 * 1024
 
@@ -50,7 +120,7 @@ class Moved(NamedTuple):
 
 
 class WalWriteError(Exception):
-    """The group was not written; the log is as it was before, and the next commit may succeed."""
+    """The group was not written. The log is as it was before, and the next commit may succeed."""
 
     def __init__(self, message: str, errno: int | None = None) -> None:
         super().__init__(message)
@@ -60,8 +130,8 @@ class WalWriteError(Exception):
 class WalSyncError(Exception):
     """A sync failed: nothing of the group is in the log.
 
-    `.moved` is where acknowledged frames went that had not been synced yet (None: there were none, or the log could
-    not be saved and `WalWriter.read_only` says why).
+    `.moved` says where acknowledged frames went that had not been synced yet. It is None if there were none, or if the
+    log could not be saved; then `WalWriter.read_only` says why.
     """
 
     def __init__(self, message: str, moved: Moved | None) -> None:
@@ -70,9 +140,8 @@ class WalSyncError(Exception):
 
 
 class Plan(NamedTuple):
-    """Where a group will lie: write i begins at `offsets[i]` of file `file_no`, the last one ends at `end`.
-
-    Void after a commit that failed.
+    """The place of a group: write i begins at `offsets[i]` of file `file_no`, the last one ends at `end`. Void after a
+    commit that failed.
     """
 
     file_no: int
@@ -89,16 +158,17 @@ class CommitTimes(NamedTuple):
 
 
 class Synced(NamedTuple):
-    """Everything in `file_no` below `offset` is on the disk."""
+    """Says that everything in `file_no` below `offset` is on the disk."""
 
     file_no: int
     offset: int
 
 
 class WalWriter:
-    """One log, written by one thread of one process (`sync_now` alone may run in another thread).
+    """The writer of one log, used by one thread of one process (`sync_now` alone may run in another thread).
 
-    Plain counters for metrics: frames, batches, bytes_written, fsyncs, rotations. `read_only` is None or the reason.
+    It has plain counters for metrics: frames, batches, bytes_written, fsyncs, rotations. `read_only` is None or the
+    reason.
     """
 
     def __init__(
@@ -128,7 +198,7 @@ class WalWriter:
         self.read_only: str | None = None
         self._undo_due: str | None = None
         self.refused: Callable[[], None] = _nothing
-        """Called when a group that was being written will never be in the log, before the log goes on elsewhere."""
+        """Is called when a group that was being written will never be in the log, before the log goes on elsewhere."""
         self.frames = self.batches = self.bytes_written = self.fsyncs = self.rotations = 0
 
     @classmethod
@@ -144,11 +214,11 @@ class WalWriter:
         helper: Executor | None = None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> WalWriter:
-        """Goes on at `end`, as recovery found it; None starts a new log.
+        """Goes on at `end`, as recovery found it; None starts a new log. Raises WalWriteError when the first file
+        cannot be made.
 
         `helper` (one thread is enough) makes the next file before it is needed; without it the commit that needs it
         does. A file made under another boot gets no more writes: what recovery knows of torn tails depends on it.
-        Raises WalWriteError when the first file cannot be made.
         """
         log_id = end.log_id if end is not None else int.from_bytes(os.urandom(8), "little")
         writer = cls(
@@ -180,7 +250,9 @@ class WalWriter:
 
     @property
     def log_id(self) -> int:
-        """Random, the same in all files of this log for ever: a snapshot says by it which log it goes with."""
+        """The id of this log. It is random and the same in all its files for ever: a snapshot says by it which log it
+        goes with.
+        """
         return self._log_id
 
     @property
@@ -204,9 +276,9 @@ class WalWriter:
     # -- commit
 
     def plan(self, lengths: Sequence[int]) -> Plan:
-        """Reserves room for a group, one length in bytes per write. Pure: nothing is written and nothing can fail.
+        """Reserves room for a group, one length in bytes per write. Nothing is written and nothing can fail.
 
-        A group without writes plans nothing but the mark that is due, if one is: commit it when the log falls idle, so
+        A group without writes plans nothing but the mark that is due, if one is. Commit it when the log falls idle, so
         that the last writes are known as synced after a power loss. Behind a mark none is due: it would need another.
         """
         active = self._active
@@ -275,17 +347,17 @@ class WalWriter:
             raise WalSyncError(f"the log was not closed cleanly: {error}", None) from error
         finally:
             if self._spare is not None:
-                self._spare.exception()  # waits; a spare that could not be made is nobody's concern any more
+                self._spare.exception()  # waits; nobody minds a spare that could not be made any more
             self._active.close()
 
     # -- trimming
 
     def drop_files_below(self, file_no: int) -> int:
-        """Removes the files numbered below, of those that were left for good; returns how many. Raises OSError: then
-        some may be left, and the next call removes them.
+        """Removes the files numbered below, of those that the writer has left for good; returns how many.
 
-        What they hold must count for nothing any more. In ascending order, so that what is left is without a hole;
-        a spare that is being made has a higher number than any of them.
+        Raises OSError: then some may be left, and the next call removes them. Nothing in them may count any more. They
+        go in ascending order, so that the rest has no hole. A spare that is being made has a higher number than any of
+        them.
         """
         bound = min(file_no, self._current_file_no, self._active.file_no)
         numbers = [number for number in layout.list_log_files(self._fs, self._directory) if number < bound]
@@ -298,21 +370,22 @@ class WalWriter:
     # -- background sync
 
     def sync_now(self) -> Synced:
-        """Syncs what is committed. For a helper thread; hand the result to `note_synced` on the owner's thread.
-
-        When it raises OSError, call `sync_failed` on the owner's thread.
+        """Syncs everything that is committed. For a helper thread; hand the result to `note_synced` on the owner's
+        thread. When it raises OSError, call `sync_failed` on the owner's thread.
         """
         active = self._active
         return Synced(active.file_no, active.sync_in_background())
 
     def note_synced(self, file_no: int, offset: int) -> None:
-        """Takes over what `sync_now` returned. A file that was left since was synced when it was left."""
+        """Takes over the result of `sync_now`. A file that the writer has left since was synced at that moment."""
         self.fsyncs += 1
         if file_no == self._active.file_no:
             self._active.synced = max(self._active.synced, offset)
 
     def sync_failed(self, file_no: int, error: OSError) -> Moved | None:
-        """After `sync_now` raised for this file: saves its un-synced frames in a new file; returns where they went."""
+        """Is called after `sync_now` raised for this file: saves its un-synced frames in a new file; returns where they
+        went.
+        """
         self.fsyncs += 1
         if file_no != self._active.file_no or self.read_only is not None:
             return None
@@ -328,11 +401,11 @@ class WalWriter:
             raise WalWriteError(f"{self._active.path}: write failed: {error}", error.errno) from error
 
     def _undo(self) -> None:
-        """Takes back what was written behind the last committed group, durably: a power loss must not bring it back."""
+        """Takes back the bytes behind the last committed group, durably: a power loss must not bring them back."""
         try:
             self._active.erase_uncommitted()
         except OSError as error:
-            # What refuses the undoing may pass as what refused the write: the next commit tries again.
+            # The error of the undoing may pass, like the error of the write: the next commit tries again.
             self._undo_due = f"{self._active.path}: a failed write could not be undone: {error}"
             self.refused()
             return
@@ -404,7 +477,9 @@ class WalWriter:
             self._spare = self._helper.submit(self._make_file, active.file_no + 1, self._file_bytes)
 
     def _wait_for_spare(self) -> int:
-        """Size in bytes of the next file if it is there. Why it is not, the attempt to make it here will tell."""
+        """Returns the size in bytes of the next file if it is there. If not, the attempt to make it here will
+        tell why.
+        """
         spare, self._spare = self._spare, None
         return spare.result() if spare is not None and spare.exception() is None else 0
 

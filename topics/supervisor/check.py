@@ -1,30 +1,68 @@
-"""What `run` would find, without starting anything."""
+"""Everything a start needs: what the machine must give, and what `run` would find, without starting anything."""
 
 from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 from threading import Thread
 from typing import Final, NamedTuple
 
+from topics.setting_values import MIB
 from topics.settings import Settings
+from topics.shm.instance import SharedMemory
 from topics.shm.names import SHM_ROOT
 from topics.storage import layout
 from topics.storage.lock import holder_pid
-from topics.supervisor import limits
-from topics.supervisor.limits import StatVfs
 from topics.supervisor.listeners import AddressError, listen, show
+
+OPEN_FILES_MIN: Final = 1024
+"""With fewer files a frontend could not even hold its rings, logs and a few hundred connections."""
+
+StatVfs = Callable[[str], os.statvfs_result]
+
+
+def shared_memory_shortage(settings: Settings, statvfs: StatVfs = os.statvfs) -> str | None:
+    """Says why /dev/shm is too small for these settings, None when it is not."""
+    needed = SharedMemory.needed_bytes(settings.wal_shards, settings.frontends, settings.ring_bytes)
+    figures = statvfs(SHM_ROOT)
+    free = figures.f_bavail * figures.f_frsize
+    if free >= needed:
+        return None
+    return (
+        f"{SHM_ROOT} has {free / MIB:.1f} MiB free and {needed / MIB:.1f} MiB are needed with"
+        f" TOPICS_WAL_SHARDS={settings.wal_shards}, TOPICS_FRONTENDS={settings.frontends} and"
+        f" TOPICS_RING_BYTES={settings.ring_bytes}; lower one of them or make it larger (mount -o remount,size=…"
+        f" {SHM_ROOT}, or --shm-size for a container)"
+    )
+
+
+def raise_open_files() -> int:
+    """Takes all open files this process may have, for itself and its children; returns their number."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most
+
+
+def open_files_shortage(most: int) -> str | None:
+    """Says why `most` open files are too few, None when they are not."""
+    if most == resource.RLIM_INFINITY or most >= OPEN_FILES_MIN:
+        return None
+    return (
+        f"this process may open {most} files and {OPEN_FILES_MIN} are needed; raise the limit (ulimit -n, LimitNOFILE=)"
+    )
+
 
 COLD_VARIABLE: Final = "TOPICS_COLD_DIR"
 COLD_TIMEOUT_S: Final = 5.0
 TOPICS_LOOKED_AT_MAX: Final = 10_000
-"""For segments that have gone to a cold directory in which there are none."""
+"""So many topics are looked at for segments that have gone to an empty cold directory."""
 
 
 class Finding(NamedTuple):
-    """One thing looked at: `problem` is None when it is as it should be."""
+    """One result of the check: `problem` is None when all is well."""
 
     subject: str
     problem: str | None
@@ -32,22 +70,25 @@ class Finding(NamedTuple):
 
 def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[Finding]:
     """Looks at the data directory, its lock, the cold directory if there is one, the shared memory, the address and the
-    limits. A cold directory is no obstacle to a start: what is in it is to be read, and what is older goes there later.
+    limits.
+
+    A bad cold directory does not keep the service from starting: only its own records cannot be read, and older ones go
+    there later.
     """
     problem = _dir_problem(settings.data_dir, "TOPICS_DATA_DIR")
     findings = [Finding(f"data directory {settings.data_dir}", problem)]
     if settings.cold_dir is not None:
         findings.append(_cold_dir(settings.cold_dir, settings.data_dir))
     findings.append(Finding("lock", _lock_problem(settings.data_dir)))
-    findings.append(Finding(f"shared memory in {SHM_ROOT}", limits.shared_memory_shortage(settings, statvfs)))
+    findings.append(Finding(f"shared memory in {SHM_ROOT}", shared_memory_shortage(settings, statvfs)))
     findings.append(Finding(f"address {show(settings.host, settings.port)}", _address_problem(settings)))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    findings.append(Finding(f"open files ({most})", limits.open_files_shortage(most)))
+    findings.append(Finding(f"open files ({most})", open_files_shortage(most)))
     return findings
 
 
 def _dir_problem(path: str, variable: str) -> str | None:
-    """Whether it could be made and written; nothing is made."""
+    """Says why the directory could not be made or written; nothing is made."""
     existing = _existing(path)
     if not os.path.isdir(existing):
         return f"{existing} is not a directory; choose another {variable}"
@@ -57,14 +98,14 @@ def _dir_problem(path: str, variable: str) -> str | None:
 
 
 def _existing(path: str) -> str:
-    """The path itself, or the nearest directory above it that is there."""
+    """Returns the path itself, or the nearest directory above it that exists."""
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     return path
 
 
 def _cold_dir(cold_dir: str, data_dir: str) -> Finding:
-    """It may be on a disk that hangs: a thread looks at it, and is waited for only so long."""
+    """Looks at a cold directory. It may be on a disk that hangs, so a thread looks, and has only so much time."""
     found: list[Finding] = []
 
     def look() -> None:
@@ -93,7 +134,7 @@ def _same_dir_problem(cold_dir: str, data_dir: str) -> str | None:
 
 
 def _missing_segments(cold_dir: str, data_dir: str) -> str | None:
-    """Whether segments have gone there, of which the data directory has no more than an index, and there are none."""
+    """Says so if segments have gone there (the data directory has no more than an index of them), and it is empty."""
     with suppress(OSError):
         if any(os.scandir(layout.topics_dir(cold_dir))):
             return None

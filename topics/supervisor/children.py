@@ -1,4 +1,4 @@
-"""The supervisor's children: forking one, and how long to wait before it is forked again."""
+"""The supervisor's children: forking one, how long to wait before it is forked again, and whether a process runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,24 @@ import sys
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+import psutil
+
 from topics import log
+from topics.core.backoff import doubled_ms
 from topics.core.clock import Clock
 from topics.core.keys import KeyRing
 from topics.settings import Settings
 from topics.shm.control import EXIT_REFUSED, Cell, ProcessState
 from topics.shm.instance import SharedMemory
+
+
+def is_running(pid: int) -> bool:
+    """False for a pid that is gone, and for a zombie, which only waits for its parent to notice."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
 
 EXIT_CRASHED: Final = 70
 """Exit code of a child whose main raised; the log has the traceback."""
@@ -37,7 +49,7 @@ ReshardMain = Callable[[Settings, SharedMemory], int]
 
 
 class ChildMains(NamedTuple):
-    """What each kind of child runs: (settings[, keys], shared[, index], incarnation[, listeners]) → exit code."""
+    """The main of each kind of child: (settings[, keys], shared[, index], incarnation[, listeners]) → exit code."""
 
     frontend: FrontendMain
     walshard: WalshardMain
@@ -46,24 +58,23 @@ class ChildMains(NamedTuple):
     needs_reshard: Callable[[Settings], bool]
 
 
-class Backoff:
-    """How long to wait before the next start, from how long the last life was."""
+class RestartDelay:
+    """The pause before the next start, which follows from how long the last lives were."""
 
     def __init__(self) -> None:
         self._deaths = 0
 
     def delay_ms(self, lived_ms: int) -> int:
-        """To be asked once a death."""
+        """Called once a death."""
         if lived_ms >= STABLE_AFTER_MS:
             self._deaths = 0
-        shortest, longest = RESTART_DELAY_MS
-        delay_ms = min(longest, shortest << (self._deaths - 1)) if self._deaths else 0
-        self._deaths = min(self._deaths + 1, longest.bit_length())
-        return delay_ms
+        deaths, self._deaths = self._deaths, self._deaths + 1
+        shortest_ms, longest_ms = RESTART_DELAY_MS
+        return doubled_ms(shortest_ms, deaths - 1, longest_ms) if deaths else 0
 
 
 class Child:
-    """One place in the service that is to be filled by a process, again and again.
+    """One place in the service that a process fills, again and again.
 
     `cell` is the supervisor's part of the process's control cell (None for the one-off reshard child).
     """
@@ -73,7 +84,7 @@ class Child:
         self.index = index
         self.pid: int | None = None
         self.wanted = True
-        """Whether it is started again when it ends."""
+        """True if it is started again when it ends."""
         self.due_ms: int | None = None
         """When to start it (monotonic); None while it runs or is not wanted."""
         self._main = main
@@ -81,7 +92,7 @@ class Child:
         self._clock = clock
         self._incarnation = 0
         self._started_ms = 0
-        self._backoff = Backoff()
+        self._restart_delay = RestartDelay()
 
     def start(self) -> None:
         """Forks it. A fork that fails counts as a life that ended at once."""
@@ -94,7 +105,7 @@ class Child:
             self.pid = fork(self.name, self.index, lambda: self._main(incarnation))
         except OSError as error:
             self._note(state=ProcessState.DEAD)
-            delay_ms = max(RESTART_DELAY_MS[0], self._backoff.delay_ms(0))
+            delay_ms = max(RESTART_DELAY_MS[0], self._restart_delay.delay_ms(0))
             _logger.error("cannot fork", process=self.name, index=self.index, reason=str(error), retry_in_ms=delay_ms)
             self.due_ms = self._started_ms + delay_ms
             return
@@ -102,10 +113,10 @@ class Child:
         _logger.info("process started", process=self.name, index=self.index, pid=self.pid, incarnation=incarnation)
 
     def died(self, exit_code: int) -> None:
-        """Its process is gone, unasked, and has been waited for; it is due again."""
+        """Its process ended unasked, and has been waited for; it is due again."""
         now_ms = self._clock.monotonic_ms()
         lived_ms = now_ms - self._started_ms
-        delay_ms = self._backoff.delay_ms(lived_ms)
+        delay_ms = self._restart_delay.delay_ms(lived_ms)
         _logger.warning(
             "process died",
             process=self.name,
@@ -119,7 +130,7 @@ class Child:
         self.due_ms = now_ms + delay_ms
 
     def stopped(self, exit_code: int) -> None:
-        """Its process is gone for good, and has been waited for."""
+        """Its process ended for good, and has been waited for."""
         _logger.info("process stopped", process=self.name, index=self.index, pid=self.pid, exit=show_exit(exit_code))
         self._gone(ProcessState.STOPPED, exit_code)
         self.wanted = False
@@ -133,7 +144,7 @@ class Child:
             os.kill(self.pid, number)
 
     def tell(self, number: signal.Signals) -> None:
-        """A signal that does not end it; one that does not run gets none."""
+        """Sends a signal that does not end it; a child that does not run gets none."""
         if self.pid is not None:
             os.kill(self.pid, number)
 
@@ -148,7 +159,7 @@ class Child:
 
 
 def exit_code_of(wait_status: int) -> int:
-    """Exit code, or 128 + signal as a shell has it."""
+    """Returns the exit code, or 128 + signal as a shell has it."""
     code = os.waitstatus_to_exitcode(wait_status)
     return code if code >= 0 else 128 - code
 
@@ -195,5 +206,5 @@ def _settle(name: str, index: int, parent_pid: int) -> None:
         raise SystemExit("the supervisor died during the fork")
     # A terminal sends SIGINT to all of us; the supervisor alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A hang-up waits until the child is ready for it (a frontend), or for ever: it is not to die of it.
+    # A hang-up waits until the child is ready for it (a frontend), or for ever: the child must not die of it.
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGHUP})

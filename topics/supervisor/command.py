@@ -17,13 +17,12 @@ from topics.keys import read_keys
 from topics.setting_values import show_bytes
 from topics.settings import COMMAND_LINE_ONLY, PREFIX, SECRET, VARIABLES, Settings, SettingsError, load
 from topics.supervisor.check import check
+from topics.supervisor.children import ChildMains
 from topics.supervisor.main import StartError, serve
 from topics.supervisor.notify import Notify
-from topics.supervisor.reload import ReloadRefused, reload
-from topics.supervisor.signals import Signals
-from topics.supervisor.status import Status, StatusReader
-from topics.supervisor.stop import stop
-from topics.supervisor.table import render
+from topics.supervisor.running import ReloadRefused, reload, stop
+from topics.supervisor.status import Status, StatusReader, render
+from topics.supervisor.supervision import Signals
 
 EXIT_CANNOT_START: Final = 1
 EXIT_BAD_SETTINGS: Final = 2
@@ -81,17 +80,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(settings: Settings, options: argparse.Namespace) -> int:
-    # Only here: `status` and `stop` should not wait for a web framework to be imported.
-    from topics.supervisor.wiring import MAINS
-
     for name in SECRET:
         # The settings have its digest; the children need not inherit more.
         os.environ.pop(PREFIX + name.upper(), None)
     try:
-        return serve(settings, MAINS, Notify.of(os.environ, SystemClock()))
+        return serve(settings, _child_mains(), Notify.of(os.environ, SystemClock()))
     except StartError as refusal:
         print(f"topics-supervisor: cannot start: {refusal}", file=sys.stderr)
         return EXIT_CANNOT_START
+
+
+def _child_mains() -> ChildMains:
+    """The mains of the real service. Imported only here: `status` and `stop` should not wait for a web framework."""
+    from topics.compactor.main import run as run_compactor
+    from topics.frontend.main import run as run_frontend
+    from topics.supervisor import resharding
+    from topics.walshard.main import run as run_walshard
+
+    return ChildMains(
+        frontend=run_frontend,
+        walshard=run_walshard,
+        compactor=run_compactor,
+        reshard=resharding.run,
+        needs_reshard=resharding.is_needed,
+    )
 
 
 def _check(settings: Settings, options: argparse.Namespace) -> int:

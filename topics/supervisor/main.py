@@ -9,8 +9,7 @@ from itertools import chain
 from typing import Final
 
 from topics import __version__, log
-from topics.core.clock import Clock, SystemClock
-from topics.core.expiry_clock import SETTLE_MS, STEP_MAX_MS, offset_at_start
+from topics.core.clock import SETTLE_MS, STEP_MAX_MS, Clock, SystemClock, offset_at_start
 from topics.core.keys import KeyRing
 from topics.keys import read_keys
 from topics.settings import PREFIX, Settings
@@ -18,17 +17,13 @@ from topics.shm import names
 from topics.shm.control import ProcessState
 from topics.shm.instance import SharedMemory
 from topics.storage.clock_file import read_clock
-from topics.storage.filesystem import OsFileSystem, boot_id
+from topics.storage.filesystem import OsFileSystem, WritePath, boot_id, choose_write_path
 from topics.storage.lock import DataDirLock, DataDirLocked, DataDirNotWritable
-from topics.storage.write_path import WritePath, choose_write_path
-from topics.supervisor import limits
-from topics.supervisor.children import ChildMains
-from topics.supervisor.limits import StatVfs
+from topics.supervisor.check import StatVfs, open_files_shortage, raise_open_files, shared_memory_shortage
+from topics.supervisor.children import ChildMains, is_running
 from topics.supervisor.listeners import AddressError, listen_for, port_of, show, write_port_file
 from topics.supervisor.notify import Notify
-from topics.supervisor.processes import is_running
-from topics.supervisor.signals import STOP, Signals
-from topics.supervisor.supervision import EXIT_OK, Supervisor
+from topics.supervisor.supervision import EXIT_OK, STOP, Signals, Supervisor
 
 LOCK_RETRY_MS: Final = 50
 LOCK_BRIEF_MS: Final = 500
@@ -77,7 +72,7 @@ def _serve(
     signals: Signals,
     behind: ExitStack,
 ) -> int:
-    if shortage := limits.open_files_shortage(limits.raise_open_files()):
+    if shortage := open_files_shortage(raise_open_files()):
         raise StartError(shortage)
     lock = _acquire(settings, signals, clock)
     if lock is None:
@@ -161,7 +156,7 @@ def _share(settings: Settings, statvfs: StatVfs) -> SharedMemory:
     identity = names.identity(settings.data_dir)
     if stale := names.unlink_all(identity):
         _logger.warning("removed shared memory of a service that was killed", objects=stale)
-    if shortage := limits.shared_memory_shortage(settings, statvfs):
+    if shortage := shared_memory_shortage(settings, statvfs):
         raise StartError(shortage)
     try:
         return SharedMemory.create(identity, settings.wal_shards, settings.frontends, settings.ring_bytes)

@@ -10,8 +10,7 @@ from topics.shm.instance import SharedMemory
 from topics.storage import reshard
 from topics.storage.filesystem import OsFileSystem, boot_id
 from topics.storage.logfile import RefusedLog
-from topics.storage.snapshot import UnknownSnapshotVersion
-from topics.storage.state import plan_move
+from topics.storage.snapshot import UnknownSnapshotVersion, plan_move
 from topics.storage.wal import WalSyncError, WalWriteError
 
 _logger = log.get_logger()

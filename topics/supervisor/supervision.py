@@ -1,11 +1,17 @@
-"""The supervisor's loop: reap, restart, drain."""
+"""The supervisor's loop: reap, restart, drain; and the signals that it waits for.
+
+Signals are values that the supervisor asks for, instead of handlers that interrupt it. They stay blocked from before
+the first fork: a signal that arrives at any moment waits for the next `wait`, and none can hit a child that has not set
+itself up yet. A child starts with nothing pending and unblocks them itself; SIGHUP only when it can reload.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
 from topics import log
 from topics.core.clock import Clock
@@ -16,27 +22,54 @@ from topics.shm.control import EXIT_REFUSED, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.supervisor.children import Child, ChildMains, exit_code_of
 from topics.supervisor.notify import Notify
-from topics.supervisor.signals import STOP, Signals
+
+STOP: Final = frozenset({signal.SIGTERM, signal.SIGINT})
+_WATCHED: Final = STOP | {signal.SIGHUP, signal.SIGCHLD}
+
+
+class Signals:
+    """Blocks the watched signals while it is entered, and hands them out one by one."""
+
+    def __enter__(self) -> Self:
+        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Who asks again for the stop that is over must not make its exit code another one, nor while the interpreter
+        # ends, which takes a while: what is ignored is dropped, also what is pending.
+        for number in STOP:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
+
+    def wait(self, timeout_ms: int | None) -> signal.Signals | None:
+        """Returns the next signal, or None after the time-out; without a time-out it waits for ever."""
+        if timeout_ms is None:
+            return signal.Signals(signal.sigwaitinfo(_WATCHED).si_signo)
+        info = signal.sigtimedwait(_WATCHED, max(0, timeout_ms) / 1000)
+        return None if info is None else signal.Signals(info.si_signo)
+
 
 EXIT_OK: Final = 0
 EXIT_FORCED: Final = 4
 """The service stopped, but not every process did so by itself in time."""
 FRONTEND_SHARE: Final = (3, 4)
-"""How much of the grace may pass before a frontend is killed, which has half of it by its own account
-(Settings.frontend_grace_ms); the rest is for the compactor's last cut and the shards to drain and sync.
+"""A frontend is killed after this share of the grace. By its own account it has half (Settings.frontend_grace_ms); the
+rest is for the compactor's last cut, and for the shards to drain and sync.
 """
 COMPACTOR_SHARE: Final = (7, 8)
-"""The same for the compactor, which has a quarter by its own account (Settings.compactor_grace_ms)."""
+"""The same share for the compactor, which has a quarter by its own account (Settings.compactor_grace_ms)."""
 SAME_STOP_MS: Final = 1000
-"""A stop may come twice: `timeout` and others signal the process and then its group, a terminal and its shell both do.
-Only what comes later than this is somebody who does not want to wait.
+"""A stop may come twice: `timeout` and others signal the process and then its group, and a terminal and its shell both
+do. Only a signal that comes later than this is from somebody who does not want to wait.
 """
 
 _logger = log.get_logger()
 
 
 class Supervisor:
-    """Runs the children until it is told to stop. Entered with everything they share already made."""
+    """Runs the children until it is told to stop. The shared memory and listeners are made before."""
 
     def __init__(
         self,
@@ -69,7 +102,9 @@ class Supervisor:
         self._stop_began_ms = 0
 
     def run(self, *, reshard: bool) -> int:
-        """Exit code of the service, once no child is left. `reshard`: the logs want another layout first."""
+        """Runs; returns the service's exit code once no child is left. `reshard`: the logs want another layout
+        first.
+        """
         try:
             self._start(reshard)
             while not self._stopped():
@@ -138,7 +173,7 @@ class Supervisor:
         return [*self._frontends, *self._shards, self._compactor, *([self._reshard] if self._reshard else [])]
 
     def _timeout_ms(self) -> int | None:
-        """Until something is due that no signal announces."""
+        """Returns the time until something is due that no signal announces."""
         moments = [child.due_ms for child in self._children() if child.due_ms is not None]
         if self._stopping:
             moments.append(self._stopping[0][1])
@@ -159,7 +194,7 @@ class Supervisor:
             self._kill_all()
 
     def _reload(self) -> None:
-        """Keys that are good go to the frontends, and to those that are forked later; bad ones change nothing."""
+        """Gives good keys to the frontends, and to those that are forked later; bad ones change nothing."""
         serial = self._keys.serial + 1
         try:
             self._keys = read_keys(self._settings, serial)
@@ -173,7 +208,7 @@ class Supervisor:
         self._header.add("reloads")
 
     def _reap(self) -> None:
-        """Waits for every child that has ended; one SIGCHLD may stand for many."""
+        """Reaps every child that has ended; one SIGCHLD may stand for many."""
         running = {child.pid: child for child in self._children() if child.pid is not None}
         while running:
             pid, wait_status = os.waitpid(-1, os.WNOHANG)

@@ -14,12 +14,12 @@ from topics.shm.arena_heap import ArenaFullError
 from topics.shm.control import EXIT_REFUSED, ProcessCell, ProcessState, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.memory import FENCE_IS_FULL
-from topics.shm.wake import Wake
+from topics.shm.ring import Wake
+from topics.storage.filesystem import WritePath
 from topics.storage.kill_points import arm_as_told
 from topics.storage.logfile import RefusedLog
 from topics.storage.snapshot import UnknownSnapshotVersion
 from topics.storage.wal import WalSyncError, WalWriteError
-from topics.storage.write_path import WritePath
 from topics.walshard.commit.outbox import Outbox
 from topics.walshard.pressure import ShardPressure
 from topics.walshard.setup import Helpers, set_up

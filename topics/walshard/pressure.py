@@ -15,7 +15,7 @@ from typing import Final
 
 from topics.core.governor import FULL_FROM, INTERVAL_MS, Governor, Ladder, Sample
 from topics.shm.control import ControlPage, ProcessCell
-from topics.shm.wake import Wake
+from topics.shm.ring import Wake
 from topics.walshard.commit.outbox import Outbox
 
 GATHERED_BYTES: Final = 256 * 1024

@@ -13,10 +13,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from topics.core.clock import Clock
-from topics.core.expiry_clock import ExpiryClock
+from topics.core.clock import Clock, ExpiryClock
 from topics.core.fold import Fold
-from topics.core.router_state import RouterState
+from topics.core.routers import RouterState
 from topics.core.topic import Topic
 from topics.log import get_logger
 from topics.settings import Settings
@@ -32,7 +31,7 @@ from topics.storage.layout import snapshot_path
 from topics.storage.log_fold import fold_frames
 from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition, read_first_start
 from topics.storage.recovery import Recovery, recover_group
-from topics.storage.state import load
+from topics.storage.snapshot import load
 from topics.storage.wal import WalWriter
 from topics.walshard.commit.background_sync import BackgroundSync
 from topics.walshard.commit.commits import Commits

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from topics.core.clock import Clock
-from topics.core.expiry_clock import ExpiryClock
+from topics.core.clock import Clock, ExpiryClock
 from topics.core.job import Now
 
 

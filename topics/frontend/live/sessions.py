@@ -20,7 +20,7 @@ from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.unanswered import is_outcome_unknown
 from topics.shm.messages import Done
-from topics.shm.watch_messages import (
+from topics.shm.topic_messages import (
     SessionAbandon,
     SessionClose,
     SessionLook,

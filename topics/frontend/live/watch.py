@@ -31,8 +31,7 @@ from topics.frontend.reads.node_sets import node_sets
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
 from topics.settings import Settings
-from topics.shm.cap import Cap
-from topics.shm.key_counts import Counted
+from topics.shm.cap import Cap, Counted
 
 HEARTBEAT_MAX_MS: Final = 60_000
 EVENT_STREAM_HEADERS: Final[HeaderList] = [

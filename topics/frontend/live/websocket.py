@@ -47,9 +47,9 @@ from topics.frontend.reads.reading import TopicReader
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.append_messages import AppendReply
+from topics.shm.cap import Counted
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
-from topics.shm.key_counts import Counted
 
 LINGER_S: Final = 2.0
 """How long what is under way when a socket ends may take to go out."""

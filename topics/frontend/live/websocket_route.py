@@ -7,8 +7,7 @@ from topics.core.keys import ApiKey
 from topics.frontend.answers import send_error
 from topics.frontend.asgi import Message, Receive, Scope, Send
 from topics.frontend.live.websocket import GOING_AWAY, Services, Socket
-from topics.shm.cap import Cap
-from topics.shm.key_counts import Counted
+from topics.shm.cap import Cap, Counted
 
 
 class WebSocketRoute:

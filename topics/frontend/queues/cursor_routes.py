@@ -37,7 +37,7 @@ from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.unanswered import is_outcome_unknown
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
-from topics.shm.cursor_messages import (
+from topics.shm.queue_messages import (
     CursorAdvance,
     CursorDelete,
     CursorDeleted,

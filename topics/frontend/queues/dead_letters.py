@@ -16,7 +16,7 @@ import msgspec
 from topics.core.config import TopicConfig
 from topics.core.dead_letters import FROM, ORDER_KEY, Meta, came_back, died
 from topics.core.errors import TopicsError
-from topics.core.key_marks import KeyMark
+from topics.core.idempotency import KeyMark
 from topics.core.names import owner_shard
 from topics.frontend.queues.unreadable import ASIDE_MS, UnreadableJobs
 from topics.frontend.reads.reading import TopicReader, TopicRef

@@ -14,7 +14,7 @@ from typing import Final
 
 from topics.core.errors import TopicsError
 from topics.frontend import limits
-from topics.shm.cursor_messages import CursorMoved
+from topics.shm.queue_messages import CursorMoved
 
 STUCK_RETRY_AFTER_MS: Final = 1000
 

@@ -38,9 +38,8 @@ from topics.frontend.reads.reading import TopicReader
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.unanswered import is_outcome_unknown
 from topics.settings import Settings
-from topics.shm.cap import Cap
+from topics.shm.cap import Cap, Counted
 from topics.shm.control import ProcessCell
-from topics.shm.key_counts import Counted
 from topics.shm.messages import Done
 from topics.shm.queue_messages import Dealt, Unclaim, WorkOpen
 

@@ -18,8 +18,8 @@ from topics.frontend.shards.gateway import Gateway
 from topics.shm.control import Role, replay_progress
 from topics.shm.instance import SharedMemory
 from topics.shm.router_board import RouterBoard, RouterProgress
-from topics.shm.router_messages import CatchUp, CaughtUp
 from topics.shm.router_table import RouterTable
+from topics.shm.topic_messages import CatchUp, CaughtUp
 
 WAIT_S: Final = 2.0
 AGAIN_S: Final = 0.02

@@ -26,11 +26,9 @@ from topics.frontend.query import count
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.storage import layout
-from topics.storage.committed_file import CommittedFile
 from topics.storage.filesystem import FileSystem
 from topics.storage.pins import PIN_PATTERN, Pin, PinFiles, new_pin_id, read_pin
-from topics.storage.segment import ENTRY_LEN, CorruptSegment
-from topics.storage.segment_columns import index_digest
+from topics.storage.segment import ENTRY_LEN, CommittedFile, CorruptSegment, index_digest
 
 SEGMENTS_MAX: Final = 2_048
 """In one answer; a longer list goes on with `next_from_seq`."""

@@ -13,10 +13,9 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from topics.core.clock import Clock
+from topics.core.clock import STEP_MAX_MS, Clock
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError, topic_not_found
-from topics.core.expiry_clock import STEP_MAX_MS
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_LOST
 from topics.core.names import owner_shard
@@ -82,7 +81,7 @@ class TopicReader:
     def __init__(
         self, arenas: Arenas, files: LogFiles, shards: int, clock: Clock, cold: ColdTier | None = None
     ) -> None:
-        """`clock`: of expiry (`core/expiry_clock.py`). `cold`: where segments are that are not in the data directory;
+        """`clock`: of expiry (`core/clock.py`). `cold`: where segments are that are not in the data directory;
         None when none ever left it.
         """
         self._arenas = arenas

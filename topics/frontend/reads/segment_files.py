@@ -14,9 +14,17 @@ from typing import Final
 
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.storage import layout
-from topics.storage.committed_file import CommittedFile
-from topics.storage.segment import ENTRY_LEN, entries_of_idx
-from topics.storage.segment_columns import Columns, check_frames, extent, first_at, read_columns, ts_of
+from topics.storage.segment import (
+    ENTRY_LEN,
+    Columns,
+    CommittedFile,
+    check_frames,
+    entries_of_idx,
+    extent,
+    first_at,
+    read_columns,
+    ts_of,
+)
 
 SEGMENTS_MAX: Final = 128
 """Open at once, each with its index and, most often, its data."""
@@ -110,7 +118,7 @@ class OpenSegment:
         again: bool = False,
         fetched: bool = False,
     ) -> list[int]:
-        """That these frames are whole (`segment_columns.check_frames`): once for bytes of this file unless it has to be
+        """That these frames are whole (`segment.check_frames`): once for bytes of this file unless it has to be
         `again`, every time for those that were `fetched` from the cold tier. Raises CorruptSegment.
 
         Returns the seqs whose frames say that they are deleted, though the index did not: an older one, as a rule, that

@@ -23,7 +23,7 @@ from topics.frontend.reads.log_files import LogFiles
 from topics.frontend.reads.records import LOG_FRAME, SEGMENT_FRAME, Run
 from topics.frontend.reads.segment_files import OpenSegment, SegmentFiles
 from topics.shm.arena import ArenaReader, TopicView
-from topics.storage.segment_columns import Columns
+from topics.storage.segment import Columns
 
 _IDENTITY: Final = Struct("<I2xQQ")
 """frame_len, topic_id, seq of a frame in the log."""

@@ -27,7 +27,7 @@ from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.messages import Call, Kind, Part
 from topics.shm.queue_messages import Dealt
-from topics.shm.watch_messages import Hello
+from topics.shm.topic_messages import Hello
 from topics.storage.frame import LaidOut
 
 SWEEP_S: Final = 0.25

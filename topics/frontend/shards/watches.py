@@ -11,7 +11,7 @@ from topics.frontend.shards.arenas import Arenas
 from topics.log import get_logger
 from topics.shm.arena import TopicView
 from topics.shm.messages import Call
-from topics.shm.watch_messages import Unwatch, Watch
+from topics.shm.topic_messages import Unwatch, Watch
 
 LINGER_S: Final = 10.0
 """A watch outlives its last listener: clients that poll come back."""

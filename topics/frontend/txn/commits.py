@@ -20,7 +20,7 @@ from topics.frontend.txn.stages import Stages
 from topics.log import get_logger
 from topics.shm.append_messages import AppendReply
 from topics.shm.messages import Done
-from topics.shm.txn_messages import (
+from topics.shm.topic_messages import (
     StagePublish,
     StagesOver,
     TxnBegin,

@@ -1,4 +1,4 @@
-"""Stages on the disk (`storage/stage_file.py`), as frontends make, find and drop them. Everything here may block: it is
+"""Stages on the disk (`storage/txn_files.py`), as frontends make, find and drop them. Everything here may block: it is
 called in threads.
 """
 
@@ -14,8 +14,8 @@ from topics.core.errors import TopicsError
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem, make_dirs, replace_file
 from topics.storage.frame import LaidOut
-from topics.storage.stage_file import (
-    HEAD_LEN,
+from topics.storage.txn_files import (
+    STAGE_HEAD_LEN,
     StageDamagedError,
     StageHead,
     belongs_to_txn,
@@ -95,7 +95,7 @@ class Stages:
             raise TopicsError("not_found", f"there is no stage {stage[:100]!r}: it was dropped or has expired")
         try:
             with open(self._path(stage), "rb") as file:
-                return decode_stage_head(file.read(HEAD_LEN))
+                return decode_stage_head(file.read(STAGE_HEAD_LEN))
         except FileNotFoundError:
             raise TopicsError("not_found", f"there is no stage {stage!r}: it was dropped or has expired") from None
         except (OSError, StageDamagedError) as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from concurrent.futures import Executor, Future
 from typing import Final
 
-from topics.shm.wake import Wake
+from topics.shm.ring import Wake
 from topics.storage.wal import Synced
 from topics.walshard.commit.logs import Logs
 from topics.walshard.hosted.hosted import Hosted

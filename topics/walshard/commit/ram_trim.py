@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from topics.core.control_bodies import RamStateBody, encode_body
+from topics.core.job import ConsumerState
 from topics.core.location import ENTRY_WORDS, LOCATION_IN_RAM_LOG, LOW_WORD
-from topics.core.queue_state import ConsumerState
 from topics.log import get_logger
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, read_all

@@ -14,10 +14,9 @@ from functools import partial
 from topics.core.config import TopicConfig
 from topics.core.control_bodies import CreateBody, encode_body, encode_idempotency
 from topics.core.errors import TopicsError, not_a_queue, topic_not_found
-from topics.core.idempotency import Outcome, is_pin
+from topics.core.idempotency import Outcome, Turn, check_fence, check_order, is_pin, is_producer_key, parse_key
 from topics.core.job import Now
 from topics.core.location import LOCATION_IN_RAM_LOG, file_flags_of
-from topics.core.producers import Turn, check_fence, check_order, is_producer_key, parse_key
 from topics.shm.append_messages import AppendReply, AppendRequest
 from topics.storage import frame
 from topics.storage.frame import FLAG_DURABLE, FLAG_MORE, Bytes, FrameType

@@ -10,7 +10,8 @@ import msgspec
 from topics.core.control_bodies import encode_body
 from topics.core.cursors import Cursor, CursorBody
 from topics.core.errors import topic_not_found
-from topics.shm.cursor_messages import (
+from topics.shm.messages import Done
+from topics.shm.queue_messages import (
     CursorAdvance,
     CursorDelete,
     CursorDeleted,
@@ -21,7 +22,6 @@ from topics.shm.cursor_messages import (
     CursorPut,
     CursorReply,
 )
-from topics.shm.messages import Done
 from topics.storage.frame import FrameType
 from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, Steps
 from topics.walshard.handlers.queue_writes import QueueWrites

@@ -8,10 +8,9 @@ from typing import Final
 import msgspec
 
 from topics.core.control_bodies import DeleteBody, encode_body
-from topics.core.deletion import Deletion
 from topics.core.errors import TopicsError, topic_not_found
-from topics.core.floors import EvictReason
-from topics.core.runs import encode_runs
+from topics.core.floors import Deletion, EvictReason
+from topics.core.seq_set import encode_runs
 from topics.core.tags import Match
 from topics.log import get_logger
 from topics.shm.messages import Done

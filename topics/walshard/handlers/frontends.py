@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from topics.shm.control import Cell, ControlPage, Role
-from topics.shm.watch_messages import Hello, Unwatch, Watch
+from topics.shm.topic_messages import Hello, Unwatch, Watch
 from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler, nothing
 from topics.walshard.handlers.cursors import NamedCursors
 from topics.walshard.handlers.queues import Queues

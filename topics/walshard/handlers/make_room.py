@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from topics.core.errors import TopicsError
-from topics.core.kept_jobs import giving_way
+from topics.core.queue_log import giving_way
 from topics.walshard.commit.draft import Draft, Steps
 from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.handlers.queue_writes import QueueWrites

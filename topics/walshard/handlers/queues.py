@@ -1,7 +1,7 @@
 """What a shard does with queue requests (api §9): they join the group commit as appends do.
 
 A claim reads and writes nothing but memory, unless its queue has `leases_durable`: then what is leased is logged before
-it is told. An ack is logged as what it is, the deletion of its jobs. The lease machine (`core/leases.py`) changes as a
+it is told. An ack is logged as what it is, the deletion of its jobs. The lease machine (`core/jobs.py`) changes as a
 request is prepared; what the log must have first is held until the commit, and `Operation.undo` takes it back.
 
 Streams and gathered claims are dealt to after each commit, in `deal`, and when the clock says so, in `tick`. While the
@@ -17,7 +17,7 @@ from typing import Final
 from topics.core.control_bodies import encode_body
 from topics.core.errors import not_a_queue, topic_not_found
 from topics.core.governor import INTERVAL_MS
-from topics.core.leases import Leases, Marked
+from topics.core.jobs import Leases, Marked
 from topics.core.priority import below_zero_ms
 from topics.core.queue_log import AckBody
 from topics.core.seq_set import runs_of

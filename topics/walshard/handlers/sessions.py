@@ -13,7 +13,7 @@ from functools import partial
 from topics.core.control_bodies import SessionBody, encode_body
 from topics.core.errors import TopicsError
 from topics.shm.messages import Done
-from topics.shm.watch_messages import (
+from topics.shm.topic_messages import (
     SessionAbandon,
     SessionClose,
     SessionLook,

@@ -16,7 +16,7 @@ from topics.core.names import owner_shard
 from topics.log import get_logger
 from topics.shm.append_messages import AppendReply, AppendRequest
 from topics.shm.messages import Done
-from topics.shm.txn_messages import (
+from topics.shm.topic_messages import (
     SinkCall,
     StagePublish,
     StagesOver,
@@ -30,16 +30,18 @@ from topics.shm.txn_messages import (
 )
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
-from topics.storage.sink_file import (
+from topics.storage.txn_files import (
     Sink,
     SinkDamagedError,
+    StageDamagedError,
     decode_sink,
+    decode_stage,
     encode_sink,
     is_sink_name,
-    read_head,
+    read_sink_head,
     sink_name,
+    stage_name,
 )
-from topics.storage.stage_file import StageDamagedError, decode_stage, stage_name
 from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler, nothing
 from topics.walshard.handlers.appends import Appends
 from topics.walshard.hosted.catalog import Catalog
@@ -130,7 +132,7 @@ class Sinks:
         long as it says pending, the pins of those that this shard has published are there.
         """
         try:
-            decided, pending_count = read_head(self._fs, self._directory, sink)
+            decided, pending_count = read_sink_head(self._fs, self._directory, sink)
         except (OSError, SinkDamagedError) as error:
             raise _unusable(os.path.join(self._directory, sink_name(sink)), error) from None
         if decided != batch or not pending_count:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from topics.shm.watch_messages import Unwatch, Watch
+from topics.shm.topic_messages import Unwatch, Watch
 from topics.walshard.commit.outbox import Outbox
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted

@@ -8,9 +8,8 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from topics.core.config import TopicConfig
-from topics.core.dealing import deal
-from topics.core.job import Holder, Now
-from topics.core.leases import Leased, Leases
+from topics.core.job import Holder, Now, deal
+from topics.core.jobs import Leased, Leases
 from topics.shm.queue_messages import Dealt
 
 

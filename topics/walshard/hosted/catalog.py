@@ -11,9 +11,8 @@ from topics.core.config import TopicConfig
 from topics.core.fold import Fold, FoldError
 from topics.core.job import Now
 from topics.core.location import LOCATION_IN_RAM_LOG
-from topics.core.names import owner_shard
+from topics.core.names import TopicIds, owner_shard
 from topics.core.topic import Topic
-from topics.core.topic_ids import TopicIds
 from topics.shm.arena import ArenaWriter
 from topics.shm.location_ring import LARGE_ENTRIES, LocationRing
 from topics.storage.wal import Moved

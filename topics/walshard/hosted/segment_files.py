@@ -21,13 +21,13 @@ from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_GONE
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.log import get_logger
 from topics.storage import layout
-from topics.storage.committed_file import CommittedFile
 from topics.storage.filesystem import FileSystem
 from topics.storage.segment import (
     ENTRY,
     ENTRY_FLAGS_AT,
     ENTRY_LEN,
     LOG_FRAME_EXTRA_LEN,
+    CommittedFile,
     CorruptSegment,
     entries_of_idx,
 )

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from topics.core.floors import EvictReason
-from topics.core.router_state import FeedBody, FeedRouter, RouterState, encode_router
-from topics.core.routers import Router
+from topics.core.routers import FeedBody, FeedRouter, Router, RouterState, encode_router
 from topics.core.topic import Topic
 from topics.log import get_logger
 from topics.shm.router_board import RouterBoardWriter, RouterProgress

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from topics.core.config import U64_MAX
-from topics.core.router_state import FeedRouter
-from topics.core.routers import HOPS_MAX, with_origin
+from topics.core.routers import HOPS_MAX, FeedRouter, with_origin
 from topics.core.tags import Match
 from topics.core.topic import Topic
 from topics.storage.copies import Original, as_copies, lay_out_copy

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from topics.core.errors import TopicsError
-from topics.core.router_state import ROUTERS_SHARD, RouterState, encode_router
-from topics.core.routers import Router, RouterRegistry
+from topics.core.routers import ROUTERS_SHARD, Router, RouterRegistry, RouterState, encode_router
 from topics.log import get_logger
 from topics.shm.control import ProcessCell
 from topics.shm.messages import Done, Reply
-from topics.shm.router_messages import DeleteRouter, DeleteRouterReply, PutRouter, PutRouterReply, RemoveRouters
 from topics.shm.router_table import Change, RouterTableWriter
+from topics.shm.topic_messages import DeleteRouter, DeleteRouterReply, PutRouter, PutRouterReply, RemoveRouters
 from topics.storage import frame
 from topics.storage.frame import FLAG_MORE, FrameType
 from topics.walshard.commit.draft import AloneHandler, Draft, Operation, Steps

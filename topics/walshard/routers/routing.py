@@ -10,7 +10,7 @@ from typing import Final
 
 from topics.core.clock import Clock
 from topics.log import get_logger
-from topics.shm.router_messages import CatchUp, CaughtUp, SyncRouters, SyncRoutersReply
+from topics.shm.topic_messages import CatchUp, CaughtUp, SyncRouters, SyncRoutersReply
 from topics.walshard.commit.draft import AloneHandler, Draft, Steps
 from topics.walshard.handlers.make_room import MakeRoom
 from topics.walshard.hosted.catalog import Catalog

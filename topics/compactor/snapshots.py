@@ -1,0 +1,102 @@
+"""Snapshots as a cut makes them: the part of each shard, and one file of all parts.
+
+Pins of batches that are over leave the fold first, and so the snapshots and every process that starts from one. The
+shard forgets a pin when it is told that its batch is over, and no log says so. A pin is for a stage that could be
+published once more, which needs its file, and for the answer that it has been published, which is asked for as long as
+its batch is decided. Both files were there before the pin: when neither is there any more, nobody asks for it again.
+The stage's file goes only when the batch is over durably, so a power loss does not bring the decision back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from topics.compactor.follower import Follower
+from topics.core.topic import Topic
+from topics.log import get_logger
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem
+from topics.storage.logfile import WalPosition
+from topics.storage.snapshot import ShardPart, Snapshot, encode_part, encode_parts, load, save_snapshot
+from topics.storage.txn_files import SinkDamagedError, read_sink_head, stage_name
+
+log = get_logger()
+
+
+class Snapshots:
+    """The snapshots of one data directory: owns which one is the newest, and from where a start reads each log then."""
+
+    def __init__(self, fs: FileSystem, data_dir: str, shards: int, newest: Snapshot | None) -> None:
+        self._fs = fs
+        self._data_dir = data_dir
+        self._shards = shards
+        self._newest = None if newest is None else newest.number
+        self.positions = _positions([] if newest is None else newest.parts)
+        """The place up to which the newest snapshot has each shard's log."""
+
+    def part_of(self, follower: Follower, alive: Callable[[], None]) -> ShardPart:
+        """Encodes the shard as it has been followed so far; `alive` is called between topics."""
+        unpin_ended(self._fs, self._data_dir, follower.fold.topics.values(), alive)
+        return encode_part(follower.shard, self._shards, follower.log_id(), follower.position, follower.fold.state())
+
+    def can_save(self, shards: Collection[int]) -> bool:
+        """True if parts of these shards, with the newest snapshot, make a whole one."""
+        return bool(shards) and len(self.positions.keys() | set(shards)) == self._shards
+
+    def save(self, parts: dict[int, ShardPart]) -> bool:
+        """Writes a snapshot; a shard that is not in `parts` stays as the newest one has it.
+
+        Returns True when the former newest one is the one to fall back on, or there was none. Raises OSError.
+        """
+        if len(parts) < self._shards:
+            newest = load(self._fs, self._data_dir)
+            assert newest is not None, "this life has saved or loaded it"
+            parts = {part.shard: part for part in newest.parts} | parts
+        body = encode_parts([parts[shard] for shard in sorted(parts)])
+        former = self._newest
+        saved = save_snapshot(self._fs, self._data_dir, body)
+        self._newest = saved.number
+        self.positions = _positions(parts.values())
+        log.debug("snapshot", number=saved.number, size_bytes=len(body))
+        if former in (saved.fallback, None):
+            return True
+        log.error("the last snapshot is not the one to fall back on: nothing is removed before the next", number=former)
+        return False
+
+
+def _positions(parts: Iterable[ShardPart]) -> dict[int, WalPosition]:
+    return {part.shard: part.position for part in parts}
+
+
+def unpin_ended(fs: FileSystem, data_dir: str, topics: Iterable[Topic], alive: Callable[[], None]) -> None:
+    """Takes pins of batches that are over out of these topics. A pin stays if a file or directory that decides about it
+    cannot be read, or is not there as a whole.
+
+    It reads the head of one file for each sink with pins, and lists the stages once; `alive` is called between topics.
+    """
+    ended: dict[tuple[str, int], bool] = {}
+    files: set[str] | None = None
+    for topic in topics:
+        pinned = topic.idempotency.pinned()
+        if pinned:
+            alive()
+        for sink, batch, stages in pinned:
+            if (sink, batch) not in ended:
+                ended[sink, batch] = _is_over(fs, data_dir, sink, batch)
+            if not ended[sink, batch]:
+                continue
+            if files is None:
+                try:
+                    files = set(fs.listdir(layout.stages_dir(data_dir)))
+                except OSError:
+                    return
+            if not any(stage_name(stage) in files for stage in stages):
+                topic.idempotency.unpin(sink, batch)
+
+
+def _is_over(fs: FileSystem, data_dir: str, sink: str, batch: int) -> bool:
+    try:
+        decided, pending_count = read_sink_head(fs, layout.sinks_dir(data_dir), sink)
+    except (OSError, SinkDamagedError):
+        return False
+    return decided != batch or not pending_count

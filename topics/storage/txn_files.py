@@ -1,0 +1,250 @@
+"""The files of transactions over topics (api §6): stages and sinks. All integers are little-endian.
+
+A *stage* holds records of one topic that a transaction holds back, in a file of its own until they are published:
+
+  0       4         6          8       12           20
+  ┌───────┬─────────┬──────────┬───────┬────────────┬───────┬──────────────────┬──────────────┬────────┬──────────┐
+  │ magic │ version │ name_len │ count │ frames_len │ topic │ offset_len       │ record flags │ frames │ checksum │
+  │ TSTG  │ u16     │ u16      │ u32   │ u64        │ utf8  │ u64 × count      │ u8 × count   │ bytes  │ u64      │
+  └───────┴─────────┴──────────┴───────┴────────────┴───────┴──────────────────┴──────────────┴────────┴──────────┘
+    offset_len = where a frame begins in `frames`, and its length << 32
+    frames     = unstamped Append frames of one atomic write (`frame.py`)
+    checksum   = XXH3-64 of everything before it
+
+It is written once, whole and synced before anybody hears of it (`replace_file`), and never changes. Its name is
+
+    <xxh3-128 of topic, 0x00, transaction id: 32 hex>-<16 random hex>.stage
+
+so that the stages of a transaction are found by name, and nobody guesses a name.
+
+A *sink* says what it has committed: its latest batch, and the stages of it as long as they are not all published:
+
+  0       4         6         8          16      24              32
+  ┌───────┬─────────┬─────────┬──────────┬───────┬───────────────┬───────────────────────────────────────┬──────────┐
+  │ magic │ version │ zero    │ body_len │ batch │ pending_count │ body, msgpack:                        │ checksum │
+  │ TSNK  │ u16     │ u16     │ u64      │ u64   │ u64           │ [sink str, [[stage str, topic str]…]] │ u64      │
+  └───────┴─────────┴─────────┴──────────┴───────┴───────────────┴───────────────────────────────────────┴──────────┘
+    checksum = XXH3-64 of everything before it
+
+One file a sink, `<xxh3-128 of its name, 32 hex>.sink`. The shard that owns the name (as if it were a topic's) writes it
+and replaces it as a whole. A batch is decided once the file that names its stages is on the disk, and over once the
+file without them is: a process that finds `pending` publishes those that are not published yet. A stage is published
+only while its batch is decided and not over, which other shards see in the first 32 bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import sys
+from array import array
+from struct import Struct
+from typing import Final, NamedTuple
+
+import msgspec
+from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
+
+from topics.storage.filesystem import FileSystem
+from topics.storage.frame import LaidOut
+
+STAGE_VERSION: Final = 1
+_STAGE_HEADER: Final = Struct("<4sHHIQ")
+_STAGE_MAGIC: Final = b"TSTG"
+_CHECKSUM: Final = Struct("<Q")
+_WORD_LEN: Final = 8
+_STAGE_ID: Final = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}")
+_STAGE_SUFFIX: Final = ".stage"
+
+if sys.byteorder != "little":
+    raise ImportError("the formats of topics are little-endian, and so must be the machine")
+
+
+class StageDamagedError(Exception):
+    """The file of a stage is not as it was written; the message says how."""
+
+
+class Stage(NamedTuple):
+    """The records of one write, ready to be stamped; `frames` is the reader's own copy."""
+
+    topic: str
+    offset_len: array[int]
+    record_flags: bytes
+    frames: bytearray
+
+
+class StageHead(NamedTuple):
+    """The beginning of a stage's file; `size_bytes` is the size of its frames."""
+
+    topic: str
+    records: int
+    size_bytes: int
+
+
+def new_stage_id(topic: str, txn: str) -> str:
+    return f"{_group(topic, txn)}-{secrets.token_hex(8)}"
+
+
+def is_stage_id(text: str) -> bool:
+    return _STAGE_ID.fullmatch(text) is not None
+
+
+def stage_name(stage_id: str) -> str:
+    """Returns the name of a stage's file."""
+    return stage_id + _STAGE_SUFFIX
+
+
+def stage_of_name(name: str) -> str | None:
+    """Returns the stage whose file has this name, None for any other file."""
+    stage_id = name.removesuffix(_STAGE_SUFFIX)
+    return stage_id if name.endswith(_STAGE_SUFFIX) and is_stage_id(stage_id) else None
+
+
+def belongs_to_txn(stage_id: str, topic: str, txn: str) -> bool:
+    return stage_id.startswith(f"{_group(topic, txn)}-")
+
+
+def encode_stage(topic: str, records: LaidOut) -> bytes:
+    name = topic.encode()
+    content = b"".join(
+        (
+            _STAGE_HEADER.pack(_STAGE_MAGIC, STAGE_VERSION, len(name), records.count, len(records.buffer)),
+            name,
+            records.offset_len.tobytes(),
+            records.flags,
+            records.buffer,
+        )
+    )
+    return content + _CHECKSUM.pack(xxh3_64_intdigest(content))
+
+
+def decode_stage(content: bytes) -> Stage:
+    """Raises StageDamagedError when the file is not whole or its checksum is wrong."""
+    view = memoryview(content)
+    if len(content) < _STAGE_HEADER.size + _CHECKSUM.size:
+        raise StageDamagedError(f"it has only {len(content)} bytes")
+    magic, version, name_len, count, frames_len = _STAGE_HEADER.unpack_from(content)
+    if magic != _STAGE_MAGIC or version != STAGE_VERSION:
+        raise StageDamagedError(
+            f"it begins with {magic!r}, version {version}; this program knows version {STAGE_VERSION}"
+        )
+    whole_len = _STAGE_HEADER.size + name_len + count * (_WORD_LEN + 1) + frames_len + _CHECKSUM.size
+    if len(content) != whole_len:
+        raise StageDamagedError(f"it has {len(content)} bytes, its header says {whole_len}")
+    (checksum,) = _CHECKSUM.unpack_from(content, whole_len - _CHECKSUM.size)
+    if xxh3_64_intdigest(view[: -_CHECKSUM.size]) != checksum:
+        raise StageDamagedError("its checksum is wrong")
+    at = _STAGE_HEADER.size
+    topic = str(view[at : at + name_len], "utf-8")
+    at += name_len
+    offset_len = array("Q")
+    offset_len.frombytes(view[at : at + count * _WORD_LEN])
+    at += count * _WORD_LEN
+    return Stage(topic, offset_len, bytes(view[at : at + count]), bytearray(view[at + count : at + count + frames_len]))
+
+
+def decode_stage_head(head: bytes) -> StageHead:
+    """Decodes the first STAGE_HEAD_LEN bytes of the file, without its checksum."""
+    if len(head) < _STAGE_HEADER.size:
+        raise StageDamagedError(f"it has only {len(head)} bytes")
+    magic, version, name_len, count, frames_len = _STAGE_HEADER.unpack_from(head)
+    name = head[_STAGE_HEADER.size : _STAGE_HEADER.size + name_len]
+    if magic != _STAGE_MAGIC or version != STAGE_VERSION or len(name) != name_len:
+        raise StageDamagedError("its beginning is not that of a stage")
+    return StageHead(name.decode(), count, frames_len)
+
+
+STAGE_HEAD_LEN: Final = _STAGE_HEADER.size + 255
+"""Enough for the longest topic name."""
+
+
+def _group(topic: str, txn: str) -> str:
+    return xxh3_128_hexdigest(b"\x00".join((topic.encode(), txn.encode())))
+
+
+SINK_VERSION: Final = 1
+_SINK_HEADER: Final = Struct("<4sHHQQQ")
+_SINK_MAGIC: Final = b"TSNK"
+_SINK_NAME: Final = re.compile(r"[0-9a-f]{32}\.sink")
+
+
+class SinkDamagedError(Exception):
+    """The file of a sink is not as it was written; the message says how."""
+
+
+class Sink(msgspec.Struct, frozen=True):
+    """The state of a sink. `pending` is (stage, topic) of everything that its batch publishes, empty when that
+    is done.
+    """
+
+    sink: str
+    batch: int
+    pending: list[tuple[str, str]]
+
+
+_SinkBody = tuple[str, list[tuple[str, str]]]
+_encode_sink_body = msgspec.msgpack.Encoder().encode
+_decode_sink_body = msgspec.msgpack.Decoder(_SinkBody).decode
+SINK_HEAD_LEN: Final = _SINK_HEADER.size
+
+
+def sink_name(sink: str) -> str:
+    """Returns the name of a sink's file."""
+    return f"{xxh3_128_hexdigest(sink.encode())}.sink"
+
+
+def is_sink_name(name: str) -> bool:
+    return _SINK_NAME.fullmatch(name) is not None
+
+
+def encode_sink(sink: Sink) -> bytes:
+    body = _encode_sink_body((sink.sink, sink.pending))
+    content = _SINK_HEADER.pack(_SINK_MAGIC, SINK_VERSION, 0, len(body), sink.batch, len(sink.pending)) + body
+    return content + _CHECKSUM.pack(xxh3_64_intdigest(content))
+
+
+def decode_sink_head(head: bytes) -> tuple[int, int]:
+    """Returns (batch, pending_count) from the first SINK_HEAD_LEN bytes, without the checksum: the owner checks
+    that.
+    """
+    if len(head) < _SINK_HEADER.size:
+        raise SinkDamagedError(f"it has only {len(head)} bytes")
+    magic, version, _zero, _body_len, batch, pending_count = _SINK_HEADER.unpack_from(head)
+    if magic != _SINK_MAGIC or version != SINK_VERSION:
+        raise SinkDamagedError(
+            f"it begins with {magic!r}, version {version}; this program knows version {SINK_VERSION}"
+        )
+    return batch, pending_count
+
+
+def read_sink_head(fs: FileSystem, directory: str, sink: str) -> tuple[int, int]:
+    """Returns (batch, pending_count) of a sink to any process; (0, 0) without a file. Raises OSError,
+    SinkDamagedError.
+    """
+    try:
+        fd = fs.open(os.path.join(directory, sink_name(sink)), os.O_RDONLY)
+    except FileNotFoundError:
+        return 0, 0
+    try:
+        return decode_sink_head(fs.pread(fd, SINK_HEAD_LEN, 0))
+    finally:
+        fs.close(fd)
+
+
+def decode_sink(content: bytes) -> Sink:
+    """Raises SinkDamagedError when the file is not whole or its checksum is wrong."""
+    batch, pending_count = decode_sink_head(content)
+    body_len = _SINK_HEADER.unpack_from(content)[3]
+    whole_len = _SINK_HEADER.size + body_len + _CHECKSUM.size
+    if len(content) != whole_len:
+        raise SinkDamagedError(f"it has {len(content)} bytes, its header says {whole_len}")
+    (checksum,) = _CHECKSUM.unpack_from(content, whole_len - _CHECKSUM.size)
+    if xxh3_64_intdigest(content[: -_CHECKSUM.size]) != checksum:
+        raise SinkDamagedError("its checksum is wrong")
+    try:
+        name, pending = _decode_sink_body(content[_SINK_HEADER.size : -_CHECKSUM.size])
+    except msgspec.DecodeError as error:
+        raise SinkDamagedError(f"its body is not that of a sink: {error}") from None
+    if len(pending) != pending_count:
+        raise SinkDamagedError(f"it has {len(pending)} stages, its header says {pending_count}")
+    return Sink(name, batch, pending)
