@@ -27,7 +27,7 @@ from topics.walshard.shard import Shard
 
 HEARTBEAT_MS: Final = 250
 BUSY_FOR_MS: Final = 0 if FENCE_IS_FULL else 50
-"""So long after the last request the shard sleeps at most 1 ms at a time: a wake-up that is lost (`shm/wake.py`)
+"""So long after the last request the shard sleeps at most 1 ms at a time: a wake-up that is lost (`shm/ring.py`)
 costs no more than that.
 """
 STUCK_MS: Final = 10
