@@ -31,9 +31,7 @@ from topics.shm.topic_messages import (
     Checkpoint,
     CheckpointReply,
     DeleteTopic,
-    DeleteTopicReply,
     PutTopic,
-    PutTopicReply,
     TopicCheckpoint,
 )
 from topics.storage import layout
@@ -171,10 +169,10 @@ class Live:
         self.rig.boot()
 
     async def put(self, name: str, **config: Any) -> None:
-        await self.gateway.call(0, PutTopic(name, TopicConfig(**config), False), PutTopicReply)
+        await self.gateway.call(0, PutTopic(name, TopicConfig(**config), False))
 
     async def delete(self, name: str) -> None:
-        await self.gateway.call(0, DeleteTopic(name, False), DeleteTopicReply)
+        await self.gateway.call(0, DeleteTopic(name, False))
 
     def submit(self, name: str, count: int = 1, node: bytes = b"", data: bytes = b'"x"') -> asyncio.Future[AppendReply]:
         records = lay_out([(node, b"", data, b"")] * count)
@@ -209,7 +207,7 @@ class Live:
 
     async def _mark(self, ref: TopicRef, segments: list[SegmentInfo]) -> None:
         checkpoint = TopicCheckpoint(ref.view.topic_id, segments[-1].last_seq, segments)
-        reply = await self.gateway.call(0, Checkpoint([checkpoint]), CheckpointReply)
+        reply = await self.gateway.call(0, Checkpoint([checkpoint]))
         assert reply == CheckpointReply([], [])
 
     def _log_bytes(self, key: LogFileKey, end: int) -> bytes:

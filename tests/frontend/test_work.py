@@ -24,7 +24,7 @@ from topics.frontend.queues.work import WorkRoutes
 from topics.frontend.shards import gateway
 from topics.shm import messages
 from topics.shm.cap import Cap, KeyCounts
-from topics.shm.queue_messages import Claim, Dealt, WorkClose
+from topics.shm.queue_messages import Claim, WorkClose
 
 KEYS = "worker:rw"
 
@@ -256,7 +256,7 @@ def test_dead_jobs_that_are_dealt_to_a_stream_without_a_client_are_carried_away(
 def test_dead_jobs_that_are_dealt_to_a_stream_which_never_begins_are_carried_away(tmp_path: Path) -> None:
     async def test(live: Live) -> None:
         await deadly(live)
-        await live.gateway.call(0, Claim("q", "w", 1, None, 1), Dealt)
+        await live.gateway.call(0, Claim("q", "w", 1, None, 1))
         live.clock.ms += LEASE_MS
         worker = Worker(live)
         worker.may_begin.clear()

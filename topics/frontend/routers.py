@@ -22,17 +22,12 @@ from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
-from topics.shm.messages import Done
 from topics.shm.topic_messages import (
     DeleteRouter,
-    DeleteRouterReply,
     EnsureTopic,
     PutRouter,
-    PutRouterReply,
-    PutTopicReply,
     RemoveRouters,
     SyncRouters,
-    SyncRoutersReply,
 )
 
 REGISTRY_SHARD: Final = 0
@@ -65,12 +60,12 @@ class RouterRoutes:
             with_copies = await self._catching_up.one(known.spec.dest)
         if not spec.create_dest and self._reader.find(spec.dest) is None:
             raise topic_not_found(spec.dest)
-        reply = await self._gateway.call(REGISTRY_SHARD, PutRouter(name, spec), PutRouterReply)
+        reply = await self._gateway.call(REGISTRY_SHARD, PutRouter(name, spec))
         try:
-            await self._gateway.call(self._reader.owner(spec.dest), EnsureTopic(spec.dest), PutTopicReply)
+            await self._gateway.call(self._reader.owner(spec.dest), EnsureTopic(spec.dest))
         except TopicsError:
             if reply.created:
-                await self._gateway.call(REGISTRY_SHARD, RemoveRouters([reply.router.id]), Done)
+                await self._gateway.call(REGISTRY_SHARD, RemoveRouters([reply.router.id]))
             raise
         await self._begun(reply.router)
         if known is not None and known.spec.dest != spec.dest:
@@ -95,7 +90,7 @@ class RouterRoutes:
         if router is not None:
             caller_of(scope).require(KeyScope.DELETE, (router.spec.source, router.spec.dest))
             with_copies = await self._catching_up.one(router.spec.dest)
-            reply = await self._gateway.call(REGISTRY_SHARD, DeleteRouter(name), DeleteRouterReply)
+            reply = await self._gateway.call(REGISTRY_SHARD, DeleteRouter(name))
             await self._sync(router.spec.dest)
             deleted = reply.deleted
         answer = {"router": name, "deleted": deleted}
@@ -137,7 +132,7 @@ class RouterRoutes:
 
     async def after_delete(self, topic: str, routers: list[Router]) -> None:
         """The topic is gone, and with the return of this they are."""
-        await self._gateway.call(REGISTRY_SHARD, RemoveRouters([router.id for router in routers]), Done)
+        await self._gateway.call(REGISTRY_SHARD, RemoveRouters([router.id for router in routers]))
         await asyncio.gather(*[self._sync(router.spec.dest) for router in routers if router.spec.dest != topic])
 
     # -- parts
@@ -160,7 +155,7 @@ class RouterRoutes:
         until_s = loop.time() + BEGIN_WAIT_S
         call = SyncRouters(router.spec.dest, router.id, router.version)
         while True:
-            reply = await self._gateway.call(self._reader.owner(router.spec.dest), call, SyncRoutersReply)
+            reply = await self._gateway.call(self._reader.owner(router.spec.dest), call)
             if reply.begun or loop.time() > until_s:
                 break
             await asyncio.sleep(BEGIN_RETRY_S)
@@ -170,7 +165,7 @@ class RouterRoutes:
     async def _sync(self, dest: str) -> None:
         """What the table says now is done at the shard of this dest; if that is down, when it starts."""
         try:
-            await self._gateway.call(self._reader.owner(dest), SyncRouters(dest, 0, 0), SyncRoutersReply)
+            await self._gateway.call(self._reader.owner(dest), SyncRouters(dest, 0, 0))
         except TopicsError:
             return
 

@@ -28,16 +28,13 @@ from topics.frontend.routers import RouterRoutes
 from topics.frontend.shards.arenas import Arenas, live_names
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
-from topics.shm.messages import Done
 from topics.shm.recency import Recency, RecencyWriter
 from topics.shm.topic_messages import (
     DeleteRecords,
     DeleteRecordsReply,
     DeleteTopic,
-    DeleteTopicReply,
     Expire,
     PutTopic,
-    PutTopicReply,
 )
 
 EXPIRE_WAIT_S: Final = 0.25
@@ -79,9 +76,7 @@ class TopicRoutes:
         config, type_given = parse_config(wire.decode_object(body) if body else {}, name)
         if config.dead_letter is not None:
             caller_of(scope).require(KeyScope.ADMIN, (config.dead_letter,))
-        reply = await self._gateway.call(
-            owner_shard(name, self._gateway.shards), PutTopic(name, config, type_given), PutTopicReply
-        )
+        reply = await self._gateway.call(owner_shard(name, self._gateway.shards), PutTopic(name, config, type_given))
         answer = {"topic": name, "created": reply.created, "config": reply.config.echo()}
         await send_object(send, headers, 201 if reply.created else 200, answer, started_ns)
 
@@ -91,7 +86,7 @@ class TopicRoutes:
         if_empty = flag(QueryParams(scope["query_string"]), "if_empty", False)
         routers, with_copies = await self._routers.before_delete(name)
         call = DeleteTopic(name, if_empty)
-        reply = await self._gateway.call(owner_shard(name, self._gateway.shards), call, DeleteTopicReply)
+        reply = await self._gateway.call(owner_shard(name, self._gateway.shards), call)
         if not reply.deleted:
             routers = []
         if routers:
@@ -210,7 +205,7 @@ class TopicRoutes:
             return ref
         try:
             async with asyncio.timeout(EXPIRE_WAIT_S):
-                await self._gateway.call(ref.shard, Expire(ref.name), Done)
+                await self._gateway.call(ref.shard, Expire(ref.name))
         except (TimeoutError, TopicsError):
             return self._reader.refresh(ref)
         return self._reader.get(ref.name)
@@ -227,7 +222,7 @@ async def delete_in_turns(gateway: Gateway, call: DeleteRecords) -> tuple[int, D
     while True:
         try:
             # What has begun is not given up for a ring that is full.
-            reply = await gateway.call(shard, call, DeleteRecordsReply, patient=call.topic_id != 0)
+            reply = await gateway.call(shard, call, patient=call.topic_id != 0)
         except asyncio.CancelledError as error:
             # At the end of a stop. `shutting_down` would say that nothing was done.
             what = f"the service stopped before all was done; before that {deleted} records were deleted"

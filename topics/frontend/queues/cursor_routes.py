@@ -40,8 +40,6 @@ from topics.shm.control import ProcessCell
 from topics.shm.queue_messages import (
     CursorAdvance,
     CursorDelete,
-    CursorDeleted,
-    CursorList,
     CursorLook,
     CursorMoved,
     CursorPassedOn,
@@ -92,14 +90,14 @@ class CursorRoutes:
             raise invalid("from_seq and tail stand instead of each other: give one of them", field="tail")
         await self._catching_up.one(name)
         call = CursorPut(name, cursor, request.consistency, request.persist_every, request.from_seq, request.tail)
-        reply = await self._gateway.call(self._owner(name), call, CursorReply)
+        reply = await self._gateway.call(self._owner(name), call)
         answer = {"topic": name, **_shown(reply), "created": reply.created}
         await send_object(send, headers, 201 if reply.created else 200, answer, started_ns)
 
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, cursor = _names(scope)
-        (found,) = (await self._gateway.call(self._owner(name), CursorLook(name, cursor), CursorList)).cursors
+        (found,) = (await self._gateway.call(self._owner(name), CursorLook(name, cursor))).cursors
         await send_object(send, dict(scope["headers"]), 200, {"topic": name, **_shown(found)}, started_ns)
 
     async def list_all(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,7 +107,7 @@ class CursorRoutes:
         most = page_size(query)
         await take_room(scope, LIST_BYTES_MAX)
         look = CursorLook(name, None, name_after(query.get("cursor"), check_topic_name), most + 1)
-        found = (await self._gateway.call(self._owner(name), look, CursorList)).cursors
+        found = (await self._gateway.call(self._owner(name), look)).cursors
         answer: dict[str, Any] = {"topic": name, "cursors": [_shown(one) for one in found[:most]]}
         if len(found) > most:
             answer["next_cursor"] = name_cursor(found[most - 1].cursor)
@@ -118,7 +116,7 @@ class CursorRoutes:
     async def delete(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, cursor = _names(scope)
-        reply = await self._gateway.call(self._owner(name), CursorDelete(name, cursor), CursorDeleted)
+        reply = await self._gateway.call(self._owner(name), CursorDelete(name, cursor))
         answer: dict[str, Any] = {"topic": name, "cursor": cursor, "deleted": reply.deleted}
         await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
 
@@ -177,7 +175,7 @@ class CursorRoutes:
 
     async def _look(self, name: str, cursor: str, passed_seq: int = 0) -> CursorReply:
         look = CursorLook(name, cursor, passed_seq=passed_seq)
-        (found,) = (await self._gateway.call(self._owner(name), look, CursorList)).cursors
+        (found,) = (await self._gateway.call(self._owner(name), look)).cursors
         return found
 
     async def _take(
@@ -201,7 +199,7 @@ class CursorRoutes:
             lost = CursorPassedOn(name, cursor, at.revision, read, False)
             call = CursorAdvance(name, cursor, at.revision, at.seq, page.next_from_seq, read)
             try:
-                moved = await self._gateway.call(owner, call, CursorMoved)
+                moved = await self._gateway.call(owner, call)
             except (TopicsError, asyncio.CancelledError) as error:
                 if is_outcome_unknown(error):
                     # Nobody waits for the answer now, but the shard may still move the cursor: it finds this behind.

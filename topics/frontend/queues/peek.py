@@ -22,7 +22,7 @@ from topics.frontend.reads.reading import TopicReader
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
-from topics.shm.queue_messages import Peek, Peeked
+from topics.shm.queue_messages import Peek
 
 LOOKS_MAX: Final = 16
 """How often the shard is asked for one answer: it looks at few records at a time, for others wait behind it."""
@@ -72,7 +72,7 @@ class PeekRoute:
         from_seq, more = request.from_seq, True
         for _ in range(LOOKS_MAX):
             peek = Peek(name, from_seq, request.state, most - len(jobs))
-            peeked = await self._gateway.call(owner, peek, Peeked)
+            peeked = await self._gateway.call(owner, peek)
             jobs += peeked.jobs
             from_seq, more = peeked.up_to_seq, peeked.more
             if not more or len(jobs) >= most:

@@ -26,7 +26,7 @@ from topics.frontend.shards.gateway import Gateway
 from topics.frontend.wire import BodyT
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
-from topics.shm.queue_messages import Ack, AckReply, Dealt, Extend, ExtendReply, Nack, Unclaim
+from topics.shm.queue_messages import Ack, AckReply, Dealt, Extend, Nack, Unclaim
 
 SEQS_MAX: Final = 1000
 """Of one ack, nack or extend."""
@@ -163,7 +163,7 @@ class QueueRoutes:
         name, headers = _topic_name(scope), dict(scope["headers"])
         request = await self._body(JobsBody, receive, headers)
         call = Ack(name, request.node, request.seqs, _lease_nos(request))
-        reply = await self._gateway.call(self._owner(name), call, AckReply)
+        reply = await self._gateway.call(self._owner(name), call)
         await _send_ended(send, headers, name, "acked", reply, started_ns)
 
     async def nack(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -172,7 +172,7 @@ class QueueRoutes:
         request = await self._body(NackBody, receive, headers)
         delay_ms = min(request.delay_ms, DELAY_MS_MAX)
         call = Nack(name, request.node, request.seqs, _lease_nos(request), delay_ms)
-        reply = await self._gateway.call(self._owner(name), call, AckReply)
+        reply = await self._gateway.call(self._owner(name), call)
         await _send_ended(send, headers, name, "nacked", reply, started_ns)
 
     async def extend(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -182,7 +182,7 @@ class QueueRoutes:
         lease_ms = clamped_lease_ms(request.lease_ms)
         assert lease_ms is not None
         call = Extend(name, request.node, request.seqs, _lease_nos(request), lease_ms)
-        reply = await self._gateway.call(self._owner(name), call, ExtendReply)
+        reply = await self._gateway.call(self._owner(name), call)
         answer: dict[str, Any] = {
             "topic": name,
             "extended": len(reply.seqs),

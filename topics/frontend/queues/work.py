@@ -40,7 +40,6 @@ from topics.frontend.shards.unanswered import is_outcome_unknown
 from topics.settings import Settings
 from topics.shm.cap import Cap, Counted
 from topics.shm.control import ProcessCell
-from topics.shm.messages import Done
 from topics.shm.queue_messages import Dealt, Unclaim, WorkOpen
 
 HEARTBEAT_MS: Final = 15_000
@@ -199,7 +198,7 @@ class WorkStream:
         self._routes.channel.listen(self._number, self._dealt)
         self._announced = True
         try:
-            await self._routes.gateway.call(self.shard, self._asked(self.wish.most), Done)
+            await self._routes.gateway.call(self.shard, self._asked(self.wish.most))
         except TopicsError as error:
             self._announced = self._asked_more or is_outcome_unknown(error)
             raise

@@ -19,7 +19,7 @@ from topics.shm.control import Role, replay_progress
 from topics.shm.instance import SharedMemory
 from topics.shm.router_board import RouterBoard, RouterProgress
 from topics.shm.router_table import RouterTable
-from topics.shm.topic_messages import CatchUp, CaughtUp
+from topics.shm.topic_messages import CatchUp
 
 WAIT_S: Final = 2.0
 AGAIN_S: Final = 0.02
@@ -79,7 +79,7 @@ class CatchingUp:
                 for dest in reversed(list(registry.upstream(name))):
                     while self._is_behind(registry, dest):
                         shard = self._reader.owner(dest)
-                        reply = await self._gateway.call(shard, CatchUp(dest), CaughtUp)
+                        reply = await self._gateway.call(shard, CatchUp(dest))
                         if reply.done:
                             complete &= not reply.pending
                             break

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
@@ -23,6 +23,7 @@ from topics.log import get_logger
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply, JobAttributes
 from topics.shm.arena import TopicView
+from topics.shm.asks import Asks, ReplyT
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.messages import Call, Kind, Part
@@ -36,7 +37,6 @@ ROOM_RETRY_S: Final = 0.002
 SPILL_INLINE_BYTES_MAX: Final = 1 * 2**20
 """A longer message is written to shared memory by a thread, for the loop's sake."""
 
-ReplyT = TypeVar("ReplyT")
 _log = get_logger()
 
 
@@ -160,7 +160,7 @@ class Gateway:
         return self._submit(shard, request_id, parts, Kind.APPEND, patient)
 
     def submit(
-        self, shard: int, request: Call, on_late: OnLate | None = None, patient: bool = False
+        self, shard: int, request: Call | Asks[Any], on_late: OnLate | None = None, patient: bool = False
     ) -> asyncio.Future[Any]:
         """Sends any other request on its way; its answer, and how it fails, as with `submit_append`. `on_late` gets the
         answer, if there is one, that comes when the future is done: it was cancelled, or has failed.
@@ -170,11 +170,9 @@ class Gateway:
         parts = messages.encode_call(request_id, request)
         return self._submit(shard, request_id, parts, Kind.CALL, patient, on_late)
 
-    async def call(self, shard: int, request: Call, reply_type: type[ReplyT], patient: bool = False) -> ReplyT:
-        """`submit`, and wait for the answer."""
-        reply = await self.submit(shard, request, patient=patient)
-        assert isinstance(reply, reply_type), reply
-        return reply
+    async def call(self, shard: int, request: Asks[ReplyT], patient: bool = False) -> ReplyT:
+        """Send a request as `submit` does, and wait for the answer, whose type the request names."""
+        return request.checked(await self.submit(shard, request, patient=patient))
 
     def no_answer(self, shard: int) -> TopicsError:
         """What a request fails with that was sent and not answered."""

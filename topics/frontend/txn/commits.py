@@ -19,7 +19,6 @@ from topics.frontend.shards.gateway import Gateway
 from topics.frontend.txn.stages import Stages
 from topics.log import get_logger
 from topics.shm.append_messages import AppendReply
-from topics.shm.messages import Done
 from topics.shm.topic_messages import (
     StagePublish,
     StagesOver,
@@ -28,7 +27,6 @@ from topics.shm.topic_messages import (
     TxnForget,
     TxnLook,
     TxnPending,
-    TxnPendingReply,
     TxnReply,
 )
 
@@ -96,7 +94,7 @@ class Commits:
 
     async def look(self, sink: str) -> int | None:
         """The latest batch whose records are all visible, None for a sink that is not known."""
-        told = await self._gateway.call(self._owner(sink), TxnLook(sink), TxnReply)
+        told = await self._gateway.call(self._owner(sink), TxnLook(sink))
         if told.pending:
             await self._finished(sink, told)
         return None if told.outcome == "none" else told.batch
@@ -111,15 +109,12 @@ class Commits:
 
     async def forget(self, sink: str) -> bool:
         """False when it was not known."""
-        return (await self._gateway.call(self._owner(sink), TxnForget(sink), TxnReply)).outcome != "none"
+        return (await self._gateway.call(self._owner(sink), TxnForget(sink))).outcome != "none"
 
     async def pending(self) -> list[tuple[str, int, StageList]]:
         """Every batch that is decided and not over. Raises TopicsError when a shard does not say."""
         answers = await asyncio.gather(
-            *[
-                self._gateway.call(shard, TxnPending(), TxnPendingReply, patient=True)
-                for shard in range(self._gateway.shards)
-            ]
+            *[self._gateway.call(shard, TxnPending(), patient=True) for shard in range(self._gateway.shards)]
         )
         return [one for answer in answers for one in answer.batches]
 
@@ -143,13 +138,13 @@ class Commits:
             if error.code != "fenced":
                 raise
             # It is over: another frontend was faster, or nobody heard that it was. What it leaves goes all the same.
-            told = await self._gateway.call(self._owner(sink), TxnLook(sink), TxnReply)
+            told = await self._gateway.call(self._owner(sink), TxnLook(sink))
             if told.pending and told.batch == batch:
                 return records  # of a sink that was forgotten and begins again: its new batch needs its pins
             stages = [stage for stage in stages if stage not in told.pending]
             await asyncio.to_thread(self.stages.drop_ended, [stage for stage, _topic in stages])
         else:
-            await self._gateway.call(self._owner(sink), TxnEnd(sink, batch), Done)
+            await self._gateway.call(self._owner(sink), TxnEnd(sink, batch))
             await asyncio.to_thread(self.stages.drop, [stage for stage, _topic in stages])
         for topic in sorted({topic for _stage, topic in stages}):
             # Without its file no stage can be published again, so the topics need not know them any more.
@@ -187,7 +182,7 @@ class Commits:
         """Each shard for itself: one may replay its log for minutes."""
         while True:
             try:
-                answer = await self._gateway.call(shard, TxnPending(), TxnPendingReply, patient=True)
+                answer = await self._gateway.call(shard, TxnPending(), patient=True)
             except TopicsError:
                 await asyncio.sleep(RETRY_S)  # it recovers
                 continue

@@ -13,7 +13,7 @@ from topics.core.floors import Deletion, EvictReason
 from topics.core.seq_set import encode_runs
 from topics.core.tags import Match
 from topics.log import get_logger
-from topics.shm.messages import Done
+from topics.shm.asks import Done
 from topics.shm.topic_messages import DeleteRecords, DeleteRecordsReply, Expire
 from topics.storage import frame
 from topics.storage.frame import FrameType
