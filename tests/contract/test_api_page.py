@@ -28,7 +28,7 @@ from tests.contract.stream import READ_TIMEOUT_S, Frame
 from tests.harness import Service, poll
 from topics.core.config import TopicConfig
 from topics.core.errors import STATUS_BY_CODE
-from topics.frontend.operations import Operation
+from topics.frontend.routes.operations import Operation
 from topics.settings import Settings
 
 TEXT = PAGE.read_text()

@@ -18,10 +18,9 @@ from topics.frontend.live.channels import Connection
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.snapshot import TopicSight
 from topics.frontend.reads.cold import ColdTier
-from topics.frontend.reads.log_files import LogFiles
+from topics.frontend.reads.files import LogFiles, object_name
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
-from topics.frontend.reads.segment_files import object_name
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
 from topics.shm.append_messages import AppendReply

@@ -16,47 +16,40 @@ from tests.frontend.live import until
 from topics import settings as settings_module
 from topics.core.config import TopicConfig
 from topics.core.keys import KeyRing
-from topics.frontend import limits
-from topics.frontend.access import Access
 from topics.frontend.app import App
-from topics.frontend.append import AppendRoute
 from topics.frontend.asgi import ROOM, SHARE
-from topics.frontend.bodies import LONG_BYTES, Share, long_bodies, medium_bodies
-from topics.frontend.budget import Budget, Hold
-from topics.frontend.figures import ServiceFigures
-from topics.frontend.key_limits import KeyLimits
+from topics.frontend.entry import limits
+from topics.frontend.entry.access import Access, KeyLimits
+from topics.frontend.entry.bodies import LONG_BYTES, Share, long_bodies, medium_bodies
+from topics.frontend.entry.budget import Budget, Hold
 from topics.frontend.live import websocket, websocket_commands
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.sessions import Sessions
 from topics.frontend.live.snapshot import TopicSight
 from topics.frontend.live.watch import WatchRoutes
-from topics.frontend.live.websocket import Services
+from topics.frontend.live.websocket import Services, WebSocketRoute
 from topics.frontend.live.websocket_commands import Command
-from topics.frontend.live.websocket_route import WebSocketRoute
-from topics.frontend.metrics import MetricsRoute
-from topics.frontend.probes import ProbeRoutes
-from topics.frontend.queues.cursor_routes import CursorRoutes
+from topics.frontend.operators.figures import ServiceFigures
+from topics.frontend.operators.service import MetricsRoute, ProbeRoutes
+from topics.frontend.queues.cursors import CursorRoutes
 from topics.frontend.queues.dead_letters import DeadLetters
 from topics.frontend.queues.job_channel import JobChannel
-from topics.frontend.queues.peek import PeekRoute
-from topics.frontend.queues.queue import QueueRoutes
+from topics.frontend.queues.job_records import UnreadableJobs
+from topics.frontend.queues.queue import PeekRoute, QueueRoutes
 from topics.frontend.queues.queue_table import cursor_operations, queue_operations
-from topics.frontend.queues.unreadable import UnreadableJobs
 from topics.frontend.queues.work import WorkRoutes
 from topics.frontend.reads import node_sets as node_sets_module
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.diff import DiffRoute
-from topics.frontend.reads.manifest import ManifestRoutes
-from topics.frontend.reads.manifest_table import manifest_operations
-from topics.frontend.router_operations import router_operations
-from topics.frontend.routers import RouterRoutes
+from topics.frontend.reads.manifest import ManifestRoutes, manifest_operations
+from topics.frontend.routes.append import AppendRoute
+from topics.frontend.routes.routers import RouterRoutes, router_operations
+from topics.frontend.routes.table import service_operations, topic_operations, watch_operations
+from topics.frontend.routes.topics import TopicRoutes
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.table import service_operations, topic_operations, watch_operations
-from topics.frontend.topics import TopicRoutes
 from topics.frontend.txn.commits import Commits
-from topics.frontend.txn.routes import TxnRoutes
+from topics.frontend.txn.routes import TxnRoutes, txn_operations
 from topics.frontend.txn.stages import Stages
-from topics.frontend.txn.table import txn_operations
 from topics.shm import messages
 from topics.shm.cap import Cap, KeyCounts
 from topics.shm.control import ProcessState, Role

@@ -13,7 +13,7 @@ import pytest
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.topic import Topic
-from topics.frontend import limits
+from topics.frontend.entry import limits
 from topics.frontend.shards import gateway as gateway_module
 from topics.frontend.shards import watches
 from topics.frontend.shards.arenas import Arenas

@@ -14,8 +14,8 @@ from tests.frontend.hosting import Hosting, Written
 from tests.frontend.live import turns, until
 from tests.frontend.test_app import Frontend, on_loop
 from topics.core.keys import KeyRing, parse_list
-from topics.frontend import limits
 from topics.frontend.asgi import DROPPED
+from topics.frontend.entry import limits
 from topics.frontend.reads import node_sets
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply

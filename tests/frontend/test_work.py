@@ -13,13 +13,12 @@ from tests.frontend.live import DEADLINE_S, Live, Wire, on_loop, until
 from tests.frontend.test_watch import cram, posts
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyRing, parse_list
-from topics.frontend.access import Access
-from topics.frontend.key_limits import KeyLimits
+from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.live.pulse import STALL_MAX_MS
 from topics.frontend.queues import work as module
 from topics.frontend.queues.dead_letters import DeadLetters
 from topics.frontend.queues.job_channel import JobChannel
-from topics.frontend.queues.unreadable import UnreadableJobs
+from topics.frontend.queues.job_records import UnreadableJobs
 from topics.frontend.queues.work import WorkRoutes
 from topics.frontend.shards import gateway
 from topics.shm import messages

@@ -17,15 +17,15 @@ from starlette.routing import Router
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
 from topics.core.names import check_router_name, check_topic_name
-from topics.frontend.access import Access
-from topics.frontend.answers import send_error
-from topics.frontend.append import AppendRoute
 from topics.frontend.asgi import ROUTE, Receive, Scope, Send
-from topics.frontend.bodies import ClientGoneError
-from topics.frontend.live.websocket_route import WebSocketRoute, refuse
-from topics.frontend.openapi import OpenApiRoutes
-from topics.frontend.operations import Endpoint, Operation
+from topics.frontend.entry.access import Access
+from topics.frontend.entry.answers import send_error
+from topics.frontend.entry.bodies import ClientGoneError
+from topics.frontend.live.websocket import WebSocketRoute, refuse
+from topics.frontend.operators.openapi import OpenApiRoutes
 from topics.frontend.reads.diff import DiffRoute
+from topics.frontend.routes.append import AppendRoute
+from topics.frontend.routes.operations import Endpoint, Operation
 from topics.log import get_logger
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route

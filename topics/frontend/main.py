@@ -13,53 +13,43 @@ import uvloop
 
 from topics.core.clock import Clock, ExpiryClock, SystemClock
 from topics.core.keys import KeyRing
-from topics.frontend.access import Access
 from topics.frontend.app import App
-from topics.frontend.append import AppendRoute
-from topics.frontend.attended import AttendedClock
-from topics.frontend.bodies import allow_bodies_of
-from topics.frontend.cors import Cors
-from topics.frontend.figures import ServiceFigures
+from topics.frontend.entry.access import Access, Cors, KeyLimits, KeyReload
+from topics.frontend.entry.bodies import allow_bodies_of
+from topics.frontend.http.deadlines import AttendedClock, HttpLimits
 from topics.frontend.http.http1 import Connections
-from topics.frontend.http.limits import HttpLimits
 from topics.frontend.http.serve import serve
-from topics.frontend.key_limits import KeyLimits
-from topics.frontend.key_reload import KeyReload
 from topics.frontend.live import cursor
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.sessions import Sessions
 from topics.frontend.live.snapshot import TopicSight
 from topics.frontend.live.watch import WatchRoutes
-from topics.frontend.live.websocket import Services
-from topics.frontend.live.websocket_route import WebSocketRoute
-from topics.frontend.metrics import MetricsRoute
-from topics.frontend.pressure import FrontendPressure
-from topics.frontend.probes import ProbeRoutes
-from topics.frontend.queues.cursor_routes import CursorRoutes
+from topics.frontend.live.websocket import Services, WebSocketRoute
+from topics.frontend.operators.figures import ServiceFigures
+from topics.frontend.operators.pressure import FrontendPressure
+from topics.frontend.operators.service import MetricsRoute, ProbeRoutes
+from topics.frontend.queues.cursors import CursorRoutes
 from topics.frontend.queues.dead_letters import DeadLetters
 from topics.frontend.queues.job_channel import JobChannel
-from topics.frontend.queues.peek import PeekRoute
-from topics.frontend.queues.queue import QueueRoutes
+from topics.frontend.queues.job_records import UnreadableJobs
+from topics.frontend.queues.queue import PeekRoute, QueueRoutes
 from topics.frontend.queues.queue_table import cursor_operations, queue_operations
-from topics.frontend.queues.unreadable import UnreadableJobs
 from topics.frontend.queues.work import WorkRoutes
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.cold import ColdTier
 from topics.frontend.reads.diff import DiffRoute
-from topics.frontend.reads.log_files import LogFiles
-from topics.frontend.reads.manifest import ManifestRoutes
-from topics.frontend.reads.manifest_table import manifest_operations
+from topics.frontend.reads.files import LogFiles
+from topics.frontend.reads.manifest import ManifestRoutes, manifest_operations
 from topics.frontend.reads.reading import TopicReader
-from topics.frontend.router_operations import router_operations
-from topics.frontend.routers import RouterRoutes
+from topics.frontend.routes.append import AppendRoute
+from topics.frontend.routes.routers import RouterRoutes, router_operations
+from topics.frontend.routes.table import service_operations, topic_operations, watch_operations
+from topics.frontend.routes.topics import TopicRoutes
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.table import service_operations, topic_operations, watch_operations
-from topics.frontend.topics import TopicRoutes
 from topics.frontend.txn.commits import Commits
-from topics.frontend.txn.routes import TxnRoutes
+from topics.frontend.txn.routes import TxnRoutes, txn_operations
 from topics.frontend.txn.stages import Stages
-from topics.frontend.txn.table import txn_operations
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.cap import Cap, KeyCounts

@@ -30,10 +30,10 @@ from hypercorn.typing import AppWrapper, WorkerContext
 from hypercorn.typing import Event as IOEvent
 
 from topics.frontend.asgi import DELIVER, ROOM, Send
-from topics.frontend.budget import Hold
+from topics.frontend.entry.budget import Hold
 from topics.frontend.http.hypercorn_connection import Connection
+from topics.frontend.http.hypercorn_deadlines import Unread
 from topics.frontend.http.kept_answers import KeptAnswers
-from topics.frontend.http.unread import Unread
 
 
 class BoundedBuffer(StreamBuffer):

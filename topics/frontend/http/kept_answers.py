@@ -16,8 +16,8 @@ import asyncio
 from typing import Final, Protocol
 
 from topics.core.clock import Clock
-from topics.frontend import limits
-from topics.frontend.budget import Budget
+from topics.frontend.entry import limits
+from topics.frontend.entry.budget import Budget
 from topics.frontend.live.pulse import Stalls
 
 COUNTED_FROM_BYTES: Final = 128 * 1024

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from topics.frontend import limits
 from topics.frontend.asgi import Send
-from topics.frontend.http.unread import Kept
+from topics.frontend.entry import limits
+from topics.frontend.http.hypercorn_deadlines import Kept
 from topics.frontend.live.push import HIGH_WATER_BYTES
 from topics.frontend.live.wording import MESSAGE_END
 

@@ -1,6 +1,14 @@
-"""What the passing of time means to a connection: a heartbeat when it is idle, the end when its client stands still.
+"""What time and a slow client mean to a connection. Pure: the monotonic clock is passed in.
 
-Pure: the monotonic clock is passed in.
+- An idle connection gets a heartbeat (`Heartbeats`), and things wait until they are due (`Held`).
+- A client that stands still is cut (`Stalls`).
+- A large frame waits until the budget for what clients have not taken has room for it (`Room`, api §7). Small frames
+  always go: HIGH_WATER_BYTES, and one frame that is no longer than that. Meanwhile the log is the client's queue.
+
+    enter ─▶ sent                    `Stalls` counts what is sent and not taken
+      └─▶ waiting ─ admit ─▶ admitted ─ enter ─▶ sent
+
+An admitted client has its room from then on: its frame is made in a later slice, of which there may be many until then.
 """
 
 from __future__ import annotations
@@ -11,7 +19,37 @@ from itertools import count
 from operator import itemgetter
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from topics.frontend.budget import Budget
+from topics.frontend.entry.budget import Budget, Hold
+from topics.frontend.live.push import HIGH_WATER_BYTES
+
+Item = TypeVar("Item")
+
+
+class Held(Generic[Item]):
+    """Items by when they are due; an item may be due more than once."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Item]] = []
+        self._serials = count()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, item: Item, due_ms: float) -> None:
+        heapq.heappush(self._heap, (due_ms, next(self._serials), item))
+
+    @property
+    def next_ms(self) -> float | None:
+        """When `take_due` is worth the next call; None when nothing waits."""
+        return self._heap[0][0] if self._heap else None
+
+    def take_due(self, now_ms: float) -> list[Item]:
+        """Those whose time has come, in that order."""
+        due = []
+        while self._heap and self._heap[0][0] <= now_ms:
+            due.append(heapq.heappop(self._heap)[2])
+        return due
+
 
 STALL_MAX_MS: Final = 30_000
 """A client that takes nothing for so long is given up (api §7)."""
@@ -148,3 +186,51 @@ class Stalls(Generic[StallingT]):
             holding.append(one)
             bytes_too_many -= self._stalls[one].held_bytes
         return holding
+
+
+WaiterT = TypeVar("WaiterT")
+
+
+class Room(Generic[WaiterT]):
+    """Who waits for how much of `budget`, and who was told by `admit` to come and has not yet."""
+
+    def __init__(self, budget: Budget, admit: Callable[[WaiterT], None]) -> None:
+        self._budget = budget
+        self._admit = admit
+        self._holds: dict[WaiterT, Hold] = {}
+
+    def __contains__(self, waiter: WaiterT) -> bool:
+        """Tell whether it waits: it is to do nothing until it is admitted."""
+        hold = self._holds.get(waiter)
+        return hold is not None and hold in self._budget.waiting
+
+    def enter(self, waiter: WaiterT, len_bytes: int) -> bool:
+        """Tell whether its next frame may be sent now. If not, it waits; in front, if it was admitted for less."""
+        admitted_bytes = self.end(waiter)
+        if len_bytes <= max(HIGH_WATER_BYTES, admitted_bytes):
+            return True
+        budget = self._budget
+        if (admitted_bytes or not budget.waiting) and budget.fits(len_bytes):
+            return True
+        hold = self._holds[waiter] = Hold(budget)
+        hold.line_up(len_bytes, lambda _: self._admit(waiter), first=admitted_bytes > 0)
+        return False
+
+    def end(self, waiter: WaiterT) -> int:
+        """It comes, has left, or sends nothing for now; for how much it was admitted. Nobody is let in for that yet."""
+        hold = self._holds.pop(waiter, None)
+        if hold is None:
+            return 0
+        self._budget.waiting.pop(hold, None)
+        self._budget.held_bytes -= hold.held_bytes
+        return hold.held_bytes
+
+    def first_missing(self) -> int:
+        """How much of what is kept has to go before the first of those who wait is admitted; 0 or less: nothing, or
+        nobody waits. Those who are admitted do not count: they make room by themselves, or will be what is kept.
+        """
+        if not self._budget.waiting:
+            return 0
+        kept_bytes = self._budget.held_bytes - sum(hold.held_bytes for hold in self._holds.values())
+        first_bytes = next(iter(self._budget.waiting.values()))
+        return min(kept_bytes, kept_bytes + first_bytes - self._budget.most_bytes)

@@ -11,11 +11,12 @@ from starlette.datastructures import QueryParams
 from topics.api.requests import WatchBody
 from topics.core.errors import TopicsError
 from topics.core.keys import ANYONE, ApiKey, KeyScope
-from topics.frontend import wire
-from topics.frontend.access import Access, caller_of
-from topics.frontend.answers import HeaderList, send_object
 from topics.frontend.asgi import Receive, Scope, Send
-from topics.frontend.bodies import Headers, read_body
+from topics.frontend.entry import wire
+from topics.frontend.entry.access import Access, caller_of
+from topics.frontend.entry.answers import HeaderList, send_object, weight
+from topics.frontend.entry.bodies import Headers, read_body
+from topics.frontend.entry.query import flag
 from topics.frontend.live import cursor
 from topics.frontend.live.channels import Connection
 from topics.frontend.live.delivery import Hub
@@ -24,8 +25,6 @@ from topics.frontend.live.push import AsgiPush, until_disconnect
 from topics.frontend.live.sessions import SESSION_TTL_MS, Follow, Opened, Session, Sessions, without_nodes
 from topics.frontend.live.stream import Stream
 from topics.frontend.live.wording import EVENT_STREAM
-from topics.frontend.media import weight
-from topics.frontend.query import flag
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.node_sets import node_sets
 from topics.frontend.reads.reading import TopicReader, TopicRef

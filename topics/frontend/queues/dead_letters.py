@@ -18,7 +18,7 @@ from topics.core.dead_letters import FROM, ORDER_KEY, Meta, came_back, died
 from topics.core.errors import TopicsError
 from topics.core.idempotency import KeyMark
 from topics.core.names import owner_shard
-from topics.frontend.queues.unreadable import ASIDE_MS, UnreadableJobs
+from topics.frontend.queues.job_records import ASIDE_MS, UnreadableJobs
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.gateway import Gateway

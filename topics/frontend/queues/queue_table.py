@@ -16,11 +16,10 @@ from topics.api.requests import (
     RedriveBody,
 )
 from topics.core.keys import KeyScope
-from topics.frontend.operations import EVENTS, LOST, Answer, Operation, Query, json_answer
-from topics.frontend.queues.cursor_routes import CursorRoutes
-from topics.frontend.queues.peek import PeekRoute
-from topics.frontend.queues.queue import QueueRoutes
+from topics.frontend.queues.cursors import CursorRoutes
+from topics.frontend.queues.queue import PeekRoute, QueueRoutes
 from topics.frontend.queues.work import WorkRoutes
+from topics.frontend.routes.operations import EVENTS, LOST, Answer, Operation, Query, json_answer
 from topics.shm.durations import Route
 
 _TOPIC: Final = "/v0/topics/{topic}"

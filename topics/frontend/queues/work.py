@@ -21,22 +21,21 @@ from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
-from topics.frontend.access import Access
 from topics.frontend.asgi import Receive, Scope, Send
+from topics.frontend.entry.access import Access
+from topics.frontend.entry.query import count
 from topics.frontend.live.pulse import STALL_MAX_MS, Stall
 from topics.frontend.live.push import AsgiPush, Push, until_disconnect
 from topics.frontend.live.watch import EVENT_STREAM_HEADERS, HEARTBEAT_MAX_MS, accepts_event_stream
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
-from topics.frontend.query import count
 from topics.frontend.queues.dead_letters import DeadLetters
 from topics.frontend.queues.job_channel import JobChannel
-from topics.frontend.queues.job_records import JobRendering, RenderedJobs, fetch_jobs
+from topics.frontend.queues.job_records import ASIDE_MS, JobRendering, RenderedJobs, UnreadableJobs, fetch_jobs
 from topics.frontend.queues.queue import checked_node, clamped_lease_ms
-from topics.frontend.queues.unreadable import ASIDE_MS, UnreadableJobs
 from topics.frontend.reads.cold import ColdMissError
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.shards.unanswered import is_outcome_unknown
+from topics.frontend.shards.requests import is_outcome_unknown
 from topics.settings import Settings
 from topics.shm.cap import Cap, Counted
 from topics.shm.control import ProcessCell

@@ -20,8 +20,8 @@ from typing import Final
 
 import msgspec
 
-from topics.frontend import limits
-from topics.frontend.budget import Budget, Limit
+from topics.frontend.entry import limits
+from topics.frontend.entry.budget import Budget, Limit
 from topics.shm.messages import Part
 from topics.shm.ring import Ring
 

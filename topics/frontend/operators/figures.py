@@ -10,7 +10,7 @@ from typing import Final, Literal
 from topics import __version__
 from topics.core.config import CLASSES
 from topics.core.priority import BANDS
-from topics.frontend.exposition import Buckets, Family, Sample, single
+from topics.frontend.operators.exposition import Buckets, Family, Sample, single
 from topics.shm.control import LATENCY_BUCKETS, ControlPage, ProcessCell, Role, replay_progress
 from topics.shm.durations import Durations, Route
 

@@ -11,10 +11,10 @@ from typing import Any, Final
 import msgspec
 
 from topics.core.errors import RETRY_AFTER_S, TopicsError
-from topics.frontend import limits
 from topics.frontend.asgi import ROOM, Scope, Send
-from topics.frontend.bodies import Headers
-from topics.frontend.budget import Budget, Hold
+from topics.frontend.entry import limits
+from topics.frontend.entry.bodies import Headers
+from topics.frontend.entry.budget import Budget, Hold
 
 HeaderList = list[tuple[bytes, bytes]]
 
@@ -145,3 +145,20 @@ def accepts_gzip(accept_encoding: bytes) -> bool:
                 return acceptable
             chosen = acceptable
     return chosen
+
+
+def weight(accept: bytes, media_type: bytes) -> float:
+    """How much the client wants `media_type`, 0 (not at all) to 1: its most specific range that covers it decides."""
+    main = media_type.partition(b"/")[0]
+    ranges = {b"*/*": 1, main + b"/*": 2, media_type: 3}
+    best, wanted = 0, 0.0
+    for part in accept.lower().split(b","):
+        media_range, *parameters = (piece.strip() for piece in part.split(b";"))
+        specificity = ranges.get(media_range, 0)
+        if specificity > best:
+            given = next((value for value in parameters if value.startswith(b"q=")), b"q=1")
+            try:
+                best, wanted = specificity, min(1.0, max(0.0, float(given[2:])))
+            except ValueError:
+                best, wanted = specificity, 1.0
+    return wanted

@@ -8,20 +8,24 @@ from typing import Any, Final
 
 from starlette.datastructures import QueryParams
 
+from topics.api import answers as answer
+from topics.api.requests import GivenRouter
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_router_name
 from topics.core.routers import Router, parse_router
-from topics.frontend import wire
-from topics.frontend.access import caller_of
-from topics.frontend.answers import LIST_BYTES_MAX, send_object, take_room
 from topics.frontend.asgi import Receive, Scope, Send
-from topics.frontend.bodies import read_body
-from topics.frontend.query import name_after, name_cursor, page_size
+from topics.frontend.entry import wire
+from topics.frontend.entry.access import caller_of
+from topics.frontend.entry.answers import LIST_BYTES_MAX, send_object, take_room
+from topics.frontend.entry.bodies import read_body
+from topics.frontend.entry.query import name_after, name_cursor, page_size
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.reading import TopicReader
+from topics.frontend.routes.operations import LOST, Operation, Query, json_answer
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
+from topics.shm.durations import Route
 from topics.shm.topic_messages import (
     DeleteRouter,
     EnsureTopic,
@@ -176,3 +180,68 @@ def _router_name(scope: Scope) -> str:
 
 def _covers(caller: ApiKey, router: Router) -> bool:
     return all(map(caller.covers, (router.name, router.spec.source, router.spec.dest)))
+
+
+_ROUTER: Final = "/v0/routers/{router}"
+_NAME: Final = {"type": "string"}
+_PAGE_SIZE: Final = {"type": "integer", "minimum": 0, "default": 100}
+
+
+def router_operations(routers: RouterRoutes) -> list[Operation]:
+    """Lists, registers, shows and removes them."""
+    return [
+        Operation(
+            "GET",
+            "/v0/routers",
+            routers.list_all,
+            Route.LIST_ROUTERS,
+            KeyScope.READ,
+            "routers",
+            "List routers by name",
+            {200: json_answer("A page of routers", answer.RouterList)},
+            query=(
+                Query("prefix", _NAME, "only names that begin with it"),
+                Query("source", _NAME, "only routers from this topic"),
+                Query("dest", _NAME, "only routers into this topic"),
+                Query("page_size", _PAGE_SIZE, "at most 1000"),
+                Query("cursor", _NAME, "next_cursor of the page before"),
+            ),
+        ),
+        Operation(
+            "GET",
+            _ROUTER,
+            routers.get,
+            Route.GET_ROUTER,
+            KeyScope.READ,
+            "routers",
+            "A router, and how much it has forwarded",
+            {200: json_answer("The router", answer.RouterState)},
+            ("router_not_found",),
+        ),
+        Operation(
+            "PUT",
+            _ROUTER,
+            routers.put,
+            Route.PUT_ROUTER,
+            KeyScope.ADMIN,
+            "routers",
+            "Forward what comes into a topic to another one",
+            {
+                200: json_answer("It was there", answer.PutRouterAnswer),
+                201: json_answer("It was made", answer.PutRouterAnswer),
+            },
+            ("topic_not_found", "topic_exists_incompatible", "router_cycle", *LOST),
+            body=GivenRouter,
+        ),
+        Operation(
+            "DELETE",
+            _ROUTER,
+            routers.delete,
+            Route.DELETE_ROUTER,
+            KeyScope.DELETE,
+            "routers",
+            "Remove a router; what it has forwarded stays",
+            {200: json_answer("It is gone", answer.DeleteRouterAnswer)},
+            LOST,
+        ),
+    ]

@@ -1,7 +1,7 @@
-"""`GET /v0/metrics` (api §8): Prometheus text, or JSON for who asks for that.
+"""The answers to those who run the service (api §8): probes and metrics.
 
-Read from the control page and the arenas alone. The series of single topics are bounded, and are read and rendered in
-slices of SLICE_S between which the event loop does everything else.
+`/v0/health` and `/v0/ready` are read from the control page alone, so they are always answered. Any frontend answers
+`/v0/metrics` for the whole service, from shared memory.
 """
 
 from __future__ import annotations
@@ -10,19 +10,62 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
+from topics import __version__
+from topics.core.clock import Clock
+from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
-from topics.frontend import exposition, limits
-from topics.frontend.access import caller_of
-from topics.frontend.answers import elapsed_ms, send_json, send_whole, take_room
 from topics.frontend.asgi import Receive, Scope, Send
-from topics.frontend.budget import Budget, Hold
-from topics.frontend.exposition import TEXT_TYPE, Family, Sample, single
-from topics.frontend.figures import ServiceFigures
-from topics.frontend.media import weight
+from topics.frontend.entry import limits
+from topics.frontend.entry.access import caller_of
+from topics.frontend.entry.answers import elapsed_ms, send_json, send_object, send_whole, take_room, weight
+from topics.frontend.entry.budget import Budget, Hold
+from topics.frontend.operators import exposition
+from topics.frontend.operators.exposition import TEXT_TYPE, Family, Sample, single
+from topics.frontend.operators.figures import ServiceFigures
 from topics.frontend.shards.arenas import Arenas, live_names
 from topics.shm.arena import TopicView
+from topics.shm.control import ControlPage, ProcessState, Role, replay_progress
+
+
+class ProbeRoutes:
+    """Health: this process answers. Ready: every shard has recovered, so that all topics can be read."""
+
+    def __init__(self, control: ControlPage, clock: Clock) -> None:
+        self._control = control
+        self._clock = clock
+        self._shards = [control.cell(Role.WALSHARD, shard) for shard in range(control.shards)]
+
+    async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        uptime_ms = max(0, self._clock.now_ms() - self._control.header.get("started_ms"))
+        answer: dict[str, Any] = {"status": "ok", "version": __version__, "uptime_ms": uptime_ms}
+        await send_object(send, dict(scope["headers"]), 200, answer, time.perf_counter_ns())
+
+    async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        waiting = [cell for cell in self._shards if cell.get("generation") == 0]
+        if waiting:
+            raise TopicsError(
+                "not_ready",
+                f"{len(waiting)} of {len(self._shards)} shards still replay their log",
+                {"replay_progress": replay_progress(self._shards)},
+            )
+        # A shard that is being restarted is read from where it was; only its writes wait.
+        recovering = [n for n, cell in enumerate(self._shards) if cell.get("state") != ProcessState.READY]
+        read_only = [n for n, cell in enumerate(self._shards) if cell.get("wal_read_only")]
+        answer: dict[str, Any] = {
+            "status": "ready",
+            "wal_replay_complete": not recovering,
+            "topics": sum(cell.get("topics") for cell in self._shards),
+            "pressure": round(self._control.pressure(), 3),
+        }
+        if recovering:
+            answer["recovering_shards"] = recovering
+        if read_only:
+            answer["read_only_shards"] = read_only
+        await send_object(send, dict(scope["headers"]), 200, answer, started_ns)
+
 
 ANSWER_BYTES: Final = 8 << 20
 """Room that is taken for one; 10,000 topics are about 3 MB."""

@@ -18,13 +18,14 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.idempotency import Turn, producer_key
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name, owner_shard
-from topics.frontend import long_bodies, wire
-from topics.frontend.access import caller_of
-from topics.frontend.answers import elapsed_ms, encode_json, send_json
 from topics.frontend.asgi import Receive, Scope, Send
-from topics.frontend.bodies import INLINE_BYTES_MAX, read_body
-from topics.frontend.long_bodies import BodyT
-from topics.frontend.query import flag
+from topics.frontend.entry import wire
+from topics.frontend.entry.access import caller_of
+from topics.frontend.entry.answers import elapsed_ms, encode_json, send_json
+from topics.frontend.entry.bodies import INLINE_BYTES_MAX, read_body
+from topics.frontend.entry.query import flag
+from topics.frontend.routes import long_bodies
+from topics.frontend.routes.long_bodies import BodyT
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.append_messages import AppendReply, JobAttributes

@@ -16,15 +16,15 @@ from topics.core.config import parse_config
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
-from topics.frontend import wire
-from topics.frontend.access import caller_of
-from topics.frontend.answers import LIST_BYTES_MAX, send_object, take_room
 from topics.frontend.asgi import Receive, Scope, Send
-from topics.frontend.bodies import read_body
-from topics.frontend.query import flag, name_after, name_cursor, page_size
+from topics.frontend.entry import wire
+from topics.frontend.entry.access import caller_of
+from topics.frontend.entry.answers import LIST_BYTES_MAX, send_object, take_room
+from topics.frontend.entry.bodies import read_body
+from topics.frontend.entry.query import flag, name_after, name_cursor, page_size
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader, TopicRef
-from topics.frontend.routers import RouterRoutes
+from topics.frontend.routes.routers import RouterRoutes
 from topics.frontend.shards.arenas import Arenas, live_names
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings

@@ -24,7 +24,7 @@ import msgspec
 
 from topics.api.requests import AppendBody, RecordBody, StageBody
 from topics.core.errors import TopicsError
-from topics.frontend import wire
+from topics.frontend.entry import wire
 
 BodyT = TypeVar("BodyT", AppendBody, StageBody)
 

@@ -1,7 +1,9 @@
-"""Named cursors over HTTP (api §10): the shard keeps the position, the records are read here.
+"""Named cursors of a topic (api §10): to make, change, show, list and delete them, and to read through one.
 
-A read takes the page behind the position, and only then asks the shard to move it; if a reader at another frontend was
-faster, it reads again behind that one. What the answer holds is this reader's alone.
+Only one reader of a cursor can have what is next: the others would read the same page and throw it away. So the readers
+at one frontend wait for each other, first come, first served (`Turns`), from looking where the cursor is until it is
+moved; the answers go out side by side. Readers at other frontends are not waited for: no more can be in each other's
+way than there are frontends.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -19,22 +22,20 @@ from starlette.datastructures import QueryParams
 from topics.api.requests import CursorBody, ReadBody
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name, owner_shard
-from topics.frontend import limits, wire
-from topics.frontend.answers import LIST_BYTES_MAX, elapsed_ms, send_json, send_object, take_room
 from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
-from topics.frontend.bodies import ClientGoneError, read_body
-from topics.frontend.budget import Budget, Hold
+from topics.frontend.entry import limits, wire
+from topics.frontend.entry.answers import LIST_BYTES_MAX, elapsed_ms, send_json, send_object, take_room
+from topics.frontend.entry.bodies import ClientGoneError, read_body
+from topics.frontend.entry.budget import Budget, Hold
+from topics.frontend.entry.query import name_after, name_cursor, page_size
 from topics.frontend.live.push import gone_before
-from topics.frontend.query import name_after, name_cursor, page_size
-from topics.frontend.queues.turns import STUCK_RETRY_AFTER_MS, Turn, Turns, too_many_readers
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES
 from topics.frontend.reads.node_sets import node_set
-from topics.frontend.reads.page_json import PAGE_MEMBERS, page_values
-from topics.frontend.reads.reading import Page, TopicReader
+from topics.frontend.reads.reading import PAGE_MEMBERS, Page, TopicReader, page_values
 from topics.frontend.reads.records import CorruptRecordError, PageOptions
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.shards.unanswered import is_outcome_unknown
+from topics.frontend.shards.requests import is_outcome_unknown
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
 from topics.shm.queue_messages import (
@@ -46,6 +47,81 @@ from topics.shm.queue_messages import (
     CursorPut,
     CursorReply,
 )
+
+STUCK_RETRY_AFTER_MS: Final = 1000
+
+
+class Turn:
+    """At one cursor, for as long as somebody has it or waits for it."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.readers = 0
+        self.served = 0
+        """Readers that had it, and were not stuck in it."""
+        self.left_at: CursorMoved | None = None
+        """Where the reader before left the cursor. Another frontend's, or a `PUT`, may have moved it since."""
+
+
+class Turns:
+    """Of all cursors at one frontend."""
+
+    def __init__(self, wait_s: float) -> None:
+        """`wait_s`: how long one may wait."""
+        self._wait_s = wait_s
+        self._turns: dict[tuple[str, str], Turn] = {}
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    @asynccontextmanager
+    async def of(self, topic: str, cursor: str) -> AsyncIterator[Turn]:
+        """Waits for it; `throttled` when too many do, or it does not come though others had theirs."""
+        turn = self._turns.get((topic, cursor))
+        if turn is None:
+            turn = self._turns[topic, cursor] = Turn()
+        elif turn.readers >= limits.CURSOR_READERS.most_count:
+            raise too_many_readers(topic, cursor)
+        turn.readers += 1
+        try:
+            if turn.readers > 1:  # between two of them the lock seems to be free
+                await self._wait(turn, topic, cursor)
+            else:
+                await turn.lock.acquire()  # at once
+            try:
+                yield turn
+                turn.served += 1
+            finally:
+                turn.lock.release()
+        finally:
+            turn.readers -= 1
+            if not turn.readers:
+                del self._turns[topic, cursor]
+
+    async def _wait(self, turn: Turn, topic: str, cursor: str) -> None:
+        served = turn.served
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await turn.lock.acquire()
+        except TimeoutError:
+            if turn.served == served:
+                # They are not too many: the shard or the cold store does not answer. Nothing of this read was done,
+                # and that has to be said: another code leaves it open, and a client must not ask again by itself.
+                raise TopicsError(
+                    "throttled",
+                    f"who reads cursor {cursor!r} of topic {topic!r} before this one gets no answer; nothing of this"
+                    " read was done",
+                    {"retry_after_ms": STUCK_RETRY_AFTER_MS},
+                ) from None
+            raise too_many_readers(topic, cursor) from None
+
+
+def too_many_readers(topic: str, cursor: str) -> TopicsError:
+    """To be asked again a moment later."""
+    return TopicsError(
+        "throttled", f"too many readers move cursor {cursor!r} of topic {topic!r}", {"retry_after_ms": 10}
+    )
+
 
 LIMIT_MAX: Final = 2000
 TRIES_MAX: Final = 100

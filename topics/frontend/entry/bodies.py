@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from topics.core.errors import TopicsError, invalid
-from topics.frontend import limits
 from topics.frontend.asgi import Receive
-from topics.frontend.budget import Budget, Hold
+from topics.frontend.entry import limits
+from topics.frontend.entry.budget import Budget, Hold
 
 Headers = dict[bytes, bytes]
 WishT = TypeVar("WishT")

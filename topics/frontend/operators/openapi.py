@@ -17,9 +17,9 @@ from topics.api.answers import Error
 from topics.core.config import TopicConfig
 from topics.core.errors import RETRY_AFTER_S, STATUS_BY_CODE, TopicsError
 from topics.core.keys import KeyScope
-from topics.frontend.answers import encode_json, send_whole
 from topics.frontend.asgi import Receive, Scope, Send
-from topics.frontend.operations import JSON, Answer, Operation
+from topics.frontend.entry.answers import encode_json, send_whole
+from topics.frontend.routes.operations import JSON, Answer, Operation
 from topics.shm.durations import Route
 
 _REF: Final = "#/components/schemas/{name}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from topics.frontend.budget import AtLimit, Limit
+from topics.frontend.entry.budget import AtLimit, Limit
 
 _MIB: Final = 1 << 20
 _WAIT, _REFUSE, _CUT = AtLimit

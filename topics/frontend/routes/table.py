@@ -8,12 +8,13 @@ from typing import Any, Final
 from topics.api import answers as answer
 from topics.api.requests import AppendBody, DeleteBody, DiffBody, GivenConfig, WatchBody
 from topics.core.keys import KeyScope
-from topics.frontend.append import AppendRoute
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.live.watch import WatchRoutes
-from topics.frontend.live.websocket_route import needs_upgrade
-from topics.frontend.metrics import MetricsRoute
-from topics.frontend.operations import (
+from topics.frontend.live.websocket import needs_upgrade
+from topics.frontend.operators.service import MetricsRoute, ProbeRoutes
+from topics.frontend.reads.diff import DiffRoute
+from topics.frontend.routes.append import AppendRoute
+from topics.frontend.routes.operations import (
     EVENTS,
     JSON,
     LOST,
@@ -25,9 +26,7 @@ from topics.frontend.operations import (
     flag_query,
     json_answer,
 )
-from topics.frontend.probes import ProbeRoutes
-from topics.frontend.reads.diff import DiffRoute
-from topics.frontend.topics import TopicRoutes
+from topics.frontend.routes.topics import TopicRoutes
 from topics.shm.durations import Route
 
 NamedEndpoint = Callable[[str, Scope, Receive, Send], Awaitable[None]]
