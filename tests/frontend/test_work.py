@@ -16,9 +16,7 @@ from topics.core.keys import KeyRing, parse_list
 from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.live.pulse import STALL_MAX_MS
 from topics.frontend.queues import work as module
-from topics.frontend.queues.dead_letters import DeadLetters
-from topics.frontend.queues.job_channel import JobChannel
-from topics.frontend.queues.job_records import UnreadableJobs
+from topics.frontend.queues.queue import Jobs
 from topics.frontend.queues.work import WorkRoutes
 from topics.frontend.shards import gateway
 from topics.shm import messages
@@ -36,20 +34,8 @@ class Worker:
         limits = KeyLimits(KeyCounts(live.rig.shared.key_counts, 1, 0), settings)
         self.access = Access(KeyRing(parse_list(keys) if keys else ()), False, limits)
         places = Cap("sse_connections", 0, "sse_admitted", live.cell, [live.cell])
-        channel, unreadable = JobChannel(live.gateway, 1), UnreadableJobs()
-        dead_letters = DeadLetters(live.gateway, live.reader, unreadable)
-        self.routes = WorkRoutes(
-            live.gateway,
-            live.reader,
-            channel,
-            dead_letters,
-            unreadable,
-            self.access,
-            settings,
-            places,
-            live.cell,
-            live.clock,
-        )
+        jobs = Jobs(live.gateway, live.reader, 1)
+        self.routes = WorkRoutes(jobs, self.access, settings, places, live.cell, live.clock)
         self.wire = Wire()
         self.head_sent = asyncio.Event()
         self.may_begin = asyncio.Event()
@@ -276,6 +262,6 @@ def test_a_stream_that_is_over_leaves_no_listener_for_ever(tmp_path: Path) -> No
         worker, asked = await begun(live)
         worker.wire.vanish()
         await asked
-        await until(lambda: not worker.routes.channel._listeners)
+        await until(lambda: not worker.routes.jobs.channel._listeners)
 
     on_loop(tmp_path, test)

@@ -66,12 +66,14 @@ class App:
         documented = OpenApiRoutes(operations)
         methods: dict[str, dict[str, Endpoint]] = {}
         for one in (*operations, *documented.operations):
-            endpoint = one.endpoint if one.needs is None else self._needing(one.needs, one.endpoint)
-            of_path = methods.setdefault(one.path, {})
-            of_path[one.method] = _timed(one.timed, endpoint)
+            method, path, endpoint, timed, needs, _ = one.binding
+            if needs is not None:
+                endpoint = self._needing(needs, endpoint)
+            of_path = methods.setdefault(path, {})
+            of_path[method] = _timed(timed, endpoint)
             # The server drops the body (RFC 9110 §9.3.2). To begin a stream is to take jobs, or a session over from
             # the stream that is open: it has no HEAD.
-            if one.method == "GET" and not one.is_stream:
+            if method == "GET" and not one.is_stream:
                 of_path["HEAD"] = of_path["GET"]
         self._router = Router(
             [Path(path, Resource(**of_path)) for path, of_path in methods.items()],

@@ -19,7 +19,7 @@ from topics.core.errors import RETRY_AFTER_S, STATUS_BY_CODE, TopicsError
 from topics.core.keys import KeyScope
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.answers import encode_json, send_whole
-from topics.frontend.routes.operations import JSON, Answer, Operation
+from topics.frontend.routes.operations import JSON, Answer, Binding, Operation
 from topics.shm.durations import Route
 
 _REF: Final = "#/components/schemas/{name}"
@@ -62,7 +62,7 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
     components |= request_components
     paths: dict[str, dict[str, Any]] = {}
     for one in operations:
-        paths.setdefault(one.path, {})[one.method.lower()] = _operation(one, by_type)
+        paths.setdefault(one.binding.path, {})[one.binding.method.lower()] = _operation(one, by_type)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -96,7 +96,7 @@ def _leave_out_nulls(components: dict[str, Any]) -> None:
 def _operation(one: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": _PATH_SCHEMAS.get(name, {"type": "string"})}
-        for name in _PARAMETER.findall(one.path)
+        for name in _PARAMETER.findall(one.binding.path)
     ]
     parameters += [
         {"name": query.name, "in": "query", "required": False, "schema": query.schema, "description": query.about}
@@ -110,7 +110,7 @@ def _operation(one: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
         responses[str(status)] = _failure(codes, by_type)
     shown: dict[str, Any] = {
         "operationId": _operation_id(one),
-        "tags": [one.tag],
+        "tags": [one.binding.tag],
         "summary": one.summary,
         "responses": responses,
     }
@@ -118,8 +118,8 @@ def _operation(one: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
         shown["parameters"] = parameters
     if one.body is not None:
         shown["requestBody"] = {"required": one.body_required, "content": {JSON: {"schema": by_type[one.body]}}}
-    if one.needs:
-        scopes = [str(scope.name).lower() for scope in KeyScope if scope in one.needs]
+    if one.binding.needs:
+        scopes = [str(scope.name).lower() for scope in KeyScope if scope in one.binding.needs]
         shown["description"] = f"Needs a key with {' and '.join(scopes)}, if keys are in use."
     if one.public:
         shown["security"] = []
@@ -127,8 +127,8 @@ def _operation(one: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _operation_id(one: Operation) -> str:
-    words = re.findall(r"[a-z0-9]+", one.path)
-    return "_".join([one.method.lower(), *words])
+    words = re.findall(r"[a-z0-9]+", one.binding.path)
+    return "_".join([one.binding.method.lower(), *words])
 
 
 def _success(answer: Answer, by_type: dict[Any, Any]) -> dict[str, Any]:
@@ -161,24 +161,14 @@ class OpenApiRoutes:
                 self._files[path] = (media_type, file.read())
         self.operations = [
             Operation(
-                "GET",
-                "/v0/openapi.json",
-                self.get,
-                Route.OTHER,
-                None,
-                "service",
+                Binding("GET", "/v0/openapi.json", self.get, Route.OTHER, None, "service"),
                 "This document",
                 {200: Answer("OpenAPI 3.1", {JSON: dict[str, Any]})},
                 public=True,
             ),
             *(
                 Operation(
-                    "GET",
-                    f"/v0/{path}",
-                    self.page,
-                    Route.OTHER,
-                    None,
-                    "service",
+                    Binding("GET", f"/v0/{path}", self.page, Route.OTHER, None, "service"),
                     "A page that shows this document" if path == "docs" else f"Part of the page: {path}",
                     {200: Answer("A file", {media_type.partition(b";")[0].decode(): None})},
                     public=True,

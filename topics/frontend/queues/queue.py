@@ -1,4 +1,4 @@
-"""`POST …/claim | ack | nack | extend | redrive` (api §9). The owner shard decides; records are read here."""
+"""`POST …/claim | ack | nack | extend | redrive | peek` (api §9). The owner shard decides; records are read here."""
 
 from __future__ import annotations
 
@@ -44,28 +44,36 @@ SEQS_MAX: Final = 1000
 ROOM_WAIT_S: Final = 2.0
 """For room for the answer of a claim, whose jobs are leased by then; half their lease, if that is less."""
 DELAY_MS_MAX: Final = 365 * 86_400_000
+LOOKS_MAX: Final = 16
+"""How often the shard is asked for one answer: it looks at few records at a time, for others wait behind it."""
+RUNS_AT_ONCE: Final = 32
+"""Pages that are read before the loop goes on with somebody else."""
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Jobs:
+    """The way of one frontend to the jobs of all queues: it owns what the routes of claims and of streams share."""
+
+    def __init__(self, gateway: Gateway, reader: TopicReader, incarnation: int) -> None:
+        self.gateway = gateway
+        self.reader = reader
+        self.channel = JobChannel(gateway, incarnation)
+        self.unreadable = UnreadableJobs()
+        self.dead_letters = DeadLetters(gateway, reader, self.unreadable)
 
 
 class QueueRoutes:
-    """One method for each route; which is for whom says the app."""
+    """The requests to a queue that have one answer, a method for each. The shard decides; records are read here."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        reader: TopicReader,
-        channel: JobChannel,
-        dead_letters: DeadLetters,
-        unreadable: UnreadableJobs,
-        catching_up: CatchingUp,
-        settings: Settings,
-        cell: ProcessCell,
-    ) -> None:
+    def __init__(self, jobs: Jobs, catching_up: CatchingUp, settings: Settings, cell: ProcessCell) -> None:
+        self._gateway = jobs.gateway
+        self._reader = jobs.reader
+        self._channel = jobs.channel
+        self._dead_letters = jobs.dead_letters
+        self._unreadable = jobs.unreadable
         self._catching_up = catching_up
-        self._gateway = gateway
-        self._reader = reader
-        self._channel = channel
-        self._dead_letters = dead_letters
-        self._unreadable = unreadable
         self._settings = settings
         self._cell = cell
 
@@ -219,6 +227,67 @@ class QueueRoutes:
             answer["next_from_seq"] = redriven.next_from_seq
         await send_object(send, headers, 200, answer, started_ns)
 
+    async def peek(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name, headers = _topic_name(scope), dict(scope["headers"])
+        body = await read_body(receive, headers, self._settings.max_body_bytes)
+        request = wire.decode_as(PeekBody, body or b"{}")
+        await self._catching_up.one(name)
+        jobs, next_from_seq = await self._look_at(name, request)
+        await take_room(scope, ANSWER_BYTES_MAX)
+        bodies, count, cut_seq = await self._read_jobs(name, jobs)
+        if cut_seq is not None:
+            next_from_seq = cut_seq
+        answer = b'{"topic":"%b","jobs":[%b],"count":%d,%b"performance":{"server_total_ms":%b}}' % (
+            name.encode(),
+            b",".join(bodies),
+            count,
+            b"" if next_from_seq is None else b'"next_from_seq":%d,' % next_from_seq,
+            str(elapsed_ms(started_ns)).encode(),
+        )
+        answering = send_json(send, headers, 200, answer)
+        del bodies, answer, jobs  # as `DiffRoute`
+        await answering
+
+    async def _look_at(self, name: str, request: PeekBody) -> tuple[list[JobView], int | None]:
+        """The jobs, and behind which seq there may be more."""
+        owner = self._reader.owner(name)
+        most = max(1, min(request.max, self._settings.max_claim))
+        jobs: list[JobView] = []
+        from_seq, more = request.from_seq, True
+        for _ in range(LOOKS_MAX):
+            peek = Peek(name, from_seq, request.state, most - len(jobs))
+            peeked = await self._gateway.call(owner, peek)
+            jobs += peeked.jobs
+            from_seq, more = peeked.up_to_seq, peeked.more
+            if not more or len(jobs) >= most:
+                break
+        return jobs, from_seq if more else None
+
+    async def _read_jobs(self, name: str, jobs: list[JobView]) -> tuple[list[bytes], int, int | None]:
+        """Their records, how many; and behind which seq they are left out, which would make the answer too long. Those
+        that have gone since are left out, too.
+        """
+        extras = {job.seq: _members(job) for job in jobs}
+        bodies: list[bytes] = []
+        count, left_bytes = 0, ANSWER_BYTES_MAX
+        for number, (first_seq, last_seq) in enumerate(runs_of(extras), 1):
+            cursor = first_seq - 1
+            while cursor < last_seq:
+                if left_bytes <= 0:
+                    return bodies, count, cursor
+                ref = self._reader.get(name)
+                options = PageOptions(last_seq - cursor, left_bytes, include_tags=True, extras=extras)
+                page = await self._reader.fetch_page(ref, cursor, options, self._reader.now_ms(), last_seq)
+                cursor = max(page.next_from_seq, cursor + 1)
+                if page.count:
+                    bodies.append(page.body)
+                    count += page.count
+                    left_bytes -= len(page.body)
+            if not number % RUNS_AT_ONCE:
+                await asyncio.sleep(0)
+        return bodies, count, None
+
     async def _body(self, body_type: type[BodyT], receive: Receive, headers: Headers) -> BodyT:
         request = wire.decode_as(body_type, await read_body(receive, headers, self._settings.max_body_bytes))
         if isinstance(request, JobsBody):
@@ -275,86 +344,6 @@ async def _send_ended(send: Send, headers: Headers, name: str, word: str, reply:
 
 def _topic_name(scope: Scope) -> str:
     return check_topic_name(scope["path_params"]["topic"])
-
-
-LOOKS_MAX: Final = 16
-"""How often the shard is asked for one answer: it looks at few records at a time, for others wait behind it."""
-RUNS_AT_ONCE: Final = 32
-"""Pages that are read before the loop goes on with somebody else."""
-
-
-_encode = msgspec.json.Encoder().encode
-
-
-class PeekRoute:
-    """The shard says which jobs; their records are read here."""
-
-    def __init__(self, gateway: Gateway, reader: TopicReader, catching_up: CatchingUp, settings: Settings) -> None:
-        self._gateway = gateway
-        self._reader = reader
-        self._catching_up = catching_up
-        self._settings = settings
-
-    async def peek(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started_ns = time.perf_counter_ns()
-        name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
-        body = await read_body(receive, headers, self._settings.max_body_bytes)
-        request = wire.decode_as(PeekBody, body or b"{}")
-        await self._catching_up.one(name)
-        jobs, next_from_seq = await self._look(name, request)
-        await take_room(scope, ANSWER_BYTES_MAX)
-        bodies, count, cut_seq = await self._read(name, jobs)
-        if cut_seq is not None:
-            next_from_seq = cut_seq
-        answer = b'{"topic":"%b","jobs":[%b],"count":%d,%b"performance":{"server_total_ms":%b}}' % (
-            name.encode(),
-            b",".join(bodies),
-            count,
-            b"" if next_from_seq is None else b'"next_from_seq":%d,' % next_from_seq,
-            str(elapsed_ms(started_ns)).encode(),
-        )
-        answering = send_json(send, headers, 200, answer)
-        del bodies, answer, jobs  # as `DiffRoute`
-        await answering
-
-    async def _look(self, name: str, request: PeekBody) -> tuple[list[JobView], int | None]:
-        """The jobs, and behind which seq there may be more."""
-        owner = self._reader.owner(name)
-        most = max(1, min(request.max, self._settings.max_claim))
-        jobs: list[JobView] = []
-        from_seq, more = request.from_seq, True
-        for _ in range(LOOKS_MAX):
-            peek = Peek(name, from_seq, request.state, most - len(jobs))
-            peeked = await self._gateway.call(owner, peek)
-            jobs += peeked.jobs
-            from_seq, more = peeked.up_to_seq, peeked.more
-            if not more or len(jobs) >= most:
-                break
-        return jobs, from_seq if more else None
-
-    async def _read(self, name: str, jobs: list[JobView]) -> tuple[list[bytes], int, int | None]:
-        """Their records, how many; and behind which seq they are left out, which would make the answer too long. Those
-        that have gone since are left out, too.
-        """
-        extras = {job.seq: _members(job) for job in jobs}
-        bodies: list[bytes] = []
-        count, left_bytes = 0, ANSWER_BYTES_MAX
-        for number, (first_seq, last_seq) in enumerate(runs_of(extras), 1):
-            cursor = first_seq - 1
-            while cursor < last_seq:
-                if left_bytes <= 0:
-                    return bodies, count, cursor
-                ref = self._reader.get(name)
-                options = PageOptions(last_seq - cursor, left_bytes, include_tags=True, extras=extras)
-                page = await self._reader.fetch_page(ref, cursor, options, self._reader.now_ms(), last_seq)
-                cursor = max(page.next_from_seq, cursor + 1)
-                if page.count:
-                    bodies.append(page.body)
-                    count += page.count
-                    left_bytes -= len(page.body)
-            if not number % RUNS_AT_ONCE:
-                await asyncio.sleep(0)
-        return bodies, count, None
 
 
 def _members(job: JobView) -> bytes:

@@ -28,13 +28,9 @@ from topics.frontend.live.pulse import STALL_MAX_MS, Stall
 from topics.frontend.live.push import AsgiPush, Push, until_disconnect
 from topics.frontend.live.watch import EVENT_STREAM_HEADERS, HEARTBEAT_MAX_MS, accepts_event_stream
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
-from topics.frontend.queues.dead_letters import DeadLetters
-from topics.frontend.queues.job_channel import JobChannel
-from topics.frontend.queues.job_records import ASIDE_MS, JobRendering, RenderedJobs, UnreadableJobs, fetch_jobs
-from topics.frontend.queues.queue import checked_node, clamped_lease_ms
+from topics.frontend.queues.job_records import ASIDE_MS, JobRendering, RenderedJobs, fetch_jobs
+from topics.frontend.queues.queue import Jobs, checked_node, clamped_lease_ms
 from topics.frontend.reads.cold import ColdMissError
-from topics.frontend.reads.reading import TopicReader
-from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.requests import is_outcome_unknown
 from topics.settings import Settings
 from topics.shm.cap import Cap, Counted
@@ -61,27 +57,12 @@ class WorkWish(msgspec.Struct, frozen=True):
 
 
 class WorkRoutes:
-    """All `/work` streams of this frontend."""
+    """All `/work` streams of this frontend. `places`: how many streams the whole service may have open."""
 
     def __init__(
-        self,
-        gateway: Gateway,
-        reader: TopicReader,
-        channel: JobChannel,
-        dead_letters: DeadLetters,
-        unreadable: UnreadableJobs,
-        access: Access,
-        settings: Settings,
-        places: Cap,
-        cell: ProcessCell,
-        clock: Clock,
+        self, jobs: Jobs, access: Access, settings: Settings, places: Cap, cell: ProcessCell, clock: Clock
     ) -> None:
-        """`places`: how many streams the whole service may have open."""
-        self.gateway = gateway
-        self.reader = reader
-        self.channel = channel
-        self.dead_letters = dead_letters
-        self.unreadable = unreadable
+        self.jobs = jobs
         self.cell = cell
         self.clock = clock
         self._access = access
@@ -90,7 +71,7 @@ class WorkRoutes:
         self._streams: set[WorkStream] = set()
         self._draining = False
         access.on_change(self._end_forbidden)
-        gateway.on_restart.append(self._restarted)
+        jobs.gateway.on_restart.append(self._restarted)
 
     async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = check_topic_name(scope["path_params"]["topic"])
@@ -172,10 +153,11 @@ class WorkStream:
 
     def __init__(self, routes: WorkRoutes, wish: WorkWish) -> None:
         self._routes = routes
+        self._jobs = routes.jobs
         self._loop = asyncio.get_running_loop()
         self.wish = wish
-        self.shard = owner_shard(wish.name, routes.gateway.shards)
-        self._number = routes.channel.number()
+        self.shard = owner_shard(wish.name, routes.jobs.gateway.shards)
+        self._number = routes.jobs.channel.number()
         self._push: Push | None = None
         self._early: list[Dealt] = []
         """What came before the head of the answer was out, or while a record was fetched."""
@@ -194,10 +176,10 @@ class WorkStream:
 
     async def open(self) -> None:
         """The shard knows of it, or why not."""
-        self._routes.channel.listen(self._number, self._dealt)
+        self._jobs.channel.listen(self._number, self._dealt)
         self._announced = True
         try:
-            await self._routes.gateway.call(self.shard, self._asked(self.wish.most))
+            await self._jobs.gateway.call(self.shard, self._asked(self.wish.most))
         except TopicsError as error:
             self._announced = self._asked_more or is_outcome_unknown(error)
             raise
@@ -220,7 +202,7 @@ class WorkStream:
         if self._closed:
             return
         try:
-            future = self._routes.gateway.submit(self.shard, self._asked(0 if self._stall else self.wish.most))
+            future = self._jobs.gateway.submit(self.shard, self._asked(0 if self._stall else self.wish.most))
         except TopicsError:
             self._loop.call_later(ASK_AGAIN_S, self.ask)
         else:
@@ -251,11 +233,11 @@ class WorkStream:
     def release(self) -> None:
         """The connection is over: whatever it has is free again."""
         self._gone()
-        routes, name = self._routes, self.wish.name
+        jobs, name = self._jobs, self.wish.name
         if self._announced:
-            routes.channel.leave(self.shard, name, self._number, partial(routes.dead_letters.take, name))
+            jobs.channel.leave(self.shard, name, self._number, partial(jobs.dead_letters.take, name))
         else:
-            routes.channel.forget(self._number)
+            jobs.channel.forget(self._number)
 
     def _gone(self) -> None:
         self._closed = True
@@ -264,7 +246,7 @@ class WorkStream:
                 pending.cancel()
 
     def _dealt(self, dealt: Dealt) -> None:
-        self._routes.dead_letters.take(self.wish.name, dealt)
+        self._jobs.dead_letters.take(self.wish.name, dealt)
         self._take(dealt)
 
     def _take(self, dealt: Dealt) -> None:
@@ -297,7 +279,7 @@ class WorkStream:
                     break
             one = _part(dealt, at, at + 1)
             try:
-                rendered = JobRendering(self._routes.reader, self.wish.name, one).go_on()
+                rendered = JobRendering(self._jobs.reader, self.wish.name, one).go_on()
             except ColdMissError:
                 self._fetching = self._loop.create_task(self._fetch(_part(dealt, at, len(dealt.seqs)), push))
                 break
@@ -317,7 +299,7 @@ class WorkStream:
         first = _part(dealt, 0, 1)
         rendered = failure = None
         try:
-            rendered = await fetch_jobs(self._routes.reader, self.wish.name, first)
+            rendered = await fetch_jobs(self._jobs.reader, self.wish.name, first)
         except TopicsError as error:
             failure = error
         self._fetching = None  # whatever ends the stream from here on is not to cancel this
@@ -334,10 +316,10 @@ class WorkStream:
     def _put_aside(self, one: Dealt, error: TopicsError) -> bool:
         """The job cannot be read: it makes room for the next. False: that is not the job's fault."""
         wish = self.wish
-        if not self._routes.unreadable.concerns(wish.name, one.seqs[0], error):
+        if not self._jobs.unreadable.concerns(wish.name, one.seqs[0], error):
             return False
         unclaim = Unclaim(wish.name, wish.node, one.seqs, [one.first_lease_no], ASIDE_MS)
-        self._routes.gateway.post(self.shard, unclaim)
+        self._jobs.gateway.post(self.shard, unclaim)
         return True
 
     def _take_early(self) -> None:
@@ -357,15 +339,15 @@ class WorkStream:
         if self._stall is None:
             self._stall = Stall(push.taken_bytes, self._routes.clock.monotonic_ms())
             self._look_timer = self._loop.call_later(LOOK_S, self._look, push)
-        self._routes.gateway.post(self.shard, self._asked(0))
-        self._routes.gateway.post(self.shard, unclaim)
+        self._jobs.gateway.post(self.shard, self._asked(0))
+        self._jobs.gateway.post(self.shard, unclaim)
 
     def _writable(self) -> None:
         if self._stall is not None and not self._closed:
             self._stall = None
             if self._look_timer is not None:
                 self._look_timer.cancel()
-            self._routes.gateway.post(self.shard, self._asked(self.wish.most))
+            self._jobs.gateway.post(self.shard, self._asked(self.wish.most))
 
     def _look(self, push: Push) -> None:
         if self._stall is None or self._closed:

@@ -27,7 +27,7 @@ from topics.frontend.entry.answers import LIST_BYTES_MAX, send_object, take_room
 from topics.frontend.entry.query import count
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader, TopicRef
-from topics.frontend.routes.operations import Operation, Query, json_answer
+from topics.frontend.routes.operations import Binding, Operation, Query, json_answer
 from topics.shm.durations import Route
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
@@ -239,12 +239,7 @@ def manifest_operations(manifest: ManifestRoutes) -> list[Operation]:
     """Lists segments, renews and ends pins."""
     return [
         Operation(
-            "GET",
-            f"{_TOPIC}/segments",
-            manifest.list_segments,
-            Route.OTHER,
-            KeyScope.READ,
-            "segments",
+            Binding("GET", f"{_TOPIC}/segments", manifest.list_segments, Route.OTHER, KeyScope.READ, "segments"),
             "The sealed segments of a topic, for readers of the files themselves",
             {200: json_answer("The segments, and what else it takes to read them", answer.Manifest)},
             ("topic_not_found", "storage_unavailable"),
@@ -255,23 +250,13 @@ def manifest_operations(manifest: ManifestRoutes) -> list[Operation]:
             ),
         ),
         Operation(
-            "PUT",
-            f"{_TOPIC}/pins/{{pin}}",
-            manifest.renew,
-            Route.OTHER,
-            KeyScope.READ,
-            "segments",
+            Binding("PUT", f"{_TOPIC}/pins/{{pin}}", manifest.renew, Route.OTHER, KeyScope.READ, "segments"),
             "Keep pinned files for longer",
             {200: json_answer("Whether the pin still holds", answer.PinRenewed)},
             query=(Query("pin_ttl_ms", {**_SEQ, "default": PIN_TTL_DEFAULT_MS}, f"{_TTL}, from now on"),),
         ),
         Operation(
-            "DELETE",
-            f"{_TOPIC}/pins/{{pin}}",
-            manifest.end,
-            Route.OTHER,
-            KeyScope.READ,
-            "segments",
+            Binding("DELETE", f"{_TOPIC}/pins/{{pin}}", manifest.end, Route.OTHER, KeyScope.READ, "segments"),
             "End a pin before its time",
             {200: json_answer("It is over", answer.PinEnded)},
         ),

@@ -1,6 +1,6 @@
-"""What the API offers, route by route: the one table from which requests are routed and the OpenAPI document is made.
+"""The shape of the table of what the API offers: it routes the requests, and the OpenAPI document is made of it.
 
-An operation without its description cannot be written down, so no route is without one.
+An operation cannot be written down without its description, so every route has one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ JSON: Final = "application/json"
 TEXT: Final = "text/plain"
 EVENTS: Final = "text/event-stream"
 LOST: Final = ("shard_unavailable", "storage_unavailable")
-"""What anything may be answered that a shard has to do."""
+"""The errors of a request that a shard has to carry out."""
 
 
 class Query(NamedTuple):
-    """A query parameter: its JSON schema, and what it is for."""
+    """A query parameter: its JSON schema and its purpose."""
 
     name: str
     schema: dict[str, Any]
@@ -30,17 +30,17 @@ class Query(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A success: what its body is, by media type. None: no JSON, or none that has a type."""
+    """A success: the type of its body for each media type. None: it is no JSON, or has no type of its own."""
 
     about: str
     bodies: dict[str, Any]
 
 
-class Operation(NamedTuple):
-    """One method of one path. `path` has its parameters in braces.
+class Binding(NamedTuple):
+    """The requests of an operation and the endpoint that answers them. `path` has its parameters in braces.
 
-    `needs`: the scopes that a key must have, over the names in the path; None: the endpoint looks for itself, or asks
-    for no key (`public`). `codes`: errors beyond those of `common_codes`. `timed`: as what its duration is measured.
+    `timed` is what the duration is measured as. A key must have the scopes `needs` over the names in the path; None:
+    the endpoint looks at the key itself, or asks for none. `tag` is the section of the document.
     """
 
     method: str
@@ -49,6 +49,12 @@ class Operation(NamedTuple):
     timed: Route | None
     needs: KeyScope | None
     tag: str
+
+
+class Operation(NamedTuple):
+    """One method of one path, and what the document says about it. `codes` are errors beyond `common_codes`."""
+
+    binding: Binding
     summary: str
     answers: dict[int, Answer]
     codes: tuple[str, ...] = ()
@@ -59,12 +65,12 @@ class Operation(NamedTuple):
 
     @property
     def is_stream(self) -> bool:
-        """Whether what it answers is an event stream."""
+        """True if the answer is an event stream."""
         return any(EVENTS in answer.bodies for answer in self.answers.values())
 
     @property
     def common_codes(self) -> tuple[str, ...]:
-        """What any request of this kind may be answered."""
+        """The errors that any request of this kind may be answered with."""
         codes = ["invalid_request", "throttled", "internal", "shutting_down"]
         if self.body is not None:
             codes += ["payload_too_large", "unsupported_media_type", "request_timeout"]
@@ -76,6 +82,11 @@ class Operation(NamedTuple):
 def json_answer(about: str, body: Any) -> Answer:
     """A success with a JSON body of this type."""
     return Answer(about, {JSON: body})
+
+
+def made_or_there(body: Any) -> dict[int, Answer]:
+    """The successes of a `PUT`."""
+    return {200: json_answer("It was there", body), 201: json_answer("It was made", body)}
 
 
 def flag_query(name: str, default: bool, about: str) -> Query:

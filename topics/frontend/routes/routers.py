@@ -22,7 +22,7 @@ from topics.frontend.entry.bodies import read_body
 from topics.frontend.entry.query import name_after, name_cursor, page_size
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.reading import TopicReader
-from topics.frontend.routes.operations import LOST, Operation, Query, json_answer
+from topics.frontend.routes.operations import LOST, Binding, Operation, Query, json_answer, made_or_there
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.durations import Route
@@ -191,12 +191,7 @@ def router_operations(routers: RouterRoutes) -> list[Operation]:
     """Lists, registers, shows and removes them."""
     return [
         Operation(
-            "GET",
-            "/v0/routers",
-            routers.list_all,
-            Route.LIST_ROUTERS,
-            KeyScope.READ,
-            "routers",
+            Binding("GET", "/v0/routers", routers.list_all, Route.LIST_ROUTERS, KeyScope.READ, "routers"),
             "List routers by name",
             {200: json_answer("A page of routers", answer.RouterList)},
             query=(
@@ -208,38 +203,20 @@ def router_operations(routers: RouterRoutes) -> list[Operation]:
             ),
         ),
         Operation(
-            "GET",
-            _ROUTER,
-            routers.get,
-            Route.GET_ROUTER,
-            KeyScope.READ,
-            "routers",
+            Binding("GET", _ROUTER, routers.get, Route.GET_ROUTER, KeyScope.READ, "routers"),
             "A router, and how much it has forwarded",
             {200: json_answer("The router", answer.RouterState)},
             ("router_not_found",),
         ),
         Operation(
-            "PUT",
-            _ROUTER,
-            routers.put,
-            Route.PUT_ROUTER,
-            KeyScope.ADMIN,
-            "routers",
+            Binding("PUT", _ROUTER, routers.put, Route.PUT_ROUTER, KeyScope.ADMIN, "routers"),
             "Forward what comes into a topic to another one",
-            {
-                200: json_answer("It was there", answer.PutRouterAnswer),
-                201: json_answer("It was made", answer.PutRouterAnswer),
-            },
+            made_or_there(answer.PutRouterAnswer),
             ("topic_not_found", "topic_exists_incompatible", "router_cycle", *LOST),
             body=GivenRouter,
         ),
         Operation(
-            "DELETE",
-            _ROUTER,
-            routers.delete,
-            Route.DELETE_ROUTER,
-            KeyScope.DELETE,
-            "routers",
+            Binding("DELETE", _ROUTER, routers.delete, Route.DELETE_ROUTER, KeyScope.DELETE, "routers"),
             "Remove a router; what it has forwarded stays",
             {200: json_answer("It is gone", answer.DeleteRouterAnswer)},
             LOST,

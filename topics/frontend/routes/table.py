@@ -1,4 +1,4 @@
-"""The operations on topics, watches and the service itself. Each further kind of operations has a list like this."""
+"""The operations on topics, watches and the service itself. The others stand beside their routes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from topics.frontend.routes.operations import (
     LOST,
     TEXT,
     Answer,
+    Binding,
     Endpoint,
     Operation,
     Query,
     flag_query,
     json_answer,
+    made_or_there,
 )
 from topics.frontend.routes.topics import TopicRoutes
 from topics.shm.durations import Route
@@ -37,14 +39,10 @@ _PAGE_SIZE: Final = {"type": "integer", "minimum": 0, "default": 100}
 
 def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) -> list[Operation]:
     """Lists, configuration, writes, reads and deletions (api §1 to §5)."""
+    delete = topics.delete_records
     return [
         Operation(
-            "GET",
-            "/v0/topics",
-            topics.list_all,
-            Route.LIST_TOPICS,
-            KeyScope.READ,
-            "topics",
+            Binding("GET", "/v0/topics", topics.list_all, Route.LIST_TOPICS, KeyScope.READ, "topics"),
             "List topics by name",
             {200: json_answer("A page of topics", answer.TopicList)},
             query=(
@@ -55,52 +53,29 @@ def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) 
             ),
         ),
         Operation(
-            "GET",
-            _TOPIC,
-            topics.get,
-            Route.GET_TOPIC,
-            KeyScope.READ,
-            "topics",
+            Binding("GET", _TOPIC, topics.get, Route.GET_TOPIC, KeyScope.READ, "topics"),
             "The state of a topic",
             {200: json_answer("The topic", answer.TopicState)},
             ("topic_not_found",),
             query=(flag_query("touch", True, "whether this counts as reading the topic"),),
         ),
         Operation(
-            "PUT",
-            _TOPIC,
-            topics.put,
-            Route.PUT_TOPIC,
-            KeyScope.ADMIN,
-            "topics",
+            Binding("PUT", _TOPIC, topics.put, Route.PUT_TOPIC, KeyScope.ADMIN, "topics"),
             "Create a topic, or replace its configuration",
-            {
-                200: json_answer("It was there", answer.PutTopicAnswer),
-                201: json_answer("It was created", answer.PutTopicAnswer),
-            },
+            made_or_there(answer.PutTopicAnswer),
             ("topic_exists_incompatible", *LOST),
             body=GivenConfig,
             body_required=False,
         ),
         Operation(
-            "DELETE",
-            _TOPIC,
-            topics.delete,
-            Route.DELETE_TOPIC,
-            KeyScope.DELETE,
-            "topics",
+            Binding("DELETE", _TOPIC, topics.delete, Route.DELETE_TOPIC, KeyScope.DELETE, "topics"),
             "Delete a topic and all of its records",
             {200: json_answer("It is gone", answer.DeleteTopicAnswer)},
             ("topic_not_empty", *LOST),
             query=(flag_query("if_empty", False, "only a topic without records"),),
         ),
         Operation(
-            "POST",
-            _TOPIC,
-            of_topic(append),
-            Route.APPEND,
-            KeyScope.WRITE,
-            "records",
+            Binding("POST", _TOPIC, of_topic(append), Route.APPEND, KeyScope.WRITE, "records"),
             "Append records, all or none",
             {
                 200: json_answer("Appended", answer.AppendAnswer),
@@ -121,24 +96,14 @@ def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) 
             query=(flag_query("return_seqs", True, "whether the answer lists the seqs"),),
         ),
         Operation(
-            "POST",
-            f"{_TOPIC}/diff",
-            of_topic(diff),
-            Route.DIFF,
-            KeyScope.READ,
-            "records",
+            Binding("POST", f"{_TOPIC}/diff", of_topic(diff), Route.DIFF, KeyScope.READ, "records"),
             "Read what follows a cursor, or wait for it",
             {200: json_answer("A page of records", answer.DiffAnswer)},
             ("topic_not_found", "storage_unavailable"),
             body=DiffBody,
         ),
         Operation(
-            "POST",
-            f"{_TOPIC}/delete",
-            topics.delete_records,
-            Route.DELETE_RECORDS,
-            KeyScope.DELETE,
-            "records",
+            Binding("POST", f"{_TOPIC}/delete", delete, Route.DELETE_RECORDS, KeyScope.DELETE, "records"),
             "Delete records by seq, by tag, or both",
             {200: json_answer("They are gone", answer.DeleteRecordsAnswer)},
             ("topic_not_found", *LOST),
@@ -151,12 +116,7 @@ def watch_operations(watch: WatchRoutes) -> list[Operation]:
     """Event streams and WebSockets (api §7)."""
     return [
         Operation(
-            "POST",
-            "/v0/watch",
-            watch.create,
-            Route.CREATE_WATCH,
-            KeyScope.READ,
-            "watch",
+            Binding("POST", "/v0/watch", watch.create, Route.CREATE_WATCH, KeyScope.READ, "watch"),
             "Make a watch session",
             {200: json_answer("The session", answer.WatchAnswer)},
             ("topic_not_found", *LOST),
@@ -164,25 +124,15 @@ def watch_operations(watch: WatchRoutes) -> list[Operation]:
             query=(flag_query("lenient", False, "leave out topics that do not exist"),),
         ),
         Operation(
-            "GET",
-            "/v0/watch/{wid}",
-            watch.stream,
-            None,
             # An unknown wid is 404 whoever asks, so it looks for the key itself.
-            None,
-            "watch",
+            Binding("GET", "/v0/watch/{wid}", watch.stream, None, None, "watch"),
             "The event stream of a session",
             {200: Answer("Events: record, tombstone, caught-up, topic-deleted, error", {EVENTS: None})},
             ("not_found", "not_acceptable", *LOST),
             query=(Query("token", {"type": "string"}, "the key, for who cannot send a header"),),
         ),
         Operation(
-            "GET",
-            "/v0/ws",
-            needs_upgrade,
-            None,
-            None,
-            "watch",
+            Binding("GET", "/v0/ws", needs_upgrade, None, None, "watch"),
             "A WebSocket: subscribe, unsubscribe, publish, ping (api §7.7)",
             {101: Answer("Switching to WebSocket", {})},
             ("upgrade_required",),
@@ -198,18 +148,16 @@ def service_operations(probes: ProbeRoutes, metrics: MetricsRoute, probe_auth: b
     return [
         *(
             Operation(
-                "GET", path, probes.health, Route.HEALTH, needs, "service", "Alive?", health, public=not probe_auth
+                Binding("GET", path, probes.health, Route.HEALTH, needs, "service"),
+                "Alive?",
+                health,
+                public=not probe_auth,
             )
             for path in ("/v0/health", "/healthz")
         ),
         *(
             Operation(
-                "GET",
-                path,
-                probes.ready,
-                Route.READY,
-                needs,
-                "service",
+                Binding("GET", path, probes.ready, Route.READY, needs, "service"),
                 "Recovered?",
                 ready,
                 ("not_ready",),
@@ -218,12 +166,7 @@ def service_operations(probes: ProbeRoutes, metrics: MetricsRoute, probe_auth: b
             for path in ("/v0/ready", "/readyz")
         ),
         Operation(
-            "GET",
-            "/v0/metrics",
-            metrics.get,
-            Route.METRICS,
-            KeyScope.READ,
-            "service",
+            Binding("GET", "/v0/metrics", metrics.get, Route.METRICS, KeyScope.READ, "service"),
             "Metrics of the whole service",
             {200: Answer("Prometheus text, or JSON by Accept", {TEXT: None, JSON: dict[str, Any]})},
         ),

@@ -1,34 +1,33 @@
-"""`/v0/topics` and `/v0/topics/:t` but for the write: configuration, state, list, deletion (api §1)."""
+"""`/v0/topics` and `/v0/topics/:t` without the write: configuration, state, list, deletion (api §1)."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
 from typing import Any, Final
 
 from starlette.datastructures import QueryParams
 
-from topics.core import priority
-from topics.core.clock import Clock
 from topics.core.config import parse_config
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
+from topics.core.priority import age
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import wire
 from topics.frontend.entry.access import caller_of
 from topics.frontend.entry.answers import LIST_BYTES_MAX, send_object, take_room
 from topics.frontend.entry.bodies import read_body
 from topics.frontend.entry.query import flag, name_after, name_cursor, page_size
+from topics.frontend.live.delivery import Hub
+from topics.frontend.live.snapshot import TopicSight
 from topics.frontend.reads.catching_up import CatchingUp
-from topics.frontend.reads.reading import TopicReader, TopicRef
+from topics.frontend.reads.reading import TopicRef
 from topics.frontend.routes.routers import RouterRoutes
 from topics.frontend.shards.arenas import Arenas, live_names
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
-from topics.shm.recency import Recency, RecencyWriter
 from topics.shm.topic_messages import (
     DeleteRecords,
     DeleteRecordsReply,
@@ -42,32 +41,26 @@ EXPIRE_WAIT_S: Final = 0.25
 
 
 class TopicRoutes:
-    """One method for each method of HTTP; routing is the app's."""
+    """The requests to `/v0/topics` and below it that are neither a write nor a read, a method for each."""
 
     def __init__(
         self,
-        reader: TopicReader,
+        sight: TopicSight,
         arenas: Arenas,
         gateway: Gateway,
-        recency_writer: RecencyWriter,
-        recency: Recency,
-        settings: Settings,
-        waiting_ms: Callable[[str], int],
+        hub: Hub,
         catching_up: CatchingUp,
         routers: RouterRoutes,
-        clock: Clock,
+        settings: Settings,
     ) -> None:
-        """`waiting_ms(name)`: how long what is new in a topic waits to be delivered by this process."""
-        self._reader = reader
+        self._sight = sight
+        self._reader = sight.reader
         self._arenas = arenas
         self._gateway = gateway
-        self._recency_writer = recency_writer
-        self._recency = recency
-        self._settings = settings
-        self._waiting_ms = waiting_ms
+        self._hub = hub
         self._catching_up = catching_up
         self._routers = routers
-        self._clock = clock
+        self._settings = settings
 
     async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -120,11 +113,9 @@ class TopicRoutes:
         touch = flag(QueryParams(scope["query_string"]), "touch", True)
         with_copies = await self._catching_up.one(name)
         ref = await self.settled(self._reader.get(name))
-        now_ms = self._clock.now_ms()
         view, config = ref.view, ref.config
         if touch:
-            self._recency_writer.touch(ref.shard, ref.slot, view.topic_id, now_ms)
-        last_read_ms = self._recency.last_read_ms(ref.shard, ref.slot, view.topic_id)
+            self._sight.note_read(ref)
         answer = {
             "topic": name,
             "type": config.type,
@@ -136,9 +127,9 @@ class TopicRoutes:
             "durable_seq": view.durable_seq,
             "epoch": f"{view.topic_id:016x}",
             "config": config.echo(),
-            "effective_priority": self._effective_priority(ref, last_read_ms, now_ms),
+            "effective_priority": self._effective_priority(ref),
             "last_write_ts": view.last_write_ts or None,
-            "last_read_ts": last_read_ms or None,
+            "last_read_ts": self._sight.last_read_ms(ref) or None,
         }
         if config.type == "queue":
             answer["queue"] = {
@@ -163,17 +154,15 @@ class TopicRoutes:
         with_copies = await self._catching_up.all(names[:most])
         refs = [ref for name in names[:most] if (ref := self._reader.find(name)) is not None]
         refs = await self._all_settled(refs)
-        now_ms = self._clock.now_ms()
-        answer: dict[str, Any] = {"topics": [self._entry(ref, touch, now_ms) for ref in refs]}
+        answer: dict[str, Any] = {"topics": [self._entry(ref, touch) for ref in refs]}
         if more:
             answer["next_cursor"] = name_cursor(names[most - 1])
         await send_object(send, dict(scope["headers"]), 200, answer, started_ns, with_copies=with_copies)
 
-    def _entry(self, ref: TopicRef, touch: bool, now_ms: int) -> dict[str, Any]:
+    def _entry(self, ref: TopicRef, touch: bool) -> dict[str, Any]:
         view = ref.view
         if touch:
-            self._recency_writer.touch(ref.shard, ref.slot, view.topic_id, now_ms)
-        last_read_ms = self._recency.last_read_ms(ref.shard, ref.slot, view.topic_id)
+            self._sight.note_read(ref)
         return {
             "topic": ref.name,
             "head_seq": view.head_seq,
@@ -181,12 +170,12 @@ class TopicRoutes:
             "count": view.records,
             "bytes": view.live_bytes,
             "durable": ref.config.durability == "fsync",
-            "effective_priority": self._effective_priority(ref, last_read_ms, now_ms),
+            "effective_priority": self._effective_priority(ref),
         }
 
-    def _effective_priority(self, ref: TopicRef, last_read_ms: int, now_ms: int) -> int:
-        """What it is scheduled by in this process (`core/priority.py`)."""
-        return priority.base_priority(ref.config, last_read_ms, now_ms) + priority.age(self._waiting_ms(ref.name))
+    def _effective_priority(self, ref: TopicRef) -> int:
+        """The priority by which this process schedules the topic now (`core/priority.py`)."""
+        return self._sight.priority(ref) + age(self._hub.waiting_ms(ref.name))
 
     async def _all_settled(self, refs: list[TopicRef]) -> list[TopicRef]:
         now_ms = self._reader.now_ms()
