@@ -33,6 +33,7 @@ NOTICED_BY: Final[dict[str, Sequence[str]]] = {
         *("storage/test_every_sync.py", "storage/test_txn_files.py", "storage/test_clock_file.py"),
         "storage/test_wal.py",
     ),
+    "storage/format_mark.py": ("storage/test_format_mark.py",),
     "storage/logfile.py": ("storage/test_every_sync.py", "storage/test_wal.py", "storage/test_wal_faults.py"),
     "storage/recovery.py": ("storage/test_every_sync.py", "storage/test_recovery.py", "storage/test_wal_faults.py"),
     "storage/reshard.py": ("storage/test_every_sync.py", "storage/test_reshard.py"),
@@ -48,7 +49,6 @@ NOTICED_BY: Final[dict[str, Sequence[str]]] = {
     "walshard/head_marks.py": ("walshard/test_every_sync.py", "walshard/test_ram_log.py"),
     "walshard/sinks.py": ("walshard/test_sinks.py",),
     "walshard/topic_calls.py": ("walshard/test_every_sync.py",),
-    "walshard/routers/copy_log.py": ("walshard/test_every_sync.py",),
     "walshard/routers/feeds.py": ("walshard/test_every_sync.py",),
     "walshard/routers/registrar.py": ("walshard/test_every_sync.py",),
 }

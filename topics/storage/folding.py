@@ -10,6 +10,7 @@ from typing import NamedTuple
 from topics.core.fold import Fold
 from topics.core.location import ENTRY_WORDS, LOCATION_LOST, any_flagged, flags_of
 from topics.core.segment_list import SegmentInfo
+from topics.core.shard_state import ShardState
 from topics.core.topic import Topic
 from topics.core.unlocated_index import UnlocatedIndex
 from topics.storage.log_fold import fold_frames
@@ -70,6 +71,10 @@ class Folding:
             frames = frames.from_offset(position.offset)
         if frames:
             fold_frames(self._fold, batch._replace(frames=frames), in_ram=False)
+
+    def state(self) -> ShardState:
+        """What a snapshot would hold. FoldError when the log lacks records."""
+        return self._fold.state()
 
     def known(self) -> dict[int, Known]:
         """Live topics by id. FoldError when the log lacks records."""

@@ -17,6 +17,7 @@ from topics.storage import layout
 from topics.storage.damage import used_bytes
 from topics.storage.filesystem import FileSystem, boot_id, read_all
 from topics.storage.folding import Folding, Known
+from topics.storage.format_mark import has_mark
 from topics.storage.frame import scan
 from topics.storage.lock import inspecting
 from topics.storage.logfile import (
@@ -34,6 +35,7 @@ from topics.storage.sink_file import SinkDamagedError, decode_sink, is_sink_name
 from topics.storage.snapshot import HEADER_LEN, BadSnapshot, UnknownSnapshotVersion, read_snapshot
 from topics.storage.stage_file import StageDamagedError, decode_stage, stage_of_name
 from topics.storage.state import ShardPart, decode_parts, present_log_ids
+from topics.storage.upgrade import RoutedCopies
 from topics.storage.verify_report import Kind, Report
 from topics.storage.verify_segments import SegmentCheck
 
@@ -73,12 +75,13 @@ class _Check:
         self._known: dict[int, Known] = {}
         """What the logs say of each topic."""
         self._deleted_ids: set[int] = set()
+        self._copies = RoutedCopies()
         self._total_bytes = max(1, sum(map(_size_of, _files(data_dir))))
         self._done_bytes = 0
 
     def run(self) -> Report:
         # In this order: snapshots say where logs begin, both say what is committed of a segment.
-        for part in (self._snapshots, self._logs, self._topics, self._transactions):
+        for part in (self._snapshots, self._logs, self._format, self._topics, self._transactions):
             try:
                 part()
             except OSError as error:
@@ -189,6 +192,7 @@ class _Check:
         if folding is not None:
             self._known |= folding.known()
             self._deleted_ids |= folding.deleted_ids
+            self._copies.add(folding.state())
         self._report.notes += recovery.report
         current = read_current(self._fs, group.path)
         if recovery.end is not None and current not in (None, recovery.end.file_no):
@@ -207,6 +211,13 @@ class _Check:
         end = scan(last.buffer, offset + total_len, len(last.buffer)).end
         if used := used_bytes(bytes(last.buffer), end):
             self._report.note(f"{last.path}: {used} bytes from offset {end} on that are no part of the log")
+
+    def _format(self) -> None:
+        try:
+            if not has_mark(self._fs, self._data_dir) and (problem := self._copies.problem(self._data_dir)):
+                self._report.note(problem)
+        except RefusedLog as refused:
+            self._report.damaged(Kind.FORMAT, refused.path, 0, str(refused))
 
     # -- segments
 

@@ -10,6 +10,7 @@ import msgspec
 class Kind(StrEnum):
     """What is damaged."""
 
+    FORMAT = "format"
     LOG = "log"
     SEGMENT = "segment"
     POSTINGS = "postings"

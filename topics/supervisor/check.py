@@ -12,7 +12,12 @@ from typing import Final, NamedTuple
 from topics.settings import Settings
 from topics.shm.names import SHM_ROOT
 from topics.storage import layout
-from topics.storage.lock import holder_pid
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.format_mark import has_mark
+from topics.storage.lock import DataDirLocked, holder_pid, inspecting
+from topics.storage.logfile import RefusedLog
+from topics.storage.snapshot import UnknownSnapshotVersion
+from topics.storage.upgrade import check_upgrade
 from topics.supervisor import limits
 from topics.supervisor.limits import StatVfs
 from topics.supervisor.listeners import AddressError, listen, show
@@ -31,14 +36,16 @@ class Finding(NamedTuple):
 
 
 def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[Finding]:
-    """Looks at the data directory, its lock, the cold directory if there is one, the shared memory, the address and the
-    limits. A cold directory is no obstacle to a start: what is in it is to be read, and what is older goes there later.
+    """Looks at the data directory, its lock and its format, the cold directory if there is one, the shared memory, the
+    address and the limits. A cold directory is no obstacle to a start: what is in it is to be read, and what is older
+    goes there later.
     """
     problem = _dir_problem(settings.data_dir, "TOPICS_DATA_DIR")
     findings = [Finding(f"data directory {settings.data_dir}", problem)]
     if settings.cold_dir is not None:
         findings.append(_cold_dir(settings.cold_dir, settings.data_dir))
     findings.append(Finding("lock", _lock_problem(settings.data_dir)))
+    findings.append(Finding("data format", _format_problem(settings.data_dir)))
     findings.append(Finding(f"shared memory in {SHM_ROOT}", limits.shared_memory_shortage(settings, statvfs)))
     findings.append(Finding(f"address {show(settings.host, settings.port)}", _address_problem(settings)))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -111,6 +118,20 @@ def _lock_problem(data_dir: str) -> str | None:
     except OSError as error:
         return f"cannot be asked for: {error.strerror}; run this as the user of the service"
     return None if pid is None else f"a service runs on it as process {pid}; stop it before you start another"
+
+
+def _format_problem(data_dir: str) -> str | None:
+    """Why this release must not use the data; None when it may, and while a service runs: the lock's problem."""
+    try:
+        with suppress(DataDirLocked), inspecting(data_dir):
+            # Without `wal` the data are new, or a start of the release that wrote them has to come first.
+            if not has_mark(OsFileSystem(), data_dir) and os.path.isdir(layout.wal_dir(data_dir)):
+                check_upgrade(data_dir, accept_data_loss=False, progress=lambda _share: None)
+    except (RefusedLog, UnknownSnapshotVersion) as error:
+        return str(error)
+    except OSError as error:
+        return f"cannot be told: {error}; run this as the user of the service"
+    return None
 
 
 def _address_problem(settings: Settings) -> str | None:

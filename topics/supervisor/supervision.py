@@ -69,7 +69,7 @@ class Supervisor:
         self._stop_began_ms = 0
 
     def run(self, *, reshard: bool) -> int:
-        """Exit code of the service, once no child is left. `reshard`: the logs want another layout first."""
+        """Exit code of the service, once no child is left. `reshard`: the logs must be prepared first."""
         try:
             self._start(reshard)
             while not self._stopped():
@@ -119,7 +119,7 @@ class Supervisor:
         for child in self._frontends:
             child.start()
         if reshard:
-            _logger.info("resharding", shards=self._settings.wal_shards)
+            _logger.info("preparing the logs", shards=self._settings.wal_shards)
             self._header.set("state", ProcessState.RECOVERING)
             self._reshard = self._resharder()
             self._reshard.start()
