@@ -11,7 +11,7 @@ from typing import NamedTuple
 import httpx
 
 from bench import machine, wire
-from bench.echo import HttpProtocol, echo_server
+from bench.echo import echo_server
 from bench.figures import Figure
 from bench.idle_streams import IdleStreams, idle
 from bench.load import Outcome, Plan, closed_loop
@@ -98,15 +98,11 @@ def fdatasync(bench: Bench) -> list[Figure]:
 
 
 def echo(bench: Bench) -> list[Figure]:
-    """The protocol stack alone, and stock Hypercorn beside it."""
-    figures = []
-    protocols: list[HttpProtocol] = ["httptools", "stock"]
-    for protocol in protocols:
-        with echo_server(protocol, bench.cores.server) as port:
-            wait_answering(port)
-            outcome = bench.measure(port, [[wire.write("t", 1)]] * 32)
-        figures.append(Figure("echo", f"{protocol}, 32 connections", latency(outcome)))
-    return figures
+    """The protocol stack alone."""
+    with echo_server(bench.cores.server) as port:
+        wait_answering(port)
+        outcome = bench.measure(port, [[wire.write("t", 1)]] * 32)
+    return [Figure("echo", "httptools, 32 connections", latency(outcome))]
 
 
 def wait_answering(port: int) -> None:

@@ -9,14 +9,13 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import uvloop
 
-from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http.limits import HttpLimits
 from topics.frontend.http.serve import serve
 
-HttpProtocol = Literal["httptools", "stock"]
 ANSWER = b'{"topic":"t","first_seq":1,"last_seq":1,"head_seq":1,"count":1,"created":false,"deduped":false}'
 HEADERS = [(b"content-type", b"application/json"), (b"content-length", str(len(ANSWER)).encode())]
 
@@ -27,36 +26,30 @@ async def echo(
     scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
 ) -> None:
     """Bare ASGI: takes the whole body, answers what an acknowledgement looks like."""
-    if scope["type"] == "lifespan":
-        while True:
-            stage = (await receive())["type"]
-            await send({"type": f"{stage}.complete"})
-            if stage == "lifespan.shutdown":
-                return
     while (await receive()).get("more_body", False):
         pass
     await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
     await send({"type": "http.response.body", "body": ANSWER})
 
 
-def _serve(listener: socket.socket, protocol: HttpProtocol, cores: set[int]) -> None:
+def _serve(listener: socket.socket, cores: set[int]) -> None:
     os.sched_setaffinity(0, cores)
 
     async def run() -> None:
         shutdown = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, shutdown.set)
-        await serve(echo, [listener], HttpLimits(), protocol, shutdown)
+        await serve(echo, [listener], HttpLimits(), shutdown)
 
     uvloop.run(run())
 
 
 @contextmanager
-def echo_server(protocol: HttpProtocol, cores: set[int]) -> Iterator[int]:
+def echo_server(cores: set[int]) -> Iterator[int]:
     """One echo process on these cores; its port, which accepts from the start."""
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
         port: int = listener.getsockname()[1]
         # Spawned, not forked: a frontend begins with a fresh interpreter as well.
-        process = multiprocessing.get_context("spawn").Process(target=_serve, args=(listener, protocol, cores))
+        process = multiprocessing.get_context("spawn").Process(target=_serve, args=(listener, cores))
         process.start()
         try:
             yield port

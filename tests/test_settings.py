@@ -86,7 +86,6 @@ def test_sizes_in_bytes_or_with_a_suffix(text: str, expected: int) -> None:
         ("TOPICS_WAL_FILE_BYTES", "64MB", "a number of bytes from 1 MiB to 1 GiB"),
         ("TOPICS_LOG_LEVEL", "loud", "debug, info, warning or error"),
         ("TOPICS_LOG_FORMAT", "xml", "json or console"),
-        ("TOPICS_HTTP_PROTOCOL", "h3", "httptools or stock"),
         ("TOPICS_ALLOW_INSECURE_NO_AUTH", "maybe", "1 or 0"),
         ("TOPICS_HOST", "http://127.0.0.1", "a host name or address, with or without :port"),
         ("TOPICS_HOST", "127.0.0.1:99999", "a host name or address, with or without :port"),

@@ -60,7 +60,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     api_keys_file: str | None = None
     probe_auth: bool = False
     allow_insecure_no_auth: bool = False
-    http_protocol: Literal["httptools", "stock"] = "httptools"
     max_body_bytes: int = 64 * MIB
     max_batch_records: int = 10_000
     max_record_bytes: int = 1 * MIB
@@ -139,7 +138,6 @@ VARIABLES: Final[dict[str, Variable]] = {
     "api_keys_file": path_name("file with keys, a line for each; read again at `topics-supervisor reload`"),
     "probe_auth": flag("health and readiness, too, are for holders of a key only"),
     "allow_insecure_no_auth": flag("listen on a non-loopback address although nobody has to authenticate"),
-    "http_protocol": choice("httptools", "stock", help="HTTP/1.1 parser: our own on httptools, or Hypercorn's"),
     "max_body_bytes": byte_size(1 * KIB, 1 * GIB, "largest request body, after decompression"),
     "max_batch_records": integer(1, 1_000_000, "most records in one write"),
     "max_record_bytes": byte_size(16, 512 * MIB, "largest data + meta of one record"),

@@ -22,7 +22,7 @@ from topics.core.segment_list import COLD, SEALED, SegmentList
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
 from topics.storage.verify import verify
-from topics.walshard.hosted import Hosted
+from topics.walshard.hosted.hosted import Hosted
 
 EVENTS = 2
 HOT = 1

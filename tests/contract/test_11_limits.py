@@ -23,7 +23,7 @@ from tests.contract.asking import diff, envelope, ok, put, refused, write
 from tests.contract.socket_client import Socket
 from tests.contract.stream import Stream, held_by_frontends, watch
 from tests.harness import Service, poll
-from topics.frontend.body_budget import BODIES_MAX_BYTES
+from topics.frontend.limits import LONG_BODIES
 
 
 @pytest.fixture
@@ -188,9 +188,8 @@ def test_requests_in_flight_by_key_over_all_frontends(start: Any) -> None:
             refused(one.post("/v0/topics/t", content=b"{"), 415, "unsupported_media_type")
 
 
-@pytest.mark.parametrize("protocol", ["httptools", "stock"])
-def test_connections_over_all_frontends(start: Any, protocol: str) -> None:
-    service = start(max_connections=12, http_protocol=protocol)
+def test_connections_over_all_frontends(start: Any) -> None:
+    service = start(max_connections=12)
     poll("connections of the start to be over", lambda: held_by_frontends(service, "connections_admitted") == 0)
     with ExitStack() as stack:
         refusals = 0
@@ -231,10 +230,9 @@ def test_connections_over_all_frontends(start: Any, protocol: str) -> None:
         assert opened[1].getresponse().status == 200
 
 
-@pytest.mark.parametrize("protocol", ["httptools", "stock", "h2c"])
-def test_a_body_beyond_the_limit_is_413_on_every_protocol(start: Any, protocol: str) -> None:
-    h2 = protocol == "h2c"
-    service = start(max_body_bytes=100_000, http_protocol="stock" if protocol == "stock" else "httptools")
+@pytest.mark.parametrize("h2", [False, True])
+def test_a_body_beyond_the_limit_is_413_on_every_protocol(start: Any, h2: bool) -> None:
+    service = start(max_body_bytes=100_000)
     headers = {"Content-Type": "application/json"}
     with httpx.Client(base_url=service.url, http1=not h2, http2=h2, timeout=20) as client:
 
@@ -260,9 +258,8 @@ def test_a_body_beyond_the_limit_is_413_on_every_protocol(start: Any, protocol: 
 
 
 @pytest.mark.parametrize("http2", [False, True])
-def test_a_body_that_no_route_reads_holds_nothing_up(start: Any, http2: bool) -> None:
-    """The stock server would wait for ever with what nobody takes, and with it every other stream of HTTP/2."""
-    service = start(http_protocol="stock")
+def test_a_body_that_no_route_reads_holds_nothing_up(service: Service, http2: bool) -> None:
+    """Hypercorn would wait for ever with what nobody takes, and with it every other stream of HTTP/2."""
     with httpx.Client(base_url=service.url, http1=not http2, http2=http2, timeout=20) as client:
         for _ in range(3):
             try:
@@ -374,7 +371,7 @@ def test_bombs_in_great_numbers_are_bounded_together(start: Any) -> None:
                 accepted += 1
     assert accepted >= 4, "there is room for so many at once"
     assert diff(service.client, "t")["head_seq"] == accepted, "what was refused has done nothing"
-    assert peak_bytes(pid) - before_bytes <= 3 * BODIES_MAX_BYTES
+    assert peak_bytes(pid) - before_bytes <= 3 * LONG_BODIES.most_bytes
 
 
 def test_long_bodies_wait_for_room_and_short_ones_need_none(start: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.contract.asking import ok, put, refused, write
 from tests.harness import Service, poll
-from topics.frontend.reads.manifest import PINS_MAX
+from topics.frontend.limits import PINS
 from topics.shm import names
 from topics.storage.frame import FLAG_TAG
 from topics.storage.pins import pins_dir
@@ -220,7 +220,7 @@ def test_pins_are_limited(topic: str) -> None:
 def test_a_pin_that_was_ended_makes_room(topic: str) -> None:
     with Service(env={"TOPICS_CHECKPOINT_INTERVAL_MS": "20"}, frontends=1) as own:
         write(own.client, topic, 1)
-        pins = [manifest(own.client, topic, pin_ttl_ms=MINUTE_MS)["pin"]["id"] for _ in range(PINS_MAX)]
+        pins = [manifest(own.client, topic, pin_ttl_ms=MINUTE_MS)["pin"]["id"] for _ in range(PINS.most_count)]
         for pin in pins[:2]:
             refused(own.client.get(f"/v0/topics/{topic}/segments", params={"pin_ttl_ms": MINUTE_MS}), 429, "throttled")
             assert ok(own.client.delete(f"/v0/topics/{topic}/pins/{pin}"))["ended"] is True
@@ -247,11 +247,11 @@ def test_a_frontend_has_room_again_where_another_ended_its_pins(topic: str) -> N
 
         poll("connections to both", of_both)
         one, other = clients.values()
-        for _ in range(2 * PINS_MAX):
+        for _ in range(2 * PINS.most_count):
             pin = pinned(one)
             assert ok(other.delete(f"/v0/topics/{topic}/pins/{pin}"))["ended"] is True
             assert ok(one.put(f"/v0/topics/{topic}/pins/{pin}"))["held"] is False
         pinned(other)
-        for _ in range(PINS_MAX):
+        for _ in range(PINS.most_count):
             assert ok(other.delete(f"/v0/topics/{topic}/pins/{pinned(other)}"))["ended"] is True
-        assert len(list(directory.iterdir())) <= 3 * PINS_MAX
+        assert len(list(directory.iterdir())) <= 3 * PINS.most_count

@@ -24,9 +24,9 @@ GOOD = {
 }
 
 
-@pytest.fixture(scope="module", params=["httptools", "stock"])
-def spoken(request: pytest.FixtureRequest) -> Iterator[Service]:
-    with Service(shards=1, frontends=1, env={"TOPICS_HTTP_PROTOCOL": request.param}) as running:
+@pytest.fixture(scope="module")
+def spoken() -> Iterator[Service]:
+    with Service(shards=1, frontends=1) as running:
         yield running
 
 

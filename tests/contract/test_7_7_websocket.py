@@ -539,9 +539,8 @@ def last_words(ws: Socket) -> str | None:
         return None
 
 
-@pytest.mark.parametrize("protocol", ["httptools", "stock"])
-def test_a_stop_acknowledges_what_was_sent_and_closes_with_1012(protocol: str) -> None:
-    with Service(env={"TOPICS_HTTP_PROTOCOL": protocol}) as service:
+def test_a_stop_acknowledges_what_was_sent_and_closes_with_1012() -> None:
+    with Service() as service:
         put(service.client, "t")
         with Socket(service) as ws, Socket(service):
             ws.ask("subscribe", topic="t")
@@ -608,11 +607,9 @@ UPGRADE_TO_H2 = (
 
 
 @pytest.mark.parametrize("data", [HANDSHAKE + b"\x81\x85\0\0\0\0hello", HANDSHAKE, HANDSHAKE[:-60], UPGRADE_TO_H2])
-@pytest.mark.parametrize("protocol", ["httptools", "stock"])
-def test_a_client_gone_in_its_handshake_leaves_nothing_behind(data: bytes, protocol: str) -> None:
+def test_a_client_gone_in_its_handshake_leaves_nothing_behind(data: bytes) -> None:
     """Hypercorn does not tell the app in each of these cases; places and sockets would stay for ever."""
-    env = {"TOPICS_HTTP_PROTOCOL": protocol, "TOPICS_MAX_SSE_CONNECTIONS": "8"}
-    with Service(frontends=1, shards=1, env=env) as service:
+    with Service(frontends=1, shards=1, env={"TOPICS_MAX_SSE_CONNECTIONS": "8"}) as service:
         pids = [service.pid_of("frontend")]
         connections(service)
         before = open_sockets(pids)

@@ -35,10 +35,10 @@ from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out, stamp
 from topics.storage.segment_store import LocalStore
-from topics.walshard.holdings import Holdings
-from topics.walshard.hosted import Hosted
-from topics.walshard.segment_files import SegmentFiles
-from topics.walshard.topic_index import TopicIndex
+from topics.walshard.hosted.holdings import Holdings
+from topics.walshard.hosted.hosted import Hosted
+from topics.walshard.hosted.segment_files import SegmentFiles
+from topics.walshard.hosted.topic_index import TopicIndex
 
 RING_BYTES = 64 * 1024
 COLD_TIMEOUT_MS = 10_000
@@ -87,7 +87,7 @@ class Hosting:
         self.cold = ColdTier(self.store, self.clock, COLD_TIMEOUT_MS)
         self.arena = ArenaWriter(identity, 0, 1)
         settings = load({}, {"data_dir": data_dir, "wal_shards": 1, "frontends": 1})
-        self.holdings = Holdings(self.shared.control, 0, settings)
+        self.holdings = Holdings(self.shared.control, 0, settings, [])
         self.topics: dict[str, Hosted] = {}
         self.file_no = 1
         self.in_ram = False

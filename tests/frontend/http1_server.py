@@ -16,11 +16,11 @@ import pytest
 import uvloop
 
 from topics.frontend.answers import take_room
-from topics.frontend.asgi import DELIVER, TRANSPORT, Receive, Scope, Send
-from topics.frontend.http.http1_connections import Connections
-from topics.frontend.http.http1_parser import HttpLimits
-from topics.frontend.http.http1_push import PushStream
-from topics.frontend.http.serve import HttpProtocol, serve
+from topics.frontend.asgi import DELIVER, Receive, Scope, Send
+from topics.frontend.http.http1 import Connections
+from topics.frontend.http.http1_exchange import PushStream
+from topics.frontend.http.limits import HttpLimits
+from topics.frontend.http.serve import serve
 from topics.shm.cap import Cap
 
 DEADLINE_S = 10.0
@@ -91,21 +91,13 @@ class App:
         self.asked = self.made = 0
         """Of `page`."""
         self.errors: list[BaseException] = []
-        self.stages: list[str] = []
+        self.cut = 0
         self.go = asyncio.Event()
         self.pushes: list[PushStream] = []
         self.push_closed = 0
         self.push_writable = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            while True:
-                stage = (await receive())["type"].removeprefix("lifespan.")
-                self.stages.append(stage)
-                scope["state"]["from"] = "lifespan"
-                await send({"type": f"lifespan.{stage}.complete"})
-                if stage == "shutdown":
-                    return
         self.scopes.append(scope)
         self.running += 1
         try:
@@ -114,7 +106,7 @@ class App:
             else:
                 await getattr(self, scope["path"].split("/")[1])(scope, receive, send)
         except asyncio.CancelledError:
-            self.stages.append("cut")
+            self.cut += 1
             raise
         except BaseException as error:
             self.errors.append(error)
@@ -143,7 +135,6 @@ class App:
     async def target(self, scope: Scope, receive: Receive, send: Send) -> None:
         keys = ("method", "path", "raw_path", "query_string", "http_version", "scheme", "headers", "root_path")
         show = {key: scope[key] for key in keys} | {"client": scope["client"][0], "server": scope["server"][1]}
-        show["state"] = {key: value for key, value in scope["state"].items() if key != TRANSPORT}
         await self.answer(send, json.dumps(show, default=lambda b: b.decode("latin-1")).encode())
 
     async def status(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -321,7 +312,6 @@ class Server:
 
     def __init__(
         self,
-        http_protocol: HttpProtocol = "httptools",
         loop: str = "uvloop",
         limits: HttpLimits | None = None,
         grace_ms: int = 10_000,
@@ -329,7 +319,8 @@ class Server:
     ) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port: int = self.listener.getsockname()[1]
-        self._arguments = (http_protocol, limits or HttpLimits(), grace_ms)
+        self._limits = limits or HttpLimits()
+        self._grace_ms = grace_ms
         self._places = places
         self._loop_factory = LOOPS[loop]
         self._ready = threading.Event()
@@ -346,17 +337,15 @@ class Server:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        protocol, limits, grace_ms = self._arguments
         self.loop = asyncio.get_running_loop()
         self.loop.set_exception_handler(lambda _, context: self.loop_errors.append(context))
         self.app, self.connections, self.shutdown = App(), Connections(self._places), asyncio.Event()
         await serve(
             self.app,
             [self.listener],
-            limits,
-            protocol,
+            self._limits,
             self.shutdown,
-            grace_ms=grace_ms,
+            grace_ms=self._grace_ms,
             connections=self.connections,
             on_ready=self._ready.set,
         )

@@ -16,13 +16,14 @@ from tests.frontend.live import until
 from topics import settings as settings_module
 from topics.core.config import TopicConfig
 from topics.core.keys import KeyRing
+from topics.frontend import limits
 from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.asgi import ROOM, SHARE
-from topics.frontend.body_budget import LONG_BYTES, Share, bodies, medium_bodies
+from topics.frontend.bodies import LONG_BYTES, Share, long_bodies, medium_bodies
+from topics.frontend.budget import Budget, Hold
 from topics.frontend.figures import ServiceFigures
-from topics.frontend.http.answer_room import AnswerRoom, Place
 from topics.frontend.key_limits import KeyLimits
 from topics.frontend.live import websocket, websocket_commands
 from topics.frontend.live.delivery import Hub
@@ -41,7 +42,6 @@ from topics.frontend.queues.queue import QueueRoutes
 from topics.frontend.queues.queue_table import cursor_operations, queue_operations
 from topics.frontend.queues.unreadable import UnreadableJobs
 from topics.frontend.queues.work import WorkRoutes
-from topics.frontend.reads import diff as diff_module
 from topics.frontend.reads import node_sets as node_sets_module
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.diff import DiffRoute
@@ -167,7 +167,7 @@ class Frontend:
         """The client closes its connection."""
 
     async def ask(
-        self, method: str, path: str, body: Any = None, place: Place | None = None
+        self, method: str, path: str, body: Any = None, place: Hold | None = None
     ) -> tuple[int, dict[bytes, bytes], Any]:
         """(status, headers, decoded body). `place`: where there is room for it on a connection of HTTP/2."""
         path, _, query = path.partition("?")
@@ -242,7 +242,7 @@ def test_a_long_poll_does_not_hold_what_its_body_was(hosting: Hosting, padding: 
         poll = asyncio.create_task(frontend.ask("POST", "/v0/topics/t/diff", body))
         await frontend.watching("t")
         assert frontend.cell.get("long_polls") == 1
-        assert bodies.held_bytes == 0
+        assert long_bodies.held_bytes == 0
         frontend.gone.set()
         await poll
 
@@ -324,8 +324,8 @@ def test_a_long_poll_that_waits_for_room_ends_with_its_time_and_at_a_stop(hostin
     hosting.make("t")
 
     async def test(frontend: Frontend) -> None:
-        room = AnswerRoom(most_bytes=8 << 20)
-        place, other = Place(room), Place(room)
+        room = Budget(limits.CONNECTION_ANSWERS._replace(most_bytes=8 << 20))
+        place, other = Hold(room), Hold(room)
         wait_ms = 30_000 if end == "drain" else 100
         poll = asyncio.create_task(frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": wait_ms}, place))
         watch = await frontend.watching("t")
@@ -341,7 +341,7 @@ def test_a_long_poll_that_waits_for_room_ends_with_its_time_and_at_a_stop(hostin
         assert not room.waiting
         other.close()
         assert room.held_bytes < 1000, "no more than the answer, which nobody has taken here"
-        _, _, body = await frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000}, Place(room))
+        _, _, body = await frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000}, Hold(room))
         assert [record["$seq"] for record in body["records"]] == [1]
         assert frontend.cell.get("long_polls") == 0
 
@@ -379,8 +379,8 @@ def test_a_long_poll_goes_on_in_a_topic_that_is_made_again_while_it_waits_for_ro
     hosting.make("t")
 
     async def test(frontend: Frontend) -> None:
-        room = AnswerRoom(most_bytes=8 << 20)
-        place, other = Place(room), Place(room)
+        room = Budget(limits.CONNECTION_ANSWERS._replace(most_bytes=8 << 20))
+        place, other = Hold(room), Hold(room)
         poll = asyncio.create_task(frontend.ask("POST", "/v0/topics/t/diff", {"wait_ms": 30_000}, place))
         watch = await frontend.watching("t")
         await other.take(8 << 20)
@@ -400,7 +400,7 @@ def test_a_long_poll_goes_on_in_a_topic_that_is_made_again_while_it_waits_for_ro
 
 
 def test_long_polls_are_bounded(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diff_module, "LONG_POLLS_MAX", 1)
+    monkeypatch.setattr(limits, "LONG_POLLS", limits.LONG_POLLS._replace(most_count=1))
     hosting.make("t")
 
     async def test(frontend: Frontend) -> None:
@@ -533,7 +533,7 @@ def test_a_long_message_is_counted_until_it_is_answered(
     counted: list[int] = []
 
     def decode(body: bytes) -> Command:
-        counted.append(bodies.held_bytes)
+        counted.append(long_bodies.held_bytes)
         return websocket_commands.decode(body)
 
     monkeypatch.setattr(websocket, "decode", decode)
@@ -551,17 +551,17 @@ def test_a_long_message_is_counted_until_it_is_answered(
             sent.put_nowait({"type": "websocket.receive", "text": text})
             assert msgspec.json.decode((await received.get())["text"]) == {"op": "pong", "request_id": 1}
         # One that was counted as it came is not counted again, but as far as it is longer in UTF-8.
-        share: Share | None = Share(32 << 20)
+        share: Share | None = Share()
         assert share is not None
         assert share.reach(LONG_BYTES)
-        came_bytes = bodies.held_bytes + medium_bodies.held_bytes
+        came_bytes = long_bodies.held_bytes + medium_bodies.held_bytes
         medium_bytes = medium_bodies.held_bytes
         sent.put_nowait({"type": "websocket.receive", "text": text, SHARE: share})
         del share
         await received.get()
         assert counted.pop() == LONG_BYTES
         assert (came_bytes, medium_bytes) == (LONG_BYTES, LONG_BYTES)
-        await until(lambda: not bodies.held_bytes and not medium_bodies.held_bytes)
+        await until(lambda: not long_bodies.held_bytes and not medium_bodies.held_bytes)
         sent.put_nowait({"type": "websocket.receive", "text": '{"op":"ping","request_id":2}'})
         assert msgspec.json.decode((await received.get())["text"])["request_id"] == 2
         assert counted == [len(text.encode())] * 3 + [0]

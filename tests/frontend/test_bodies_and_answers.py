@@ -151,7 +151,7 @@ def test_answers_are_packed_for_those_who_ask(size: int) -> None:
 def test_answers_beyond_what_threads_keep_up_with_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor kept until they are: pages are made faster than they are packed."""
     body = b"x" * 200_000
-    monkeypatch.setattr(answers, "PACKING_MAX_BYTES", 3 * len(body))
+    monkeypatch.setattr(answers.packing, "most_bytes", 3 * len(body))
 
     async def main() -> list[tuple[bool, bytes]]:
         messages: dict[int, list[Any]] = {at: [] for at in range(8)}

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from topics.core.errors import TopicsError
-from topics.frontend import bodies as bodies_module
-from topics.frontend import body_budget as module
-from topics.frontend.bodies import ClientGoneError, read_body, read_wish
-from topics.frontend.body_budget import BodyBudget
+from topics.frontend import limits
+from topics.frontend.bodies import ClientGoneError, hold, long_bodies, medium_bodies, read_body, read_wish
+from topics.frontend.budget import Budget
 
 MIB = 1 << 20
 MOST = 10 * MIB
@@ -22,25 +21,27 @@ GZIP = JSON | {b"content-encoding": b"gzip"}
 
 
 @pytest.fixture
-def budget(monkeypatch: pytest.MonkeyPatch) -> BodyBudget:
-    monkeypatch.setattr(module, "BODIES_MAX_BYTES", MOST)
-    budget = BodyBudget()
-    monkeypatch.setattr(bodies_module, "bodies", budget)
-    monkeypatch.setattr(bodies_module, "medium_bodies", BodyBudget())
-    return budget
+def budget(monkeypatch: pytest.MonkeyPatch) -> Budget:
+    for one in (long_bodies, medium_bodies):
+        monkeypatch.setattr(one, "most_bytes", MOST)
+    return long_bodies
+
+
+def wait_only(monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:
+    monkeypatch.setattr(long_bodies, "limit", limits.LONG_BODIES._replace(wait_s=wait_s))
 
 
 class Request:
     """One that holds so much until it is let go."""
 
-    def __init__(self, budget: BodyBudget, size_bytes: int) -> None:
+    def __init__(self, budget: Budget, size_bytes: int) -> None:
         self.held = False
         self._go = asyncio.Event()
         self._budget = budget
         self.task = asyncio.create_task(self._run(size_bytes))
 
     async def _run(self, size_bytes: int) -> None:
-        await self._budget.hold(size_bytes, MIB)
+        await hold(self._budget, size_bytes)
         self.held = True
         await self._go.wait()
 
@@ -62,7 +63,7 @@ def on_loop(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_room_is_given_in_turn_and_given_back(budget: BodyBudget) -> None:
+def test_room_is_given_in_turn_and_given_back(budget: Budget) -> None:
     async def test() -> None:
         requests = [Request(budget, size * MIB) for size in (6, 4, 5, 1)]
         await settle()
@@ -83,9 +84,9 @@ def test_room_is_given_in_turn_and_given_back(budget: BodyBudget) -> None:
 
 
 def test_who_waits_too_long_is_throttled_and_makes_room_for_the_next(
-    budget: BodyBudget, monkeypatch: pytest.MonkeyPatch
+    budget: Budget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "ROOM_WAIT_S", 0.05)
+    wait_only(monkeypatch, 0.05)
 
     async def test() -> None:
         first = Request(budget, 6 * MIB)
@@ -107,7 +108,7 @@ def test_who_waits_too_long_is_throttled_and_makes_room_for_the_next(
     on_loop(test)
 
 
-def test_who_is_cancelled_while_it_waits_holds_nothing_and_blocks_nobody(budget: BodyBudget) -> None:
+def test_who_is_cancelled_while_it_waits_holds_nothing_and_blocks_nobody(budget: Budget) -> None:
     async def test() -> None:
         first = Request(budget, 6 * MIB)
         await settle()
@@ -119,7 +120,7 @@ def test_who_is_cancelled_while_it_waits_holds_nothing_and_blocks_nobody(budget:
         # Let in and cancelled in one turn of the loop.
         last = Request(budget, 6 * MIB)
         await settle()
-        budget.give_back(6 * MIB)
+        budget.release(6 * MIB)
         last.task.cancel()
         await settle()
         assert (last.held, budget.held_bytes) == (False, 4 * MIB)
@@ -148,7 +149,7 @@ def pieces(body: bytes, size_bytes: int = 65_536, gone: bool = False) -> Callabl
 
 
 def reading(
-    budget: BodyBudget,
+    budget: Budget,
     body: bytes,
     headers: dict[bytes, bytes],
     gone: bool = False,
@@ -159,19 +160,18 @@ def reading(
     its request.
     """
     seen: list[tuple[int, int, int]] = []
-    medium: BodyBudget = vars(bodies_module)["medium_bodies"]
 
     async def test() -> None:
         async def request() -> None:
             read = await read_body(pieces(body, piece_bytes, gone), headers, max_bytes)
-            seen.append((len(read), budget.held_bytes, medium.held_bytes))
+            seen.append((len(read), budget.held_bytes, medium_bodies.held_bytes))
 
         await asyncio.create_task(request())
 
     try:
         on_loop(test)
     finally:
-        assert budget.held_bytes == medium.held_bytes == 0
+        assert budget.held_bytes == medium_bodies.held_bytes == 0
     return seen[0]
 
 
@@ -179,7 +179,7 @@ def of_length(len_bytes: int) -> dict[bytes, bytes]:
     return JSON | {b"content-length": b"%d" % len_bytes}
 
 
-def test_bodies_are_counted_from_64_kib_on(budget: BodyBudget) -> None:
+def test_bodies_are_counted_from_64_kib_on(budget: Budget) -> None:
     assert reading(budget, b"x" * 65_536, JSON) == (65_536, 0, 0)
     assert reading(budget, b"x" * 65_536, of_length(65_536)) == (65_536, 0, 0)
     assert reading(budget, b"x" * 65_537, JSON) == (65_537, 0, 65_536), "in chunks: 64 KiB for each begun but the first"
@@ -190,7 +190,7 @@ def test_bodies_are_counted_from_64_kib_on(budget: BodyBudget) -> None:
         reading(budget, b"x" * 100_000, of_length(100_000), gone=True)
 
 
-def test_bodies_are_counted_apart_from_a_mib_on(budget: BodyBudget) -> None:
+def test_bodies_are_counted_apart_from_a_mib_on(budget: Budget) -> None:
     length = of_length(1_500_000)
     assert reading(budget, b"x" * 1_500_000, length) == (1_500_000, 1_500_000, 0)
     assert reading(budget, b"x" * 1_500_000, JSON) == (1_500_000, MIB, MIB - 65_536), "in chunks: by the MiB"
@@ -201,7 +201,7 @@ def test_bodies_are_counted_apart_from_a_mib_on(budget: BodyBudget) -> None:
         reading(budget, b"x" * 1_500_000, length, gone=True)
 
 
-def test_a_zipped_body_is_counted_before_it_is_unpacked(budget: BodyBudget) -> None:
+def test_a_zipped_body_is_counted_before_it_is_unpacked(budget: Budget) -> None:
     packed = gzip.compress(b" " * 2 * MIB)
     assert len(packed) < 10_000
     assert reading(budget, packed, GZIP) == (2 * MIB, 2 * MIB, 0)
@@ -213,7 +213,7 @@ def test_a_zipped_body_is_counted_before_it_is_unpacked(budget: BodyBudget) -> N
     assert refused.value.code == "payload_too_large"
 
 
-def test_a_zipped_body_that_states_less_than_it_holds_is_not_unpacked_beyond_that(budget: BodyBudget) -> None:
+def test_a_zipped_body_that_states_less_than_it_holds_is_not_unpacked_beyond_that(budget: Budget) -> None:
     packed = gzip.compress(b" " * 2 * MIB)
     lying = packed[:-4] + (5).to_bytes(4, "little")
     with pytest.raises(TopicsError) as refused:
@@ -222,7 +222,7 @@ def test_a_zipped_body_that_states_less_than_it_holds_is_not_unpacked_beyond_tha
     assert "more than the 5 bytes" in refused.value.message
 
 
-def test_a_body_that_is_decoded_to_something_short_is_counted_no_longer(budget: BodyBudget) -> None:
+def test_a_body_that_is_decoded_to_something_short_is_counted_no_longer(budget: Budget) -> None:
     async def test() -> None:
         async def request() -> None:
             held: list[int] = []
@@ -232,8 +232,8 @@ def test_a_body_that_is_decoded_to_something_short_is_counted_no_longer(budget: 
                 return len(body)
 
             assert await read_wish(pieces(b" " * 1_500_000), JSON, 2 * MIB, decode) == 1_500_000
-            assert (held, budget.held_bytes, vars(bodies_module)["medium_bodies"].held_bytes) == ([MIB], 0, 0)
-            await budget.hold(MIB, 2 * MIB)  # and what is held from then on is, to the end
+            assert (held, budget.held_bytes, medium_bodies.held_bytes) == ([MIB], 0, 0)
+            await hold(budget, MIB)  # and what is held from then on is, to the end
             assert budget.held_bytes == MIB
 
         await asyncio.create_task(request())
@@ -242,9 +242,9 @@ def test_a_body_that_is_decoded_to_something_short_is_counted_no_longer(budget: 
     assert budget.held_bytes == 0
 
 
-def test_many_bombs_at_once_stay_within_the_bound(budget: BodyBudget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_bombs_at_once_stay_within_the_bound(budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits with what it sent, unpacked are as many as there is room for."""
-    monkeypatch.setattr(module, "ROOM_WAIT_S", 0.2)
+    wait_only(monkeypatch, 0.2)
     packed = gzip.compress(b" " * 2 * MIB)
     most = 0
     outcomes: list[str] = []

@@ -11,7 +11,8 @@ import pytest
 
 from topics.core.clock import SystemClock
 from topics.core.errors import TopicsError
-from topics.frontend.reads.cold import BLOCK_BYTES, IN_FLIGHT_MAX, WAITING_MAX, ColdMissError, ColdTier
+from topics.frontend.limits import COLD_READS
+from topics.frontend.reads.cold import BLOCK_BYTES, IN_FLIGHT_MAX, ColdMissError, ColdTier
 
 DEADLINE_S = 20.0
 NAME = "0000000000000007/seg-00000000000000000001.data"
@@ -185,12 +186,12 @@ def test_reads_that_have_no_thread_yet_are_bounded() -> None:
     async def test() -> None:
         store = Gated(is_open=False)
         tier = ColdTier(store, SystemClock(), 10_000)
-        names = [f"segment-{n}" for n in range(IN_FLIGHT_MAX + WAITING_MAX)]
+        names = [f"segment-{n}" for n in range(IN_FLIGHT_MAX + COLD_READS.most_count)]
         readers = [asyncio.create_task(tier.fetch(miss(0, 10, name))) for name in names]
         await asyncio.sleep(0)
         with pytest.raises(TopicsError) as refused:
             await tier.fetch(miss(0, 10, "one more"))
-        assert str(WAITING_MAX) in refused.value.message
+        assert str(COLD_READS.most_count) in refused.value.message
         for reader in readers[IN_FLIGHT_MAX:]:
             reader.cancel()
         await asyncio.gather(*readers[IN_FLIGHT_MAX:], return_exceptions=True)
@@ -208,7 +209,7 @@ def test_reads_for_which_no_thread_can_be_started_fail_and_keep_no_place() -> No
     async def test() -> None:
         store = Gated()
         tier = ColdTier(store, SystemClock(), 5000)
-        names = [f"segment-{n}" for n in range(WAITING_MAX)]
+        names = [f"segment-{n}" for n in range(COLD_READS.most_count)]
         former = threading.stack_size(1 << 47)
         try:
             outcomes = await asyncio.gather(*[tier.fetch(miss(0, 10, name)) for name in names], return_exceptions=True)

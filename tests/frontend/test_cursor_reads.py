@@ -16,10 +16,11 @@ import pytest
 from tests.frontend.live import DEADLINE_S, Live, on_loop, until
 from tests.frontend.test_watch import cram, posts
 from topics.core.errors import TopicsError
+from topics.frontend import limits
 from topics.frontend.asgi import DELIVER, Send
 from topics.frontend.bodies import ClientGoneError
-from topics.frontend.http.answer_room import Place
-from topics.frontend.queues import cursor_routes, turns
+from topics.frontend.budget import Hold
+from topics.frontend.queues import turns
 from topics.frontend.queues.cursor_routes import CursorRoutes
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.diff import MAX_BATCH_BYTES
@@ -129,7 +130,7 @@ def test_pages_that_wait_for_a_slow_shard_have_a_bound_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who finds no room for a page does not make it, and is served when there is."""
-    monkeypatch.setattr(cursor_routes, "MOVING_MAX_BYTES", 3 * MAX_BATCH_BYTES[0])
+    monkeypatch.setattr(limits, "CURSOR_PAGES", limits.CURSOR_PAGES._replace(most_bytes=3 * MAX_BATCH_BYTES[0]))
 
     async def test(live: Live) -> None:
         reader = Reader(live)
@@ -173,8 +174,8 @@ def test_a_cursor_does_not_move_for_a_client_that_went_away_while_it_waited_for_
     async def test(live: Live) -> None:
         reader = Reader(live)
         await reader.make(5, consistency="strictly_at_once")
-        others = Place(reader.routes._moving)
-        await others.take(cursor_routes.MOVING_MAX_BYTES)
+        others = Hold(reader.routes._moving)
+        await others.take(limits.CURSOR_PAGES.most_bytes)
         gone = asyncio.Event()
         waiting = asyncio.create_task(reader.read(2, gone=gone))
         await until(lambda: bool(reader.routes._moving.waiting))
@@ -330,7 +331,7 @@ def test_who_gives_up_its_turn_is_in_nobodys_way(tmp_path: Path) -> None:
 def test_readers_that_wait_for_their_turn_are_bounded_in_number_and_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "READERS_MAX", 20)
+    monkeypatch.setattr(limits, "CURSOR_READERS", limits.CURSOR_READERS._replace(most_count=20))
 
     async def test(live: Live) -> None:
         reader = Reader(live)

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from tests.frontend.live import OPTIONS, Live, Wire, delivered, on_loop, turns, until
 from topics.core.priority import AGE_FULL_MS
-from topics.frontend.live import delivery, room, snapshot
+from topics.frontend import limits
+from topics.frontend.live import delivery, snapshot
 from topics.frontend.live.beats import BEATS_MAX
 from topics.frontend.live.delivery import FAN_OUT_STEP
 from topics.frontend.live.pulse import STALL_CUT_MS, STALL_MAX_MS
@@ -495,7 +496,7 @@ async def followers_of_large_frames(live: Live, count: int) -> list[Wire]:
 
 
 def test_large_frames_for_many_wait_for_room_and_cut_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "KEPT_BYTES_MAX", 3 * LARGE_BYTES)
+    monkeypatch.setattr(limits, "KEPT_FRAMES", limits.KEPT_FRAMES._replace(most_bytes=3 * LARGE_BYTES))
 
     async def test(live: Live) -> None:
         wires = await followers_of_large_frames(live, 20)
@@ -518,7 +519,7 @@ def test_large_frames_for_many_wait_for_room_and_cut_nobody(tmp_path: Path, monk
 
 def test_a_large_page_is_made_for_who_has_room_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that share nothing, and clients that come and go meanwhile: room is given to one of them, not to all."""
-    monkeypatch.setattr(room, "KEPT_BYTES_MAX", 3 * LARGE_BYTES)
+    monkeypatch.setattr(limits, "KEPT_FRAMES", limits.KEPT_FRAMES._replace(most_bytes=3 * LARGE_BYTES))
     monkeypatch.setattr(delivery, "SLICE_S", 0.0)
     monkeypatch.setattr(snapshot, "KEPT_BYTES", 0)
 
@@ -547,7 +548,7 @@ def test_a_large_page_is_made_for_who_has_room_only(tmp_path: Path, monkeypatch:
 
 
 def test_newcomers_do_not_take_the_room_that_another_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "KEPT_BYTES_MAX", 4 * LARGE_BYTES)
+    monkeypatch.setattr(limits, "KEPT_FRAMES", limits.KEPT_FRAMES._replace(most_bytes=4 * LARGE_BYTES))
 
     async def test(live: Live) -> None:
         full = await followers_of_large_frames(live, 3)
@@ -577,7 +578,7 @@ def test_newcomers_do_not_take_the_room_that_another_waits_for(tmp_path: Path, m
 def test_clients_that_do_not_read_hold_up_large_frames_for_a_moment_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "KEPT_BYTES_MAX", 3 * LARGE_BYTES)
+    monkeypatch.setattr(limits, "KEPT_FRAMES", limits.KEPT_FRAMES._replace(most_bytes=3 * LARGE_BYTES))
 
     async def test(live: Live) -> None:
         wires = await followers_of_large_frames(live, 2)
@@ -606,7 +607,7 @@ def test_clients_that_do_not_read_hold_up_large_frames_for_a_moment_only(
 
 
 def test_nobody_is_cut_for_what_nobody_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "KEPT_BYTES_MAX", 3 * LARGE_BYTES)
+    monkeypatch.setattr(limits, "KEPT_FRAMES", limits.KEPT_FRAMES._replace(most_bytes=3 * LARGE_BYTES))
 
     async def test(live: Live) -> None:
         wires = await followers_of_large_frames(live, 2)
@@ -624,7 +625,7 @@ def test_nobody_is_cut_for_what_nobody_waits_for(tmp_path: Path, monkeypatch: py
 
 
 def test_who_waits_for_room_may_leave_or_lose_its_topic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "KEPT_BYTES_MAX", 3 * LARGE_BYTES // 2)
+    monkeypatch.setattr(limits, "KEPT_FRAMES", limits.KEPT_FRAMES._replace(most_bytes=3 * LARGE_BYTES // 2))
 
     async def test(live: Live) -> None:
         wires = await followers_of_large_frames(live, 4)
@@ -646,7 +647,7 @@ def test_who_waits_for_room_may_leave_or_lose_its_topic(tmp_path: Path, monkeypa
 def test_who_waits_for_room_in_one_topic_and_is_full_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "KEPT_BYTES_MAX", 3 * LARGE_BYTES // 2)
+    monkeypatch.setattr(limits, "KEPT_FRAMES", limits.KEPT_FRAMES._replace(most_bytes=3 * LARGE_BYTES // 2))
 
     async def test(live: Live) -> None:
         await live.put("t")

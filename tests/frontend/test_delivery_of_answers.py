@@ -12,7 +12,7 @@ import pytest
 
 from tests.frontend.http1_server import Client, Server, until
 from tests.frontend.test_http2_buffer import WINDOW_BYTES, Connected
-from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http.limits import HttpLimits
 
 BODY_BYTES: Final = 8 * 2**20
 """More than the kernel takes off a process."""
@@ -34,10 +34,9 @@ def leave_in_order(client: Client) -> None:
 LEAVING = pytest.mark.parametrize("leave", [leave_by_reset, leave_in_order], ids=["reset", "close"])
 
 
-@pytest.fixture(params=["httptools-uvloop", "httptools-asyncio", "stock-uvloop", "stock-asyncio"])
+@pytest.fixture(params=["uvloop", "asyncio"])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    protocol, _, loop = request.param.partition("-")
-    with Server(protocol, loop, limits=HttpLimits(write_stall_timeout_ms=60_000)) as running:
+    with Server(request.param, limits=HttpLimits(write_stall_timeout_ms=60_000)) as running:
         yield running
 
 
@@ -84,12 +83,11 @@ def test_what_is_pipelined_behind_it_waits(server: Server) -> None:
 
 
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
-@pytest.mark.parametrize("protocol", ["httptools", "stock"])
-def test_who_takes_nothing_is_not_waited_for_without_an_end(protocol: str, loop: str) -> None:
+def test_who_takes_nothing_is_not_waited_for_without_an_end(loop: str) -> None:
     """Though writing does not pause."""
     limits = HttpLimits(write_stall_timeout_ms=200, linger_ms=20, write_high_water_bytes=BODY_BYTES)
     with (
-        Server(protocol, loop, limits=limits) as server,  # type: ignore[arg-type]
+        Server(loop, limits=limits) as server,
         server.client(receive_buffer_bytes=RECEIVE_BUFFER_BYTES) as client,
     ):
         client.get(f"/deliver?{BODY_BYTES - 1000}")

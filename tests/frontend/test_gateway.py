@@ -13,8 +13,9 @@ import pytest
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.topic import Topic
+from topics.frontend import limits
 from topics.frontend.shards import gateway as gateway_module
-from topics.frontend.shards import lane, spills, watches
+from topics.frontend.shards import watches
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import load
@@ -31,10 +32,10 @@ from topics.shm.txn_messages import TxnPending
 from topics.shm.watch_messages import Hello, SessionOpen, SessionOpenReply, Unwatch, Watch
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import LaidOut, lay_out
-from topics.walshard.holdings import Holdings
-from topics.walshard.hosted import Hosted
-from topics.walshard.segment_files import SegmentFiles
-from topics.walshard.topic_index import TopicIndex
+from topics.walshard.hosted.holdings import Holdings
+from topics.walshard.hosted.hosted import Hosted
+from topics.walshard.hosted.segment_files import SegmentFiles
+from topics.walshard.hosted.topic_index import TopicIndex
 
 RING_BYTES = 64 * 1024
 REPLY = AppendReply(5, 1, 5, False, False, "disk", 12, 0)
@@ -76,7 +77,7 @@ class Shard:
 
     def host(self, name: str, topic_id: int) -> Hosted:
         index = TopicIndex(topic_id, LocationRing(self.arena.heap, 1), SegmentFiles(OsFileSystem(), "nowhere", 64))
-        holdings = Holdings(self.shared.control, 0, load({}, {"wal_shards": 1, "frontends": 1}))
+        holdings = Holdings(self.shared.control, 0, load({}, {"wal_shards": 1, "frontends": 1}), [])
         hosted = Hosted(self.arena, Topic(topic_id, name, TopicConfig(), index), index, holdings)
         hosted.announce()
         return hosted
@@ -289,7 +290,7 @@ def test_a_ring_that_stays_full_throttles(shard: Shard) -> None:
 
 
 def test_who_waits_for_room_is_bounded(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane, "WAITERS_MAX", 3)
+    monkeypatch.setattr(limits, "RING_WAITERS", limits.RING_WAITERS._replace(most_count=3))
 
     async def test(gateway: Gateway) -> None:
         futures = []
@@ -308,7 +309,7 @@ def test_who_waits_for_room_is_bounded(shard: Shard, monkeypatch: pytest.MonkeyP
 def test_a_crowd_that_does_not_wait_long_takes_no_place_of_a_patient_write(
     shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane, "WAITERS_MAX", 2)
+    monkeypatch.setattr(limits, "RING_WAITERS", limits.RING_WAITERS._replace(most_count=2))
 
     async def test(gateway: Gateway) -> None:
         fill(shard, gateway)
@@ -427,7 +428,7 @@ def test_a_long_request_that_timed_out_keeps_its_file_until_the_answer(shard: Sh
 def test_no_room_for_a_long_request(shard: Shard, monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> None:
     async def test(gateway: Gateway) -> None:
         shard.take()
-        monkeypatch.setattr(spills, "SPILLED_BYTES_MAX", size_bytes + 1000)
+        monkeypatch.setattr(gateway._spills.budget, "most_bytes", size_bytes + 1000)
         first, second = append(gateway, size_bytes), append(gateway, size_bytes)
         assert refusal(second).code == "throttled"
         await until(lambda: shard.pair.requests.written > shard._read)
@@ -637,7 +638,8 @@ def test_a_topic_that_is_polled_while_too_much_waits_is_watched_once(
     async def test(gateway: Gateway) -> None:
         shard.host("t", 9)
         for hour in range(1, 4):
-            monkeypatch.setattr(lane, "POSTS_MAX", 0)
+            posts = gateway._links[0].lane._posts.budget
+            monkeypatch.setattr(posts, "limit", posts.limit._replace(most_count=0))
             gateway.watch(0, "t", None, lambda: None).cancel()
             gateway._watches.sweep(asyncio.get_running_loop().time() + 3600 * hour)
         told = shard.calls()

@@ -1,4 +1,4 @@
-"""What every HTTP/1.1 server must do: the same tests for ours, on both loops, and for stock Hypercorn."""
+"""What every HTTP/1.1 server must do, on both event loops."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import pytest
 from tests.frontend.http1_server import Client, Server, until
 
 
-@pytest.fixture(scope="module", params=["httptools-uvloop", "httptools-asyncio", "stock-uvloop"])
+@pytest.fixture(scope="module", params=["uvloop", "asyncio"])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    http_protocol, loop = request.param.split("-")
-    with Server(http_protocol, loop) as running:
+    with Server(request.param) as running:
         yield running
 
 
@@ -46,12 +45,7 @@ def test_scope(server: Server, client: Client) -> None:
         "root_path": "",
         "client": "127.0.0.1",
         "server": server.port,
-        "state": {"from": "lifespan"},
     }
-
-
-def test_lifespan_has_started_before_the_first_request(server: Server) -> None:
-    assert server.app.stages == ["startup"]
 
 
 def test_request_in_pieces_of_one_byte(client: Client) -> None:

@@ -14,18 +14,16 @@ from wsproto.events import AcceptConnection, CloseConnection, Ping, Request, Tex
 
 from tests.frontend.http1_server import Client, Server, until
 from topics.frontend.http import hypercorn_connection
-from topics.frontend.http.http1_parser import HttpLimits
-from topics.frontend.http.serve import HttpProtocol
+from topics.frontend.http.limits import HttpLimits
 from topics.shm.cap import Cap
 from topics.shm.control import Cell
 
 H2_HEADERS = [(":method", "POST"), (":path", "/echo"), (":scheme", "http"), (":authority", "test")]
 
 
-@pytest.fixture(scope="module", params=["httptools-uvloop", "httptools-asyncio", "stock-uvloop"])
+@pytest.fixture(scope="module", params=["uvloop", "asyncio"])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    http_protocol, loop = request.param.split("-")
-    with Server(http_protocol, loop) as running:
+    with Server(request.param) as running:
         yield running
 
 
@@ -68,7 +66,6 @@ def test_h2c_with_prior_knowledge(server: Server, client: Client, piece_bytes: i
         client.send(data[start : start + piece_bytes])
     assert h2_answers(client, h2c, 2) == {1: b"first", 3: b"x" * 10_000}
     assert server.app.scopes[-1]["http_version"] == "2"
-    assert server.app.scopes[-1]["state"]["from"] == "lifespan"
 
 
 def test_h2c_by_upgrade(client: Client) -> None:
@@ -119,14 +116,13 @@ def test_websocket_echo(client: Client, after_a_request: bool) -> None:
 
 
 @pytest.mark.parametrize("app_ends", [True, False])
-@pytest.mark.parametrize("protocol", ["httptools", "stock"])
 def test_a_websocket_that_nobody_reads_from_gives_its_place_back(
-    protocol: HttpProtocol, app_ends: bool, monkeypatch: pytest.MonkeyPatch
+    app_ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More messages than Hypercorn keeps for an app: until somebody takes some it reads no more, not even the end."""
     monkeypatch.setattr(hypercorn_connection, "GONE_S", 0.05)
     cell = Cell(memoryview(array("Q", [0])), ("held",))
-    with Server(protocol, places=Cap("connections", 1, "held", cell, [cell])) as server:
+    with Server(places=Cap("connections", 1, "held", cell, [cell])) as server:
         with server.client() as client:
             connection = wsproto.WSConnection(wsproto.ConnectionType.CLIENT)
             client.send(connection.send(Request(host="test", target="/deaf")))
@@ -190,4 +186,4 @@ def test_grace_cuts_a_websocket() -> None:
         until(lambda: server.app.scopes, "the app runs")
         server.begin_shutdown()
         server.wait_stopped()
-        assert server.app.stages == ["startup", "cut", "shutdown"]
+        assert server.app.cut == 1

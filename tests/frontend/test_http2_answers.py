@@ -10,11 +10,12 @@ import pytest
 from tests.frontend.http1_server import Client, Server, until
 from tests.frontend.http2_client import Streams
 from topics.frontend.http import kept_answers
-from topics.frontend.http.answer_room import KEPT_MAX_BYTES
-from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http.limits import HttpLimits
+from topics.frontend.limits import CONNECTION_ANSWERS
 from topics.frontend.live import pulse
 
 PAGE_BYTES = 1 << 20
+KEPT_MAX_BYTES = CONNECTION_ANSWERS.most_bytes
 AT_ONCE = KEPT_MAX_BYTES // PAGE_BYTES
 """So many of these are made and kept for one connection."""
 PAGES = 100
@@ -117,7 +118,7 @@ def test_nothing_is_left_of_a_connection_that_is_closed(server: Server) -> None:
     until(lambda: not server.app.running, "the calls to end")
     until(lambda: not server.connections.kept.held_bytes, "nothing to be kept")
     assert server.app.made == AT_ONCE
-    assert "cut" not in server.app.stages, "they ended only when they were cancelled"
+    assert not server.app.cut, "they ended only when they were cancelled"
 
 
 def test_what_might_have_been_longer_holds_as_much_as_it_is_long(server: Server) -> None:
@@ -167,10 +168,10 @@ def test_a_stop_waits_for_those_who_take_theirs() -> None:
 
 def test_streams_of_all_connections_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that that of HTTP/1.1 has: who has taken nothing for longest is reset, and its connection goes on."""
-    monkeypatch.setattr(kept_answers, "KEPT_HIGH_BYTES", 7_000_000)
     monkeypatch.setattr(kept_answers, "LOOK_S", 0.05)
     monkeypatch.setattr(pulse, "STALL_CUT_MS", 200)
     with Server() as server, contextlib.ExitStack() as stack:
+        server.connections.kept.high_bytes = 7_000_000
         clients = [streams_of(stack.enter_context(server.client())) for _ in range(3)]
         asked = []
         for count, streams in enumerate(clients, start=1):
@@ -188,9 +189,8 @@ def test_streams_of_all_connections_have_a_bound_together(monkeypatch: pytest.Mo
         clients[0].read_to_the_end_of(again)
 
 
-@pytest.mark.parametrize("protocol", ["stock", "httptools"])
-def test_what_any_connection_keeps_counts(protocol: str) -> None:
-    with Server("stock" if protocol == "stock" else "httptools") as server, contextlib.ExitStack() as stack:
+def test_what_a_connection_of_http1_keeps_counts() -> None:
+    with Server() as server, contextlib.ExitStack() as stack:
         client = stack.enter_context(server.client(receive_buffer_bytes=4096))
         client.get("/big?30000000")
         until(lambda: server.connections.kept.held_bytes > 20_000_000, "its answer to be kept")

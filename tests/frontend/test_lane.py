@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from topics.frontend.shards import lane as module
+from topics.frontend import limits
 from topics.frontend.shards.lane import PRESSED_WAIT_S, ROOM_WAIT_S, Fate, Lane, Waiter
 from topics.shm.ring import HEADER_BYTES, Ring
 
@@ -93,7 +95,7 @@ def test_who_finds_room_before_its_time_is_over_is_sent_under_any_pressure() -> 
 
 
 def test_how_many_of_a_kind_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WAITERS_MAX", 2)
+    monkeypatch.setattr(limits, "RING_WAITERS", limits.RING_WAITERS._replace(most_count=2))
     road = Road()
     road.fill()
     assert [road.offer()[1] for _ in range(3)] == [Fate.WAITS, Fate.WAITS, Fate.REFUSED]
@@ -104,9 +106,11 @@ def test_how_many_of_a_kind_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert road.lane.waiting == 7
 
 
-@pytest.mark.parametrize("bound", ["POSTS_MAX", "POSTS_BYTES_MAX"])
-def test_beyond_so_many_posts_nothing_is_let_in_that_leaves_one(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
-    monkeypatch.setattr(module, bound, {"POSTS_MAX": 3, "POSTS_BYTES_MAX": 3 * 240}[bound])
+@pytest.mark.parametrize("bound", [{"most_count": 3}, {"most_bytes": 3 * 240}], ids=str)
+def test_beyond_so_many_posts_nothing_is_let_in_that_leaves_one(
+    monkeypatch: pytest.MonkeyPatch, bound: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(limits, "RING_POSTS", limits.RING_POSTS._replace(**bound))
     road = Road()
     road.fill()
     assert [road.offer(expires_s=None)[1] for _ in range(2)] == [Fate.WAITS] * 2
@@ -120,7 +124,7 @@ def test_beyond_so_many_posts_nothing_is_let_in_that_leaves_one(monkeypatch: pyt
 
 
 def test_what_those_of_a_kind_hold_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WAITING_BYTES_MAX", 240 * 2)
+    monkeypatch.setattr(limits, "RING_WAITERS", limits.RING_WAITERS._replace(most_bytes=240 * 2))
     road = Road()
     road.fill()
     for patient in (False, True):

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.frontend.hosting import Hosting, Written
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyRing, KeyScope
-from topics.frontend import exposition
+from topics.frontend import exposition, limits
 from topics.frontend import metrics as module
 from topics.frontend.access import Access
 from topics.frontend.figures import ServiceFigures
@@ -80,6 +80,7 @@ def test_few_scrapes_are_made_at_once(hosting: Hosting, monkeypatch: pytest.Monk
     for n in range(3 * module.PAGE_TOPICS):
         hosting.make(f"t{n}")
     metrics = route(hosting, 1000)
+    at_once = limits.SCRAPES.most_bytes // module.ANSWER_BYTES
     making = most = 0
     series = metrics._series
 
@@ -95,28 +96,29 @@ def test_few_scrapes_are_made_at_once(hosting: Hosting, monkeypatch: pytest.Monk
     monkeypatch.setattr(metrics, "_series", counted)
 
     async def main() -> list[bytes]:
-        scrapes = [asyncio.create_task(scrape(metrics)) for _ in range(5 * module.AT_ONCE)]
+        scrapes = [asyncio.create_task(scrape(metrics)) for _ in range(5 * at_once)]
         await asyncio.sleep(0)
         scrapes.pop(0).cancel()  # in nobody's way, wherever it is
         scrapes.pop().cancel()
         return await asyncio.gather(*scrapes)
 
     texts = asyncio.run(main())
-    assert most == module.AT_ONCE
+    assert most == at_once
     assert {len(of_topics(text, "head_seq")) for text in texts} == {3 * module.PAGE_TOPICS}
 
 
 def test_so_many_scrapes_may_wait_and_the_next_one_is_refused(
     hosting: Hosting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "WAITING_MAX", 3)
+    at_once = limits.SCRAPES.most_bytes // module.ANSWER_BYTES
+    monkeypatch.setattr(limits, "SCRAPES", limits.SCRAPES._replace(most_count=at_once + 3))
     monkeypatch.setattr(module, "SLICE_S", 0.0)
     hosting.make("t")
     metrics = route(hosting, 1000)
 
     async def main() -> None:
         for _ in range(2):  # whoever was there before counts no longer
-            scrapes = [asyncio.create_task(scrape(metrics)) for _ in range(module.AT_ONCE + 3)]
+            scrapes = [asyncio.create_task(scrape(metrics)) for _ in range(at_once + 3)]
             await asyncio.sleep(0)
             with pytest.raises(TopicsError) as refused:
                 await scrape(metrics)

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from topics.core.errors import TopicsError
-from topics.frontend.reads import node_sets as module
 from topics.frontend.reads.node_sets import COUNTED_FROM_BYTES, Nodes, NodeSets
 
 
@@ -47,7 +46,7 @@ def test_equal_ones_are_one() -> None:
 def test_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     sets = NodeSets()
     first = sets.keep(named("a"))
-    monkeypatch.setattr(module, "SETS_MAX_BYTES", 2 * sets.held_bytes)
+    monkeypatch.setattr(sets.budget, "most_bytes", 2 * sets.held_bytes)
     second = sets.keep(named("b"))
     for _ in range(3):
         with pytest.raises(TopicsError) as refused:
@@ -58,7 +57,7 @@ def test_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None
     assert sets.keep(named("a")) is first, "it is there already"
     admitted = sets.keep(named("d"), admitted=True)
     assert sets.keep(named("d"), admitted=True) is admitted
-    assert sets.held_bytes > module.SETS_MAX_BYTES, "it counts: others are refused for it"
+    assert sets.held_bytes > sets.budget.most_bytes, "it counts: others are refused for it"
     del admitted
     short = sets.keep(frozenset([b"me"]))
     assert short == {b"me"}

@@ -10,10 +10,13 @@ import pytest
 
 from tests.frontend.hosting import TestClock
 from topics.frontend.asgi import KEPT
+from topics.frontend.limits import SOCKET_MESSAGES
 from topics.frontend.live import websocket as module
-from topics.frontend.live.outbox import MESSAGES_MAX, Outbox, Subscription
+from topics.frontend.live.outbox import Outbox, Subscription
 from topics.frontend.live.push import HIGH_WATER_BYTES
 from topics.frontend.live.wording import MESSAGE_END
+
+MESSAGES_MAX = SOCKET_MESSAGES.most_count
 
 
 class Client:

@@ -7,6 +7,8 @@ import weakref
 from hypothesis import given
 from hypothesis import strategies as st
 
+from topics.frontend import limits
+from topics.frontend.budget import Budget
 from topics.frontend.live.pulse import STALL_CUT_MS, STALL_MAX_MS, Heartbeats, Stall, Stalls
 
 MANY = 1_000
@@ -95,29 +97,31 @@ def test_a_stall_ends_only_without_progress() -> None:
 
 def test_what_is_kept_for_all_that_stand_still() -> None:
     buffered = {"a": 100, "b": 200, "socket": 0}
-    stalls: Stalls[str] = Stalls(buffered.__getitem__)
+    kept = Budget(limits.KEPT_FRAMES)
+    stalls: Stalls[str] = Stalls(kept, buffered.__getitem__)
     for now_ms, one in enumerate(buffered):
         stalls.note(one, now_ms)
     stalls.note("a", 10)
-    assert stalls.held_bytes == 300
+    assert kept.held_bytes == 300
     buffered["b"] = 50
     assert stalls.over(STALL_MAX_MS) == ["a"]
-    assert stalls.held_bytes == 150
+    assert kept.held_bytes == 150
     stalls.end("b")
     stalls.end("b")
-    assert stalls.held_bytes == 100
+    assert kept.held_bytes == 100
     stalls.end("a")
-    assert stalls.held_bytes == 0
+    assert kept.held_bytes == 0
     assert stalls.over(STALL_MAX_MS + 2) == ["socket"]
 
 
 def test_what_is_kept_may_stay_while_the_client_takes_what_others_say() -> None:
     taken = {"topic": 0}
-    stalls: Stalls[str] = Stalls(lambda _: 100, taken.__getitem__)
+    kept = Budget(limits.KEPT_FRAMES)
+    stalls: Stalls[str] = Stalls(kept, lambda _: 100, taken.__getitem__)
     stalls.note("topic", 0)
     taken["topic"] = 1
     assert stalls.over(STALL_MAX_MS) == []
-    assert stalls.held_bytes == 100
+    assert kept.held_bytes == 100
     assert stalls.holding(1, STALL_MAX_MS) == []
     assert stalls.holding(1, STALL_MAX_MS + STALL_CUT_MS) == ["topic"]
     assert stalls.over(2 * STALL_MAX_MS) == ["topic"]
@@ -125,7 +129,8 @@ def test_what_is_kept_may_stay_while_the_client_takes_what_others_say() -> None:
 
 def test_who_is_cut_when_memory_is_wanted() -> None:
     buffered = {"first": 100, "second": 200, "third": 400, "moving": 800, "fresh": 1600, "socket": 0}
-    stalls: Stalls[str] = Stalls(buffered.__getitem__)
+    kept = Budget(limits.KEPT_FRAMES)
+    stalls: Stalls[str] = Stalls(kept, buffered.__getitem__)
     for one in ("moving", "socket", "first", "second", "third"):
         stalls.note(one, 0)
     now_ms = STALL_CUT_MS

@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
-import pytest
-
-from topics.frontend.live import room
+from topics.frontend.budget import Budget
+from topics.frontend.limits import KEPT_FRAMES
 from topics.frontend.live.push import HIGH_WATER_BYTES
 from topics.frontend.live.room import Room
 
 LARGE = HIGH_WATER_BYTES + 1
 
 
-@pytest.fixture(autouse=True)
-def _three_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "KEPT_BYTES_MAX", 3 * LARGE)
+class Kept:
+    """A room into which three large frames fit, what is kept beside it, and who was admitted since one last asked."""
+
+    def __init__(self) -> None:
+        self._budget = Budget(KEPT_FRAMES._replace(most_bytes=3 * LARGE))
+        self._admitted: list[str] = []
+        self._kept_bytes = 0
+        self.room: Room[str] = Room(self._budget, self._admitted.append)
+
+    def _keep(self, held_bytes: int) -> None:
+        self._budget.held_bytes += held_bytes - self._kept_bytes
+        self._kept_bytes = held_bytes
+
+    def enter(self, waiter: str, len_bytes: int, held_bytes: int) -> bool:
+        self._keep(held_bytes)
+        return self.room.enter(waiter, len_bytes)
+
+    def first_missing(self, held_bytes: int) -> int:
+        self._keep(held_bytes)
+        return self.room.first_missing()
+
+    def take_admitted(self, held_bytes: int) -> list[str]:
+        self._keep(held_bytes)
+        self._budget.let_in()
+        admitted = self._admitted[:]
+        self._admitted.clear()
+        return admitted
+
+    def end(self, waiter: str) -> None:
+        self.room.end(waiter)
+
+    def __contains__(self, waiter: str) -> bool:
+        return waiter in self.room
 
 
 def test_small_frames_do_not_wait() -> None:
-    room: Room[str] = Room()
+    room = Kept()
     assert room.enter("a", HIGH_WATER_BYTES, held_bytes=100 * LARGE)
     assert room.enter("a", LARGE, held_bytes=2 * LARGE)
     assert not room.enter("a", LARGE, held_bytes=2 * LARGE + 1)
@@ -26,7 +55,7 @@ def test_small_frames_do_not_wait() -> None:
 
 
 def test_a_frame_larger_than_all_room_goes_when_nothing_is_kept() -> None:
-    room: Room[str] = Room()
+    room = Kept()
     assert room.enter("a", 4 * LARGE, held_bytes=0)
     assert not room.enter("a", 4 * LARGE, held_bytes=1)
     assert room.first_missing(1) == 1, "nobody has to go for more than there is"
@@ -34,7 +63,7 @@ def test_a_frame_larger_than_all_room_goes_when_nothing_is_kept() -> None:
 
 
 def test_first_come_first_served() -> None:
-    room: Room[str] = Room()
+    room = Kept()
     assert room.first_missing(10 * LARGE) == 0, "nobody waits"
     for name, len_bytes in (("a", 2 * LARGE), ("left", LARGE), ("b", LARGE), ("c", LARGE)):
         assert not room.enter(name, len_bytes, held_bytes=3 * LARGE)
@@ -49,7 +78,7 @@ def test_first_come_first_served() -> None:
 
 
 def test_room_is_given_once() -> None:
-    room: Room[str] = Room()
+    room = Kept()
     for name in "abcdef":
         assert not room.enter(name, LARGE, held_bytes=3 * LARGE)
     assert room.take_admitted(LARGE) == ["a", "b"]
@@ -70,7 +99,7 @@ def test_room_is_given_once() -> None:
 
 
 def test_a_frame_that_has_grown_has_the_first_place() -> None:
-    room: Room[str] = Room()
+    room = Kept()
     for name in "abc":
         assert not room.enter(name, LARGE, held_bytes=3 * LARGE)
     assert room.take_admitted(LARGE) == ["a", "b"]

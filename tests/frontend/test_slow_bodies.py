@@ -1,4 +1,4 @@
-"""A body has a time for the whole of it, not only between two pieces: on our HTTP/1.1, the stock one, and HTTP/2."""
+"""A body has a time for the whole of it, not only between two pieces: over HTTP/1.1 and HTTP/2."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from tests.frontend.http1_server import Server, undisturbed
 from topics.core.errors import TopicsError
 from topics.frontend.attended import AttendedClock
-from topics.frontend.http import patience
-from topics.frontend.http.body_time import BodyTime
-from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http import arrival_deadlines
+from topics.frontend.http.deadlines import BodyTime
+from topics.frontend.http.limits import HttpLimits
 
 HEAD = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
 SLOW = HttpLimits(body_timeout_ms=200, body_idle_timeout_ms=5_000, body_min_bytes_per_s=100_000, linger_ms=10_000)
@@ -92,7 +92,7 @@ def test_a_large_body_has_time_for_what_comes() -> None:
 
 
 class Stalling:
-    """A client of the stock server that sends so many pieces and then nothing."""
+    """A client of HTTP/2 that sends so many pieces and then nothing."""
 
     def __init__(self, pieces: int, ends: bool = False) -> None:
         self.left = pieces
@@ -113,7 +113,7 @@ async def sink(message: Any) -> None:
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 5])
-def test_the_stock_server_waits_no_longer(pieces: int) -> None:
+def test_http2_waits_no_longer(pieces: int) -> None:
     client = Stalling(pieces)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -123,17 +123,17 @@ def test_the_stock_server_waits_no_longer(pieces: int) -> None:
     async def main() -> None:
         limits = HttpLimits(body_idle_timeout_ms=20)
         with pytest.raises(TopicsError) as raised:
-            await patience.run(app, limits, AttendedClock(time.monotonic), {}, client.receive, sink)
+            await arrival_deadlines.run(app, limits, AttendedClock(time.monotonic), {}, client.receive, sink)
         assert raised.value.code == "request_timeout"
 
-    patience_drop, patience.DROP_S = patience.DROP_S, 0.02  # type: ignore[misc]
+    drop_s, arrival_deadlines.DROP_S = arrival_deadlines.DROP_S, 0.02  # type: ignore[misc]
     try:
         asyncio.run(main())
     finally:
-        patience.DROP_S = patience_drop  # type: ignore[misc]
+        arrival_deadlines.DROP_S = drop_s  # type: ignore[misc]
 
 
-def test_the_stock_server_takes_what_came_while_the_process_was_stopped() -> None:
+def test_http2_takes_what_came_while_the_process_was_stopped() -> None:
     time_s = 0.0
 
     class Stopped:
@@ -152,7 +152,7 @@ def test_the_stock_server_takes_what_came_while_the_process_was_stopped() -> Non
 
     async def main() -> None:
         limits = HttpLimits(body_idle_timeout_ms=20)
-        await patience.run(app, limits, AttendedClock(lambda: time_s), {}, Stopped().receive, sink)
+        await arrival_deadlines.run(app, limits, AttendedClock(lambda: time_s), {}, Stopped().receive, sink)
 
     asyncio.run(main())
 
@@ -163,7 +163,7 @@ def test_what_the_app_does_not_read_is_dropped() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         return
 
-    asyncio.run(patience.run(app, HttpLimits(), AttendedClock(time.monotonic), {}, client.receive, sink))
+    asyncio.run(arrival_deadlines.run(app, HttpLimits(), AttendedClock(time.monotonic), {}, client.receive, sink))
     assert client.received == 50
 
 

@@ -9,8 +9,10 @@ import time
 import pytest
 
 from tests.frontend.http1_server import DEADLINE_S, Server, until
+from topics.frontend import limits
 from topics.frontend.attended import GAP_S, AttendedClock
-from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.budget import Budget
+from topics.frontend.http.limits import HttpLimits
 from topics.frontend.live.pulse import STALL_MAX_MS, Stalls
 
 TIMEOUT_MS = 3_000
@@ -107,7 +109,7 @@ def test_time_passes_while_somebody_looks() -> None:
 def test_who_pushes_gives_nobody_up_for_a_stop() -> None:
     """Neither of those who are behind; what they take afterwards is progress, and what they do not take counts."""
     looking = Looking()
-    stalls: Stalls[str] = Stalls({"behind": 1000}.__getitem__)
+    stalls: Stalls[str] = Stalls(Budget(limits.KEPT_FRAMES), {"behind": 1000}.__getitem__)
     stalls.note("behind", looking.clock.monotonic_ms())
     looking.time_s += 10 * STALL_MAX_MS
     assert stalls.over(looking.clock.monotonic_ms()) == []

@@ -7,12 +7,10 @@ from array import array
 import pytest
 
 from tests.frontend.http1_server import Server, until
-from topics.frontend.http import http1_connections
-from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http import http1
+from topics.frontend.http.limits import HttpLimits
 from topics.shm.cap import Cap
 from topics.shm.control import Cell
-
-PROTOCOLS = ["httptools", "stock"]
 
 
 def one_place() -> Cap:
@@ -20,10 +18,9 @@ def one_place() -> Cap:
     return Cap("connections", 1, "held", cell, [cell])
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_it_stays_until_its_client_has_closed(protocol: str) -> None:
+def test_it_stays_until_its_client_has_closed() -> None:
     limits = HttpLimits(linger_ms=60_000)
-    with Server(protocol, places=one_place(), limits=limits) as server, server.client() as first:  # type: ignore[arg-type]
+    with Server(places=one_place(), limits=limits) as server, server.client() as first:
         assert first.get("/echo").answer().status == 200
         with server.client() as second:
             # More than the socket holds: it gets through only if somebody takes it.
@@ -43,21 +40,19 @@ def test_it_stays_until_its_client_has_closed(protocol: str) -> None:
         until(room, "its place is free")
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_it_does_not_stay_for_ever(protocol: str) -> None:
+def test_it_does_not_stay_for_ever() -> None:
     limits = HttpLimits(linger_ms=50)
-    with Server(protocol, places=one_place(), limits=limits) as server, server.client() as first:  # type: ignore[arg-type]
+    with Server(places=one_place(), limits=limits) as server, server.client() as first:
         assert first.get("/echo").answer().status == 200
         with server.client() as second:
             assert second.answer().status == 429
             until(lambda: server.connections.turned_away == 0, "it is let go although its client is there")
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_of_too_many_at_once_none_stays(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http1_connections, "TURNED_AWAY_MAX", 0)
+def test_of_too_many_at_once_none_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http1, "TURNED_AWAY_MAX", 0)
     limits = HttpLimits(linger_ms=60_000)
-    with Server(protocol, places=one_place(), limits=limits) as server, server.client() as first:  # type: ignore[arg-type]
+    with Server(places=one_place(), limits=limits) as server, server.client() as first:
         assert first.get("/echo").answer().status == 200
         with server.client() as second:
             assert second.answer().status == 429

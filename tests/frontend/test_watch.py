@@ -13,6 +13,7 @@ from tests.frontend.live import DEADLINE_S, Live, on_loop, until
 from tests.storage.faults import Fault, FaultyFileSystem
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyRing
+from topics.frontend import limits
 from topics.frontend.access import Access
 from topics.frontend.asgi import Receive, Send
 from topics.frontend.key_limits import KeyLimits
@@ -20,7 +21,7 @@ from topics.frontend.live import sessions as module
 from topics.frontend.live.sessions import SESSION_TTL_MS, Follow, Session, Sessions
 from topics.frontend.live.watch import WatchRoutes, accepts_event_stream
 from topics.frontend.reads.catching_up import CatchingUp
-from topics.frontend.shards import gateway, lane, spills
+from topics.frontend.shards import gateway
 from topics.shm.cap import Cap
 from topics.shm.key_counts import KeyCounts
 from topics.shm.names import objects
@@ -171,7 +172,7 @@ def test_a_restarted_shard_hears_of_the_open_streams(tmp_path: Path, monkeypatch
         wid, idle_wid = await sessions.create(SESSION), await sessions.create(SESSION)
         opened = await sessions.open(wid)
         live.restart_shard()
-        known = live.rig.shard._sessions._sessions
+        known = live.rig.parts.sessions._sessions
         assert known[wid].stream is None
         await until(lambda: known[wid].stream == (0, opened.stream_no))
         live.clock.ms += SESSION_TTL_MS + 1
@@ -199,7 +200,7 @@ def test_the_end_of_a_stream_is_told_however_full_the_ring_is(tmp_path: Path) ->
         sessions = sessions_of(live)
         wid = await sessions.create(SESSION)
         opened = await sessions.open(wid)
-        known = live.rig.shard._sessions._sessions
+        known = live.rig.parts.sessions._sessions
         assert known[wid].stream == (0, opened.stream_no)
         fill(live)
         sessions.close(opened, {"t": 9})
@@ -224,7 +225,7 @@ def test_a_stream_that_nobody_waits_for_is_abandoned_however_full_the_ring_is(tm
         opening.cancel()
         await asyncio.wait([opening])
         live.shard_up = True
-        known = live.rig.shard._sessions._sessions
+        known = live.rig.parts.sessions._sessions
         await until(lambda: known[wid].newest_stream)
         await until(lambda: known[wid].stream is None)
 
@@ -260,7 +261,7 @@ def test_a_stream_that_is_refused_by_a_full_ring_leaves_nothing_behind(tmp_path:
 def test_clients_that_do_not_wait_for_a_full_ring_fill_it_with_their_ends_up_to_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane, "POSTS_MAX", 20)
+    monkeypatch.setattr(limits, "RING_POSTS", limits.RING_POSTS._replace(most_count=20))
     monkeypatch.setattr(gateway, "ROOM_WAIT_S", DEADLINE_S)
 
     async def test(live: Live) -> None:
@@ -275,7 +276,7 @@ def test_clients_that_do_not_wait_for_a_full_ring_fill_it_with_their_ends_up_to_
             await asyncio.wait([opening])
         assert posts(live) == 20
         live.shard_up = True
-        known = live.rig.shard._sessions._sessions
+        known = live.rig.parts.sessions._sessions
         await until(lambda: not posts(live) and known[wid].stream is None)
         assert (await sessions.open(wid)).session == SESSION
 
@@ -285,7 +286,7 @@ def test_clients_that_do_not_wait_for_a_full_ring_fill_it_with_their_ends_up_to_
 def test_where_too_much_waits_a_stream_ends_without_its_positions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane, "POSTS_BYTES_MAX", 100_000)
+    monkeypatch.setattr(limits, "RING_POSTS", limits.RING_POSTS._replace(most_bytes=100_000))
     positions = {f"{n:0255}": n for n in range(256)}
 
     async def test(live: Live) -> None:
@@ -295,9 +296,9 @@ def test_where_too_much_waits_a_stream_ends_without_its_positions(
         fill(live)
         for opened in streams:
             sessions.close(opened, positions)
-        assert live.gateway._links[0].lane._posts.size_bytes < 100_000 + 70_000 + 50 * 100
+        assert live.gateway._links[0].lane._posts.budget.held_bytes < 100_000 + 70_000 + 50 * 100
         live.shard_up = True
-        known = live.rig.shard._sessions._sessions
+        known = live.rig.parts.sessions._sessions
         await until(lambda: all(known[wid].stream is None for wid in wids))
         assert {known[wid].exact for wid in wids} == {True, False}
 
@@ -313,7 +314,7 @@ def test_a_restarted_shard_with_a_full_ring_hears_of_the_open_streams(tmp_path: 
         fill(live)
         sessions._announce()
         live.shard_up = True
-        known = live.rig.shard._sessions._sessions
+        known = live.rig.parts.sessions._sessions
         await until(lambda: known[wid].stream == (0, opened.stream_no))
 
     on_loop(tmp_path, test)
@@ -325,14 +326,14 @@ def test_the_end_of_a_stream_whose_positions_are_too_long_for_the_ring(
 ) -> None:
     positions = {f"{n:0255}": n for n in range(256)}
     if not room:
-        monkeypatch.setattr(spills, "SPILLED_BYTES_MAX", 0)
+        monkeypatch.setattr(limits, "SPILLS", limits.SPILLS._replace(most_bytes=0))
 
     async def test(live: Live) -> None:
         sessions = sessions_of(live)
         wid = await sessions.create(SESSION)
         live.gateway._links[0].lane._ring.message_max_bytes = 16 * 1024
         sessions.close(await sessions.open(wid), positions)
-        known = live.rig.shard._sessions._sessions
+        known = live.rig.parts.sessions._sessions
         await until(lambda: known[wid].stream is None)
         assert known[wid].positions == (positions if room else None)
         assert [name for name in objects(live.rig.identity) if "spill" in name] == []
@@ -348,7 +349,7 @@ def test_a_session_whose_end_cannot_be_logged_is_collected(tmp_path: Path) -> No
         assert isinstance(live.rig.fs, FaultyFileSystem)
         live.rig.fs.arm(Fault(1, errno.ENOSPC, always=True, calls=frozenset(["pwritev"])))
         sessions.close(opened, {"t": 9})
-        known = live.rig.shard._sessions._sessions
+        known = live.rig.parts.sessions._sessions
         await until(lambda: known[wid].stream is None)
         assert not known[wid].exact
 
@@ -393,7 +394,7 @@ def test_a_stream_that_cannot_be_resumed_gives_its_session_back(
         scope = {"headers": [], "method": "GET", "path_params": {"wid": wid}}
         with pytest.raises(TopicsError, match="the shard reads its log"):
             await routes.stream(scope, cast(Receive, None), cast(Send, None))
-        known = live.rig.shard._sessions._sessions
+        known = live.rig.parts.sessions._sessions
         await until(lambda: known[wid].stream is None)
 
     on_loop(tmp_path, test)

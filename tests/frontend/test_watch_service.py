@@ -1,4 +1,4 @@
-"""Event streams of the real service when its processes die or stop, and over the stock HTTP server (api §7)."""
+"""Event streams of the real service when its processes die or stop, and over HTTP/2 (api §7)."""
 
 from __future__ import annotations
 
@@ -143,16 +143,15 @@ def test_a_strong_watch_of_an_ephemeral_topic_is_refused(service: Service) -> No
         assert seqs(stream, 1) == [1]
 
 
-@pytest.mark.parametrize("http2", [False, True])
-def test_over_the_stock_server(http2: bool) -> None:
+def test_over_http2() -> None:
     """No push extension there: the same streams through plain ASGI, bounded as well."""
-    with Service(shards=1, frontends=1, env={"TOPICS_HTTP_PROTOCOL": "stock"}) as service:
+    with Service(shards=1, frontends=1) as service:
         put(service.client, "t")
         wids = [watch(service.client, {"t": {}})["wid"] for _ in range(3)]
         with (
-            Stream(service.url, wids[0], http2=http2) as slow,
-            Stream(service.url, wids[1], http2=http2) as quick,
-            Stream(service.url, wids[2], http2=http2) as leaving,
+            Stream(service.url, wids[0], http2=True) as slow,
+            Stream(service.url, wids[1], http2=True) as quick,
+            Stream(service.url, wids[2], http2=True) as leaving,
         ):
             for stream in (slow, quick, leaving):
                 stream.until_caught_up(1)
@@ -166,7 +165,7 @@ def test_over_the_stock_server(http2: bool) -> None:
             assert seqs(slow, written) == list(range(1, written + 1))
         poll("all to be gone", lambda: counted(service, "sse_connections") == 0)
         assert state(service.client, "t")["head_seq"] == written
-        with Stream(service.url, wids[2], http2=http2) as again:
+        with Stream(service.url, wids[2], http2=True) as again:
             assert seqs(again, 60)[:60] == list(range(1, 61))
 
 

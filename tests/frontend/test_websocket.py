@@ -14,9 +14,8 @@ from tests.frontend.hosting import Hosting, Written
 from tests.frontend.live import turns, until
 from tests.frontend.test_app import Frontend, on_loop
 from topics.core.keys import KeyRing, parse_list
+from topics.frontend import limits
 from topics.frontend.asgi import DROPPED
-from topics.frontend.live.outbox import MESSAGES_MAX
-from topics.frontend.live.websocket import PUBLISHES_MAX
 from topics.frontend.reads import node_sets
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
@@ -114,7 +113,7 @@ def test_a_key_that_is_narrowed_while_a_subscription_waits_to_be_answered(hostin
         client.say(op="ping", request_id=0)
         await until(lambda: client.of("pong"))
         client.reads.clear()
-        for _ in range(MESSAGES_MAX + 1):
+        for _ in range(limits.SOCKET_MESSAGES.most_count + 1):
             client.say(op="ping", request_id=0)
         client.say(op="subscribe", request_id=1, topic="t")
         await turns(100)  # it has found no room
@@ -134,9 +133,9 @@ def test_a_key_that_is_narrowed_while_a_publish_waits(hosting: Hosting, keys: st
 
     async def test(frontend: Frontend) -> None:
         client = Client(frontend)
-        for request_id in range(PUBLISHES_MAX + 1):
+        for request_id in range(limits.SOCKET_PUBLISHES.most_count + 1):
             client.say(op="publish", request_id=request_id, topic="t", records=[{"data": 1}])
-        await until(lambda: len(appends(frontend)) == PUBLISHES_MAX)
+        await until(lambda: len(appends(frontend)) == limits.SOCKET_PUBLISHES.most_count)
         await turns()
         client.use(keys)
         reply = append_messages.encode_append_reply(
@@ -146,7 +145,7 @@ def test_a_key_that_is_narrowed_while_a_publish_waits(hosting: Hosting, keys: st
         hosting.shared.frontend_wakes[0].signal_always()
         await until(lambda: client.of("error") or client.closed_with)
         await turns()
-        assert len(appends(frontend)) == PUBLISHES_MAX
+        assert len(appends(frontend)) == limits.SOCKET_PUBLISHES.most_count
         await client.leave()
 
     on_loop(hosting, test)
@@ -195,7 +194,7 @@ def test_a_subscription_that_is_refused_for_its_writers_leaves_the_one_before_it
     hosting: Hosting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One answer for a command, and nothing ended for one that fails."""
-    monkeypatch.setattr(node_sets, "SETS_MAX_BYTES", 0)
+    monkeypatch.setattr(node_sets.node_sets.budget, "most_bytes", 0)
     hosting.make("t")
     hosting.write("t", [Written(b"1")])
 

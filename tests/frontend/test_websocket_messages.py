@@ -10,9 +10,8 @@ import pytest
 from hypercorn.protocol.ws_stream import FrameTooLargeError
 from wsproto.events import TextMessage
 
-from topics.frontend import body_budget as module
 from topics.frontend.asgi import DROPPED, SHARE
-from topics.frontend.body_budget import COUNTED_FROM_BYTES, LONG_BYTES, BodyBudget
+from topics.frontend.bodies import COUNTED_FROM_BYTES, LONG_BYTES, long_bodies, medium_bodies
 from topics.frontend.http.websocket_messages import CountedMessages
 
 MOST = 4 * LONG_BYTES
@@ -21,13 +20,12 @@ PIECE = "x" * 10_000
 
 @pytest.fixture(autouse=True)
 def _budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BODIES_MAX_BYTES", MOST)
-    monkeypatch.setattr(module, "bodies", BodyBudget())
-    monkeypatch.setattr(module, "medium_bodies", BodyBudget())
+    for budget in (medium_bodies, long_bodies):
+        monkeypatch.setattr(budget, "most_bytes", MOST)
 
 
 def held() -> tuple[int, int]:
-    return module.medium_bodies.held_bytes, module.bodies.held_bytes
+    return medium_bodies.held_bytes, long_bodies.held_bytes
 
 
 def on_loop(test: Callable[[], Awaitable[None]]) -> None:

@@ -65,7 +65,7 @@ class Compaction:
         complete = self.compactor.cut()
         self.rig.run()
         for shard in self.rig.shards:
-            while shard.busy:
+            while shard.upkeep.busy:
                 shard.sync_in_background()
         return complete
 

@@ -25,9 +25,9 @@ from topics.shm.topic_messages import DeleteRecords
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import HEADER, HEADER_LEN, lay_out
 from topics.storage.layout import group_dir, log_path, ram_group_dir
-from topics.walshard.hosted import Hosted
-from topics.walshard.outbox import Outbox
-from topics.walshard.recovery import recover
+from topics.walshard.commit.outbox import Outbox
+from topics.walshard.hosted.hosted import Hosted
+from topics.walshard.setup import Helpers, Parts, set_up
 from topics.walshard.shard import Shard
 
 _SHOWN = (
@@ -102,23 +102,36 @@ class Rig:
         self._next_id = 0
         self._shard_count = shards
         self.shared = SharedMemory.create(self.identity, shards, 1, 1 << 20)
-        self.shard: Shard
         self._readers: dict[int, ArenaReader] = {}
         self.boot()
 
     def boot(self) -> None:
         """A (new) incarnation of the shard; the former one, if any, is simply never heard of again."""
-        self.shards = [self._recover(shard) for shard in reversed(range(self._shard_count))][::-1]
-        self.shard = self.shards[0]
+        self.every = [self._recover(shard) for shard in reversed(range(self._shard_count))][::-1]
 
-    def _recover(self, number: int) -> Shard:
+    def _recover(self, number: int) -> Parts:
         self.cell = self.shared.control.cell(Role.WALSHARD, number)
         self.outbox = Outbox(self.shared, number)
         inline = Inline()
-        shard = recover(self.settings, self.shared, number, self.outbox, self.cell, self.clock, self.fs, inline, inline)
+        parts = set_up(
+            self.settings, self.shared, number, self.outbox, self.cell, self.clock, self.fs, Helpers(inline, inline)
+        )
         self.outbox.announce_generation()
         self.outbox.flush()
-        return shard
+        return parts
+
+    @property
+    def parts(self) -> Parts:
+        """Of the first shard."""
+        return self.every[0]
+
+    @property
+    def shard(self) -> Shard:
+        return self.every[0].shard
+
+    @property
+    def shards(self) -> list[Shard]:
+        return [parts.shard for parts in self.every]
 
     def restart_service(self) -> None:
         """All processes gone, new shared memory, RAM logs lost; the files stay."""
@@ -212,8 +225,9 @@ class Rig:
 
     def assert_shown(self) -> None:
         """What a shard knows is what all others see: nothing waits to be shown by chance."""
-        for number, shard in enumerate(self.shards):
-            reader, every = self.reader_of(number), list(shard._catalog)
+        for number, parts in enumerate(self.every):
+            shard = parts.shard
+            reader, every = self.reader_of(number), list(parts.catalog)
             for hosted in every:
                 _assert_topic_shown(reader, hosted)
             board = RouterBoard(self.shared.router_boards[number])
@@ -227,15 +241,15 @@ class Rig:
                         one.forwarded_total,
                     )
                     assert board.find(one.router.id) == known, f"router {one.router.name} is not shown as it is"
-            self._assert_counted(number, shard, every)
+            self._assert_counted(number, parts, every)
 
-    def _assert_counted(self, number: int, shard: Shard, every: list[Hosted]) -> None:
-        wal = shard._logs.wal
+    def _assert_counted(self, number: int, parts: Parts, every: list[Hosted]) -> None:
+        wal = parts.logs.wal
         known = {
             "topics": len(every),
             "records_live": sum(hosted.topic.records for hosted in every),
             "bytes_live": sum(hosted.topic.live_bytes for hosted in every),
-            "sessions": len(shard._sessions),
+            "sessions": len(parts.sessions),
             "wal_file": wal.file_no,
             "wal_offset": wal.offset,
             "committed": wal.file_no << 32 | wal.offset,

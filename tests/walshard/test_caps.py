@@ -19,7 +19,7 @@ from topics.shm.arena import ArenaReader
 from topics.shm.control import CELL_WORDS, HELD_FIELDS, ProcessCell, Role
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, PutTopic
 from topics.shm.watch_messages import SessionClose, SessionOpen, SessionPut
-from topics.walshard.sessions import SESSION_TTL_MS
+from topics.walshard.handlers.sessions import SESSION_TTL_MS
 
 MakeRig = Callable[..., Rig]
 RECORD_BYTES = 54
@@ -168,7 +168,7 @@ def test_other_shards_count_also_while_they_are_down(make: MakeRig, monkeypatch:
     rig = make(max_topics="3")
     # A second shard's words, as its own process would leave them.
     other = ProcessCell(memoryview(bytearray(CELL_WORDS * 8)).cast("Q"), Role.WALSHARD)
-    holdings = rig.shard._holdings
+    holdings = rig.parts.holdings
     monkeypatch.setattr(holdings, "_every", [*holdings._every, other])
     monkeypatch.setattr(holdings._topics, "_every", holdings._every)
     other.set("progress_ppm", 500_000)

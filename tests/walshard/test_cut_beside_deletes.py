@@ -84,7 +84,7 @@ class Beside:
 
     def hosted_live_size(self) -> tuple[int, int]:
         """As counted anew."""
-        hosted = self.rig.shard._catalog.find("q")
+        hosted = self.rig.parts.catalog.find("q")
         assert hosted is not None
         topic = hosted.topic
         return topic.index.live_size(topic.earliest_seq, topic.head_seq) if topic.records else (0, 0)

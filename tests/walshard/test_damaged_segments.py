@@ -22,7 +22,7 @@ from topics.shm.compactor_messages import Checkpoint, CheckpointReply, MarkAgain
 from topics.shm.messages import Done
 from topics.shm.topic_messages import DeleteRecords, Expire, PutTopic
 from topics.storage import layout
-from topics.walshard.segment_files import SegmentFiles
+from topics.walshard.hosted.segment_files import SegmentFiles
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def test_marks_are_read_where_they_are_written_when_an_index_was_replaced(compac
     compaction.cut()
     view = rig.view("t")
     assert view is not None
-    rig.shard._files.ts_at(view.topic_id, compaction.segments("t")[0], 2)
+    rig.parts.files.ts_at(view.topic_id, compaction.segments("t")[0], 2)
     path = Path(segment_path(compaction, 1, layout.segment_idx_path))
     copy = path.with_suffix(".copy")
     copy.write_bytes(path.read_bytes())

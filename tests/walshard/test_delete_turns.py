@@ -15,7 +15,7 @@ from topics.core.errors import TopicsError
 from topics.core.topic import Topic
 from topics.shm.location_ring import LocationRing
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic
-from topics.walshard import tag_search
+from topics.walshard.hosted import tag_search
 
 RECORDS = 40
 Piece = tuple[list[tuple[int, bytes]], int]
@@ -121,7 +121,7 @@ def test_many_tags_are_gathered_in_turns(rig: Rig, monkeypatch: pytest.MonkeyPat
         assert rig.delete(DeleteRecords(name, None, "eq", b"none")) == 0
     monkeypatch.setattr(tag_search, "TURN_MS", 0)
     monkeypatch.setattr(tag_search, "GATHERED_RECORDS", 1)
-    search = rig.shard._deletes._tags
+    search = rig.parts.deletes._tags
     calls = [DeleteRecords(name, None, "glob", b"%b-" % name.encode()) for name in ("t", "u")]
     turns = {"t": 0, "u": 0}
     deleted = 0
@@ -173,7 +173,7 @@ def test_more_deletes_than_keep_what_they_found_do_not_stop_each_other(
 
 
 def test_tags_that_could_not_be_read_are_not_counted_twice(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    frames = rig.shard._deletes._tags._frames
+    frames = rig.parts.deletes._tags._frames
     tagged = frames.tagged
     reads = 0
 
@@ -196,7 +196,7 @@ def test_tags_that_could_not_be_read_are_not_counted_twice(rig: Rig, monkeypatch
 
 def test_idle_turns_index_what_comes_behind_a_delete_by_tag(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tag_search, "IDLE_RECORDS", 5)
-    frames = rig.shard._deletes._tags._frames
+    frames = rig.parts.deletes._tags._frames
     tagged = frames.tagged
     asked: list[tuple[int, int]] = []
 
@@ -206,14 +206,14 @@ def test_idle_turns_index_what_comes_behind_a_delete_by_tag(rig: Rig, monkeypatc
 
     monkeypatch.setattr(frames, "tagged", counting)
     rig.append("u", b"1", tag=b"x")
-    assert not rig.shard.idle(), "nobody has deleted by tag"
+    assert not rig.shard.upkeep.idle(), "nobody has deleted by tag"
     assert rig.delete(DeleteRecords("t", 3, "eq", b"x")) == 2
     asked.clear()
-    while rig.shard.idle():
+    while rig.shard.upkeep.idle():
         pass
     assert asked == [(first, min(first + 4, RECORDS)) for first in range(3, RECORDS + 1, 5)]
     rig.append("t", b"1", b"2", tag=b"y")
-    assert rig.shard.idle()
+    assert rig.shard.upkeep.idle()
     asked.clear()
     assert rig.delete(DeleteRecords("t", None, "eq", b"y")) == 2
     assert asked == []
@@ -221,12 +221,12 @@ def test_idle_turns_index_what_comes_behind_a_delete_by_tag(rig: Rig, monkeypatc
     Compaction(rig).cut()
     rig.append("t", *[b"4"] * 20, tag=b"z")
     Compaction(rig).cut()
-    while rig.shard.idle():
+    while rig.shard.upkeep.idle():
         pass
     assert rig.delete(DeleteRecords("t", None, "glob", b"")) == RECORDS - 2 + 21
     rig.append("t", b"5", tag=b"y")
     rig.call(DeleteTopic("t", False))
-    assert not rig.shard.idle()
+    assert not rig.shard.upkeep.idle()
 
 
 def test_an_index_of_tags_that_starts_over_catches_up_in_turns(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def test_an_index_of_tags_that_starts_over_catches_up_in_turns(rig: Rig, monkeyp
     monkeypatch.setattr(tag_search, "TURN_MS", 0)
     assert rig.delete(DeleteRecords("t", None, "eq", b"none")) == 0
     rig.call(DeleteRecords("t", RECORDS - 15, None, b""))
-    frames = rig.shard._deletes._tags._frames
+    frames = rig.parts.deletes._tags._frames
     tagged = frames.tagged
     asked: list[int] = []
 

@@ -41,7 +41,7 @@ from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import OVERHEAD_LEN
 from topics.storage.segment_store import LocalStore
 from topics.storage.verify import verify
-from topics.walshard import tag_search
+from topics.walshard.hosted import tag_search
 
 NAMES = ("a", "b")
 TAGS = (b"", b"x", b"x:1", b"y")
@@ -283,7 +283,7 @@ class Engine(RuleBasedStateMachine):
     def go_on_deleting(self) -> None:
         """What a delete has left to later turns, whatever happened since."""
         call, last_seq = self.rests.pop()
-        hosted = self.rig.shard._catalog.find(call.name)
+        hosted = self.rig.parts.catalog.find(call.name)
         if hosted is not None and hosted.topic.id == call.topic_id:
             self._delete(call, last_seq)
         else:
@@ -400,7 +400,7 @@ class Engine(RuleBasedStateMachine):
         model.ever_in_ram |= lost
 
     def _lost(self, name: str) -> set[int]:
-        hosted = self.rig.shard._catalog.find(name)
+        hosted = self.rig.parts.catalog.find(name)
         assert hosted is not None
         topic = hosted.topic
         entries = topic.index.entries(topic.earliest_seq, topic.head_seq) if topic.records else array("Q")

@@ -24,7 +24,7 @@ from topics.shm.messages import Call
 from topics.shm.router_messages import DeleteRouter, PutRouter, RemoveRouters, SyncRouters
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, EnsureTopic, PutTopic
 from topics.storage import layout
-from topics.walshard.operation import Steps
+from topics.walshard.commit.draft import Steps
 from topics.walshard.routers.feeds import Feed
 
 
@@ -140,17 +140,20 @@ def test_each_step_of_a_checkpoint_is_on_the_disk_before_the_next(
     deletions before the snapshot that takes them for done.
     """
     rig = machine.rig
-    take = rig.shard._checkpoints.take
+    alone = rig.shard._handlers.alone
+    assert isinstance(alone, dict)
+    take = alone[Checkpoint]
     told: list[int] = []
     left: list[list[str]] = []
     compaction = Compaction(rig)
 
-    def looking(call: Checkpoint, answer: Any) -> None:
+    def looking(call: Checkpoint, frontend: int) -> Steps[Any]:
         if call.topics:
             left.append(machine.unsynced_segments)
-        take(call, answer)
+        reply = yield from take(call, frontend)
         left.append(machine.unsynced_logs)
         told.append(len(call.topics))
+        return reply
 
     def looking_again(followers: Any) -> Any:
         found = sync_marks(followers)
@@ -159,7 +162,7 @@ def test_each_step_of_a_checkpoint_is_on_the_disk_before_the_next(
 
     sync_marks = compaction.compactor._marks.sync
     monkeypatch.setattr(compaction.compactor._marks, "sync", looking_again)
-    monkeypatch.setattr(rig.shard._checkpoints, "take", looking)
+    monkeypatch.setitem(alone, Checkpoint, looking)
     for number in range(topics):
         for tag in (b"x", b"y", b"x"):
             rig.append(f"t{number}", b"1", tag=tag)

@@ -10,8 +10,8 @@ import pytest
 from topics.shm import messages, names
 from topics.shm.instance import SharedMemory
 from topics.shm.topic_messages import DeleteTopic
-from topics.walshard import outbox as module
-from topics.walshard.outbox import Outbox
+from topics.walshard.commit import outbox as module
+from topics.walshard.commit.outbox import Outbox
 
 FRONTENDS = 3
 COMPACTOR = FRONTENDS

@@ -15,7 +15,8 @@ from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.shm.topic_messages import DeleteRecords, PutTopic
 from topics.storage import layout
-from topics.walshard import deletes, frame_tags
+from topics.walshard.handlers import deletes
+from topics.walshard.hosted import frame_tags
 
 
 class Reads(FaultyFileSystem):
@@ -43,7 +44,7 @@ def delete(rig: Rig, name: str, tag: bytes = b"x") -> int:
 
 
 def tags_of(rig: Rig, name: str) -> tags.TagIndex | None:
-    hosted = rig.shard._catalog.find(name)
+    hosted = rig.parts.catalog.find(name)
     assert hosted is not None
     return hosted.topic.tags
 
@@ -60,7 +61,7 @@ def test_an_idle_turn_reads_little_however_far_apart_the_frames_lie(rig: Rig) ->
         rig.append("t", b"-" * 20_000)
     turns = 0
     fs.reads = fs.bytes_read = 0
-    while rig.shard.idle():
+    while rig.shard.upkeep.idle():
         turns += 1
         assert fs.reads <= turns * frame_tags.READS_MAX
     assert (fs.reads, turns) == (far, 3), "neighbours in one read"
@@ -88,7 +89,7 @@ def test_a_log_file_that_was_cut_in_place_ends_no_turn(rig: Rig) -> None:
     directory = layout.group_dir(rig.settings.data_dir, 0, 1)
     number = layout.list_log_files(rig.fs, directory)[-1]
     os.truncate(layout.log_path(directory, number), 10)
-    assert not rig.shard.idle()
+    assert not rig.shard.upkeep.idle()
     assert tags_of(rig, "t") is None
     with pytest.raises(TopicsError) as refused:
         delete(rig, "t")
@@ -96,7 +97,7 @@ def test_a_log_file_that_was_cut_in_place_ends_no_turn(rig: Rig) -> None:
 
 
 def test_files_of_the_ram_log_that_are_gone_are_not_kept_open(rig: Rig) -> None:
-    rig.shard._ram_trim._file_bytes = rig.shard._ram_trim._next_after_bytes = 100_000
+    rig.parts.ram_trim._file_bytes = rig.parts.ram_trim._next_after_bytes = 100_000
     rig.call(PutTopic("e", TopicConfig(durability="ephemeral", cap_records=4), True))
     ram_dir = layout.ram_group_dir(rig.shared.ram_dir, 0)
     for at in range(3000):
@@ -122,8 +123,8 @@ def test_topics_have_their_turn_and_who_is_thrown_out_keeps_no_memory(
     assert tags_of(rig, "a") is None
     for name in "bc":
         rig.append(name, *[b"%d" % at for at in range(600)], tag=b"x")
-    assert rig.shard.idle()
-    assert rig.shard.idle()
+    assert rig.shard.upkeep.idle()
+    assert rig.shard.upkeep.idle()
     reached = [index.next_seq for name in "bc" if (index := tags_of(rig, name)) is not None]
     assert reached == [514, 514], "one turn each"
     assert delete(rig, "a") == 0
@@ -138,5 +139,5 @@ def test_an_index_is_let_go_of_though_nothing_comes_any_more(rig: Rig, monkeypat
     index = tags_of(rig, "t")
     assert index is not None
     assert index.matching(tags.Match("glob", b"")) == [b"y"]
-    rig.shard.idle()
+    rig.shard.upkeep.idle()
     assert index.matching(tags.Match("glob", b"")) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,8 +13,8 @@ from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.shm.topic_messages import DeleteRecords, PutTopic
 from topics.storage import layout
-from topics.walshard.floor_marks import floor_frame
-from topics.walshard.operation import Operation
+from topics.walshard.commit.draft import Draft, Operation
+from topics.walshard.commit.marks import floor_frame
 
 TTL_MS = 10_000
 
@@ -30,7 +29,7 @@ def compaction(tmp_path: Path) -> Iterator[Compaction]:
 def live(compaction: Compaction) -> tuple[int, int, int]:
     view = compaction.rig.view("t")
     assert view is not None
-    hosted = compaction.rig.shard._catalog.find("t")
+    hosted = compaction.rig.parts.catalog.find("t")
     assert hosted is not None
     assert view.records == 0 or view.live_bytes > 0
     return view.records, view.earliest_seq, view.head_seq
@@ -116,7 +115,7 @@ def test_a_log_that_says_less_than_nothing_is_counted_anew(compaction: Compactio
     for number in range(1, 13):
         rig.append("t", b"%d" % number)
     compaction.cut()
-    hosted = rig.shard._catalog.find("t")
+    hosted = rig.parts.catalog.find("t")
     assert hosted is not None
     floors = msgspec.structs.replace(hosted.topic.floors(), records=-7, live_bytes=-330)
     entry = floor_frame(hosted, floors, rig.clock.now_ms())
@@ -124,7 +123,9 @@ def test_a_log_that_says_less_than_nothing_is_counted_anew(compaction: Compactio
     def committed(_file_no: int, _offset: int) -> None:
         hosted.topic.revision = floors.revision
 
-    assert rig.shard._commits.commit_one(Operation([entry], partial(committed)), {hosted.topic.id})
+    draft = Draft([Operation([entry], committed)], floors_of=[hosted.topic.id])
+    rig.parts.commits.commit(draft)
+    assert draft.committed
     if place == "snapshot":
         compaction.begin_again()
         compaction.cut()

@@ -88,7 +88,7 @@ def view(rig: Rig) -> TopicView:
 
 def check_counts(rig: Rig) -> None:
     """The counts are those of what is there."""
-    hosted = rig.shard._catalog.find("q")
+    hosted = rig.parts.catalog.find("q")
     assert hosted is not None
     topic = hosted.topic
     shown = view(rig)
@@ -99,7 +99,7 @@ def check_counts(rig: Rig) -> None:
 
 def check_machine(rig: Rig) -> Leases:
     """Each live job is in one place, and wherever it is looked for there."""
-    hosted = rig.shard._catalog.find("q")
+    hosted = rig.parts.catalog.find("q")
     assert hosted is not None
     topic = hosted.topic
     leases = topic.queue

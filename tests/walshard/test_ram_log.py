@@ -23,7 +23,7 @@ from topics.shm.topic_messages import DeleteTopic, PutTopic
 from topics.shm.watch_messages import SessionClose, SessionOpen, SessionPut
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
-from topics.walshard import recovery
+from topics.walshard import setup
 
 FILE_BYTES = 64 * 1024
 EPHEMERAL = TopicConfig(durability="ephemeral")
@@ -33,7 +33,7 @@ BLOCK = b'"' + b"x" * 998 + b'"'
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "RAM_FILE_BYTES", FILE_BYTES)
+    monkeypatch.setattr(setup, "RAM_FILE_BYTES", FILE_BYTES)
 
 
 @pytest.fixture
@@ -83,8 +83,8 @@ def test_megabytes_through_a_capped_topic_leave_a_bounded_log(rig: Rig) -> None:
         churn(rig, 8)
         most = max(most, ram_bytes(rig))
         assert view(rig, "busy").head_seq == round * (8 * FILE_BYTES // len(BLOCK))
-    assert rig.shard._logs.ram is not None
-    assert rig.shard._logs.ram.bytes_written > 5 << 20
+    assert rig.parts.logs.ram is not None
+    assert rig.parts.logs.ram.bytes_written > 5 << 20
     assert most <= 5 * FILE_BYTES
     head_seq = view(rig, "busy").head_seq
     kept = [(seq, BLOCK) for seq in range(head_seq - 19, head_seq + 1)]
@@ -158,7 +158,7 @@ def test_a_burst_that_is_over_leaves_no_large_ring(rig: Rig, by_cap: bool) -> No
         rig.append("t", *[b"1"] * 4096)
     during = view(rig, "t")
     assert during.ring_capacity == 32768
-    used_bytes = rig.shard._catalog._arena.used_bytes
+    used_bytes = rig.parts.catalog._arena.used_bytes
     rig.clock.ms += 5000
     rig.append("t", *[b"%d" % number for number in range(100)])
     if by_cap:
@@ -166,7 +166,7 @@ def test_a_burst_that_is_over_leaves_no_large_ring(rig: Rig, by_cap: bool) -> No
     rig.shard.sweep()
     after = view(rig, "t")
     assert small.ring_capacity < after.ring_capacity <= 256
-    assert rig.shard._catalog._arena.used_bytes < used_bytes - 400_000
+    assert rig.parts.catalog._arena.used_bytes < used_bytes - 400_000
     kept = [(seq, b"%d" % (seq - after.earliest_seq)) for seq in range(after.earliest_seq, after.head_seq + 1)]
     assert len(kept) == 100
     assert rig.read("t") == kept
@@ -215,7 +215,7 @@ def test_sessions_outlive_the_files_they_were_logged_in(rig: Rig) -> None:
 def test_sessions_that_fill_many_files_are_not_repeated_with_every_write(rig: Rig) -> None:
     for number in range(60):
         rig.call(SessionPut(f"w{number}", b"b" * 10_000))
-    wal = rig.shard._logs.ram
+    wal = rig.parts.logs.ram
     assert wal is not None
     before = wal.bytes_written
     churn(rig, 80)
@@ -329,7 +329,7 @@ def prepare(rig: Rig) -> None:
     rig.call(SessionPut("w", b"body"))
     rig.clock.ms += 2000
     rig.shard.sweep()
-    trim = rig.shard._ram_trim
+    trim = rig.parts.ram_trim
     trim._next_after_bytes = 1 << 40
     while len(files(rig)) < 9:
         rig.append("busy", BLOCK, config=CAPPED)

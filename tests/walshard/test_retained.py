@@ -24,9 +24,9 @@ from topics.shm.topic_messages import DeleteRecords, PutTopic
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.postings import Postings
 from topics.supervisor.limits import OPEN_FILES_MIN
-from topics.walshard import segment_files
-from topics.walshard.segment_files import SegmentFiles
-from topics.walshard.segment_tags import tags_max
+from topics.walshard.hosted import segment_files
+from topics.walshard.hosted.segment_files import SegmentFiles
+from topics.walshard.hosted.segment_tags import tags_max
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_floors_that_move_far_look_into_the_segment_where_they_stop(
 ) -> None:
     fill_small_segments(compaction)
     rig = compaction.rig
-    while rig.shard._files._uncounted:
+    while rig.parts.files._uncounted:
         rig.shard.sweep()
     monkeypatch.setattr(segment_files, "INDEXES_MAX", 1)  # whatever is asked is opened anew
     opened = Opened(monkeypatch)
@@ -172,17 +172,17 @@ def test_what_lives_in_segments_is_counted_right_whatever_happens_to_them(tiered
                 compaction.upkeep()
         if not count:
             continue
-        hosted = rig.shard._catalog.find("t")
+        hosted = rig.parts.catalog.find("t")
         assert hosted is not None
         index = hosted.index
         anew = SegmentFiles(OsFileSystem(), rig.settings.data_dir, 64)
-        anew._due = rig.shard._files._due
+        anew._due = rig.parts.files._due
         for info in index.segments:
             asked = (index.topic_id, info, info.first_seq, info.last_seq)
-            assert rig.shard._files.live_size(*asked) == anew.live_size(*asked)
+            assert rig.parts.files.live_size(*asked) == anew.live_size(*asked)
         view = rig.view("t")
         assert view is not None
-        assert rig.shard._files._due or view.records == len(compaction.read("t"))
+        assert rig.parts.files._due or view.records == len(compaction.read("t"))
 
 
 def open_files() -> int:

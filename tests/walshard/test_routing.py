@@ -165,7 +165,7 @@ def test_what_a_source_evicted_before_a_crash_and_a_copy_is_a_gap(
 
 
 def test_the_ram_log_is_trimmed_and_keeps_what_only_it_has(rig: Rig) -> None:
-    rig.shard._ram_trim._file_bytes = rig.shard._ram_trim._next_after_bytes = 100_000
+    rig.parts.ram_trim._file_bytes = rig.parts.ram_trim._next_after_bytes = 100_000
     put(rig, "e", durability="ephemeral")
     route(rig, "r", "a", "b")
     route(rig, "s", "a", "quiet", filter="rare")

@@ -57,7 +57,7 @@ def check_kill_at(n: int, data_dir: str, whole_service: bool) -> None:
             rig.call(CatchUp(dest))
         for dest in DESTS:
             assert rig.read(dest)[: len(before[dest])] == before[dest]
-        source = [b"%d" % at for at in range(rig.shard._catalog.find("a").topic.head_seq)]  # type: ignore[union-attr]
+        source = [b"%d" % at for at in range(rig.parts.catalog.find("a").topic.head_seq)]  # type: ignore[union-attr]
         assert len(source) == 8 if not whole_service else len(source) >= 4
         for dest in ("b", "c"):
             copied = [data for _, data in rig.read(dest) if b"own" not in data]
@@ -107,7 +107,7 @@ def check_full_kill_at(n: int, data_dir: str, whole_service: bool) -> None:
             if not page:
                 break
             rig.call(DeleteRecords("b", view.head_seq + 1, None, b""))
-        head_seq = rig.shard._catalog.find("a").topic.head_seq  # type: ignore[union-attr]
+        head_seq = rig.parts.catalog.find("a").topic.head_seq  # type: ignore[union-attr]
         copied = {1: b"0", 2: b"1"} | seen
         kept = [b"%d" % at for at in range(head_seq) if at not in (3, 5)]
         # The work deleted 2, before or after it was copied; and what was the third copy, perhaps before we looked.

@@ -41,14 +41,14 @@ def compaction(tmp_path: Path) -> Iterator[Compaction]:
 
 
 def hosted(rig: Rig, name: str) -> Any:
-    found = rig.shard._catalog.find(name)
+    found = rig.parts.catalog.find(name)
     assert found is not None
     return found
 
 
 def check_places(rig: Rig) -> None:
     """No entry is in the ring and in a segment."""
-    for one in rig.shard._catalog:
+    for one in rig.parts.catalog:
         assert one.ring.base_seq > one.index.segments.last_seq
 
 

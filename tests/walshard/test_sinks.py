@@ -126,7 +126,7 @@ def test_pins_outlast_windows_and_restarts_and_go_with_the_batch(rig: Rig) -> No
 
 
 def pins(rig: Rig) -> int:
-    hosted = rig.shard._catalog.find("a")
+    hosted = rig.parts.catalog.find("a")
     assert hosted is not None
     return sum(len(stages) for _sink, _batch, stages in hosted.topic.idempotency.pinned())
 
@@ -274,14 +274,14 @@ def test_a_sink_can_be_forgotten_once_its_batch_is_over(rig: Rig) -> None:
 
 def test_asking_for_sinks_that_are_not_costs_no_memory(rig: Rig) -> None:
     assert [rig.call(TxnLook(f"s{number}")).outcome for number in range(50)] == ["none"] * 50
-    assert not rig.shard._sinks._known
+    assert not rig.parts.sinks._known
     stages = stage(rig, ("a", [b"1"]))
     rig.call(TxnBegin("s1", 5, stages))
     drive(rig, "s1", 5, stages)
     assert rig.call(TxnLook("s1")).outcome == "committed"
     rig.call(TxnForget("s1"))
     assert rig.call(TxnLook("s1")).outcome == "none"
-    assert not rig.shard._sinks._known
+    assert not rig.parts.sinks._known
 
 
 def test_a_damaged_sink_is_said_and_is_not_a_new_one(rig: Rig) -> None:

@@ -13,7 +13,7 @@ from topics.core.config import TopicConfig
 from topics.core.job import Now
 from topics.core.leases import Leases
 from topics.core.topic import Topic
-from topics.walshard.queues.work import Hand, Worker, Workers
+from topics.walshard.handlers.workers import Hand, Worker, Workers
 
 NOW = Now(1_700_000_000_000, 5_000)
 

@@ -11,47 +11,24 @@ from typing import Any, Final
 import msgspec
 
 from topics.core.errors import RETRY_AFTER_S, TopicsError
+from topics.frontend import limits
 from topics.frontend.asgi import ROOM, Scope, Send
 from topics.frontend.bodies import Headers
-from topics.frontend.http.answer_room import Place
+from topics.frontend.budget import Budget, Hold
 
 HeaderList = list[tuple[bytes, bytes]]
 
 LIST_BYTES_MAX: Final = 1 << 20
 """Room that is taken for one page of a list; most are much shorter."""
 GZIP_MIN_BYTES: Final = 1024
-PACKING_MAX_BYTES: Final = 64 * 2**20
-"""Of answers that wait for a thread that packs them, or are being packed: half a second of its work or so."""
 _GZIP_INLINE_BYTES_MAX: Final = 32 * 1024
 _GZIP_LEVEL: Final = 1
 """A page of JSON packs well at any level; the first costs the least."""
 _JSON: Final = (b"content-type", b"application/json")
 
 
-class _Packer:
-    """Packs short answers at once, and has threads pack long ones: not more than PACKING_MAX_BYTES of them, which they
-    are slower with than pages are made. What finds no room goes as it is.
-    """
-
-    def __init__(self) -> None:
-        self._packing_bytes = 0
-
-    def has_room_for(self, body: bytes) -> bool:
-        return self._packing_bytes + len(body) <= PACKING_MAX_BYTES
-
-    async def packed(self, body: bytes) -> bytes:
-        if len(body) <= _GZIP_INLINE_BYTES_MAX:
-            return gzip.compress(body, _GZIP_LEVEL, mtime=0)
-        len_bytes = len(body)
-        self._packing_bytes += len_bytes
-        try:
-            return await asyncio.to_thread(gzip.compress, body, _GZIP_LEVEL, mtime=0)
-        finally:
-            self._packing_bytes -= len_bytes
-
-
-_packer: Final = _Packer()
-"""Of this process: its threads are shared by all routes."""
+packing: Final = Budget(limits.PACKING)
+"""Long answers that threads of this process pack, which is slower than pages are made: half a second's work or so."""
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -61,17 +38,21 @@ def elapsed_ms(started_ns: int) -> float:
     return (time.perf_counter_ns() - started_ns) // 1000 / 1000
 
 
-def place_of(scope: Scope) -> Place | None:
+def room_of(scope: Scope) -> Hold | None:
     """Where room is to be taken before an answer is made that may be long; None where each waits for the one before."""
-    place: Place | None = scope.get("extensions", {}).get(ROOM)
-    return place
+    room: Hold | None = scope.get("extensions", {}).get(ROOM)
+    return room
 
 
 async def take_room(scope: Scope, most_bytes: int) -> None:
-    """Room for an answer of at most so many bytes, as `Place.take`."""
-    place = place_of(scope)
-    if place is not None:
-        await place.take(most_bytes)
+    """Wait until an answer of at most so many bytes may be made; ConnectionResetError: nobody would take it.
+
+    A page that has been made is in memory, whatever is done with it then. So who makes it takes room first, for as long
+    as it may become, and over HTTP/2 waits while the client leaves there what was made before (`limits`).
+    """
+    room = room_of(scope)
+    if room is not None:
+        await room.take(most_bytes)
 
 
 def send_json(
@@ -97,12 +78,23 @@ async def send_whole(
         accepted = request_headers.get(b"accept-encoding")
         if accepted is not None:
             head.append((b"vary", b"accept-encoding"))
-            if accepts_gzip(accepted) and _packer.has_room_for(body):
+            if accepts_gzip(accepted) and packing.fits(len(body)):
                 head.append((b"content-encoding", b"gzip"))
-                body = await _packer.packed(body)
+                body = await _packed(body)
     head.append((b"content-length", b"%d" % len(body)))
     await send({"type": "http.response.start", "status": status, "headers": head})
     await send({"type": "http.response.body", "body": body})
+
+
+async def _packed(body: bytes) -> bytes:
+    len_bytes = len(body)
+    if len_bytes <= _GZIP_INLINE_BYTES_MAX:
+        return gzip.compress(body, _GZIP_LEVEL, mtime=0)
+    packing.held_bytes += len_bytes
+    try:
+        return await asyncio.to_thread(gzip.compress, body, _GZIP_LEVEL, mtime=0)
+    finally:
+        packing.release(len_bytes)
 
 
 async def send_object(

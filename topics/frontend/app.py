@@ -81,7 +81,7 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._other(scope, receive, send)
+            await self._open_socket(scope, receive, send)
             return
         self._cell.add("requests")
         started_ns = time.perf_counter_ns()
@@ -128,11 +128,9 @@ class App:
             check_name = check_router_name if kind == b"routers" else check_topic_name
             check_name(unquote(segment.decode("latin-1")))
 
-    async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A WebSocket, or the life span, which Starlette's router answers."""
-        if scope["type"] != "websocket":
-            await self._router(scope, receive, send)
-        elif scope["path"] == _WS:
+    async def _open_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A WebSocket."""
+        if scope["path"] == _WS:
             self._cell.add("requests")
             await self._websocket(scope, receive, send)
         else:

@@ -21,10 +21,13 @@ Deliver = Callable[[Send, bytes], Awaitable[None]]
 """Sends the whole body of an answer by the `send` it is given, and returns when nothing of it is in this process."""
 
 DELIVER: Final = "topics.deliver"
-"""Extension of a scope: its `Deliver`, as `http.delivery` says."""
+"""Extension of a scope: its `Deliver`, for an answer that counts only when it has left this process (api §10,
+`at_least_once`). ASGI's `send` returns earlier: what is kept here for a slow client is lost when the connection or the
+process ends. `Deliver` returns when the kernel has all of the body, and raises ConnectionResetError when the client
+never gets all of it. What the kernel still has when the client dies, no server can know."""
 
 SHARE: Final = "topics.share"
-"""Key of a message of a WebSocket: what it takes of `body_budget`, for as long as the message is kept."""
+"""Key of a message of a WebSocket: its `bodies.Share`, for as long as the message is kept."""
 
 DROPPED: Final = "topics.dropped"
 """Key of a message of a WebSocket for which there was no room: nothing else is in it."""
@@ -33,4 +36,4 @@ TRANSPORT: Final = "topics.transport"
 """Key of `scope["state"]`: the asyncio transport of a connection that Hypercorn serves."""
 
 ROOM: Final = "topics.room"
-"""Extension of a scope whose connection has many answers at once: its `http.answer_room.Place`."""
+"""Extension of a scope whose connection has many answers at once: the `budget.Hold` of this one's."""

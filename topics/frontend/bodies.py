@@ -1,15 +1,26 @@
-"""Request bodies: read whole, bounded, unpacked, of the right content type."""
+"""Request bodies: read whole, bounded, unpacked, of the right content type; and what all of them hold in memory.
+
+    read_body ──▶ hold(what is to come) ──▶ … unpacked, decoded ──▶ laid out, answered: the request's task ends ──▶ free
+                     │ no room: it waits in line               └─▶ let_go: little of it is kept ──▶ free
+                     └─▶ 429 throttled
+
+A body waits for room before it is read on, so that TCP holds up its client. Of two that have a part each and wait for
+the rest one is refused in the end: room for the other. Bodies of up to a MiB have a budget of their own: four clients
+that send theirs slowly fill that of the long ones.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import zlib
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from topics.core.errors import TopicsError, invalid
+from topics.frontend import limits
 from topics.frontend.asgi import Receive
-from topics.frontend.body_budget import COUNTED_FROM_BYTES, LONG_BYTES, bodies, medium_bodies
+from topics.frontend.budget import Budget, Hold
 
 Headers = dict[bytes, bytes]
 WishT = TypeVar("WishT")
@@ -18,9 +29,18 @@ _GZIP_WBITS: Final = 31
 _UNZIP_INLINE_BYTES_MAX: Final = 1024
 """What is longer may unpack to more than a MiB: a thread does it, for the loop's sake."""
 
-
 INLINE_BYTES_MAX: Final = 1 << 20
 """A longer body is decoded and laid out by a thread: others get their turn between two calls into C."""
+COUNTED_FROM_BYTES: Final = 64 << 10
+"""Shorter bodies are not counted: a connection, or stream of HTTP/2, has one of those at most."""
+LONG_BYTES: Final = 1 << 20
+"""Longer bodies have the second budget."""
+
+medium_bodies: Final = Budget(limits.MEDIUM_BODIES)
+long_bodies: Final = Budget(limits.LONG_BODIES)
+"""Both are this process's: there is one event loop, and all routes share them."""
+_holds: Final[dict[asyncio.Task[Any], dict[Budget, Hold]]] = {}
+"""What each request holds."""
 
 
 class ClientGoneError(Exception):
@@ -30,8 +50,8 @@ class ClientGoneError(Exception):
 async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes:
     """The unpacked body, JSON by its content type where there is any (api §0.2).
 
-    From COUNTED_FROM_BYTES on it counts in `body_budget` until the current task ends. Raises `payload_too_large`,
-    `throttled`, `unsupported_media_type`, `invalid_request`; ClientGoneError.
+    From COUNTED_FROM_BYTES on it counts until the current task ends. Raises `payload_too_large`, `throttled`,
+    `unsupported_media_type`, `invalid_request`; ClientGoneError.
     """
     message = await receive()
     if message["type"] == "http.disconnect":
@@ -40,7 +60,7 @@ async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes
     if message.get("more_body"):
         body = await _read_rest(receive, body, headers, max_bytes)
     elif len(body) > COUNTED_FROM_BYTES:
-        await _hold(len(body), max_bytes)
+        await _hold(len(body))
     if len(body) > max_bytes:
         raise _too_large(max_bytes)
     if not body:
@@ -55,17 +75,78 @@ async def read_body(receive: Receive, headers: Headers, max_bytes: int) -> bytes
 async def read_wish(receive: Receive, headers: Headers, max_bytes: int, decode: Callable[[bytes], WishT]) -> WishT:
     """`read_body`, decoded to something short, for requests that may wait for long: the body is counted no longer."""
     wish = decode(await read_body(receive, headers, max_bytes))
-    bodies.let_go()
-    medium_bodies.let_go()
+    let_go()
     return wish
 
 
-async def _hold(size_bytes: int, max_bytes: int) -> None:
+def allow_bodies_of(max_body_bytes: int) -> None:
+    """Make room for four of the longest bodies there may be. To be called at the start."""
+    long_bodies.most_bytes = max(long_bodies.most_bytes, 4 * max_body_bytes)
+
+
+async def hold(budget: Budget, size_bytes: int) -> None:
+    """Count so much more until the current task ends or lets go. Raises `throttled` when no room comes in time."""
+    task = asyncio.current_task()
+    assert task is not None
+    if task not in _holds:
+        task.add_done_callback(_free)
+    mine = _holds.setdefault(task, {}).setdefault(budget, Hold(budget))
+    try:
+        await mine.wait_for(size_bytes, budget.limit.wait_s)
+    except TimeoutError:
+        raise no_room(budget) from None
+
+
+def let_go() -> None:
+    """The current task keeps next to nothing of what it read."""
+    task = asyncio.current_task()
+    assert task is not None
+    _free(task)
+
+
+def _free(task: asyncio.Task[Any]) -> None:
+    for one in _holds.pop(task, {}).values():
+        one.close()
+
+
+class Share:
+    """What a message of a WebSocket that comes in pieces holds of both budgets, until nobody has it any more, nor the
+    message that it is kept with.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._medium = Hold(medium_bodies)
+        self._long = Hold(long_bodies)
+
+    def reach(self, size_bytes: int) -> bool:
+        """It is so long now; False: there is no room for that."""
+        while self._medium.held_bytes + self._long.held_bytes < size_bytes:
+            if self._medium.held_bytes < LONG_BYTES:
+                has_room = self._medium.grow(COUNTED_FROM_BYTES)
+            else:
+                has_room = self._long.grow(LONG_BYTES)
+            if not has_room:
+                return False
+        return True
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            # Not here: this may be any moment of any thread.
+            self._loop.call_soon_threadsafe(self._medium.close)
+            self._loop.call_soon_threadsafe(self._long.close)
+
+
+def no_room(budget: Budget) -> TopicsError:
+    """429: the budget is used up."""
+    return budget.refused(
+        f"the bodies of requests hold all of the {budget.most_bytes} bytes that they may; send it again later"
+    )
+
+
+async def _hold(size_bytes: int) -> None:
     """Room for a body, or a piece, of this size."""
-    if size_bytes > LONG_BYTES:
-        await bodies.hold(size_bytes, max_bytes)
-    else:
-        await medium_bodies.hold(size_bytes, LONG_BYTES)
+    await hold(long_bodies if size_bytes > LONG_BYTES else medium_bodies, size_bytes)
 
 
 async def _read_rest(receive: Receive, first: bytes, headers: Headers, max_bytes: int) -> bytes:
@@ -77,10 +158,10 @@ async def _read_rest(receive: Receive, first: bytes, headers: Headers, max_bytes
     while True:
         while size > room:  # one message may be several steps long
             if length or room < LONG_BYTES:
-                await _hold(length or COUNTED_FROM_BYTES, max_bytes)
+                await _hold(length or COUNTED_FROM_BYTES)
                 room += length or COUNTED_FROM_BYTES
             else:
-                await bodies.hold(LONG_BYTES, max_bytes)
+                await hold(long_bodies, LONG_BYTES)
                 room += LONG_BYTES
         if not more:
             # From a MiB on, joining leaves the interpreter to others.
@@ -121,7 +202,7 @@ async def _unpack(body: bytes, encoding: bytes, max_bytes: int) -> bytes:
     # RFC 1952: the last four bytes are the size of what was packed. Who states less gets no more than that unpacked.
     stated = int.from_bytes(body[-4:], "little")
     if min(stated, max_bytes) > COUNTED_FROM_BYTES:
-        await _hold(min(stated, max_bytes), max_bytes)
+        await _hold(min(stated, max_bytes))
     if len(body) <= _UNZIP_INLINE_BYTES_MAX:
         return unzip(body, max_bytes, stated)
     return await asyncio.to_thread(unzip, body, max_bytes, stated)

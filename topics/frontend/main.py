@@ -18,10 +18,11 @@ from topics.frontend.access import Access
 from topics.frontend.app import App
 from topics.frontend.append import AppendRoute
 from topics.frontend.attended import AttendedClock
+from topics.frontend.bodies import allow_bodies_of
 from topics.frontend.cors import Cors
 from topics.frontend.figures import ServiceFigures
-from topics.frontend.http.http1_connections import Connections
-from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http.http1 import Connections
+from topics.frontend.http.limits import HttpLimits
 from topics.frontend.http.serve import serve
 from topics.frontend.key_limits import KeyLimits
 from topics.frontend.key_reload import KeyReload
@@ -109,6 +110,7 @@ async def _serve(
     clock = SystemClock()
     attended = AttendedClock(loop.time)
     shards = shared.shards
+    allow_bodies_of(settings.max_body_bytes)
     arenas = Arenas(shared)
     gateway = Gateway(shared, index, incarnation, arenas, cell, settings.shard_wait_ms)
     log_files = LogFiles(settings.data_dir, shared.ram_dir, shards)
@@ -188,7 +190,6 @@ async def _serve(
                 # A client that comes back sends the positions of all its topics in one header.
                 max_header_bytes=HEADER_BYTES_MIN + cursor.size_max_bytes(settings.max_watch_topics),
             ),
-            settings.http_protocol,
             shutdown,
             grace_ms=settings.frontend_grace_ms,
             connections=connections,

@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
-from topics.frontend import exposition
+from topics.frontend import exposition, limits
 from topics.frontend.access import caller_of
 from topics.frontend.answers import elapsed_ms, send_json, send_whole, take_room
 from topics.frontend.asgi import Receive, Scope, Send
+from topics.frontend.budget import Budget, Hold
 from topics.frontend.exposition import TEXT_TYPE, Family, Sample, single
 from topics.frontend.figures import ServiceFigures
 from topics.frontend.media import weight
@@ -26,11 +26,6 @@ from topics.shm.arena import TopicView
 
 ANSWER_BYTES: Final = 8 << 20
 """Room that is taken for one; 10,000 topics are about 3 MB."""
-AT_ONCE: Final = 4
-"""Scrapes that are being made; others wait, first come, first served. Each has all its series in memory."""
-WAITING_MAX: Final = 100
-"""One more is refused."""
-RETRY_AFTER_MS: Final = 1000
 SLICE_S: Final = 0.001
 PAGE_TOPICS: Final = 64
 _TOPIC_SERIES: Final = (
@@ -54,9 +49,7 @@ class MetricsRoute:
         self._arenas = arenas
         self._shards = shards
         self._topics_max = topics_max
-        self._turns = asyncio.Semaphore(AT_ONCE)
-        self._scrapes = 0
-        """That are being made, or wait."""
+        self._budget = Budget(limits.SCRAPES)
 
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -73,19 +66,16 @@ class MetricsRoute:
             await send_whole(send, headers, 200, TEXT_TYPE, series, [(b"vary", b"accept")])
 
     async def _in_turn(self, prefixes: tuple[str, ...], as_json: bool) -> bytes:
-        most = AT_ONCE + WAITING_MAX
-        if self._scrapes >= most:
-            raise TopicsError(
-                "throttled",
-                f"{most} scrapes of the metrics are under way already; scrape less often, or ask again later",
-                {"limit": "scrapes", "max": most, "retry_after_ms": RETRY_AFTER_MS},
-            )
-        self._scrapes += 1
+        most = limits.SCRAPES.most_count
+        if self._budget.held_bytes // ANSWER_BYTES + len(self._budget.waiting) >= most:
+            message = f"{most} scrapes of the metrics are under way already; scrape less often, or ask again later"
+            raise limits.SCRAPES.refused(message, most)
+        room = Hold(self._budget)  # each has all its series in memory
         try:
-            async with self._turns:
-                return await self._series(prefixes, as_json)
+            await room.wait_for(ANSWER_BYTES)
+            return await self._series(prefixes, as_json)
         finally:
-            self._scrapes -= 1
+            room.close()
 
     async def _series(self, prefixes: tuple[str, ...], as_json: bool) -> bytes:
         """All of them, as text or as the members of a JSON object."""

@@ -20,9 +20,9 @@ from topics.storage.logfile import RefusedLog
 from topics.storage.snapshot import UnknownSnapshotVersion
 from topics.storage.wal import WalSyncError, WalWriteError
 from topics.storage.write_path import WritePath
-from topics.walshard.outbox import Outbox
+from topics.walshard.commit.outbox import Outbox
 from topics.walshard.pressure import ShardPressure
-from topics.walshard.recovery import recover
+from topics.walshard.setup import Helpers, set_up
 from topics.walshard.shard import Shard
 
 HEARTBEAT_MS: Final = 250
@@ -48,7 +48,7 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
     fs = WritePath(shared.control.header.get("write_path")).file_system()
     with ThreadPoolExecutor(1, "preallocate") as preallocating, ThreadPoolExecutor(1, "sync") as syncing:
         try:
-            shard = recover(settings, shared, index, outbox, cell, clock, fs, preallocating, syncing)
+            shard = set_up(settings, shared, index, outbox, cell, clock, fs, Helpers(preallocating, syncing)).shard
         except (RefusedLog, FoldError, UnknownSnapshotVersion) as error:
             log.error("the log cannot be used as it is", reason=str(error))
             cell.set("state", ProcessState.STOPPED)  # the compactor waits for it no longer
@@ -92,14 +92,14 @@ def _serve(
         if now_ms - sweep_ms >= 1000:
             sweep_ms = now_ms
             shard.sweep()
-        if worked or shard.busy:
+        if worked or shard.upkeep.busy:
             busy_ms = now_ms
             continue
         if outbox.stuck:
             outbox.flush()
         elif stop.requested:
             return
-        elif shard.idle():
+        elif shard.upkeep.idle():
             continue
         wake.announce_sleep()
         if outbox.idle and shard.routing.idle:

@@ -1,403 +1,243 @@
-"""What a shard does, over and over: take what waits in its rings, commit it as a group, show it, answer it.
+"""What a shard does, over and over: take what waits in its rings, prepare it, commit it, show it, answer it.
 
-Writes to records, jobs and cursors are gathered into the group (`appends.py`, `queue_writes.py`). Any other request
-that writes ends the group before it and is a commit of its own: it is rare, and then sees nothing half done.
+    take ──▶ prepare ──▶ commit ──▶ publish ──▶ notify ──▶ answer
+
+Requests for records, jobs and cursors are gathered into a group: one write, one sync for all of them. Any other request
+that writes ends the group before it and is committed by itself: it is rare, and then sees nothing half done. Copies of
+routers come behind all of that, with drafts of their own.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
-from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.log import get_logger
 from topics.shm import append_messages, messages
+from topics.shm.append_messages import AppendReply
 from topics.shm.arena_heap import ArenaFullError
-from topics.shm.compactor_messages import Checkpoint, MarkAgain, Trim
 from topics.shm.control import ProcessCell
-from topics.shm.messages import Call, Done, Kind
-from topics.shm.router_messages import CatchUp, DeleteRouter, PutRouter, RemoveRouters, SyncRouters
-from topics.shm.topic_messages import DeleteRecords, DeleteTopic, EnsureTopic, Expire, PutTopic
-from topics.shm.txn_messages import StagePublish, StagesOver, TxnBegin, TxnEnd, TxnForget, TxnLook, TxnPending
-from topics.shm.watch_messages import (
-    Hello,
-    SessionAbandon,
-    SessionClose,
-    SessionLook,
-    SessionOpen,
-    SessionPut,
-    Unwatch,
-    Watch,
-)
-from topics.walshard.appends import Appends
-from topics.walshard.background_sync import BackgroundSync
-from topics.walshard.catalog import Catalog
-from topics.walshard.checkpoints import Checkpoints
-from topics.walshard.commit import Logs
-from topics.walshard.cursors import CURSOR_CALLS, NamedCursors
-from topics.walshard.deaths import FrontendDeaths
-from topics.walshard.deletes import Deletes
-from topics.walshard.group_commit import GroupCommit
-from topics.walshard.head_marks import head_mark
-from topics.walshard.holdings import Holdings
-from topics.walshard.hosted import Hosted
-from topics.walshard.operation import Answer, Operation, Steps, T
-from topics.walshard.outbox import Outbox
-from topics.walshard.queues.calls import QUEUE_CALLS, Queues
-from topics.walshard.queues.queue_writes import QueueWrites
-from topics.walshard.ram_log import RamTrim
-from topics.walshard.room import MakeRoom
+from topics.shm.messages import Kind, Reply
+from topics.walshard.commit.commits import Commits
+from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler, Request, Steps, T
+from topics.walshard.commit.outbox import Outbox
+from topics.walshard.handlers.handlers import Handlers
+from topics.walshard.publisher import Publisher
 from topics.walshard.routers.routing import PAGES_PER_STEP, Routing
-from topics.walshard.segment_files import SegmentFiles
-from topics.walshard.session_calls import SessionCalls
-from topics.walshard.sessions import Sessions
-from topics.walshard.sinks import Sinks
 from topics.walshard.step_clock import StepClock
-from topics.walshard.tag_search import TagSearch
-from topics.walshard.topic_calls import TopicCalls
-from topics.walshard.trimming import LogTrim
-from topics.walshard.watchers import Watchers
+from topics.walshard.upkeep import Upkeep
 
 REPLY_BYTES_PER_GROUP_MAX: Final = 64 * 1024
-"""Answers of queue requests are as long as their clients want: a group ends before the journal is full of them."""
+"""Replies of queue requests are as long as their clients want: a group ends before the journal is full of them."""
+TRIES_MAX: Final = 4
+"""So often a request of a group may ask for a commit before it."""
 
 log = get_logger()
 
 
 class Shard:
-    """One shard at work. `step` is called for ever; nothing else reads requests."""
+    """One shard at work. `step` is called for ever; nothing else takes requests, and nothing else commits."""
 
     def __init__(
         self,
-        catalog: Catalog,
-        sessions: Sessions,
-        sinks: Sinks,
-        holdings: Holdings,
-        logs: Logs,
-        ram_trim: RamTrim,
-        files: SegmentFiles,
-        tags: TagSearch,
-        log_trim: LogTrim,
-        syncs: BackgroundSync,
         outbox: Outbox,
-        watchers: Watchers,
-        deaths: FrontendDeaths,
-        commits: GroupCommit,
+        handlers: Handlers,
         routing: Routing,
+        commits: Commits,
+        publisher: Publisher,
+        upkeep: Upkeep,
         cell: ProcessCell,
-        clock: Clock,
         time: StepClock,
-        make_room: MakeRoom,
     ) -> None:
-        self._catalog = catalog
-        self._sessions = sessions
-        self._sinks = sinks
-        self._holdings = holdings
-        self._logs = logs
-        self._ram_trim = ram_trim
-        self._files = files
-        self._log_trim = log_trim
-        self._syncs = syncs
         self._outbox = outbox
-        self._watchers = watchers
-        self._deaths = deaths
-        self._commits = commits
+        self._handlers = handlers
         self.routing = routing
+        self._commits = commits
+        self._publisher = publisher
+        self.upkeep = upkeep
         self._cell = cell
-        self._clock = clock
         self._time = time
+        self._group = Draft()
+        self._waiting: list[Request] = []
+        """Requests that are prepared and not answered."""
         self._requests = 0
-        """In the last group."""
-
-        self._appends = Appends(
-            self._find_to_append,
-            catalog.make,
-            catalog.abandon,
-            self._host,
-            holdings.claim_bytes,
-            self._expire_for,
-            self._give_way,
-        )
-        self._deletes = Deletes(catalog, tags, commits, time)
-        self._queue_writes = QueueWrites(
-            self._appends, self._commit_group, self._deletes.expire, commits.before_log, time
-        )
-        self._queues = Queues(catalog.find, self._queue_writes, outbox.push, time, lambda: cell.get("deferring"))
-        self._cursors = NamedCursors(catalog.find, self._queue_writes, self._commit_group)
-        self._topic_calls = TopicCalls(
-            catalog, commits, self._deletes, self._host, self._queues, routing, watchers, time, self._run
-        )
-        self._session_calls = SessionCalls(sessions, holdings, commits, time)
-        self._checkpoints = Checkpoints(catalog, files, logs, commits, time)
-        commits.connect(self._queues, routing)
-
-        make_room.expire_for, make_room.give_way_for = self._expire_for, self._give_way
-
-        for hosted in catalog:
-            self._queues.changed(hosted)
-        committed = [entry for entry in outbox.committed_before() if logs.holds(entry)]
-        outbox.take_over(committed)
-        self._committed_before = {(entry.frontend, entry.ring_position): entry.reply for entry in committed}
-        """Requests the former incarnation committed and did not answer: their answers."""
-
-    # -- a step
+        """In the last step."""
 
     def step(self) -> bool:
-        """One group: everything that waits, up to a bound. False when there was nothing to do."""
+        """One turn of the pipeline: everything that waits, up to a bound. False when there was nothing to do."""
         self._time.look()
-        self._queues.tick()
+        self._run(self._handlers.queues.tick())
         requests = self._serve_requests()
-        dead = self._deaths.take()
-        for frontend in dead:
-            self._frontend_died(frontend)
-        if dead:
-            self._answer([])
+        if requests or self._handlers.queues.stirred:
+            self._finish_group()
+        if self._handlers.frontends.end_dead(self._group):
+            self._finish_group()
         # Under pressure what nobody waits for goes behind everything else.
         pages_max = 1 if requests and self._cell.get("deferring") else PAGES_PER_STEP
-        forwarded = self._run(self.routing.pump(pages_max))
-        if forwarded:
-            self._holdings.settle(len(self._sessions))
+        copied = self._run(self.routing.pump(pages_max))
+        if copied:
             self._outbox.flush()
-        if self._ram_trim.due:
-            self._trim_ram_log()
-        return forwarded or requests > 0
+        if self.upkeep.ram_log_is_long:
+            self._run(self.upkeep.trim_ram_log())
+        return copied or requests > 0
+
+    # -- take
 
     def _serve_requests(self) -> int:
-        """Takes, commits and answers them; returns how many there were."""
-        answers: list[Answer] = []
+        """Takes requests and prepares them; groups that are full are finished. Returns how many there were."""
         requests = reply_bytes = 0
         for frontend, message, position in self._outbox.requests():
             requests += 1
             kind, request_id, _count = messages.head(message)
-            answer = Answer(frontend, position, request_id)
-            answers.append(answer)
-            known = self._committed_before.pop((frontend, position), None) if self._committed_before else None
-            if known is not None:
-                answer.reply = bytearray(known)
+            request = Request(frontend, position, request_id)
+            self._waiting.append(request)
+            reply = self._outbox.replies.pop((frontend, position), None) if self._outbox.replies else None
+            if reply is not None:
+                request.reply = bytearray(reply)
                 continue
-            joins = False
-            try:
-                joins = self._take(kind, message, answer)
-            except TopicsError as error:
-                answer.reply = messages.encode_error(request_id, error)
-            except ArenaFullError as error:
-                answer.reply = messages.encode_error(request_id, TopicsError("storage_unavailable", str(error)))
-            except Exception:
-                # One request must not take down its neighbours, nor come back after a restart to do it again.
-                log.exception("request failed", kind=kind)
-                answer.reply = messages.encode_error(request_id, TopicsError("internal", "the request failed"))
-            reply_bytes += len(answer.reply or b"")
-            if not joins or reply_bytes > REPLY_BYTES_PER_GROUP_MAX:
-                # What is answered need not stay in the journal.
-                self._answer(answers)
+            joined = self._prepare_guarded(kind, message, request)
+            reply_bytes += len(request.reply or b"")
+            if not joined or reply_bytes > REPLY_BYTES_PER_GROUP_MAX:
+                # An answered request need not stay in the journal.
+                self._finish_group()
                 reply_bytes = 0
         if requests != self._requests:
             self._requests = requests
             self._cell.set("queue_depth", requests)
-        if requests or self._queues.stirred:
-            self._answer(answers)
         if requests:
             self._cell.set("queue_depth_peak", max(requests, self._cell.get("queue_depth_peak")))
         return requests
 
-    def _take(self, kind: int, message: memoryview, answer: Answer) -> bool:
-        """Prepares the answer. True: it joined the group; False: it was a commit of its own, or none."""
+    # -- prepare
+
+    def _prepare_guarded(self, kind: int, message: memoryview, request: Request) -> bool:
+        """True when the request joined the group; False when it was a commit of its own, or none."""
+        try:
+            return self._prepare(kind, message, request)
+        except TopicsError as error:
+            request.reply = messages.encode_error(request.id, error)
+        except ArenaFullError as error:
+            request.reply = messages.encode_error(request.id, TopicsError("storage_unavailable", str(error)))
+        except Exception:
+            # One request must not take down its neighbours, nor come back after a restart to do it again.
+            log.exception("request failed", kind=kind)
+            request.reply = messages.encode_error(request.id, TopicsError("internal", "the request failed"))
+        return False
+
+    def _prepare(self, kind: int, message: memoryview, request: Request) -> bool:
         if kind & messages.BY_REFERENCE:
             message = _read_spill(messages.decode_reference(message))
             kind &= ~messages.BY_REFERENCE
+        call: Any
+        in_group: GroupHandler
         if kind == Kind.APPEND:
-            self._appends.prepare(append_messages.decode_append(message), answer, self._time.now)
+            call, in_group = append_messages.decode_append(message), self._handlers.append
+        else:
+            assert kind == Kind.CALL
+            call = messages.decode_call(message)
+            found = self._handlers.in_group.get(type(call))
+            if found is None:
+                self._commit_group()
+                self._run(self._handlers.alone[type(call)](call, request.frontend), request)
+                return False
+            in_group = found
+        for _ in range(TRIES_MAX):
+            self._group.next_request()
+            try:
+                reply = in_group(call, request.frontend, self._group)
+            except CommitFirst as first:
+                self._commit_group()
+                self._run(first.steps)
+                continue
+            request.reply = _encoded(request.id, reply)
+            if self._group.carrier is not None:
+                self._group.carrier.request = request
             return True
-        assert kind == Kind.CALL
-        call = messages.decode_call(message)
-        if isinstance(call, QUEUE_CALLS):
-            self._queues.take(call, answer)
-            return True
-        if isinstance(call, CURSOR_CALLS):
-            self._cursors.take(call, answer)
-            return True
-        self._take_alone(call, answer)
-        return False
+        raise TopicsError("storage_unavailable", "the log cannot take what has to come before this request")
 
-    def _take_alone(self, call: Call, answer: Answer) -> None:
-        match call:
-            case PutTopic() | EnsureTopic() | DeleteTopic():
-                self._commit_group()
-                self._topic_calls.take(call, answer)
-            case DeleteRecords() | Expire():
-                self._commit_group()
-                self._deletes.take(call, answer)
-            case CatchUp():
-                self._commit_group()
-                answer.reply = messages.encode_reply(answer.request_id, self._run(self.routing.catch_up(call)))
-            case SyncRouters():
-                self._commit_group()
-                answer.reply = messages.encode_reply(answer.request_id, self._run(self.routing.sync(call)))
-            case PutRouter() | DeleteRouter() | RemoveRouters():
-                self._commit_group()
-                assert self.routing.registrar is not None, "only shard 0 is asked for that"
-                match call:
-                    case PutRouter():
-                        self._run(self.routing.registrar.put(call, answer))
-                    case DeleteRouter():
-                        self._run(self.routing.registrar.delete(call, answer))
-                    case RemoveRouters():
-                        self._run(self.routing.registrar.remove(call, answer))
-            case SessionPut() | SessionLook() | SessionOpen() | SessionClose() | SessionAbandon():
-                self._commit_group()
-                self._session_calls.take(call, answer)
-            case Checkpoint():
-                self._commit_group()
-                self._checkpoints.take(call, answer)
-            case MarkAgain():
-                self._checkpoints.mark_again(call, answer)
-            case Trim():
-                self._log_trim.request(call.file_no)
-                answer.reply = messages.encode_reply(answer.request_id, Done())
-            case Watch():
-                self._commit_group()
-                self._watchers.watch(call, answer.frontend)
-            case Unwatch():
-                self._watchers.unwatch(call, answer.frontend)
-            case Hello():
-                self._commit_group()
-                self._deaths.said_hello(answer.frontend, call.incarnation)
-                self._frontend_died(answer.frontend)
-            case StagePublish():
-                self._appends.prepare(self._sinks.staged(call), answer, self._time.now)
-            case StagesOver():
-                hosted = self._catalog.find(call.name)
-                if hosted is not None:
-                    hosted.topic.idempotency.unpin(call.sink, call.batch)
-            case TxnBegin() | TxnEnd() | TxnForget() | TxnLook() | TxnPending():
-                self._sinks.take(call, answer)
+    # -- commit, publish, notify
 
-    def _frontend_died(self, frontend: int) -> None:
-        self._watchers.frontend_died(frontend)
-        self._sessions.frontend_died(frontend, self._time.now.mono_ms)
-        self._queues.frontend_died(frontend, list(self._catalog))
-        self._cursors.frontend_died(frontend, self._catalog)
-
-    def _run(self, steps: Steps[T]) -> T:
-        """Commits and shows what a handler yields, draft by draft; returns what it comes to."""
-        try:
-            while True:
+    def _run(self, steps: Steps[T], request: Request | None = None) -> T:
+        """Commits and shows what a handler yields, draft by draft; `request` gets what the handler comes to."""
+        while True:
+            try:
                 draft = next(steps)
-                draft.committed = self._commits.commit(draft.durable, draft.ram)
-                self._commits.show_appended(draft.touched)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-    def _answer(self, answers: list[Answer]) -> None:
-        """Commits what is gathered, deals out jobs that are ready by it, and answers everything so far."""
-        self._commit_group()
-        if self._queues.deal():
-            self._commit_group()
-        for answer in answers:
-            self._outbox.answer(answer.frontend, answer.reply, answer.position)
-        answers.clear()
-        self._outbox.flush()
+            except StopIteration as end:
+                result: T = end.value
+                if request is not None and request.reply is None:
+                    request.reply = _encoded(request.id, end.value)
+                return result
+            if request is not None and draft.reply is not None:
+                # The journal has the reply before the log has what it speaks of.
+                request.reply = _encoded(request.id, draft.reply)
+                (draft.ram or draft.durable)[-1].request = request
+            self._commit(draft)
 
     def _commit_group(self) -> None:
-        """What is gathered is in the logs and shown, or answered with an error; nothing is half done afterwards."""
-        appends = self._appends
-        if appends.durable or appends.ram:
-            self._commits.commit(appends.durable, appends.ram)
-            appends.abandon_unhosted()
-            self._commits.show_appended(appends.touched)
-        appends.reset()
-        self._queue_writes.committed()
-        self._holdings.settle(len(self._sessions))
+        """What is gathered is in the logs and shown, or its requests have errors; nothing is half done afterwards."""
+        group = self._group
+        if group or group.touched:
+            self._group = Draft()
+            self._commit(group)
+        else:
+            self._handlers.group_over()
 
-    def _trim_ram_log(self) -> None:
-        try:
-            operation = self._ram_trim.operation(self._time.now.wall_ms)
-        except OSError as error:
-            log.error("the RAM log cannot be trimmed", error=str(error))
-            return
-        if self._commits.commit([], [operation]):
-            self._ram_trim.drop_files()
+    def _commit(self, draft: Draft) -> None:
+        self._commits.commit(draft)
+        self._handlers.group_over()
+        self._publisher.show(draft)
+        self._publisher.show_figures()
+
+    # -- answer
+
+    def _finish_group(self) -> None:
+        """Commits what is gathered, deals out jobs that are ready by it, and answers everything so far."""
+        self._commit_group()
+        if self._handlers.queues.stirred:
+            self._handlers.queues.deal(self._group)
+            self._commit_group()
+        self._publisher.show_figures()
+        for request in self._waiting:
+            self._outbox.answer(request.frontend, request.reply, request.position)
+        self._waiting.clear()
+        self._outbox.flush()
 
     # -- between steps
 
     @property
-    def busy(self) -> bool:
-        """Whether there is more to do at once, without a request."""
-        return self._log_trim.busy
-
-    @property
     def next_tick_ms(self) -> int | None:
         """Monotonic: when `step` will have something to do though nobody asks; None: never."""
-        return self._queues.next_tick_ms()
-
-    def idle(self) -> bool:
-        """A little of what can wait, when there is nothing else to do; False: nothing waits."""
-        return self._deletes.index_some()
+        return self._handlers.queues.next_tick_ms
 
     def sync_in_background(self) -> None:
-        """What became durable meanwhile goes out to those who wait for that."""
-        for hosted in self._syncs.poll(self._clock.monotonic_ms()):
-            self._commits.show(hosted)
-        self._log_trim.poll()
+        """Syncs what nobody waits for; shows what became durable by it to those who wait for that."""
+        self._publisher.show_topics(self.upkeep.sync())
         self._outbox.flush()
 
     def sweep(self) -> None:
-        """Once a second: expiry of topics nobody touches, memory that they used, collection of idle sessions."""
+        """Once a second: what no request brings about."""
         self._time.look()
         self._cell.clock_offset_ms = self._time.trusted_offset_ms
-        self._deletes.sweep()
-        self._catalog.tighten()
-        self._session_calls.collect()
-        self._files.let_go()
-        self._files.mark_again()
-        self._files.count_some()
+        self._run(self.upkeep.sweep())
         self._run(self.routing.sweep())
         self._cell.set("router_lag_records", self.routing.lag_records)
-        self._holdings.settle(len(self._sessions))
+        self._publisher.show_figures()
         self._outbox.flush()
 
     def close(self) -> None:
-        """A clean end: heads of `ephemeral` topics and named cursors exactly as they are, everything on the disk."""
+        """A clean end: everything as it is, and on the disk."""
         self._time.look()
-        self._run(self.routing.close())
-        self._cursors.settle(self._catalog)
-        self._commit_group()
-        now_ms = self._time.now.wall_ms
-        marks = [
-            Operation([head_mark(hosted, hosted.topic.head_seq, now_ms, 0)], lambda _file_no, _offset: None)
-            for hosted in self._catalog
-            if hosted.topic.config.durability == "ephemeral" and hosted.topic.head_seq < hosted.topic.head_ceiling
-        ]
-        self._commits.commit(marks, [])
-        self._logs.close()
+        for steps in (self.routing.close(), self._handlers.cursors.settle(), self.upkeep.close()):
+            self._run(steps)
+        self._commits.close()
 
-    # -- for the appends of a group
 
-    def _find_to_append(self, name: str) -> Hosted | None:
-        """A topic that is going to be appended to: the log has to be as far as it is."""
-        hosted = self._catalog.find(name)
-        if hosted is not None:
-            self._commits.before_log(hosted)
-        return hosted
-
-    def _expire_for(self, hosted: Hosted, records: int, size_bytes: int) -> bool:
-        """Has expired what a cap would find in the way of so many more; True if there was any: the group so far was
-        committed before.
-        """
-        if not hosted.topic.caps_see_expired(records, size_bytes, self._time.expiry_ms):
-            return False
-        self._commit_group()
-        self._deletes.expire(hosted)
-        return True
-
-    def _give_way(self, hosted: Hosted, records: int, size_bytes: int) -> bool:
-        return self._queue_writes.give_way(hosted, records, size_bytes)
-
-    def _host(self, hosted: Hosted) -> None:
-        """A topic's creation is logged."""
-        self._catalog.host(hosted)
-        self.routing.created(hosted)
+def _encoded(request_id: int, reply: Reply | AppendReply | None) -> bytearray | None:
+    if reply is None:
+        return None
+    if isinstance(reply, AppendReply):
+        return append_messages.encode_append_reply(request_id, reply)
+    return messages.encode_reply(request_id, reply)
 
 
 def _read_spill(path: str) -> memoryview:

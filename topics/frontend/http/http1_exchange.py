@@ -1,39 +1,177 @@
-"""One HTTP/1.1 request and its answer, as ASGI sees them.
+"""One HTTP/1.1 request and its answer, as ASGI sees them, and the answers that no app makes.
 
-An `Exchange` knows ASGI and the shape of an answer; which bytes arrive when, time-outs and the order of requests are
-the connection's (`http1.Http1Protocol`). It holds no reference to its scope: a finished request is freed by reference
-counting alone, the cycle collector never has to look at it.
+An `Exchange` knows ASGI and the shape of an answer. Which bytes arrive when, time-outs and the order of requests are
+the connection's (`http1.Http1Protocol`), which it sees as a `Connection`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING
+from http import HTTPStatus
+from typing import Final, Protocol
 
+import msgspec
+
+from topics.core.errors import STATUS_BY_CODE
 from topics.frontend.asgi import AsgiApp, Message, Scope, Send
-from topics.frontend.http import delivery
-from topics.frontend.http.http1_outflow import Outflow
-from topics.frontend.http.http1_push import PushStream
-from topics.frontend.http.http1_wire import LAST_CHUNK, STATUS_LINES, chunk, error_answer
+from topics.frontend.http.http1_parser import Head
 from topics.log import get_logger
 
-if TYPE_CHECKING:
-    from topics.frontend.http.http1 import Http1Protocol
-
-_log = get_logger()
-
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-YIELD_AFTER_BYTES = 256 * 1024
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+LAST_CHUNK: Final = b"0\r\n\r\n"
+STATUS_LINES: Final = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
+YIELD_AFTER_BYTES: Final = 256 * 1024
 """A client that reads as fast as the app writes never makes `send` wait; others get their turn after this many."""
 
-_BODYLESS = frozenset({204, 304})
-# Each header must be one whole line of this shape; together with the count of lines this is the defence against
+_BODYLESS: Final = frozenset({204, 304})
+# Each header must be one whole line of this shape. Together with the count of lines this is the defence against
 # response splitting: CR, LF and NUL cannot occur in a value, nor a colon or a blank in a name.
-_HEADER_LINES = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9a-z]+: [\t\x20-\x7e\x80-\xff]*\r\n)*")
+_HEADER_LINES: Final = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9a-z]+: [\t\x20-\x7e\x80-\xff]*\r\n)*")
+
+_log = get_logger()
+_last_push: tuple[bytes, bytes] = (b"", b"")
+
+
+def chunk(data: bytes) -> bytes:
+    """One chunk of a body of unknown length."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def error_answer(
+    code: str, message: str, detail: Mapping[str, object] | None = None, *, with_body: bool = True
+) -> bytes:
+    """A whole answer that did not come from the app (api §0.6); the connection closes after it."""
+    status = STATUS_BY_CODE[code]
+    error = {"code": code, "message": message} | ({"detail": detail} if detail else {})
+    body = msgspec.json.encode({"error": error})
+    allow = b"allow: DELETE, GET, HEAD, OPTIONS, POST, PUT\r\n" if code == "method_not_allowed" else b""
+    retry = b"retry-after: 1\r\n" if status in (429, 503) else b""
+    return b"%bcontent-type: application/json\r\n%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
+        STATUS_LINES[status],
+        allow,
+        retry,
+        len(body),
+        body if with_body else b"",
+    )
+
+
+class Connection(Protocol):
+    """The connection, as its exchange sees it."""
+
+    reading: bool
+    writable: bool
+    """False while more than `write_high_water_bytes` wait for the client."""
+
+    @property
+    def draining(self) -> bool:
+        """The server is stopping."""
+        ...
+
+    def write(self, data: bytes, more: bytes = b"") -> None:
+        """Send both, or let the transport keep them."""
+        ...
+
+    async def wait_writable(self) -> None:
+        """Wait until the client has caught up, or is gone. Only while not `writable`."""
+        ...
+
+    async def wait_emptied(self) -> None:
+        """Wait until the transport keeps nothing for the client, or the client is gone."""
+        ...
+
+    def body_wanted(self) -> None:
+        """The app has taken what was there, or waits for more."""
+        ...
+
+    def may_stay_open(self) -> bool:
+        """True: another request can follow the answer whose head is about to be written."""
+        ...
+
+    def answer_done(self, exchange: Exchange) -> None:
+        """The whole answer is written."""
+        ...
+
+
+class PushStream:
+    """Raw writes into one answer, for server push: one chunk, one `transport.write`, no await.
+
+    Writing never blocks and never fails. The writer must stop while `writable` is false and go on at `on_writable`.
+    `on_close` is called once when the client goes away; after the writer's own `close()` nothing is called.
+    The app's coroutine must stay pending meanwhile (`await receive()` ends with `http.disconnect`); when it returns,
+    the stream is closed.
+    """
+
+    def __init__(self, transport: asyncio.Transport, chunked: bool, writable: bool, end: Callable[[], None]) -> None:
+        """`end` writes the end of the answer."""
+        self._transport = transport
+        self._write = transport.write
+        self._end = end
+        self._chunked = chunked
+        self.closed = False
+        self.writable = writable
+        """Below the high-water mark, and open. Every frame reads it once for each client, so it is an attribute."""
+        self.on_writable: Callable[[], None] | None = None
+        self.on_close: Callable[[], None] | None = None
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes that the client has not taken yet and that this process keeps for it."""
+        return self._transport.get_write_buffer_size()
+
+    @property
+    def taken_bytes(self) -> int:
+        """Rises with what the client takes, as long as nothing is written."""
+        return -self._transport.get_write_buffer_size()
+
+    def write(self, data: bytes) -> bool:
+        """Send `data` now, as one chunk. It is dropped when the stream is closed, or when it is empty.
+
+        False: more than the high-water mark now waits for the client.
+        """
+        global _last_push
+        if data and not self.closed:
+            if self._chunked:
+                # The same frame goes to every watcher in turn, so it is framed once: remembered by identity, one deep.
+                if _last_push[0] is not data:
+                    _last_push = (data, chunk(data))
+                data = _last_push[1]
+            self._write(data)
+        return self.writable or self.closed
+
+    def close(self) -> None:
+        """End the answer; the connection may serve the next request."""
+        if not self.closed:
+            self._ended()
+            self._end()
+
+    def abort(self) -> None:
+        """Cut the connection. What waits for the client is lost."""
+        self._ended()
+        self._transport.abort()
+
+    # The exchange's calls.
+
+    def client_caught_up(self) -> None:
+        """The client is below the low-water mark again."""
+        if not self.closed:
+            self.writable = True
+            if self.on_writable is not None:
+                self.on_writable()
+
+    def client_gone(self) -> None:
+        """Nothing more can be delivered. Can be repeated."""
+        if not self.closed:
+            self._ended()
+            if self.on_close is not None:
+                self.on_close()
+
+    def _ended(self) -> None:
+        self.closed, self.writable = True, False
 
 
 class Stage(IntEnum):
@@ -46,60 +184,36 @@ class Stage(IntEnum):
 
 
 class Exchange:
-    """One request, one answer. The connection calls `feed`, `end_of_request`, `half_closed` and `lose`; the app
-    calls `receive`, `send`, `deliver` and `push`."""
+    """One request, one answer.
 
-    __slots__ = (
-        "_body",
-        "_body_ended",
-        "_bodyless",
-        "_chunked",
-        "_connection",
-        "_head",
-        "_head_request",
-        "_length_left",
-        "_news",
-        "_out",
-        "_push",
-        "_unyielded_bytes",
-        "expects_continue",
-        "half_closed_by_client",
-        "http11",
-        "keep_alive",
-        "lost",
-        "request_complete",
-        "stage",
-    )
+    The connection calls `feed`, `end_of_request`, `half_closed` and `lose`; the app calls `receive`, `send`, `deliver`
+    and `push`. It holds no reference to its scope: a finished request is freed by reference counting alone, and the
+    cycle collector never looks at it.
+    """
 
     def __init__(
-        self,
-        connection: Http1Protocol,
-        out: Outflow,
-        *,
-        http11: bool,
-        keep_alive: bool,
-        head_request: bool,
-        expects_continue: bool,
-        request_complete: bool,
+        self, connection: Connection, transport: asyncio.Transport, head: Head, request_complete: bool
     ) -> None:
         self._connection = connection
-        self._out = out
-        self._head_request = head_request
+        self._transport = transport
+        # The request.
+        self._head_request = head.method == "HEAD"
+        self._http11 = head.http11
         self._body: bytes | bytearray = b""
         self._body_ended = False  # the app has been given the message that says so
-        self._bodyless = False
-        self._chunked = False
-        self._head = b""
-        self._length_left: int | None = None
         self._news: asyncio.Event | None = None
-        self._push: PushStream | None = None
-        self._unyielded_bytes = 0
-        self.http11 = http11
-        self.keep_alive = keep_alive
-        self.expects_continue = expects_continue
         self.request_complete = request_complete
+        self.expects_continue = head.expects_continue and not request_complete
         self.half_closed_by_client = False
         self.lost = False
+        # The answer.
+        self._head = b""
+        self._length_left: int | None = None
+        self._bodyless = False
+        self._chunked = False
+        self._push: PushStream | None = None
+        self._unyielded_bytes = 0
+        self.keep_alive = head.keep_alive
         self.stage = Stage.WAITING
 
     async def run(self, app: AsgiApp, scope: Scope) -> None:
@@ -122,7 +236,7 @@ class Exchange:
                 self._push.close()
             if self.stage is not Stage.DONE and not self.lost:
                 if self.half_closed_by_client:  # it was told of the disconnect, and has rightly given up
-                    self._out.abort()
+                    self._transport.abort()
                     return
                 _log.error("the app returned without a whole answer", method=scope["method"], path=scope["path"])
                 self._fail("internal", "the request was not answered")
@@ -190,7 +304,7 @@ class Exchange:
             if not self.request_complete:
                 if self.expects_continue and self.stage is Stage.WAITING:
                     self.expects_continue = False
-                    self._out.write(CONTINUE)
+                    self._connection.write(CONTINUE)
                 self._connection.body_wanted()
             if self._news is None:
                 self._news = asyncio.Event()
@@ -206,8 +320,7 @@ class Exchange:
     async def send(self, message: Message) -> None:
         """ASGI send. Waits while the client reads too slowly; raises `ConnectionResetError` when it is gone."""
         kind = message["type"]
-        if self.lost or self._out.closing:
-            raise ConnectionResetError("the client is gone")
+        self._check_client()
         if kind == "http.response.start":
             self._start(message["status"], message.get("headers", ()))
         elif kind == "http.response.body":
@@ -215,9 +328,9 @@ class Exchange:
             self._send_body(body, more)
             if more:
                 self._unyielded_bytes += len(body)
-                if not self._out.writable:
+                if not self._connection.writable:
                     self._unyielded_bytes = 0
-                    await self._out.wait_writable()
+                    await self._connection.wait_writable()
                 elif self._unyielded_bytes > YIELD_AFTER_BYTES:
                     self._unyielded_bytes = 0
                     await asyncio.sleep(0)
@@ -227,13 +340,20 @@ class Exchange:
             raise RuntimeError(f"ASGI message {kind!r} is unknown here; http.response.start and .body are")
 
     async def deliver(self, send: Send, body: bytes) -> None:
-        """The whole body, as `http.delivery` says; `send` is this one's, and whatever the app has put around it."""
-        await delivery.deliver(self._emptied, send, body)
+        """Send the whole body, and return when the kernel has all of it (`asgi.DELIVER`).
 
-    async def _emptied(self) -> None:
-        if not (self.lost or self._out.closing):
-            await self._out.wait_emptied()
-        if self.lost or self._out.closing:
+        The start must have told the length: the end of such a body is no bytes. No other answer is written before that
+        end, so all that is kept for the client is this one. Raises ConnectionResetError when the client is gone before.
+        """
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        self._check_client()
+        await self._connection.wait_emptied()
+        self._check_client()
+        with contextlib.suppress(ConnectionError):  # the client has it all, and needs no connection any more
+            await send({"type": "http.response.body", "body": b""})
+
+    def _check_client(self) -> None:
+        if self.lost or self._transport.is_closing():
             raise ConnectionResetError("the client is gone")
 
     def push(self) -> PushStream:
@@ -248,18 +368,19 @@ class Exchange:
                 "a push stream begins after http.response.start, before any body, without content-length, not on HEAD"
             )
         self._send_body(b"", more=True)
-        self._push = PushStream(self._out, self._chunked, partial(self._send_body, b"", more=False))
+        end = partial(self._send_body, b"", more=False)
+        self._push = PushStream(self._transport, self._chunked, self._connection.writable, end)
         return self._push
 
     def paused(self) -> None:
         """The transport keeps more than its high-water mark."""
         if self._push is not None:
-            self._push.client_full()
+            self._push.writable = False
 
     def writable_again(self) -> None:
         """The transport has drained below its low-water mark."""
         if self._push is not None:
-            self._push.client_took()
+            self._push.client_caught_up()
 
     def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         if self.stage is not Stage.WAITING:
@@ -291,20 +412,20 @@ class Exchange:
             head = self._finish_head(body, more)
             self.stage = Stage.STREAMING
             if self._bodyless or not body:
-                self._out.write(head + LAST_CHUNK if self._chunked and not more and not self._bodyless else head)
+                self._connection.write(head + LAST_CHUNK if self._chunked and not more and not self._bodyless else head)
             elif self._chunked:
-                self._out.write_two(head, chunk(body) if more else chunk(body) + LAST_CHUNK)
+                self._connection.write(head, chunk(body) if more else chunk(body) + LAST_CHUNK)
             else:
-                self._out.write_two(head, body)
+                self._connection.write(head, body)
         elif self.stage is Stage.STREAMING:
             if not self._bodyless:
                 if self._length_left is not None:
                     self._length_left -= len(body)
                     self._check_length(more)
                 if body:
-                    self._out.write(chunk(body) if self._chunked else body)
+                    self._connection.write(chunk(body) if self._chunked else body)
                 if self._chunked and not more:
-                    self._out.write(LAST_CHUNK)
+                    self._connection.write(LAST_CHUNK)
         else:
             raise RuntimeError(f"http.response.body is out of place: the answer is {self.stage.name.lower()}")
         if not more:
@@ -324,7 +445,7 @@ class Exchange:
             framing = b"content-length: %d\r\n" % length
             self._length_left = length - len(body)
             self._check_length(more)
-        elif self.http11:
+        elif self._http11:
             self._chunked = True
             framing = b"transfer-encoding: chunked\r\n"
         else:
@@ -332,7 +453,7 @@ class Exchange:
         if not self.keep_alive or not self._connection.may_stay_open():
             self.keep_alive = False
             return b"%b%bconnection: close\r\n\r\n" % (self._head, framing)
-        if not self.http11:
+        if not self._http11:
             return b"%b%bconnection: keep-alive\r\n\r\n" % (self._head, framing)
         return b"%b%b\r\n" % (self._head, framing)
 
@@ -353,8 +474,8 @@ class Exchange:
             return
         if self.stage is Stage.STREAMING:
             # Only a broken connection tells the client that the answer is not whole.
-            self._out.abort()
+            self._transport.abort()
             return
         self.keep_alive = False
-        self._out.write(error_answer(code, message, with_body=not self._head_request))
+        self._connection.write(error_answer(code, message, with_body=not self._head_request))
         self._done()

@@ -4,9 +4,9 @@ llhttp (httptools) judges every byte, in its strict mode. It is fed in exact pie
 rest of its body, so it never sees the request behind the current one:
 
     data ─ find_head ─▶ head ─ parse_head ─▶ Head ─ read_body ─▶ pieces … complete ─▶ find_head …
-                                                    (Content-Length: counted; chunked: `http1_chunks` follows)
+                                                    (Content-Length: counted; chunked: `Chunks` follows)
 
-What llhttp lets pass and this service does not, `parse_head` refuses.
+`parse_head` refuses what llhttp lets pass and this service does not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import lru_cache
 import httptools
 import msgspec
 
-from topics.frontend.http.http1_chunks import Chunks, MalformedError
+from topics.frontend.http.limits import HttpLimits
 
 _VIEW_FROM_BYTES = 8 * 1024
 """From here a view is cheaper than a copy."""
@@ -29,42 +29,9 @@ _METHOD = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]{1,32} ")
 _REQUEST_LINE = re.compile(rb"[^ ]+ [^ ]+ (HTTP/[0-9]\.[0-9])")
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 _UPGRADE_LINES = re.compile(rb"(?i)\r\nupgrade:[^\r\n]*(?:\r\n[ \t][^\r\n]*)*")
-
-
-class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a connection may ask for, in bytes and milliseconds."""
-
-    max_header_bytes: int = 64 * 1024
-    """A whole head, request line included; also all framing and trailers of a chunked body beyond eight times it."""
-    max_headers: int = 128
-    max_uri_bytes: int = 16 * 1024
-    max_body_bytes: int = 64 * 1024 * 1024
-    header_timeout_ms: int = 10_000
-    """From a head's first byte to its last; also how long a new connection may be silent."""
-    body_idle_timeout_ms: int = 30_000
-    body_timeout_ms: int = 60_000
-    """For a body that comes at less than `body_min_bytes_per_s`, as `body_time` says."""
-    body_min_bytes_per_s: int = 64 * 1024
-    keep_alive_timeout_ms: int = 75_000
-    write_stall_timeout_ms: int = 45_000
-    """How long a client may take nothing of what is waiting for it. Longer than those who push to it wait (30 s, seen a
-    second later at most): they have last words for it (api §7), and it has some time to take them."""
-    read_min_bytes_per_s: int = 16 * 1024
-    """At which it has to take that, beyond `write_stall_timeout_ms` for the whole of it."""
-    vanished_after_ms: int = 45_000
-    """How long what was sent may be without any answer of the client's host (`vanished.py`)."""
-    linger_ms: int = 1_000
-    """How long to go on reading and dropping input after a last answer, so that a reset does not overtake it."""
-    read_high_water_bytes: int = 64 * 1024
-    """Unread body, or pipelined requests, that may wait in memory before reading pauses."""
-    write_high_water_bytes: int = 64 * 1024
-    """Answer that may wait in memory before the app's `send` does."""
-    discard_max_bytes: int = 256 * 1024
-    """Rest of a body that is read and dropped after an early answer to save the connection; with more it is closed."""
-
-    def write_time_s(self, waiting_bytes: int) -> float:
-        """How long a client may take for so much."""
-        return self.write_stall_timeout_ms / 1000 + waiting_bytes / self.read_min_bytes_per_s
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:;[^\r\n]*)?\r\n")
+_SHORT_ONES = re.compile(b"(?:%b)*+" % b"|".join(b"[%x%X]\r\n.{%d}" % (n, n, n + 2) for n in range(1, 16)), re.DOTALL)
+"""Whole chunks of up to 15 bytes, as many as there are: 40,000 of them in a read would be 40,000 turns of a loop."""
 
 
 class Refusal(Exception):  # noqa: N818 - to the client it is an answer
@@ -90,29 +57,92 @@ class Head(msgspec.Struct):
     expects_continue: bool
 
 
+class MalformedError(Exception):
+    """No chunk's size stands where one has to."""
+
+
+class Chunks:
+    """Where one chunked body ends. llhttp, which judges the body, does not say; and it must not see the request behind.
+
+        5;ext⏎  hello⏎   A⏎  , chunked!⏎   0⏎   [Trailer: x⏎ …] ⏎
+        └size┘ └─left──┘ └ ┘ └──left────┘ └size┘ └──── trailers ───┘
+
+    Chunks are followed by their lengths, never searched: what their data looks like costs nothing. Any cut into reads
+    gives the same end.
+    """
+
+    def __init__(self) -> None:
+        self._left_bytes = 0  # of the current chunk and the CR LF behind it
+        self._line = bytearray()  # what has come of a size line
+        self._tail: bytes | None = None  # in the trailers: the last bytes before what comes next, 3 at most
+        self.ended = False
+
+    def follow(self, data: bytes | bytearray, position: int) -> int:
+        """Where this body's part of `data[position:]` ends: with `data`, or with the body, which then has `ended`.
+
+        Raises MalformedError.
+        """
+        size = len(data)
+        while position < size:
+            if self._left_bytes:
+                step = min(self._left_bytes, size - position)
+                self._left_bytes -= step
+                position += step
+            elif self._tail is not None:
+                return self._follow_trailers(data, position)
+            else:
+                if not self._line:
+                    short_ones = _SHORT_ONES.match(data, position)
+                    assert short_ones is not None
+                    position = short_ones.end()
+                if position < size:
+                    position = self._follow_size(data, position)
+        return position
+
+    def _follow_size(self, data: bytes | bytearray, position: int) -> int:
+        found = None if self._line else _SIZE_LINE.match(data, position)
+        if found is not None:
+            end = found.end()
+        else:
+            end = data.find(b"\n", position) + 1
+            self._line += data[position : end or len(data)]
+            if not end:
+                return len(data)
+            found = _SIZE_LINE.fullmatch(self._line)
+            if found is None:
+                raise MalformedError(f"{bytes(self._line[:40])!r} is not the size of a chunk")
+            self._line = bytearray()
+        length = int(found[1], 16)
+        if length:
+            self._left_bytes = length + 2
+        else:
+            self._tail = b"\r\n"
+        return end
+
+    def _follow_trailers(self, data: bytes | bytearray, position: int) -> int:
+        """They end, and the body with them, at the first empty line, which may have begun in the read before."""
+        assert self._tail is not None
+        for split in (3, 2, 1):
+            if self._tail.endswith(b"\r\n\r\n"[:split]) and data.startswith(b"\r\n\r\n"[split:], position):
+                self.ended = True
+                return position + 4 - split
+        end = data.find(b"\r\n\r\n", position)
+        if end >= 0:
+            self.ended = True
+            return end + 4
+        self._tail = (self._tail + data[max(position, len(data) - 3) :])[-3:]
+        return len(data)
+
+
 class RequestParser:
     """The requests of one connection, one after the other. After a `Refusal` it must not be used again."""
-
-    __slots__ = (
-        "_body_bytes",
-        "_body_left",
-        "_body_wire_bytes",
-        "_chunks",
-        "_headers",
-        "_limits",
-        "_llhttp",
-        "_pieces",
-        "_scanned",
-        "complete",
-    )
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limits = limits
         self._llhttp = httptools.HttpRequestParser(self)
         self._scanned = 0  # bytes known to hold no end of a head
         self._headers: list[tuple[bytes, bytes]] | None = None  # None: what comes now are trailers, and dropped
-        self._pieces: list[bytes] = []
-        """Of the body, out of what is being fed."""
+        self._pieces: list[bytes] = []  # of the body, out of what is being fed
         self._body_left: int | None = None  # None: chunked
         self._body_bytes = 0
         self._body_wire_bytes = 0
@@ -122,12 +152,12 @@ class RequestParser:
 
     @property
     def body_left_bytes(self) -> int:
-        """What is still to come of a body with a Content-Length; 0 for a chunked one."""
+        """The rest that is still to come of a body with a Content-Length; 0 for a chunked one."""
         return self._body_left or 0
 
     @property
     def body_came_bytes(self) -> int:
-        """What has come of the current body."""
+        """The part of the current body that has come."""
         return self._body_bytes
 
     def close(self) -> None:
@@ -135,10 +165,10 @@ class RequestParser:
         del self._llhttp
 
     def find_head(self, data: bytes | bytearray, position: int) -> tuple[int, int]:
-        """Where in the unread `data[position:]` the next head starts and ends; the end is -1 while it is not all there.
+        """Find where the next head starts and ends in the unread `data[position:]`; the end is -1 until all has come.
 
-        `data` must not be empty from `position` on; what was not used must come again, with more behind it.
-        Raises Refusal when no head can come of it.
+        `data[position:]` must not be empty. What was not used must be passed again, with more behind it.
+        Raises Refusal when it cannot become a head.
         """
         while data[position] in b"\r\n":  # RFC 9112 §2.2: blank lines before a request line are skipped
             position += 1
@@ -157,8 +187,10 @@ class RequestParser:
         return position, -1
 
     def parse_head(self, head: bytes) -> Head | None:
-        """Parse and check a whole head, as found by `find_head`. None: it begins another protocol (the Upgrade to one
-        that is known, or the preface of HTTP/2). Raises Refusal."""
+        """Parse and check a whole head, as found by `find_head`. Raises Refusal.
+
+        None: it begins another protocol, with the preface of HTTP/2 or an Upgrade that Hypercorn goes by.
+        """
         if head == _H2_PREFACE_HEAD:
             return None
         line = head[: head.index(b"\r\n")]
@@ -237,8 +269,10 @@ class RequestParser:
         return Head(method.decode(), raw_path, query, http11, headers, keep_alive, expects_continue)
 
     def read_body(self, data: bytes | bytearray, position: int, sink: Callable[[bytes], None]) -> int:
-        """Give `sink` the pieces of the body in `data[position:]`, without framing. Returns where the unused begins:
-        the end of `data`, or of the request, which is then `complete`. Raises Refusal."""
+        """Give `sink` the pieces of the body in `data[position:]`, without framing. Raises Refusal.
+
+        Returns where the unused begins: the end of `data`, or of the request, which is then `complete`.
+        """
         start = position
         try:
             if self._body_left is not None:
@@ -286,7 +320,7 @@ class RequestParser:
     # Refusals.
 
     def _check_partial_head(self, data: bytes | bytearray, position: int) -> None:
-        """What can only be refused is refused now, not when its time runs out."""
+        """Refuse now what can only be refused later, when its time runs out."""
         limits = self._limits
         size = len(data) - position
         line_end = data.find(b"\n", position)
@@ -316,8 +350,10 @@ class RequestParser:
 
 
 def _begins_another_protocol(method: bytes, http11: bool, headers: list[tuple[bytes, bytes]]) -> bool:
-    """Whether Hypercorn goes by this Upgrade. What it does not, it would serve with its own HTTP/1.1, which has no
-    limits on what its clients leave unread."""
+    """True: Hypercorn goes by this Upgrade.
+
+    It would serve any other with its own HTTP/1.1, which has no limit on what clients leave unread.
+    """
     asked = [value.lower() for name, value in headers if name == b"upgrade"]
     if asked == [b"websocket"]:
         # None: llhttp goes by Proxy-Connection, too.

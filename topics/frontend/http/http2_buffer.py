@@ -1,10 +1,9 @@
-"""What waits for the client of an HTTP/2 stream, bounded: who has more to say waits until it is taken (api §7).
+"""HTTP/2 on Hypercorn, with a bound on what waits for the client of a stream (api §7).
 
-Hypercorn's own buffer goes by how little it could send just now: with a window of 0 that is nothing, it takes this for
-a client that keeps up, and lets the next message in. A client that gives no window pulls a whole topic into memory.
-
-Nor is it waited for without an end: a stream whose client takes nothing is reset (`unread`). Nor do the streams of one
-connection keep a long answer each (`answer_room`), nor those of all clients more than the process has for them
+Hypercorn's own buffer looks at how little it could send just now. With a window of 0 that is nothing, which it takes
+for a client that keeps up, so a client that gives no window pulls a whole topic into memory. Here `send` waits until
+the client has taken the message. Three more bounds: a stream whose client takes nothing is reset (`unread`), the
+streams of one connection share room for long answers (`answers.take_room`), and so do the clients of the process
 (`kept_answers`).
 """
 
@@ -17,14 +16,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-import hypercorn.protocol
 from h2.errors import ErrorCodes
 from h2.events import Event, RequestReceived, StreamReset
 from h2.exceptions import ProtocolError
 from hypercorn.config import Config
 from hypercorn.events import Closed, Updated
 from hypercorn.events import Event as ConnectionEvent
-from hypercorn.protocol import h2
 from hypercorn.protocol.events import Body, Data, EndBody, EndData, Request, StreamClosed
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
@@ -33,14 +30,16 @@ from hypercorn.typing import AppWrapper, WorkerContext
 from hypercorn.typing import Event as IOEvent
 
 from topics.frontend.asgi import DELIVER, ROOM, Send
-from topics.frontend.http.answer_room import Place
+from topics.frontend.budget import Hold
+from topics.frontend.http.hypercorn_connection import Connection
 from topics.frontend.http.kept_answers import KeptAnswers
 from topics.frontend.http.unread import Unread
 
 
 class BoundedBuffer(StreamBuffer):
-    """Of one stream: one message, and less than BUFFER_HIGH_WATER before it. A message is kept as it came, not copied:
-    whoever sends it has it as long as that takes.
+    """The bytes that wait for the client of one stream: one message, and less than BUFFER_HIGH_WATER before it.
+
+    A message is kept as it came, not copied: its sender has it in memory anyway while it waits.
     """
 
     abort: Callable[[], None]
@@ -133,25 +132,28 @@ class BoundedBuffer(StreamBuffer):
 
 
 class BoundedStream(HTTPStream):
-    """Hypercorn's, but that its app is told where it gets room for a long answer."""
+    """Hypercorn's stream of a request. In addition it tells its app where to get room for a long answer."""
 
     def __init__(self, app: AppWrapper, config: Config, context: WorkerContext, *rest: Any) -> None:
         super().__init__(app, config, context, *rest)
-        self.place = Place(context.room)  # type: ignore[attr-defined]
+        self.room = Hold(context.room)  # type: ignore[attr-defined]
 
     async def handle(self, event: StreamEvent) -> None:
         if isinstance(event, StreamClosed):
-            self.place.close()
+            self.room.close()
         await super().handle(event)
         if isinstance(event, Request):  # its app begins when this task waits for something
-            cast("dict[str, Any]", self.scope["extensions"])[ROOM] = self.place
+            cast("dict[str, Any]", self.scope["extensions"])[ROOM] = self.room
 
 
 class BoundedProtocol(H2Protocol):
-    """Hypercorn's, but that a stream which the client resets takes what waits for it along, and whoever sends: there
-    may be as many of them as the client likes. And who reads the connection waits for no window, which would come over
-    it: that one answers pings and refuses handshakes. And one who never asks for anything is idle from the beginning:
-    it would stay for ever, and hold up a stop until the end of the grace.
+    """Hypercorn's HTTP/2, with four differences.
+
+    - A stream that the client resets frees what waits for it, and its sender: a client may reset as many as it likes.
+    - The task that reads the connection waits for no window, which would come over that connection. It answers pings
+      and refuses handshakes.
+    - An answer whose app is gone before its end is reset, so that the client does not wait for ever.
+    - A connection without a request is idle from the beginning. It would stay for ever, and hold up a stop.
     """
 
     _reader: asyncio.Task[Any] | None = None
@@ -179,7 +181,7 @@ class BoundedProtocol(H2Protocol):
             return
         assert isinstance(buffer, BoundedBuffer)
         if isinstance(event, Body) and isinstance(stream, BoundedStream):
-            stream.place.made(len(event.data))
+            stream.room.keep(len(event.data))
         if asyncio.current_task() is not self._reader:
             await self._send_watched(event, buffer)
             return
@@ -229,13 +231,17 @@ class BoundedProtocol(H2Protocol):
             cast("dict[str, Any]", stream.scope["extensions"])[DELIVER] = partial(self._deliver, request.stream_id)
 
     async def _deliver(self, stream_id: int, send: Send, body: bytes) -> None:
-        """The whole body, as `http.delivery` says. Of a stream that was closed before its end `send` says nothing."""
+        """Send the whole body, and return when the kernel has all of it (`asgi.DELIVER`).
+
+        `send` does not tell that the stream was closed before the body's end; its buffer does.
+        """
         buffer = self.stream_buffers.get(stream_id)
         assert isinstance(buffer, BoundedBuffer | None)
         await send({"type": "http.response.body", "body": body})
         if buffer is None or buffer.cut:
             raise ConnectionResetError("the stream is closed")
-        await self.context.emptied()  # type: ignore[attr-defined]
+        connection: Connection = cast("Any", self.send).__self__  # Hypercorn passes on its `protocol_send` alone
+        await connection.wait_emptied()
 
     async def _send_data(self, stream_id: int) -> None:
         buffer = self.stream_buffers.get(stream_id)
@@ -249,10 +255,3 @@ class BoundedProtocol(H2Protocol):
             if isinstance(event, StreamReset) and event.stream_id in self.stream_buffers:
                 await self.stream_buffers[event.stream_id].close()
         await super()._handle_events(events)
-
-
-def install() -> None:
-    """HTTP/2 of this process uses them from now on."""
-    vars(h2)["StreamBuffer"] = BoundedBuffer
-    vars(h2)["HTTPStream"] = BoundedStream
-    vars(hypercorn.protocol)["H2Protocol"] = BoundedProtocol

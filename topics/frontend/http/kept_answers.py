@@ -7,7 +7,7 @@ An answer counts whole until then, however much of it is taken: transports and f
 written, and as long as one of them is to be sent all of them are in memory.
 
 It is there already, whoever made it: nobody can be asked to wait for room, as those are who make long answers beside
-others on one connection (`answer_room`) or write into event streams (`live/room.py`).
+others on one connection (`answers.take_room`) or write into event streams (`live/room.py`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import asyncio
 from typing import Final, Protocol
 
 from topics.core.clock import Clock
+from topics.frontend import limits
+from topics.frontend.budget import Budget
 from topics.frontend.live.pulse import Stalls
 
-KEPT_HIGH_BYTES: Final = 256 * 2**20
-"""What clients have not taken, all together. With more, those are cut who have taken nothing for STALL_CUT_MS."""
-KEPT_MAX_BYTES: Final = 2 * KEPT_HIGH_BYTES
-"""With more than that, others as well: all may have come a moment ago, or take a byte now and then."""
 COUNTED_FROM_BYTES: Final = 128 * 1024
 """What is shorter is not counted: it is little more than the 64 KiB that wait for any client."""
 LOOK_S: Final = 1.0
@@ -39,18 +37,20 @@ class Holder(Protocol):
 
 
 class KeptAnswers:
-    """Of one process. Called on its event loop."""
+    """What all clients of one process have not taken of their answers. Called on its event loop."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self.budget = Budget(limits.KEPT_ANSWERS)
+        self.high_bytes = self.budget.most_bytes // 2
         self._len_bytes: dict[Holder, int] = {}
-        self._stalls: Stalls[Holder] = Stalls(self._len_bytes.__getitem__, lambda holder: -holder.buffered_bytes)
+        self._stalls = Stalls[Holder](self.budget, self._len_bytes.__getitem__, lambda holder: -holder.buffered_bytes)
         self._look_timer: asyncio.TimerHandle | None = None
 
     @property
     def held_bytes(self) -> int:
         """All answers that are not taken to their end."""
-        return self._stalls.held_bytes
+        return self.budget.held_bytes
 
     def hold(self, holder: Holder, written_bytes: int = 0) -> None:
         """Its client is behind; `written_bytes` is the length of what was written last, of which it has some."""
@@ -66,19 +66,22 @@ class KeptAnswers:
         self._len_bytes.pop(holder, None)
 
     def _bound(self) -> None:
-        """Cuts whose answers are too much, longest without progress first, and looks again while they still are."""
-        stalls = self._stalls
-        if stalls.held_bytes <= KEPT_HIGH_BYTES:
-            return
+        """Cut whose answers are too much, longest without progress first, and look again while they still are.
+
+        Beyond `high_bytes` those are cut who have taken nothing for STALL_CUT_MS; beyond the whole budget others, too:
+        all may have come a moment ago, or take a byte now and then.
+        """
+        budget = self.budget
+        most_bytes, high_bytes = budget.most_bytes, self.high_bytes
         # There may be thousands, and a look is at all of them: below the most there may be, once in LOOK_S.
-        if stalls.held_bytes > KEPT_MAX_BYTES or self._look_timer is None:
+        if budget.held_bytes > most_bytes or (budget.held_bytes > high_bytes and self._look_timer is None):
             now_ms = self._clock.monotonic_ms()
-            stalls.over(now_ms)
-            self._cut(stalls.holding(stalls.held_bytes - KEPT_HIGH_BYTES, now_ms))
-            if stalls.held_bytes > KEPT_MAX_BYTES:
+            self._stalls.over(now_ms)
+            self._cut(self._stalls.holding(budget.held_bytes - high_bytes, now_ms))
+            if budget.held_bytes > most_bytes:
                 # A little more than must be: the next answer is not to be the reason for the next look.
-                self._cut(stalls.holding(stalls.held_bytes - KEPT_MAX_BYTES // 16 * 15, now_ms, still_ms=0))
-        if stalls.held_bytes > KEPT_HIGH_BYTES and self._look_timer is None:
+                self._cut(self._stalls.holding(budget.held_bytes - most_bytes // 16 * 15, now_ms, still_ms=0))
+        if budget.held_bytes > high_bytes and self._look_timer is None:
             self._look_timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
     def _look(self) -> None:

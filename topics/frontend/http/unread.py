@@ -1,4 +1,4 @@
-"""Clients of Hypercorn's protocols that take nothing of what waits for them: cut, as ours are (`http1_deadlines`).
+"""Clients of Hypercorn's protocols that take nothing of what waits for them: cut, as ours are (`deadlines`).
 
     pause_writing ─▶ begin ─▶ a look now and then: standing still, or too slow ─▶ abort
     closing       ─▶           └─▶ taken: there is room again (resume_writing); lost: it is over
@@ -13,8 +13,8 @@ import asyncio
 from typing import Protocol
 
 from topics.frontend.attended import AttendedClock
-from topics.frontend.http.http1_deadlines import Awaited, Deadlines, Verdict
-from topics.frontend.http.http1_parser import HttpLimits
+from topics.frontend.http.deadlines import Awaited, Deadlines, Verdict
+from topics.frontend.http.limits import HttpLimits
 
 
 class Kept(Protocol):

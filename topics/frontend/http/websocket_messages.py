@@ -1,5 +1,5 @@
-"""Messages of a WebSocket as they come, counted as bodies are (`body_budget`) from their first pieces until the app has
-done what they say.
+"""Messages of a WebSocket as they come, counted as bodies are (`bodies.Share`) from their first pieces until the app
+has done what they say.
 
     piece … piece ─▶ whole ─▶ Hypercorn's queue of ten ─▶ app
         └─▶ no room: dropped, with all that follows of it ─▶ a message that says so
@@ -16,7 +16,7 @@ from hypercorn.protocol.ws_stream import FrameTooLargeError, WebsocketBuffer
 from wsproto.events import Message
 
 from topics.frontend.asgi import DROPPED, SHARE
-from topics.frontend.body_budget import COUNTED_FROM_BYTES, Share
+from topics.frontend.bodies import COUNTED_FROM_BYTES, Share
 
 
 class CountedMessages(WebsocketBuffer):
@@ -39,7 +39,7 @@ class CountedMessages(WebsocketBuffer):
         self._kept_bytes += sys.getsizeof(event.data)
         if self._kept_bytes > COUNTED_FROM_BYTES:
             if self._share is None:
-                self._share = Share(self.max_length)
+                self._share = Share()
             if not self._share.reach(self._kept_bytes):
                 self.length += len(event.data)
                 self._drop()

@@ -1,49 +1,96 @@
-"""How messages of a WebSocket go out: what is kept of them for its client is known, and kept once.
+"""WebSockets on Hypercorn: how a handshake is refused, and how messages go out.
 
     message ─▶ frame ─▶ HTTP/1.1: pieces of PIECE_BYTES_MAX, each when the transport has room for it
                    └──▶ HTTP/2: the stream's buffer, whole
 
-Hypercorn hands a message to the transport at one go, and has it in three forms until the client has taken it.
+Hypercorn judges a handshake before the app hears of it. It answers an empty 400 on a connection that it then forgets,
+and takes anything for a key; here every refusal has the envelope of all errors (RFC 6455 §4.2.1, api §0.6). It hands a
+message to the transport at one go, and has it in three forms until the client has taken it; here what is kept for the
+client is known, and kept once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any, Final, cast
 
-from hypercorn.protocol import h2, h11
-from hypercorn.protocol.events import Data, Event, Request
+from hypercorn.protocol.events import Body, Data, EndBody, Event, Request, Response, StreamClosed
 from hypercorn.protocol.h2 import H2Protocol
-from hypercorn.protocol.ws_stream import ASGIWebsocketState
+from hypercorn.protocol.ws_stream import ASGIWebsocketState, WSStream
 from hypercorn.typing import ASGISendEvent
 from wsproto.events import Event as WebSocketEvent
 from wsproto.events import TextMessage
 from wsproto.utilities import LocalProtocolError
 
+from topics.core.errors import TopicsError, invalid
+from topics.frontend.answers import error_body
 from topics.frontend.asgi import KEPT, TRANSPORT
-from topics.frontend.http.handshake import EnvelopedWebSocket
 from topics.frontend.http.http2_buffer import BoundedBuffer
 from topics.frontend.http.unread import Kept, Unread
 from topics.frontend.http.websocket_messages import CountedMessages
 
 PIECE_BYTES_MAX: Final = 64 * 1024
+_KEY: Final = re.compile(rb"[A-Za-z0-9+/]{22}==")
+"""16 bytes in base64."""
+_VERSION: Final = b"13"
+_SHOWN_BYTES: Final = 60
+_BY_STATUS: Final = {
+    400: ("invalid_request", "frames of a WebSocket came before the answer to its handshake"),
+    403: ("forbidden", "no WebSocket may be opened here"),
+    404: ("not_found", "there is nothing at this host"),
+    500: ("internal", "the handshake failed inside the server"),
+}
+"""The refusals that Hypercorn makes by itself."""
 
 
-class BoundedWebSocket(EnvelopedWebSocket):
-    """Hypercorn's, but for how it refuses and how it sends. Its app finds it in its scope as `unread.Kept`."""
+class BoundedWebSocket(WSStream):
+    """Hypercorn's stream of a WebSocket, except for how it refuses and how it sends. Its app finds it in its scope as
+    `unread.Kept`."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.buffer = CountedMessages(self.config.websocket_max_message_size)
-        self._turn = asyncio.Lock()
-        """Of whoever sends a frame in pieces."""
-        self._left_bytes = 0
-        """Of that frame."""
+        self._over_http2 = False
+        self._turn = asyncio.Lock()  # of whoever sends a frame in pieces
+        self._left_bytes = 0  # of that frame
 
     async def handle(self, event: Event) -> None:
+        """From the protocol: what the client sent."""
+        if not isinstance(event, Request) or self.closed:
+            await super().handle(event)
+            return
+        self._over_http2 = event.http_version == "2"
+        wrong = flaw(event.headers, event.http_version)
+        if wrong is not None:
+            await self._refuse(wrong)
+            return
         await super().handle(event)
-        if isinstance(event, Request) and not self.closed:  # its app begins when this task waits for something
+        if not self.closed:  # its app begins when this task waits for something
             cast("dict[str, Any]", self.scope["extensions"])[KEPT] = self
+
+    # Refusals.
+
+    async def _send_error_response(self, status_code: int) -> None:
+        await self._refuse(TopicsError(*_BY_STATUS[status_code]))
+
+    async def _refuse(self, error: TopicsError) -> None:
+        self.closed = True
+        self.state = ASGIWebsocketState.HTTPCLOSED
+        body = error_body(error)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        if error.code == "upgrade_required":
+            headers.append((b"sec-websocket-version", _VERSION))
+        if not self._over_http2:
+            headers.append((b"connection", b"close"))
+        await self.send(Response(stream_id=self.stream_id, headers=headers, status_code=error.status))
+        await self.send(Body(stream_id=self.stream_id, data=body))
+        await self.send(EndBody(stream_id=self.stream_id))
+        if not self._over_http2:
+            # Else nobody would close the connection. A stream of HTTP/2 must stay: the client may still send on it.
+            await self.send(StreamClosed(stream_id=self.stream_id))
+
+    # Messages.
 
     async def app_send(self, message: ASGISendEvent | None) -> None:
         if message is None or message["type"] != "websocket.send" or self.state is not ASGIWebsocketState.CONNECTED:
@@ -53,7 +100,7 @@ class BoundedWebSocket(EnvelopedWebSocket):
             await self._send_wsproto_event(TextMessage(data=cast("dict[str, Any]", message).pop("text")))
 
     async def _send_wsproto_event(self, event: WebSocketEvent) -> None:
-        if self.over_http2:
+        if self._over_http2:
             # Never waits for others: whoever reads the connection answers pings here.
             data = self._framed(event)
             del event
@@ -68,7 +115,7 @@ class BoundedWebSocket(EnvelopedWebSocket):
                 await self._send_in_pieces(memoryview(data))
 
     def _framed(self, event: WebSocketEvent) -> bytes:
-        """Nothing when it can no longer be said."""
+        """The frame of a message; nothing when it can no longer be sent."""
         try:
             return self.connection.send(event)
         except LocalProtocolError:
@@ -76,7 +123,7 @@ class BoundedWebSocket(EnvelopedWebSocket):
 
     async def _send_in_pieces(self, frame: memoryview) -> None:
         self._left_bytes = len(frame)
-        # As long as if it were with the transport: that one has little of it at any time.
+        # Watched here for as long as the transport would have had it: that one has little of it at any time.
         unread: Unread = cast("Any", self.context).watched()
         unread.made(self)
         unread.begin()
@@ -95,7 +142,7 @@ class BoundedWebSocket(EnvelopedWebSocket):
     # As `unread.Kept`.
 
     def get_write_buffer_size(self) -> int:
-        """Of what was sent, so much is kept for the client."""
+        """How much of what was sent is kept for the client."""
         kept = self._below
         return self._left_bytes + (0 if kept is None else kept.get_write_buffer_size())
 
@@ -105,20 +152,31 @@ class BoundedWebSocket(EnvelopedWebSocket):
         return kept is None or kept.is_closing()
 
     def abort(self) -> None:
-        """Cuts it, whatever waits for the client is gone."""
+        """Cut the connection or stream. What waits for the client is lost."""
         if self._below is not None:
             self._below.abort()
 
     @property
     def _below(self) -> Kept | None:
-        """Its connection; over HTTP/2, which has others, its stream."""
-        if not self.over_http2:
+        """Its transport; over HTTP/2, where others share the transport, the buffer of its stream."""
+        if not self._over_http2:
             return cast("Kept", cast("dict[str, Any]", self.scope["state"])[TRANSPORT])
         protocol = cast(H2Protocol, cast("Any", self.send).__self__)
         return cast("BoundedBuffer | None", protocol.stream_buffers.get(self.stream_id))
 
 
-def install() -> None:
-    """Hypercorn's protocols of this process use it from now on."""
-    for module in (h11, h2):
-        vars(module)["WSStream"] = BoundedWebSocket
+def flaw(headers: list[tuple[bytes, bytes]], http_version: str) -> TopicsError | None:
+    """The error in a WebSocket handshake, if there is one. Over HTTP/2 it has no key (RFC 8441)."""
+    if http_version == "1.0":
+        return invalid("a WebSocket needs HTTP/1.1 or HTTP/2, not HTTP/1.0")
+    versions = [value for name, value in headers if name.lower() == b"sec-websocket-version"]
+    if versions != [_VERSION]:
+        return TopicsError("upgrade_required", f"Sec-WebSocket-Version must be 13, once; it is {_show(versions)}")
+    keys = [value for name, value in headers if name.lower() == b"sec-websocket-key"]
+    if http_version == "1.1" and not (len(keys) == 1 and _KEY.fullmatch(keys[0])):
+        return invalid(f"Sec-WebSocket-Key must be 16 bytes in base64, once; it is {_show(keys)}")
+    return None
+
+
+def _show(values: list[bytes]) -> str:
+    return ", ".join(repr(value[:_SHOWN_BYTES].decode("latin-1")) for value in values[:2]) or "not there"

@@ -20,6 +20,8 @@ from typing import Final
 from topics.core.clock import Clock
 from topics.core.names import owner_shard
 from topics.core.scheduler import TICK_MS, Scheduler
+from topics.frontend import limits
+from topics.frontend.budget import Budget
 from topics.frontend.live.beats import Beats
 from topics.frontend.live.channels import Channel, Connection
 from topics.frontend.live.held import Held
@@ -56,10 +58,11 @@ class Hub:
         """Channels that have work."""
         self._snapshot = Snapshot(topics)
         self._failed: dict[tuple[Connection, int], None] = {}
-        self._room: Room[tuple[Connection, int]] = Room()
+        self._kept = Budget(limits.KEPT_FRAMES)
+        self._room: Room[tuple[Connection, int]] = Room(self._kept, lambda waiter: self._line_up(*waiter))
         self._cold: ColdWaits[tuple[Connection, int]] = ColdWaits(topics.reader.fetch, self._on_fetched)
         self._undurable: dict[Channel, None] = {}
-        self._stalls: Stalls[Connection] = Stalls(attrgetter("push.buffered_bytes"), attrgetter("push.taken_bytes"))
+        self._stalls = Stalls[Connection](self._kept, attrgetter("push.buffered_bytes"), attrgetter("push.taken_bytes"))
         self._beats = Beats(clock, self._stalls.note)
         self._tick_timer: asyncio.TimerHandle | None = None
         self._age_timer: asyncio.TimerHandle | None = None
@@ -165,7 +168,7 @@ class Hub:
         for index in range(len(connection.stream.plan.names)):
             self._leave(connection, index)
         self._stalls.end(connection)
-        self._let_in()
+        self._kept.let_in()
         self._beats.end(connection)
         del self._connections[connection]
         if connection.stream.plan.wording is EVENT_STREAM:
@@ -208,18 +211,13 @@ class Hub:
         for index, in_line in connection.behind.items():
             if not in_line and (connection, index) not in self._room:
                 self._line_up(connection, index)
-        self._let_in()
+        self._kept.let_in()
 
     def _line_up(self, connection: Connection, index: int) -> None:
         connection.behind[index] = True
         channel = self._channels[connection.stream.plan.names[index]]
         channel.backlog.append(connection)
         self._mark(channel, self._clock.monotonic_ms())
-
-    def _let_in(self) -> None:
-        """Large frames for which there is room now."""
-        for connection, index in self._room.take_admitted(self._stalls.held_bytes):
-            self._line_up(connection, index)
 
     def _mark(self, channel: Channel, now_ms: int) -> None:
         self._ready.mark(channel, now_ms)
@@ -238,11 +236,11 @@ class Hub:
             message = f"the client has read nothing for {STALL_MAX_MS // 1000} s; resume from the last id"
             connection.push.write(connection.stream.plan.wording.final("throttled", message))
             self.close(connection)
-        for connection in self._stalls.holding(self._room.first_missing(self._stalls.held_bytes), now_ms):
+        for connection in self._stalls.holding(self._room.first_missing(), now_ms):
             # Not told: what is kept for it goes only if nobody waits for it to be taken.
             self._forget(connection)
             connection.push.abort()
-        self._let_in()
+        self._kept.let_in()
         failed, self._failed = self._failed, {}
         for connection, index in failed:
             self._line_up(connection, index)
@@ -268,7 +266,7 @@ class Hub:
                 self._serve(channel, work)
                 if self._loop.time() >= until_s:
                     break
-            self._let_in()
+            self._kept.let_in()
         finally:
             if work.frames:
                 self._cell.add("sse_frames", work.frames)
@@ -330,9 +328,9 @@ class Hub:
                 stays = step.outcome is Outcome.CURRENT
             if len_bytes >= COST_BYTES:
                 cost += len_bytes // COST_BYTES
-                if not self._room.enter((connection, index), len_bytes, self._stalls.held_bytes):
+                if not self._room.enter((connection, index), len_bytes):
                     del current[connection]
-                    connection.behind[index] = False  # until `_let_in`
+                    connection.behind[index] = False  # until it is admitted
                     continue
             if not work.send(connection, step):
                 self._stalls.note(connection, work.now_ms)
@@ -359,8 +357,8 @@ class Hub:
         step = self._snapshot.step(connection.stream, index)
         len_bytes = len(step.data)
         cost = 1 + PAGE_COST + len_bytes // COST_BYTES
-        if not self._room.enter((connection, index), len_bytes, self._stalls.held_bytes):
-            connection.behind[index] = False  # until `_let_in`
+        if not self._room.enter((connection, index), len_bytes):
+            connection.behind[index] = False  # until it is admitted
             return cost
         del connection.behind[index]
         if not work.send(connection, step):

@@ -1,5 +1,5 @@
-"""What waits for the client of a WebSocket: MESSAGES_MAX messages, whoever has more to say waits for room. Once they
-are HIGH_WATER_BYTES together nobody has room, as in an event stream: then there are these and what one step said.
+"""What waits for the client of a WebSocket: a few messages, whoever has more to say waits for room. Once they are
+HIGH_WATER_BYTES together nobody has room, as in an event stream: then there are these and what one step said.
 
 Two kinds of writers share it and take turns while it is full. Answers to commands wait in `put`, so a client that does
 not read its answers is not read from either. Subscriptions are the hub's: they are told that there is no room, stay
@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from topics.frontend import limits
 from topics.frontend.asgi import Send
 from topics.frontend.http.unread import Kept
 from topics.frontend.live.push import HIGH_WATER_BYTES
 from topics.frontend.live.wording import MESSAGE_END
 
-MESSAGES_MAX: Final = 4
 STEP_MESSAGES_MAX: Final = 3
 """Of one step of a stream: tombstone, record, caught_up."""
 
@@ -128,7 +128,7 @@ class Outbox:
     # -- turns
 
     def _has_room(self, messages: int) -> bool:
-        return not self.full and len(self._queue) + self._promised + messages <= MESSAGES_MAX
+        return not self.full and len(self._queue) + self._promised + messages <= limits.SOCKET_MESSAGES.most_count
 
     def _answer_may(self) -> bool:
         subscriptions_turn = self._offered or (self._after_answer and bool(self._subscriptions))

@@ -11,6 +11,8 @@ from itertools import count
 from operator import itemgetter
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from topics.frontend.budget import Budget
+
 STALL_MAX_MS: Final = 30_000
 """A client that takes nothing for so long is given up (api §7)."""
 STALL_CUT_MS: Final = 2_000
@@ -93,37 +95,41 @@ StallingT = TypeVar("StallingT")
 
 
 class Stalls(Generic[StallingT]):
-    """All that stand still, and what is kept for them: `buffered_bytes(one)` is that of one, and `taken_bytes(one)`
-    what its client has taken. Without the latter it has taken what is no longer kept: nothing is added meanwhile.
+    """All that stand still; what is kept for them counts in `budget`. `buffered_bytes(one)` is that of one, and
+    `taken_bytes(one)` what its client has taken. Without the latter it has taken what is no longer kept: nothing is
+    added meanwhile.
     """
 
     def __init__(
-        self, buffered_bytes: Callable[[StallingT], int], taken_bytes: Callable[[StallingT], int] | None = None
+        self,
+        budget: Budget,
+        buffered_bytes: Callable[[StallingT], int],
+        taken_bytes: Callable[[StallingT], int] | None = None,
     ) -> None:
+        self._budget = budget
         self._buffered_bytes = buffered_bytes
         self._taken_bytes = taken_bytes or (lambda one: -buffered_bytes(one))
         self._stalls: dict[StallingT, Stall] = {}
-        self.held_bytes = 0
 
     def note(self, one: StallingT, now_ms: int) -> None:
         """It has not taken what it was sent; does nothing when that is known."""
         if one not in self._stalls:
             held_bytes = self._buffered_bytes(one)
             self._stalls[one] = Stall(self._taken_bytes(one), now_ms, held_bytes)
-            self.held_bytes += held_bytes
+            self._budget.held_bytes += held_bytes
 
     def end(self, one: StallingT) -> None:
-        """There is room again, or it is gone."""
+        """There is room again, or it is gone; the owner of the budget lets others in."""
         stall = self._stalls.pop(one, None)
         if stall is not None:
-            self.held_bytes -= stall.held_bytes
+            self._budget.held_bytes -= stall.held_bytes
 
     def over(self, now_ms: int) -> list[StallingT]:
         """Those who have taken nothing for STALL_MAX_MS. To be asked now and then: this is where progress is seen."""
         over = []
         for one, stall in self._stalls.items():
             held_bytes = self._buffered_bytes(one)
-            self.held_bytes += held_bytes - stall.held_bytes
+            self._budget.held_bytes += held_bytes - stall.held_bytes
             stall.held_bytes = held_bytes
             if stall.over(self._taken_bytes(one), now_ms):
                 over.append(one)

@@ -1,7 +1,7 @@
 """Writing into an open answer, now, without awaiting: what event streams are made with.
 
-Our own HTTP/1.1 protocol offers it as the ASGI extension `topics.push` (`http1_push.PushStream`); `AsgiPush` is
-the same over plain ASGI, for HTTP/2 and the stock server.
+HTTP/1.1 offers it as the ASGI extension `topics.push` (`http1_exchange.PushStream`); `AsgiPush` is the same over plain
+ASGI, for HTTP/2.
 """
 
 from __future__ import annotations

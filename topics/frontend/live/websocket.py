@@ -17,10 +17,9 @@ import msgspec
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name
-from topics.frontend import append, wire
+from topics.frontend import append, limits, wire
 from topics.frontend.asgi import DROPPED, KEPT, SHARE, Receive, Scope, Send
-from topics.frontend.bodies import INLINE_BYTES_MAX
-from topics.frontend.body_budget import BODIES_MAX_BYTES, LONG_BYTES, Share, bodies, no_room
+from topics.frontend.bodies import INLINE_BYTES_MAX, LONG_BYTES, Share, hold, long_bodies, no_room
 from topics.frontend.http.unread import Kept
 from topics.frontend.live.channels import Connection
 from topics.frontend.live.following import check_starts, check_strong, place, resolve
@@ -46,8 +45,6 @@ from topics.shm.key_counts import Counted
 if TYPE_CHECKING:
     from topics.frontend.live.websocket_route import WebSocketRoute
 
-PUBLISHES_MAX: Final = 64
-"""On their way to shards, of one socket."""
 LINGER_S: Final = 2.0
 """How long what is under way when a socket ends may take to go out."""
 TICK_S: Final = 1.0
@@ -72,7 +69,7 @@ class Socket:
         self._outbox = Outbox(send, self._kept)
         self._subscriptions: dict[str, Connection] = {}
         self._publishes: set[asyncio.Task[None]] = set()
-        self._may_publish = asyncio.Semaphore(PUBLISHES_MAX)
+        self._may_publish = asyncio.Semaphore(limits.SOCKET_PUBLISHES.most_count)
         self._over: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
@@ -122,7 +119,7 @@ class Socket:
                 return
             if DROPPED in message:
                 self._route.cell.add("requests")
-                await self._refuse(None, no_room(BODIES_MAX_BYTES))
+                await self._refuse(None, no_room(long_bodies))
                 continue
             text = message.pop("text", None)
             body = None if text is None else text.encode("utf-8", "surrogatepass")
@@ -159,7 +156,7 @@ class Socket:
             try:
                 # In UTF-8 it may be longer than it was.
                 if len(body) > LONG_BYTES and not (share and share.reach(len(body))):
-                    await bodies.hold(len(body), self._route.settings.max_body_bytes)
+                    await hold(long_bodies, len(body))
                 command = decode(body) if len(body) <= INLINE_BYTES_MAX else await asyncio.to_thread(decode, body)
             except TopicsError:
                 request_id = request_id_of(body)

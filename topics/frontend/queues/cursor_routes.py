@@ -18,11 +18,11 @@ from starlette.datastructures import QueryParams
 
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name, owner_shard
-from topics.frontend import wire
+from topics.frontend import limits, wire
 from topics.frontend.answers import LIST_BYTES_MAX, elapsed_ms, send_json, send_object, take_room
 from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
 from topics.frontend.bodies import ClientGoneError, read_body
-from topics.frontend.http.answer_room import AnswerRoom, Place
+from topics.frontend.budget import Budget, Hold
 from topics.frontend.live.push import gone_before
 from topics.frontend.query import name_after, name_cursor, page_size
 from topics.frontend.queues.turns import STUCK_RETRY_AFTER_MS, Turn, Turns, too_many_readers
@@ -50,8 +50,6 @@ from topics.shm.cursor_messages import (
 )
 
 LIMIT_MAX: Final = 2000
-MOVING_MAX_BYTES: Final = 256 * 2**20
-"""Of pages whose cursors are being moved, in this process: they are made, and their shard may be slow."""
 TRIES_MAX: Final = 100
 """How often a read may find that others, at other frontends, were faster before its client is told to come back."""
 
@@ -105,7 +103,7 @@ class CursorRoutes:
         self._cell = cell
         self._reads = itertools.count(1)
         self._turns = Turns(gateway.shard_wait_s)
-        self._moving = AnswerRoom(MOVING_MAX_BYTES)
+        self._moving = Budget(limits.CURSOR_PAGES)
 
     async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -169,7 +167,7 @@ class CursorRoutes:
         await self._catching_up.one(name)
         most_bytes = max(options.max_batch_bytes, MAX_BATCH_BYTES[0])
         await take_room(scope, most_bytes)
-        moving = Place(self._moving)
+        moving = Hold(self._moving)
         room = partial(_enter, moving, most_bytes, receive, self._gateway.shard_wait_s)
         try:
             if request.checkpoint:
@@ -266,13 +264,13 @@ class CursorRoutes:
         return owner_shard(name, self._gateway.shards)
 
 
-async def _enter(moving: Place, most_bytes: int, receive: Receive, wait_s: float) -> None:
+async def _enter(moving: Hold, most_bytes: int, receive: Receive, wait_s: float) -> None:
     """Room for a page. Raises ClientGoneError when nobody waits for it any more: no cursor is to move for that one; and
     `throttled`.
     """
-    if moving.takes(most_bytes):
+    if moving.grow(most_bytes):
         return
-    entering = asyncio.create_task(moving.take(most_bytes))
+    entering = asyncio.create_task(moving.wait_for(most_bytes))
     try:
         async with asyncio.timeout(wait_s):
             if await gone_before(entering, receive):

@@ -12,12 +12,11 @@ from topics.core.config import LEASE_MS
 from topics.core.errors import TopicsError, invalid, not_a_queue
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
-from topics.frontend import wire
+from topics.frontend import limits, wire
 from topics.frontend.access import caller_of
-from topics.frontend.answers import elapsed_ms, place_of, send_json, send_object, take_room
+from topics.frontend.answers import elapsed_ms, room_of, send_json, send_object, take_room
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import Headers, read_body, read_wish
-from topics.frontend.http.answer_room import KEPT_MAX_BYTES
 from topics.frontend.queues.dead_letters import PATIENCE_S, DeadLetters
 from topics.frontend.queues.job_channel import JobChannel
 from topics.frontend.queues.job_records import ANSWER_BYTES_MAX, RenderedJobs, fetch_jobs, lease_no
@@ -34,7 +33,6 @@ SEQS_MAX: Final = 1000
 """Of one ack, nack or extend."""
 ROOM_WAIT_S: Final = 2.0
 """For room for the answer of a claim, whose jobs are leased by then; half their lease, if that is less."""
-RETRY_AFTER_MS: Final = 1000
 DELAY_MS_MAX: Final = 365 * 86_400_000
 
 
@@ -111,8 +109,8 @@ class QueueRoutes:
             if dealt.seqs:
                 rendered = await self._fetch(scope, name, node, dealt, lease_ms)
                 count, body = rendered.jobs, rendered.body
-                place = place_of(scope)
-                if place is not None and place.closed:  # what is sent to it goes nowhere, and says nothing
+                room = room_of(scope)
+                if room is not None and room.closed:  # what is sent to it goes nowhere, and says nothing
                     raise ConnectionResetError("the client is gone")
                 if rendered.unsent:
                     # Not awaited: a full ring would refuse the whole claim, whose jobs are leased.
@@ -175,10 +173,9 @@ class QueueRoutes:
             self._unclaim(name, node, dealt, 0)
             if not isinstance(error, TimeoutError):
                 raise
-            raise TopicsError(
-                "throttled",
+            raise limits.CONNECTION_ANSWERS.refused(
                 "the answers that this connection has not taken leave no room for the jobs; take them, and claim again",
-                {"limit": "answer_bytes", "max": KEPT_MAX_BYTES, "retry_after_ms": RETRY_AFTER_MS},
+                limits.CONNECTION_ANSWERS.most_bytes,
             ) from None
         try:
             return await fetch_jobs(self._reader, name, dealt)

@@ -13,10 +13,9 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from topics.core.errors import TopicsError
+from topics.frontend import limits
 from topics.shm.cursor_messages import CursorMoved
 
-READERS_MAX: Final = 1000
-"""Of one cursor at one frontend."""
 STUCK_RETRY_AFTER_MS: Final = 1000
 
 
@@ -49,7 +48,7 @@ class Turns:
         turn = self._turns.get((topic, cursor))
         if turn is None:
             turn = self._turns[topic, cursor] = Turn()
-        elif turn.readers >= READERS_MAX:
+        elif turn.readers >= limits.CURSOR_READERS.most_count:
             raise too_many_readers(topic, cursor)
         turn.readers += 1
         try:

@@ -19,14 +19,13 @@ from typing import Final, NamedTuple
 
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
+from topics.frontend import limits
 from topics.storage.segment_store import SegmentStore
 
 BLOCK_BYTES: Final = 1 << 20
 CACHE_BYTES: Final = 32 << 20
 """Kept of what was fetched; no less than the longest page needs at once."""
 IN_FLIGHT_MAX: Final = 8
-WAITING_MAX: Final = 1024
-"""Reads that have no thread yet; one more is refused at once."""
 FRESH_MS: Final = 1000
 """What was read no longer ago is not read again for being damaged, however many meet that damage."""
 
@@ -141,8 +140,9 @@ class ColdTier:
                 raise _unavailable(name, str(error)) from error
 
     def _begin(self, name: str, blocks: range, data_bytes: int) -> None:
-        if len(self._waiting) >= WAITING_MAX:
-            raise _unavailable(name, f"{WAITING_MAX} reads are waiting for it already")
+        most = limits.COLD_READS.most_count
+        if len(self._waiting) >= most:
+            raise _unavailable(name, f"{most} reads are waiting for it already")
         read = _Read(name, blocks, data_bytes, asyncio.get_running_loop().create_future())
         for number in blocks:
             self._reads.setdefault((name, number), read)

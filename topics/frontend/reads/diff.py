@@ -8,13 +8,12 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from topics.core.clock import Clock
-from topics.core.errors import TopicsError
 from topics.core.names import check_topic_name
-from topics.frontend import wire
-from topics.frontend.answers import elapsed_ms, place_of, send_json
+from topics.frontend import limits, wire
+from topics.frontend.answers import elapsed_ms, room_of, send_json
 from topics.frontend.asgi import ROUTE, Receive, Scope, Send
 from topics.frontend.bodies import ClientGoneError, read_wish
-from topics.frontend.http.answer_room import Place
+from topics.frontend.budget import Hold
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.node_sets import node_set
 from topics.frontend.reads.page_json import PAGE_MEMBERS, page_values
@@ -31,8 +30,6 @@ LIMIT_DEFAULT: Final = 256
 MAX_BATCH_BYTES: Final = (1 << 20, 8 << 20)
 """Default and most of `max_batch_bytes`."""
 WAIT_MS_MAX: Final = 30_000
-LONG_POLLS_MAX: Final = 10_000
-"""Waiting at once in this process; one more is refused, for each holds a connection and memory."""
 
 
 _ANSWER: Final = b'{"topic":"%b",' + PAGE_MEMBERS + b',"performance":{"server_total_ms":%b,"records_scanned":%d%b%b}}'
@@ -76,9 +73,9 @@ class DiffRoute:
         request, options = await read_wish(receive, headers, self._settings.max_body_bytes, self._wish)
         reader = self._reader
         with_copies = await self._catching_up.one(name)
-        place = place_of(scope)
-        if place is not None:
-            await place.take(_room_bytes(options))
+        room = room_of(scope)
+        if room is not None:
+            await room.take(_room_bytes(options))
         ref = reader.get(name)
         from_ts = request.from_ts
         page = await reader.fetch_page(ref, request.from_seq, options, reader.now_ms(), from_ts=from_ts)
@@ -87,7 +84,7 @@ class DiffRoute:
         if request.wait_ms and not _deliverable(page):
             scope[ROUTE] = Route.DIFF_WAIT
             wait_ms = min(request.wait_ms, WAIT_MS_MAX)
-            page, cost = await self._wait(ref, page, options, from_ts, wait_ms, receive, place)
+            page, cost = await self._wait(ref, page, options, from_ts, wait_ms, receive, room)
         self._cell.add("records_out", page.count)
         answering = send_json(send, headers, 200, _answer(name, page, cost, with_copies, started_ns))
         # As long as the answer may be, and the writers who are left out: not to be kept while the client takes it.
@@ -116,17 +113,14 @@ class DiffRoute:
         from_ts: int | None,
         wait_ms: int,
         receive: Receive,
-        place: Place | None,
+        room: Hold | None,
     ) -> tuple[Page, Cost]:
         """The first page that delivers something, or the last one before the deadline; what all of them took.
         `from_ts` may be yet to come: what is written before it is not what the reader waits for.
         """
-        if len(self._waiting) >= LONG_POLLS_MAX:
-            raise TopicsError(
-                "throttled",
-                f"{LONG_POLLS_MAX} long polls are waiting already",
-                {"limit": "long_polls", "max": LONG_POLLS_MAX},
-            )
+        most = limits.LONG_POLLS.most_count
+        if len(self._waiting) >= most:
+            raise limits.LONG_POLLS.refused(f"{most} long polls are waiting already", most, retry_after_ms=None)
         loop = asyncio.get_running_loop()
         news = asyncio.Event()
         cost = Cost(page.scanned, page.cold_segments)
@@ -152,8 +146,8 @@ class DiffRoute:
             # Who drains has ended those that were there.
             over |= self._draining
             while not (over or _deliverable(page)):
-                if place is not None:
-                    place.give_back()
+                if room is not None:
+                    room.keep(0)
                 if page.caught_up:
                     await news.wait()
                 else:
@@ -162,12 +156,12 @@ class DiffRoute:
                 news.clear()
                 if gone.done():
                     raise ClientGoneError
-                if place is not None:
+                if room is not None:
                     # The last look is not worth a wait.
                     entering = asyncio.timeout(0 if over else None)
                     try:
                         async with entering:
-                            await place.take(_room_bytes(options))
+                            await room.take(_room_bytes(options))
                     except TimeoutError:
                         break
                     finally:

@@ -19,6 +19,7 @@ from topics.core.config import U64_MAX
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
+from topics.frontend import limits
 from topics.frontend.answers import LIST_BYTES_MAX, send_object, take_room
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.query import count
@@ -33,8 +34,6 @@ from topics.storage.segment_columns import index_digest
 
 SEGMENTS_MAX: Final = 2_048
 """In one answer; a longer list goes on with `next_from_seq`."""
-PINS_MAX: Final = 256
-"""Of one frontend: each keeps disk space that retention has given up."""
 PIN_TTL_DEFAULT_MS: Final = 60_000
 PIN_TTL_MAX_MS: Final = 3_600_000
 _DIGESTS_KEPT: Final = 16_384
@@ -143,14 +142,12 @@ class ManifestRoutes:
         ttl_ms: int,
     ) -> tuple[TopicRef, tuple[SegmentInfo, ...], list[SegmentInfo], bool]:
         """Pins what is listed, and lists it anew until it is what is pinned."""
-        if self._pins.held(self._clock.monotonic_ms()) >= PINS_MAX:
+        most = limits.PINS.most_count
+        if self._pins.held(self._clock.monotonic_ms()) >= most:
             self._pins.remove_ended()
-        if self._pins.held(self._clock.monotonic_ms()) >= PINS_MAX:
-            raise TopicsError(
-                "throttled",
-                f"{PINS_MAX} pins are all that one frontend keeps; end some, or wait until some are over",
-                {"limit": "pins", "max": PINS_MAX},
-            )
+        if self._pins.held(self._clock.monotonic_ms()) >= most:
+            message = f"{most} pins are all that one frontend keeps; end some, or wait until some are over"
+            raise limits.PINS.refused(message, most, retry_after_ms=None)
         for _ in range(_TRIES):
             until_ms = self._clock.monotonic_ms() + ttl_ms
             names = [(info.first_seq, info.version) for info in listed]

@@ -16,16 +16,15 @@ from collections import deque
 from typing import Final
 from weakref import ref
 
-from topics.core.errors import TopicsError, invalid
+from topics.core.errors import invalid
+from topics.frontend import limits
+from topics.frontend.budget import Budget
 
 NODES_MAX: Final = 10_000
 NODES_MAX_BYTES: Final = 1 << 20
 """Of one reader."""
-SETS_MAX_BYTES: Final = 128 * 2**20
-"""In memory, of one process."""
 COUNTED_FROM_BYTES: Final = 4096
 """In memory. What is shorter is not counted: about thirty names."""
-RETRY_AFTER_MS: Final = 1000
 _NAME_OVERHEAD_BYTES: Final = sys.getsizeof(b"") + 15
 """Of an object of bytes, at most: malloc deals in 16 bytes."""
 
@@ -38,15 +37,18 @@ class NodeSets:
     def __init__(self) -> None:
         self._sets: dict[ref[Nodes], tuple[ref[Nodes], int]] = {}
         self._freed: deque[ref[Nodes]] = deque()
-        self._held_bytes = 0
+        self.budget = Budget(limits.NODE_SETS)
 
     @property
     def held_bytes(self) -> int:
         """Memory of all that is counted and lives."""
+        self._count_freed()
+        return self.budget.held_bytes
+
+    def _count_freed(self) -> None:
         while self._freed:
             _, size_bytes = self._sets.pop(self._freed.popleft(), (None, 0))  # one that was refused is not there
-            self._held_bytes -= size_bytes
-        return self._held_bytes
+            self.budget.release(size_bytes)
 
     def keep(self, nodes: Nodes, admitted: bool = False) -> Nodes:
         """The one that is to be kept instead. Raises `throttled` when there is no room for it, unless it was `admitted`
@@ -55,21 +57,19 @@ class NodeSets:
         size_bytes = sys.getsizeof(nodes) + sum(map(len, nodes)) + len(nodes) * _NAME_OVERHEAD_BYTES
         if size_bytes < COUNTED_FROM_BYTES:
             return nodes
-        held_bytes = self.held_bytes
+        self._count_freed()
         key = ref(nodes, self._freed.append)
         known = self._sets.get(key)
         found = None if known is None else known[0]()
         if found is not None:
             return found
-        if held_bytes + size_bytes > SETS_MAX_BYTES and not admitted:
-            raise TopicsError(
-                "throttled",
-                f"the writers that readers name in node fill all of the {SETS_MAX_BYTES} bytes that they may; name"
-                " fewer of them, or ask again later",
-                {"limit": "node_bytes", "max": SETS_MAX_BYTES, "retry_after_ms": RETRY_AFTER_MS},
+        if not admitted and not self.budget.fits(size_bytes):
+            raise self.budget.refused(
+                f"the writers that readers name in node fill all of the {self.budget.most_bytes} bytes that they may;"
+                " name fewer of them, or ask again later"
             )
         self._sets[key] = key, size_bytes
-        self._held_bytes += size_bytes
+        self.budget.held_bytes += size_bytes
         return nodes
 
 

@@ -9,7 +9,7 @@ crowd of one kind takes no place of another. They are sent in one order, that of
 the request that it follows, nor the other way round.
 
 A post is never refused, since nobody would know of one that was lost. Its bound is at what leaves posts behind: while
-there are POSTS_MAX no request is let in, and a request that was refused leaves none.
+there are as many as may be no request is let in, and a request that was refused leaves none.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Final
 
 import msgspec
 
+from topics.frontend import limits
+from topics.frontend.budget import Budget, Limit
 from topics.shm.messages import Part
 from topics.shm.ring import Ring
 
@@ -28,15 +30,6 @@ ROOM_WAIT_S: Final = 0.25
 PRESSED_WAIT_S: Final = 0.05
 """And how long when the service is pressed as hard as can be: early, but not at once. To refuse takes the time of this
 process as well, and whoever comes again at once would take all of it, so that less is done than there is room for."""
-WAITERS_MAX: Final = 1024
-"""How many of one kind wait for room in one ring."""
-WAITING_BYTES_MAX: Final = 32 * 2**20
-"""What they may hold in memory."""
-POSTS_MAX: Final = 16_384
-"""From so many posts on, requests are refused: more streams than a service has by default may end at once before that.
-Beyond it comes what requests and streams that were let in before leave behind, one each, and each topic's watch."""
-POSTS_BYTES_MAX: Final = 8 * 2**20
-"""And from so many bytes on: the positions of one stream may be 70 KiB."""
 
 
 class Waiter(msgspec.Struct):
@@ -59,28 +52,24 @@ class Fate(Enum):
 
 
 class _Queue:
-    """Waiters of one kind."""
+    """The waiters of one kind, oldest first, and their budget."""
 
-    __slots__ = ("size_bytes", "waiters")
+    __slots__ = ("budget", "waiters")
 
-    def __init__(self) -> None:
+    def __init__(self, limit: Limit) -> None:
         self.waiters: deque[Waiter] = deque()
-        self.size_bytes = 0
+        self.budget = Budget(limit)
 
-    def has_room_for(self, waiter: Waiter) -> bool:
-        return len(self.waiters) < WAITERS_MAX and self.size_bytes + waiter.length_bytes <= WAITING_BYTES_MAX
-
-    @property
-    def crowded(self) -> bool:
-        return len(self.waiters) >= POSTS_MAX or self.size_bytes >= POSTS_BYTES_MAX
+    def has_room_for(self, size_bytes: int) -> bool:
+        return len(self.waiters) < self.budget.limit.most_count and self.budget.fits(size_bytes)
 
     def add(self, waiter: Waiter) -> None:
         self.waiters.append(waiter)
-        self.size_bytes += waiter.length_bytes
+        self.budget.held_bytes += waiter.length_bytes
 
     def pop(self) -> Waiter:
         waiter = self.waiters.popleft()
-        self.size_bytes -= waiter.length_bytes
+        self.budget.release(waiter.length_bytes)
         return waiter
 
 
@@ -89,9 +78,9 @@ class Lane:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._hasty = _Queue()
-        self._patient = _Queue()
-        self._posts = _Queue()
+        self._hasty = _Queue(limits.RING_WAITERS)
+        self._patient = _Queue(limits.RING_WAITERS)
+        self._posts = _Queue(limits.RING_POSTS)
         self._queues = (self._hasty, self._patient, self._posts)
 
     @property
@@ -106,7 +95,7 @@ class Lane:
     @property
     def crowded(self) -> bool:
         """As many posts wait as may: whatever can do without another one should."""
-        return self._posts.crowded
+        return not self._posts.has_room_for(1)
 
     @property
     def fullness(self) -> float:
@@ -121,7 +110,7 @@ class Lane:
             self._posts.add(waiter)
             return Fate.WAITS
         queue = self._patient if waiter.patient else self._hasty
-        if self._posts.crowded or not queue.has_room_for(waiter):
+        if self.crowded or not queue.has_room_for(waiter.length_bytes):
             return Fate.REFUSED
         queue.add(waiter)
         return Fate.WAITS

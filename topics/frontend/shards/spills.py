@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from typing import Final
 
+from topics.frontend import limits
+from topics.frontend.budget import Budget
 from topics.shm import messages
 from topics.shm.messages import Kind, Part
 from topics.shm.names import SHM_ROOT, objects
-
-SPILLED_BYTES_MAX: Final = 256 * 2**20
-"""What the files of one frontend may hold together: /dev/shm is also where the shards' indexes grow."""
 
 
 class Spills:
@@ -24,7 +22,7 @@ class Spills:
         self._identity = identity
         self._prefix = f"topics-{identity}-spill-{frontend}-"
         self._sizes: dict[int, int] = {}
-        self._bytes = 0
+        self.budget = Budget(limits.SPILLS)
 
     def remove_leftovers(self) -> None:
         """Files of a former life: nobody waits for those answers, and a shard that finds no file does nothing."""
@@ -50,11 +48,10 @@ class Spills:
         return f"{SHM_ROOT}/{self._prefix}{request_id}"
 
     def reserve(self, request_id: int, size_bytes: int) -> None:
-        """Room for a request, before `write`; OSError (ENOSPC) beyond SPILLED_BYTES_MAX."""
-        if self._bytes + size_bytes > SPILLED_BYTES_MAX:
+        """Room for a request, before `write`; OSError (ENOSPC) where there is none: indexes grow in /dev/shm, too."""
+        if not self.budget.take(size_bytes):
             raise OSError(errno.ENOSPC, "too many long requests at once")
         self._sizes[request_id] = size_bytes
-        self._bytes += size_bytes
 
     def write(self, request_id: int, parts: list[Part]) -> None:
         """The whole message, or OSError; may run in a thread."""
@@ -66,7 +63,7 @@ class Spills:
         """The request is answered, or never went out; nothing happens when it has no file."""
         size_bytes = self._sizes.pop(request_id, None)
         if size_bytes is not None:
-            self._bytes -= size_bytes
+            self.budget.release(size_bytes)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path(request_id))
 

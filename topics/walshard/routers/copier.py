@@ -26,9 +26,9 @@ from topics.core.location import (
 from topics.log import get_logger
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.control import ProcessCell
-from topics.walshard.appends import CEILING_STEP
-from topics.walshard.head_marks import ceiling_operation, head_operation
-from topics.walshard.operation import Operation
+from topics.walshard.commit.draft import Operation
+from topics.walshard.commit.marks import ceiling_operation, head_operation
+from topics.walshard.handlers.appends import CEILING_STEP
 from topics.walshard.routers.feeds import Feed, Hindrance
 from topics.walshard.routers.originals import Locations, Originals, SourceSight, UnknownError
 from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS, Page, copy_page, passes_whole, room
@@ -259,10 +259,9 @@ class Copier:
         if full is not None:
             body.full = full
         operation = feed.cursor_operation(body, now_ms, trimmed=count, trim_reason=reason)
-        move_cursor = operation.apply
 
-        def apply(file_no: int, offset: int) -> None:
-            move_cursor(file_no, offset)
+        def apply(_file_no: int, _offset: int) -> None:
+            feed.moved(body)
             topic.skipped(topic.head_seq + count, reason)
 
         operation.apply, operation.undo = apply, partial(self.wait, feed)

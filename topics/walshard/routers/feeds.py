@@ -17,8 +17,8 @@ from topics.log import get_logger
 from topics.shm.router_board import RouterBoardWriter, RouterProgress
 from topics.storage import frame
 from topics.storage.frame import Bytes, FrameType
-from topics.walshard.hosted import Hosted
-from topics.walshard.operation import Draft, Operation, Steps
+from topics.walshard.commit.draft import Draft, Operation, Steps
+from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.routers.originals import SourceSight
 from topics.walshard.routers.page import can_never_hold, room
 

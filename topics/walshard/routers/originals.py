@@ -23,8 +23,8 @@ from topics.storage import layout
 from topics.storage.copies import Original, read_original
 from topics.storage.filesystem import FileSystem
 from topics.storage.segment_store import LocalStore
-from topics.walshard.catalog import Catalog
-from topics.walshard.cold_reads import ColdReads, NotAtHandError
+from topics.walshard.hosted.catalog import Catalog
+from topics.walshard.hosted.cold_reads import ColdReads, NotAtHandError
 from topics.walshard.routers.segment_originals import SegmentOriginals
 
 _RUN_BYTES: Final = 1 << 18

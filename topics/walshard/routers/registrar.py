@@ -11,14 +11,13 @@ from topics.core.errors import TopicsError
 from topics.core.router_state import ROUTERS_SHARD, RouterState, encode_router
 from topics.core.routers import Router, RouterRegistry
 from topics.log import get_logger
-from topics.shm import messages
 from topics.shm.control import ProcessCell
-from topics.shm.messages import Done
+from topics.shm.messages import Done, Reply
 from topics.shm.router_messages import DeleteRouter, DeleteRouterReply, PutRouter, PutRouterReply, RemoveRouters
 from topics.shm.router_table import Change, RouterTableWriter
 from topics.storage import frame
 from topics.storage.frame import FLAG_MORE, FrameType
-from topics.walshard.operation import Answer, Draft, Operation, Steps
+from topics.walshard.commit.draft import AloneHandler, Draft, Operation, Steps
 
 SHARD = ROUTERS_SHARD
 """Whose log has the routers, whatever the number of shards."""
@@ -47,13 +46,18 @@ class Registrar:
         self._registry.last_id = max(self._registry.last_id, state.last_id)
         self._show_all()
 
-    def put(self, call: PutRouter, answer: Answer) -> Steps[None]:
+    @property
+    def alone_routes(self) -> dict[type, AloneHandler]:
+        """The requests that are handled here by themselves."""
+        return {PutRouter: self.put, DeleteRouter: self.delete, RemoveRouters: self.remove}
+
+    def put(self, call: PutRouter, _frontend: int) -> Steps[PutRouterReply]:
         """Registers or changes a router; TopicsError when it may not be."""
         registry = self._registry
         router, created = registry.plan(call.name, call.spec)
-        answer.reply = messages.encode_reply(answer.request_id, PutRouterReply(created, router))
+        reply = PutRouterReply(created, router)
         if registry.by_name.get(call.name) == router:
-            return
+            return reply
         if created and self._routers_max and len(registry) >= self._routers_max:
             raise TopicsError(
                 "throttled",
@@ -69,17 +73,20 @@ class Registrar:
 
         body = encode_router(router)
         entry = frame.encode(FrameType.ROUTER_CREATE, 0, 0, router.id, self._now_ms(), b"", b"", body)
-        yield Draft([Operation([entry], apply, sync=True, answer=answer)])
+        yield Draft([Operation([entry], apply, sync=True)], reply=reply)
+        return reply
 
-    def delete(self, call: DeleteRouter, answer: Answer) -> Steps[None]:
+    def delete(self, call: DeleteRouter, _frontend: int) -> Steps[DeleteRouterReply]:
+        """Removes a router by its name."""
         router = self._registry.by_name.get(call.name)
-        answer.reply = messages.encode_reply(answer.request_id, DeleteRouterReply(router is not None))
-        if router is not None:
-            yield from self._remove([router], answer)
+        reply = DeleteRouterReply(router is not None)
+        yield from self._remove([] if router is None else [router], reply)
+        return reply
 
-    def remove(self, call: RemoveRouters, answer: Answer) -> Steps[None]:
-        answer.reply = messages.encode_reply(answer.request_id, Done())
-        yield from self._remove(self._with_ids(call.router_ids), answer)
+    def remove(self, call: RemoveRouters, _frontend: int) -> Steps[Done]:
+        """Removes routers by their ids."""
+        yield from self._remove(self._with_ids(call.router_ids), Done())
+        return Done()
 
     def gone(self, router_ids: list[int]) -> Steps[None]:
         """As `remove`, said by a shard that has seen a topic of theirs go; it says so again until they are gone."""
@@ -92,7 +99,7 @@ class Registrar:
         wanted = set(router_ids)
         return [router for router in self._registry.by_name.values() if router.id in wanted]
 
-    def _remove(self, routers: list[Router], answer: Answer | None) -> Steps[None]:
+    def _remove(self, routers: list[Router], reply: Reply | None) -> Steps[None]:
         if not routers:
             return
         self._table.reserve()
@@ -109,7 +116,7 @@ class Registrar:
             )
             for at, router in enumerate(routers)
         ]
-        yield Draft([Operation(entries, apply, sync=True, answer=answer)])
+        yield Draft([Operation(entries, apply, sync=True)], reply=reply)
 
     def _show(self, changes: list[Change]) -> None:
         self._table.store(changes, self._registry.by_name.values())

@@ -11,10 +11,10 @@ from typing import Final
 from topics.core.clock import Clock
 from topics.log import get_logger
 from topics.shm.router_messages import CatchUp, CaughtUp, SyncRouters, SyncRoutersReply
-from topics.walshard.catalog import Catalog
-from topics.walshard.hosted import Hosted
-from topics.walshard.operation import Draft, Steps
-from topics.walshard.room import MakeRoom
+from topics.walshard.commit.draft import AloneHandler, Draft, Steps
+from topics.walshard.handlers.make_room import MakeRoom
+from topics.walshard.hosted.catalog import Catalog
+from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.routers.copier import Copier, Write
 from topics.walshard.routers.feeds import Feed, Feeds, Hindrance
 from topics.walshard.routers.links import Changed, Ended, PeerMessage, RoutersGone
@@ -70,6 +70,12 @@ class Routing:
         self._gone_ids: list[int] = []
         """On shard 0: routers whose topic is no more, as their shards say."""
 
+    @property
+    def alone_routes(self) -> dict[type, AloneHandler]:
+        """The requests that are handled here by themselves."""
+        routes: dict[type, AloneHandler] = {CatchUp: self.catch_up, SyncRouters: self.sync}
+        return routes if self.registrar is None else routes | self.registrar.alone_routes
+
     # -- told by the shard
 
     def changed(self, hosted: Hosted) -> None:
@@ -99,7 +105,7 @@ class Routing:
 
     # -- asked by frontends
 
-    def catch_up(self, call: CatchUp) -> Steps[CaughtUp]:
+    def catch_up(self, call: CatchUp, _frontend: int) -> Steps[CaughtUp]:
         """Copies everything the source has now, as far as that goes."""
         yield from self._receive()
         yield from self._reconcile()
@@ -114,7 +120,7 @@ class Routing:
         pending |= feed.hindrance != Hindrance.NONE
         return CaughtUp(feed.hindrance != Hindrance.SOURCE, pending)
 
-    def sync(self, call: SyncRouters) -> Steps[SyncRoutersReply]:
+    def sync(self, call: SyncRouters, _frontend: int) -> Steps[SyncRoutersReply]:
         """Does what the table says of one dest."""
         yield from self._receive()
         yield from self._reconcile()
@@ -264,11 +270,14 @@ class Routing:
             sight = yield from self._look(feed)
             if sight is None:
                 return None
-            yield from self._make_room.expire(feed.hosted, PAGE_RECORDS, PAGE_BYTES)
+            if not (yield from self._make_room.expire(feed.hosted, PAGE_RECORDS, PAGE_BYTES)):
+                self._copier.wait(feed)
+                return None
             write = self._copier.next_write(feed, sight)
             if feed.has_no_room():
                 _, records, size_bytes = feed.no_room_for
-                if (yield from self._make_room.give_way(feed.hosted, records, size_bytes)):
+                yield from self._make_room.give_way(feed.hosted, records, size_bytes)
+                if not feed.has_no_room():
                     feed.retry_ms = 0
                     write = self._copier.next_write(feed, sight)
         except Exception:

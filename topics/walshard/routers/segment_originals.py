@@ -13,7 +13,7 @@ from topics.storage import layout
 from topics.storage.copies import Original, read_segment_original
 from topics.storage.filesystem import FileSystem
 from topics.storage.segment import ENTRY_LEN, entries_of_idx
-from topics.walshard.cold_reads import ColdReads
+from topics.walshard.hosted.cold_reads import ColdReads
 
 
 class SegmentOriginals:

@@ -9,8 +9,8 @@ from topics.core.config import U64_MAX
 from topics.core.names import owner_shard
 from topics.shm.router_board import RouterBoard
 from topics.shm.router_table import RouterTable
-from topics.walshard.catalog import Catalog
-from topics.walshard.hosted import Hosted
+from topics.walshard.hosted.catalog import Catalog
+from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.routers import registrar
 from topics.walshard.routers.links import Ended, Links, RoutersGone
 

@@ -1,0 +1,220 @@
+"""The two logs of a shard and how a group gets into them.
+
+The durable log takes what must outlive the service, the RAM log (the same format, on a RAM-backed directory) the
+records of `ephemeral` topics and watch sessions. A group may need both: the durable part goes first, because a topic's
+creation is there; if it fails, nothing of the group is committed.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from topics.core.clock import Clock
+from topics.core.errors import TopicsError
+from topics.log import get_logger
+from topics.shm.append_messages import add_times
+from topics.shm.control import ProcessCell, latency_bucket
+from topics.shm.journal import JournalEntry
+from topics.storage.logfile import WalEnd
+from topics.storage.wal import CommitTimes, Moved, Plan, WalSyncError, WalWriteError, WalWriter
+from topics.walshard.commit.draft import Operation
+
+log = get_logger()
+
+FAILURE_LOG_INTERVAL_MS: Final = 1_000
+_COUNTERS: Final = ("wal_frames", "wal_batches", "wal_fsyncs", "wal_bytes_written", "wal_rotations")
+"""Of the writer's life; in the cell they go on over lives."""
+
+Failed = list[tuple[Operation, TopicsError]]
+
+
+class Logs:
+    """`open_ram` makes the RAM log when it is first needed; `moved` is told of published frames that lie elsewhere,
+    `refused(ram_only)` of a group that will never be in the log, before anything else gets there.
+    """
+
+    def __init__(
+        self,
+        wal: WalWriter,
+        ram: WalWriter | None,
+        open_ram: Callable[[], WalWriter],
+        moved: Callable[[Moved], None],
+        refused: Callable[[bool], None],
+        cell: ProcessCell,
+        recovered: tuple[WalEnd | None, WalEnd | None],
+        clock: Clock,
+    ) -> None:
+        self.wal = wal
+        self._ram = ram
+        if ram is not None:
+            ram.refused = partial(refused, True)
+        self._open_ram = open_ram
+        self._moved = moved
+        self._refused = refused
+        wal.refused = partial(refused, False)
+        self._cell = cell
+        self._former_lives = {field: cell.get(field) for field in _COUNTERS}
+        self._recovered_wal, self._recovered_ram = recovered
+        self._clock = clock
+        self._said_ms = -FAILURE_LOG_INTERVAL_MS
+        self._unsaid = 0
+        self._plans: tuple[Plan | None, Plan | None] = (None, None)
+
+    @property
+    def ram(self) -> WalWriter | None:
+        """None as long as nothing had to go there."""
+        return self._ram
+
+    def holds(self, entry: JournalEntry) -> bool:
+        """Whether a request of the former incarnation is in the log as recovered."""
+        end = self._recovered_ram if entry.ram_log else self._recovered_wal
+        return end is not None and (entry.file_no, entry.end_offset) <= (end.file_no, end.offset)
+
+    def plan(self, durable: list[Operation], ram: list[Operation]) -> list[JournalEntry]:
+        """Where the group will lie: what the journal must hold before `commit` is called with the same group."""
+        if ram and self._ram is None:
+            self._ram = self._open_ram()
+            self._ram.refused = partial(self._refused, True)
+        durable_plan = self.wal.plan([operation.length for operation in durable]) if durable else None
+        ram_plan = self._ram.plan([operation.length for operation in ram]) if ram and self._ram else None
+        self._plans = (durable_plan, ram_plan)
+        entries: list[JournalEntry] = []
+        for operations, plan, in_ram in ((durable, durable_plan, False), (ram, ram_plan, True)):
+            if plan is None:
+                continue
+            for operation, offset in zip(operations, plan.offsets, strict=True):
+                request = operation.request
+                if request is not None and request.reply is not None:
+                    end_offset = offset + operation.length
+                    entries.append(
+                        JournalEntry(
+                            request.frontend, request.position, in_ram, plan.file_no, end_offset, bytes(request.reply)
+                        )
+                    )
+        return entries
+
+    def commit(self, durable: list[Operation], ram: list[Operation]) -> Failed:
+        """Writes the planned group and applies what is in the log; returns what is not, with the error to answer."""
+        durable_plan, ram_plan = self._plans
+        self._plans = (None, None)
+        if durable_plan is not None:
+            failed = self._write(self.wal, durable_plan, durable)
+            if failed:
+                self._refused(False)
+                return failed + [(operation, failed[0][1]) for operation in ram]
+            self.count()
+        if ram_plan is None or self._ram is None:
+            return []
+        failed = self._write(self._ram, ram_plan, ram)
+        if failed:
+            self._refused(True)
+        return failed
+
+    def sync_failed(self, file_no: int, error: OSError) -> None:
+        """The background sync failed: what it should have covered is saved in a new file, or the log is read-only."""
+        self._relocate(self.wal.sync_failed(file_no, error))
+        log.error("background sync failed", error=str(error), read_only=self.wal.read_only)
+        self.count()
+
+    def sync(self) -> bool:
+        """Everything committed is on the disk afterwards; False when that cannot be."""
+        if not self.wal.unsynced_bytes:
+            return True
+        try:
+            self.wal.commit(self.wal.plan([]), [], sync=True)
+        except (WalWriteError, WalSyncError) as error:
+            self.refusal(error)
+            return False
+        self.count()
+        return True
+
+    def mark_idle(self) -> None:
+        """Leaves a mark of what is synced, when nothing else is written that would carry it."""
+        plan = self.wal.plan([])
+        if plan.mark and self.wal.read_only is None:
+            try:
+                self.wal.commit(plan, [], sync=False)
+            except (WalWriteError, WalSyncError) as error:
+                self.refusal(error)
+            self.count()
+
+    def close(self) -> None:
+        """Everything on the disk, and a mark that says so."""
+        self.wal.close()
+        if self._ram is not None:
+            self._ram.close()
+
+    def _write(self, wal: WalWriter, plan: Plan, operations: list[Operation]) -> Failed:
+        buffers = [buffer for operation in operations for buffer in operation.buffers]
+        sync = any(operation.sync for operation in operations)
+        try:
+            times = wal.commit(plan, buffers, sync, sum([operation.frames for operation in operations]))
+        except (WalWriteError, WalSyncError) as error:
+            refusal = self.refusal(error)
+            return [(operation, refusal) for operation in operations]
+        wal_us, fsync_us = int(times.write_us), int(times.fsync_us)
+        for operation, offset in zip(operations, plan.offsets, strict=True):
+            if operation.apply is not None:
+                operation.apply(plan.file_no, offset)
+            request = operation.request
+            if request is not None and request.reply is not None:
+                add_times(request.reply, wal_us, fsync_us if operation.sync else 0)
+        if sync:
+            self._count_sync(times)
+        return []
+
+    def refusal(self, error: WalWriteError | WalSyncError) -> TopicsError:
+        """What the writers of a group that failed are told."""
+        self._cell.add("write_errors")
+        if isinstance(error, WalSyncError):
+            self._relocate(error.moved)
+            cause = "sync"
+        else:
+            cause = errno.errorcode.get(error.errno or 0, "write")
+        self.count()  # it may go on in another file
+        self._say(error)
+        return TopicsError(
+            "storage_unavailable",
+            "the log cannot be written now, nothing of this write was committed; see the service's log",
+            {"cause": cause, "read_only": self.wal.read_only is not None},
+        )
+
+    def _say(self, error: WalWriteError | WalSyncError) -> None:
+        """A full disk refuses every write: one line a second is enough."""
+        now_ms = self._clock.monotonic_ms()
+        if now_ms - self._said_ms < FAILURE_LOG_INTERVAL_MS:
+            self._unsaid += 1
+            return
+        log.error("commit failed", error=str(error), read_only=self.wal.read_only, more_like_it=self._unsaid)
+        self._said_ms, self._unsaid = now_ms, 0
+
+    def _relocate(self, moved: Moved | None) -> None:
+        if moved is not None:
+            self._moved(moved)
+
+    def count(self) -> None:
+        """Shows how far the log is."""
+        wal, before = self.wal, self._former_lives
+        file_no, offset = wal.file_no, wal.offset
+        self._cell.set_all(
+            {
+                "wal_file": file_no,
+                "wal_offset": offset,
+                "committed": file_no << 32 | offset,
+                "wal_frames": before["wal_frames"] + wal.frames,
+                "wal_batches": before["wal_batches"] + wal.batches,
+                "wal_fsyncs": before["wal_fsyncs"] + wal.fsyncs,
+                "wal_bytes_written": before["wal_bytes_written"] + wal.bytes_written,
+                "wal_rotations": before["wal_rotations"] + wal.rotations,
+                "wal_unsynced_bytes": wal.unsynced_bytes,
+                "wal_read_only": int(wal.read_only is not None),
+            }
+        )
+
+    def _count_sync(self, times: CommitTimes) -> None:
+        fsync_us = int(times.fsync_us)
+        self._cell.add(f"fsync_us_{latency_bucket(fsync_us):02d}")
+        self._cell.add("fsync_us_sum", fsync_us)

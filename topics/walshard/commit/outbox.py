@@ -1,0 +1,220 @@
+"""The shard's end of the rings: requests in, answers out, each request answered once over any crash.
+
+A request stays in its ring until its answer is in the reply ring; only then does the ring's `consumed` move. So a
+shard that dies finds in its next life exactly the requests that are not answered yet, and the journal tells which of
+those it had already committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Iterator
+
+from topics.core.errors import TopicsError
+from topics.shm import messages
+from topics.shm.instance import SharedMemory
+from topics.shm.journal import JournalEntry
+from topics.shm.names import SHM_ROOT
+from topics.shm.queue_messages import Dealt
+
+REQUESTS_PER_GROUP_MAX = 1024
+PUSH_IDS_FROM = 1 << 63
+"""Jobs that are pushed have numbers of their own, which no request has."""
+BYTES_PER_GROUP_MAX = 16 * 1024 * 1024
+
+
+class Outbox:
+    """Rings of one shard to all its peers: the frontends, and behind them in every list the compactor."""
+
+    def __init__(self, shared: SharedMemory, shard: int) -> None:
+        self._rings = [row[shard] for row in shared.rings]
+        self._wakes = [*shared.frontend_wakes, shared.compactor_wake]
+        self._journal = shared.journals[shard]
+        self._long_reply_path = f"{SHM_ROOT}/topics-{shared.identity}-reply-{shard}-"
+        self._read = [pair.requests.consumed for pair in self._rings]
+        self._first = 0
+        """The ring that the next group begins with."""
+        self._waiting: list[deque[tuple[bytearray | None, int]]] = [deque() for _ in self._rings]
+        self._unanswered: list[JournalEntry] = []
+        self._group: list[JournalEntry] = []
+        self.replies: dict[tuple[int, int], bytes] = {}
+        """By frontend and ring position: replies to what the former incarnation committed and did not answer."""
+        self._notices: list[set[int]] = [set() for _ in self._rings]
+        self._touched: set[int] = set()
+        self._pushes = PUSH_IDS_FROM
+
+    # -- requests
+
+    def drain_dead(self, frontend: int) -> bool:
+        """Of one that has died: whether all that it had asked for was taken. What waits for room is dropped, since
+        nobody makes any before there is a successor; then more of it can be taken.
+        """
+        pair, waiting = self._rings[frontend], self._waiting[frontend]
+        if waiting:
+            for reply, _ in waiting:
+                _remove_long_reply(reply)
+            pair.requests.consume(max(pair.requests.consumed, *(position for _, position in waiting)))
+            waiting.clear()
+        return not any(pair.requests.peek(self._read[frontend]))
+
+    def requests(self) -> Iterator[tuple[int, memoryview, int]]:
+        """(frontend, message, position behind it) of what is new, bounded to one group's worth.
+
+        A frontend that does not take its answers is not read from: the ring behind it fills, and it feels that. Where
+        a group is full the next one begins with the ring behind, so that one that is never empty starves no other.
+        """
+        count = size_bytes = 0
+        for turn in range(self._first, self._first + len(self._rings)):
+            frontend = turn % len(self._rings)
+            pair = self._rings[frontend]
+            if self._waiting[frontend]:
+                continue
+            for message, position in pair.requests.peek(self._read[frontend]):
+                size_bytes += len(message)
+                yield frontend, message, position
+                self._read[frontend] = position
+                if self._waiting[frontend]:
+                    break
+                count += 1
+                if count >= REQUESTS_PER_GROUP_MAX or size_bytes >= BYTES_PER_GROUP_MAX:
+                    self._first = (frontend + 1) % len(self._rings)
+                    return
+
+    @property
+    def idle(self) -> bool:
+        """Nothing new in any ring that is read on: of one whose answers are stuck nothing is taken."""
+        return all(
+            waiting or pair.requests.written == read
+            for pair, read, waiting in zip(self._rings, self._read, self._waiting, strict=True)
+        )
+
+    @property
+    def stuck(self) -> bool:
+        """An answer or notice waits for room in a reply ring."""
+        return any(self._waiting) or any(self._notices)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Requests that wait in the rings."""
+        return sum(pair.requests.pending_bytes for pair in self._rings)
+
+    @property
+    def fullness(self) -> float:
+        """Of the fullest ring of requests, 0 to 1."""
+        fullest = 0.0
+        for pair in self._rings:
+            fullest = max(fullest, pair.requests.pending_bytes / pair.requests.capacity_bytes)
+        return fullest
+
+    # -- the journal
+
+    def journal(self, entries: list[JournalEntry]) -> None:
+        """Before a commit: these requests, and those committed earlier whose answers are not out yet."""
+        self._unanswered = [
+            entry for entry in self._unanswered if entry.ring_position > self._rings[entry.frontend].requests.consumed
+        ]
+        self._unanswered += entries
+        self._group = entries
+        self._journal.store(self._unanswered)
+
+    def withdraw(self, ram_only: bool) -> None:
+        """The group that was journalled last, or the part of it meant for the RAM log, will never be committed."""
+        refused = [entry for entry in self._group if entry.ram_log or not ram_only]
+        if refused:
+            self._group = [entry for entry in self._group if entry not in refused]
+            self._unanswered = [entry for entry in self._unanswered if entry not in refused]
+            self._journal.store(self._unanswered)
+
+    def committed_before(self) -> list[JournalEntry]:
+        """In a new life: requests still in the rings that the former one was about to commit."""
+        return [
+            entry
+            for entry in self._journal.load()
+            if entry.ring_position > self._rings[entry.frontend].requests.consumed
+        ]
+
+    def take_over(self, entries: list[JournalEntry]) -> None:
+        """Of those, the ones that are in the log: they stay in the journal until they are answered."""
+        self._unanswered = list(entries)
+        self.replies = {(entry.frontend, entry.ring_position): entry.reply for entry in entries}
+
+    # -- answers
+
+    def answer(self, frontend: int, reply: bytearray | None, position: int) -> None:
+        """Queues an answer (None: the request wants none). In ring order: it frees the ring up to `position`."""
+        if reply is not None and len(reply) > self._rings[frontend].replies.message_max_bytes:
+            reply = self._by_reference(reply)
+        self._waiting[frontend].append((reply, position))
+        self._touched.add(frontend)
+
+    def _by_reference(self, reply: bytearray) -> bytearray:
+        """What is too long for a ring goes through a file, which the frontend removes."""
+        kind, request_id, _count = messages.head(memoryview(reply))
+        path = f"{self._long_reply_path}{request_id}"
+        try:
+            with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(reply)
+        except OSError as error:
+            reason = f"/dev/shm has no room for an answer of {len(reply)} bytes: {error.strerror}"
+            return messages.encode_error(request_id, TopicsError("storage_unavailable", reason))
+        return bytearray().join(messages.encode_reference(kind, request_id, path))
+
+    def push(self, frontend: int, dealt: Dealt) -> None:
+        """Queues jobs for a stream, in order with the answers."""
+        self._pushes += 1
+        self.answer(frontend, messages.encode_dealt(self._pushes, dealt), 0)
+
+    def notify(self, frontend: int, token: int) -> None:
+        """Queues a notice; many of one topic become one."""
+        self._notices[frontend].add(token)
+        self._touched.add(frontend)
+
+    def announce_generation(self) -> None:
+        """Tells every frontend that a new arena is current."""
+        for frontend in range(len(self._rings)):
+            self._waiting[frontend].append((messages.encode_generation(), 0))
+            self._touched.add(frontend)
+
+    def forget_notices(self, frontend: int) -> None:
+        """The frontend that wanted them is gone."""
+        self._notices[frontend].clear()
+
+    def flush(self) -> None:
+        """Moves as much as fits into the reply rings and wakes the frontends; the rest waits for the next call."""
+        if not self._touched:
+            return
+        still = set()
+        for frontend in self._touched:
+            if self._flush(frontend):
+                still.add(frontend)
+            self._wakes[frontend].signal_always()
+        self._touched = still
+
+    def _flush(self, frontend: int) -> bool:
+        """True when something is left."""
+        pair = self._rings[frontend]
+        waiting = self._waiting[frontend]
+        consumed = 0
+        while waiting:
+            reply, position = waiting[0]
+            if reply is not None and not pair.replies.push(reply):
+                break
+            consumed = max(consumed, position)
+            waiting.popleft()
+        if consumed:
+            pair.requests.consume(consumed)
+        notices = self._notices[frontend]
+        if notices and not waiting:
+            tokens = list(notices)[: pair.replies.message_max_bytes // 16]
+            if pair.replies.push(messages.encode_notify(tokens)):
+                notices.difference_update(tokens)
+        return bool(waiting or notices)
+
+
+def _remove_long_reply(reply: bytearray | None) -> None:
+    """The file, if it is one's place."""
+    if reply is not None and messages.head(memoryview(reply))[0] & messages.BY_REFERENCE:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(messages.decode_reference(memoryview(reply)))

@@ -1,0 +1,200 @@
+"""Keeping the RAM log as short as what it has to say.
+
+The RAM log has no snapshot: a shard that crashed reads it from its first file on. So before its oldest files go, what
+only they say is written again at its end, in one group:
+
+    APPEND       records that keep a mostly dead file alive, verbatim; their locations follow
+    RAM_STATE    for every topic that ever had records there: its floors, its clock, its unexpired keys
+    SESSION      every watch session
+    ROUTER_CURSOR  of every `ephemeral` dest of routers
+
+Killed before that group is whole, the next incarnation finds all files and perhaps some repeats, which change nothing;
+killed later, files that nobody needs, which go with the next trimming.
+
+A trimming costs what it repeats and a look at every location in RAM. It is paid for by bytes written since the last
+one: at least a file, at least as much as was repeated, and at least a share of what is live.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from topics.core.control_bodies import RamStateBody, encode_body
+from topics.core.location import ENTRY_WORDS, LOCATION_IN_RAM_LOG, LOW_WORD
+from topics.core.queue_state import ConsumerState
+from topics.log import get_logger
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem, read_all
+from topics.storage.frame import HEADER, Bytes, FrameType, encode
+from topics.walshard.commit.draft import Operation
+from topics.walshard.commit.logs import Logs
+from topics.walshard.handlers.sessions import Sessions
+from topics.walshard.hosted.catalog import Catalog
+from topics.walshard.hosted.hosted import Hosted
+from topics.walshard.hosted.tag_search import TagSearch
+from topics.walshard.routers.feeds import Feeds
+
+log = get_logger()
+
+LIVE_SHARE: Final = 16
+"""Trimmed again after a 1/LIVE_SHARE of the live bytes was written: looking at all locations is paid for."""
+DEAD_FILES_MAX: Final = 4
+"""Live records are moved out of the oldest files once the log is so many files longer than twice what is live."""
+_CHUNK_ENTRIES: Final = 1 << 16
+_MOVE_ENTRIES: Final = 1 << 10
+
+
+class _Moved(NamedTuple):
+    """Neighbours in a ring of which some are written again: their entries, complete but for where the group lies."""
+
+    hosted: Hosted
+    first_seq: int
+    entries: array[int]
+    rows: list[int]
+
+
+class RamTrim:
+    """Trims one shard's RAM log. Used between groups: nothing is prepared, everything committed is applied."""
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        directory: str,
+        file_bytes: int,
+        logs: Logs,
+        catalog: Catalog,
+        sessions: Sessions,
+        feeds: Feeds,
+        tags: TagSearch,
+    ) -> None:
+        self._fs = fs
+        self._directory = directory
+        self._file_bytes = file_bytes
+        self._logs = logs
+        self._catalog = catalog
+        self._sessions = sessions
+        self._feeds = feeds
+        self._tags = tags
+        self._written_before = 0
+        self._next_after_bytes = file_bytes
+        self._repeated_in_file = 0
+        self._repeated_bytes = 0
+
+    @property
+    def due(self) -> bool:
+        return self._written_bytes >= self._next_after_bytes
+
+    def operation(self, now_ms: int) -> Operation:
+        """What to commit to the RAM log; `drop_files` after it. Raises OSError when records cannot be read back."""
+        self._next_after_bytes = self._written_bytes + 1  # if this fails, again once something could be written
+        buffers: list[Bytes] = []
+        moved = self._move_records(buffers)
+        for hosted in self._topics():
+            topic = hosted.topic
+            state = RamStateBody(
+                topic.earliest_seq,
+                topic.evict_floor,
+                topic.evict_reason,
+                topic.evict_run_seq,
+                topic.last_write_ts,
+                topic.idempotency.unexpired(now_ms, topic.config.idempotency_window_ms),
+                ConsumerState(None if topic.queue is None else topic.queue.attributes()),
+            )
+            buffers.append(encode(FrameType.RAM_STATE, 0, topic.id, 0, now_ms, b"", b"", encode_body(state)))
+        for body in self._sessions.bodies():
+            buffers.append(encode(FrameType.SESSION, 0, 0, 0, now_ms, b"", b"", encode_body(body)))
+        buffers += self._feeds.ram_frames(now_ms)
+        self._repeated_bytes = sum(map(len, buffers))
+
+        def apply(file_no: int, offset: int) -> None:
+            self._repeated_in_file = file_no
+            for hosted, first_seq, entries, rows in moved:
+                for row in rows:
+                    entries[row * ENTRY_WORDS + 2] += offset
+                    entries[row * ENTRY_WORDS + 3] += file_no
+                hosted.ring.replace_entries(first_seq, entries)
+                hosted.publish()
+
+        return Operation(buffers, apply)
+
+    def drop_files(self) -> None:
+        """After the commit: removes what no location names. A failure is logged; the next trimming tries again."""
+        wal = self._logs.ram
+        assert wal is not None
+        file_no = min([self._repeated_in_file, *self._files_in_use()])
+        self._tags.forget_log_files(file_no, in_ram=True)
+        try:
+            wal.drop_files_below(file_no)
+        except OSError as error:
+            log.warning("files of the RAM log cannot be removed", error=str(error))
+        self._written_before = wal.bytes_written
+        self._next_after_bytes = max(self._file_bytes, self._repeated_bytes, self._live_bytes() // LIVE_SHARE)
+
+    @property
+    def _written_bytes(self) -> int:
+        return self._logs.ram.bytes_written - self._written_before if self._logs.ram is not None else 0
+
+    def _topics(self) -> list[Hosted]:
+        """All that ever had records in the RAM log (a topic may have been `ephemeral` for a while)."""
+        return [hosted for hosted in self._catalog if hosted.topic.head_ceiling]
+
+    def _live_bytes(self) -> int:
+        """Of topics that are `ephemeral` now: what others have left in RAM only passes away."""
+        topics = [hosted.topic for hosted in self._topics()]
+        return sum(topic.live_bytes for topic in topics if topic.config.durability == "ephemeral")
+
+    def _files_in_use(self) -> set[int]:
+        """The files that locations name."""
+        words: set[int] = set()
+        for _, _, entries in self._entries(_CHUNK_ENTRIES):
+            words.update(entries[3::4])
+        return {word & LOW_WORD for word in words if word >> 32 & LOCATION_IN_RAM_LOG}
+
+    # -- moving records
+
+    def _move_records(self, buffers: list[Bytes]) -> list[_Moved]:
+        """Adds the frames of records that lie in the oldest files, if there are too many files."""
+        numbers = layout.list_log_files(self._fs, self._directory)
+        surplus = len(numbers) - 2 * self._live_bytes() // self._file_bytes - DEAD_FILES_MAX
+        affordable = max(1, self._written_bytes // self._file_bytes)
+        victims = numbers[: max(0, min(surplus, affordable, len(numbers) - 1))]
+        if not victims:
+            return []
+        contents = {
+            number: memoryview(read_all(self._fs, layout.log_path(self._directory, number))) for number in victims
+        }
+        moved: list[_Moved] = []
+        length = 0
+        for hosted, first_seq, entries in self._entries(_MOVE_ENTRIES):
+            words = {word for word in set(entries[3::4]) if word >> 32 & LOCATION_IN_RAM_LOG}
+            words = {word for word in words if word & LOW_WORD in contents}
+            if not words:
+                continue
+            topic_id = hosted.topic.id
+            offset_lens, file_words = entries[2::4], entries[3::4]
+            rows = [row for row, word in enumerate(file_words) if word in words]
+            for row in rows:
+                word = file_words[row]
+                content = contents[word & LOW_WORD]
+                offset, record_len = offset_lens[row] & LOW_WORD, offset_lens[row] >> 32
+                _, _, _, found_id, found_seq, *_ = HEADER.unpack_from(content, offset)
+                if found_id != topic_id or found_seq != first_seq + row:
+                    place = f"offset {offset} of file {word & LOW_WORD}"
+                    raise OSError(5, f"{place} does not hold record {first_seq + row} of topic {hosted.topic.name!r}")
+                buffers.append(content[offset : offset + record_len])
+                offset_lens[row] = record_len << 32 | length
+                file_words[row] = word & ~LOW_WORD
+                length += record_len
+            entries[2::4], entries[3::4] = offset_lens, file_words
+            moved.append(_Moved(hosted, first_seq, entries, rows))
+        return moved
+
+    def _entries(self, count_max: int) -> Iterator[tuple[Hosted, int, array[int]]]:
+        """All locations that may be in RAM, in runs of neighbours: topic, first seq, entries."""
+        for hosted in self._topics():
+            ring = hosted.ring
+            last_seq = min(ring.next_seq - 1, hosted.topic.head_ceiling)
+            for first_seq in range(ring.base_seq, last_seq + 1, count_max):
+                yield hosted, first_seq, hosted.ring.entries(first_seq, min(last_seq, first_seq + count_max - 1))

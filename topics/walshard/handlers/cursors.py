@@ -1,0 +1,178 @@
+"""What a shard does with requests about named cursors (api §10); `core/cursors.py` has the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from topics.core.control_bodies import encode_body
+from topics.core.cursors import Cursor, CursorBody
+from topics.core.errors import topic_not_found
+from topics.shm.cursor_messages import (
+    CursorAdvance,
+    CursorDelete,
+    CursorDeleted,
+    CursorList,
+    CursorLook,
+    CursorMoved,
+    CursorPassedOn,
+    CursorPut,
+    CursorReply,
+)
+from topics.shm.messages import Done
+from topics.storage.frame import FrameType
+from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, Steps
+from topics.walshard.handlers.queue_writes import QueueWrites
+from topics.walshard.hosted.catalog import Catalog
+from topics.walshard.hosted.hosted import Hosted
+
+
+class NamedCursors:
+    """The named cursors of one shard's topics: where each is, and what of that the log has to hold."""
+
+    def __init__(self, catalog: Catalog, writes: QueueWrites) -> None:
+        self._catalog = catalog
+        self._writes = writes
+
+    @property
+    def routes(self) -> dict[type, GroupHandler]:
+        """The requests that are handled here in a group."""
+        return {CursorLook: self.look, CursorAdvance: self.advance, CursorPassedOn: self.passed_on}
+
+    @property
+    def alone_routes(self) -> dict[type, AloneHandler]:
+        """The requests that are handled here by themselves."""
+        return {CursorPut: self.put, CursorDelete: self.delete}
+
+    def frontend_died(self, frontend: int) -> None:
+        """Answers that it had not passed on are lost."""
+        for hosted in self._catalog:
+            for cursor in hosted.topic.cursors:
+                cursor.frontend_died(frontend)
+
+    def settle(self) -> Steps[None]:
+        """A clean end: each is logged where it is, behind every answer that was passed on and before all others."""
+        group = Draft()
+        for hosted in self._catalog:
+            for cursor in hosted.topic.cursors:
+                if cursor.unlogged:
+                    body = cursor.body()
+                    self._log(group, hosted, body, partial(cursor.persisted, body), None, sync=cursor.strict)
+        yield group
+
+    def look(self, call: CursorLook, _frontend: int, _group: Draft) -> CursorList:
+        """Shows one cursor, or a page of them."""
+        cursors = self._require(call.name).topic.cursors
+        one = call.cursor
+        found = cursors.behind(call.after, call.most) if one is None else [cursors.get(call.name, one)]
+        return CursorList([_shown(cursor, call.passed_seq) for cursor in found])
+
+    def put(self, call: CursorPut, _frontend: int) -> Steps[CursorReply]:
+        """Makes a cursor, or moves or configures one that is there."""
+        hosted = self._require(call.name)
+        topic = hosted.topic
+        topic.cursors.check_room(call.cursor)
+        known = topic.cursors.find(call.cursor)
+        if known is not None and call.seq is None and not call.tail:
+            return (yield from self._configure(hosted, known, call))
+        consistency = call.consistency or (known.consistency if known is not None else "at_least_once")
+        persist_every = call.persist_every or (known.persist_every if known is not None else 1)
+        seq = topic.head_seq if call.tail else call.seq or 0
+        if seq > topic.head_seq:  # as a diff from there: it was never read from this topic
+            seq = 0 if topic.recreated else topic.head_seq
+        body = CursorBody(call.cursor, consistency, persist_every, seq)
+        reply = CursorReply(call.cursor, consistency, persist_every, seq, seq, 0, known is None)
+        draft = Draft(reply=reply)
+        self._log(draft, hosted, body, lambda: topic.cursors.logged(body), None, sync=True)
+        yield draft
+        return reply
+
+    def _configure(self, hosted: Hosted, cursor: Cursor, call: CursorPut) -> Steps[CursorReply]:
+        """It stays where it is, and so does what readers have under way."""
+        consistency = call.consistency or cursor.consistency
+        persist_every = call.persist_every or cursor.persist_every
+        persisted_seq = cursor.persisted_seq
+        if (consistency, persist_every) != (cursor.consistency, cursor.persist_every):
+            body = msgspec.structs.replace(cursor.body(), consistency=consistency, persist_every=persist_every)
+            persisted_seq = body.next_seq
+            draft = Draft(
+                reply=CursorReply(cursor.name, consistency, persist_every, cursor.seq, persisted_seq, cursor.revision)
+            )
+            self._log(draft, hosted, body, lambda: cursor.configured(body), None, sync=True)
+            yield draft
+        return CursorReply(cursor.name, consistency, persist_every, cursor.seq, persisted_seq, cursor.revision)
+
+    def delete(self, call: CursorDelete, _frontend: int) -> Steps[CursorDeleted]:
+        """Deletes a cursor; one that is not there, or whose topic is not, was deleted already (api §0.9)."""
+        hosted = self._catalog.find(call.name)
+        known = None if hosted is None else hosted.topic.cursors.find(call.cursor)
+        if hosted is None or known is None:
+            return CursorDeleted(False)
+        cursors = hosted.topic.cursors
+        body = CursorBody(call.cursor, None)
+        draft = Draft(reply=CursorDeleted(True))
+        self._log(draft, hosted, body, lambda: cursors.logged(body), None, sync=True)
+        yield draft
+        return CursorDeleted(True)
+
+    def advance(self, call: CursorAdvance, frontend: int, group: Draft) -> CursorMoved:
+        """Moves a cursor over what is being read, if nobody was faster."""
+        hosted = self._require(call.name)
+        cursor = hosted.topic.cursors.get(call.name, call.cursor)
+        moved = cursor.advance(call.revision, call.from_seq, call.to_seq, frontend, call.read)
+        reply = CursorMoved(moved, cursor.seq, cursor.up_to_seq, cursor.revision, moved and not cursor.strict)
+        if moved and cursor.strict:
+            self._persist(group, hosted, cursor, lambda: cursor.give_back([(call.from_seq, call.to_seq)]))
+        return reply
+
+    def passed_on(self, call: CursorPassedOn, frontend: int, group: Draft) -> Done:
+        """What was read has left for its client, or failed to."""
+        hosted = self._require(call.name)
+        cursor = hosted.topic.cursors.find(call.cursor)
+        if cursor is None:
+            return Done()
+        if call.passed_on:
+            cursor.passed_on(call.revision, frontend, call.read)
+        else:
+            cursor.failed(call.revision, frontend, call.read)
+        self._persist(group, hosted, cursor, cursor.not_persisted)
+        return Done()
+
+    def _require(self, name: str) -> Hosted:
+        hosted = self._catalog.find(name)
+        if hosted is None:
+            raise topic_not_found(name)
+        return hosted
+
+    def _persist(self, group: Draft, hosted: Hosted, cursor: Cursor, undo: Callable[[], None]) -> None:
+        if cursor.to_persist:
+            cursor.persisting()
+            body = cursor.body()
+            self._log(group, hosted, body, lambda: cursor.persisted(body), undo, sync=cursor.strict)
+
+    def _log(
+        self,
+        group: Draft,
+        hosted: Hosted,
+        body: CursorBody,
+        apply: Callable[[], None],
+        undo: Callable[[], None] | None,
+        *,
+        sync: bool,
+    ) -> None:
+        self._writes.add(group, hosted, [(FrameType.CURSOR, encode_body(body))], apply, undo, sync=sync)
+
+
+def _shown(cursor: Cursor, passed_seq: int) -> CursorReply:
+    seq, up_to_seq = cursor.behind(passed_seq)
+    return CursorReply(
+        cursor.name,
+        cursor.consistency,
+        cursor.persist_every,
+        seq,
+        cursor.persisted_seq,
+        cursor.revision,
+        up_to_seq=up_to_seq,
+    )

@@ -1,0 +1,52 @@
+"""Room that the caps of a topic would not give: what has expired goes first, then acknowledged jobs that stayed."""
+
+from __future__ import annotations
+
+from topics.core.errors import TopicsError
+from topics.core.kept_jobs import giving_way
+from topics.walshard.commit.draft import Draft, Steps
+from topics.walshard.handlers.deletes import Deletes
+from topics.walshard.handlers.queue_writes import QueueWrites
+from topics.walshard.hosted.hosted import Hosted
+from topics.walshard.step_clock import StepClock
+
+
+class MakeRoom:
+    """Makes room in topics of one shard for records that are about to be written. Nothing else may be prepared."""
+
+    def __init__(self, deletes: Deletes, writes: QueueWrites, time: StepClock) -> None:
+        self._deletes = deletes
+        self._writes = writes
+        self._time = time
+
+    def is_needed(self, hosted: Hosted, records: int, size_bytes: int) -> bool:
+        """Whether something would have to go for so many more records and bytes that `make` can have gone."""
+        topic = hosted.topic
+        if topic.caps_see_expired(records, size_bytes, self._time.expiry_ms):
+            return True
+        return bool(giving_way(topic, records, size_bytes, self._writes.dying(hosted)))
+
+    def make(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[None]:
+        """Has go what can, for so many records and bytes more. Raises TopicsError when that cannot be logged."""
+        expired = yield from self.expire(hosted, records, size_bytes)
+        if not expired or not (yield from self.give_way(hosted, records, size_bytes)):
+            raise TopicsError(
+                "storage_unavailable",
+                f"topic {hosted.topic.name!r} is full of what may go, but the log cannot take that it does; see the"
+                " service's log",
+            )
+
+    def expire(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[bool]:
+        """Expires what a cap would find in the way of so many more. False when that cannot be logged."""
+        if hosted.topic.caps_see_expired(records, size_bytes, self._time.expiry_ms):
+            return (yield from self._deletes.expire(hosted))
+        return True
+
+    def give_way(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[bool]:
+        """Lets acknowledged jobs go for so many more. False when that cannot be logged."""
+        seqs = giving_way(hosted.topic, records, size_bytes, self._writes.dying(hosted))
+        draft = Draft()
+        self._writes.removal(draft, hosted, seqs)
+        if draft:
+            yield draft
+        return draft.committed or not seqs

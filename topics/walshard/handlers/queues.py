@@ -1,0 +1,381 @@
+"""What a shard does with queue requests (api §9): they join the group commit as appends do.
+
+A claim reads and writes nothing but memory, unless its queue has `leases_durable`: then what is leased is logged before
+it is told. An ack is logged as what it is, the deletion of its jobs. The lease machine (`core/leases.py`) changes as a
+request is prepared; what the log must have first is held until the commit, and `Operation.undo` takes it back.
+
+Streams and gathered claims are dealt to after each commit, in `deal`, and when the clock says so, in `tick`. While the
+service defers what is not urgent, streams of a queue of negative priority wait as pushes of such a topic do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from topics.core.control_bodies import encode_body
+from topics.core.errors import not_a_queue, topic_not_found
+from topics.core.governor import INTERVAL_MS
+from topics.core.leases import Leases, Marked
+from topics.core.priority import below_zero_ms
+from topics.core.queue_log import AckBody
+from topics.core.seq_set import runs_of
+from topics.shm.control import ProcessCell
+from topics.shm.messages import Done
+from topics.shm.queue_messages import (
+    Ack,
+    AckReply,
+    Bury,
+    Carried,
+    Carry,
+    Claim,
+    Dealt,
+    Exhume,
+    Extend,
+    ExtendReply,
+    Nack,
+    Peek,
+    Peeked,
+    Remove,
+    RemoveReply,
+    Unclaim,
+    Waiting,
+    WorkClose,
+    WorkOpen,
+)
+from topics.storage.frame import FrameType
+from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler, Steps, nothing
+from topics.walshard.handlers.deletes import Deletes
+from topics.walshard.handlers.queue_writes import QueueWrites
+from topics.walshard.handlers.workers import Timers, Worker, Workers, dealt_of, deliveries_max
+from topics.walshard.hosted.catalog import Catalog
+from topics.walshard.hosted.hosted import Hosted
+from topics.walshard.step_clock import StepClock
+
+REFUSED_WAIT_MS: Final = 1_000
+"""Until streams are dealt to again after the log could not be written."""
+
+
+class Queues:
+    """The queues of one shard. `push(frontend, dealt)` tells of jobs once everything before it is told."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        writes: QueueWrites,
+        deletes: Deletes,
+        push: Callable[[int, Dealt], None],
+        cell: ProcessCell,
+        time: StepClock,
+    ) -> None:
+        self._catalog = catalog
+        self._writes = writes
+        self._deletes = deletes
+        self._push = push
+        self._cell = cell
+        self._time = time
+        self._workers: dict[int, Workers] = {}
+        """By topic id, of queues for which somebody waits."""
+        self._changed: dict[int, Hosted] = {}
+        """Queues whose counts readers do not know yet, and whose jobs may be dealt."""
+        self._timers = Timers()
+        for hosted in catalog:
+            self.changed(hosted)
+
+    # -- the shard's steps
+
+    def changed(self, hosted: Hosted) -> None:
+        """Something happened to this topic: appends, evictions, deletions, or one of ours."""
+        if hosted.topic.queue is not None:
+            self._changed[hosted.topic.id] = hosted
+
+    @property
+    def stirred(self) -> bool:
+        """Whether `deal` has anything to look at."""
+        return bool(self._changed)
+
+    def deal(self, group: Draft) -> None:
+        """Deals to whom waits, and shows what changed. Leases that outlive a restart are added to the group."""
+        changed, self._changed = self._changed, {}
+        for topic_id, hosted in changed.items():
+            leases = hosted.topic.queue
+            if leases is None or self._catalog.find(hosted.topic.name) is not hosted:
+                continue
+            leases.advance(self._time.now)
+            freed = leases.take_freed()
+            workers = self._workers.get(topic_id)
+            if workers is not None:
+                workers.have_room(freed)
+                config, now = hosted.topic.config, self._time.now
+                patience_ms = below_zero_ms(config.priority or 0) if self._cell.get("deferring") else 0
+                held = workers.hold(patience_ms, leases.ready, now)
+                if workers.may_deal(leases.ready, config.claim_jitter_ms, now, held):
+                    self._deal(group, hosted, leases, workers, held)
+            hosted.publish_counts()
+            self._set_timer(hosted, leases, workers)
+
+    def tick(self) -> Steps[None]:
+        """Takes note of queues in which something ends or begins at this time; `deal` is next."""
+        for topic_id, name in self._timers.take_due(self._time.now.mono_ms):
+            hosted = self._catalog.find(name)
+            if hosted is not None and hosted.topic.id == topic_id:
+                # If the log cannot be written, what has expired stays: the sweep says so, and tries again.
+                yield from self._deletes.expire(hosted)
+                self.changed(hosted)
+
+    @property
+    def next_tick_ms(self) -> int | None:
+        """Monotonic time of the next `tick` that will have something to do; None: nothing waits for the clock."""
+        return self._timers.next_ms
+
+    def topic_deleted(self, hosted: Hosted) -> None:
+        """It was deleted: whoever waits for its jobs is told."""
+        self._timers.forget(hosted.topic.id)
+        workers = self._workers.pop(hosted.topic.id, None)
+        for worker in workers.clear() if workers is not None else ():
+            frontend, stream = worker.where
+            self._push(frontend, Dealt(stream, [], 0, 0, [], 0, ended=True))
+
+    def frontend_died(self, frontend: int, group: Draft) -> None:
+        """Its streams are over and what it carried to dead letters may not have come there."""
+        for hosted in self._catalog:
+            leases = hosted.topic.queue
+            if leases is None:
+                continue
+            workers = self._workers.get(hosted.topic.id)
+            if workers is not None:
+                workers.remove_frontend(frontend)
+                self._forget_if_empty(hosted)
+            for holder in leases.holders_at(frontend):
+                self._release(group, hosted, leases, leases.leases_of(holder), 0)
+
+    # -- requests
+
+    @property
+    def routes(self) -> dict[type, GroupHandler]:
+        """The requests that are handled here, each in a group."""
+        return {
+            Claim: self.claim,
+            Ack: self.ack,
+            Nack: self.nack,
+            Extend: self.extend,
+            Unclaim: self.unclaim,
+            WorkOpen: self.open_work,
+            WorkClose: self.close_work,
+            Bury: self.bury,
+            Exhume: self.exhume,
+            Peek: self.peek,
+            Carry: self.carry,
+            Remove: self.remove,
+        }
+
+    def unclaim(self, call: Unclaim, _frontend: int, group: Draft) -> Done:
+        """Takes back a claim whose jobs nobody got."""
+        hosted, leases = self._queue(call.name, group)
+        seqs = self._owned(hosted, leases, call).seqs
+        leases.unclaim(seqs, call.delay_ms, self._time.now)
+        self._writes.leases(group, hosted, seqs)
+        return Done()
+
+    def bury(self, call: Bury, frontend: int, group: Draft) -> RemoveReply:
+        """Removes jobs that are in the dead letters now."""
+        hosted, leases = self._queue(call.name, group)
+        seqs = leases.carried_by(frontend, set(call.seqs) - self._writes.dying(hosted))
+        self._writes.removal(group, hosted, seqs, dead_letters=len(seqs))
+        return RemoveReply(len(seqs))
+
+    def exhume(self, call: Exhume, frontend: int, group: Draft) -> Done:
+        """Gives back jobs that did not get to the dead letters."""
+        hosted, leases = self._queue(call.name, group)
+        seqs = leases.carried_by(frontend, set(call.seqs) - self._writes.dying(hosted))
+        self._release(group, hosted, leases, seqs, call.delay_ms)
+        return Done()
+
+    def peek(self, call: Peek, _frontend: int, group: Draft) -> Peeked:
+        """Shows jobs by their state; leases nothing."""
+        hosted, leases = self._queue(call.name, group)
+        jobs, up_to_seq = leases.peek(call.from_seq, call.state, call.max)
+        return Peeked(jobs, up_to_seq, up_to_seq < hosted.topic.head_seq)
+
+    def _queue(self, name: str, group: Draft) -> tuple[Hosted, Leases]:
+        """The queue, its floors and leases as the clock has them now."""
+        hosted = self._catalog.find(name)
+        if hosted is None:
+            raise topic_not_found(name)
+        leases = hosted.topic.queue
+        if leases is None:
+            raise not_a_queue(name)
+        self._writes.require_settled(hosted, group)
+        leases.advance(self._time.now)
+        self.changed(hosted)
+        return hosted, leases
+
+    def _owned(self, hosted: Hosted, leases: Leases, call: Ack | Nack | Extend | Unclaim) -> Marked:
+        """The jobs it names that are its consumer's. Those whose removal is prepared in this group are nobody's."""
+        return leases.owned(call.node, call.seqs, call.lease_nos, self._writes.dying(hosted))
+
+    def claim(self, call: Claim, frontend: int, group: Draft) -> Dealt | Waiting:
+        """Leases jobs to a worker, or lets it wait for the end of a window."""
+        hosted, leases = self._queue(call.name, group)
+        config = hosted.topic.config
+        if config.claim_jitter_ms:
+            worker = Worker((frontend, call.stream), call.node, call.max, call.lease_ms, once=True)
+            self._workers.setdefault(hosted.topic.id, Workers()).put(worker)
+            return Waiting(config.claim_jitter_ms)
+        seqs, dead = leases.take(call.max, deliveries_max(config), frontend, self._time.now)
+        leased = leases.lease(seqs, call.node, call.lease_ms or config.lease_ms, self._time.now, None)
+        dealt = dealt_of(call.stream, leased, dead, leases, config)
+        self._writes.leases(group, hosted, seqs, partial(self._unclaim, leases, seqs, dead), carries_out=True)
+        return dealt
+
+    def ack(self, call: Ack, frontend: int, group: Draft) -> AckReply:
+        """Ends jobs that are done."""
+        hosted, leases = self._queue(call.name, group)
+        topic = hosted.topic
+        seqs, skipped = self._owned(hosted, leases, call)
+        leases.hold(seqs)
+        reply = AckReply(len(seqs), skipped, leases.ready, leases.in_flight)
+        seqs.sort()
+        if topic.config.on_ack == "delete":
+            self._writes.removal(group, hosted, seqs, undo=partial(leases.unhold, seqs))
+        elif seqs:
+            runs = runs_of(seqs)
+            bodies = [(FrameType.ACK, encode_body(AckBody(runs, keep=True)))]
+            self._writes.add(group, hosted, bodies, lambda: leases.finish(runs), partial(leases.unhold, seqs))
+        return reply
+
+    def nack(self, call: Nack, frontend: int, group: Draft) -> AckReply:
+        """Gives jobs back, to be delivered again."""
+        hosted, leases = self._queue(call.name, group)
+        seqs, skipped = self._owned(hosted, leases, call)
+        now = self._time.now
+        if not hosted.topic.config.leases_durable:
+            leases.give_back(seqs, call.delay_ms, now)
+            return AckReply(len(seqs), skipped, leases.ready, leases.in_flight)
+        leases.hold(seqs)
+        ready = leases.ready + (0 if call.delay_ms else len(seqs))
+        reply = AckReply(len(seqs), skipped, ready, leases.in_flight)
+        if seqs:
+            seqs.sort()
+            bodies = [(FrameType.LEASE, encode_body(leases.freed(seqs, call.delay_ms, now)))]
+            give_back = partial(leases.give_back, seqs, call.delay_ms, now)
+            self._writes.add(group, hosted, bodies, give_back, partial(leases.unhold, seqs))
+        return reply
+
+    def extend(self, call: Extend, frontend: int, group: Draft) -> ExtendReply:
+        """Lets leases end later."""
+        hosted, leases = self._queue(call.name, group)
+        seqs, skipped = self._owned(hosted, leases, call)
+        former = leases.extend(seqs, call.lease_ms, self._time.now)
+        reply = ExtendReply(seqs, skipped, self._time.now.wall_ms + call.lease_ms)
+        self._writes.leases(group, hosted, seqs, partial(leases.unextend, former), carries_out=True)
+        return reply
+
+    def open_work(self, call: WorkOpen, frontend: int, group: Draft) -> Done:
+        """A stream begins to take jobs."""
+        hosted, _ = self._queue(call.name, group)
+        worker = Worker((frontend, call.stream), call.node, call.max, call.lease_ms, once=False)
+        self._workers.setdefault(hosted.topic.id, Workers()).put(worker)
+        return Done()
+
+    def close_work(self, call: WorkClose, frontend: int, group: Draft) -> Done:
+        """A stream is over: its leases are given back."""
+        where = (frontend, call.stream)
+        hosted = self._catalog.find(call.name)
+        if hosted is None or hosted.topic.queue is None:
+            return Done()
+        if group and hosted.topic.queue.is_ending(where):
+            # An end of a job that is prepared is the job's end; if the log refuses it, the job is this stream's again.
+            # Without one the group goes on: when many streams end at once, each would be a commit.
+            raise CommitFirst(nothing())
+        workers = self._workers.get(hosted.topic.id)
+        if workers is not None:
+            workers.remove(where)
+            self._forget_if_empty(hosted)
+        leases = hosted.topic.queue
+        leases.advance(self._time.now)
+        self._release(group, hosted, leases, leases.leases_of(where), 0)
+        return Done()
+
+    def carry(self, call: Carry, frontend: int, group: Draft) -> Carried:
+        """Takes jobs out of everybody's reach while a frontend brings them to another topic."""
+        hosted = self._records(call.name, group)
+        seqs = hosted.topic.live_of(sorted(set(call.seqs) - self._writes.dying(hosted)))
+        leases = hosted.topic.queue
+        if leases is not None:
+            leases.advance(self._time.now)
+            seqs = leases.carry(seqs, frontend, self._time.now)
+            self.changed(hosted)
+        return Carried(seqs)
+
+    def remove(self, call: Remove, frontend: int, group: Draft) -> RemoveReply:
+        """Removes records that are in another topic now."""
+        hosted = self._records(call.name, group)
+        wanted = sorted(set(call.seqs) - self._writes.dying(hosted))
+        # What was carried for too long may be somebody's job by now. It is elsewhere all the same, and not to be twice.
+        seqs = hosted.topic.live_of(wanted)
+        self._writes.removal(group, hosted, seqs)
+        return RemoveReply(len(seqs))
+
+    def _records(self, name: str, group: Draft) -> Hosted:
+        """A topic of whatever type, its floors as the clock has them now."""
+        hosted = self._catalog.find(name)
+        if hosted is None:
+            raise topic_not_found(name)
+        self._writes.require_settled(hosted, group)
+        return hosted
+
+    def _release(self, group: Draft, hosted: Hosted, leases: Leases, seqs: list[int], delay_ms: int) -> None:
+        leases.give_back(seqs, delay_ms, self._time.now)
+        self.changed(hosted)
+        self._writes.leases(group, hosted, seqs)
+
+    # -- dealing
+
+    def _deal(self, group: Draft, hosted: Hosted, leases: Leases, workers: Workers, held: bool) -> None:
+        config = hosted.topic.config
+        hands = workers.deal(leases, config.lease_ms, deliveries_max(config), self._time.now, held)
+        self._forget_if_empty(hosted)
+        for worker, leased, dead in hands:
+            frontend, stream = worker.where
+            dealt = dealt_of(stream, leased, dead, leases, config)
+            if not (leased.seqs and config.leases_durable):
+                self._push(frontend, dealt)
+                continue
+            bodies = [(FrameType.LEASE, encode_body(body)) for body in leases.bodies(leased.seqs)]
+            undo = partial(self._undeal, hosted, leases, frontend, dealt)
+            self._writes.add(group, hosted, bodies, partial(self._push, frontend, dealt), undo)
+
+    def _undeal(self, hosted: Hosted, leases: Leases, frontend: int, dealt: Dealt) -> None:
+        """The log cannot be written: the jobs wait and are dealt again in a while, a claim hears of that."""
+        self._unclaim(leases, dealt.seqs, dealt.dead)
+        self._push(frontend, Dealt(dealt.stream, [], 0, 0, [], leases.ready, refused=True))
+        hosted.publish_counts()
+        self._timers.set(hosted.topic.id, hosted.topic.name, self._time.now.mono_ms + REFUSED_WAIT_MS)
+
+    def _unclaim(self, leases: Leases, seqs: list[int], dead: list[int]) -> None:
+        leases.unclaim(seqs, 0, self._time.now)
+        leases.give_back(dead, 0, self._time.now)
+
+    def _forget_if_empty(self, hosted: Hosted) -> None:
+        workers = self._workers.get(hosted.topic.id)
+        if workers is not None and not workers:
+            del self._workers[hosted.topic.id]
+
+    def _set_timer(self, hosted: Hosted, leases: Leases, workers: Workers | None) -> None:
+        wait_ms = leases.next_due_ms(self._time.now)
+        at_ms = None if wait_ms is None else self._time.now.mono_ms + wait_ms
+        if workers is not None and workers.window_ends_ms is not None:
+            at_ms = workers.window_ends_ms if at_ms is None else min(at_ms, workers.window_ends_ms)
+        if workers is not None and workers.held_since_ms is not None:
+            # To see whether their time, or that of the pressure, is over.
+            look_ms = self._time.now.mono_ms + INTERVAL_MS
+            at_ms = look_ms if at_ms is None else min(at_ms, look_ms)
+        expiry_ms = hosted.topic.next_expiry_ms() if workers is not None else None
+        if expiry_ms is not None and expiry_ms > self._time.expiry_ms:
+            # What expires is nobody's any more: who had it has room for the next one, before that expires as well.
+            gone_ms = self._time.now.mono_ms + expiry_ms - self._time.expiry_ms
+            at_ms = gone_ms if at_ms is None else min(at_ms, gone_ms)
+        if at_ms is not None:
+            self._timers.set(hosted.topic.id, hosted.topic.name, at_ms)

@@ -1,0 +1,237 @@
+"""The shard's part in transactions over topics (api §6): it keeps what its sinks have committed, and publishes stages
+of its topics. Who drives a commit from one to the other is a frontend (`frontend/txn/commits.py`); docs/decisions has
+why.
+
+Every step may be asked for again, by anyone, at any time: what has been done stays done.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+
+from topics.core.errors import TopicsError
+from topics.core.idempotency import pin
+from topics.core.names import owner_shard
+from topics.log import get_logger
+from topics.shm.append_messages import AppendReply, AppendRequest
+from topics.shm.messages import Done
+from topics.shm.txn_messages import (
+    SinkCall,
+    StagePublish,
+    StagesOver,
+    TxnBegin,
+    TxnEnd,
+    TxnForget,
+    TxnLook,
+    TxnPending,
+    TxnPendingReply,
+    TxnReply,
+)
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem, make_dirs, read_all, replace_file
+from topics.storage.sink_file import (
+    Sink,
+    SinkDamagedError,
+    decode_sink,
+    encode_sink,
+    is_sink_name,
+    read_head,
+    sink_name,
+)
+from topics.storage.stage_file import StageDamagedError, decode_stage, stage_name
+from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler, nothing
+from topics.walshard.handlers.appends import Appends
+from topics.walshard.hosted.catalog import Catalog
+
+log = get_logger()
+
+
+class Sinks:
+    """The sinks that this shard owns. Their files are read when they are first asked for."""
+
+    def __init__(
+        self, fs: FileSystem, data_dir: str, shard: int, shards: int, catalog: Catalog, appends: Appends
+    ) -> None:
+        self._fs = fs
+        self._directory = layout.sinks_dir(data_dir)
+        self._stages = layout.stages_dir(data_dir)
+        self._shard = shard
+        self._shards = shards
+        self._catalog = catalog
+        self._appends = appends
+        self._known: dict[str, Sink] = {}
+        """Only those that are: of others anyone may ask, for as many as they like."""
+
+    @property
+    def routes(self) -> dict[type, GroupHandler]:
+        """The requests that are handled here in a group. One that raises TopicsError has changed nothing, but for
+        `storage_unavailable`, which leaves open whether it has: the same call again is right in both cases.
+        """
+        routes: dict[type, GroupHandler] = {StagePublish: self.publish, StagesOver: self.stages_over}
+        return routes | dict.fromkeys((TxnBegin, TxnEnd, TxnForget, TxnLook, TxnPending), self.take)
+
+    def take(self, call: SinkCall, _frontend: int, group: Draft) -> TxnReply | TxnPendingReply | Done:
+        """Carries out a call about a sink: its file is replaced behind all that was published for it."""
+        if group:
+            raise CommitFirst(nothing())
+        match call:
+            case TxnBegin():
+                return self._begin(call)
+            case TxnEnd():
+                return self._end(call)
+            case TxnForget():
+                return self._forget(call.sink)
+            case TxnLook():
+                return _as_known(self._find(call.sink))
+            case TxnPending():
+                return TxnPendingReply(self._pending())
+
+    def publish(self, call: StagePublish, _frontend: int, group: Draft) -> AppendReply:
+        """Appends the records of a stage."""
+        return self._appends.prepare(self.staged(call), group)
+
+    def stages_over(self, call: StagesOver, _frontend: int, _group: Draft) -> None:
+        """A batch is published everywhere: its topics need not remember that. Nobody waits for a reply."""
+        hosted = self._catalog.find(call.name)
+        if hosted is not None:
+            hosted.topic.idempotency.unpin(call.sink, call.batch)
+
+    def staged(self, call: StagePublish) -> AppendRequest:
+        """The write that publishes a stage. When its file is gone, so that only a write which is known already can be
+        answered, the request holds no records. `409 fenced` when the batch is not decided or over: the topic may have
+        forgotten that it was published, and whoever asks is late.
+        """
+        self._require_pending(call.sink, call.batch)
+        path = os.path.join(self._stages, stage_name(call.stage))
+        key = pin(call.sink, call.batch, call.stage)
+        try:
+            stage = decode_stage(read_all(self._fs, path))
+        except FileNotFoundError:
+            return AppendRequest(call.name, False, None, key, None, 0, array("Q"), b"", bytearray())
+        except (OSError, StageDamagedError) as error:
+            raise _unusable(path, error) from None
+        if stage.topic != call.name:
+            raise _unusable(path, StageDamagedError(f"it is of topic {stage.topic!r}, not {call.name!r}"))
+        return AppendRequest(
+            stage.topic,
+            True,
+            None,
+            key,
+            None,
+            len(stage.offset_len),
+            stage.offset_len,
+            stage.record_flags,
+            stage.frames,
+        )
+
+    def _require_pending(self, sink: str, batch: int) -> None:
+        """The sink may be another shard's, which replaces the file only when all its stages have been answered: so as
+        long as it says pending, the pins of those that this shard has published are there.
+        """
+        try:
+            decided, pending_count = read_head(self._fs, self._directory, sink)
+        except (OSError, SinkDamagedError) as error:
+            raise _unusable(os.path.join(self._directory, sink_name(sink)), error) from None
+        if decided != batch or not pending_count:
+            raise TopicsError("fenced", f"batch {batch} of sink {sink!r} is not being published", {"batch": decided})
+
+    def _begin(self, call: TxnBegin) -> TxnReply:
+        known = self._find(call.sink)
+        if known is not None and (known.pending or call.batch <= known.batch):
+            return _as_known(known)
+        for stage, _topic in call.stages:
+            if not self._fs.exists(os.path.join(self._stages, stage_name(stage))):
+                raise unknown_stage(stage)
+        decided = Sink(call.sink, call.batch, call.stages)
+        self._store(decided)
+        return TxnReply("begun", call.batch, call.stages)
+
+    def _end(self, call: TxnEnd) -> Done:
+        known = self._find(call.sink)
+        if known is not None and known.batch == call.batch and known.pending:
+            self._store(Sink(call.sink, call.batch, []))
+        return Done()
+
+    def _forget(self, sink: str) -> TxnReply:
+        known = self._find(sink)
+        if known is None:
+            return _as_known(None)
+        if known.pending:
+            raise TopicsError(
+                "out_of_order",
+                f"batch {known.batch} of sink {sink!r} is being published; ask again when it is",
+            )
+        path = os.path.join(self._directory, sink_name(sink))
+        try:
+            self._fs.unlink(path)
+            self._fs.fsync_dir(self._directory)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise _cannot(path, error) from error
+        self._known.pop(sink, None)
+        return _as_known(known)
+
+    def _find(self, sink: str) -> Sink | None:
+        known = self._known.get(sink)
+        if known is None:
+            known = self._load(os.path.join(self._directory, sink_name(sink)))
+            if known is not None:
+                self._known[sink] = known
+        return known
+
+    def _load(self, path: str) -> Sink | None:
+        try:
+            return decode_sink(read_all(self._fs, path))
+        except FileNotFoundError:
+            return None
+        except (OSError, SinkDamagedError) as error:
+            raise _unusable(path, error) from None
+
+    def _store(self, sink: Sink) -> None:
+        path = os.path.join(self._directory, sink_name(sink.sink))
+        self._known.pop(sink.sink, None)  # what the disk has after a failure is found out by looking
+        try:
+            make_dirs(self._fs, self._directory)
+            replace_file(self._fs, path, encode_sink(sink))
+        except OSError as error:
+            raise _cannot(path, error) from error
+        self._known[sink.sink] = sink
+
+    def _pending(self) -> list[tuple[str, int, list[tuple[str, str]]]]:
+        """Every batch of this shard's sinks that is decided and not over. A damaged file is said and passed over: the
+        others must not wait for it.
+        """
+        try:
+            names = self._fs.listdir(self._directory)
+        except FileNotFoundError:
+            return []
+        found = []
+        for name in sorted(filter(is_sink_name, names)):
+            try:
+                sink = self._load(os.path.join(self._directory, name))
+            except TopicsError as error:
+                log.error("a sink cannot be read", reason=error.message)
+                continue
+            if sink is not None and sink.pending and owner_shard(sink.sink, self._shards) == self._shard:
+                found.append((sink.sink, sink.batch, sink.pending))
+        return found
+
+
+def unknown_stage(stage: str) -> TopicsError:
+    return TopicsError("not_found", f"there is no stage {stage!r}: it was never made, dropped, or has expired")
+
+
+def _as_known(sink: Sink | None) -> TxnReply:
+    if sink is None:
+        return TxnReply("none", 0, [])
+    return TxnReply("pending" if sink.pending else "committed", sink.batch, sink.pending)
+
+
+def _unusable(path: str, error: Exception) -> TopicsError:
+    return TopicsError("storage_unavailable", f"{path} cannot be used: {error}", {"cause": "damaged"})
+
+
+def _cannot(path: str, error: OSError) -> TopicsError:
+    return TopicsError("storage_unavailable", f"{path} cannot be written: {error.strerror}", {"cause": "write"})

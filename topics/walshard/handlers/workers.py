@@ -1,0 +1,229 @@
+"""Who waits for jobs of one queue at its shard: `/work` streams, and claims that gather in a window (api §9)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from topics.core.config import TopicConfig
+from topics.core.dealing import deal
+from topics.core.job import Holder, Now
+from topics.core.leases import Leased, Leases
+from topics.shm.queue_messages import Dealt
+
+
+class Worker:
+    """A stream that is to have `most` jobs at any time, or (`once`) a claim of at most that many."""
+
+    __slots__ = ("lease_ms", "most", "node", "once", "where")
+
+    def __init__(self, where: Holder, node: str, most: int, lease_ms: int | None, once: bool) -> None:
+        self.where = where
+        self.node = node
+        self.most = most
+        self.lease_ms = lease_ms
+        self.once = once
+
+    @property
+    def holder(self) -> Holder | None:
+        """Whose leases end with the connection; a claim's do not."""
+        return None if self.once else self.where
+
+
+class Hand(NamedTuple):
+    """What one of them was dealt."""
+
+    worker: Worker
+    leased: Leased
+    dead: list[int]
+
+
+class Workers:
+    """Of one queue; in turn: who got something goes to the end.
+
+    Dealing costs the jobs that are dealt and the claims that are answered, however many streams are open: only those
+    that may have room are looked at, and no more of them than there are jobs.
+    """
+
+    def __init__(self) -> None:
+        self._workers: dict[Holder, Worker] = {}
+        self._hungry: OrderedDict[Holder, Worker] = OrderedDict()
+        """Those who may have room, in turn. The front of a plain dict is O(n) to find after many removals."""
+        self._claims: dict[Holder, Worker] = {}
+        self.window_ends_ms: int | None = None
+        """Monotonic; None while nobody waits for the end of a window."""
+        self.held_since_ms: int | None = None
+        """Monotonic; since when there has been something for streams that they are not dealt yet."""
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def put(self, worker: Worker) -> None:
+        """One more, or another `most` of one that is there."""
+        self._workers[worker.where] = self._hungry[worker.where] = worker
+        if worker.once:
+            self._claims[worker.where] = worker
+
+    def have_room(self, holders: Iterable[Holder]) -> None:
+        """Leases of theirs are over."""
+        for where in holders:
+            worker = self._workers.get(where)
+            if worker is not None:
+                self._hungry.setdefault(where, worker)
+
+    def remove(self, where: Holder) -> None:
+        for known in (self._workers, self._hungry, self._claims):
+            known.pop(where, None)
+
+    def remove_frontend(self, frontend: int) -> None:
+        """That process is gone, and all that it had."""
+        for where in [where for where in self._workers if where[0] == frontend]:
+            self.remove(where)
+
+    def clear(self) -> list[Worker]:
+        """The queue is gone; returns whom to tell."""
+        workers = list(self._workers.values())
+        for known in (self._workers, self._hungry, self._claims):
+            known.clear()
+        return workers
+
+    def hold(self, patience_ms: int, ready: int, now: Now) -> bool:
+        """Whether streams are not to be dealt what is ready: until it has been for `patience_ms`."""
+        if not patience_ms or not ready or not self._hungry:
+            self.held_since_ms = None
+            return False
+        if self.held_since_ms is None:
+            self.held_since_ms = now.mono_ms
+        return now.mono_ms - self.held_since_ms < patience_ms
+
+    def may_deal(self, ready: int, jitter_ms: int, now: Now, held: bool = False) -> bool:
+        """Whether it is time to deal. With a window, it opens with the first who could have something (a claim wants
+        an answer in any case) and everybody who comes before its end takes part; but no stream that is `held`.
+        """
+        if self.window_ends_ms is None:
+            if not self._claims and not (ready and self._hungry and not held):
+                return False
+            if not jitter_ms:
+                return True
+            self.window_ends_ms = now.mono_ms + jitter_ms
+        return now.mono_ms >= self.window_ends_ms
+
+    def deal(self, leases: Leases, lease_ms: int, deliveries_max: int, now: Now, held: bool = False) -> list[Hand]:
+        """Leases what is ready among all of them, or among claims if streams are `held`; claims are over then, whatever
+        they got.
+        """
+        self.window_ends_ms = None
+        if not held:
+            self.held_since_ms = None
+        takers = self._takers(leases, held)
+        if not takers:
+            return []
+        wanted = list(takers.values())
+        seqs, dead = leases.take(sum(wanted), deliveries_max, next(iter(takers)).where[0], now)
+        hands = []
+        for (worker, most), hand in zip(takers.items(), deal(seqs, wanted), strict=True):
+            if hand or dead or worker.once:
+                leased = leases.lease(hand, worker.node, worker.lease_ms or lease_ms, now, worker.holder)
+                hands.append(Hand(worker, leased, dead))
+                dead = []
+            if worker.once:
+                self.remove(worker.where)
+            elif len(hand) == most:
+                del self._hungry[worker.where]
+            elif hand:
+                self._hungry.move_to_end(worker.where)
+        return hands
+
+    def refuse(self) -> list[Worker]:
+        """Nothing can be dealt now: claims are over, streams wait. Returns the claims."""
+        self.window_ends_ms = None
+        claims = list(self._claims.values())
+        for worker in claims:
+            self.remove(worker.where)
+        return claims
+
+    def _takers(self, leases: Leases, held: bool) -> dict[Worker, int]:
+        """Those who can get something or have to be answered, in turn, and how much each has room for."""
+        takers: dict[Worker, int] = {}
+        full = []
+        ready = leases.ready
+        for where, worker in () if held else self._hungry.items():
+            if len(takers) >= ready:
+                break
+            most = worker.most if worker.once else worker.most - leases.held_by(where)
+            if most > 0:
+                takers[worker] = most
+            else:
+                full.append(where)
+        for where in full:
+            del self._hungry[where]
+        for worker in self._claims.values():
+            takers.setdefault(worker, worker.most)
+        return takers
+
+
+def deliveries_max(config: TopicConfig) -> int:
+    """Without a dead-letter topic there is no bound: a job is never thrown away."""
+    return 0 if config.dead_letter is None else config.max_deliveries
+
+
+def dealt_of(stream: int, leased: Leased, dead: list[int], leases: Leases, config: TopicConfig) -> Dealt:
+    """What a frontend is told of it."""
+    return Dealt(
+        stream,
+        leased.seqs,
+        leased.first_lease_no,
+        leased.deadline_ms,
+        leased.deliveries,
+        leases.ready,
+        dead,
+        leases.deliveries_of(dead),
+        leases.order_keys_of(dead),
+        config.dead_letter or "",
+    )
+
+
+class Timers:
+    """The next moment, in monotonic ms, at which the clock brings something to each queue of one shard, by topic id.
+
+    A moment that an earlier one came before stays until it is past, and means nothing.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, str]] = []
+        self._of: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """How many moments are kept."""
+        return len(self._heap)
+
+    @property
+    def next_ms(self) -> int | None:
+        """None: nothing waits for the clock."""
+        return self._heap[0][0] if self._heap else None
+
+    def set(self, topic_id: int, name: str, at_ms: int) -> None:
+        """It is looked at then at the latest."""
+        known_ms = self._of.get(topic_id)
+        if known_ms is not None and known_ms <= at_ms:
+            return
+        self._of[topic_id] = at_ms
+        heappush(self._heap, (at_ms, topic_id, name))
+        if len(self._heap) > 64 + 4 * len(self._of):
+            # A far one is set anew behind each near one that was set before it, and there it stays.
+            self._heap = [timer for timer in set(self._heap) if self._of.get(timer[1]) == timer[0]]
+            heapify(self._heap)
+
+    def take_due(self, now_ms: int) -> Iterator[tuple[int, str]]:
+        """(topic id, name) of each whose moment has come; it has none then."""
+        while self._heap and self._heap[0][0] <= now_ms:
+            at_ms, topic_id, name = heappop(self._heap)
+            if self._of.get(topic_id) == at_ms:
+                del self._of[topic_id]
+                yield topic_id, name
+
+    def forget(self, topic_id: int) -> None:
+        """The queue is gone."""
+        self._of.pop(topic_id, None)

@@ -1,0 +1,137 @@
+"""The topics a shard hosts, by name, and the arena that shows them to readers."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Final
+
+from topics.core.clock import Clock
+from topics.core.config import TopicConfig
+from topics.core.fold import Fold, FoldError
+from topics.core.job import Now
+from topics.core.location import LOCATION_IN_RAM_LOG
+from topics.core.names import owner_shard
+from topics.core.topic import Topic
+from topics.core.topic_ids import TopicIds
+from topics.shm.arena import ArenaWriter
+from topics.shm.location_ring import LARGE_ENTRIES, LocationRing
+from topics.storage.wal import Moved
+from topics.walshard.hosted.holdings import Holdings
+from topics.walshard.hosted.hosted import Hosted
+from topics.walshard.hosted.segment_files import SegmentFiles
+from topics.walshard.hosted.topic_index import TopicIndex
+
+_RANDOM_BITS: Final = 62
+
+
+class Catalog:
+    """One shard's topics. A topic is made unseen, and hosted once its creation is logged."""
+
+    def __init__(
+        self, shard: int, shards: int, arena: ArenaWriter, holdings: Holdings, files: SegmentFiles, clock: Clock
+    ) -> None:
+        self._shard = shard
+        self._shards = shards
+        self._arena = arena
+        self._holdings = holdings
+        self._files = files
+        self._clock = clock
+        self._ids = TopicIds(shard)
+        self._by_name: dict[str, Hosted] = {}
+        self._by_id: dict[int, Hosted] = {}
+        self._deleted_names: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __iter__(self) -> Iterator[Hosted]:
+        return iter(self._by_name.values())
+
+    def find(self, name: str) -> Hosted | None:
+        return self._by_name.get(name)
+
+    def find_id(self, topic_id: int) -> Hosted | None:
+        return self._by_id.get(topic_id)
+
+    def make(self, name: str, config: TopicConfig, now_ms: int) -> Hosted:
+        """A topic nobody sees yet, then either hosted or abandoned; ArenaFullError when /dev/shm has no room,
+        `throttled` when the service may not have one more.
+        """
+        self._holdings.claim_topic()
+        try:
+            return self._make(name, config, now_ms)
+        except Exception:
+            self._holdings.release_topic()
+            raise
+
+    def _make(self, name: str, config: TopicConfig, now_ms: int) -> Hosted:
+        ring = LocationRing(self._arena.heap, 1)
+        try:
+            recreated = name in self._deleted_names
+            topic_id = self._ids.next(now_ms)
+            index = TopicIndex(topic_id, ring, self._files)
+            return Hosted(self._arena, Topic(topic_id, name, config, index, recreated), index, self._holdings)
+        except Exception:
+            ring.release()
+            raise
+
+    def abandon(self, hosted: Hosted) -> None:
+        """It was made, and its creation did not get into the log."""
+        hosted.abandon()
+        self._holdings.release_topic()
+
+    def host(self, hosted: Hosted) -> None:
+        assert hosted.topic.name not in self._by_name
+        self._by_name[hosted.topic.name] = self._by_id[hosted.topic.id] = hosted
+        self._start(hosted.topic)
+        hosted.announce()
+
+    def _start(self, topic: Topic) -> None:
+        """What leases and cursors were handed out in another life is told from what will be in this one."""
+        random = secrets.randbits(_RANDOM_BITS)
+        topic.cursors.restart(random)
+        if topic.queue is not None:
+            now = Now(self._clock.now_ms(), self._clock.monotonic_ms())
+            topic.queue.start(now, random, topic.config.leases_durable)
+
+    def retire(self, hosted: Hosted) -> None:
+        del self._by_name[hosted.topic.name], self._by_id[hosted.topic.id]
+        self._deleted_names.add(hosted.topic.name)
+        hosted.retire()
+
+    def tighten(self) -> None:
+        """Between groups, now and then. Rings of `ephemeral` topics: others shrink with their checkpoints."""
+        for hosted in self:
+            if hosted.index.ring.capacity >= LARGE_ENTRIES and hosted.topic.config.durability == "ephemeral":
+                hosted.tighten()
+
+    def take_over(self, fold: Fold) -> None:
+        """Hosts what the log says. FoldError when a topic belongs to another shard, or two share a name."""
+        self._deleted_names = fold.deleted_names
+        for topic_id in fold.created_ids:
+            self._ids.saw(topic_id)
+        for topic in fold.topics.values():
+            if owner_shard(topic.name, self._shards) != self._shard:
+                raise FoldError(f"topic {topic.name!r} is in the log of shard {self._shard}, which does not own it")
+            if topic.name in self._by_name:
+                raise FoldError(f"two topics in the log of shard {self._shard} are called {topic.name!r}")
+            assert isinstance(topic.index, TopicIndex)
+            self.host(Hosted(self._arena, topic, topic.index, self._holdings))
+
+    def relocate(self, moved: Moved) -> None:
+        """Frames of the durable log lie elsewhere now: every location that names them follows."""
+        shift = moved.new_start - moved.start
+        for hosted in self:
+            ring = hosted.ring
+            if ring.next_seq == ring.base_seq:
+                continue
+            entries = ring.entries(ring.base_seq, ring.next_seq - 1)
+            for at, (offset_len, file_flags) in enumerate(zip(entries[2::4], entries[3::4], strict=True)):
+                in_ram = file_flags >> 32 & LOCATION_IN_RAM_LOG
+                offset = offset_len & 0xFFFF_FFFF
+                if in_ram or file_flags & 0xFFFF_FFFF != moved.file_no or not moved.start <= offset < moved.end:
+                    continue
+                ring.replace(ring.base_seq + at, 2, offset_len + shift)
+                ring.replace(ring.base_seq + at, 3, file_flags - moved.file_no + moved.new_file_no)
+            hosted.publish()

@@ -1,0 +1,227 @@
+"""A topic's record index in its shard: the segments' indexes on the disk, and behind them the location ring in memory.
+
+`ring.base_seq` is the first seq that readers find in the ring; every live one before it is in a segment.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from topics.core.config import U64_MAX
+from topics.core.location import (
+    ENTRY_WORDS,
+    FLAGS_SHIFT,
+    LOCATION_DELETED,
+    LOCATION_GONE,
+    LOCATION_IN_RAM_LOG,
+    LOCATION_LOST,
+    flags_of,
+)
+from topics.core.segment_list import SEALED, SegmentInfo, SegmentList
+from topics.shm.location_ring import LocationRing
+from topics.walshard.hosted.segment_files import SegmentFiles
+
+_ELSEWHERE: Final = LOCATION_IN_RAM_LOG | LOCATION_LOST
+_CHUNK_ENTRIES: Final = 8192
+
+
+class TopicIndex:
+    """`core.record_index.RecordIndex`."""
+
+    __slots__ = ("_files", "copied_seq", "ring", "segments", "topic_id")
+
+    def __init__(self, topic_id: int, ring: LocationRing, files: SegmentFiles) -> None:
+        self.topic_id = topic_id
+        self.ring = ring
+        self.segments = SegmentList()
+        self._files = files
+        self.copied_seq = U64_MAX
+        """Every router of this topic has copied it up to there. Entries behind it stay in the ring, also of records
+        that were evicted or deleted, until they are copied or the next checkpoint passes them.
+        """
+
+    @property
+    def base_seq(self) -> int:
+        for segment in self.segments:
+            return segment.first_seq
+        return self.ring.base_seq
+
+    @property
+    def next_seq(self) -> int:
+        return self.ring.next_seq
+
+    @property
+    def durable_last_seq(self) -> int:
+        """The last seq that is in a segment or in the durable log."""
+        ring = self.ring
+        for end in range(ring.next_seq, ring.base_seq, -_CHUNK_ENTRIES):
+            start = max(ring.base_seq, end - _CHUNK_ENTRIES)
+            words = ring.entries(start, end - 1)[3::4]
+            durable = {word for word in set(words) if not word >> FLAGS_SHIFT & _ELSEWHERE}
+            if durable:
+                return start + max(at for at, word in enumerate(words) if word in durable)
+        return self.segments.last_seq
+
+    def first_ram_seq(self, first_seq: int, last_seq: int) -> int | None:
+        """The first of these whose record is in the RAM log alone, and not deleted."""
+        for start in range(max(first_seq, self.ring.base_seq), last_seq + 1, _CHUNK_ENTRIES):
+            flags = flags_of(self.ring.entries(start, min(last_seq, start + _CHUNK_ENTRIES - 1)))
+            for seq, flag in enumerate(flags, start):
+                if flag & (LOCATION_IN_RAM_LOG | LOCATION_GONE) == LOCATION_IN_RAM_LOG:
+                    return seq
+        return None
+
+    def reserve(self, count: int) -> None:
+        """Room for `count` more entries, or ArenaFullError."""
+        self.ring.reserve(count)
+
+    def append(self, ts: int, offset_len: array[int], file_flags: array[int]) -> None:
+        self.ring.append(ts, offset_len, file_flags)
+
+    def append_entries(self, entries: array[int]) -> None:
+        in_segments = max(0, self.segments.last_seq + 1 - entries[0]) if entries else 0
+        if in_segments:
+            entries = entries[in_segments * ENTRY_WORDS :]
+        if entries:
+            assert entries[0] == self.ring.next_seq, (self.topic_id, entries[0], self.ring.next_seq)
+            self.ring.reserve(len(entries) // ENTRY_WORDS)
+            self.ring.append_entries(entries)
+
+    def entries(self, first_seq: int, last_seq: int) -> array[int]:
+        ring = self.ring
+        if first_seq >= ring.base_seq:
+            return ring.entries(first_seq, last_seq)
+        found = array("Q")
+        for info in self.segments.between(first_seq, min(last_seq, ring.base_seq - 1)):
+            found += self._files.entries(
+                self.topic_id, info, max(first_seq, info.first_seq), min(last_seq, info.last_seq)
+            )
+        if last_seq >= ring.base_seq:
+            found += ring.entries(ring.base_seq, last_seq)
+        assert len(found) == (last_seq - first_seq + 1) * ENTRY_WORDS, (self.topic_id, first_seq, last_seq)
+        return found
+
+    def ts_at(self, seq: int) -> int:
+        if seq >= self.ring.base_seq:
+            return self.ring.ts_at(seq)
+        info = self.segments.at(seq)
+        assert info is not None, (self.topic_id, seq)
+        return self._files.ts_at(self.topic_id, info, seq)
+
+    def live_size(self, first_seq: int, last_seq: int) -> tuple[int, int]:
+        records = size_bytes = 0
+        base_seq = self.ring.base_seq
+        if first_seq < base_seq:
+            for info in self.segments.between(first_seq, min(last_seq, base_seq - 1)):
+                found = self._files.live_size(
+                    self.topic_id, info, max(first_seq, info.first_seq), min(last_seq, info.last_seq)
+                )
+                records += found[0]
+                size_bytes += found[1]
+        for start in range(max(first_seq, base_seq), last_seq + 1, _CHUNK_ENTRIES):
+            entries = self.ring.entries(start, min(last_seq, start + _CHUNK_ENTRIES - 1))
+            lengths = [
+                offset_len >> 32
+                for offset_len, file_flags in zip(entries[2::4], entries[3::4], strict=True)
+                if not file_flags >> FLAGS_SHIFT & LOCATION_GONE
+            ]
+            records += len(lengths)
+            size_bytes += sum(lengths)
+        return records, size_bytes
+
+    def is_readable(self, first_seq: int, last_seq: int) -> bool:
+        return all(self._files.is_readable(self.topic_id, info) for info in self.segments.between(first_seq, last_seq))
+
+    def pick_live(self, seqs: Sequence[int]) -> tuple[list[int], int]:
+        live: list[int] = []
+        size_bytes = 0
+        for info, part in self._by_segment(seqs):
+            if info is not None:
+                found, found_bytes = self._files.pick_live(self.topic_id, info, part)
+                live += found
+                size_bytes += found_bytes
+                continue
+            flags = [word >> FLAGS_SHIFT for word in self.ring.column(part, 3)]
+            found = [seq for seq, flag in zip(part, flags, strict=True) if not flag & LOCATION_GONE]
+            live += found
+            size_bytes += sum([word >> 32 for word in self.ring.column(found, 2)])
+        return live, size_bytes
+
+    def behind_deleted(self, seq: int) -> int:
+        while (info := self.segments.at(seq)) is not None and self._files.is_all_deleted(self.topic_id, info):
+            seq = info.last_seq + 1
+        return seq
+
+    def flag_deleted(self, seqs: Sequence[int]) -> None:
+        for info, part in self._by_segment(seqs):
+            if info is not None:
+                self._files.mark(self.topic_id, info, part)
+                continue
+            self.ring.flag(part, LOCATION_DELETED << FLAGS_SHIFT)
+
+    def checkpointed(self, up_to_seq: int, segments: Iterable[SegmentInfo]) -> None:
+        ring = self.ring
+        for info in segments:
+            old = self.segments.put(info)
+            if old is not None:
+                self._files.replaced(self.topic_id, old, info)
+            if info.flags & SEALED and self.segments.at(info.first_seq) is info:
+                self._files.sealed(self.topic_id, info)
+        if self.segments.last_seq < ring.base_seq:
+            return
+        # The compactor may have copied them before they were deleted.
+        last_seq = min(self.segments.last_seq, ring.next_seq - 1)
+        if last_seq >= ring.base_seq:
+            words = ring.entries(ring.base_seq, last_seq)[3::4]
+            deleted = {word for word in set(words) if _is_deleted(word)}
+            if deleted:
+                self.flag_moved([ring.base_seq + at for at, word in enumerate(words) if word in deleted])
+        ring.drop_before(self.segments.last_seq + 1)
+        if ring.next_seq <= self.segments.last_seq:
+            ring.skip_to(self.segments.last_seq + 1)
+
+    def flag_moved(self, seqs: Sequence[int]) -> None:
+        """Deleted records, ascending: those that segments have by now are marked there, whatever was before."""
+        for info, part in self._in_segments(seqs):
+            self._files.mark(self.topic_id, info, part)
+
+    def drop_before(self, seq: int) -> None:
+        for info in self.segments.drop_below(seq):
+            self._files.forget(self.topic_id, info)
+        self.ring.drop_before(min(seq, self.copied_seq + 1))
+
+    def forget(self) -> None:
+        """The topic is gone."""
+        for info in self.segments:
+            self._files.forget(self.topic_id, info)
+
+    def skip_to(self, seq: int) -> None:
+        if seq > self.ring.next_seq:
+            self.ring.skip_to(seq)
+
+    def _by_segment(self, seqs: Sequence[int]) -> Iterable[tuple[SegmentInfo | None, Sequence[int]]]:
+        """The seqs, each with its segment's others; None for those in the ring.
+
+        Seqs below the ring that no segment has are gone, and left out: segments of a snapshot are made behind its place
+        in the log, and may lack records of which the log says only then that they go.
+        """
+        in_ring = bisect_left(seqs, self.ring.base_seq)
+        yield from self._in_segments(seqs[:in_ring])
+        if in_ring < len(seqs):
+            yield None, seqs[in_ring:]
+
+    def _in_segments(self, seqs: Sequence[int]) -> Iterable[tuple[SegmentInfo, Sequence[int]]]:
+        start = 0
+        for info in self.segments.between(seqs[0], seqs[-1]) if seqs else ():
+            start = bisect_left(seqs, info.first_seq, start)
+            end = bisect_left(seqs, info.last_seq + 1, start)
+            if end > start:
+                yield info, seqs[start:end]
+            start = end
+
+
+def _is_deleted(file_flags: int) -> bool:
+    return bool(file_flags >> FLAGS_SHIFT & LOCATION_DELETED)

@@ -1,0 +1,350 @@
+"""From files to a shard at work: read the logs, fold them, build a new arena, put the parts together.
+
+Nothing of the former incarnation's shared memory is trusted but the rings and the journal: topics and locations come
+from the files. Until the new arena is complete, readers keep the old one.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Final, NamedTuple
+
+import msgspec
+
+from topics.core.clock import Clock
+from topics.core.expiry_clock import ExpiryClock
+from topics.core.fold import Fold
+from topics.core.router_state import RouterState
+from topics.core.topic import Topic
+from topics.log import get_logger
+from topics.settings import Settings
+from topics.shm.arena import ArenaWriter, unlink_arena
+from topics.shm.control import ProcessCell, Role
+from topics.shm.instance import SharedMemory
+from topics.shm.location_ring import LocationRing
+from topics.shm.router_board import RouterBoard, RouterBoardWriter
+from topics.shm.router_table import RouterTable, RouterTableWriter
+from topics.storage import layout
+from topics.storage.filesystem import FileSystem, boot_id
+from topics.storage.layout import snapshot_path
+from topics.storage.log_fold import fold_frames
+from topics.storage.logfile import RefusedLog, WalIdentity, WalPosition, read_first_start
+from topics.storage.recovery import Recovery, recover_group
+from topics.storage.state import load
+from topics.storage.wal import WalWriter
+from topics.walshard.commit.background_sync import BackgroundSync
+from topics.walshard.commit.commits import Commits
+from topics.walshard.commit.log_trim import LogTrim
+from topics.walshard.commit.logs import Logs
+from topics.walshard.commit.marks import LostHeads
+from topics.walshard.commit.outbox import Outbox
+from topics.walshard.commit.ram_trim import RamTrim
+from topics.walshard.handlers.appends import Appends
+from topics.walshard.handlers.checkpoints import Checkpoints
+from topics.walshard.handlers.cursors import NamedCursors
+from topics.walshard.handlers.deletes import Deletes
+from topics.walshard.handlers.frontends import Frontends
+from topics.walshard.handlers.handlers import Handlers
+from topics.walshard.handlers.make_room import MakeRoom
+from topics.walshard.handlers.queue_writes import QueueWrites
+from topics.walshard.handlers.queues import Queues
+from topics.walshard.handlers.sessions import SessionCalls, Sessions
+from topics.walshard.handlers.sinks import Sinks
+from topics.walshard.handlers.topics import TopicCalls
+from topics.walshard.handlers.watchers import Watchers
+from topics.walshard.hosted.catalog import Catalog
+from topics.walshard.hosted.frame_tags import FrameTags
+from topics.walshard.hosted.holdings import Holdings
+from topics.walshard.hosted.segment_files import SegmentFiles
+from topics.walshard.hosted.segment_tags import tags_max
+from topics.walshard.hosted.tag_search import TagSearch
+from topics.walshard.hosted.topic_index import TopicIndex
+from topics.walshard.publisher import Publisher
+from topics.walshard.routers import registrar
+from topics.walshard.routers.copier import Copier
+from topics.walshard.routers.feeds import Feeds
+from topics.walshard.routers.links import Links
+from topics.walshard.routers.originals import Originals
+from topics.walshard.routers.registrar import Registrar
+from topics.walshard.routers.routing import Routing
+from topics.walshard.routers.sources import Sources
+from topics.walshard.shard import Shard
+from topics.walshard.step_clock import StepClock
+from topics.walshard.upkeep import Upkeep
+
+log = get_logger()
+
+RAM_FILE_BYTES: Final = 8 * 1024 * 1024
+
+
+def set_up(
+    settings: Settings,
+    shared: SharedMemory,
+    index: int,
+    outbox: Outbox,
+    cell: ProcessCell,
+    clock: Clock,
+    fs: FileSystem,
+    helpers: Helpers,
+) -> Parts:
+    """The shard as its files say, its arena built and current.
+
+    Raises RefusedLog or FoldError when the log must not be used as it is.
+    """
+    started_ms = clock.monotonic_ms()
+    generation = cell.get("generation") + 1
+    unlink_arena(shared.identity, index, generation)  # of an incarnation that died while it recovered
+    arena = ArenaWriter(shared.identity, index, generation)
+    place = _Place(settings, shared, index, cell, clock, fs)
+    files = SegmentFiles(fs, settings.data_dir, tags_max(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+    recovered = _read_logs(place, lambda topic_id: TopicIndex(topic_id, LocationRing(arena.heap, 1), files))
+    fold = recovered.fold
+    if generation == 1:
+        cell.set("wal_bytes_found", recovered.log_bytes)
+
+    sessions = Sessions()
+    sessions.recovered(fold.sessions, clock.monotonic_ms())
+    holdings = Holdings(shared.control, index, settings, sessions)
+    catalog = Catalog(index, settings.wal_shards, arena, holdings, files, clock)
+    catalog.take_over(fold)
+    logs = _open_logs(place, recovered, catalog, outbox, helpers)
+    parts = _put_together(place, recovered, catalog, holdings, sessions, files, logs, outbox, helpers)
+
+    logs.count()  # the compactor reads the log up to there
+    holdings.settle()
+    cell.set("torn_bytes", recovered.durable.torn_bytes)
+    cell.set("arena_bytes", arena.used_bytes)
+    cell.set("generation", generation)
+    unlink_arena(shared.identity, index, generation - 1)
+    for line in (*recovered.ram.report, *recovered.durable.report):
+        log.warning("recovery", repair=line)
+    log.info(
+        "recovered",
+        snapshot=recovered.snapshot_line,
+        frames=recovered.frames,
+        topics=len(catalog),
+        torn_bytes=recovered.durable.torn_bytes,
+        took_ms=clock.monotonic_ms() - started_ms,
+    )
+    return parts
+
+
+class Parts(NamedTuple):
+    """A shard, and what it is made of."""
+
+    shard: Shard
+    catalog: Catalog
+    files: SegmentFiles
+    logs: Logs
+    commits: Commits
+    holdings: Holdings
+    sessions: Sessions
+    deletes: Deletes
+    queues: Queues
+    sinks: Sinks
+    ram_trim: RamTrim
+    tags: TagSearch
+
+
+class Helpers(NamedTuple):
+    """Threads of the shard: one lays out log files ahead, one syncs."""
+
+    preallocating: Executor
+    syncing: Executor
+
+
+class _Place(NamedTuple):
+    """Where a shard is: its settings, shared memory, number, cell, clock and file system."""
+
+    settings: Settings
+    shared: SharedMemory
+    shard: int
+    cell: ProcessCell
+    clock: Clock
+    fs: FileSystem
+
+    @property
+    def identity(self) -> WalIdentity:
+        return WalIdentity(self.shard, self.settings.wal_shards, boot_id())
+
+    @property
+    def directory(self) -> str:
+        """Of the durable log."""
+        return layout.group_dir(self.settings.data_dir, self.shard, self.settings.wal_shards)
+
+    @property
+    def ram_directory(self) -> str:
+        """Of the RAM log."""
+        return layout.ram_group_dir(self.shared.ram_dir, self.shard)
+
+
+class _Recovered(NamedTuple):
+    """What the files say: the fold of both logs, and how each was read."""
+
+    fold: Fold
+    durable: Recovery
+    ram: Recovery
+    frames: int
+    log_bytes: int
+    snapshot_line: str
+
+
+def _read_logs(place: _Place, make_index: Callable[[int], TopicIndex]) -> _Recovered:
+    fold = Fold(make_index)
+    start, snapshot_line = _restore(fold, place.fs, place.settings.data_dir, place.directory)
+    # The RAM log outlives a crash of this process, never a service: a torn end of it is one of a killed process.
+    ram = recover_group(place.fs, place.ram_directory, place.identity, start="lowest")
+    durable = recover_group(place.fs, place.directory, place.identity, place.settings.accept_data_loss, start=start)
+    ram_frames, _ = _fold_log(fold, ram, True, place.cell)
+    frames, log_bytes = _fold_log(fold, durable, False, place.cell)
+    fold.finish(ram_log_survived=ram.end is not None)
+    for topic in fold.topics.values():
+        topic.durable_seq = _durable_seq(topic)
+    return _Recovered(fold, durable, ram, ram_frames + frames, log_bytes, snapshot_line)
+
+
+def _open_logs(place: _Place, recovered: _Recovered, catalog: Catalog, outbox: Outbox, helpers: Helpers) -> Logs:
+    def open_ram() -> WalWriter:
+        end = recovered.ram.end
+        return WalWriter.open(
+            place.fs, place.ram_directory, place.identity, end, file_bytes=RAM_FILE_BYTES, preallocate="none"
+        )
+
+    wal = WalWriter.open(
+        place.fs,
+        place.directory,
+        place.identity,
+        recovered.durable.end,
+        file_bytes=place.settings.wal_file_bytes,
+        helper=helpers.preallocating,
+    )
+    ends = recovered.durable.end, recovered.ram.end
+    ram = None if recovered.ram.end is None else open_ram()
+    return Logs(wal, ram, open_ram, catalog.relocate, outbox.withdraw, place.cell, ends, place.clock)
+
+
+def _put_together(
+    place: _Place,
+    recovered: _Recovered,
+    catalog: Catalog,
+    holdings: Holdings,
+    sessions: Sessions,
+    files: SegmentFiles,
+    logs: Logs,
+    outbox: Outbox,
+    helpers: Helpers,
+) -> Parts:
+    settings, shared, shard, cell, clock, fs = place
+    expiry = ExpiryClock(clock, log.warning, shared.control.trusted_offset_ms(Role.WALSHARD, shard))
+    time = StepClock(clock, expiry)
+    tags = TagSearch(files, FrameTags(fs, place.directory, place.ram_directory), clock)
+    syncs = BackgroundSync(logs, helpers.syncing, shared.shard_wakes[shard], clock.monotonic_ms())
+    for hosted in catalog:
+        syncs.hold(hosted)
+    outbox.take_over([entry for entry in outbox.committed_before() if logs.holds(entry)])
+    commits = Commits(logs, LostHeads(catalog, logs, recovered.fold.lost_heads), syncs, outbox, time, catalog)
+
+    deletes = Deletes(catalog, tags, time)
+    writes = QueueWrites(deletes, time)
+    make_room = MakeRoom(deletes, writes, time)
+    appends = Appends(catalog, holdings, make_room, time)
+    queues = Queues(catalog, writes, deletes, outbox.push, cell, time)
+    cursors = NamedCursors(catalog, writes)
+    session_calls = SessionCalls(sessions, holdings, time)
+    sinks = Sinks(fs, settings.data_dir, shard, settings.wal_shards, catalog, appends)
+    routing = _make_routing(place, recovered.fold.routers, catalog, holdings, make_room)
+    topic_calls = TopicCalls(catalog, deletes, routing, time)
+    log_trim = LogTrim(logs, catalog, tags)
+    checkpoints = Checkpoints(catalog, files, logs, log_trim, time)
+    watchers = Watchers(catalog, outbox)
+    frontends = Frontends(shared.control, outbox.drain_dead, watchers, sessions, queues, cursors, time)
+    in_group = queues.routes | cursors.routes | session_calls.routes | sinks.routes | checkpoints.routes
+    alone = topic_calls.routes | deletes.routes | cursors.alone_routes | session_calls.alone_routes
+    handlers = Handlers(
+        in_group | frontends.routes,
+        alone | checkpoints.alone_routes | routing.alone_routes,
+        appends,
+        writes,
+        queues,
+        cursors,
+        frontends,
+    )
+    ram_trim = RamTrim(fs, place.ram_directory, RAM_FILE_BYTES, logs, catalog, sessions, routing.feeds, tags)
+    upkeep = Upkeep(catalog, files, syncs, log_trim, ram_trim, deletes, session_calls, clock)
+    publisher = Publisher(watchers, queues, routing, holdings)
+    return Parts(
+        Shard(outbox, handlers, routing, commits, publisher, upkeep, cell, time),
+        catalog,
+        files,
+        logs,
+        commits,
+        holdings,
+        sessions,
+        deletes,
+        queues,
+        sinks,
+        ram_trim,
+        tags,
+    )
+
+
+def _make_routing(
+    place: _Place, state: RouterState, catalog: Catalog, holdings: Holdings, make_room: MakeRoom
+) -> Routing:
+    settings, shared, shard, cell, clock, fs = place
+    originals = Originals(fs, settings, shared, shard, catalog, clock.monotonic_ms)
+    boards = [RouterBoard(board) for board in shared.router_boards]
+    sources = Sources(catalog, RouterTable(shared.router_table), boards, Links(shared, shard))
+    feeds = Feeds(RouterBoardWriter(shared.router_boards[shard]), clock.now_ms)
+    feeds.recovered(state, {hosted.topic.id: hosted for hosted in catalog})
+    registry: Registrar | None = None
+    if shard == registrar.SHARD:
+        writer = RouterTableWriter(shared.router_table)
+        registry = Registrar(writer, state, cell, settings.max_routers, clock.now_ms)
+    copier = Copier(originals, holdings.claim_bytes, cell, clock)
+    return Routing(catalog, sources, originals, feeds, copier, make_room, registry, clock)
+
+
+def _durable_seq(topic: Topic) -> int:
+    """What the files hold is on the disk; but a topic that was `ephemeral` for a while may have records in RAM."""
+    if topic.config.durability == "ephemeral":
+        return 0
+    assert isinstance(topic.index, TopicIndex)
+    in_ram_seq = topic.index.first_ram_seq(topic.earliest_seq, min(topic.head_ceiling, topic.head_seq))
+    return topic.head_seq if in_ram_seq is None else in_ram_seq - 1
+
+
+def _restore(fold: Fold, fs: FileSystem, data_dir: str, directory: str) -> tuple[WalPosition | None, str]:
+    """What the newest snapshot knows of the log in `directory`: from where the log is to be read, None from its
+    beginning; and what the operator hears of it.
+    """
+    snapshot = load(fs, data_dir)
+    if snapshot is None:
+        return None, "none"
+    for bad in snapshot.skipped:
+        log.warning("a snapshot was passed over", reason=str(bad))
+    first = read_first_start(fs, directory)
+    part = None if first is None else snapshot.part_of(first.log_id)
+    if part is None:
+        return None, f"{snapshot.number}, nothing of this shard"
+    try:
+        fold.restore(part.decoded())
+    except msgspec.DecodeError as error:
+        path = snapshot_path(data_dir, snapshot.number)
+        raise RefusedLog(path, f"{path}: its state of shard {part.shard} does not decode: {error}") from error
+    return part.position, str(snapshot.number)
+
+
+def _fold_log(fold: Fold, recovery: Recovery, in_ram: bool, cell: ProcessCell) -> tuple[int, int]:
+    """Feeds the frames of one log, in order; returns how many, and their bytes."""
+    frames = size_bytes = 0
+    for batch in recovery:
+        fold_frames(fold, batch, in_ram)
+        frames += len(batch.frames)
+        if batch.frames:
+            last_offset, last_len = batch.frames[-1][:2]
+            size_bytes += last_offset + last_len - batch.frames[0][0]
+        cell.set("progress_ppm", int(recovery.progress * 1_000_000))
+    return frames, size_bytes

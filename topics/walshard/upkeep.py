@@ -1,0 +1,93 @@
+"""What a shard does between its groups: syncs, expiry, memory that comes back, files that are not needed any more."""
+
+from __future__ import annotations
+
+from topics.core.clock import Clock
+from topics.log import get_logger
+from topics.walshard.commit.background_sync import BackgroundSync
+from topics.walshard.commit.draft import Draft, Operation, Steps
+from topics.walshard.commit.log_trim import LogTrim
+from topics.walshard.commit.marks import head_mark
+from topics.walshard.commit.ram_trim import RamTrim
+from topics.walshard.handlers.deletes import Deletes
+from topics.walshard.handlers.sessions import SessionCalls
+from topics.walshard.hosted.catalog import Catalog
+from topics.walshard.hosted.hosted import Hosted
+from topics.walshard.hosted.segment_files import SegmentFiles
+
+log = get_logger()
+
+
+class Upkeep:
+    """The upkeep of one shard. Nothing is prepared while it runs."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        files: SegmentFiles,
+        syncs: BackgroundSync,
+        log_trim: LogTrim,
+        ram_trim: RamTrim,
+        deletes: Deletes,
+        sessions: SessionCalls,
+        clock: Clock,
+    ) -> None:
+        self._catalog = catalog
+        self._files = files
+        self._syncs = syncs
+        self._log_trim = log_trim
+        self._ram_trim = ram_trim
+        self._deletes = deletes
+        self._sessions = sessions
+        self._clock = clock
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is more to do at once."""
+        return self._log_trim.busy
+
+    def sync(self) -> list[Hosted]:
+        """Starts and ends background syncs; returns the topics that became durable by them."""
+        moved = self._syncs.poll(self._clock.monotonic_ms())
+        self._log_trim.poll()
+        return moved
+
+    def idle(self) -> bool:
+        """Does a little of what can wait, when there is nothing else to do. False: nothing waits."""
+        return self._deletes.index_some()
+
+    def sweep(self) -> Steps[None]:
+        """Once a second: expiry of topics nobody touches, memory that they used, collection of idle sessions."""
+        yield from self._deletes.sweep()
+        self._catalog.tighten()
+        yield from self._sessions.collect()
+        self._files.let_go()
+        self._files.mark_again()
+        self._files.count_some()
+
+    @property
+    def ram_log_is_long(self) -> bool:
+        """Whether `trim_ram_log` is worth it."""
+        return self._ram_trim.due
+
+    def trim_ram_log(self) -> Steps[None]:
+        """Shortens the RAM log to what it has to say."""
+        now_ms = self._clock.now_ms()
+        try:
+            operation = self._ram_trim.operation(now_ms)
+        except OSError as error:
+            log.error("the RAM log cannot be trimmed", error=str(error))
+            return
+        draft = Draft([], [operation])
+        yield draft
+        if draft.committed:
+            self._ram_trim.drop_files()
+
+    def close(self) -> Steps[None]:
+        """A clean end: the log says the heads of `ephemeral` topics exactly as they are."""
+        now_ms = self._clock.now_ms()
+        yield Draft(
+            Operation([head_mark(hosted, hosted.topic.head_seq, now_ms, 0)])
+            for hosted in self._catalog
+            if hosted.topic.config.durability == "ephemeral" and hosted.topic.head_seq < hosted.topic.head_ceiling
+        )
