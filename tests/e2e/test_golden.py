@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ import pytest
 from tests.contract.asking import diff_records, ok, state, write
 from tests.e2e.test_kill_points import verify
 from tests.golden.make import HERE, LOCK_NAME, SHARDS, at_any_time, opened, seen, unstarted
-from tests.harness import Service
+from tests.harness import COMMAND, Service
 from topics.storage.verify import verify as check_offline
 
 UNSETTLED = HERE / "0.1.0" / "routers-unsettled.tar.xz"
 SETTLED = HERE / "0.1.0" / "routers-settled.tar.xz"
 PACKED = sorted(path for path in HERE.glob("*/*.tar.xz") if path != UNSETTLED)
-COMMAND = Path(sys.executable).with_name("topics-supervisor")
 
 
 def expectation_of(packed: Path) -> dict[str, Any]:

@@ -33,7 +33,6 @@ NOTICED_BY: Final[dict[str, Sequence[str]]] = {
         *("storage/test_every_sync.py", "storage/test_txn_files.py", "storage/test_clock_file.py"),
         "storage/test_wal.py",
     ),
-    "storage/format_mark.py": ("storage/test_format_mark.py",),
     "storage/logfile.py": ("storage/test_every_sync.py", "storage/test_wal.py", "storage/test_wal_faults.py"),
     "storage/recovery.py": ("storage/test_every_sync.py", "storage/test_recovery.py", "storage/test_wal_faults.py"),
     "storage/reshard.py": ("storage/test_every_sync.py", "storage/test_reshard.py"),

@@ -3,7 +3,7 @@
 A shard that is killed between the write and the answer must not append the same request again. So before
 each group write it stores here, for every request of the group, where its bytes will end in the log and the
 answer it would give; after a crash, a request whose bytes are all in the log gets that answer, any other runs
-as new (`walshard/recovery.py`).
+as new (`walshard/setup.py`).
 
      0          8          16         64
     +----------+----------+----------+----------------------+----------------------+

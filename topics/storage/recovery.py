@@ -17,7 +17,7 @@ Where reading begins (`start`):
 - a WalPosition: a snapshot holds everything before it, and has been on the disk since. Files below it may be there or
   not. The log must reach at least to it: a snapshot that is newer than the log is refused.
 - "lowest": with the first file there is. For a log that is trimmed without a snapshot because its files repeat
-  whatever of earlier ones still counts (the RAM log, `walshard/ram_log.py`).
+  whatever of earlier ones still counts (the RAM log, `walshard/commit/ram_trim.py`).
 
 Every step can be repeated after a crash in its middle. At the end all that was handed out is on the disk.
 """

@@ -197,7 +197,7 @@ class Supervisor:
         else:
             child.died(exit_code)
             if child in self._frontends:
-                # They end what it had: `walshard/deaths.py`.
+                # They end what it had: `walshard/handlers/frontends.py`.
                 for wake in self._shared.shard_wakes:
                     wake.signal()
 
