@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Final
 from bench.machine import describe
 from tests.harness import Service, poll
 from tests.spark.conftest import make_java_home, spark_environment
-from topics.client import Client, NewRecord
-from topics.client import segment_calls as calls
+from topics.client import Client, NewRecord, calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable

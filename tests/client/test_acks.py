@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
+import msgspec
 import pytest
 
-from topics.client import LeaseLostError, UnreachableError, acks
+from topics.client import ClaimedJob, LeaseLostError, UnreachableError, acks
 from topics.client.acks import ACK_MAX_JOBS, Acks
-from topics.client.queue_calls import ClaimedJob, decode_job
 
 
 def job(seq: int, lease_id: str = "lease_1") -> ClaimedJob:
-    return decode_job(
-        b'{"$seq":%d,"$ts":1,"data":1,"lease_id":"%b","deadline":1,"deliveries":1}' % (seq, lease_id.encode())
-    )
+    return ClaimedJob(seq, 1, msgspec.Raw(b"1"), lease_id=lease_id, deadline=1, deliveries=1)
 
 
 class Requests:

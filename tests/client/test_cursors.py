@@ -12,18 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.harness import Service, poll
+from topics.api.requests import Consistency
 from topics.client import (
     AsyncClient,
     Client,
     ConflictError,
+    CursorPage,
     InvalidRequestError,
     NewRecord,
     NotFoundError,
     Producer,
     ServiceBusyError,
-    cursor_calls,
+    calls,
 )
-from topics.client.cursor_calls import Consistency, CursorPage, put_cursor, read_cursor
+from topics.client.calls import put_cursor, read_cursor
 
 BOTH: list[Consistency] = ["strictly_at_once", "at_least_once"]
 
@@ -90,7 +92,7 @@ def test_all_cursors_are_listed_over_the_pages(
     topics.put_topic(topic)
     for name in "abcde":
         topics.cursor(topic, name).put()
-    monkeypatch.setattr(cursor_calls, "PAGE_SIZE", 2)
+    monkeypatch.setattr(calls, "PAGE_SIZE", 2)
     assert [one.cursor for one in topics.list_cursors(topic)] == list("abcde")
     assert asyncio.run(names()) == list("abcde")
 

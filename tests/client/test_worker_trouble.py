@@ -352,15 +352,12 @@ class LateLook(AsyncClient):
         self.extended: set[int] = set()
         self._looks = 0
 
-    async def get_topic(self, *args: Any, **options: Any) -> Any:
-        topic = await super().get_topic(*args, **options)
-        self._looks += 1
-        if self._looks == 2:
-            await self.answer.wait()
-        return topic
-
     async def call(self, call: Call[T]) -> T:
         answer = await super().call(call)
+        if call.method == "GET":
+            self._looks += 1
+            if self._looks == 2:
+                await self.answer.wait()
         if call.path.endswith("/extend"):
             assert call.body is not None
             self.extended.update(json.loads(call.body)["seqs"])

@@ -14,8 +14,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from tests.harness import poll
-from topics.client import Client, ClientError, Retry
-from topics.client.queue_calls import PeekedJob
+from topics.client import Client, ClientError, PeekedJob, Retry
 
 NAP_S = 0.02
 STRIDE_MAX_S = 0.2

@@ -30,6 +30,7 @@ from topics.frontend.live.delivery import Hub
 from topics.frontend.live.sessions import Sessions
 from topics.frontend.live.snapshot import TopicSight
 from topics.frontend.live.watch import WatchRoutes
+from topics.frontend.live.websocket import Services
 from topics.frontend.live.websocket_commands import Command
 from topics.frontend.live.websocket_route import WebSocketRoute
 from topics.frontend.metrics import MetricsRoute
@@ -148,16 +149,18 @@ class Frontend:
             append,
             self.diff,
             WebSocketRoute(
-                reader,
-                append,
-                hub,
-                access,
-                settings,
+                Services(
+                    reader,
+                    append,
+                    hub,
+                    access,
+                    settings,
+                    catching_up,
+                    self.cell,
+                    hosting.clock,
+                    partial(shared.durations.observe, 0),
+                ),
                 streams,
-                catching_up,
-                self.cell,
-                hosting.clock,
-                partial(shared.durations.observe, 0),
             ),
             access,
             self.cell,

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from topics.api.requests import AppendBody
 from topics.core.errors import TopicsError
 from topics.frontend import long_bodies, wire
-from topics.frontend.wire import AppendBody
 
 RECORDS_MAX = 40
 RECORD_MAX_BYTES = 400

@@ -14,9 +14,8 @@ from tests.harness import Service, poll
 from tests.spark.conftest import COMPACTED_S
 from tests.storage.logs import TOPIC_ID
 from tests.storage.segments import Record, make_segment
-from topics.client import Client, NewRecord
-from topics.client import segment_calls as calls
-from topics.client.segment_calls import Segment
+from topics.api.answers import ManifestSegment
+from topics.client import Client, NewRecord, calls
 from topics.core.location import LOCATION_DELETED
 from topics.spark.jobs import audit
 from topics.spark.options import Directories
@@ -47,9 +46,10 @@ class Sealed:
         self.data = Path(reader.data_path)
         self.tags = self.idx.with_suffix(".tags")
         entries = reader.entries(11, 10 + COUNT)
-        self.segment = Segment(
+        self.segment = ManifestSegment(
             first_seq=11,
             last_seq=10 + COUNT,
+            records=COUNT,
             first_ts=entries[1],
             last_ts=entries[-3],
             data_bytes=self.data.stat().st_size,

@@ -23,8 +23,7 @@ from examples import weekly
 from examples.replay import DATA, first_folder
 from tests.harness import Service, poll
 from tests.spark.conftest import COMPACTED_S, ROOT, make_java_home, spark_environment
-from topics.client import Client, NewRecord, Record
-from topics.client import segment_calls as calls
+from topics.client import Client, NewRecord, Record, calls
 from topics.spark.jobs import compaction, program
 
 if TYPE_CHECKING:

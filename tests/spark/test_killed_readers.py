@@ -18,8 +18,7 @@ import pytest
 from tests.harness import Service, poll
 from tests.spark.conftest import COMPACTED_S
 from tests.spark.processes import Driver, sigkill, talks_to
-from topics.client import Client, NewRecord
-from topics.client import segment_calls as calls
+from topics.client import Client, NewRecord, calls
 
 RECORDS = int(os.environ.get("TOPICS_SPARK_RECORDS", "120000"))
 KILLS = int(os.environ.get("TOPICS_SPARK_READ_KILLS", "2"))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.storage.logs import TOPIC_ID, TS_MS
 from tests.storage.segments import Logged, Record, logged
-from topics.client.segment_calls import Segment
+from topics.api.answers import ManifestSegment
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.spark.offsets import Gap, Range
@@ -25,16 +25,17 @@ FS = OsFileSystem()
 OPTIONS = read_options({"subscribe": "t", "mode": "segments", "dataDir": "/unused"})
 
 
-def written(root: Path, made: Logged, first_seq: int) -> tuple[Segment, SegmentReader]:
+def written(root: Path, made: Logged, first_seq: int) -> tuple[ManifestSegment, SegmentReader]:
     directory = layout.topic_dir(str(root), TOPIC_ID)
     writer = SegmentWriter.create(FS, directory, first_seq)
     writer.append(made.buffer, TOPIC_ID, made.entries)
     writer.sync()
     writer.close()
     reader = SegmentReader.open(directory, first_seq, writer.records, writer.data_bytes)
-    segment = Segment(
+    segment = ManifestSegment(
         first_seq=first_seq,
         last_seq=reader.last_seq,
+        records=reader.last_seq - first_seq + 1,
         first_ts=TS_MS + first_seq,
         last_ts=TS_MS + reader.last_seq,
         data_bytes=writer.data_bytes,
@@ -48,7 +49,7 @@ def written(root: Path, made: Logged, first_seq: int) -> tuple[Segment, SegmentR
 
 
 def read(
-    root: Path, segment: Segment, one: Range, options: ReadOptions = OPTIONS
+    root: Path, segment: ManifestSegment, one: Range, options: ReadOptions = OPTIONS
 ) -> tuple[list[tuple[int, int, str | None, str | None, str]], list[Gap], list[int]]:
     """(records, gaps, rows of each batch)"""
     records, gaps, sizes = [], [], []

@@ -13,9 +13,8 @@ import pytest
 
 from tests.harness import Service, poll
 from tests.spark.conftest import COMPACTED_S, Reading
-from topics.client import Client, InvalidRequestError, NewRecord, Retry, ServiceBusyError
-from topics.client import segment_calls as calls
-from topics.client.segment_calls import Manifest
+from topics.api.answers import Manifest
+from topics.client import Client, InvalidRequestError, NewRecord, Retry, ServiceBusyError, calls
 from topics.core.clock import SystemClock
 from topics.shm import names
 from topics.spark import segments

@@ -7,7 +7,7 @@ import sys
 from typing import Final
 
 from topics.cli import service
-from topics.cli.output import print_line
+from topics.cli.output import print_answer
 from topics.cli.service import EXIT_REFUSED, UsageError, say
 from topics.client import Client, NotAllowedError
 
@@ -50,9 +50,9 @@ def _delete(client: Client, options: argparse.Namespace) -> int:
         say("delete", "nothing was deleted")
         return EXIT_REFUSED
     if options.whole:
-        print_line(client.delete_topic(options.topic, if_empty=options.if_empty))
+        print_answer(client.delete_topic(options.topic, if_empty=options.if_empty))
     else:
-        print_line(client.delete_records(options.topic, before_seq=options.before_seq, match=options.match))
+        print_answer(client.delete_records(options.topic, before_seq=options.before_seq, match=options.match))
     return 0
 
 

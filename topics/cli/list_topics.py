@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from topics.cli import service
-from topics.cli.output import print_line, put
+from topics.cli.output import print_answer, put
 from topics.client import Client, NotFoundError, TopicState
 
 AT_ONCE: Final = 4
@@ -40,7 +40,7 @@ def _list(client: Client, options: argparse.Namespace) -> int:
             put(name.encode() + b"\n")
     elif options.json:
         for state in _states(client, names):
-            print_line(state)
+            print_answer(state)
     else:
         put(table([cells(state) for state in _states(client, names)]).encode())
     return 0

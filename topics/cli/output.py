@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from topics.api.answers import Timed
 from topics.cli.service import EXIT_GAP
 from topics.client import Record, Tombstone
 
@@ -36,6 +37,13 @@ def record_lines(records: Sequence[Record], topic: str | None = None) -> bytes:
 def data_lines(records: Sequence[Record]) -> bytes:
     """A line for each record's `data`."""
     return b"".join(one_line(bytes(record.raw)) + b"\n" for record in records)
+
+
+def print_answer(answer: Timed) -> None:
+    """An answer of the service as one line of JSON, without how long it took."""
+    fields = msgspec.structs.asdict(answer)
+    del fields["performance"]
+    print_line(fields)
 
 
 def print_line(value: Any) -> None:

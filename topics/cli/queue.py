@@ -7,20 +7,20 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, Final, get_args
 
 import msgspec
 
+from topics.api.requests import State
 from topics.cli import service
 from topics.cli.input import BadLineError, Batch, stdin_batches
 from topics.cli.output import print_line, put, record_lines
 from topics.cli.service import EXIT_REFUSED, UsageError, Work, say
-from topics.client import ApiError, ClaimedJob, Client, TopicState, queue_calls
+from topics.client import ApiError, ClaimedJob, Client, TopicState, calls
 from topics.client.calls import Call
 from topics.client.errors import api_error
-from topics.client.queue_calls import Settled
-from topics.core.job import State
 
 CLAIM_EVERY_S: Final = 0.5
 SETTLE_MAX_JOBS: Final = 1000
@@ -145,28 +145,19 @@ def _claim(client: Client, options: argparse.Namespace) -> int:
 
 
 def _ack(client: Client, options: argparse.Namespace) -> int:
-    def call(node: str, jobs: Sequence[Lease]) -> Call[Settled]:
-        return queue_calls.ack(options.topic, node, jobs)
-
-    return _settle(client, options, "acked", call)
+    return _settle(client, options, "acked", calls.ack)
 
 
 def _nack(client: Client, options: argparse.Namespace) -> int:
-    def call(node: str, jobs: Sequence[Lease]) -> Call[Settled]:
-        return queue_calls.nack(options.topic, node, jobs, delay_ms=options.delay_ms)
-
-    return _settle(client, options, "nacked", call)
+    return _settle(client, options, "nacked", partial(calls.nack, delay_ms=options.delay_ms))
 
 
 def _extend(client: Client, options: argparse.Namespace) -> int:
-    def call(node: str, jobs: Sequence[Lease]) -> Call[Settled]:
-        return queue_calls.extend(options.topic, node, jobs, lease_ms=options.lease_ms)
-
-    return _settle(client, options, "extended", call)
+    return _settle(client, options, "extended", partial(calls.extend, lease_ms=options.lease_ms))
 
 
 def _settle(
-    client: Client, options: argparse.Namespace, done: str, call: Callable[[str, Sequence[Lease]], Call[Settled]]
+    client: Client, options: argparse.Namespace, done: str, call: Callable[[str, str, Sequence[Lease]], Call[list[int]]]
 ) -> int:
     """One request for each batch of jobs that were claimed by the same node; says how many were settled."""
     settled, skipped = 0, list[int]()
@@ -174,7 +165,7 @@ def _settle(
         for jobs in _given_jobs(options):
             for node, group in groupby(jobs, lambda job: job.node or options.node):
                 leases = list(group)
-                lost = client.call(call(node, leases)).skipped
+                lost = client.call(call(options.topic, node, leases))
                 settled += len(leases) - len(lost)
                 skipped += lost
     finally:

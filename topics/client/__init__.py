@@ -1,9 +1,19 @@
 """The Python client of the `/v0` API: `Client` for threads, `AsyncClient` for asyncio. Install as `topics[client]`."""
 
+from topics.api.answers import AppendAnswer as Appended
+from topics.api.answers import ClaimAnswer as Claimed
+from topics.api.answers import CursorState, PeekedJob, Record, TopicEntry, TopicState
+from topics.api.answers import DiffAnswer as Page
+from topics.api.answers import JobAnswer as ClaimedJob
+from topics.api.answers import PeekAnswer as Peeked
+from topics.api.answers import PutCursorAnswer as CursorMade
+from topics.api.answers import ReadCursorAnswer as CursorPage
+from topics.api.answers import TombstoneAnswer as Tombstone
+from topics.api.requests import NewRecord
+from topics.api.requests import ProducerBody as Producer
 from topics.client.asynchronous import AsyncClient
 from topics.client.attempts import Retry
-from topics.client.cursor import AsyncCursor, Cursor
-from topics.client.cursor_calls import CursorMade, CursorPage, CursorState
+from topics.client.commands import AsyncCursor, Cursor
 from topics.client.errors import (
     ApiError,
     ClientError,
@@ -18,23 +28,12 @@ from topics.client.errors import (
     TopicFullError,
     UnreachableError,
 )
+from topics.client.following import TopicGone
 from topics.client.queue import AsyncJob, AsyncQueue, Job, Queue
-from topics.client.queue_calls import Claimed, ClaimedJob, Peeked, PeekedJob
-from topics.client.records import (
-    Appended,
-    Item,
-    NewRecord,
-    Page,
-    Producer,
-    Record,
-    Tombstone,
-    TopicEntry,
-    TopicGone,
-    TopicState,
-)
 from topics.client.seen import SeenJobs
 from topics.client.shift import Backoff
 from topics.client.sync import Client
+from topics.client.walks import Item
 
 __all__ = [
     "ApiError",

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
+from topics.api.answers import JobAnswer
 from topics.client.errors import LeaseLostError
-from topics.client.queue_calls import ClaimedJob
 
 ACK_MAX_JOBS: Final = 1000
 PATIENCE_S: Final = 1.0
@@ -23,15 +23,15 @@ Outcome = asyncio.Future[bool | None]
 class Acks:
     """`settle` sends the ack of some jobs, no two of one seq, and says of each what `Shift` wants to know."""
 
-    def __init__(self, topic: str, settle: Callable[[Sequence[ClaimedJob]], Awaitable[list[bool | None]]]) -> None:
+    def __init__(self, topic: str, settle: Callable[[Sequence[JobAnswer]], Awaitable[list[bool | None]]]) -> None:
         self._topic = topic
         self._settle = settle
-        self._gathered: list[tuple[ClaimedJob, Outcome]] = []
+        self._gathered: list[tuple[JobAnswer, Outcome]] = []
         self._latest: asyncio.Task[None] | None = None
         """Whose end, or whose patience, the gathered ones wait for."""
         self._under_way: set[asyncio.Task[None]] = set()
 
-    async def add(self, job: ClaimedJob) -> bool | None:
+    async def add(self, job: JobAnswer) -> bool | None:
         """What `settle` says of this job, or raises."""
         outcome: Outcome = asyncio.get_running_loop().create_future()
         self._gathered.append((job, outcome))
@@ -83,10 +83,10 @@ class Acks:
         finally:
             self._give_up(batch)
 
-    def _take(self) -> list[tuple[ClaimedJob, Outcome]]:
+    def _take(self) -> list[tuple[JobAnswer, Outcome]]:
         """The next batch. Answers name seqs, so a job that was lost and came again is not beside its former lease."""
-        batch: dict[int, tuple[ClaimedJob, Outcome]] = {}
-        rest: list[tuple[ClaimedJob, Outcome]] = []
+        batch: dict[int, tuple[JobAnswer, Outcome]] = {}
+        rest: list[tuple[JobAnswer, Outcome]] = []
         for entry in self._gathered:
             seq = entry[0].seq
             if len(batch) < ACK_MAX_JOBS and seq not in batch:
@@ -96,7 +96,7 @@ class Acks:
         self._gathered = rest
         return list(batch.values())
 
-    def _give_up(self, entries: Sequence[tuple[ClaimedJob, Outcome]]) -> None:
+    def _give_up(self, entries: Sequence[tuple[JobAnswer, Outcome]]) -> None:
         for job, outcome in entries:
             if not outcome.done():
                 outcome.set_exception(LeaseLostError(self._topic, job.seq))

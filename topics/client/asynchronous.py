@@ -5,40 +5,26 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx
 import httpx_sse
 
-from topics.client import calls, cursor_calls
-from topics.client.attempts import Attempts, Retry, error_of
+from topics.client.attempts import Attempts, Retry
 from topics.client.calls import Call
-from topics.client.connection import http_options, may_have_left
-from topics.client.cursor import AsyncCursor
-from topics.client.cursor_calls import CursorState
-from topics.client.errors import GapError, NotFoundError, ServiceBusyError
-from topics.client.following import SILENCE_MAX_S, Following
+from topics.client.commands import AsyncCursor, Commands
+from topics.client.connection import http_options, may_have_left, refused_stream
+from topics.client.errors import NotFoundError
+from topics.client.following import SILENCE_MAX_S, Following, TopicGone
 from topics.client.queue import AsyncQueue
-from topics.client.records import (
-    Appended,
-    Configured,
-    Item,
-    Page,
-    Producer,
-    RecordsDeleted,
-    Tombstones,
-    TopicDeleted,
-    TopicEntry,
-    TopicGone,
-    TopicState,
-)
+from topics.client.walks import Item, Tombstones, Walk
 
 T = TypeVar("T")
 
 
-class AsyncClient:
+class AsyncClient(Commands):
     """A service at `url`; `token` is its API key, if it wants one."""
 
     def __init__(
@@ -84,119 +70,18 @@ class AsyncClient:
                 )
             await self._sleep(pause_s)
 
-    # -- topics
-
-    async def put_topic(self, topic: str, **config: Any) -> Configured:
-        """Create a topic or replace its configuration; what is not given goes to its default."""
-        return await self.call(calls.put_topic(topic, config))
-
-    async def get_topic(self, topic: str, *, touch: bool = True) -> TopicState:
-        return await self.call(calls.get_topic(topic, touch=touch))
-
-    async def list_topics(self, prefix: str = "") -> AsyncIterator[TopicEntry]:
-        """Every topic whose name begins with `prefix`, by name."""
-        cursor = None
-        while True:
-            page = await self.call(calls.list_topics(prefix, cursor=cursor))
-            for entry in page.topics:
-                yield entry
-            cursor = page.next_cursor
-            if cursor is None:
-                return
-
-    async def delete_topic(self, topic: str, *, if_empty: bool = False) -> TopicDeleted:
-        return await self.call(calls.delete_topic(topic, if_empty=if_empty))
-
-    # -- records
-
-    async def append(
-        self,
-        topic: str,
-        records: Iterable[Any],
-        *,
-        node: str | None = None,
-        idempotency_key: str | None = None,
-        create: bool = True,
-        config: Mapping[str, Any] | None = None,
-        if_head_seq: int | None = None,
-        producer: Producer | None = None,
-    ) -> Appended:
-        """Writes all records or none. A record is a NewRecord, or just its `data`.
-
-        It is repeated until it is answered, under one idempotency key, so it is committed once. A key of your own
-        makes repeats of yours safe as well, over restarts of your program. A `producer` also keeps its writes in their
-        order and former lives of itself out: ConflictError `fenced` or `out_of_order`, whose `detail` says where it is.
-        """
-        return await self.call(
-            calls.append(
-                topic,
-                records,
-                node=node,
-                idempotency_key=idempotency_key,
-                create=create,
-                config=config,
-                if_head_seq=if_head_seq,
-                producer=producer,
-            )
-        )
-
-    async def diff(self, topic: str, from_seq: int = 0, **options: Any) -> Page:
-        """One page of what follows `from_seq`; options as `calls.diff`."""
-        return await self.call(calls.diff(topic, from_seq, **options))
-
-    async def read(
-        self,
-        topic: str,
-        from_seq: int = 0,
-        *,
-        tombstones: Tombstones = "raise",
-        wait: bool = False,
-        **options: Any,
-    ) -> AsyncIterator[Item]:
-        """Every record behind `from_seq`, page by page, up to the head, or for ever with `wait` (long polls)."""
-        if wait:
-            options = {"wait_ms": 30_000} | options
-        while True:
-            page = await self.diff(topic, from_seq, **options)
-            options.pop("from_ts", None)
-            if page.tombstone is not None:
-                if tombstones == "raise":
-                    raise GapError(topic, page.tombstone)
-                yield page.tombstone
-            for record in page.records:
-                yield record
-            from_seq = page.next_from_seq
-            if page.caught_up and not wait:
-                return
-
-    async def delete_records(
-        self, topic: str, *, before_seq: int | None = None, match: str | list[str] | None = None
-    ) -> RecordsDeleted:
-        """Deletes below a seq, by tag (`"x"`, `"x*"`, `["tag", "Eq", "x*"]`), or what is both."""
-        return await self.call(calls.delete_records(topic, before_seq=before_seq, match=match))
+    async def _walk(self, walk: Walk[T]) -> AsyncIterator[T]:
+        while (call := walk.next_call()) is not None:
+            for item in walk.take(await self.call(call)):
+                yield item
 
     def queue(self, topic: str, *, node: str | None = None) -> AsyncQueue:
         """A queue as a worker sees it; `node` is the worker's name, made up unless given."""
         return AsyncQueue(self, topic, node)
 
-    # -- named cursors
-
     def cursor(self, topic: str, name: str) -> AsyncCursor:
         """A read position that the server keeps (api §10); `put` makes it."""
         return AsyncCursor(self, topic, name)
-
-    async def list_cursors(self, topic: str) -> AsyncIterator[CursorState]:
-        """Every cursor of a topic, by name."""
-        after = None
-        while True:
-            page = await self.call(cursor_calls.list_cursors(topic, after))
-            for state in page.cursors:
-                yield state
-            after = page.next_cursor
-            if after is None:
-                return
-
-    # -- live
 
     async def follow(
         self, positions: Mapping[str, int] | str, *, tombstones: Tombstones = "raise", **options: Any
@@ -205,8 +90,7 @@ class AsyncClient:
 
         It ends when all topics are deleted (each says so with a TopicGone). Options are those of the watch session.
         """
-        start = {positions: 0} if isinstance(positions, str) else dict(positions)
-        following = Following(start, tombstones, options)
+        following = Following(positions, tombstones, options)
         attempts: Attempts | None = None
         while not following.ended():
             if following.wid is None:
@@ -215,8 +99,8 @@ class AsyncClient:
                 if following.ended():
                     return
             try:
-                path = f"/v0/watch/{following.wid}"
-                async for event in self.events(path, headers=following.headers(), silence_max_s=SILENCE_MAX_S):
+                stream = self.events(following.path, headers=following.headers(), silence_max_s=SILENCE_MAX_S)
+                async for event in stream:
                     attempts = None
                     for item in following.take(event.event, event.data, event.id):
                         yield item
@@ -229,7 +113,7 @@ class AsyncClient:
             except httpx.TransportError as error:
                 trouble = error
             if attempts is None:
-                attempts = Attempts(self._retry, True, f"GET {self._url}/v0/watch/{following.wid}", time.monotonic())
+                attempts = Attempts(self._retry, True, f"GET {self._url}{following.path}", time.monotonic())
             await self._sleep(attempts.no_answer(trouble, True, time.monotonic(), random.random()))
 
     async def events(
@@ -240,9 +124,6 @@ class AsyncClient:
         headers = {"Accept": "text/event-stream"} | dict(headers)
         async with self._http.stream("GET", path, params=dict(query), headers=headers, timeout=timeout) as answer:
             if not answer.is_success:
-                refusal = error_of(answer.status_code, await answer.aread())
-                if isinstance(refusal, ServiceBusyError):
-                    raise httpx.RemoteProtocolError(str(refusal))
-                raise refusal
+                raise refused_stream(answer.status_code, await answer.aread())
             async for event in httpx_sse.EventSource(answer).aiter_sse():
                 yield event

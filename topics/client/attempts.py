@@ -8,10 +8,10 @@ key), and anything that was certainly not carried out: no connection was made, o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
+from topics.api.answers import Error
 from topics.client.errors import ApiError, ClientError, UnreachableError, api_error
 
 NOT_CARRIED_OUT = frozenset({"throttled", "not_ready", "shutting_down", "storage_unavailable"})
@@ -34,17 +34,7 @@ class Retry(msgspec.Struct, frozen=True):
     pause_max_s: float = 2.0
 
 
-class _ErrorContent(msgspec.Struct):
-    code: str
-    message: str
-    detail: dict[str, Any] | None = None
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _ErrorContent
-
-
-_decode_error = msgspec.json.Decoder(_ErrorBody).decode
+_decode_error = msgspec.json.Decoder(Error).decode
 
 
 class Attempts:

@@ -6,7 +6,8 @@ from typing import Any
 
 import httpx
 
-from topics.client.errors import ClientError
+from topics.client.attempts import error_of
+from topics.client.errors import ClientError, ServiceBusyError
 
 ANSWER_MAX_S = 45.0
 """The longest a long poll may take, and room."""
@@ -15,6 +16,12 @@ ANSWER_MAX_S = 45.0
 def may_have_left(error: httpx.TransportError) -> bool:
     """Whether the request may have reached the service before this happened."""
     return not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+
+
+def refused_stream(status: int, body: bytes) -> Exception:
+    """What to raise for an event stream that was not opened: a busy service is as one that was not reached."""
+    refusal = error_of(status, body)
+    return httpx.RemoteProtocolError(str(refusal)) if isinstance(refusal, ServiceBusyError) else refusal
 
 
 def http_options(url: str, token: str | None) -> dict[str, Any]:

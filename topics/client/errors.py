@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from topics.client.records import Tombstone
+from topics.api.answers import TombstoneAnswer
 
 
 class ClientError(Exception):
@@ -58,7 +57,7 @@ class UnreachableError(ClientError):
 class GapError(ClientError):
     """Records between cursor and answer are gone and nobody asked for that; `tombstone` says which and why."""
 
-    def __init__(self, topic: str, tombstone: Tombstone) -> None:
+    def __init__(self, topic: str, tombstone: TombstoneAnswer) -> None:
         super().__init__(
             f"topic {topic!r}: records {tombstone.gap_from} to {tombstone.gap_to} are gone (reason: "
             f"{tombstone.reason}); read on from {tombstone.earliest_seq}, or ask for tombstones as values"

@@ -6,19 +6,28 @@ The session lives on the server. A lost stream is opened again with the id of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
+from topics.api.answers import Record, TombstoneAnswer, WatchAnswer
 from topics.client import calls
-from topics.client.calls import Call, WatchMade
+from topics.client.calls import Call
 from topics.client.errors import GapError
-from topics.client.records import Item, Record, Tombstone, Tombstones, TopicGone
+from topics.client.walks import Item, Tombstones
 
 HEARTBEAT_MS = 5_000
 SILENCE_MAX_S = 3 * HEARTBEAT_MS / 1000
 """A stream without a byte for this long is dead, whatever TCP believes."""
+
+
+class TopicGone(msgspec.Struct, frozen=True):
+    """A topic that was followed was deleted; nothing more comes of it. If it was deleted while the service was away,
+    nobody saw its end: then `head_seq` is how far it was followed.
+    """
+
+    head_seq: int
 
 
 class _RecordFrame(msgspec.Struct):
@@ -27,7 +36,8 @@ class _RecordFrame(msgspec.Struct):
     to_seq: int
 
 
-class _TombstoneFrame(Tombstone, frozen=True, kw_only=True):
+class _TombstoneFrame(TombstoneAnswer, frozen=True, kw_only=True):
+    missed_estimate: int = 0  # which a frame does not say
     topic: str
 
 
@@ -50,8 +60,8 @@ _error_frame = msgspec.json.Decoder(_ErrorFrame).decode
 class Following:
     """`positions` are what to start from to see everything that was not yielded yet."""
 
-    def __init__(self, positions: dict[str, int], tombstones: Tombstones, options: dict[str, Any]) -> None:
-        self.positions = dict(positions)
+    def __init__(self, positions: Mapping[str, int] | str, tombstones: Tombstones, options: dict[str, Any]) -> None:
+        self.positions = {positions: 0} if isinstance(positions, str) else dict(positions)
         self._tombstones = tombstones
         self._options = {"heartbeat_ms": HEARTBEAT_MS, "include_tags": True} | options
         self._last_event_id: str | None = None
@@ -62,17 +72,22 @@ class Following:
         """Every topic was deleted."""
         return not self.positions
 
-    def session_call(self) -> Call[WatchMade]:
+    def session_call(self) -> Call[WatchAnswer]:
         """Of the first session all topics have to exist; later one may have been deleted while there was none."""
         return calls.watch(self.positions, self._options, lenient=self._began)
 
-    def began(self, session: WatchMade) -> Iterator[tuple[str, TopicGone]]:
+    def began(self, session: WatchAnswer) -> Iterator[tuple[str, TopicGone]]:
         """What this session cannot bring any more."""
         self.wid = session.wid
         self._last_event_id = None
         self._began = True
         for name in [name for name in self.positions if name not in session.topics]:
             yield name, TopicGone(self.positions.pop(name))
+
+    @property
+    def path(self) -> str:
+        """Where the session's stream is."""
+        return f"/v0/watch/{self.wid}"
 
     def headers(self) -> dict[str, str]:
         """Of the request for the session's stream."""

@@ -10,19 +10,17 @@ import signal
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
-from topics.client import queue_calls
+from topics.client.calls import Call
+from topics.client.commands import AsyncService, Caller, QueueCommands
 from topics.client.errors import ClientError, LeaseLostError
 from topics.client.loop_thread import LoopThread
-from topics.client.queue_calls import Claimed, ClaimedJob, Peeked, Redriven
 from topics.client.shift import Backoff, Leased, Shift
 
-if TYPE_CHECKING:
-    from topics.client.asynchronous import AsyncClient
-    from topics.client.sync import Client
+T = TypeVar("T")
 
 log = logging.getLogger("topics.worker")
 LEASE_MS: Final = 30_000
@@ -149,35 +147,16 @@ class Job(_Job):
         return isinstance(error, Exception)
 
 
-class AsyncQueue:
+class AsyncQueue(QueueCommands):
     """A queue for programs with an event loop."""
 
-    def __init__(self, client: AsyncClient, topic: str, node: str | None) -> None:
+    def __init__(self, client: AsyncService, topic: str, node: str | None) -> None:
+        super().__init__(topic, node or _node())
         self._client = client
         self._shifts: set[Shift] = set()
-        self.topic = topic
-        self.node = node or _node()
 
-    async def claim(self, max_jobs: int = 1, lease_ms: int | None = None) -> Claimed:
-        """Up to so many jobs, at once; leases are the caller's affair (`work` keeps them)."""
-        return await self._client.call(queue_calls.claim(self.topic, self.node, max_jobs=max_jobs, lease_ms=lease_ms))
-
-    async def ack(self, jobs: Sequence[ClaimedJob]) -> list[int]:
-        """Of claimed jobs; the seqs that were no longer leased."""
-        return (await self._client.call(queue_calls.ack(self.topic, self.node, jobs))).skipped
-
-    async def nack(self, jobs: Sequence[ClaimedJob], delay_ms: int = 0) -> list[int]:
-        """Gives claimed jobs back; the seqs that were no longer leased."""
-        return (await self._client.call(queue_calls.nack(self.topic, self.node, jobs, delay_ms=delay_ms))).skipped
-
-    async def peek(self, state: str | None = None, max_jobs: int = 100, from_seq: int = 0) -> Peeked:
-        """Jobs and where each of them stands; touches no lease. Without a `state`: in any but `done`."""
-        call = queue_calls.peek(self.topic, state=state, max_jobs=max_jobs, from_seq=from_seq)
-        return await self._client.call(call)
-
-    async def redrive(self, dead_letter: str, max_jobs: int = 1000, from_seq: int = 0) -> Redriven:
-        """Makes dead letters jobs again. Where the answer has a `next_from_seq` there may be more, behind that."""
-        call = queue_calls.redrive(self.topic, dead_letter, max_jobs=max_jobs, from_seq=from_seq)
+    async def call(self, call: Call[T]) -> T:
+        """Carries out a call of this queue."""
         return await self._client.call(call)
 
     async def work(
@@ -252,36 +231,23 @@ async def _serve(shift: Shift, topic: str, handler: Callable[[AsyncJob], Awaitab
             raise outcome
 
 
-class Queue:
+class Queue(QueueCommands):
     """A queue for programs with threads: a thread of its own keeps leases while the program works."""
 
-    def __init__(self, client: Client, connect: Callable[[], AsyncClient], topic: str, node: str | None) -> None:
+    def __init__(
+        self,
+        client: Caller,
+        connect: Callable[[], AbstractAsyncContextManager[AsyncService]],
+        topic: str,
+        node: str | None,
+    ) -> None:
+        super().__init__(topic, node or _node())
         self._client = client
         self._connect = connect
         self._serving: set[tuple[LoopThread, Shift]] = set()
-        self.topic = topic
-        self.node = node or _node()
 
-    def claim(self, max_jobs: int = 1, lease_ms: int | None = None) -> Claimed:
-        """Up to so many jobs, at once; leases are the caller's affair (`work` keeps them)."""
-        return self._client.call(queue_calls.claim(self.topic, self.node, max_jobs=max_jobs, lease_ms=lease_ms))
-
-    def ack(self, jobs: Sequence[ClaimedJob]) -> list[int]:
-        """Of claimed jobs; the seqs that were no longer leased."""
-        return self._client.call(queue_calls.ack(self.topic, self.node, jobs)).skipped
-
-    def nack(self, jobs: Sequence[ClaimedJob], delay_ms: int = 0) -> list[int]:
-        """Gives claimed jobs back; the seqs that were no longer leased."""
-        return self._client.call(queue_calls.nack(self.topic, self.node, jobs, delay_ms=delay_ms)).skipped
-
-    def peek(self, state: str | None = None, max_jobs: int = 100, from_seq: int = 0) -> Peeked:
-        """Jobs and where each of them stands; touches no lease. Without a `state`: in any but `done`."""
-        call = queue_calls.peek(self.topic, state=state, max_jobs=max_jobs, from_seq=from_seq)
-        return self._client.call(call)
-
-    def redrive(self, dead_letter: str, max_jobs: int = 1000, from_seq: int = 0) -> Redriven:
-        """Makes dead letters jobs again. Where the answer has a `next_from_seq` there may be more, behind that."""
-        call = queue_calls.redrive(self.topic, dead_letter, max_jobs=max_jobs, from_seq=from_seq)
+    def call(self, call: Call[T]) -> T:
+        """Carries out a call of this queue."""
         return self._client.call(call)
 
     def work(

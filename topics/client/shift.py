@@ -15,20 +15,18 @@ from collections import deque
 from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 import httpx
 import msgspec
 
-from topics.client import calls, queue_calls
+from topics.api.answers import JobAnswer
+from topics.client import calls
 from topics.client.acks import Acks
 from topics.client.attempts import NOT_CARRIED_OUT, Attempts, Retry, describe
-from topics.client.calls import Call, topic_path
+from topics.client.calls import Call, path_of
+from topics.client.commands import AsyncService
 from topics.client.errors import LeaseLostError, ServiceBusyError, ServiceFaultError, UnreachableError
-from topics.client.queue_calls import ClaimedJob, Settled, decode_job
-
-if TYPE_CHECKING:
-    from topics.client.asynchronous import AsyncClient
 
 log = logging.getLogger("topics.worker")
 
@@ -41,6 +39,8 @@ SILENCE_MAX_S: Final = 45.0
 """Three heartbeats: a stream that is silent for longer is dead, whatever TCP believes."""
 EXTEND_MAX_JOBS: Final = 1000
 FOR_EVER: Final = Retry(total_s=math.inf)
+
+_job = msgspec.json.Decoder(JobAnswer).decode
 
 
 class Backoff(msgspec.Struct, frozen=True):
@@ -73,7 +73,7 @@ def extend_patience_s(lease_ms: int) -> float:
 class Leased(NamedTuple):
     """A job as it came over a stream. `epoch` is the instance of its topic: with it a seq names it for ever."""
 
-    job: ClaimedJob
+    job: JobAnswer
     epoch: str
 
 
@@ -81,7 +81,7 @@ class Shift:
     """Begins with `async with`; its end closes the stream, which gives back whatever is still held."""
 
     def __init__(
-        self, client: AsyncClient, topic: str, node: str, *, max_jobs: int, lease_ms: int, backoff: Backoff
+        self, client: AsyncService, topic: str, node: str, *, max_jobs: int, lease_ms: int, backoff: Backoff
     ) -> None:
         self._client = client
         self._topic = topic
@@ -92,7 +92,7 @@ class Shift:
         self._extend_patience_s = extend_patience_s(lease_ms)
         self._backoff = backoff
         self._waiting: deque[Leased] = deque()
-        self._held: dict[int, ClaimedJob] = {}
+        self._held: dict[int, JobAnswer] = {}
         """Seq → job: leased to us, settled by nobody yet, `_waiting` ones included."""
         self._acks = Acks(topic, self._ack)
         self._settling: set[str] = set()
@@ -146,11 +146,11 @@ class Shift:
             self._news.clear()
             await self._news.wait()
 
-    def holds(self, job: ClaimedJob) -> bool:
+    def holds(self, job: JobAnswer) -> bool:
         """Whether its lease is still ours, as far as we know."""
         return self._held.get(job.seq) is job
 
-    async def ack(self, job: ClaimedJob) -> None:
+    async def ack(self, job: JobAnswer) -> None:
         """It is done. LeaseLostError when somebody else may have been given it meanwhile."""
         settled = await self._acks.add(job)
         if settled is None:
@@ -160,18 +160,18 @@ class Shift:
         if not settled:
             raise LeaseLostError(self._topic, job.seq)
 
-    async def nack(self, job: ClaimedJob, delay_ms: int | None = None) -> None:
+    async def nack(self, job: JobAnswer, delay_ms: int | None = None) -> None:
         """It is to be done again, after a pause that grows with its deliveries unless one is given."""
         if delay_ms is None:
             delay_ms = self._backoff.delay_ms(job.deliveries, random.random())
-        call = queue_calls.nack(self._topic, self._node, [job], delay_ms=delay_ms)
+        call = calls.nack(self._topic, self._node, [job], delay_ms=delay_ms)
         if await self._settle([job], call) == [False]:
             raise LeaseLostError(self._topic, job.seq)
 
-    async def _ack(self, jobs: Sequence[ClaimedJob]) -> list[bool | None]:
-        return await self._settle(jobs, queue_calls.ack(self._topic, self._node, jobs))
+    async def _ack(self, jobs: Sequence[JobAnswer]) -> list[bool | None]:
+        return await self._settle(jobs, calls.ack(self._topic, self._node, jobs))
 
-    async def _settle(self, jobs: Sequence[ClaimedJob], call: Call[Settled]) -> list[bool | None]:
+    async def _settle(self, jobs: Sequence[JobAnswer], call: Call[list[int]]) -> list[bool | None]:
         """Of each whether it was ours to settle; None when it was not at a repeat: the first attempt may have settled
         it, or a shard that was killed may have forgotten the lease. Until the answer is there the leases are kept.
         """
@@ -179,13 +179,13 @@ class Shift:
         self._settling |= leases
         try:
             try:
-                skipped = set((await self._client.call(call)).skipped)
+                skipped = set(await self._client.call(call))
                 return [job.seq not in skipped for job in jobs]
             except (UnreachableError, ServiceBusyError) as error:
                 if isinstance(error, ServiceBusyError) and error.code in NOT_CARRIED_OUT:
                     raise
                 held = {job.seq for job in jobs if self.holds(job)}
-                skipped = set((await self._client.call(msgspec.structs.replace(call, repeatable=True))).skipped)
+                skipped = set(await self._client.call(msgspec.structs.replace(call, repeatable=True)))
                 return [
                     True if job.seq not in skipped else None if job.seq in held and self.holds(job) else False
                     for job in jobs
@@ -246,12 +246,12 @@ class Shift:
             await asyncio.gather(reading, confirming, return_exceptions=True)
 
     async def _read_stream(self, epoch: str) -> None:
-        path = f"{topic_path(self._topic)}/work"
+        path = path_of("topics", self._topic, "work")
         async with aclosing(self._client.events(path, self._query, silence_max_s=SILENCE_MAX_S)) as events:
             async for event in events:
                 self._heard = True
                 if event.event == "job":
-                    job = decode_job(event.data)
+                    job = _job(event.data)
                     self._held[job.seq] = job
                     self._waiting.append(Leased(job, epoch))
                     self._dealt.set()
@@ -268,7 +268,7 @@ class Shift:
 
     async def _epoch(self) -> str:
         """The instance of the topic as it is now."""
-        return (await self._client.get_topic(self._topic, touch=False)).epoch
+        return (await self._client.call(calls.get_topic(self._topic, touch=False))).epoch
 
     def _drop(self) -> None:
         """The stream is over, and with it every lease."""
@@ -290,10 +290,10 @@ class Shift:
         jobs = list(self._held.values())
         for first in range(0, len(jobs), EXTEND_MAX_JOBS):
             part = jobs[first : first + EXTEND_MAX_JOBS]
-            call = queue_calls.extend(self._topic, self._node, part, lease_ms=self._lease_ms)
+            call = calls.extend(self._topic, self._node, part, lease_ms=self._lease_ms)
             try:
                 async with asyncio.timeout(self._extend_patience_s):
-                    skipped = set((await self._client.call(call)).skipped)
+                    skipped = set(await self._client.call(call))
             except TimeoutError:
                 in_time = False
                 patience_s = self._extend_patience_s

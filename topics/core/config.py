@@ -7,13 +7,14 @@ from typing import Any, Final, Literal, get_args
 
 import msgspec
 
+from topics.api.requests import U64_MAX as U64_MAX
+from topics.api.requests import Durability as Durability
+from topics.api.requests import GivenConfig
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name
 
-Durability = Literal["ephemeral", "memory", "disk", "fsync"]
 CLASSES: Final[tuple[Durability, ...]] = get_args(Durability)
 """In this order wherever a number stands for one."""
-U64_MAX: Final = 2**64 - 1
 PRIORITY_MAX: Final = 1000
 LEASE_MS: Final = (100, 86_400_000)
 CLAIM_JITTER_MS_MAX: Final = 5_000
@@ -59,29 +60,6 @@ class TopicConfig(msgspec.Struct, frozen=True, omit_defaults=True):
 _EXTENSIONS: Final = frozenset({"on_ack"})
 """Ours, beyond the fields of api §1: shown only where they are not at their default."""
 _DEFAULTS: Final = {field.name: field.default for field in msgspec.structs.fields(TopicConfig)}
-
-
-class GivenConfig(msgspec.Struct):
-    """The fields a client may send; UNSET where it did not."""
-
-    type: Literal["log", "queue"] | msgspec.UnsetType = msgspec.UNSET
-    ttl_ms: int | msgspec.UnsetType = msgspec.UNSET
-    cap_records: int | msgspec.UnsetType = msgspec.UNSET
-    cap_bytes: int | msgspec.UnsetType = msgspec.UNSET
-    discard: Literal["old", "reject"] | msgspec.UnsetType = msgspec.UNSET
-    durable: bool | msgspec.UnsetType = msgspec.UNSET
-    durability: Durability | msgspec.UnsetType = msgspec.UNSET
-    priority: int | msgspec.UnsetType | None = msgspec.UNSET
-    auto_priority: bool | msgspec.UnsetType = msgspec.UNSET
-    auto_create: bool | msgspec.UnsetType = msgspec.UNSET
-    idempotency_window_ms: int | msgspec.UnsetType = msgspec.UNSET
-    dedupe_node: bool | msgspec.UnsetType = msgspec.UNSET
-    lease_ms: int | msgspec.UnsetType = msgspec.UNSET
-    claim_jitter_ms: int | msgspec.UnsetType = msgspec.UNSET
-    max_deliveries: int | msgspec.UnsetType = msgspec.UNSET
-    dead_letter: str | msgspec.UnsetType | None = msgspec.UNSET
-    leases_durable: bool | msgspec.UnsetType = msgspec.UNSET
-    on_ack: Literal["delete", "keep"] | msgspec.UnsetType = msgspec.UNSET
 
 
 _UNSIGNED = (

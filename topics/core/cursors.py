@@ -19,13 +19,13 @@ So a crash brings again what was under way, and what `persist_every` answers had
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
+from topics.api.requests import Consistency as Consistency
 from topics.core.errors import TopicsError
 
-Consistency = Literal["strictly_at_once", "at_least_once"]
 Stretch = tuple[int, int]
 """Records behind the first seq, up to the second."""
 CURSORS_MAX: Final = 10_000

@@ -16,7 +16,9 @@ that moment, which after a restart is all there is. `deliver_at_ms` is a wall ti
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from typing import NamedTuple
+
+from topics.api.requests import State as State
 
 Holder = tuple[int, int]
 """(frontend, stream) of a `/work` stream; stream 0: the frontend carries the job to the dead letters."""
@@ -36,12 +38,6 @@ class Phase(IntEnum):
     DELAYED = 3
     LEASED = 4
     HELD = 5
-
-
-State = Literal["waiting", "leased", "scheduled", "behind", "dead", "done"]
-"""What people are told of a job: a claim would get it; somebody has it; it waits for its time, or for another one of
-its `order_key`; it is being carried to or from the dead letters; it is acknowledged and stays.
-"""
 
 
 class JobView(NamedTuple):

@@ -8,10 +8,11 @@ is allowed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
+from topics.api.requests import GivenRouter, Guarantee
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_router_name, check_topic_name
 from topics.core.tags import Match, parse_match
@@ -24,8 +25,6 @@ _META_START: Final = b',"meta":{'
 _OWN_META: Final = b'"_topics_router":{'
 _EPOCH: Final = 1
 """A topic id is never used again, so each has one epoch."""
-
-Guarantee = Literal["at_least_once", "exactly_once"]
 
 
 class RouterSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -59,19 +58,6 @@ class Router(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str
     spec: RouterSpec
     counts_hops: bool = False
-
-
-class GivenRouter(msgspec.Struct):
-    """A router's fields as a client sends them."""
-
-    source: str
-    dest: str
-    preserve_node: bool = True
-    preserve_tag: bool = True
-    create_dest: bool = True
-    filter: Any = None
-    allow_cycle: bool = False
-    guarantee: Guarantee = "at_least_once"
 
 
 def parse_router(name: str, given: dict[str, Any]) -> RouterSpec:

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 from starlette.datastructures import QueryParams
 
+from topics.api.requests import AppendBody, RecordBody
 from topics.core.config import U64_MAX, parse_config
 from topics.core.dead_letters import RESERVED
 from topics.core.errors import TopicsError, invalid
@@ -25,7 +26,6 @@ from topics.frontend.bodies import INLINE_BYTES_MAX, read_body
 from topics.frontend.long_bodies import BodyT
 from topics.frontend.query import flag
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.wire import AppendBody, RecordBody
 from topics.settings import Settings
 from topics.shm.append_messages import AppendReply, JobAttributes
 from topics.shm.control import ProcessCell

@@ -22,9 +22,9 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from topics.api.requests import AppendBody, RecordBody, StageBody
 from topics.core.errors import TopicsError
 from topics.frontend import wire
-from topics.frontend.wire import AppendBody, RecordBody, StageBody
 
 BodyT = TypeVar("BodyT", AppendBody, StageBody)
 

@@ -31,6 +31,7 @@ from topics.frontend.live.delivery import Hub
 from topics.frontend.live.sessions import Sessions
 from topics.frontend.live.snapshot import TopicSight
 from topics.frontend.live.watch import WatchRoutes
+from topics.frontend.live.websocket import Services
 from topics.frontend.live.websocket_route import WebSocketRoute
 from topics.frontend.metrics import MetricsRoute
 from topics.frontend.pressure import FrontendPressure
@@ -128,7 +129,8 @@ async def _serve(
     append = AppendRoute(gateway, settings, cell)
     places = _cap("sse_connections", settings.max_sse_connections, "sse_admitted", shared, cell)
     observe = partial(shared.durations.observe, index)
-    websocket = WebSocketRoute(reader, append, hub, access, settings, places, catching_up, cell, attended, observe)
+    services = Services(reader, append, hub, access, settings, catching_up, cell, attended, observe)
+    websocket = WebSocketRoute(services, places)
     topics = TopicRoutes(
         reader, arenas, gateway, recency_writer, recency, settings, hub.waiting_ms, catching_up, routers, clock
     )

@@ -1,6 +1,6 @@
 """`GET /v0/openapi.json`: the table of operations as OpenAPI 3.1, and a page that shows it to people.
 
-Schemas of requests are those of the types that requests are decoded into (msgspec).
+Schemas are those of `topics/api`, which requests are decoded into, and which the client decodes answers into.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any, Final
 import msgspec
 
 from topics import __version__
+from topics.api.answers import Error
+from topics.core.config import TopicConfig
 from topics.core.errors import RETRY_AFTER_S, STATUS_BY_CODE, TopicsError
 from topics.core.keys import KeyScope
-from topics.frontend.answer_types import Error
 from topics.frontend.answers import encode_json, send_whole
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.operations import JSON, Answer, Operation
@@ -44,16 +45,21 @@ _PAGE_HEADERS: Final = [
 ]
 
 
+class EchoedConfig(TopicConfig, frozen=True):
+    """The whole configuration of a topic, as answers show it."""
+
+    durable: bool = False
+
+
 def document(operations: Sequence[Operation]) -> dict[str, Any]:
     """The OpenAPI document of these operations."""
-    types: list[Any] = [Error]
-    for one in operations:
-        types += [body for answer in one.answers.values() for body in answer.bodies.values() if body is not None]
-        if one.body is not None:
-            types.append(one.body)
-    types = list(dict.fromkeys(types))
-    schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
-    by_type = dict(zip(types, schemas, strict=True))
+    answers = [answer for one in operations for answer in one.answers.values()]
+    bodies = [body for answer in answers for body in answer.bodies.values() if body is not None]
+    by_type, components = _schemas([Error, *bodies])
+    _leave_out_nulls(components)
+    requests, request_components = _schemas([EchoedConfig, *(one.body for one in operations if one.body is not None)])
+    by_type |= requests
+    components |= request_components
     paths: dict[str, dict[str, Any]] = {}
     for one in operations:
         paths.setdefault(one.path, {})[one.method.lower()] = _operation(one, by_type)
@@ -68,6 +74,23 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
         "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
     }
+
+
+def _schemas(types: Sequence[Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
+    """The schema of each of these types, and the components that they refer to."""
+    distinct = list(dict.fromkeys(types))
+    schemas, components = msgspec.json.schema_components(distinct, ref_template=_REF)
+    return dict(zip(distinct, schemas, strict=True)), components
+
+
+def _leave_out_nulls(components: dict[str, Any]) -> None:
+    """A field of an answer with the default None is absent where it does not apply (`api/answers.py`)."""
+    for component in components.values():
+        for schema in component["properties"].values():
+            if schema.get("default", ...) is None:
+                del schema["default"]
+                (present,) = (one for one in schema.pop("anyOf") if one != {"type": "null"})
+                schema.update(present)
 
 
 def _operation(one: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:

@@ -17,6 +17,8 @@ Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 JSON: Final = "application/json"
 TEXT: Final = "text/plain"
 EVENTS: Final = "text/event-stream"
+LOST: Final = ("shard_unavailable", "storage_unavailable")
+"""What anything may be answered that a shard has to do."""
 
 
 class Query(NamedTuple):
@@ -69,6 +71,11 @@ class Operation(NamedTuple):
         if not self.public:
             codes += ["unauthorized", "forbidden", "not_ready"]
         return tuple(codes)
+
+
+def json_answer(about: str, body: Any) -> Answer:
+    """A success with a JSON body of this type."""
+    return Answer(about, {JSON: body})
 
 
 def flag_query(name: str, default: bool, about: str) -> Query:

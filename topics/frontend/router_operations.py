@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
+from topics.api import answers as answer
+from topics.api.requests import GivenRouter
 from topics.core.keys import KeyScope
-from topics.core.routers import GivenRouter
-from topics.frontend import answer_types as answer
-from topics.frontend.operations import JSON, Answer, Operation, Query
+from topics.frontend.operations import LOST, Operation, Query, json_answer
 from topics.frontend.routers import RouterRoutes
 from topics.shm.durations import Route
 
 _ROUTER: Final = "/v0/routers/{router}"
-_LOST: Final = ("shard_unavailable", "storage_unavailable")
 _NAME: Final = {"type": "string"}
 _PAGE_SIZE: Final = {"type": "integer", "minimum": 0, "default": 100}
 
@@ -28,7 +27,7 @@ def router_operations(routers: RouterRoutes) -> list[Operation]:
             KeyScope.READ,
             "routers",
             "List routers by name",
-            {200: _json("A page of routers", answer.RouterList)},
+            {200: json_answer("A page of routers", answer.RouterList)},
             query=(
                 Query("prefix", _NAME, "only names that begin with it"),
                 Query("source", _NAME, "only routers from this topic"),
@@ -45,7 +44,7 @@ def router_operations(routers: RouterRoutes) -> list[Operation]:
             KeyScope.READ,
             "routers",
             "A router, and how much it has forwarded",
-            {200: _json("The router", answer.RouterState)},
+            {200: json_answer("The router", answer.RouterState)},
             ("router_not_found",),
         ),
         Operation(
@@ -56,8 +55,11 @@ def router_operations(routers: RouterRoutes) -> list[Operation]:
             KeyScope.ADMIN,
             "routers",
             "Forward what comes into a topic to another one",
-            {200: _json("It was there", answer.PutRouterAnswer), 201: _json("It was made", answer.PutRouterAnswer)},
-            ("topic_not_found", "topic_exists_incompatible", "router_cycle", *_LOST),
+            {
+                200: json_answer("It was there", answer.PutRouterAnswer),
+                201: json_answer("It was made", answer.PutRouterAnswer),
+            },
+            ("topic_not_found", "topic_exists_incompatible", "router_cycle", *LOST),
             body=GivenRouter,
         ),
         Operation(
@@ -68,11 +70,7 @@ def router_operations(routers: RouterRoutes) -> list[Operation]:
             KeyScope.DELETE,
             "routers",
             "Remove a router; what it has forwarded stays",
-            {200: _json("It is gone", answer.DeleteRouterAnswer)},
-            _LOST,
+            {200: json_answer("It is gone", answer.DeleteRouterAnswer)},
+            LOST,
         ),
     ]
-
-
-def _json(about: str, body: Any) -> Answer:
-    return Answer(about, {JSON: body})

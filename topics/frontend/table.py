@@ -5,25 +5,34 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-from topics.core.config import GivenConfig
+from topics.api import answers as answer
+from topics.api.requests import AppendBody, DeleteBody, DiffBody, GivenConfig, WatchBody
 from topics.core.keys import KeyScope
-from topics.frontend import answer_types as answer
 from topics.frontend.append import AppendRoute
 from topics.frontend.asgi import Receive, Scope, Send
-from topics.frontend.live.watch import WatchBody, WatchRoutes
+from topics.frontend.live.watch import WatchRoutes
 from topics.frontend.live.websocket_route import needs_upgrade
 from topics.frontend.metrics import MetricsRoute
-from topics.frontend.operations import EVENTS, JSON, TEXT, Answer, Endpoint, Operation, Query, flag_query
+from topics.frontend.operations import (
+    EVENTS,
+    JSON,
+    LOST,
+    TEXT,
+    Answer,
+    Endpoint,
+    Operation,
+    Query,
+    flag_query,
+    json_answer,
+)
 from topics.frontend.probes import ProbeRoutes
 from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.topics import TopicRoutes
-from topics.frontend.wire import AppendBody, DeleteBody, DiffBody
 from topics.shm.durations import Route
 
 NamedEndpoint = Callable[[str, Scope, Receive, Send], Awaitable[None]]
 
 _TOPIC: Final = "/v0/topics/{topic}"
-_LOST: Final = ("shard_unavailable", "storage_unavailable")
 _PAGE_SIZE: Final = {"type": "integer", "minimum": 0, "default": 100}
 
 
@@ -38,7 +47,7 @@ def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) 
             KeyScope.READ,
             "topics",
             "List topics by name",
-            {200: _json("A page of topics", answer.TopicList)},
+            {200: json_answer("A page of topics", answer.TopicList)},
             query=(
                 Query("prefix", {"type": "string"}, "only names that begin with it"),
                 Query("page_size", _PAGE_SIZE, "at most 1000"),
@@ -54,7 +63,7 @@ def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) 
             KeyScope.READ,
             "topics",
             "The state of a topic",
-            {200: _json("The topic", answer.TopicState)},
+            {200: json_answer("The topic", answer.TopicState)},
             ("topic_not_found",),
             query=(flag_query("touch", True, "whether this counts as reading the topic"),),
         ),
@@ -67,10 +76,10 @@ def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) 
             "topics",
             "Create a topic, or replace its configuration",
             {
-                200: _json("It was there", answer.PutTopicAnswer),
-                201: _json("It was created", answer.PutTopicAnswer),
+                200: json_answer("It was there", answer.PutTopicAnswer),
+                201: json_answer("It was created", answer.PutTopicAnswer),
             },
-            ("topic_exists_incompatible", *_LOST),
+            ("topic_exists_incompatible", *LOST),
             body=GivenConfig,
             body_required=False,
         ),
@@ -82,8 +91,8 @@ def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) 
             KeyScope.DELETE,
             "topics",
             "Delete a topic and all of its records",
-            {200: _json("It is gone", answer.DeleteTopicAnswer)},
-            ("topic_not_empty", *_LOST),
+            {200: json_answer("It is gone", answer.DeleteTopicAnswer)},
+            ("topic_not_empty", *LOST),
             query=(flag_query("if_empty", False, "only a topic without records"),),
         ),
         Operation(
@@ -95,8 +104,8 @@ def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) 
             "records",
             "Append records, all or none",
             {
-                200: _json("Appended", answer.AppendAnswer),
-                201: _json("Appended, and the topic created", answer.AppendAnswer),
+                200: json_answer("Appended", answer.AppendAnswer),
+                201: json_answer("Appended, and the topic created", answer.AppendAnswer),
             },
             (
                 "batch_too_large",
@@ -107,7 +116,7 @@ def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) 
                 "fenced",
                 "out_of_order",
                 "topic_full",
-                *_LOST,
+                *LOST,
             ),
             body=AppendBody,
             query=(flag_query("return_seqs", True, "whether the answer lists the seqs"),),
@@ -120,7 +129,7 @@ def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) 
             KeyScope.READ,
             "records",
             "Read what follows a cursor, or wait for it",
-            {200: _json("A page of records", answer.DiffAnswer)},
+            {200: json_answer("A page of records", answer.DiffAnswer)},
             ("topic_not_found", "storage_unavailable"),
             body=DiffBody,
         ),
@@ -132,8 +141,8 @@ def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) 
             KeyScope.DELETE,
             "records",
             "Delete records by seq, by tag, or both",
-            {200: _json("They are gone", answer.DeleteRecordsAnswer)},
-            ("topic_not_found", *_LOST),
+            {200: json_answer("They are gone", answer.DeleteRecordsAnswer)},
+            ("topic_not_found", *LOST),
             body=DeleteBody,
         ),
     ]
@@ -150,8 +159,8 @@ def watch_operations(watch: WatchRoutes) -> list[Operation]:
             KeyScope.READ,
             "watch",
             "Make a watch session",
-            {200: _json("The session", answer.WatchAnswer)},
-            ("topic_not_found", *_LOST),
+            {200: json_answer("The session", answer.WatchAnswer)},
+            ("topic_not_found", *LOST),
             body=WatchBody,
             query=(flag_query("lenient", False, "leave out topics that do not exist"),),
         ),
@@ -165,7 +174,7 @@ def watch_operations(watch: WatchRoutes) -> list[Operation]:
             "watch",
             "The event stream of a session",
             {200: Answer("Events: record, tombstone, caught-up, topic-deleted, error", {EVENTS: None})},
-            ("not_found", "not_acceptable", *_LOST),
+            ("not_found", "not_acceptable", *LOST),
             query=(Query("token", {"type": "string"}, "the key, for who cannot send a header"),),
         ),
         Operation(
@@ -185,8 +194,8 @@ def watch_operations(watch: WatchRoutes) -> list[Operation]:
 def service_operations(probes: ProbeRoutes, metrics: MetricsRoute, probe_auth: bool) -> list[Operation]:
     """Probes and metrics (api §8)."""
     needs = KeyScope.NONE if probe_auth else None
-    health = {200: _json("It answers", answer.Health)}
-    ready = {200: _json("All topics can be read", answer.Ready)}
+    health = {200: json_answer("It answers", answer.Health)}
+    ready = {200: json_answer("All topics can be read", answer.Ready)}
     return [
         *(
             Operation(
@@ -229,7 +238,3 @@ def of_topic(endpoint: NamedEndpoint) -> Endpoint:
         await endpoint(scope["path_params"]["topic"], scope, receive, send)
 
     return with_name
-
-
-def _json(about: str, body: Any) -> Answer:
-    return Answer(about, {JSON: body})

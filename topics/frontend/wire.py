@@ -1,4 +1,4 @@
-"""What clients may send, as types: JSON is decoded straight into these, and a value that does not fit is a `400`.
+"""Decodes the bodies of requests (`topics/api/requests.py`); a value that does not fit is a `400`.
 
 A record's `data` stays the bytes it was sent as (`msgspec.Raw`): validated, never decoded (api §0.2).
 """
@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import codecs
 import re
-from typing import Annotated, Any, Final, TypeGuard, TypeVar
+from typing import Any, Final, TypeGuard, TypeVar
 
 import msgspec
 
-from topics.core.config import U64_MAX
+from topics.api.requests import U64_MAX, AppendBody, DeleteBody, DiffBody, Optional, RecordBody, StageBody
 from topics.core.errors import TopicsError, invalid
 from topics.core.tags import Match, parse_match
-
-Count = Annotated[int, msgspec.Meta(ge=0, extra_json_schema={"maximum": U64_MAX})]
-"""A u64; `check_counts` says the upper bound, which msgspec cannot."""
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
@@ -30,111 +27,15 @@ _CUT_PAIR: Final = re.compile(rb"(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?
 """The beginning of what may follow the first half of a pair."""
 _POSITION: Final = re.compile(r"^(?:JSON is malformed: )?(.*?)(?: \(byte (\d+)\))?$")
 
-Optional = msgspec.Raw | msgspec.UnsetType
-"""JSON that is kept as it is, where there is any."""
-
-
-_KEY: Final = msgspec.Meta(extra_json_schema={"minLength": 1, "maxLength": 256})
-_META: Final = msgspec.Meta(
-    description="at most 64 strings by name",
-    extra_json_schema={"type": ["object", "null"], "additionalProperties": {"type": "string"}, "maxProperties": 64},
-)
-_CONFIG: Final = msgspec.Meta(
-    description="of the topic, if this write creates it",
-    extra_json_schema={"anyOf": [{"$ref": "#/components/schemas/GivenConfig"}, {"type": "null"}]},
-)
-_PRODUCER_ID: Final = msgspec.Meta(min_length=1, max_length=128)
-
-
-class RecordBody(msgspec.Struct, gc=False):
-    """One record of a write."""
-
-    data: Annotated[msgspec.Raw, msgspec.Meta(description="any JSON value, kept byte for byte")]
-    tag: str | None = None
-    node: str | None = None
-    meta: Annotated[Optional, _META] = msgspec.UNSET
-    deliver_at: Annotated[Count | None, msgspec.Meta(description="of a job: not before this moment, ms")] = None
-    delay_ms: Annotated[Count | None, msgspec.Meta(description="of a job: not before so long after its commit")] = None
-    order_key: Annotated[str | None, msgspec.Meta(description="of jobs: one of a key at a time, in order")] = None
-
 
 def has_job_attributes(record: RecordBody) -> bool:
     """Whether it is to come later, or in order (api §9)."""
     return record.deliver_at is not None or record.delay_ms is not None or record.order_key is not None
 
 
-class ProducerBody(msgspec.Struct, gc=False):
-    """A fenced writer: `n` counts its writes, `epoch` its instances (api §2)."""
-
-    id: Annotated[str, _PRODUCER_ID]
-    epoch: Count
-    n: Count
-
-
-class AppendBody(msgspec.Struct, gc=False):
-    """A write (api §2)."""
-
-    records: Annotated[list[RecordBody], msgspec.Meta(extra_json_schema={"minItems": 1})]
-    node: str | None = None
-    idempotency_key: Annotated[str, _KEY] | None = None
-    create: bool = True
-    config: Annotated[Optional, _CONFIG] = msgspec.UNSET
-    disable_backpressure: bool = False
-    if_head_seq: Count | None = None
-    producer: ProducerBody | None = None
-
-
-class DiffBody(msgspec.Struct, gc=False):
-    """`POST /v0/topics/:t/diff` (api §3)."""
-
-    from_seq: Count = 0
-    limit: Count = 0
-    node: str | list[str] | None = None
-    include_tags: bool = False
-    include_meta: bool = True
-    wait_ms: Count = 0
-    max_batch_bytes: Count = 0
-    from_ts: Count | None = None
-
-
-class StageBody(msgspec.Struct, gc=False):
-    """`POST /v0/stage/:topic` (api §6)."""
-
-    txn: str
-    records: list[RecordBody]
-    node: str | None = None
-
-
-class DropBody(msgspec.Struct, gc=False):
-    """`DELETE /v0/stage/:topic` (api §6)."""
-
-    txn: str
-
-
-class CommitBody(msgspec.Struct, gc=False):
-    """`POST /v0/txn/:sink/commit` (api §6)."""
-
-    batch: Count
-    stages: list[str]
-
-
-class DeleteBody(msgspec.Struct, gc=False):
-    """`POST /v0/topics/:t/delete` (api §5). What `match` may be says `core/tags.py`."""
-
-    before_seq: Count | None = None
-    match: Any = None
-
-
-def decoder(body_type: type[BodyT]) -> msgspec.json.Decoder[BodyT]:
-    return msgspec.json.Decoder(body_type)
-
-
-append_decoder: Final = decoder(AppendBody)
-stage_decoder: Final = decoder(StageBody)
-_diff_decoder = decoder(DiffBody)
-_drop_decoder = decoder(DropBody)
-_commit_decoder = decoder(CommitBody)
-_delete_decoder = decoder(DeleteBody)
+append_decoder: Final = msgspec.json.Decoder(AppendBody)
+stage_decoder: Final = msgspec.json.Decoder(StageBody)
+_decoders: Final[dict[type, msgspec.json.Decoder[Any]]] = {}
 _object_decoder = msgspec.json.Decoder(dict[str, Any])
 _meta_decoder = msgspec.json.Decoder(dict[str, str])
 
@@ -145,28 +46,27 @@ def decode(json_decoder: msgspec.json.Decoder[BodyT], body: bytes) -> BodyT:
     return value
 
 
-def decode_diff(body: bytes) -> DiffBody:
-    request = decode(_diff_decoder, body)
+def decode_as(body_type: type[BodyT], body: bytes) -> BodyT:
+    """As `decode`, with a decoder of its own for each type, and its integers checked."""
+    json_decoder = _decoders.get(body_type)
+    if json_decoder is None:
+        json_decoder = _decoders[body_type] = msgspec.json.Decoder(body_type)
+    request: BodyT = decode_any(json_decoder, body)
     check_counts(request)
+    return request
+
+
+def decode_diff(body: bytes) -> DiffBody:
+    """A diff starts at one place: behind a seq or at a time."""
+    request = decode_as(DiffBody, body)
     if request.from_ts is not None and request.from_seq:
         raise invalid("from_ts stands instead of from_seq: give one of the two", field="from_ts")
     return request
 
 
-def decode_drop(body: bytes) -> DropBody:
-    return decode(_drop_decoder, body)
-
-
-def decode_commit(body: bytes) -> CommitBody:
-    request = decode(_commit_decoder, body)
-    check_counts(request)
-    return request
-
-
 def decode_delete(body: bytes) -> tuple[int | None, Match | None]:
     """(before_seq, match), at least one of them."""
-    request = decode(_delete_decoder, body)
-    check_counts(request)
+    request = decode_as(DeleteBody, body)
     if request.before_seq is None and request.match is None:
         raise invalid("a delete needs before_seq, match or both", field="match")
     return request.before_seq, None if request.match is None else parse_match(request.match)

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from topics.client.segment_calls import Segment
+from topics.api.answers import ManifestSegment
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.spark.options import Directories
 from topics.spark.segment_arrow import InconsistentLengthsError, Records, decode
@@ -49,7 +49,7 @@ class Audited(msgspec.Struct):
     findings: list[Finding] = []
 
 
-def audit_segment(topic: str, segment: Segment, earliest_seq: int, directories: Directories) -> Audited:
+def audit_segment(topic: str, segment: ManifestSegment, earliest_seq: int, directories: Directories) -> Audited:
     """Reads all of it, and raises nothing that is the segment's fault."""
     found = Audited(topic, segment.first_seq, segment.last_seq)
     cold = segment.tier == "cold"

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from topics.client.segment_calls import Segment
+from topics.api.answers import ManifestSegment
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_GONE, LOCATION_LOST
 from topics.spark.errors import OptionError
@@ -34,7 +34,7 @@ DAMAGED: Final = "damaged"
 _log = logging.getLogger("topics.spark")
 
 
-def check_directories(directories: Directories, segments: Iterable[Segment]) -> None:
+def check_directories(directories: Directories, segments: Iterable[ManifestSegment]) -> None:
     """OptionError where nothing of the service is, though one of `segments` should be there."""
     any_cold = any(segment.tier == "cold" for segment in segments)
     for option, path in (("dataDir", directories.data), ("coldDir", directories.cold if any_cold else None)):
@@ -47,7 +47,7 @@ def check_directories(directories: Directories, segments: Iterable[Segment]) -> 
 
 def read_segment(
     directories: Directories,
-    segment: Segment,
+    segment: ManifestSegment,
     one: Range,
     dedupe_node: bool,
     options: ReadOptions,
@@ -70,7 +70,7 @@ def read_segment(
 class _Files:
     """Index and data of one segment, open."""
 
-    def __init__(self, directories: Directories, segment: Segment) -> None:
+    def __init__(self, directories: Directories, segment: ManifestSegment) -> None:
         self._segment = segment
         self._idx_path = os.path.join(directories.data, segment.idx_path)
         data_root = directories.data if segment.tier == "hot" else directories.cold

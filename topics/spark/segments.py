@@ -15,9 +15,8 @@ from typing import Final, NamedTuple
 
 import pyarrow as pa
 
-from topics.client import Client, ClientError, NotFoundError, Retry, ServiceBusyError, UnreachableError
-from topics.client import segment_calls as calls
-from topics.client.segment_calls import Manifest, Segment
+from topics.api.answers import Manifest, ManifestSegment
+from topics.client import Client, ClientError, NotFoundError, Retry, ServiceBusyError, UnreachableError, calls
 from topics.spark.columns import Columns
 from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, batches_and_gaps, connect, delivered
 from topics.spark.offsets import Gap, Range
@@ -43,7 +42,7 @@ class Pinned(NamedTuple):
 class Sealed(NamedTuple):
     """What of one topic, from `earliest_seq` on, is in files, ascending; and all pins of the query."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[ManifestSegment, ...]
     earliest_seq: int
     dedupe_node: bool
     pins: tuple[Pinned, ...]
@@ -51,7 +50,7 @@ class Sealed(NamedTuple):
 
 def sealed_of(client: Client, parts: Sequence[Range]) -> tuple[list[Sealed], tuple[Pinned, ...]]:
     """For each part the sealed segments it has records in, pinned; and the pins."""
-    found: dict[str, tuple[Manifest, list[Segment]] | None] = {}
+    found: dict[str, tuple[Manifest, list[ManifestSegment]] | None] = {}
     pins: list[Pinned] = []
     with _ended_on_failure(client, pins):
         for topic in dict.fromkeys(part.topic for part in parts):
@@ -91,7 +90,7 @@ def read_part(
 
 def pinned_segments(
     client: Client, topic: str, from_seq: int = 0, to_seq: int | None = None
-) -> tuple[Manifest, list[Segment], list[Pinned]]:
+) -> tuple[Manifest, list[ManifestSegment], list[Pinned]]:
     """(the topic at that moment, its sealed segments with records from_seq + 1..to_seq, their pins)."""
     manifest = page = client.call(calls.segments(topic, from_seq, to_seq, pin_ttl_ms=PIN_TTL_MS))
     segments, pins = list(page.segments), _pin_of(page)
@@ -119,7 +118,7 @@ def _pin_of(page: Manifest) -> list[Pinned]:
     return [] if page.pin is None else [Pinned(page.topic, page.pin.id)]
 
 
-def _sealed_of(part: Range, found: tuple[Manifest, list[Segment]] | None, pins: tuple[Pinned, ...]) -> Sealed:
+def _sealed_of(part: Range, found: tuple[Manifest, list[ManifestSegment]] | None, pins: tuple[Pinned, ...]) -> Sealed:
     # Of another instance of the topic nothing is wanted; over HTTP the task finds out the same.
     if found is None or found[0].epoch != part.epoch:
         return Sealed((), 0, True, pins)
@@ -186,7 +185,7 @@ def _instead_of_file(
 def _from_file(
     renewal: _Renewal,
     directories: Directories,
-    segment: Segment,
+    segment: ManifestSegment,
     part: Range,
     sealed: Sealed,
     options: ReadOptions,

@@ -1,11 +1,12 @@
-"""What a client may say of the topics it wants to follow, over an event stream (api §7) or a WebSocket (§7.7)."""
+"""Checks which topics a client asks to follow, over an event stream (api §7) or a WebSocket (§7.7), and finds where
+each one starts.
+"""
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final
 
-import msgspec
-
+from topics.api.requests import FollowBody, StartBody
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name
 from topics.frontend import wire
@@ -13,48 +14,23 @@ from topics.frontend.reads.diff import LIMIT_DEFAULT
 from topics.frontend.reads.node_sets import node_set
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
-from topics.frontend.wire import Count
 from topics.settings import Settings
 
-BATCH_BYTES_DEFAULT: Final = 256 * 1024
 BATCH_BYTES_FOR_ZERO: Final = 1 << 20
 BATCH_BYTES_MAX: Final = 8 << 20
 _NO_RECORDS: Final = PageOptions(limit=1, max_batch_bytes=1)
 
 
-class StartBody(msgspec.Struct):
-    """Where to start in one topic: behind `from_seq`, at the head, or at the first record with `$ts >= from_ts`."""
-
-    from_seq: Count = 0
-    tail: bool = False
-    from_ts: Count | None = None
-
-
-class FollowBody(msgspec.Struct, kw_only=True):
-    """How records are to be delivered."""
-
-    node: str | list[str] | None = None
-    limit: Count = 0
-    max_batch_bytes: Count = BATCH_BYTES_DEFAULT
-    include_meta: bool = True
-    include_tags: bool = False
-    include_data: bool = True
-    consistency: Literal["eventual", "strong"] = "eventual"
-
-    @property
-    def strong(self) -> bool:
-        return self.consistency == "strong"
-
-    def page_options(self, settings: Settings) -> PageOptions:
-        """Clamped to what the service allows."""
-        return PageOptions(
-            min(self.limit or LIMIT_DEFAULT, settings.max_limit),
-            min(self.max_batch_bytes or BATCH_BYTES_FOR_ZERO, BATCH_BYTES_MAX),
-            node_set(self.node),
-            self.include_tags,
-            self.include_meta,
-            self.include_data,
-        )
+def page_options(request: FollowBody, settings: Settings) -> PageOptions:
+    """Clamped to what the service allows."""
+    return PageOptions(
+        min(request.limit or LIMIT_DEFAULT, settings.max_limit),
+        min(request.max_batch_bytes or BATCH_BYTES_FOR_ZERO, BATCH_BYTES_MAX),
+        node_set(request.node),
+        request.include_tags,
+        request.include_meta,
+        request.include_data,
+    )
 
 
 def check_starts(starts: dict[str, StartBody], topics_max: int) -> None:

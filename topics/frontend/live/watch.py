@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from starlette.datastructures import QueryParams
 
+from topics.api.requests import WatchBody
 from topics.core.errors import TopicsError
 from topics.core.keys import ANYONE, ApiKey, KeyScope
 from topics.frontend import wire
@@ -18,7 +19,7 @@ from topics.frontend.bodies import Headers, read_body
 from topics.frontend.live import cursor
 from topics.frontend.live.channels import Connection
 from topics.frontend.live.delivery import Hub
-from topics.frontend.live.following import FollowBody, StartBody, check_starts, check_strong, place, resolve
+from topics.frontend.live.following import check_starts, check_strong, page_options, place, resolve
 from topics.frontend.live.push import AsgiPush, until_disconnect
 from topics.frontend.live.sessions import SESSION_TTL_MS, Follow, Opened, Session, Sessions, without_nodes
 from topics.frontend.live.stream import Stream
@@ -29,7 +30,6 @@ from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.node_sets import node_sets
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
-from topics.frontend.wire import Count
 from topics.settings import Settings
 from topics.shm.cap import Cap
 from topics.shm.key_counts import Counted
@@ -40,16 +40,6 @@ EVENT_STREAM_HEADERS: Final[HeaderList] = [
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-class WatchBody(FollowBody, kw_only=True):
-    """`POST /v0/watch`."""
-
-    topics: dict[str, StartBody]
-    heartbeat_ms: Count = 15_000
-
-
-_decoder = wire.decoder(WatchBody)
 
 
 class WatchRoutes:
@@ -80,7 +70,8 @@ class WatchRoutes:
         started_ns = time.perf_counter_ns()
         headers = dict(scope["headers"])
         lenient = flag(QueryParams(scope["query_string"]), "lenient", False)
-        request = self._check(wire.decode(_decoder, await read_body(receive, headers, self._settings.max_body_bytes)))
+        request = wire.decode_as(WatchBody, await read_body(receive, headers, self._settings.max_body_bytes))
+        check_starts(request.topics, self._settings.max_watch_topics)
         caller = caller_of(scope)
         caller.require(KeyScope.READ, request.topics)
         await self._catching_up.all(request.topics)
@@ -92,7 +83,7 @@ class WatchRoutes:
         if request.strong:
             check_strong(found)
         states = {name: place(self._reader, ref, follows[name].from_seq) for name, ref in found.items()}
-        options = request.page_options(self._settings)
+        options = page_options(request, self._settings)
         wid = await self._sessions.create(
             Session(
                 follows,
@@ -178,11 +169,6 @@ class WatchRoutes:
         if not connection.closed and not self._access.still_allows(session.key_digest, KeyScope.READ, session.topics):
             connection.push.write(EVENT_STREAM.final("forbidden", "the key of this stream is no longer valid for it"))
             self._hub.close(connection)
-
-    def _check(self, request: WatchBody) -> WatchBody:
-        wire.check_counts(request)
-        check_starts(request.topics, self._settings.max_watch_topics)
-        return request
 
     def _find(self, name: str, lenient: bool) -> TopicRef | None:
         return self._reader.find(name) if lenient else self._reader.get(name)

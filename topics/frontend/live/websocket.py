@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final, NamedTuple
 
 import msgspec
 
+from topics.core.clock import Clock
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name
 from topics.frontend import append, limits, wire
+from topics.frontend.access import Access
+from topics.frontend.append import AppendRoute
 from topics.frontend.asgi import DROPPED, KEPT, SHARE, Receive, Scope, Send
 from topics.frontend.bodies import INLINE_BYTES_MAX, LONG_BYTES, Share, hold, long_bodies, no_room
 from topics.frontend.http.unread import Kept
 from topics.frontend.live.channels import Connection
-from topics.frontend.live.following import check_starts, check_strong, place, resolve
+from topics.frontend.live.delivery import Hub
+from topics.frontend.live.following import check_starts, check_strong, page_options, place, resolve
 from topics.frontend.live.outbox import Outbox, Subscription
 from topics.frontend.live.pulse import Stall
 from topics.frontend.live.stream import Phase
@@ -37,13 +42,14 @@ from topics.frontend.live.websocket_commands import (
     request_id_of,
 )
 from topics.frontend.live.wording import MESSAGES
+from topics.frontend.reads.catching_up import CatchingUp
+from topics.frontend.reads.reading import TopicReader
 from topics.log import get_logger
+from topics.settings import Settings
 from topics.shm.append_messages import AppendReply
+from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
 from topics.shm.key_counts import Counted
-
-if TYPE_CHECKING:
-    from topics.frontend.live.websocket_route import WebSocketRoute
 
 LINGER_S: Final = 2.0
 """How long what is under way when a socket ends may take to go out."""
@@ -57,11 +63,25 @@ _encode = msgspec.json.Encoder().encode
 _log = get_logger()
 
 
+class Services(NamedTuple):
+    """What the sockets of a frontend use. `observe(route, took_us)` is told of every command that was answered."""
+
+    reader: TopicReader
+    appends: AppendRoute
+    hub: Hub
+    access: Access
+    settings: Settings
+    catching_up: CatchingUp
+    cell: ProcessCell
+    clock: Clock
+    observe: Callable[[Route, int], None]
+
+
 class Socket:
     """One client. `run` returns when it is over and everything of it is taken down."""
 
-    def __init__(self, route: WebSocketRoute, digest: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        self._route = route
+    def __init__(self, services: Services, digest: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        self._services = services
         self._digest = digest
         self._receive = receive
         self._send = send
@@ -100,7 +120,7 @@ class Socket:
 
     def end_what_is_forbidden(self) -> None:
         """Other keys count now: neither socket nor subscription may outlive the right to it."""
-        key = self._route.access.key_of(self._digest)
+        key = self._services.access.key_of(self._digest)
         if key is None:
             self.end(POLICY, "the key is no longer valid")
             return
@@ -118,7 +138,7 @@ class Socket:
             if message["type"] == "websocket.disconnect":
                 return
             if DROPPED in message:
-                self._route.cell.add("requests")
+                self._services.cell.add("requests")
                 await self._refuse(None, no_room(long_bodies))
                 continue
             text = message.pop("text", None)
@@ -146,7 +166,7 @@ class Socket:
     async def _obey(self, text: bytes | None, share: Share | None = None) -> None:
         """`text`: a message in UTF-8; None for a binary one. `share`: what it counts already, as it came."""
         started_ns = time.perf_counter_ns()
-        self._route.cell.add("requests")
+        self._services.cell.add("requests")
         body = text or b""
         request_id: RequestId = None
         route = Route.OTHER
@@ -173,11 +193,11 @@ class Socket:
         self._observe(route, started_ns)
 
     async def _refuse(self, request_id: RequestId, error: TopicsError) -> None:
-        self._route.cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
+        self._services.cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
         await self._outbox.put(error_message(request_id, error))
 
     def _observe(self, route: Route, started_ns: int) -> None:
-        self._route.observe(route, (time.perf_counter_ns() - started_ns) // 1000)
+        self._services.observe(route, (time.perf_counter_ns() - started_ns) // 1000)
 
     async def _do(self, command: Command, body_bytes: int, started_ns: int) -> None:
         key = self._key()
@@ -192,29 +212,29 @@ class Socket:
 
     def _key(self) -> ApiKey:
         """As it counts now: whoever has waited asks again."""
-        key = self._route.access.key_of(self._digest)
+        key = self._services.access.key_of(self._digest)
         if key is None:
             raise TopicsError("unauthorized", "the key of this socket is no longer valid")
         return key
 
     async def _subscribe(self, command: Subscribe) -> None:
         starts = command.starts()
-        topics_max = self._route.settings.max_watch_topics
+        topics_max = self._services.settings.max_watch_topics
         check_starts(starts, topics_max)
         self._key().require(KeyScope.READ, starts)
-        await self._route.catching_up.all(starts)
+        await self._services.catching_up.all(starts)
         self._key().require(KeyScope.READ, starts)
         ended = self._ended()
         followed = len((self._subscriptions.keys() - ended) | starts.keys())
         if followed > topics_max:
             raise invalid(f"a WebSocket follows at most {topics_max} topics, not {followed}", field="topics")
-        reader, hub = self._route.reader, self._route.hub
+        reader, hub = self._services.reader, self._services.hub
         refs = {name: reader.get(name) for name in starts}
         if command.strong:
             check_strong(refs)
         positions = {name: resolve(reader, ref, starts[name]) for name, ref in refs.items()}
         places = {name: place(reader, ref, positions[name]) for name, ref in refs.items()}
-        options = command.page_options(self._route.settings)  # may refuse: before anything is ended or said
+        options = page_options(command, self._services.settings)  # may refuse: before anything is ended or said
         await self._outbox.enter()
         # Nothing of the former subscription comes behind the answer to this one. And not before there is room: what it
         # has said counts with it.
@@ -242,18 +262,18 @@ class Socket:
         wire.check_counts(command)
         key.require(needed, (command.topic,))
         await self._may_publish.acquire()
-        limits = self._route.access.limits
+        limits = self._services.access.limits
         try:
             limits.take(key, Counted.REQUESTS)
             try:
-                lay_out = self._route.appends.lay_out
+                lay_out = self._services.appends.lay_out
                 if body_bytes <= INLINE_BYTES_MAX:
                     records = lay_out(command, body_bytes)
                 else:
                     records = await asyncio.to_thread(lay_out, command, body_bytes)
                 caller = self._key()
                 caller.require(needed, (command.topic,))
-                reply = self._route.appends.submit(command.topic, command, records, None, caller)
+                reply = self._services.appends.submit(command.topic, command, records, None, caller)
             except BaseException:
                 limits.give_back(key, Counted.REQUESTS)
                 raise
@@ -269,14 +289,14 @@ class Socket:
     def _published(self, key: ApiKey, task: asyncio.Task[None]) -> None:
         self._publishes.discard(task)
         self._may_publish.release()
-        self._route.access.limits.give_back(key, Counted.REQUESTS)
+        self._services.access.limits.give_back(key, Counted.REQUESTS)
 
     async def _acknowledge(
         self, request_id: RequestId, topic: str, with_seqs: bool, reply: asyncio.Future[AppendReply], started_ns: int
     ) -> None:
         try:
             done = await reply
-            self._route.cell.add("records_in", done.count)
+            self._services.cell.add("records_in", done.count)
             await self._outbox.enter()
             members = append.members(topic, done, with_seqs, started_ns)
             self._outbox.add(b'{"op":"ack","request_id":%b,%b}' % (_encode(request_id), members))
@@ -292,7 +312,7 @@ class Socket:
             if connection is not None:
                 assert isinstance(connection.push, Subscription)
                 connection.push.on_end = None
-                self._route.hub.close(connection)
+                self._services.hub.close(connection)
 
     def _ended(self) -> set[str]:
         """Topics that were deleted: the client has been told, or will be."""
@@ -309,7 +329,7 @@ class Socket:
         stall: Stall | None = None
         while True:
             await asyncio.sleep(TICK_S)
-            now_ms = self._route.clock.monotonic_ms()
+            now_ms = self._services.clock.monotonic_ms()
             if not self._outbox.waiting:
                 stall = None
             elif stall is None:

@@ -9,10 +9,9 @@ from typing import Annotated, ClassVar, Final
 
 import msgspec
 
+from topics.api.requests import AppendBody, Count, FollowBody, StartBody
 from topics.core.errors import TopicsError, invalid
 from topics.frontend import wire
-from topics.frontend.live.following import FollowBody, StartBody
-from topics.frontend.wire import AppendBody, Count
 from topics.shm.durations import Route
 
 _Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]

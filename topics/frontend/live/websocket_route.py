@@ -2,58 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.keys import ApiKey
-from topics.frontend.access import Access
 from topics.frontend.answers import send_error
-from topics.frontend.append import AppendRoute
 from topics.frontend.asgi import Message, Receive, Scope, Send
-from topics.frontend.live.delivery import Hub
-from topics.frontend.live.websocket import GOING_AWAY, Socket
-from topics.frontend.reads.catching_up import CatchingUp
-from topics.frontend.reads.reading import TopicReader
-from topics.settings import Settings
+from topics.frontend.live.websocket import GOING_AWAY, Services, Socket
 from topics.shm.cap import Cap
-from topics.shm.control import ProcessCell
-from topics.shm.durations import Route
 from topics.shm.key_counts import Counted
 
 
 class WebSocketRoute:
     """All sockets of this frontend."""
 
-    def __init__(
-        self,
-        reader: TopicReader,
-        appends: AppendRoute,
-        hub: Hub,
-        access: Access,
-        settings: Settings,
-        places: Cap,
-        catching_up: CatchingUp,
-        cell: ProcessCell,
-        clock: Clock,
-        observe: Callable[[Route, int], None],
-    ) -> None:
-        """`places`: how many sockets and event streams the whole service may have open. `observe(route, took_us)` is
-        told of every command that was answered.
-        """
-        self.reader = reader
-        self.appends = appends
-        self.hub = hub
-        self.access = access
-        self.settings = settings
-        self.cell = cell
-        self.clock = clock
-        self.observe = observe
-        self.catching_up = catching_up
+    def __init__(self, services: Services, places: Cap) -> None:
+        """`places`: how many sockets and event streams the whole service may have open."""
+        self._services = services
         self._places = places
         self._sockets: dict[Socket, None] = {}
         self._draining = False
-        access.on_change(self._end_forbidden)
+        services.access.on_change(self._end_forbidden)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         message = await receive()
@@ -62,12 +29,12 @@ class WebSocketRoute:
         try:
             caller = self._admit(scope)
         except TopicsError as error:
-            self.cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
+            self._services.cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
             await refuse(error, scope, send)
             return
-        socket = Socket(self, caller.digest, scope, receive, send)
+        socket = Socket(self._services, caller.digest, scope, receive, send)
         self._sockets[socket] = None
-        self.cell.set("ws_connections", len(self._sockets))
+        self._services.cell.set("ws_connections", len(self._sockets))
         try:
             await send({"type": "websocket.accept"})
             # Other keys may count since it was admitted.
@@ -75,9 +42,9 @@ class WebSocketRoute:
             await socket.run()
         finally:
             del self._sockets[socket]
-            self.cell.set("ws_connections", len(self._sockets))
+            self._services.cell.set("ws_connections", len(self._sockets))
             self._places.release()
-            self.access.limits.give_back(caller, Counted.STREAMS)
+            self._services.access.limits.give_back(caller, Counted.STREAMS)
 
     def drain(self) -> None:
         """The process is to stop: clients come back elsewhere, or later."""
@@ -94,17 +61,17 @@ class WebSocketRoute:
             # Browsers let any page open a WebSocket to any address, also to this machine: no CORS asks before.
             shown = origins[0][:200].decode("latin-1")
             raise TopicsError("forbidden", f"pages of {shown!r} may not open a WebSocket here: TOPICS_CORS_ORIGINS")
-        caller = self.access.caller(scope)
+        caller = self._services.access.caller(scope)
         if self._draining:
             raise TopicsError("shutting_down", "the service is stopping; ask again when it is back")
-        self.access.limits.take(caller, Counted.STREAMS)
+        self._services.access.limits.take(caller, Counted.STREAMS)
         if not self._places.claim():
-            self.access.limits.give_back(caller, Counted.STREAMS)
+            self._services.access.limits.give_back(caller, Counted.STREAMS)
             raise self._places.reached()
         return caller
 
     def _same_site(self, origins: list[bytes], hosts: list[bytes]) -> bool:
-        allowed = self.settings.cors_origins or ()
+        allowed = self._services.settings.cors_origins or ()
         origin = origins[0].decode("latin-1").lower()
         if len(origins) == 1 and ("*" in allowed or origin in allowed):
             return True

@@ -11,11 +11,12 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 from starlette.datastructures import QueryParams
 
+from topics.api.requests import CursorBody, ReadBody
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend import limits, wire
@@ -34,7 +35,6 @@ from topics.frontend.reads.reading import Page, TopicReader
 from topics.frontend.reads.records import CorruptRecordError, PageOptions
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.unanswered import is_outcome_unknown
-from topics.frontend.wire import Count
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
 from topics.shm.cursor_messages import (
@@ -54,33 +54,8 @@ TRIES_MAX: Final = 100
 """How often a read may find that others, at other frontends, were faster before its client is told to come back."""
 
 
-class CursorBody(msgspec.Struct, gc=False):
-    """`PUT …/cursors/:name`. What is not sent stays as it is; without `from_seq` and `tail` the cursor stays where it
-    is. A new one is `at_least_once`, persisted with every read, and begins at 0.
-    """
-
-    consistency: Literal["strictly_at_once", "at_least_once"] | None = None
-    persist_every: Count | None = None
-    from_seq: Count | None = None
-    tail: bool = False
-
-
-class ReadBody(msgspec.Struct, gc=False):
-    """`POST …/cursors/:name/read`."""
-
-    max_bytes: Count = 0
-    limit: Count = 0
-    checkpoint: bool = True
-    node: str | list[str] | None = None
-    include_tags: bool = False
-    include_meta: bool = True
-
-
 Room = Callable[[], Awaitable[None]]
 """Returns when there is room for the page of this read."""
-
-_cursor_decoder = wire.decoder(CursorBody)
-_read_decoder = wire.decoder(ReadBody)
 
 
 _ANSWER: Final = (
@@ -110,8 +85,7 @@ class CursorRoutes:
         name, cursor = _names(scope)
         headers = dict(scope["headers"])
         body = await read_body(receive, headers, self._settings.max_body_bytes)
-        request = wire.decode(_cursor_decoder, body or b"{}")
-        wire.check_counts(request)
+        request = wire.decode_as(CursorBody, body or b"{}")
         if request.persist_every is not None and request.persist_every < 1:
             raise invalid("persist_every must be at least 1", field="persist_every")
         if request.tail and request.from_seq is not None:
@@ -153,8 +127,7 @@ class CursorRoutes:
         name, cursor = _names(scope)
         headers = dict(scope["headers"])
         body = await read_body(receive, headers, self._settings.max_body_bytes)
-        request = wire.decode(_read_decoder, body or b"{}")
-        wire.check_counts(request)
+        request = wire.decode_as(ReadBody, body or b"{}")
         options = PageOptions(
             min(request.limit or LIMIT_DEFAULT, LIMIT_MAX),
             min(request.max_bytes or MAX_BATCH_BYTES[0], MAX_BATCH_BYTES[1]),

@@ -8,7 +8,8 @@ from typing import Final
 
 import msgspec
 
-from topics.core.job import JobView, State
+from topics.api.requests import PeekBody
+from topics.core.job import JobView
 from topics.core.names import check_topic_name
 from topics.core.seq_set import runs_of
 from topics.frontend import wire
@@ -20,7 +21,6 @@ from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.wire import Count
 from topics.settings import Settings
 from topics.shm.queue_messages import Peek, Peeked
 
@@ -30,15 +30,6 @@ RUNS_AT_ONCE: Final = 32
 """Pages that are read before the loop goes on with somebody else."""
 
 
-class PeekBody(msgspec.Struct, gc=False):
-    """`POST …/peek`. Without a `state`: in any but `done`."""
-
-    state: State | None = None
-    from_seq: Count = 0
-    max: Count = 100
-
-
-_decoder = wire.decoder(PeekBody)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -55,8 +46,7 @@ class PeekRoute:
         started_ns = time.perf_counter_ns()
         name, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
         body = await read_body(receive, headers, self._settings.max_body_bytes)
-        request = wire.decode(_decoder, body or b"{}")
-        wire.check_counts(request)
+        request = wire.decode_as(PeekBody, body or b"{}")
         await self._catching_up.one(name)
         jobs, next_from_seq = await self._look(name, request)
         await take_room(scope, ANSWER_BYTES_MAX)

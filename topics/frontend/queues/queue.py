@@ -6,8 +6,7 @@ import asyncio
 import time
 from typing import Any, Final
 
-import msgspec
-
+from topics.api.requests import ClaimBody, ExtendBody, JobsBody, NackBody, RedriveBody
 from topics.core.config import LEASE_MS
 from topics.core.errors import TopicsError, invalid, not_a_queue
 from topics.core.keys import KeyScope
@@ -24,7 +23,7 @@ from topics.frontend.queues.unreadable import ASIDE_MS, UnreadableJobs
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.wire import BodyT, Count
+from topics.frontend.wire import BodyT
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
 from topics.shm.queue_messages import Ack, AckReply, Dealt, Extend, ExtendReply, Nack, Unclaim
@@ -34,41 +33,6 @@ SEQS_MAX: Final = 1000
 ROOM_WAIT_S: Final = 2.0
 """For room for the answer of a claim, whose jobs are leased by then; half their lease, if that is less."""
 DELAY_MS_MAX: Final = 365 * 86_400_000
-
-
-class ClaimBody(msgspec.Struct, gc=False):
-    node: str
-    max: Count = 1
-    lease_ms: Count | None = None
-
-
-class JobsBody(msgspec.Struct, gc=False):
-    """Jobs as a consumer names them; `lease_ids` fences each."""
-
-    node: str
-    seqs: list[Count]
-    lease_ids: list[str] | None = None
-
-
-class NackBody(JobsBody, gc=False):
-    delay_ms: Count = 0
-
-
-class ExtendBody(JobsBody, kw_only=True, gc=False):
-    lease_ms: Count
-
-
-class RedriveBody(msgspec.Struct, gc=False):
-    source: str = msgspec.field(name="from")
-    max: Count = 100
-    from_seq: Count = 0
-
-
-_claim_decoder = wire.decoder(ClaimBody)
-_ack_decoder = wire.decoder(JobsBody)
-_nack_decoder = wire.decoder(NackBody)
-_extend_decoder = wire.decoder(ExtendBody)
-_redrive_decoder = wire.decoder(RedriveBody)
 
 
 class QueueRoutes:
@@ -134,8 +98,7 @@ class QueueRoutes:
             raise
 
     def _wish(self, body: bytes) -> ClaimBody:
-        request = wire.decode(_claim_decoder, body)
-        wire.check_counts(request)
+        request = wire.decode_as(ClaimBody, body)
         checked_node(request.node, self._settings)
         return request
 
@@ -198,7 +161,7 @@ class QueueRoutes:
     async def ack(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, headers = _topic_name(scope), dict(scope["headers"])
-        request = await self._body(_ack_decoder, receive, headers)
+        request = await self._body(JobsBody, receive, headers)
         call = Ack(name, request.node, request.seqs, _lease_nos(request))
         reply = await self._gateway.call(self._owner(name), call, AckReply)
         await _send_ended(send, headers, name, "acked", reply, started_ns)
@@ -206,7 +169,7 @@ class QueueRoutes:
     async def nack(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, headers = _topic_name(scope), dict(scope["headers"])
-        request = await self._body(_nack_decoder, receive, headers)
+        request = await self._body(NackBody, receive, headers)
         delay_ms = min(request.delay_ms, DELAY_MS_MAX)
         call = Nack(name, request.node, request.seqs, _lease_nos(request), delay_ms)
         reply = await self._gateway.call(self._owner(name), call, AckReply)
@@ -215,7 +178,7 @@ class QueueRoutes:
     async def extend(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, headers = _topic_name(scope), dict(scope["headers"])
-        request = await self._body(_extend_decoder, receive, headers)
+        request = await self._body(ExtendBody, receive, headers)
         lease_ms = clamped_lease_ms(request.lease_ms)
         assert lease_ms is not None
         call = Extend(name, request.node, request.seqs, _lease_nos(request), lease_ms)
@@ -231,7 +194,7 @@ class QueueRoutes:
     async def redrive(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, headers = _topic_name(scope), dict(scope["headers"])
-        request = await self._body(_redrive_decoder, receive, headers)
+        request = await self._body(RedriveBody, receive, headers)
         source = check_topic_name(request.source, "from")
         caller_of(scope).require(KeyScope.ADMIN, (source,))
         if source == name:
@@ -245,9 +208,8 @@ class QueueRoutes:
             answer["next_from_seq"] = redriven.next_from_seq
         await send_object(send, headers, 200, answer, started_ns)
 
-    async def _body(self, decoder: msgspec.json.Decoder[BodyT], receive: Receive, headers: Headers) -> BodyT:
-        request = wire.decode(decoder, await read_body(receive, headers, self._settings.max_body_bytes))
-        wire.check_counts(request)
+    async def _body(self, body_type: type[BodyT], receive: Receive, headers: Headers) -> BodyT:
+        request = wire.decode_as(body_type, await read_body(receive, headers, self._settings.max_body_bytes))
         if isinstance(request, JobsBody):
             self._check_jobs(request)
         return request

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from topics.api.requests import DiffBody
 from topics.core.clock import Clock
 from topics.core.names import check_topic_name
 from topics.frontend import limits, wire
@@ -20,7 +21,6 @@ from topics.frontend.reads.page_json import PAGE_MEMBERS, page_values
 from topics.frontend.reads.reading import Page, TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.wire import DiffBody
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
+from topics.api import answers as answer
 from topics.core.keys import KeyScope
-from topics.frontend import answer_types as answer
-from topics.frontend.operations import JSON, Answer, Operation, Query
+from topics.frontend.operations import Operation, Query, json_answer
 from topics.frontend.reads.manifest import PIN_TTL_DEFAULT_MS, PIN_TTL_MAX_MS, ManifestRoutes
 from topics.shm.durations import Route
 
@@ -26,7 +26,7 @@ def manifest_operations(manifest: ManifestRoutes) -> list[Operation]:
             KeyScope.READ,
             "segments",
             "The sealed segments of a topic, for readers of the files themselves",
-            {200: _json("The segments, and what else it takes to read them", answer.Manifest)},
+            {200: json_answer("The segments, and what else it takes to read them", answer.Manifest)},
             ("topic_not_found", "storage_unavailable"),
             query=(
                 Query("from_seq", {**_SEQ, "default": 0}, "a cursor: only segments with records behind it"),
@@ -42,7 +42,7 @@ def manifest_operations(manifest: ManifestRoutes) -> list[Operation]:
             KeyScope.READ,
             "segments",
             "Keep pinned files for longer",
-            {200: _json("Whether the pin still holds", answer.PinRenewed)},
+            {200: json_answer("Whether the pin still holds", answer.PinRenewed)},
             query=(Query("pin_ttl_ms", {**_SEQ, "default": PIN_TTL_DEFAULT_MS}, f"{_TTL}, from now on"),),
         ),
         Operation(
@@ -53,10 +53,6 @@ def manifest_operations(manifest: ManifestRoutes) -> list[Operation]:
             KeyScope.READ,
             "segments",
             "End a pin before its time",
-            {200: _json("It is over", answer.PinEnded)},
+            {200: json_answer("It is over", answer.PinEnded)},
         ),
     ]
-
-
-def _json(about: str, body: Any) -> Answer:
-    return Answer(about, {JSON: body})

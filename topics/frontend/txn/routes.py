@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from starlette.datastructures import QueryParams
 
+from topics.api.requests import AppendBody, CommitBody, DropBody
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
@@ -20,7 +21,6 @@ from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.bodies import read_body
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.txn.commits import Commits
-from topics.frontend.wire import AppendBody
 from topics.settings import Settings
 from topics.storage.frame import LaidOut
 
@@ -74,7 +74,7 @@ class TxnRoutes:
         started_ns = time.perf_counter_ns()
         topic, headers = check_topic_name(scope["path_params"]["topic"]), dict(scope["headers"])
         body = await read_body(receive, headers, self._settings.max_body_bytes)
-        given = wire.decode_drop(body).txn if body else QueryParams(scope["query_string"]).get("txn", "")
+        given = wire.decode_as(DropBody, body).txn if body else QueryParams(scope["query_string"]).get("txn", "")
         txn = _txn(given)
         decided = {stage for _, _, stages in await self._commits.pending() for stage, _topic in stages}
         dropped = await asyncio.to_thread(self._stages.drop_txn, topic, txn, decided)
@@ -86,7 +86,7 @@ class TxnRoutes:
         started_ns = time.perf_counter_ns()
         sink, headers = check_topic_name(scope["path_params"]["sink"], "sink"), dict(scope["headers"])
         body = await read_body(receive, headers, self._settings.max_body_bytes)
-        request = wire.decode_commit(body)
+        request = wire.decode_as(CommitBody, body)
         if len(request.stages) > STAGES_MAX:
             raise TopicsError("batch_too_large", f"a commit has at most {STAGES_MAX} stages, not {len(request.stages)}")
         if len(set(request.stages)) < len(request.stages):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
+from topics.api import answers as answer
+from topics.api.requests import CommitBody, DropBody, StageBody
 from topics.core.keys import KeyScope
-from topics.frontend import answer_types as answer
-from topics.frontend.operations import JSON, Answer, Operation, Query
+from topics.frontend.operations import LOST, Operation, Query, json_answer
 from topics.frontend.txn.routes import TxnRoutes
-from topics.frontend.wire import CommitBody, DropBody, StageBody
 from topics.shm.durations import Route
 
 _STAGE: Final = "/v0/stage/{topic}"
 _SINK: Final = "/v0/txn/{sink}"
-_LOST: Final = ("shard_unavailable", "storage_unavailable")
 
 
 def txn_operations(txn: TxnRoutes) -> list[Operation]:
@@ -27,8 +26,8 @@ def txn_operations(txn: TxnRoutes) -> list[Operation]:
             KeyScope.WRITE,
             "transactions",
             "Keep records back until their transaction is committed",
-            {200: _json("They are on the disk, and invisible", answer.StageAnswer)},
-            ("batch_too_large", "record_too_large", "topic_full", *_LOST),
+            {200: json_answer("They are on the disk, and invisible", answer.StageAnswer)},
+            ("batch_too_large", "record_too_large", "topic_full", *LOST),
             body=StageBody,
         ),
         Operation(
@@ -39,8 +38,8 @@ def txn_operations(txn: TxnRoutes) -> list[Operation]:
             KeyScope.WRITE,
             "transactions",
             "Drop what a transaction keeps back in a topic",
-            {200: _json("They are gone", answer.DropStagesAnswer)},
-            _LOST,
+            {200: json_answer("They are gone", answer.DropStagesAnswer)},
+            LOST,
             body=DropBody,
             body_required=False,
             query=(Query("txn", {"type": "string", "minLength": 1, "maxLength": 256}, "the transaction"),),
@@ -53,8 +52,8 @@ def txn_operations(txn: TxnRoutes) -> list[Operation]:
             KeyScope.WRITE,
             "transactions",
             "Publish all stages of a batch, once for each batch of the sink",
-            {200: _json("All of it is visible, now or from an earlier commit", answer.CommitAnswer)},
-            ("batch_too_large", "not_found", "topic_full", *_LOST),
+            {200: json_answer("All of it is visible, now or from an earlier commit", answer.CommitAnswer)},
+            ("batch_too_large", "not_found", "topic_full", *LOST),
             body=CommitBody,
         ),
         Operation(
@@ -65,8 +64,8 @@ def txn_operations(txn: TxnRoutes) -> list[Operation]:
             KeyScope.READ,
             "transactions",
             "The latest batch of a sink",
-            {200: _json("The sink; null when it never committed", answer.SinkAnswer)},
-            _LOST,
+            {200: json_answer("The sink; null when it never committed", answer.SinkAnswer)},
+            LOST,
         ),
         Operation(
             "DELETE",
@@ -76,11 +75,7 @@ def txn_operations(txn: TxnRoutes) -> list[Operation]:
             KeyScope.DELETE,
             "transactions",
             "Forget a sink: its next batch may have any number",
-            {200: _json("It is forgotten", answer.ForgetSinkAnswer)},
-            ("out_of_order", *_LOST),
+            {200: json_answer("It is forgotten", answer.ForgetSinkAnswer)},
+            ("out_of_order", *LOST),
         ),
     ]
-
-
-def _json(about: str, body: Any) -> Answer:
-    return Answer(about, {JSON: body})

@@ -19,8 +19,8 @@ from topics.spark.jobs import program
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from topics.api.answers import ManifestSegment
     from topics.client import Client, TopicState
-    from topics.client.segment_calls import Segment
     from topics.spark.segment_audit import Audited, Finding
 
 EXIT_DAMAGE: Final = 3
@@ -76,7 +76,7 @@ def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def _holes(topic: str, segments: Sequence[Segment], earliest_seq: int, http_from_seq: int) -> Iterator[Finding]:
+def _holes(topic: str, segments: Sequence[ManifestSegment], earliest_seq: int, http_from_seq: int) -> Iterator[Finding]:
     """Seqs from the floor on that are in no segment and not said to be over HTTP."""
     from topics.spark.segment_audit import Finding
 

@@ -1,0 +1,522 @@
+"""The types of answers. The client decodes answers into them. The OpenAPI document is made from them, and its tests
+hold every answer against them. Frontends write answers as JSON text, without these.
+
+- Clients ignore fields that they do not know (api §0.2), so an answer may have more.
+- A field with the default None is absent where it does not apply, and never `null`.
+- A field that holds one of some words is decoded as any text: a later service may have more words.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal, get_args
+
+import msgspec
+
+from topics.api.requests import Consistency, Durability, GivenRouter, State
+
+Seq = Annotated[int, msgspec.Meta(ge=0)]
+Ms = Annotated[int, msgspec.Meta(ge=0)]
+
+
+def _one_of(words: Any) -> msgspec.Meta:
+    """The document lists these words."""
+    return msgspec.Meta(extra_json_schema={"enum": sorted(get_args(words))})
+
+
+_CONFIG: Final = msgspec.Meta(extra_json_schema={"$ref": "#/components/schemas/EchoedConfig"})
+Config = Annotated[dict[str, Any], _CONFIG]
+"""The whole configuration of a topic."""
+
+
+class Performance(msgspec.Struct, frozen=True, kw_only=True):
+    """How long it took (api §0.7); what does not apply is absent."""
+
+    server_total_ms: float
+    wal_append_ms: float = 0.0
+    fsync_ms: float = 0.0
+    records_scanned: int = 0
+    throttle_wait_ms: float = 0.0
+    cold_segments_read: int = 0
+    copies_pending: bool = False
+    """The shard of a router's dest did not answer: what its source has may not be there yet."""
+
+
+class Timed(msgspec.Struct, frozen=True, kw_only=True):
+    """What all answers have."""
+
+    performance: Performance
+
+
+# -- errors and probes
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """Clients branch on `code`, people read `message`, programs compute with `detail`."""
+
+    code: str
+    message: str
+    detail: dict[str, Any] | None = None
+
+
+class Error(msgspec.Struct, frozen=True):
+    """Every answer that is no success (api §0.6)."""
+
+    error: Problem
+
+
+class Health(Timed, frozen=True, kw_only=True):
+    """The process that was asked answers."""
+
+    status: Literal["ok"]
+    version: str
+    uptime_ms: Ms
+
+
+class Ready(Timed, frozen=True, kw_only=True):
+    """All topics can be read."""
+
+    status: Literal["ready"]
+    wal_replay_complete: bool
+    topics: int
+    pressure: float
+    recovering_shards: list[int] | None = None
+    read_only_shards: list[int] | None = None
+
+
+# -- topics
+
+
+class PutTopicAnswer(Timed, frozen=True, kw_only=True):
+    """A topic was created or configured."""
+
+    topic: str
+    created: bool
+    config: Config
+
+
+class QueueCounts(msgspec.Struct, frozen=True):
+    """The jobs of a queue: what a claim would get now, what is leased, what went to the dead letters so far."""
+
+    ready: int
+    in_flight: int
+    dead_lettered: int
+
+
+class TopicState(Timed, frozen=True, kw_only=True):
+    """A topic as it is. `epoch` names this instance of the topic: made anew, it has another one."""
+
+    topic: str
+    type: Annotated[str, _one_of(Literal["log", "queue"])]
+    head_seq: Seq
+    earliest_seq: Seq
+    next_seq: Seq
+    count: int
+    bytes: int
+    durable_seq: Seq
+    epoch: str
+    config: Config
+    effective_priority: int
+    last_write_ts: Ms | None
+    last_read_ts: Ms | None
+    queue: QueueCounts | None = None
+
+
+class TopicEntry(msgspec.Struct, frozen=True):
+    """A topic in a list."""
+
+    topic: str
+    head_seq: Seq
+    earliest_seq: Seq
+    count: int
+    bytes: int
+    durable: bool
+    effective_priority: int
+
+
+class TopicList(Timed, frozen=True, kw_only=True):
+    """A page, ordered by name; `next_cursor` only when there are more."""
+
+    topics: list[TopicEntry]
+    next_cursor: str | None = None
+
+
+class DeleteTopicAnswer(Timed, frozen=True, kw_only=True):
+    """`deleted` is false when there was none."""
+
+    topic: str
+    deleted: bool
+    routers_removed: list[str]
+
+
+# -- records
+
+
+class AppendAnswer(Timed, frozen=True, kw_only=True):
+    """A write, records first_seq..last_seq, that is as durable as `durability` says; `seqs` unless `return_seqs=false`.
+    `deduped`: an earlier attempt had committed it.
+    """
+
+    topic: str
+    first_seq: Seq
+    last_seq: Seq
+    head_seq: Seq
+    count: int
+    created: bool
+    deduped: bool
+    durability: Annotated[str, _one_of(Durability)]
+    seqs: list[Seq] | None = None
+
+
+class Record(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """A record as it is delivered; what is absent is left out. `$ts` in ms since the epoch."""
+
+    seq: Seq = msgspec.field(name="$seq")
+    ts: Ms = msgspec.field(name="$ts")
+    raw: msgspec.Raw = msgspec.field(name="data")
+    """The JSON text of `data`, byte for byte. `bytes(record.raw)` for keeping: it shares its page's memory."""
+    node: str | None = msgspec.field(name="$node", default=None)
+    tag: str | None = msgspec.field(name="$tag", default=None)
+    meta: dict[str, Any] | None = None
+    """Strings, as writers give them; only what an exactly_once router adds is an object (`_topics_router`, api §6)."""
+
+    @property
+    def data(self) -> Any:
+        """`raw`, decoded at each call."""
+        return msgspec.json.decode(self.raw)
+
+
+class TombstoneAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What is gone and was not asked to go (api §3.3): records gap_from..gap_to."""
+
+    gap_from: Seq
+    gap_to: Seq
+    reason: str
+    earliest_seq: Seq
+    head_seq: Seq
+    missed_estimate: int
+
+
+class DiffAnswer(Timed, frozen=True, kw_only=True):
+    """What follows a cursor."""
+
+    topic: str
+    records: list[Record]
+    next_from_seq: Seq
+    head_seq: Seq
+    earliest_seq: Seq
+    durable_seq: Seq
+    epoch: str
+    caught_up: bool
+    tombstone: TombstoneAnswer | None
+    lag: int
+
+
+class DeleteRecordsAnswer(Timed, frozen=True, kw_only=True):
+    """The topic after a deletion of records (api §5)."""
+
+    topic: str
+    deleted: int
+    earliest_seq: Seq
+    head_seq: Seq
+    count: int
+    bytes: int
+
+
+# -- routers
+
+
+class RouterEntry(GivenRouter, frozen=True, kw_only=True):
+    """A router in a list; `forwarded_total` counts the copies it has made."""
+
+    router: str
+    forwarded_total: int
+    filter: str | list[str] | None
+
+
+class PutRouterAnswer(GivenRouter, frozen=True, kw_only=True):
+    """A router was made or changed."""
+
+    router: str
+    created: bool
+    filter: str | list[str] | None
+    performance: Performance
+
+
+class RouterState(RouterEntry, frozen=True, kw_only=True):
+    """A router as it is."""
+
+    performance: Performance
+
+
+class RouterList(Timed, frozen=True, kw_only=True):
+    """A page, ordered by name; `next_cursor` only when there are more."""
+
+    routers: list[RouterEntry]
+    next_cursor: str | None = None
+
+
+class DeleteRouterAnswer(Timed, frozen=True, kw_only=True):
+    """`deleted` is false when there was none."""
+
+    router: str
+    deleted: bool
+
+
+# -- live
+
+
+class WatchedTopic(msgspec.Struct, frozen=True):
+    """Where a watch starts in a topic."""
+
+    from_seq: Seq
+    head_seq: Seq
+    earliest_seq: Seq
+
+
+class WatchAnswer(Timed, frozen=True, kw_only=True):
+    """A watch session; its stream is at `stream_url`."""
+
+    wid: str
+    stream_url: str
+    session_ttl_ms: int
+    topics: dict[str, WatchedTopic]
+
+
+# -- transactions
+
+
+class StageAnswer(Timed, frozen=True, kw_only=True):
+    """Records are kept back; `stage` names them in the commit."""
+
+    topic: str
+    txn: str
+    stage: str
+    count: int
+    bytes: int
+    expires_in_ms: Ms
+
+
+class DropStagesAnswer(Timed, frozen=True, kw_only=True):
+    """Stages of a transaction were dropped."""
+
+    topic: str
+    txn: str
+    dropped: int
+
+
+class CommitAnswer(Timed, frozen=True, kw_only=True):
+    """A batch of a sink; `duplicate`: it, or a later one (`last_batch`), had been committed before."""
+
+    sink: str
+    batch: int
+    last_batch: int
+    duplicate: bool
+    count: int
+
+
+class SinkAnswer(Timed, frozen=True, kw_only=True):
+    """A sink; `last_batch` is null when it never committed."""
+
+    sink: str
+    last_batch: int | None
+
+
+class ForgetSinkAnswer(Timed, frozen=True, kw_only=True):
+    """A sink was forgotten, if there was one."""
+
+    sink: str
+    deleted: bool
+
+
+# -- queues
+
+
+class JobAnswer(Record, frozen=True, gc=False, kw_only=True):
+    """A job, and the lease that its consumer has on it until `deadline` (ms since the epoch). `deliveries` counts this
+    one as well.
+    """
+
+    lease_id: str
+    deadline: Ms
+    deliveries: int
+
+
+class ClaimAnswer(Timed, frozen=True, kw_only=True):
+    """Ascending by seq; `ready` are left."""
+
+    topic: str
+    claimed: list[JobAnswer]
+    count: int
+    ready: int
+
+
+class SettledAnswer(Timed, frozen=True, kw_only=True):
+    """What ack, nack and extend have in common: `skipped` were not leased to this node, or not by these leases."""
+
+    topic: str
+    skipped: list[Seq]
+
+
+class AckAnswer(SettledAnswer, frozen=True, kw_only=True):
+    """`skipped` were not leased to this node, or not by these leases."""
+
+    acked: int
+    ready: int
+    in_flight: int
+
+
+class NackAnswer(SettledAnswer, frozen=True, kw_only=True):
+    """`skipped` were not leased to this node, or not by these leases."""
+
+    nacked: int
+    ready: int
+    in_flight: int
+
+
+class ExtendAnswer(SettledAnswer, frozen=True, kw_only=True):
+    """`deadlines` by seq."""
+
+    extended: int
+    deadlines: dict[str, Ms]
+
+
+class RedriveAnswer(Timed, frozen=True, kw_only=True):
+    """So many dead letters are jobs again; `next_from_seq` only where it stopped before the end."""
+
+    topic: str
+    source: str = msgspec.field(name="from")
+    redriven: int
+    next_from_seq: Seq | None = None
+
+
+class PeekedJob(Record, frozen=True, gc=False, kw_only=True):
+    """A job and where it stands: `node` has it until `deadline`; it waits until `deliver_at`, or for others with its
+    `order_key`. `deliveries` is how often it was handed out. Times in ms since the epoch.
+    """
+
+    state: Annotated[str, _one_of(State)]
+    deliveries: int
+    leased_to: str | None = msgspec.field(name="node", default=None)
+    deadline: Ms | None = None
+    deliver_at: Ms | None = None
+    order_key: str | None = None
+
+
+class PeekAnswer(Timed, frozen=True, kw_only=True):
+    """Ascending by seq; `next_from_seq` only where there may be more, behind that."""
+
+    topic: str
+    jobs: list[PeekedJob]
+    count: int
+    next_from_seq: Seq | None = None
+
+
+# -- named cursors
+
+
+class CursorState(msgspec.Struct, frozen=True, kw_only=True):
+    """`cursor_seq` was read last; `persisted_seq` is what a crash would leave of it."""
+
+    cursor: str
+    consistency: Annotated[str, _one_of(Consistency)]
+    persist_every: int
+    cursor_seq: Seq
+    persisted_seq: Seq
+
+
+class CursorAnswer(CursorState, frozen=True, kw_only=True):
+    """One cursor of a topic."""
+
+    topic: str
+    performance: Performance
+
+
+class PutCursorAnswer(CursorAnswer, frozen=True, kw_only=True):
+    """A cursor was made (`created`) or changed."""
+
+    created: bool
+
+
+class CursorListAnswer(Timed, frozen=True, kw_only=True):
+    """A page, ordered by name; `next_cursor` only when there are more."""
+
+    topic: str
+    cursors: list[CursorState]
+    next_cursor: str | None = None
+
+
+class DeleteCursorAnswer(Timed, frozen=True, kw_only=True):
+    """`deleted` is false when there was none."""
+
+    topic: str
+    cursor: str
+    deleted: bool
+
+
+class ReadCursorAnswer(DiffAnswer, frozen=True, kw_only=True):
+    """A page of a diff; the cursor stands at `cursor_seq` now. `checkpoint: false` leaves it where it was."""
+
+    cursor: str
+    cursor_seq: Seq
+
+
+# -- segments
+
+
+class ManifestSegment(msgspec.Struct, frozen=True):
+    """A sealed segment: records first_seq..last_seq, of first_ts..last_ts. `data_path` is below the cold directory when
+    `tier` is "cold", `idx_path` always below the data directory. `idx_xxh3`: XXH3-64 over offset, len and ts of all
+    entries of the index; null where it cannot be read. Frames carry checksums of their own.
+    """
+
+    first_seq: Seq
+    last_seq: Seq
+    records: int
+    first_ts: Ms
+    last_ts: Ms
+    data_bytes: int
+    version: int
+    tier: Annotated[str, _one_of(Literal["cold", "hot"])]
+    data_path: str
+    idx_path: str
+    idx_xxh3: str | None
+
+
+class PinMade(msgspec.Struct, frozen=True):
+    """The files of the listed segments stay for so long."""
+
+    id: str
+    ttl_ms: Ms
+
+
+class Manifest(Timed, frozen=True, kw_only=True):
+    """Sealed segments of a topic. Records from `http_from_seq` on are in no sealed segment; those below `earliest_seq`
+    do not count, wherever they still are. `next_from_seq`: ask again from there for more; null: these are all.
+    """
+
+    topic: str
+    epoch: str
+    head_seq: Seq
+    earliest_seq: Seq
+    evict_floor: Seq
+    dedupe_node: bool
+    http_from_seq: Seq
+    segments: list[ManifestSegment]
+    next_from_seq: Seq | None
+    pin: PinMade | None
+
+
+class PinRenewed(Timed, frozen=True, kw_only=True):
+    """`held` is false for a pin that is over, or never was: its files may be gone."""
+
+    topic: str
+    pin: str
+    held: bool
+
+
+class PinEnded(Timed, frozen=True, kw_only=True):
+    """`ended` is false for a pin that was over, or never was."""
+
+    topic: str
+    pin: str
+    ended: bool
