@@ -48,7 +48,6 @@ NOTICED_BY: Final[dict[str, Sequence[str]]] = {
     "walshard/head_marks.py": ("walshard/test_every_sync.py", "walshard/test_ram_log.py"),
     "walshard/sinks.py": ("walshard/test_sinks.py",),
     "walshard/topic_calls.py": ("walshard/test_every_sync.py",),
-    "walshard/routers/copy_log.py": ("walshard/test_every_sync.py",),
     "walshard/routers/feeds.py": ("walshard/test_every_sync.py",),
     "walshard/routers/registrar.py": ("walshard/test_every_sync.py",),
 }
