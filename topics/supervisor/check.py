@@ -74,8 +74,8 @@ class Finding(NamedTuple):
 
 
 def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[Finding]:
-    """Looks at the data directory, its lock and format, the cold directory if there is one, the shared memory, the address and the
-    limits.
+    """Looks at the data directory, its lock and its format, the cold directory if there is one, the shared memory, the
+    address and the limits.
 
     A bad cold directory does not keep the service from starting: only its own records cannot be read, and older ones go
     there later.

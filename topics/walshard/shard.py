@@ -66,7 +66,8 @@ class Shard:
     def step(self) -> bool:
         """One turn of the pipeline: everything that waits, up to a bound. False when there was nothing to do."""
         self._time.look()
-        self._run(self._handlers.queues.tick())
+        if self._handlers.queues.is_due:
+            self._run(self._handlers.queues.tick())
         requests = self._serve_requests()
         if requests or self._handlers.queues.stirred:
             self._finish_group()
@@ -76,6 +77,7 @@ class Shard:
         pages_max = 1 if requests and self._cell.get("deferring") else PAGES_PER_STEP
         copied = self._run(self.routing.pump(pages_max))
         if copied:
+            self._publisher.show_figures()
             self._outbox.flush()
         if self.upkeep.ram_log_is_long:
             self._run(self.upkeep.trim_ram_log())
@@ -186,7 +188,6 @@ class Shard:
         self._commits.commit(draft)
         self._handlers.group_over()
         self._publisher.show(draft)
-        self._publisher.show_figures()
 
     # -- answer
 
