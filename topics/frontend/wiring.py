@@ -14,22 +14,20 @@ from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.sessions import Sessions
 from topics.frontend.live.snapshot import TopicSight
-from topics.frontend.live.watch import WatchRoutes
+from topics.frontend.live.watch import WatchRoutes, watch_operations
 from topics.frontend.live.websocket import Services, WebSocketRoute
 from topics.frontend.operators.figures import ServiceFigures
-from topics.frontend.operators.service import MetricsRoute, ProbeRoutes
-from topics.frontend.queues.cursors import CursorRoutes
+from topics.frontend.operators.service import MetricsRoute, ProbeRoutes, service_operations
+from topics.frontend.queues.cursors import CursorRoutes, cursor_operations
 from topics.frontend.queues.queue import Jobs, QueueRoutes
-from topics.frontend.queues.queue_table import cursor_operations, queue_operations
-from topics.frontend.queues.work import WorkRoutes
+from topics.frontend.queues.work import WorkRoutes, queue_operations
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.reads.manifest import ManifestRoutes, manifest_operations
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.routes.append import AppendRoute
 from topics.frontend.routes.routers import RouterRoutes, router_operations
-from topics.frontend.routes.table import service_operations, topic_operations, watch_operations
-from topics.frontend.routes.topics import TopicRoutes
+from topics.frontend.routes.topics import TopicRoutes, topic_operations
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.txn.commits import Commits

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from topics import __version__
+from topics.api import answers as answer
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
+from topics.core.keys import KeyScope
 from topics.core.names import owner_shard
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import limits
@@ -24,9 +26,18 @@ from topics.frontend.entry.budget import Budget, Hold
 from topics.frontend.operators import exposition
 from topics.frontend.operators.exposition import TEXT_TYPE, Family, Sample, single
 from topics.frontend.operators.figures import ServiceFigures
+from topics.frontend.routes.operations import (
+    JSON,
+    TEXT,
+    Answer,
+    Binding,
+    Operation,
+    json_answer,
+)
 from topics.frontend.shards.arenas import Arenas, live_names
 from topics.shm.arena import TopicView
 from topics.shm.control import ControlPage, ProcessState, Role, replay_progress
+from topics.shm.durations import Route
 
 
 class ProbeRoutes:
@@ -202,3 +213,36 @@ def wants_json(accept: bytes) -> bool:
     """Text is what scrapers expect, whatever else they take: JSON only for who names it and does not prefer text."""
     json = weight(accept, b"application/json")
     return b"application/json" in accept.lower() and 0 < json >= weight(accept, b"text/plain")
+
+
+def service_operations(probes: ProbeRoutes, metrics: MetricsRoute, probe_auth: bool) -> list[Operation]:
+    """Probes and metrics (api §8)."""
+    needs = KeyScope.NONE if probe_auth else None
+    health = {200: json_answer("It answers", answer.Health)}
+    ready = {200: json_answer("All topics can be read", answer.Ready)}
+    return [
+        *(
+            Operation(
+                Binding("GET", path, probes.health, Route.HEALTH, needs, "service"),
+                "Alive?",
+                health,
+                public=not probe_auth,
+            )
+            for path in ("/v0/health", "/healthz")
+        ),
+        *(
+            Operation(
+                Binding("GET", path, probes.ready, Route.READY, needs, "service"),
+                "Recovered?",
+                ready,
+                ("not_ready",),
+                public=not probe_auth,
+            )
+            for path in ("/v0/ready", "/readyz")
+        ),
+        Operation(
+            Binding("GET", "/v0/metrics", metrics.get, Route.METRICS, KeyScope.READ, "service"),
+            "Metrics of the whole service",
+            {200: Answer("Prometheus text, or JSON by Accept", {TEXT: None, JSON: dict[str, Any]})},
+        ),
+    ]

@@ -19,8 +19,13 @@ from typing import Any, Final
 import msgspec
 from starlette.datastructures import QueryParams
 
-from topics.api.requests import CursorBody, ReadBody
+from topics.api import answers as answer
+from topics.api.requests import (
+    CursorBody,
+    ReadBody,
+)
 from topics.core.errors import TopicsError, invalid
+from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
 from topics.frontend.entry import limits, wire
@@ -34,10 +39,19 @@ from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES
 from topics.frontend.reads.node_sets import node_set
 from topics.frontend.reads.reading import PAGE_MEMBERS, Page, TopicReader, page_values
 from topics.frontend.reads.records import CorruptRecordError, PageOptions
+from topics.frontend.routes.operations import (
+    LOST,
+    Binding,
+    Operation,
+    Query,
+    json_answer,
+    made_or_there,
+)
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.shards.requests import is_outcome_unknown
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
+from topics.shm.durations import Route
 from topics.shm.queue_messages import (
     CursorAdvance,
     CursorDelete,
@@ -385,3 +399,53 @@ def _answer(name: str, cursor: str, page: Page, cursor_seq: int, started_ns: int
         str(elapsed_ms(started_ns)).encode(),
         page.scanned,
     )
+
+
+_CURSORS: Final = "/v0/topics/{topic}/cursors"
+_CURSOR: Final = f"{_CURSORS}/{{cursor}}"
+_COUNT: Final = {"type": "integer", "minimum": 0}
+
+
+def cursor_operations(cursors: CursorRoutes) -> list[Operation]:
+    """Read positions that the server keeps."""
+    missing = ("topic_not_found", "cursor_not_found", *LOST)
+    return [
+        Operation(
+            Binding("GET", _CURSORS, cursors.list_all, Route.OTHER_CURSOR, KeyScope.READ, "cursors"),
+            "List the cursors of a topic by name",
+            {200: json_answer("A page of cursors", answer.CursorListAnswer)},
+            ("topic_not_found", *LOST),
+            query=(
+                Query("page_size", _COUNT | {"default": 100}, "at most 1000"),
+                Query("cursor", {"type": "string"}, "next_cursor of the page before"),
+            ),
+        ),
+        Operation(
+            Binding("GET", _CURSOR, cursors.get, Route.OTHER_CURSOR, KeyScope.READ, "cursors"),
+            "Where a cursor is",
+            {200: json_answer("The cursor", answer.CursorAnswer)},
+            missing,
+        ),
+        Operation(
+            Binding("PUT", _CURSOR, cursors.put, Route.OTHER_CURSOR, KeyScope.WRITE, "cursors"),
+            "Make a cursor, or change or move it",
+            made_or_there(answer.PutCursorAnswer),
+            ("topic_not_found", *LOST),
+            body=CursorBody,
+            body_required=False,
+        ),
+        Operation(
+            Binding("DELETE", _CURSOR, cursors.delete, Route.OTHER_CURSOR, KeyScope.DELETE, "cursors"),
+            "Delete a cursor",
+            {200: json_answer("It is gone, or never was", answer.DeleteCursorAnswer)},
+            LOST,
+        ),
+        Operation(
+            Binding("POST", f"{_CURSOR}/read", cursors.read, Route.READ_CURSOR, KeyScope.READ, "cursors"),
+            "Read on, and move the cursor",
+            {200: json_answer("A page of records", answer.ReadCursorAnswer)},
+            missing,
+            body=ReadBody,
+            body_required=False,
+        ),
+    ]

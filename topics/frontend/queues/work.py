@@ -17,6 +17,15 @@ from typing import Final
 import msgspec
 from starlette.datastructures import QueryParams
 
+from topics.api import answers as answer
+from topics.api.requests import (
+    ClaimBody,
+    ExtendBody,
+    JobsBody,
+    NackBody,
+    PeekBody,
+    RedriveBody,
+)
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
@@ -29,12 +38,22 @@ from topics.frontend.live.push import AsgiPush, Push, until_disconnect
 from topics.frontend.live.watch import EVENT_STREAM_HEADERS, HEARTBEAT_MAX_MS, accepts_event_stream
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
 from topics.frontend.queues.job_records import ASIDE_MS, JobRendering, RenderedJobs, fetch_jobs
-from topics.frontend.queues.queue import Jobs, checked_node, clamped_lease_ms
+from topics.frontend.queues.queue import Jobs, QueueRoutes, checked_node, clamped_lease_ms
 from topics.frontend.reads.cold import ColdMissError
+from topics.frontend.routes.operations import (
+    EVENTS,
+    LOST,
+    Answer,
+    Binding,
+    Operation,
+    Query,
+    json_answer,
+)
 from topics.frontend.shards.requests import is_outcome_unknown
 from topics.settings import Settings
 from topics.shm.cap import Cap, Counted
 from topics.shm.control import ProcessCell
+from topics.shm.durations import Route
 from topics.shm.queue_messages import Dealt, Unclaim, WorkOpen
 
 HEARTBEAT_MS: Final = 15_000
@@ -380,3 +399,73 @@ def _part(dealt: Dealt, start: int, end: int) -> Dealt:
 _DELETED: Final = b"event: topic-deleted\ndata: %b\n\n"
 _WRITE_BYTES: Final = 64 * 1024
 """As much is put together for one write; between two of them the client may turn out to be slow."""
+
+
+_TOPIC: Final = "/v0/topics/{topic}"
+_JOBS: Final = ("topic_not_found", "not_a_queue", *LOST)
+_COUNT: Final = {"type": "integer", "minimum": 0}
+
+
+def queue_operations(queue: QueueRoutes, work: WorkRoutes) -> list[Operation]:
+    """Jobs and their leases."""
+    both, write = KeyScope.READ | KeyScope.WRITE, KeyScope.WRITE
+    jobs = (*_JOBS, "batch_too_large")
+    return [
+        Operation(
+            Binding("POST", f"{_TOPIC}/claim", queue.claim, Route.CLAIM, both, "queues"),
+            "Lease jobs",
+            {200: json_answer("Jobs, or none", answer.ClaimAnswer)},
+            _JOBS,
+            body=ClaimBody,
+        ),
+        Operation(
+            Binding("POST", f"{_TOPIC}/ack", queue.ack, Route.ACK, write, "queues"),
+            "Jobs are done",
+            {200: json_answer("Which of them", answer.AckAnswer)},
+            jobs,
+            body=JobsBody,
+        ),
+        Operation(
+            Binding("POST", f"{_TOPIC}/nack", queue.nack, Route.NACK, write, "queues"),
+            "Give jobs back",
+            {200: json_answer("Which of them", answer.NackAnswer)},
+            jobs,
+            body=NackBody,
+        ),
+        Operation(
+            Binding("POST", f"{_TOPIC}/extend", queue.extend, Route.EXTEND, write, "queues"),
+            "Keep jobs for longer",
+            {200: json_answer("Until when", answer.ExtendAnswer)},
+            jobs,
+            body=ExtendBody,
+        ),
+        Operation(
+            Binding("POST", f"{_TOPIC}/redrive", queue.redrive, Route.REDRIVE, KeyScope.ADMIN, "queues"),
+            "Bring dead letters back",
+            {200: json_answer("How many", answer.RedriveAnswer)},
+            (*_JOBS, "topic_full", "record_too_large"),
+            body=RedriveBody,
+        ),
+        Operation(
+            Binding("POST", f"{_TOPIC}/peek", queue.peek, Route.PEEK, KeyScope.READ, "queues"),
+            "Look at jobs without claiming them",
+            {200: json_answer("Jobs, and where each stands", answer.PeekAnswer)},
+            _JOBS,
+            body=PeekBody,
+            body_required=False,
+        ),
+        Operation(
+            # It takes its key from the query as well, so it looks for it itself.
+            Binding("GET", f"{_TOPIC}/work", work.work, None, None, "queues"),
+            "A stream that keeps a worker in jobs",
+            {200: Answer("Events: job, topic-deleted, error", {EVENTS: None})},
+            (*_JOBS, "not_acceptable"),
+            query=(
+                Query("node", {"type": "string", "minLength": 1}, "who works; required"),
+                Query("max", _COUNT | {"default": 1}, "jobs at any time"),
+                Query("lease_ms", _COUNT, "instead of the queue's own"),
+                Query("heartbeat_ms", _COUNT | {"default": 15_000}, "a comment when nothing else was sent for so long"),
+                Query("token", {"type": "string"}, "the key, for who cannot send a header"),
+            ),
+        ),
+    ]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from starlette.datastructures import QueryParams
 
+from topics.api import answers as answer
+from topics.api.requests import AppendBody, DeleteBody, DiffBody, GivenConfig
 from topics.core.config import parse_config
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
@@ -23,11 +26,24 @@ from topics.frontend.entry.query import flag, name_after, name_cursor, page_size
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.snapshot import TopicSight
 from topics.frontend.reads.catching_up import CatchingUp
+from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.reads.reading import TopicRef
+from topics.frontend.routes.append import AppendRoute
+from topics.frontend.routes.operations import (
+    LOST,
+    Binding,
+    Endpoint,
+    Operation,
+    Query,
+    flag_query,
+    json_answer,
+    made_or_there,
+)
 from topics.frontend.routes.routers import RouterRoutes
 from topics.frontend.shards.arenas import Arenas, live_names
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
+from topics.shm.durations import Route
 from topics.shm.topic_messages import (
     DeleteRecords,
     DeleteRecordsReply,
@@ -230,3 +246,93 @@ async def delete_in_turns(gateway: Gateway, call: DeleteRecords) -> tuple[int, D
         if reply.rest is None:
             return deleted, reply
         call = reply.rest
+
+
+NamedEndpoint = Callable[[str, Scope, Receive, Send], Awaitable[None]]
+
+_TOPIC: Final = "/v0/topics/{topic}"
+_PAGE_SIZE: Final = {"type": "integer", "minimum": 0, "default": 100}
+
+
+def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) -> list[Operation]:
+    """Lists, configuration, writes, reads and deletions (api §1 to §5)."""
+    delete = topics.delete_records
+    return [
+        Operation(
+            Binding("GET", "/v0/topics", topics.list_all, Route.LIST_TOPICS, KeyScope.READ, "topics"),
+            "List topics by name",
+            {200: json_answer("A page of topics", answer.TopicList)},
+            query=(
+                Query("prefix", {"type": "string"}, "only names that begin with it"),
+                Query("page_size", _PAGE_SIZE, "at most 1000"),
+                Query("cursor", {"type": "string"}, "next_cursor of the page before"),
+                flag_query("touch", False, "whether this counts as reading the topics"),
+            ),
+        ),
+        Operation(
+            Binding("GET", _TOPIC, topics.get, Route.GET_TOPIC, KeyScope.READ, "topics"),
+            "The state of a topic",
+            {200: json_answer("The topic", answer.TopicState)},
+            ("topic_not_found",),
+            query=(flag_query("touch", True, "whether this counts as reading the topic"),),
+        ),
+        Operation(
+            Binding("PUT", _TOPIC, topics.put, Route.PUT_TOPIC, KeyScope.ADMIN, "topics"),
+            "Create a topic, or replace its configuration",
+            made_or_there(answer.PutTopicAnswer),
+            ("topic_exists_incompatible", *LOST),
+            body=GivenConfig,
+            body_required=False,
+        ),
+        Operation(
+            Binding("DELETE", _TOPIC, topics.delete, Route.DELETE_TOPIC, KeyScope.DELETE, "topics"),
+            "Delete a topic and all of its records",
+            {200: json_answer("It is gone", answer.DeleteTopicAnswer)},
+            ("topic_not_empty", *LOST),
+            query=(flag_query("if_empty", False, "only a topic without records"),),
+        ),
+        Operation(
+            Binding("POST", _TOPIC, of_topic(append), Route.APPEND, KeyScope.WRITE, "records"),
+            "Append records, all or none",
+            {
+                200: json_answer("Appended", answer.AppendAnswer),
+                201: json_answer("Appended, and the topic created", answer.AppendAnswer),
+            },
+            (
+                "batch_too_large",
+                "record_too_large",
+                "topic_not_found",
+                "not_a_queue",
+                "head_mismatch",
+                "fenced",
+                "out_of_order",
+                "topic_full",
+                *LOST,
+            ),
+            body=AppendBody,
+            query=(flag_query("return_seqs", True, "whether the answer lists the seqs"),),
+        ),
+        Operation(
+            Binding("POST", f"{_TOPIC}/diff", of_topic(diff), Route.DIFF, KeyScope.READ, "records"),
+            "Read what follows a cursor, or wait for it",
+            {200: json_answer("A page of records", answer.DiffAnswer)},
+            ("topic_not_found", "storage_unavailable"),
+            body=DiffBody,
+        ),
+        Operation(
+            Binding("POST", f"{_TOPIC}/delete", delete, Route.DELETE_RECORDS, KeyScope.DELETE, "records"),
+            "Delete records by seq, by tag, or both",
+            {200: json_answer("They are gone", answer.DeleteRecordsAnswer)},
+            ("topic_not_found", *LOST),
+            body=DeleteBody,
+        ),
+    ]
+
+
+def of_topic(endpoint: NamedEndpoint) -> Endpoint:
+    """An endpoint that is also reached without the router, with the topic's name."""
+
+    async def with_name(scope: Scope, receive: Receive, send: Send) -> None:
+        await endpoint(scope["path_params"]["topic"], scope, receive, send)
+
+    return with_name
