@@ -30,9 +30,8 @@ from topics.frontend.routes.routers import RouterRoutes, router_operations
 from topics.frontend.routes.topics import TopicRoutes, topic_operations
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.txn.commits import Commits
+from topics.frontend.txn.commits import Commits, Stages
 from topics.frontend.txn.routes import TxnRoutes, txn_operations
-from topics.frontend.txn.stages import Stages
 from topics.settings import Settings
 from topics.shm.cap import Cap, KeyCounts
 from topics.shm.control import ProcessCell, Role

@@ -5,7 +5,7 @@ Two kinds of writers share it and take turns while it is full. Answers to comman
 not read its answers is not read from either. Subscriptions are the hub's: they are told that there is no room, stay
 behind in their topic, and are asked again (`on_writable`) when there is room for all that one step may say. Until then
 nothing of theirs is read or put into words: the log is their queue. What is kept is counted with the subscription that
-said it: the hub bounds all of that together (`room.py`).
+said it: the hub bounds all of that together (`Room`).
 """
 
 from __future__ import annotations

@@ -15,8 +15,18 @@ from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
 from topics.frontend.shards.arenas import Arenas
-from topics.frontend.shards.lane import ROOM_WAIT_S, Fate, Lane, Waiter
-from topics.frontend.shards.requests import OnLate, Request, Spills, Unanswered, fail, take_long_reply
+from topics.frontend.shards.requests import (
+    ROOM_WAIT_S,
+    Fate,
+    Lane,
+    OnLate,
+    Request,
+    Spills,
+    Unanswered,
+    Waiter,
+    fail,
+    take_long_reply,
+)
 from topics.frontend.shards.watches import Watches, WatchHandle
 from topics.log import get_logger
 from topics.shm import append_messages, messages
