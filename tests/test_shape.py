@@ -16,8 +16,6 @@ LINES_MAX = 51_250
 COLLABORATORS_MAX = 8
 WALSHARD = "topics.walshard"
 WALSHARD_DEPTH_MAX = 9
-MANY_COLLABORATORS = {"TopicRoutes", "WorkRoutes"}
-"""These still have more. No class may join them."""
 MADE_BY_OTHERS = {"BoundedBuffer"}
 """Classes whose constructors are called by a library, which cannot hand over all that they need."""
 PLAIN_DATA = {"NamedTuple", "Struct", "Protocol", "TypedDict"}
@@ -143,7 +141,6 @@ def longest_chain(start: str, below: dict[str, set[str]], passed: tuple[str, ...
 
 def test_no_constructor_takes_many_collaborators() -> None:
     found = {f"{module}.{node.name}" for module, node in own_classes() if too_many_collaborators(node)}
-    found = {name for name in found if name.rpartition(".")[2] not in MANY_COLLABORATORS}
     assert not found, f"more than {COLLABORATORS_MAX} parameters"
 
 

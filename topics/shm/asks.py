@@ -13,7 +13,7 @@ class Asks(Generic[ReplyT]):
     """A request that its shard answers with a `ReplyT`; `Asks[None]`: nobody waits for an answer."""
 
     __slots__ = ()
-    reply_type: ClassVar[Any]
+    reply_type: ClassVar[Any] = type(None)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
