@@ -34,9 +34,9 @@ _TOPICS: Final = "/v0/topics/"
 _DIFF: Final = "/diff"
 _WS: Final = "/v0/ws"
 _UNSCOPED_NAMES: Final = frozenset(("cursor", "pin"))
-"""What in a path a key's prefixes are not about: a cursor is its topic's, and so is a pin."""
+"""Path parameters that a key's prefixes do not apply to: a cursor belongs to its topic, and so does a pin."""
 _NAMED: Final = frozenset((b"topics", b"routers", b"stage", b"txn"))
-"""What names follow in a path."""
+"""Names follow these words in a path."""
 _READ: Final = KeyScope.READ
 _WRITE: Final = KeyScope.WRITE
 

@@ -1,1 +1,1 @@
-"""What a request meets before its route: keys, the body and its checks, bounds of what is held, and answers."""
+"""A request meets this before its route: keys, the body and its checks, bounds of what is held. Answers leave by it."""

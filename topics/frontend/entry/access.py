@@ -29,7 +29,7 @@ _NAMES: Final = {Counted.STREAMS: "sse_connections_per_key", Counted.REQUESTS: "
 
 
 class KeyLimits:
-    """What `take` granted is given back by `give_back`, once."""
+    """The limits of each key. `give_back` returns what `take` granted, once."""
 
     def __init__(self, counts: KeyCounts, settings: Settings) -> None:
         self._counts = counts
@@ -69,12 +69,12 @@ class Access:
 
     @property
     def on(self) -> bool:
-        """Whether requests need a key."""
+        """True if requests need a key."""
         return bool(self._ring.keys)
 
     @property
     def serial(self) -> int:
-        """Of the ring that counts."""
+        """The serial of the ring that counts."""
         return self._ring.serial
 
     def replace(self, ring: KeyRing) -> None:
@@ -103,7 +103,7 @@ class Access:
         return key
 
     def admit(self, scope: Scope, needed: KeyScope, names: Iterable[str] = ()) -> None:
-        """Lets a request pass whose key has these scopes and covers these names; `caller_of` tells of it after."""
+        """Let a request pass whose key has these scopes and covers these names; then `caller_of` returns the key."""
         key = self.caller(scope)
         key.require(needed, names)
         if _CALLER not in scope:
@@ -117,11 +117,11 @@ class Access:
             self.limits.give_back(key, Counted.REQUESTS)
 
     def key_of(self, digest: bytes) -> ApiKey | None:
-        """What counts now for who was admitted with the key of this digest; None when that is no longer valid."""
+        """The key of this digest as it counts now; None when it is no longer valid."""
         return self._ring.with_digest(digest) if self._ring.keys else ANYONE
 
     def still_allows(self, digest: bytes, needed: KeyScope, names: Iterable[str]) -> bool:
-        """Whether the key of this digest is valid now, with these scopes and over these names."""
+        """Tell whether the key of this digest is valid now, with these scopes and over these names."""
         key = self.key_of(digest)
         return key is not None and key.has(needed) and all(map(key.covers, names))
 
@@ -148,13 +148,17 @@ def _token(query_string: bytes) -> bytes | None:
 
 
 RETRY_S: Final = 1.0
-"""As long as older keys count here than what was asked for: one of them may have been revoked."""
+"""The time between attempts while older keys count here than were asked for: one of them may have been revoked."""
 
 _log = get_logger()
 
 
 class KeyReload:
-    """`header` has the serial of the newest ring; `cell` says which one counts here."""
+    """SIGHUP: this frontend reads the keys again. The supervisor has read them before and found them good, but the file
+    may have changed since, or be missing for a moment.
+
+    `header` has the serial of the newest ring; `cell` says which one counts here.
+    """
 
     def __init__(self, settings: Settings, access: Access, header: Cell, cell: ProcessCell) -> None:
         self._settings = settings
@@ -164,12 +168,12 @@ class KeyReload:
         self._wanted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._said: list[str] = []
-        """Problems that are in the log, and last."""
+        """The problems that were logged last."""
         cell.set("keys_serial", access.serial)
 
     def request(self) -> None:
-        """Reads the keys soon; once more if it is just doing so, for they may have changed again. If that fails it is
-        repeated until these keys or newer ones count here.
+        """Read the keys soon, and once more if that is under way: they may have changed again. A failure is repeated
+        until these keys or newer ones count here.
         """
         self._wanted.set()
         if self._task is None:
@@ -215,7 +219,10 @@ _MAX_AGE_S: Final = 600
 
 
 class Cors(CORSMiddleware):
-    """`app` for pages of these origins. Everybody else is served as ever: browsers keep answers from other pages."""
+    """`app` for pages of these origins, with our error envelope. Browsers keep the answers from other pages.
+
+    Never with credentials: keys travel in a header that the page itself sets, so `*` is safe.
+    """
 
     def __init__(self, app: AsgiApp, origins: Collection[str]) -> None:
         super().__init__(
@@ -228,7 +235,7 @@ class Cors(CORSMiddleware):
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """204 or, in the envelope of api §0.6, what is not allowed."""
+        """Return 204, or the refusal in the envelope of api §0.6."""
         answer = super().preflight_response(request_headers)
         headers = {name: answer.headers[name] for name in answer.headers if not name.startswith("content-")}
         if answer.status_code == 200:

@@ -58,7 +58,7 @@ async def take_room(scope: Scope, most_bytes: int) -> None:
 def send_json(
     send: Send, request_headers: Headers, status: int, body: bytes, headers: HeaderList | None = None
 ) -> Awaitable[None]:
-    """As `send_whole`."""
+    """Send a JSON answer, as `send_whole` does."""
     return send_whole(send, request_headers, status, _JSON, body, headers)
 
 
@@ -133,7 +133,7 @@ def error_body(error: TopicsError) -> bytes:
 
 
 def accepts_gzip(accept_encoding: bytes) -> bool:
-    """Whether `gzip` (or `*`) is listed with a weight above zero."""
+    """Tell whether `gzip` (or `*`) is listed with a weight above zero."""
     chosen = False
     for part in accept_encoding.lower().split(b","):
         coding, _, parameters = part.partition(b";")

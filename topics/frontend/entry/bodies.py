@@ -27,7 +27,7 @@ WishT = TypeVar("WishT")
 
 _GZIP_WBITS: Final = 31
 _UNZIP_INLINE_BYTES_MAX: Final = 1024
-"""What is longer may unpack to more than a MiB: a thread does it, for the loop's sake."""
+"""A longer body may unpack to more than a MiB, so a thread does it and the loop goes on."""
 
 INLINE_BYTES_MAX: Final = 1 << 20
 """A longer body is decoded and laid out by a thread: others get their turn between two calls into C."""
@@ -40,7 +40,7 @@ medium_bodies: Final = Budget(limits.MEDIUM_BODIES)
 long_bodies: Final = Budget(limits.LONG_BODIES)
 """Both are this process's: there is one event loop, and all routes share them."""
 _holds: Final[dict[asyncio.Task[Any], dict[Budget, Hold]]] = {}
-"""What each request holds."""
+"""The holds of each request."""
 
 
 class ClientGoneError(Exception):
@@ -177,7 +177,7 @@ async def _read_rest(receive: Receive, first: bytes, headers: Headers, max_bytes
 
 
 def _length(headers: Headers, max_bytes: int) -> int:
-    """Of the body, 0 if it is not known; the server has checked it."""
+    """The length of the body, 0 if it is not known; the server has checked it."""
     length = headers.get(b"content-length", b"")
     return min(int(length), max_bytes) if length.isdigit() else 0
 

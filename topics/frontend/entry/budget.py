@@ -20,7 +20,7 @@ RETRY_AFTER_MS: Final = 1000
 
 
 class AtLimit(Enum):
-    """What becomes of one that finds no room. One that waits, and is too large for any, enters when nothing is held."""
+    """The fate of one that finds no room. One that waits and is larger than the budget enters when nothing is held."""
 
     WAIT = "waits in line"
     REFUSE = "is refused"
@@ -103,7 +103,7 @@ class Budget:
 
 
 class Hold:
-    """What one holder has of a budget, until it is closed. It may stand in line for one more part of it."""
+    """The part of a budget that one holder has, until it is closed. It may stand in line for one more part of it."""
 
     __slots__ = ("_budget", "_tell", "closed", "held_bytes")
 

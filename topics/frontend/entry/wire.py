@@ -29,7 +29,7 @@ _POSITION: Final = re.compile(r"^(?:JSON is malformed: )?(.*?)(?: \(byte (\d+)\)
 
 
 def has_job_attributes(record: RecordBody) -> bool:
-    """Whether it is to come later, or in order (api §9)."""
+    """Tell whether the record is to come later, or in order (api §9)."""
     return record.deliver_at is not None or record.delay_ms is not None or record.order_key is not None
 
 
@@ -47,7 +47,7 @@ def decode(json_decoder: msgspec.json.Decoder[BodyT], body: bytes) -> BodyT:
 
 
 def decode_as(body_type: type[BodyT], body: bytes) -> BodyT:
-    """As `decode`, with a decoder of its own for each type, and its integers checked."""
+    """Decode with a decoder of its own for each type, and check the integers."""
     json_decoder = _decoders.get(body_type)
     if json_decoder is None:
         json_decoder = _decoders[body_type] = msgspec.json.Decoder(body_type)
@@ -79,7 +79,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 def given(raw: Optional) -> TypeGuard[msgspec.Raw]:
-    """Whether an optional field is there, and more than `null`."""
+    """Tell whether an optional field is there and more than `null`."""
     return raw is not msgspec.UNSET and bytes(raw) != b"null"
 
 
@@ -100,7 +100,7 @@ def check_counts(request: msgspec.Struct) -> None:
 
 
 def decode_any(json_decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
-    """As `decode`, for what is not one type."""
+    """Decode as `decode` does, for a union of types."""
     try:
         # msgspec checks the text of what it decodes, not of what it passes on.
         if not body.isascii():

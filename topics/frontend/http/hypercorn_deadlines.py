@@ -88,7 +88,7 @@ class _Body:
 
 
 class Kept(Protocol):
-    """What is kept for a client, as asyncio's transports have it."""
+    """The bytes that are kept for a client, in the shape of asyncio's transports."""
 
     def get_write_buffer_size(self) -> int: ...
 

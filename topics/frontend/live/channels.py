@@ -59,9 +59,9 @@ class Channel:
         """All connections that follow it, and its index in their plans."""
         self.current: dict[Connection, int] = {}
         self.changed = False
-        """Since the pass that is under way began."""
+        """The topic has changed since the pass that is under way began."""
         self.held = False
-        """What changed is to wait a little for what changes next (`Hub.coalesce_ms`)."""
+        """Changes wait a little for the next ones (`Hub.coalesce_ms`)."""
         self.served_ms = 0
         """When the last pass ended."""
         self.todo: list[Connection] = []
@@ -84,7 +84,7 @@ class Channel:
 
 
 COST_BYTES: Final = 4096
-"""What a connection is looked at for costs one unit, and one more for each of so many bytes written to it."""
+"""One look at a connection costs one unit, and one more for each of so many bytes written to it."""
 
 
 class Slice:
@@ -98,7 +98,7 @@ class Slice:
         self.records = 0
 
     def send(self, connection: Connection, step: Step) -> bool:
-        """Writes it. False: more waits for its client now than may."""
+        """Write the step. False: more waits for the client now than may."""
         connection.stream = step.stream
         data = step.data
         if not data:
@@ -110,11 +110,11 @@ class Slice:
 
 
 BEATS_MAX: Final = 64
-"""In one turn of the event loop, which has other things to do as well."""
+"""Heartbeats in one turn of the event loop, which has other things to do as well."""
 
 
 class Beats:
-    """Of one frontend's streams. `on_full(connection, now_ms)` is told of those whose clients take nothing."""
+    """The heartbeats of one frontend's streams. `on_full(connection, now_ms)` is told of clients that take nothing."""
 
     def __init__(self, clock: Clock, on_full: Callable[[Connection, int], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -123,15 +123,15 @@ class Beats:
         self._heartbeats: Heartbeats[Connection] = Heartbeats()
         self._timer: asyncio.TimerHandle | None = None
         self._at_ms = 0
-        """When the timer is due."""
+        """The time at which the timer is due."""
 
     def add(self, connection: Connection) -> None:
-        """It begins, as one that was written to at `idle_since_ms`."""
+        """Add a connection that was written to at `idle_since_ms`."""
         self._heartbeats.add(connection)
         self._arm()
 
     def end(self, connection: Connection) -> None:
-        """It has ended; does nothing for one without heartbeats."""
+        """Remove a connection; one without heartbeats is ignored."""
         self._heartbeats.end(connection)
 
     def _arm(self) -> None:

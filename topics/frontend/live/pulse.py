@@ -1,4 +1,4 @@
-"""What time and a slow client mean to a connection. Pure: the monotonic clock is passed in.
+"""Time and slow clients, as connections meet them. Pure: the monotonic clock is passed in.
 
 - An idle connection gets a heartbeat (`Heartbeats`), and things wait until they are due (`Held`).
 - A client that stands still is cut (`Stalls`).
@@ -40,11 +40,11 @@ class Held(Generic[Item]):
 
     @property
     def next_ms(self) -> float | None:
-        """When `take_due` is worth the next call; None when nothing waits."""
+        """The time from which `take_due` has something; None when nothing waits."""
         return self._heap[0][0] if self._heap else None
 
     def take_due(self, now_ms: float) -> list[Item]:
-        """Those whose time has come, in that order."""
+        """Return the items whose time has come, in that order."""
         due = []
         while self._heap and self._heap[0][0] <= now_ms:
             due.append(heapq.heappop(self._heap)[2])
@@ -68,7 +68,10 @@ BeatingT = TypeVar("BeatingT", bound=Beating)
 
 
 class Heartbeats(Generic[BeatingT]):
-    """Who is due when. A write costs nothing here: a connection is looked at when it would be due, and filed anew."""
+    """The times at which connections are due.
+
+    A write costs nothing: a connection is looked at when it would be due, and filed anew.
+    """
 
     def __init__(self) -> None:
         self._heap: list[list[Any]] = []
@@ -89,12 +92,12 @@ class Heartbeats(Generic[BeatingT]):
 
     @property
     def next_ms(self) -> int | None:
-        """When `take_due` is worth the next call; None when there is nobody."""
+        """The time from which `take_due` has something; None when there is nobody."""
         return self._heap[0][0] if self._heap else None
 
     def take_due(self, now_ms: int, most: int) -> list[BeatingT]:
-        """Those that are idle for `heartbeat_ms`; each counts as written to now. Looks at `most` and leaves the rest
-        due: streams that follow one topic were all written to in the same moment.
+        """Return those that are idle for `heartbeat_ms`; each counts as written to now. Look at `most` and leave the
+        rest due: streams that follow one topic were all written to in the same moment.
         """
         due = []
         while most and self._heap and self._heap[0][0] <= now_ms:
@@ -150,20 +153,20 @@ class Stalls(Generic[StallingT]):
         self._stalls: dict[StallingT, Stall] = {}
 
     def note(self, one: StallingT, now_ms: int) -> None:
-        """It has not taken what it was sent; does nothing when that is known."""
+        """Note one that has not taken what it was sent; nothing happens when that is known."""
         if one not in self._stalls:
             held_bytes = self._buffered_bytes(one)
             self._stalls[one] = Stall(self._taken_bytes(one), now_ms, held_bytes)
             self._budget.held_bytes += held_bytes
 
     def end(self, one: StallingT) -> None:
-        """There is room again, or it is gone; the owner of the budget lets others in."""
+        """Forget one that has room again, or is gone; the owner of the budget lets others in."""
         stall = self._stalls.pop(one, None)
         if stall is not None:
             self._budget.held_bytes -= stall.held_bytes
 
     def over(self, now_ms: int) -> list[StallingT]:
-        """Those who have taken nothing for STALL_MAX_MS. To be asked now and then: this is where progress is seen."""
+        """Return those who have taken nothing for STALL_MAX_MS. Ask now and then: progress is seen here."""
         over = []
         for one, stall in self._stalls.items():
             held_bytes = self._buffered_bytes(one)
@@ -174,7 +177,7 @@ class Stalls(Generic[StallingT]):
         return over
 
     def holding(self, bytes_too_many: int, now_ms: int, still_ms: int | None = None) -> list[StallingT]:
-        """Those whose end would free so much, longest without progress first; nobody who has made some within
+        """Return those whose end would free so much, longest without progress first; nobody who has made some within
         `still_ms` (STALL_CUT_MS), so it may be less.
         """
         last_ms = now_ms - (STALL_CUT_MS if still_ms is None else still_ms)
@@ -192,7 +195,7 @@ WaiterT = TypeVar("WaiterT")
 
 
 class Room(Generic[WaiterT]):
-    """Who waits for how much of `budget`, and who was told by `admit` to come and has not yet."""
+    """The line of large frames that wait for `budget`, and those that were admitted and have not come yet."""
 
     def __init__(self, budget: Budget, admit: Callable[[WaiterT], None]) -> None:
         self._budget = budget
@@ -217,7 +220,9 @@ class Room(Generic[WaiterT]):
         return False
 
     def end(self, waiter: WaiterT) -> int:
-        """It comes, has left, or sends nothing for now; for how much it was admitted. Nobody is let in for that yet."""
+        """End the wait of one that comes, has left, or sends nothing for now. Return for how much it was admitted;
+        nobody is let in for that yet.
+        """
         hold = self._holds.pop(waiter, None)
         if hold is None:
             return 0

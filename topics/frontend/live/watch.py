@@ -215,7 +215,7 @@ class WatchRoutes:
 
 
 def accepts_event_stream(accept: bytes) -> bool:
-    """Whether an Accept header allows `text/event-stream`."""
+    """Tell whether an Accept header allows `text/event-stream`."""
     return weight(accept, b"text/event-stream") > 0
 
 

@@ -66,7 +66,7 @@ _log = get_logger()
 
 
 class Services(NamedTuple):
-    """What the sockets of a frontend use. `observe(route, took_us)` is told of every command that was answered."""
+    """The parts of a frontend that its sockets use. `observe(route, took_us)` is told of every answered command."""
 
     reader: TopicReader
     appends: AppendRoute
@@ -213,7 +213,7 @@ class Socket:
             await self._outbox.put(_encode({"op": "pong", "request_id": command.request_id}))
 
     def _key(self) -> ApiKey:
-        """As it counts now: whoever has waited asks again."""
+        """The key as it counts now: whoever has waited asks again."""
         key = self._services.access.key_of(self._digest)
         if key is None:
             raise TopicsError("unauthorized", "the key of this socket is no longer valid")
@@ -416,7 +416,7 @@ class WebSocketRoute:
             socket.end(GOING_AWAY, "the service is stopping")
 
     def _admit(self, scope: Scope) -> ApiKey:
-        """Whoever may open a socket, whose place is then taken."""
+        """Return the key of a client that may open a socket; its place is then taken."""
         headers = scope["headers"]
         origins = [value for name, value in headers if name == b"origin"]
         hosts = [value for name, value in headers if name in (b"host", b":authority")]
@@ -446,7 +446,7 @@ class WebSocketRoute:
 
 
 async def refuse(error: TopicsError, scope: Scope, send: Send) -> None:
-    """Answers an upgrade over HTTP, in the envelope of every error."""
+    """Refuse an upgrade over HTTP, in the envelope of every error."""
     if "websocket.http.response" not in scope.get("extensions", {}):
         await send({"type": "websocket.close"})
         return
@@ -459,5 +459,5 @@ async def refuse(error: TopicsError, scope: Scope, send: Send) -> None:
 
 
 async def needs_upgrade(scope: Scope, receive: Receive, send: Send) -> None:
-    """`GET /v0/ws` without a handshake."""
+    """Refuse a `GET /v0/ws` without a handshake."""
     raise TopicsError("upgrade_required", "this is a WebSocket: ask with Upgrade: websocket")

@@ -1,1 +1,1 @@
-"""What those who run the service see: probes, metrics, the OpenAPI page, pressure."""
+"""The view of those who run the service: probes, metrics, the OpenAPI page, pressure."""

@@ -1,5 +1,5 @@
-"""What the whole service says of itself in shared memory, as metrics (api §8): the control page and the durations of
-requests. Nobody is asked, so any frontend answers for all, also while processes are dead or recovering.
+"""The whole service as metrics (api §8), read from shared memory: the control page and the durations of requests.
+Nobody is asked, so any frontend answers for all, also while processes are dead or recovering.
 """
 
 from __future__ import annotations

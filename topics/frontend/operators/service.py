@@ -137,7 +137,7 @@ class MetricsRoute:
         return await _in_slices(exposition.json(families) if as_json else exposition.text(families))
 
     async def _topic_families(self, prefixes: tuple[str, ...]) -> list[Family]:
-        """Of the topics that begin with one of these: nobody learns the names of others."""
+        """The series of topics that begin with one of these: nobody learns the names of others."""
         columns: list[list[Sample]] = [[] for _ in _TOPIC_SERIES]
         queue_columns: list[list[Sample]] = [[] for _ in _QUEUE_SERIES]
         turn = _Turn()

@@ -66,22 +66,22 @@ STUCK_RETRY_AFTER_MS: Final = 1000
 
 
 class Turn:
-    """At one cursor, for as long as somebody has it or waits for it."""
+    """The turn at one cursor, for as long as somebody has it or waits for it."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self.readers = 0
         self.served = 0
-        """Readers that had it, and were not stuck in it."""
+        """The number of readers that had it and were not stuck in it."""
         self.left_at: CursorMoved | None = None
-        """Where the reader before left the cursor. Another frontend's, or a `PUT`, may have moved it since."""
+        """The cursor as the last reader left it. A reader at another frontend, or a `PUT`, may have moved it since."""
 
 
 class Turns:
-    """Of all cursors at one frontend."""
+    """The turns at all cursors of one frontend."""
 
     def __init__(self, wait_s: float) -> None:
-        """`wait_s`: how long one may wait."""
+        """`wait_s` is the longest time that a reader waits."""
         self._wait_s = wait_s
         self._turns: dict[tuple[str, str], Turn] = {}
 
@@ -90,7 +90,7 @@ class Turns:
 
     @asynccontextmanager
     async def of(self, topic: str, cursor: str) -> AsyncIterator[Turn]:
-        """Waits for it; `throttled` when too many do, or it does not come though others had theirs."""
+        """Wait for the turn; `throttled` when too many wait, or when it does not come though others had theirs."""
         turn = self._turns.get((topic, cursor))
         if turn is None:
             turn = self._turns[topic, cursor] = Turn()
@@ -131,7 +131,7 @@ class Turns:
 
 
 def too_many_readers(topic: str, cursor: str) -> TopicsError:
-    """To be asked again a moment later."""
+    """The refusal of a reader that may ask again a moment later."""
     return TopicsError(
         "throttled", f"too many readers move cursor {cursor!r} of topic {topic!r}", {"retry_after_ms": 10}
     )
@@ -154,7 +154,7 @@ _ANSWER: Final = (
 
 
 class CursorRoutes:
-    """One method for each route; which is for whom says the app."""
+    """The requests about named cursors, a method for each."""
 
     def __init__(
         self, gateway: Gateway, reader: TopicReader, catching_up: CatchingUp, settings: Settings, cell: ProcessCell
@@ -252,7 +252,7 @@ class CursorRoutes:
                 self._gateway.post(self._owner(name), msgspec.structs.replace(lost, passed_on=passed_on))
 
     async def _peek(self, name: str, cursor: str, options: PageOptions, room: Room) -> tuple[Page, int, None]:
-        """As `_take`, and nothing is moved."""
+        """Read a page as `_take` does, and move nothing."""
         at = await self._look(name, cursor)
         await room()
         cursor_seq, page = at.seq, await self._page(name, at, options)
@@ -271,7 +271,7 @@ class CursorRoutes:
     async def _take(
         self, name: str, cursor: str, options: PageOptions, turn: Turn, room: Room
     ) -> tuple[Page, int, CursorPassedOn | None]:
-        """The page, where the cursor stands after it, and what to tell the shard if the page gets lost, if it cares."""
+        """Return the page, the cursor's place after it, and the message for a shard that has to know of its loss."""
         owner = self._owner(name)
         left_at, turn.left_at = turn.left_at, None
         looked = left_at is None

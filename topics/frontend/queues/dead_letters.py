@@ -68,7 +68,7 @@ _encode_json = msgspec.json.Encoder().encode
 
 
 class DeadLetters:
-    """Of this frontend."""
+    """All dead letters that this frontend carries."""
 
     def __init__(self, gateway: Gateway, reader: TopicReader, unreadable: UnreadableJobs) -> None:
         self._gateway = gateway

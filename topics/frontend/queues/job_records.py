@@ -120,7 +120,7 @@ class JobRendering:
         return RenderedJobs(b",".join(self._bodies), self.count, [], [])
 
     def cut(self) -> RenderedJobs:
-        """What there is so far, the others to be given back."""
+        """Return what there is so far; the other jobs are to be given back."""
         dealt = self._dealt
         unsent = [seq for seq in dealt.seqs if seq > self.cursor]
         first = dealt.first_lease_no + len(dealt.seqs) - len(unsent)
@@ -134,20 +134,24 @@ def _unreadable(name: str, seq: int) -> TopicsError:
 
 
 ASIDE_MS: Final = 30_000
-"""How long it waits before it is tried again."""
+"""The time that a job waits before it is tried again."""
 _SAID_MAX: Final = 10_000
 
 _log = get_logger()
 
 
 class UnreadableJobs:
-    """What was said of them; the oldest is forgotten first."""
+    """Jobs whose records cannot be read now: a corrupt segment, a cold directory that does not answer (api §9).
+
+    Such a job is put aside, so that it is in nobody's way. It counts no delivery, since it came to nobody. It is logged
+    once, not each time that it comes round; the oldest are forgotten first.
+    """
 
     def __init__(self) -> None:
         self._said: OrderedDict[tuple[str, int], None] = OrderedDict()
 
     def concerns(self, name: str, seq: int, error: TopicsError) -> bool:
-        """Whether it is this job that cannot be read, which is logged; False: it is no job's fault."""
+        """Tell whether this job cannot be read, which is logged; False: it is no job's fault."""
         if error.code != "storage_unavailable":
             return False
         if (name, seq) not in self._said:

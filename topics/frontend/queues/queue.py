@@ -40,12 +40,12 @@ from topics.shm.control import ProcessCell
 from topics.shm.queue_messages import Ack, AckReply, Dealt, Extend, Nack, Peek, Unclaim
 
 SEQS_MAX: Final = 1000
-"""Of one ack, nack or extend."""
+"""Jobs of one ack, nack or extend."""
 ROOM_WAIT_S: Final = 2.0
 """For room for the answer of a claim, whose jobs are leased by then; half their lease, if that is less."""
 DELAY_MS_MAX: Final = 365 * 86_400_000
 LOOKS_MAX: Final = 16
-"""How often the shard is asked for one answer: it looks at few records at a time, for others wait behind it."""
+"""Questions to the shard for one answer: it looks at few records at a time, for others wait behind it."""
 RUNS_AT_ONCE: Final = 32
 """Pages that are read before the loop goes on with somebody else."""
 
@@ -171,7 +171,7 @@ class QueueRoutes:
             raise
 
     def _unclaim(self, name: str, node: str, dealt: Dealt, but: int) -> None:
-        """All jobs but the first so many were claimed in vain."""
+        """Give back all jobs but the first so many: they were claimed in vain."""
         if dealt.seqs[but:]:
             end = dealt.first_lease_no + len(dealt.seqs)
             leases = list(range(dealt.first_lease_no + but, end))
@@ -250,7 +250,7 @@ class QueueRoutes:
         await answering
 
     async def _look_at(self, name: str, request: PeekBody) -> tuple[list[JobView], int | None]:
-        """The jobs, and behind which seq there may be more."""
+        """Return the jobs, and the seq behind which there may be more."""
         owner = self._reader.owner(name)
         most = max(1, min(request.max, self._settings.max_claim))
         jobs: list[JobView] = []
@@ -316,7 +316,7 @@ class QueueRoutes:
 
 
 def checked_node(node: str, settings: Settings) -> str:
-    """Who the consumer is; `400` for nobody or a name that is too long."""
+    """Return the name of the consumer; `400` for none, or one that is too long."""
     if not 1 <= len(node.encode()) <= settings.max_node_bytes:
         raise invalid(f"node must have 1 to {settings.max_node_bytes} bytes", field="node")
     return node
@@ -347,7 +347,7 @@ def _topic_name(scope: Scope) -> str:
 
 
 def _members(job: JobView) -> bytes:
-    """What is said of a job beside its record."""
+    """The members of a job beside its record."""
     members = b',"state":"%b","deliveries":%d' % (job.state.encode(), job.deliveries)
     if job.state == "leased":
         members += b',"node":%b,"deadline":%d' % (_encode(job.node), job.at_ms)

@@ -65,7 +65,7 @@ _NEEDED: Final = KeyScope.READ | KeyScope.WRITE
 
 
 class WorkWish(msgspec.Struct, frozen=True):
-    """What the client asked for. `lease_ms` None is the queue's own."""
+    """The stream that a client asked for. `lease_ms` None is the queue's own."""
 
     name: str
     node: str
@@ -179,7 +179,7 @@ class WorkStream:
         self._number = routes.jobs.channel.number()
         self._push: Push | None = None
         self._early: list[Dealt] = []
-        """What came before the head of the answer was out, or while a record was fetched."""
+        """Jobs that came before the head of the answer was out, or while a record was fetched."""
         self._fetching: asyncio.Task[None] | None = None
         self._announced = False
         """The shard knows of it, or may."""
@@ -187,14 +187,14 @@ class WorkStream:
         """Its shard was asked a second time, which may reach it though the first did not."""
         self._closed = False
         self._last_words = b""
-        """Of one that ended before it began."""
+        """The last event of a stream that ended before it began."""
         self._heartbeat: asyncio.TimerHandle | None = None
         self._stall: Stall | None = None
         """The client does not keep up, and is dealt nothing."""
         self._look_timer: asyncio.TimerHandle | None = None
 
     async def open(self) -> None:
-        """The shard knows of it, or why not."""
+        """Tell the shard of the stream; fails as the shard refuses."""
         self._jobs.channel.listen(self._number, self._dealt)
         self._announced = True
         try:
@@ -204,7 +204,7 @@ class WorkStream:
             raise
 
     def begin(self, push: Push) -> None:
-        """From now on what it gets is written."""
+        """Write what it gets from now on."""
         self._push = push
         push.on_writable = self._writable
         push.on_close = self._gone
@@ -217,7 +217,7 @@ class WorkStream:
         self._take_early()
 
     def ask(self) -> None:
-        """Of a shard that was started again."""
+        """Ask a shard that was started again."""
         if self._closed:
             return
         try:
@@ -351,7 +351,7 @@ class WorkStream:
         return b"event: job\ndata: %b\nid: %d\n\n" % (in_lines(rendered.body), seq)
 
     def _pause(self, dealt: Dealt, from_at: int, push: Push) -> None:
-        """The client does not keep up: what cannot be sent is somebody else's."""
+        """Give back what cannot be sent: the client does not keep up."""
         first = dealt.first_lease_no + from_at
         seqs = dealt.seqs[from_at:]
         unclaim = Unclaim(self.wish.name, self.wish.node, seqs, list(range(first, first + len(seqs))))
@@ -391,14 +391,14 @@ class WorkStream:
 
 
 def _part(dealt: Dealt, start: int, end: int) -> Dealt:
-    """Of its jobs, and of nothing else."""
+    """Return these of its jobs, and nothing else."""
     first_lease_no = dealt.first_lease_no + start
     return Dealt(dealt.stream, dealt.seqs[start:end], first_lease_no, dealt.deadline_ms, dealt.deliveries[start:end], 0)
 
 
 _DELETED: Final = b"event: topic-deleted\ndata: %b\n\n"
 _WRITE_BYTES: Final = 64 * 1024
-"""As much is put together for one write; between two of them the client may turn out to be slow."""
+"""The size of one write; between two of them the client may turn out to be slow."""
 
 
 _TOPIC: Final = "/v0/topics/{topic}"

@@ -35,7 +35,7 @@ class RouterSight:
         self._shards = [shared.control.cell(Role.WALSHARD, shard) for shard in range(shared.shards)]
 
     def registry(self) -> RouterRegistry:
-        """As of now; `503 not_ready` until the shard that keeps it has recovered."""
+        """The registry as of now; `503 not_ready` until the shard that keeps it has recovered."""
         if self._table.stale:
             self._table.refresh()
         if not self._table.known:

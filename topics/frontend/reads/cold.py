@@ -206,7 +206,7 @@ _log = get_logger()
 
 
 class ColdWaits(Generic[Waiter]):
-    """Who waits for what. Everything is called on one event loop."""
+    """The waiters of each fetch. All that lack the same wait for one fetch. Everything is called on one event loop."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class ColdWaits(Generic[Waiter]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     def wait(self, miss: ColdMissError, waiter: Waiter) -> None:
-        """Begins to get what is missed, unless that is under way."""
+        """Fetch what is missed, unless that is under way."""
         waiters = self._waiters.get(miss.key)
         if waiters is not None:
             waiters.append(waiter)

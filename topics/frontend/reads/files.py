@@ -58,7 +58,7 @@ class LogFiles:
         return mapped
 
     def sweep(self) -> None:
-        """Lets go of files that their shards removed; to be called now and then."""
+        """Let go of files that their shards removed. Call it now and then."""
         for shard, in_ram in {key[:2] for key in self._maps}:
             self._forget_removed(shard, in_ram)
 
@@ -120,8 +120,8 @@ class OpenSegment:
         """1: the frame of this record was found to be whole since this was opened; 2: and marked deleted."""
 
     def data(self) -> CommittedFile:
-        """What the index leads to, opened when it is first asked for: times and floors are in the index alone. Raises
-        FileNotFoundError, CorruptSegment.
+        """The file that the index leads to, opened when it is first asked for: times and floors are in the index alone.
+        Raises FileNotFoundError, CorruptSegment.
         """
         if self._data is None:
             self._data = CommittedFile(self.data_path, self.data_bytes)
@@ -145,7 +145,7 @@ class OpenSegment:
 
     @property
     def is_current(self) -> bool:
-        """Whether the index is neither removed nor replaced."""
+        """Tell whether the index is neither removed nor replaced."""
         return self._idx.has_its_name
 
     def columns(self, first_seq: int, last_seq: int) -> Columns:
@@ -250,5 +250,5 @@ class SegmentFiles:
 
 
 def object_name(topic_id: int, info: SegmentInfo) -> str:
-    """What a segment's `.data` is called in the cold tier (`storage.segment_store`)."""
+    """The name of a segment's `.data` in the cold tier (`storage.segment_store`)."""
     return layout.segment_data_path(f"{topic_id:016x}", info.first_seq, info.version)

@@ -33,7 +33,7 @@ from topics.storage.segment import CorruptSegment
 
 
 class Tombstone(msgspec.Struct, frozen=True):
-    """What is gone and was not asked to go (api §3.3)."""
+    """Records that are gone and were not asked to go (api §3.3)."""
 
     gap_from: int
     gap_to: int
@@ -61,7 +61,7 @@ def logical_view(view: TopicView, ttl_ms: int, source: Source, now_ms: int) -> T
 
 
 def floor_tombstone(view: TopicView, from_seq: int) -> Tombstone | None:
-    """What a reader at `from_seq` has lost to the floors (api §3.3)."""
+    """Return what a reader at `from_seq` has lost to the floors (api §3.3)."""
     if from_seq > view.head_seq:
         # Another topic's cursor, if this name had one before; otherwise nobody ever had it from us.
         if not view.recreated or not view.head_seq:
@@ -76,7 +76,7 @@ def floor_tombstone(view: TopicView, from_seq: int) -> Tombstone | None:
 
 
 def _evicted(view: TopicView, seq: int, reason: EvictReason) -> TopicView:
-    """As `core.floors.Floors.evicted`."""
+    """Move the floor as `core.floors.Floors.evicted` does."""
     if seq <= view.evict_floor:
         return view
     run_seq = run_after(reason, view.evict_reason, view.evict_floor, view.evict_run_seq)
@@ -162,7 +162,7 @@ class TopicReader:
 
     @property
     def replay_progress(self) -> float:
-        """Of all shards."""
+        """The progress of all shards."""
         return self._arenas.replay_progress
 
     def find(self, name: str) -> TopicRef | None:
@@ -176,7 +176,7 @@ class TopicReader:
         return TopicRef(name, shard, arena, slot, view, arena.config(slot, view))
 
     def get(self, name: str) -> TopicRef:
-        """As `find`; `404 topic_not_found` where there is none."""
+        """Find the topic; `404 topic_not_found` where there is none."""
         ref = self.find(name)
         if ref is None:
             raise topic_not_found(name)
@@ -206,7 +206,7 @@ class TopicReader:
         return self._steady(ref, look)
 
     def has_expired(self, ref: TopicRef, now_ms: int) -> bool:
-        """Whether records have expired that the shard still counts."""
+        """Tell whether records have expired that the shard still counts."""
         ttl_ms, view = ref.config.ttl_ms, ref.view
         if not ttl_ms or view.earliest_seq > view.head_seq:
             return False
@@ -400,7 +400,7 @@ def _corrupt(ref: TopicRef, damage: CorruptSegment) -> TopicsError:
 
 
 def _in_topics_dir(path: str) -> str:
-    """Of a segment's file: what it is called in the cold tier, too."""
+    """The path of a segment's file below `topics/`, which is its name in the cold tier, too."""
     return os.path.join(os.path.basename(os.path.dirname(path)), os.path.basename(path))
 
 
@@ -412,7 +412,7 @@ PAGE_MEMBERS: Final = (
 
 
 def page_values(page: Page) -> tuple[bytes | int, ...]:
-    """What PAGE_MEMBERS says of this page."""
+    """The values of PAGE_MEMBERS for this page."""
     return (
         page.body,
         page.next_from_seq,

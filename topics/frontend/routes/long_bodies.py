@@ -29,7 +29,7 @@ from topics.frontend.entry import wire
 BodyT = TypeVar("BodyT", AppendBody, StageBody)
 
 WHOLE_BYTES_MAX: Final = 2 << 20
-"""What is no longer is decoded at once."""
+"""A body that is no longer is decoded at once."""
 PIECE_BYTES: Final = 256 << 10
 REST_S: Final = 50e-6
 """Between two pieces: an event loop that has to ask for the interpreter gets it after milliseconds, or now."""
@@ -39,7 +39,7 @@ _JOINT_BYTES_MAX: Final = 256
 _RECORDS: Final = re.compile(rb'"records"[ \t\r\n]*:[ \t\r\n]*\[')
 _JOINT: Final = re.compile(rb'\}[ \t\r\n]*,[ \t\r\n]*\{[ \t\r\n]*"[a-z_]+"[ \t\r\n]*:')
 _ENDED: Final = re.compile(r"trailing characters \(byte (\d+)\)$")
-"""What msgspec says when a value ends before its input does; the byte behind it counts as that many."""
+"""msgspec's message when a value ends before its input does; the byte behind it counts as that many."""
 
 _skip: Final = msgspec.json.Decoder(msgspec.Raw).decode
 _records: Final = msgspec.json.Decoder(list[RecordBody])

@@ -40,7 +40,7 @@ BEGIN_RETRY_S: Final = 0.001
 
 
 class RouterRoutes:
-    """One method for each method of HTTP; routing is the app's."""
+    """The requests to `/v0/routers`, a method for each."""
 
     def __init__(
         self, sight: RouterSight, catching_up: CatchingUp, reader: TopicReader, gateway: Gateway, settings: Settings
@@ -130,12 +130,12 @@ class RouterRoutes:
     # -- for topics that are deleted
 
     async def before_delete(self, topic: str) -> tuple[list[Router], bool]:
-        """The routers that go with a topic; what was acknowledged in it is copied first, if that was possible."""
+        """Return the routers that go with a topic, and whether all that was acknowledged in it is copied."""
         routers = self._sight.registry().touching(topic)
         return routers, await self._catching_up.all({router.spec.dest for router in routers})
 
     async def after_delete(self, topic: str, routers: list[Router]) -> None:
-        """The topic is gone, and with the return of this they are."""
+        """Remove the routers of a topic that is gone; they are gone when this returns."""
         await self._gateway.call(REGISTRY_SHARD, RemoveRouters([router.id for router in routers]))
         await asyncio.gather(*[self._sync(router.spec.dest) for router in routers if router.spec.dest != topic])
 
@@ -154,7 +154,7 @@ class RouterRoutes:
         return {"router": router.name, **router.spec.echo(), "forwarded_total": forwarded_total}
 
     async def _begun(self, router: Router) -> None:
-        """The shard of the dest forwards what comes from now on; `shard_unavailable` if it cannot be reached."""
+        """Wait until the shard of the dest forwards what comes; `shard_unavailable` if it cannot be reached."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + BEGIN_WAIT_S
         call = SyncRouters(router.spec.dest, router.id, router.version)
@@ -167,7 +167,7 @@ class RouterRoutes:
             raise TopicsError("shard_unavailable", f"router {router.name!r} has not begun yet; ask again")
 
     async def _sync(self, dest: str) -> None:
-        """What the table says now is done at the shard of this dest; if that is down, when it starts."""
+        """Have the shard of this dest do what the table says now; a shard that is down does it when it starts."""
         try:
             await self._gateway.call(self._reader.owner(dest), SyncRouters(dest, 0, 0))
         except TopicsError:
@@ -188,7 +188,7 @@ _PAGE_SIZE: Final = {"type": "integer", "minimum": 0, "default": 100}
 
 
 def router_operations(routers: RouterRoutes) -> list[Operation]:
-    """Lists, registers, shows and removes them."""
+    """Operations on routers (api §6)."""
     return [
         Operation(
             Binding("GET", "/v0/routers", routers.list_all, Route.LIST_ROUTERS, KeyScope.READ, "routers"),

@@ -50,7 +50,7 @@ _log = get_logger()
 
 
 class _Link:
-    """What one shard and we share."""
+    """The rings and words that one shard shares with this frontend."""
 
     __slots__ = ("cell", "generation", "lane", "replies", "signal_due", "wake")
 
@@ -87,16 +87,16 @@ class Gateway:
         self._watches = Watches(self._loop, arenas, self.post, lambda shard: self._links[shard].lane.crowded)
         self._closed = False
         self.on_dealt: Callable[[Dealt], None] | None = None
-        """Who gets jobs that a shard deals out."""
+        """The listener for jobs that a shard deals out."""
         self.on_restart: list[Callable[[int], None]] = []
-        """Who is told of a shard that was started again: it has forgotten who waits at it."""
+        """Listeners for a shard that was started again: it has forgotten who waits at it."""
         self.pressed = False
-        """Who finds a ring full is told to come back later after PRESSED_WAIT_S, instead of ROOM_WAIT_S."""
+        """A request that finds the ring full is refused after PRESSED_WAIT_S, instead of ROOM_WAIT_S."""
         self.retry_after_ms = 100
 
     @property
     def shard_wait_s(self) -> float:
-        """How long an answer may take."""
+        """The longest time that an answer may take."""
         return self._wait_s
 
     @property
@@ -104,11 +104,11 @@ class Gateway:
         return len(self._links)
 
     def knows(self, name: str) -> bool:
-        """Whether it is known that this topic exists."""
+        """Tell whether it is known that this topic exists."""
         return self._view(name) is not None
 
     def is_log(self, name: str) -> bool:
-        """Whether it is known that this topic exists and is no queue."""
+        """Tell whether it is known that this topic exists and is no queue."""
         view = self._view(name)
         return view is not None and not view.is_queue
 
@@ -119,7 +119,7 @@ class Gateway:
 
     @property
     def fullness(self) -> float:
-        """Of the fullest request ring, 0 to 1; 1 when somebody waits for room."""
+        """The fullness of the fullest request ring, 0 to 1; 1 when somebody waits for room."""
         return max(link.lane.fullness for link in self._links)
 
     def start(self) -> None:
@@ -184,7 +184,7 @@ class Gateway:
         return request.checked(await self.submit(shard, request, patient=patient))
 
     def no_answer(self, shard: int) -> TopicsError:
-        """What a request fails with that was sent and not answered."""
+        """The failure of a request that was sent and not answered."""
         return TopicsError(
             "shard_unavailable",
             f"shard {shard} did not answer within {self._wait_s:g} s; whether a write took effect is not known, a"

@@ -106,12 +106,12 @@ class Lane:
 
     @property
     def crowded(self) -> bool:
-        """As many posts wait as may: whatever can do without another one should."""
+        """True while as many posts wait as may: whoever can do without another one should."""
         return not self._posts.has_room_for(1)
 
     @property
     def fullness(self) -> float:
-        """Of the ring, 0 to 1; 1 as long as somebody waits."""
+        """The fullness of the ring, 0 to 1; 1 as long as somebody waits."""
         return 1.0 if self.waiting else self._ring.pending_bytes / self._ring.capacity_bytes
 
     def offer(self, waiter: Waiter) -> Fate:
@@ -171,7 +171,7 @@ class Unanswered:
     def __init__(self) -> None:
         self._requests: dict[int, Request] = {}
         self._late: dict[int, OnLate] = {}
-        """Of requests that have expired. A shard that comes back answers all that is in its ring, so none stays."""
+        """Listeners of expired requests. A shard that comes back answers all that is in its ring, so none stays."""
 
     def add(self, request_id: int, request: Request) -> None:
         self._requests[request_id] = request
@@ -181,7 +181,7 @@ class Unanswered:
         return self._requests.get(request_id)
 
     def answer(self, request_id: int, message: memoryview, decode: Callable[[memoryview], object]) -> None:
-        """What came for it: `decode` makes it a reply or a TopicsError."""
+        """Hand over the answer, which `decode` makes a reply or a TopicsError."""
         request = self._requests.pop(request_id, None)
         if request is None or request.future.done():
             # Unknown: an earlier incarnation's, one that timed out, or a second answer after the shard's restart.
@@ -218,14 +218,14 @@ class Unanswered:
 
 
 def is_outcome_unknown(error: BaseException) -> bool:
-    """Whether what failed with this may be done all the same, or may yet be. If not, its shard has said so or has never
-    seen it: there is nothing to take back, and a shard whose ring is full is not told of it.
+    """Tell whether a request that failed with this may be done all the same, or may yet be. If not, its shard has said
+    so or has never seen it: there is nothing to take back, and a shard whose ring is full is not told of it.
     """
     return not isinstance(error, TopicsError) or error.code in _UNKNOWN_OUTCOMES
 
 
 def fail(future: asyncio.Future[Any], error: TopicsError) -> None:
-    """Does nothing when nobody waits any more."""
+    """Fail the future; nothing happens when nobody waits any more."""
     if not future.done():
         future.set_exception(error)
 
@@ -258,7 +258,7 @@ class Spills:
         return self.reference(kind, request_id)
 
     def reference(self, kind: Kind, request_id: int) -> list[Part]:
-        """What the ring is to hold of a request that is in its file."""
+        """Return what the ring is to hold of a request that is in its file."""
         return messages.encode_reference(kind, request_id, self.path(request_id))
 
     def path(self, request_id: int) -> str:

@@ -74,7 +74,7 @@ class Stages:
         return stage
 
     def heads(self, stages: Collection[str]) -> dict[str, StageHead]:
-        """Of each, in order. `404 not_found` for one that is not there or may expire any moment."""
+        """Return the head of each, in order. `404 not_found` for one that is not there or may expire any moment."""
         return {stage: self._head(stage) for stage in stages}
 
     def drop_txn(self, topic: str, txn: str, pending: Collection[str]) -> int:
@@ -108,7 +108,7 @@ class Stages:
             raise TopicsError("storage_unavailable", reason, {"cause": error.strerror}) from None
 
     def expired(self) -> list[str]:
-        """Those that no commit can name any more. Whether one is part of a decided batch is the caller's to know."""
+        """Return the stages that no commit can name any more. The caller knows if one is part of a decided batch."""
         return [stage for stage in self._all() if self._age_ms(stage) > self.ttl_ms + EXPIRY_MARGIN_MS]
 
     def _head(self, stage: str) -> StageHead:
@@ -173,7 +173,7 @@ class Commits:
             self._spawn(self._clean())
 
     def close(self) -> None:
-        """What is not finished is the next life's."""
+        """Stop; the next life finishes what is not finished."""
         for task in self._tasks:
             task.cancel()
 

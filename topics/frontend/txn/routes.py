@@ -28,12 +28,12 @@ from topics.shm.durations import Route
 from topics.storage.frame import LaidOut
 
 STAGES_MAX: Final = 10_000
-"""Of one commit."""
+"""Stages of one commit."""
 TXN_MAX_CHARS: Final = 256
 
 
 class TxnRoutes:
-    """One method for each method of HTTP; routing is the app's."""
+    """The requests about stages and sinks, a method for each."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class TxnRoutes:
         settled: Callable[[TopicRef], Awaitable[TopicRef]],
         settings: Settings,
     ) -> None:
-        """`settled(topic)`: with floors, count and bytes exact."""
+        """`settled(topic)` returns it with exact floors, count and bytes."""
         self._append = append
         self._commits = commits
         self._stages = commits.stages
@@ -139,7 +139,7 @@ class TxnRoutes:
         return _txn(request.txn), self._append.lay_out(AppendBody(request.records, request.node), len(body))
 
     def _check_topic(self, topic: str) -> None:
-        """What would make publishing fail is refused before anything is decided."""
+        """Refuse what would make publishing fail, before anything is decided."""
         ref = self._reader.find(topic)
         if ref is not None and ref.config.durability == "ephemeral":
             raise invalid(
@@ -156,7 +156,7 @@ class TxnRoutes:
 
 
 def _is_full(ref: TopicRef, records: int, size_bytes: int) -> bool:
-    """Whether it would refuse so many more."""
+    """Tell whether the topic would refuse so many more."""
     view, config = ref.view, ref.config
     over = config.cap_records and view.records + records > config.cap_records
     over = over or (config.cap_bytes and view.live_bytes + size_bytes > config.cap_bytes)
@@ -174,7 +174,7 @@ _SINK: Final = "/v0/txn/{sink}"
 
 
 def txn_operations(txn: TxnRoutes) -> list[Operation]:
-    """Stages, commits, sinks."""
+    """Operations on stages and sinks (api §6)."""
     return [
         Operation(
             Binding("POST", _STAGE, txn.stage, Route.OTHER, KeyScope.WRITE, "transactions"),
