@@ -20,11 +20,12 @@ from topics.core.segment_list import SegmentInfo
 
 
 class PutTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Create a topic or replace its configuration."""
+    """Create a topic or replace its configuration. `turns` is for the `rest` of another one: how many it has had."""
 
     name: str
     config: TopicConfig
     type_given: bool
+    turns: int = 0
 
 
 class EnsureTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -64,8 +65,11 @@ TopicCall = PutTopic | EnsureTopic | DeleteTopic | DeleteRecords | Expire
 
 
 class PutTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """`rest` is the next request, until all is done: a shard takes as much of a change of class as fits into a turn."""
+
     created: bool
     config: TopicConfig
+    rest: PutTopic | None = None
 
 
 class DeleteTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
