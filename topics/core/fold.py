@@ -301,6 +301,7 @@ class Fold:
             if in_ram is not None:
                 # What was logged again when the topic became durable is known by now, and left out.
                 self._uncounted.add(topic.id)
+                topic.last_write_ts = max(topic.last_write_ts, *in_ram[1::ENTRY_WORDS])
                 self._pending[topic.id] = in_ram
                 self._settle(topic)
             head_ceiling = self._ram.ceiling(topic.id) or 0
