@@ -1,3 +1,3 @@
 """A persistent event engine: named append-only logs over HTTP and SSE. `docs/architecture.md` is the map."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

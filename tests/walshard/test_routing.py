@@ -94,15 +94,12 @@ def most_copies_in_a_step(rig: Rig, other_requests: bool) -> int:
     return most
 
 
-def test_while_the_service_defers_a_page_is_copied_after_each_group_of_requests(rig: Rig) -> None:
-    rig.cell.set("deferring", 1)
+def test_while_requests_come_a_page_is_copied_after_each_group_of_them(rig: Rig) -> None:
     assert most_copies_in_a_step(rig, other_requests=True) == PAGE_RECORDS
 
 
-@pytest.mark.parametrize(("deferring", "other_requests"), [(0, True), (1, False)], ids=["no pressure", "no requests"])
-def test_otherwise_so_many_pages_are_as_one_step_may_copy(rig: Rig, deferring: int, other_requests: bool) -> None:
-    rig.cell.set("deferring", deferring)
-    assert most_copies_in_a_step(rig, other_requests) == PAGES_PER_STEP * PAGE_RECORDS
+def test_otherwise_so_many_pages_are_as_one_step_may_copy(rig: Rig) -> None:
+    assert most_copies_in_a_step(rig, other_requests=False) == PAGES_PER_STEP * PAGE_RECORDS
 
 
 def test_copies_and_their_cursor_are_one_write_of_the_dest(rig: Rig) -> None:

@@ -13,6 +13,7 @@
         seg-<20 digits>.tags             which record has which tag (`postings.py`); only of sealed segments
         seg-<20 digits>.<n>.data, …      the same segment, rewritten for the nth time
       meta/snapshot.<20 digits>.bin      numbered; the newest valid one counts (`snapshot.py`)
+      meta/format.json                   which format the directory has (`format_mark.py`)
       meta/clock.json                    what time the service trusted last (`clock_file.py`)
       txn/stages/<stage id>.stage        records a transaction holds back (`txn_files.py`)
       txn/sinks/<32 hex>.sink            what a sink has committed (`txn_files.py`)
@@ -39,6 +40,7 @@ TMP_SUFFIX = ".tmp"
 TOPICS_NAME = "topics"
 META_NAME = "meta"
 CLOCK_NAME = "clock.json"
+FORMAT_NAME = "format.json"
 TXN_NAME = "txn"
 
 _LOG_NAME = re.compile(r"wal-(\d{20})\.log")

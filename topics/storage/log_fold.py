@@ -15,6 +15,7 @@ from topics.core.fold import Fold
 from topics.core.location import ENTRY_WORDS, LOCATION_IN_RAM_LOG, LOCATION_LOST, any_flagged, flags_of
 from topics.core.record_index import UnlocatedIndex
 from topics.core.segment_list import SegmentInfo
+from topics.core.shard_state import ShardState
 from topics.core.topic import Topic
 from topics.storage.frame import HEADER_LEN, FrameType
 from topics.storage.frame_columns import HEAD_WORDS
@@ -135,6 +136,10 @@ class Folding:
             frames = frames.from_offset(position.offset)
         if frames:
             fold_frames(self._fold, batch._replace(frames=frames), in_ram=False)
+
+    def state(self) -> ShardState:
+        """The state that a snapshot would hold. FoldError when the log lacks records."""
+        return self._fold.state()
 
     def known(self) -> dict[int, Known]:
         """Returns live topics by id. Raises FoldError when the log lacks records."""

@@ -21,6 +21,7 @@ from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_GONE
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, LookOnlyFileSystem, boot_id, read_all
+from topics.storage.format_mark import has_mark
 from topics.storage.frame import scan
 from topics.storage.lock import inspecting
 from topics.storage.log_fold import Folding, Known
@@ -54,11 +55,13 @@ from topics.storage.txn_files import (
     is_sink_name,
     stage_of_name,
 )
+from topics.storage.upgrade import RoutedCopies
 
 
 class Kind(StrEnum):
     """The kind of file that is damaged."""
 
+    FORMAT = "format"
     LOG = "log"
     SEGMENT = "segment"
     POSTINGS = "postings"
@@ -336,12 +339,13 @@ class _Check:
         self._known: dict[int, Known] = {}
         """What the logs say of each topic."""
         self._deleted_ids: set[int] = set()
+        self._copies = RoutedCopies()
         self._total_bytes = max(1, sum(map(_size_of, _files(data_dir))))
         self._done_bytes = 0
 
     def run(self) -> Report:
         # In this order: snapshots say where logs begin, both say what is committed of a segment.
-        for part in (self._snapshots, self._logs, self._topics, self._transactions):
+        for part in (self._snapshots, self._logs, self._format, self._topics, self._transactions):
             try:
                 part()
             except OSError as error:
@@ -452,6 +456,7 @@ class _Check:
         if folding is not None:
             self._known |= folding.known()
             self._deleted_ids |= folding.deleted_ids
+            self._copies.add(folding.state())
         self._report.notes += recovery.report
         current = read_current(self._fs, group.path)
         if recovery.end is not None and current not in (None, recovery.end.file_no):
@@ -470,6 +475,13 @@ class _Check:
         end = scan(last.buffer, offset + total_len, len(last.buffer)).end
         if used := used_bytes(bytes(last.buffer), end):
             self._report.note(f"{last.path}: {used} bytes from offset {end} on that are no part of the log")
+
+    def _format(self) -> None:
+        try:
+            if not has_mark(self._fs, self._data_dir) and (problem := self._copies.problem(self._data_dir)):
+                self._report.note(problem)
+        except RefusedLog as refused:
+            self._report.damaged(Kind.FORMAT, refused.path, 0, str(refused))
 
     # -- segments
 

@@ -15,7 +15,12 @@ from topics.settings import Settings
 from topics.shm.instance import SharedMemory
 from topics.shm.names import SHM_ROOT
 from topics.storage import layout
-from topics.storage.lock import holder_pid
+from topics.storage.filesystem import OsFileSystem
+from topics.storage.format_mark import has_mark
+from topics.storage.lock import DataDirLocked, holder_pid, inspecting
+from topics.storage.logfile import RefusedLog
+from topics.storage.snapshot import UnknownSnapshotVersion
+from topics.storage.upgrade import check_upgrade
 from topics.supervisor.listeners import AddressError, listen, show
 
 OPEN_FILES_MIN: Final = 1024
@@ -69,8 +74,8 @@ class Finding(NamedTuple):
 
 
 def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[Finding]:
-    """Looks at the data directory, its lock, the cold directory if there is one, the shared memory, the address and the
-    limits.
+    """Looks at the data directory, its lock and its format, the cold directory if there is one, the shared memory, the
+    address and the limits.
 
     A bad cold directory does not keep the service from starting: only its own records cannot be read, and older ones go
     there later.
@@ -80,6 +85,7 @@ def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[Finding]:
     if settings.cold_dir is not None:
         findings.append(_cold_dir(settings.cold_dir, settings.data_dir))
     findings.append(Finding("lock", _lock_problem(settings.data_dir)))
+    findings.append(Finding("data format", _format_problem(settings.data_dir)))
     findings.append(Finding(f"shared memory in {SHM_ROOT}", shared_memory_shortage(settings, statvfs)))
     findings.append(Finding(f"address {show(settings.host, settings.port)}", _address_problem(settings)))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -152,6 +158,20 @@ def _lock_problem(data_dir: str) -> str | None:
     except OSError as error:
         return f"cannot be asked for: {error.strerror}; run this as the user of the service"
     return None if pid is None else f"a service runs on it as process {pid}; stop it before you start another"
+
+
+def _format_problem(data_dir: str) -> str | None:
+    """Why this release must not use the data; None when it may, and while a service runs: the lock's problem."""
+    try:
+        with suppress(DataDirLocked), inspecting(data_dir):
+            # Without `wal` the data are new, or a start of the release that wrote them has to come first.
+            if not has_mark(OsFileSystem(), data_dir) and os.path.isdir(layout.wal_dir(data_dir)):
+                check_upgrade(data_dir, accept_data_loss=False, progress=lambda _share: None)
+    except (RefusedLog, UnknownSnapshotVersion) as error:
+        return str(error)
+    except OSError as error:
+        return f"cannot be told: {error}; run this as the user of the service"
+    return None
 
 
 def _address_problem(settings: Settings) -> str | None:

@@ -39,7 +39,8 @@ _RUN_CODES = """exit codes:
   1  could not start: data directory, lock, shared memory, address, limits (the message says which)
   2  bad settings or usage
   4  stopped as asked, but a process had to be killed
-  78 the log is corrupt and needs a decision (the log line says where and what would be lost)"""
+  78 the data cannot be used as they are: the log is corrupt and needs a decision (the log line says where and what
+     would be lost), or another release has written them (the log line says how to go on)"""
 _CHECK_CODES = """exit codes:
   0  `run` would start
   1  something is in the way

@@ -143,7 +143,7 @@ def _progress(page: ControlPage, states: dict[tuple[Role, int], ProcessState]) -
 
 def _words(page: ControlPage, states: dict[tuple[Role, int], ProcessState]) -> str:
     if page.header.get("state") == ProcessState.RECOVERING:
-        return f"moving topics to another number of shards, {page.header.get('reshard_ppm') // 10_000} %"
+        return f"preparing the logs, {page.header.get('reshard_ppm') // 10_000} %"
     recovering = [
         f"shard {index} {page.cell(role, index).get('progress_ppm') // 10_000} %"
         for (role, index), state in states.items()

@@ -1,4 +1,6 @@
-"""The one-off process that brings the logs into the layout of this start's shard count, before any shard runs."""
+"""The one-off process before any shard runs: it checks data of a former release, and brings the logs into the layout of
+this start's shard count.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,23 @@ from topics.shm.control import EXIT_REFUSED
 from topics.shm.instance import SharedMemory
 from topics.storage import reshard
 from topics.storage.filesystem import OsFileSystem, boot_id
+from topics.storage.format_mark import has_mark, write_mark
 from topics.storage.logfile import RefusedLog
 from topics.storage.snapshot import UnknownSnapshotVersion, plan_move
+from topics.storage.upgrade import check_upgrade
 from topics.storage.wal import WalSyncError, WalWriteError
 
 _logger = log.get_logger()
 
 
 def is_needed(settings: Settings) -> bool:
-    """Whether the logs were written under another shard count, or are new."""
-    return reshard.needs_reshard(OsFileSystem(), settings.data_dir, settings.wal_shards)
+    """Whether the data are new, of another release, or were written under another shard count."""
+    fs = OsFileSystem()
+    try:
+        marked = has_mark(fs, settings.data_dir)
+    except RefusedLog:
+        return True  # the process says why
+    return not marked or reshard.needs_reshard(fs, settings.data_dir, settings.wal_shards)
 
 
 def run(settings: Settings, shared: SharedMemory) -> int:
@@ -34,7 +43,10 @@ def run(settings: Settings, shared: SharedMemory) -> int:
 
     fs = OsFileSystem()
     try:
+        marked = has_mark(fs, settings.data_dir)
         report = reshard.finish_swap(fs, settings.data_dir)
+        if not marked:
+            check_upgrade(settings.data_dir, settings.accept_data_loss, progress)
         move = plan_move(fs, settings.data_dir, owner)
         report += reshard.reshard(
             fs,
@@ -49,11 +61,13 @@ def run(settings: Settings, shared: SharedMemory) -> int:
             topic_names=None if move is None else move.topic_names,
             before_swap=None if move is None else move.before_swap,
         )
+        if not marked:
+            write_mark(fs, settings.data_dir)
     except (RefusedLog, UnknownSnapshotVersion) as error:
         _logger.error("the log cannot be used as it is", reason=str(error))
         return EXIT_REFUSED
     except (WalWriteError, WalSyncError, OSError) as error:
-        _logger.error("resharding failed", reason=str(error))
+        _logger.error("the logs could not be prepared", reason=str(error))
         return 1
     for line in report:
         _logger.warning("resharding", note=line)

@@ -154,7 +154,7 @@ class Supervisor:
         for child in self._frontends:
             child.start()
         if reshard:
-            _logger.info("resharding", shards=self._settings.wal_shards)
+            _logger.info("preparing the logs", shards=self._settings.wal_shards)
             self._header.set("state", ProcessState.RECOVERING)
             self._reshard = self._resharder()
             self._reshard.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 from topics.core.clock import Clock, SystemClock
@@ -82,7 +83,8 @@ def _serve(
     beat_ms = sweep_ms = busy_ms = clock.monotonic_ms()
     while True:
         pressure.gather()
-        worked = pressure.group(shard.step)
+        served = pressure.group(shard.serve)
+        copied = pressure.aside(partial(shard.copy, served))
         now_ms = clock.monotonic_ms()
         shard.sync_in_background()
         pressure.sample()
@@ -92,7 +94,7 @@ def _serve(
         if now_ms - sweep_ms >= 1000:
             sweep_ms = now_ms
             shard.sweep()
-        if worked or shard.upkeep.busy:
+        if served or copied or shard.upkeep.busy:
             busy_ms = now_ms
             continue
         if outbox.stuck:

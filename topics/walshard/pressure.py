@@ -1,6 +1,6 @@
 """A shard's pressure: sampled, published in its cell, and what the ladder says done to its groups.
 
-`deferring` in the cell tells what nobody waits for, such as forwarding by routers, to go behind everything else.
+`deferring` in the cell tells that what nobody waits for goes behind everything else. Copying by routers always does.
 
 Groups begin as soon as there is something to do. Under pressure they begin at least a commit window apart, so that each
 takes more requests with it: one write, one sync, one wake-up of a frontend for all. What comes after a quiet time, a
@@ -70,6 +70,13 @@ class ShardPressure:
             self._group_ns = began_ns
             self._longest_ns = max(self._longest_ns, self._now_ns() - began_ns)
         return worked
+
+    def aside(self, copy: Callable[[], bool]) -> bool:
+        """Runs what nobody waits for. The time for it is the shard's to spare: it is no pressure."""
+        began_ns = self._now_ns()
+        copied = copy()
+        self._slept_ns += self._now_ns() - began_ns
+        return copied
 
     def sleep(self, wake: Wake, timeout_ms: int) -> None:
         """As `Wake.sleep`: time in which there was nothing to do."""

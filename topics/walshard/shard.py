@@ -64,22 +64,33 @@ class Shard:
         """In the last step."""
 
     def step(self) -> bool:
-        """One turn of the pipeline: everything that waits, up to a bound. False when there was nothing to do."""
+        """One turn of everything, as `main.py` does it. False when there was nothing to do."""
+        served = self.serve()
+        return self.copy(after_requests=served) or served
+
+    def serve(self) -> bool:
+        """One turn of the pipeline: all requests that wait, up to a bound. False when there were none."""
         self._time.look()
-        self._run(self._handlers.queues.tick())
+        if self._handlers.queues.is_due:
+            self._run(self._handlers.queues.tick())
         requests = self._serve_requests()
         if requests or self._handlers.queues.stirred:
             self._finish_group()
         if self._handlers.frontends.end_dead(self._group):
             self._finish_group()
-        # Under pressure what nobody waits for goes behind everything else.
-        pages_max = 1 if requests and self._cell.get("deferring") else PAGES_PER_STEP
-        copied = self._run(self.routing.pump(pages_max))
-        if copied:
-            self._outbox.flush()
         if self.upkeep.ram_log_is_long:
             self._run(self.upkeep.trim_ram_log())
-        return copied or requests > 0
+        return requests > 0
+
+    def copy(self, after_requests: bool) -> bool:
+        """Copies what routers have to copy, for a moment. False when that is nothing. While requests come it is a
+        page at a time: copying comes behind the writes that clients wait for.
+        """
+        copied = self._run(self.routing.pump(1 if after_requests else PAGES_PER_STEP))
+        if copied:
+            self._publisher.show_figures()
+            self._outbox.flush()
+        return copied
 
     # -- take
 
@@ -186,7 +197,6 @@ class Shard:
         self._commits.commit(draft)
         self._handlers.group_over()
         self._publisher.show(draft)
-        self._publisher.show_figures()
 
     # -- answer
 

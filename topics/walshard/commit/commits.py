@@ -40,7 +40,7 @@ class Commits:
         self._time = time
         self._capped: dict[int, Hosted] = {}
         """Topics whose caps evicted something that the log does not say yet."""
-        self._note_capped(recovered)
+        self._capped.update((hosted.topic.id, hosted) for hosted in recovered if hosted.has_unlogged_floor)
 
     def commit(self, draft: Draft) -> None:
         """Commits a draft, or undoes it. Afterwards `draft.touched` has all topics that are to be shown."""
@@ -48,9 +48,9 @@ class Commits:
         for hosted in draft.deleted:
             self._syncs.forget(hosted)
             self._capped.pop(hosted.topic.id, None)
-        touched = list(draft.touched.values())
-        self._note_capped(touched)
-        self._log_evicted_from_ram(touched)
+        capped = [hosted for hosted in draft.touched.values() if hosted.has_unlogged_floor]
+        if capped:
+            self._note_capped(capped)
         durable = {id: hosted for id, hosted in draft.touched.items() if hosted.topic.config.durability != "ephemeral"}
         for moved in self._syncs.committed(durable):
             draft.touch(moved)
@@ -85,14 +85,12 @@ class Commits:
             return [(operation, error) for operation in chain(durable, ram)]
         return self._logs.commit(durable, ram)
 
-    def _note_capped(self, changed: Iterable[Hosted]) -> None:
-        for hosted in changed:
-            if hosted.has_unlogged_floor:
-                self._capped[hosted.topic.id] = hosted
-
-    def _log_evicted_from_ram(self, touched: list[Hosted]) -> None:
-        """Logs what could not be worked out again, before any reader sees it. If that fails, the next commit does."""
-        due = [hosted for hosted in touched if hosted.has_evicted_for_ram]
+    def _note_capped(self, capped: list[Hosted]) -> None:
+        """Notes evictions for the next commit. Those that could not be worked out again are logged now, before any
+        reader sees them; if that fails, the next commit does it.
+        """
+        self._capped.update((hosted.topic.id, hosted) for hosted in capped)
+        due = [hosted for hosted in capped if hosted.has_evicted_for_ram]
         if due:
             self._commit(self._cap_marks(due), [], {hosted.topic.id for hosted in due})
 

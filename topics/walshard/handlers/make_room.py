@@ -22,6 +22,9 @@ class MakeRoom:
     def is_needed(self, hosted: Hosted, records: int, size_bytes: int) -> bool:
         """Whether something would have to go for so many more records and bytes that `make` can have gone."""
         topic = hosted.topic
+        config = topic.config
+        if not config.ttl_ms and (config.discard == "old" or topic.queue is None):
+            return False
         if topic.caps_see_expired(records, size_bytes, self._time.expiry_ms):
             return True
         return bool(giving_way(topic, records, size_bytes, self._writes.dying(hosted)))

@@ -31,10 +31,11 @@ class QueueWrites:
 
     def group_over(self) -> None:
         """The group is committed or refused."""
-        self._dying.clear()
-        self._earliest.clear()
-        self._revisions.clear()
-        self._dead_lettered.clear()
+        if self._dying:
+            self._dying.clear()
+            self._earliest.clear()
+            self._revisions.clear()
+            self._dead_lettered.clear()
 
     def require_settled(self, hosted: Hosted, group: Draft) -> None:
         """Raises CommitFirst while the group so far, or the ttl, may evict records: plans are made of what stays."""

@@ -125,6 +125,12 @@ class Queues:
                 self.changed(hosted)
 
     @property
+    def is_due(self) -> bool:
+        """Whether `tick` has anything to do."""
+        next_ms = self._timers.next_ms
+        return next_ms is not None and next_ms <= self._time.now.mono_ms
+
+    @property
     def next_tick_ms(self) -> int | None:
         """Monotonic time of the next `tick` that will have something to do; None: nothing waits for the clock."""
         return self._timers.next_ms

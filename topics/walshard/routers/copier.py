@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, NamedTuple
 
+from topics.core.backoff import doubled_ms
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
@@ -35,7 +36,8 @@ from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS, Page, copy_pa
 
 log = get_logger()
 
-BACKOFF_MS: Final = (10, 1_000)
+WAIT_FIRST_MS: Final = 10
+WAIT_LONGEST_MS: Final = 1_000
 LOG_CURSOR_SEQS: Final = 16_384
 """So far may a cursor be ahead of the log while nothing is copied, since no router lets the records pass."""
 
@@ -77,7 +79,7 @@ class Copier:
             log.warning("the source of a router has lost records that were copied", topic=feed.topic.name)
             return self._cursor(feed, sight.head_seq)
         if feed.source_seq == sight.head_seq:
-            feed.backoff_ms = 0
+            feed.failures = 0
             if feed.full or _must_be_logged(feed, sight, feed.source_seq):
                 return self._cursor(feed, feed.source_seq, full=False)
             return None
@@ -106,8 +108,8 @@ class Copier:
     def wait(self, feed: Feed, hindrance: Hindrance = Hindrance.LASTING) -> None:
         """The feed cannot go on now; it tries again later and later."""
         feed.hindrance = hindrance
-        feed.backoff_ms = min(BACKOFF_MS[1], max(BACKOFF_MS[0], 2 * feed.backoff_ms))
-        feed.retry_ms = self._clock.monotonic_ms() + feed.backoff_ms
+        feed.retry_ms = self._clock.monotonic_ms() + doubled_ms(WAIT_FIRST_MS, feed.failures, WAIT_LONGEST_MS)
+        feed.failures += 1
 
     # -- copies
 
@@ -191,7 +193,7 @@ class Copier:
             if page.full:
                 self.wait(feed, Hindrance.NONE)
             else:
-                feed.backoff_ms = 0
+                feed.failures = 0
 
         operation = Operation([frames, cursor], apply, more_frames=len(page) - 1, undo=partial(self.wait, feed))
         if not in_ram:

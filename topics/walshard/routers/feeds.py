@@ -61,7 +61,8 @@ class Feed:
         """Why the source could not be read, as the service's log has it; empty when it could."""
         self.hindrance = Hindrance.NONE
         self.retry_ms = 0
-        self.backoff_ms = 0
+        self.failures = 0
+        """How often in a row it had to wait."""
 
     @property
     def topic(self) -> Topic:
