@@ -91,7 +91,7 @@ class Fold:
         """
         topics = []
         for topic in self.topics.values():
-            self._settle(topic)
+            self._settle(topic, at_end=True)
             topics.append(
                 TopicState(
                     topic.id,
@@ -296,14 +296,14 @@ class Fold:
         exact watermark: up to there seqs were given out.
         """
         for topic in self.topics.values():
-            self._settle(topic)
+            self._settle(topic, at_end=True)
             in_ram = self._in_ram.pop(topic.id, None)
             if in_ram is not None:
                 # What was logged again when the topic became durable is known by now, and left out.
                 self._uncounted.add(topic.id)
                 topic.last_write_ts = max(topic.last_write_ts, *in_ram[1::ENTRY_WORDS])
                 self._pending[topic.id] = in_ram
-                self._settle(topic)
+                self._settle(topic, at_end=True)
             head_ceiling = self._ram.ceiling(topic.id) or 0
             topic.head_ceiling = head_ceiling
             # Only where a loss was accepted: segments go on behind the end of the log, or were made when records were
@@ -353,10 +353,10 @@ class Fold:
             raise FoldError(f"a frame names topic {topic_id:#x}, which the log never created")
         return topic
 
-    def _settle(self, topic: Topic) -> None:
+    def _settle(self, topic: Topic, at_end: bool = False) -> None:
         """Hands a topic the records gathered for it, in seq order. Seqs between them that were given out in RAM are
         lost: gone with a former RAM log, deleted there, or, in logs of 0.1.0, never logged when the topic became
-        durable.
+        durable. A hole for which the log gives no reason is an error at the end: before, a frame may say more about it.
         """
         entries = self._pending.pop(topic.id, None)
         if entries is None:
@@ -367,6 +367,9 @@ class Fold:
             expected = topic.head_seq + 1
             if entries[0] > expected:
                 if (self._ram.ceiling(topic.id) or 0) < entries[0] - 1:
+                    if not at_end:
+                        self._pending[topic.id] = entries
+                        return
                     raise FoldError(
                         f"topic {topic.name!r} ({topic.id:#x}): record {entries[0]} follows {expected - 1}, "
                         f"the records between are missing from the log"
@@ -401,7 +404,8 @@ class Fold:
             self._uncounted.add(topic.id)
             topic.reaches(floors.earliest_seq - 1)
         elif floors.earliest_seq < topic.earliest_seq:
-            # They were taken for lost with the RAM log. If they were not, a segment has them.
+            # They were taken for lost with the RAM log. If they were not, a segment has them: so it is in logs of
+            # release 0.1.0, whose compactor read the RAM log of a topic that was `ephemeral` no more.
             if topic.index.base_seq <= floors.earliest_seq:
                 topic.earliest_seq = floors.earliest_seq
             else:
