@@ -59,7 +59,7 @@ class _LocatedIndex(MarkedIndex):
 def write_log(directory: str, records: int, batch: int, is_mixed: bool) -> WalPosition:
     """Where it ends. `is_mixed`: lengths of 50 to 150 bytes, and every third record has a tag."""
     chance = random.Random(batch)
-    writer = WalWriter.open(OsFileSystem(), directory, _IDENTITY, None)
+    writer = WalWriter(OsFileSystem(), directory, _IDENTITY, None)
     commit = writer.commit
     creates = [
         encode(

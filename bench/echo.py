@@ -13,7 +13,7 @@ from typing import Any
 
 import uvloop
 
-from topics.frontend.http.limits import HttpLimits
+from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.http.serve import serve
 
 ANSWER = b'{"topic":"t","first_seq":1,"last_seq":1,"head_seq":1,"count":1,"created":false,"deduped":false}'

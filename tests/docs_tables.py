@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from topics.frontend import limits
-from topics.frontend.budget import AtLimit, Limit
+from topics.frontend.entry import limits
+from topics.frontend.entry.budget import AtLimit, Limit
 
 OPERATIONS: Final = Path(__file__).parent.parent / "docs" / "operations.md"
-BEGIN: Final = "<!-- The table of topics/frontend/limits.py; `python -m tests.docs_tables` prints it. -->\n"
+BEGIN: Final = "<!-- The table of topics/frontend/entry/limits.py; `python -m tests.docs_tables` prints it. -->\n"
 END: Final = "<!-- The end of the printed table. -->\n"
 
 

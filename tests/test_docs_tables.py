@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.docs_tables import OPERATIONS, limits_table, with_tables
-from topics.frontend import limits
+from topics.frontend.entry import limits
 
 
 def test_the_table_of_limits_is_that_of_the_code() -> None:

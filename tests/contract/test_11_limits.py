@@ -23,7 +23,7 @@ from tests.contract.asking import diff, envelope, ok, put, refused, write
 from tests.contract.socket_client import Socket
 from tests.contract.stream import Stream, held_by_frontends, watch
 from tests.harness import Service, poll
-from topics.frontend.limits import LONG_BODIES
+from topics.frontend.entry.limits import LONG_BODIES
 
 
 @pytest.fixture

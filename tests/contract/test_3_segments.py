@@ -12,7 +12,7 @@ import pytest
 
 from tests.contract.asking import ok, put, refused, write
 from tests.harness import Service, poll
-from topics.frontend.limits import PINS
+from topics.frontend.entry.limits import PINS
 from topics.shm import names
 from topics.storage.frame import FLAG_TAG
 from topics.storage.pins import pins_dir

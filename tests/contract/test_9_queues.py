@@ -19,7 +19,7 @@ from tests.contract.working import Work, ask, claim, counts, queue, seqs, until_
 from tests.harness import Service, poll
 from topics.core.jobs import PEEK_LOOK_MAX
 from topics.frontend.queues.dead_letters import LOOK_MAX
-from topics.frontend.queues.peek import LOOKS_MAX
+from topics.frontend.queues.queue import LOOKS_MAX
 
 FOREVER_MS = 3_600_000
 TIMEOUT_S = 20.0

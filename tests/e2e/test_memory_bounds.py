@@ -25,7 +25,7 @@ from tests.harness import Service, poll
 
 MIB = 1 << 20
 KEPT_MIB = 256
-"""`KEPT_FRAMES`, and the least of `LONG_BODIES`, of `topics.frontend.limits`."""
+"""`KEPT_FRAMES`, and the least of `LONG_BODIES`, of `topics.frontend.entry.limits`."""
 AROUND_MIB = 192
 """What else a frontend has: itself, the page that is made just now in several forms, and what malloc does not give back
 at once."""

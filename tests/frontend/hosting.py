@@ -22,7 +22,7 @@ from topics.core.location import LOCATION_IN_RAM_LOG, LOCATION_LOST
 from topics.core.segment_list import COLD, SegmentInfo, SegmentList
 from topics.core.topic import Topic
 from topics.frontend.reads.cold import ColdTier
-from topics.frontend.reads.log_files import LogFiles
+from topics.frontend.reads.files import LogFiles
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.shards.arenas import Arenas
 from topics.settings import load

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, Self
 import pytest
 import uvloop
 
-from topics.frontend.answers import take_room
 from topics.frontend.asgi import DELIVER, Receive, Scope, Send
+from topics.frontend.entry.answers import take_room
+from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.http.http1 import Connections
 from topics.frontend.http.http1_exchange import PushStream
-from topics.frontend.http.limits import HttpLimits
 from topics.frontend.http.serve import serve
 from topics.shm.cap import Cap
 

@@ -18,10 +18,9 @@ from topics.frontend.live.channels import Connection
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.snapshot import TopicSight
 from topics.frontend.reads.cold import ColdTier
-from topics.frontend.reads.log_files import LogFiles
+from topics.frontend.reads.files import LogFiles, object_name
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
-from topics.frontend.reads.segment_files import object_name
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
 from topics.shm.append_messages import AppendReply
@@ -31,9 +30,7 @@ from topics.shm.topic_messages import (
     Checkpoint,
     CheckpointReply,
     DeleteTopic,
-    DeleteTopicReply,
     PutTopic,
-    PutTopicReply,
     TopicCheckpoint,
 )
 from topics.storage import layout
@@ -171,10 +168,10 @@ class Live:
         self.rig.boot()
 
     async def put(self, name: str, **config: Any) -> None:
-        await self.gateway.call(0, PutTopic(name, TopicConfig(**config), False), PutTopicReply)
+        await self.gateway.call(0, PutTopic(name, TopicConfig(**config), False))
 
     async def delete(self, name: str) -> None:
-        await self.gateway.call(0, DeleteTopic(name, False), DeleteTopicReply)
+        await self.gateway.call(0, DeleteTopic(name, False))
 
     def submit(self, name: str, count: int = 1, node: bytes = b"", data: bytes = b'"x"') -> asyncio.Future[AppendReply]:
         records = lay_out([(node, b"", data, b"")] * count)
@@ -209,7 +206,7 @@ class Live:
 
     async def _mark(self, ref: TopicRef, segments: list[SegmentInfo]) -> None:
         checkpoint = TopicCheckpoint(ref.view.topic_id, segments[-1].last_seq, segments)
-        reply = await self.gateway.call(0, Checkpoint([checkpoint]), CheckpointReply)
+        reply = await self.gateway.call(0, Checkpoint([checkpoint]))
         assert reply == CheckpointReply([], [])
 
     def _log_bytes(self, file_no: int, end: int) -> bytes:

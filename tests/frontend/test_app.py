@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,55 +15,20 @@ from tests.frontend.live import until
 from topics import settings as settings_module
 from topics.core.config import TopicConfig
 from topics.core.keys import KeyRing
-from topics.frontend import limits
-from topics.frontend.access import Access
-from topics.frontend.app import App
-from topics.frontend.append import AppendRoute
 from topics.frontend.asgi import ROOM, SHARE
-from topics.frontend.bodies import LONG_BYTES, Share, long_bodies, medium_bodies
-from topics.frontend.budget import Budget, Hold
-from topics.frontend.figures import ServiceFigures
-from topics.frontend.key_limits import KeyLimits
+from topics.frontend.entry import limits
+from topics.frontend.entry.bodies import LONG_BYTES, Share, long_bodies, medium_bodies
+from topics.frontend.entry.budget import Budget, Hold
 from topics.frontend.live import websocket, websocket_commands
 from topics.frontend.live.delivery import Hub
-from topics.frontend.live.sessions import Sessions
-from topics.frontend.live.snapshot import TopicSight
-from topics.frontend.live.watch import WatchRoutes
-from topics.frontend.live.websocket import Services
 from topics.frontend.live.websocket_commands import Command
-from topics.frontend.live.websocket_route import WebSocketRoute
-from topics.frontend.metrics import MetricsRoute
-from topics.frontend.probes import ProbeRoutes
-from topics.frontend.queues.cursor_routes import CursorRoutes
-from topics.frontend.queues.dead_letters import DeadLetters
-from topics.frontend.queues.job_channel import JobChannel
-from topics.frontend.queues.peek import PeekRoute
-from topics.frontend.queues.queue import QueueRoutes
-from topics.frontend.queues.queue_table import cursor_operations, queue_operations
-from topics.frontend.queues.unreadable import UnreadableJobs
-from topics.frontend.queues.work import WorkRoutes
 from topics.frontend.reads import node_sets as node_sets_module
-from topics.frontend.reads.catching_up import CatchingUp, RouterSight
-from topics.frontend.reads.diff import DiffRoute
-from topics.frontend.reads.manifest import ManifestRoutes
-from topics.frontend.reads.manifest_table import manifest_operations
-from topics.frontend.router_operations import router_operations
-from topics.frontend.routers import RouterRoutes
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.table import service_operations, topic_operations, watch_operations
-from topics.frontend.topics import TopicRoutes
-from topics.frontend.txn.commits import Commits
-from topics.frontend.txn.routes import TxnRoutes
-from topics.frontend.txn.stages import Stages
-from topics.frontend.txn.table import txn_operations
+from topics.frontend.wiring import Process, build_app
 from topics.shm import messages
-from topics.shm.cap import Cap, KeyCounts
 from topics.shm.control import ProcessState, Role
 from topics.shm.messages import Kind
-from topics.shm.recency import Recency, RecencyWriter
 from topics.shm.topic_messages import Watch
-from topics.storage.filesystem import OsFileSystem
-from topics.storage.pins import PinFiles, pins_dir
 
 DEADLINE_S = 10.0
 
@@ -77,94 +41,12 @@ class Frontend:
         self.hosting = hosting
         self.cell = shared.control.cell(Role.FRONTEND, 0)
         self.gateway = Gateway(shared, 0, 1, hosting.arenas, self.cell, shard_wait_ms)
-        writer = RecencyWriter(shared.identity, 0, 1)
         settings = settings_module.load({}, {"data_dir": "unused", "wal_shards": 1, "frontends": 1})
-        reader = hosting.reader
-        sight = RouterSight(shared)
-        self.catching_up = catching_up = CatchingUp(sight, reader, self.gateway)
-        routers = RouterRoutes(sight, catching_up, reader, self.gateway, settings)
-        self.diff = DiffRoute(reader, self.gateway, writer, settings, self.cell, catching_up, hosting.clock)
-        recency = Recency(shared.identity, 1, 1)
-        hub = Hub(
-            self.gateway, TopicSight(reader, hosting.arenas, writer, recency, hosting.clock), self.cell, hosting.clock
-        )
-        streams = Cap("sse_connections", 0, "sse_admitted", self.cell, [self.cell])
-        self.key_counts = KeyCounts(shared.key_counts, 1, 0)
-        self.access = access = Access(KeyRing(()), False, KeyLimits(self.key_counts, settings))
-        self.append = append = AppendRoute(self.gateway, settings, self.cell)
-        topics = TopicRoutes(
-            reader,
-            hosting.arenas,
-            self.gateway,
-            writer,
-            recency,
-            settings,
-            hub.waiting_ms,
-            catching_up,
-            routers,
-            hosting.clock,
-        )
-        sessions = Sessions(self.gateway, hosting.arenas, hosting.clock)
-        watch = WatchRoutes(reader, sessions, hub, access, settings, streams, catching_up)
-        channel, unreadable = JobChannel(self.gateway, 1), UnreadableJobs()
-        dead_letters = DeadLetters(self.gateway, reader, unreadable)
-        queues = QueueRoutes(self.gateway, reader, channel, dead_letters, unreadable, catching_up, settings, self.cell)
-        work = WorkRoutes(
-            self.gateway, reader, channel, dead_letters, unreadable, access, settings, streams, self.cell, hosting.clock
-        )
-        cursors = CursorRoutes(self.gateway, reader, catching_up, settings, self.cell)
-        figures = ServiceFigures(shared.control, shared.durations, hosting.clock.now_ms)
-        self.app = App(
-            [
-                *topic_operations(append, self.diff, topics),
-                *router_operations(routers),
-                *watch_operations(watch),
-                *queue_operations(queues, PeekRoute(self.gateway, reader, catching_up, settings), work),
-                *cursor_operations(cursors),
-                *txn_operations(
-                    TxnRoutes(
-                        append,
-                        Commits(self.gateway, Stages(settings.data_dir, 60_000)),
-                        reader,
-                        topics.settled,
-                        settings,
-                    )
-                ),
-                *manifest_operations(
-                    ManifestRoutes(
-                        reader,
-                        catching_up,
-                        OsFileSystem(),
-                        PinFiles(OsFileSystem(), pins_dir(shared.ram_dir), 0),
-                        pins_dir(shared.ram_dir),
-                        settings.data_dir,
-                        hosting.clock,
-                    )
-                ),
-                *service_operations(
-                    ProbeRoutes(shared.control, hosting.clock), MetricsRoute(figures, hosting.arenas, 1, 100), False
-                ),
-            ],
-            append,
-            self.diff,
-            WebSocketRoute(
-                Services(
-                    reader,
-                    append,
-                    hub,
-                    access,
-                    settings,
-                    catching_up,
-                    self.cell,
-                    hosting.clock,
-                    partial(shared.durations.observe, 0),
-                ),
-                streams,
-            ),
-            access,
-            self.cell,
-            partial(shared.durations.observe, 0),
-        )
+        process = Process(shared, 0, 1, settings, hosting.clock, hosting.clock)
+        built = build_app(process, KeyRing(()), self.gateway, hosting.arenas, hosting.reader)
+        self.app, self.access, self.diff = built.app, built.access, built.diff
+        self.append = built.app._append
+        self.key_counts = built.access.limits._counts
         self.gone = asyncio.Event()
         """The client closes its connection."""
 

@@ -13,10 +13,10 @@ import pytest
 from starlette.datastructures import QueryParams
 
 from topics.core.errors import STATUS_BY_CODE, TopicsError
-from topics.frontend import answers
-from topics.frontend.answers import GZIP_MIN_BYTES, accepts_gzip, send_error, send_json
-from topics.frontend.bodies import ClientGoneError, Headers, read_body, unzip
-from topics.frontend.query import count, flag
+from topics.frontend.entry import answers
+from topics.frontend.entry.answers import GZIP_MIN_BYTES, accepts_gzip, send_error, send_json
+from topics.frontend.entry.bodies import ClientGoneError, Headers, read_body, unzip
+from topics.frontend.entry.query import count, flag
 
 JSON: Headers = {b"content-type": b"application/json"}
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from topics.core.errors import TopicsError
-from topics.frontend import limits
-from topics.frontend.bodies import ClientGoneError, hold, long_bodies, medium_bodies, read_body, read_wish
-from topics.frontend.budget import Budget
+from topics.frontend.entry import limits
+from topics.frontend.entry.bodies import ClientGoneError, hold, long_bodies, medium_bodies, read_body, read_wish
+from topics.frontend.entry.budget import Budget
 
 MIB = 1 << 20
 MOST = 10 * MIB

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topics.frontend.budget import AtLimit, Budget, Hold, Limit
+from topics.frontend.entry.budget import AtLimit, Budget, Hold, Limit
 
 MOST_BYTES = 1 << 24
 HALF = MOST_BYTES // 2

@@ -15,10 +15,9 @@ from tests.frontend.test_app import DEADLINE_S, Frontend, on_loop
 from tests.frontend.test_reading_segments import damage
 from topics.core.config import TopicConfig
 from topics.core.job import JobView
-from topics.frontend import limits
-from topics.frontend.budget import Budget, Hold
-from topics.frontend.queues.job_records import ANSWER_BYTES_MAX
-from topics.frontend.queues.unreadable import ASIDE_MS
+from topics.frontend.entry import limits
+from topics.frontend.entry.budget import Budget, Hold
+from topics.frontend.queues.job_records import ANSWER_BYTES_MAX, ASIDE_MS
 from topics.frontend.reads.cold import ColdTier
 from topics.shm import messages
 from topics.shm.arena import ArenaWriter

@@ -11,7 +11,7 @@ import pytest
 
 from topics.core.clock import SystemClock
 from topics.core.errors import TopicsError
-from topics.frontend.limits import COLD_READS
+from topics.frontend.entry.limits import COLD_READS
 from topics.frontend.reads.cold import BLOCK_BYTES, IN_FLIGHT_MAX, ColdMissError, ColdTier
 
 DEADLINE_S = 20.0

@@ -17,8 +17,7 @@ from topics.core.names import owner_shard
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
 from topics.frontend.txn import commits as commits_module
-from topics.frontend.txn.commits import Commits
-from topics.frontend.txn.stages import Stages
+from topics.frontend.txn.commits import Commits, Stages
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
 from topics.shm.arena import ArenaWriter

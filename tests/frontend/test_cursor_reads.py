@@ -16,26 +16,23 @@ import pytest
 from tests.frontend.live import DEADLINE_S, Live, on_loop, until
 from tests.frontend.test_watch import cram, posts
 from topics.core.errors import TopicsError
-from topics.frontend import limits
 from topics.frontend.asgi import DELIVER, Send
-from topics.frontend.bodies import ClientGoneError
-from topics.frontend.budget import Hold
-from topics.frontend.queues import turns
-from topics.frontend.queues.cursor_routes import CursorRoutes
+from topics.frontend.entry import limits
+from topics.frontend.entry.bodies import ClientGoneError
+from topics.frontend.entry.budget import Hold
+from topics.frontend.queues import cursors
+from topics.frontend.queues.cursors import CursorRoutes
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.diff import MAX_BATCH_BYTES
 from topics.frontend.reads.reading import Page
-from topics.shm.messages import Done
 from topics.shm.queue_messages import (
     CursorAdvance,
-    CursorList,
     CursorLook,
-    CursorMoved,
     CursorPassedOn,
     CursorPut,
     CursorReply,
 )
-from topics.shm.topic_messages import DeleteRecords, DeleteRecordsReply
+from topics.shm.topic_messages import DeleteRecords
 
 WAIT_S = 0.05
 """For a shard that has stopped."""
@@ -71,7 +68,7 @@ class Reader:
     async def make(self, records: int, **config: Any) -> None:
         await self.live.write("t", records)
         put = CursorPut("t", "c", config.get("consistency", "at_least_once"), config.get("persist_every", 1), 0, False)
-        await self.live.gateway.call(0, put, CursorReply)
+        await self.live.gateway.call(0, put)
 
     async def read(
         self, limit: int, routes: CursorRoutes | None = None, cursor: str = "c", gone: asyncio.Event | None = None
@@ -113,7 +110,7 @@ class Reader:
         return answer
 
     async def at(self) -> CursorReply:
-        (cursor,) = (await self.live.gateway.call(0, CursorLook("t", "c"), CursorList)).cursors
+        (cursor,) = (await self.live.gateway.call(0, CursorLook("t", "c"))).cursors
         return cursor
 
     async def persisted(self, seq: int) -> None:
@@ -137,7 +134,7 @@ def test_pages_that_wait_for_a_slow_shard_have_a_bound_together(
         await reader.make(20)
         names = [f"c{n}" for n in range(10)]
         for name in names:
-            await live.gateway.call(0, CursorPut("t", name, None, None, 0, False), CursorReply)
+            await live.gateway.call(0, CursorPut("t", name, None, None, 0, False))
         reader.stall = True
         reads = [asyncio.create_task(reader.read(1, cursor=name)) for name in names]
         await until(lambda: reader.pages == 3)
@@ -278,17 +275,17 @@ def test_a_read_that_moves_nothing_passes_over_what_is_to_be_read_again_and_is_g
         revision = (await reader.at()).revision
         for read in range(4):
             advance = CursorAdvance("t", "c", revision, 2 * read, 2 * read + 2, 1000 + read)
-            assert (await live.gateway.call(0, advance, CursorMoved)).moved
+            assert (await live.gateway.call(0, advance)).moved
         for read in range(4):
             passed_on = CursorPassedOn("t", "c", revision, 1000 + read, passed_on=read in (1, 3))
-            await live.gateway.call(0, passed_on, Done)
+            await live.gateway.call(0, passed_on)
         assert await reader.peek(9) == ([1, 2], 0, 2)
-        await live.gateway.call(0, DeleteRecords("t", 3, None, b""), DeleteRecordsReply)
+        await live.gateway.call(0, DeleteRecords("t", 3, None, b""))
         assert await reader.peek(1) == ([5], 0, 5)
-        await live.gateway.call(0, DeleteRecords("t", 7, None, b""), DeleteRecordsReply)
+        await live.gateway.call(0, DeleteRecords("t", 7, None, b""))
         assert await reader.peek(9) == ([9, 10], 0, 10), "3, 4, 7 and 8 were passed on"
         assert await reader.read(1) == [9]
-        await live.gateway.call(0, DeleteRecords("t", 11, None, b""), DeleteRecordsReply)
+        await live.gateway.call(0, DeleteRecords("t", 11, None, b""))
         assert await reader.peek(9) == ([], 9, 10)
 
     on_loop(tmp_path, test)
@@ -346,7 +343,7 @@ def test_readers_that_wait_for_their_turn_are_bounded_in_number_and_time(
         assert (refused.value.code, refused.value.detail) == ("throttled", {"retry_after_ms": 10})
         late = await asyncio.gather(*reads[1:], return_exceptions=True)
         # They have done nothing, and are not too many.
-        stuck = ("throttled", {"retry_after_ms": turns.STUCK_RETRY_AFTER_MS})
+        stuck = ("throttled", {"retry_after_ms": cursors.STUCK_RETRY_AFTER_MS})
         assert [(one.code, one.detail) for one in late if isinstance(one, TopicsError)] == [stuck] * 19
         live.shard_up = True
         assert await reads[0] == [1, 2]
@@ -364,7 +361,7 @@ def test_who_waits_behind_readers_that_fail_one_after_the_other_is_told_that_not
         reads = [asyncio.create_task(reader.read(2)) for _ in range(4)]
         late = await asyncio.gather(*reads, return_exceptions=True)
         refusals = [(one.code, one.detail) for one in late if isinstance(one, TopicsError)]
-        stuck = ("throttled", {"retry_after_ms": turns.STUCK_RETRY_AFTER_MS})
+        stuck = ("throttled", {"retry_after_ms": cursors.STUCK_RETRY_AFTER_MS})
         assert len(refusals) == 4
         assert refusals[0] == ("shard_unavailable", None), "it was asked, and did not answer"
         assert {code for code, _ in refusals[1:]} <= {"throttled", "shard_unavailable"}
@@ -385,7 +382,7 @@ def test_where_the_reader_before_left_the_cursor_is_not_taken_for_where_it_is(tm
 
         async def between() -> None:
             if reader.pages == 2:
-                await live.gateway.call(0, put_back, CursorReply)
+                await live.gateway.call(0, put_back)
 
         reader.before_page = between
         assert await asyncio.gather(*(reader.read(2) for _ in range(2))) == [[1, 2], [1, 2]]

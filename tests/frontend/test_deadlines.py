@@ -6,9 +6,7 @@ import math
 
 import pytest
 
-from topics.frontend.attended import AttendedClock
-from topics.frontend.http.deadlines import Awaited, Deadlines, Verdict
-from topics.frontend.http.limits import HttpLimits
+from topics.frontend.http.deadlines import AttendedClock, Awaited, Deadlines, HttpLimits, Verdict
 
 LIMITS = HttpLimits(
     header_timeout_ms=10_000,

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from tests.frontend.live import OPTIONS, Live, Wire, delivered, on_loop, turns, until
 from topics.core.priority import AGE_FULL_MS
-from topics.frontend import limits
+from topics.frontend.entry import limits
 from topics.frontend.live import delivery, snapshot
-from topics.frontend.live.beats import BEATS_MAX
+from topics.frontend.live.channels import BEATS_MAX
 from topics.frontend.live.delivery import FAN_OUT_STEP
 from topics.frontend.live.pulse import STALL_CUT_MS, STALL_MAX_MS
 from topics.frontend.reads.reading import Page

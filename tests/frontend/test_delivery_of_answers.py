@@ -12,7 +12,7 @@ import pytest
 
 from tests.frontend.http1_server import Client, Server, until
 from tests.frontend.test_http2_buffer import WINDOW_BYTES, Connected
-from topics.frontend.http.limits import HttpLimits
+from topics.frontend.http.deadlines import HttpLimits
 
 BODY_BYTES: Final = 8 * 2**20
 """More than the kernel takes off a process."""

@@ -13,7 +13,7 @@ import pytest
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.topic import Topic
-from topics.frontend import limits
+from topics.frontend.entry import limits
 from topics.frontend.shards import gateway as gateway_module
 from topics.frontend.shards import watches
 from topics.frontend.shards.arenas import Arenas
@@ -25,11 +25,10 @@ from topics.shm.arena import ArenaWriter
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.shm.location_ring import LocationRing
-from topics.shm.messages import Done, Kind
+from topics.shm.messages import Kind
 from topics.shm.names import SHM_ROOT, objects
 from topics.shm.topic_messages import (
     DeleteTopic,
-    DeleteTopicReply,
     Expire,
     Hello,
     PutTopic,
@@ -172,8 +171,8 @@ def test_each_answer_finds_its_request(shard: Shard) -> None:
 
 def test_calls_and_their_errors(shard: Shard) -> None:
     async def test(gateway: Gateway) -> None:
-        put = asyncio.create_task(gateway.call(0, PutTopic("t", TopicConfig(), True), PutTopicReply))
-        delete = asyncio.create_task(gateway.call(0, DeleteTopic("t", False), DeleteTopicReply))
+        put = asyncio.create_task(gateway.call(0, PutTopic("t", TopicConfig(), True)))
+        delete = asyncio.create_task(gateway.call(0, DeleteTopic("t", False)))
         await asyncio.sleep(0)
         _hello, first, second = shard.take()
         shard.answer(messages.encode_reply(first[1], PutTopicReply(True, TopicConfig(ttl_ms=3))))
@@ -249,7 +248,7 @@ def test_nothing_is_sent_before_the_shard_has_recovered(shard: Shard) -> None:
             append(gateway)
         assert (refused.value.code, refused.value.detail) == ("not_ready", {"replay_progress": 0.5})
         with pytest.raises(TopicsError):
-            await gateway.call(0, Expire("t"), Done)
+            await gateway.call(0, Expire("t"))
         assert shard.take() == []
 
     on_loop(shard, test)
@@ -474,7 +473,7 @@ def test_what_a_former_life_spilled_is_swept_up(shard: Shard) -> None:
 
 def test_an_answer_too_long_for_the_ring(shard: Shard) -> None:
     async def test(gateway: Gateway) -> None:
-        call = asyncio.create_task(gateway.call(0, SessionOpen("w", 1), SessionOpenReply))
+        call = asyncio.create_task(gateway.call(0, SessionOpen("w", 1)))
         await asyncio.sleep(0)
         request_id = shard.take()[-1][1]
         reply = SessionOpenReply(b"x" * 200_000, {"t": 1}, True)

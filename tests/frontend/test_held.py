@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from topics.frontend.live.held import Held
+from topics.frontend.live.pulse import Held
 
 
 def test_in_the_order_of_their_times() -> None:

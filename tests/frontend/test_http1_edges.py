@@ -8,7 +8,7 @@ import select
 import pytest
 
 from tests.frontend.http1_server import Server, until
-from topics.frontend.http.limits import HttpLimits
+from topics.frontend.http.deadlines import HttpLimits
 
 POST = b"POST /%b HTTP/1.1\r\nHost: test\r\nContent-Length: 10\r\n\r\n"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"

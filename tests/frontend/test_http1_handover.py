@@ -14,7 +14,7 @@ from wsproto.events import AcceptConnection, CloseConnection, Ping, Request, Tex
 
 from tests.frontend.http1_server import Client, Server, until
 from topics.frontend.http import hypercorn_connection
-from topics.frontend.http.limits import HttpLimits
+from topics.frontend.http.deadlines import HttpLimits
 from topics.shm.cap import Cap
 from topics.shm.control import Cell
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.http.http1_parser import Chunks, Head, Refusal, RequestParser
-from topics.frontend.http.limits import HttpLimits
 
 LIMITS = HttpLimits(max_header_bytes=2000, max_headers=10, max_uri_bytes=200, max_body_bytes=5000)
 

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from tests.frontend.http1_server import Client, Server, until
+from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.http.http1_exchange import PushStream
-from topics.frontend.http.limits import HttpLimits
 
 FRAME = b"x" * 65_536
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.frontend.http1_server import Client, Server, undisturbed, until
 from topics.frontend.http import kept_answers
-from topics.frontend.http.limits import HttpLimits
+from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.live import pulse
 
 

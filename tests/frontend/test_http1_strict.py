@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.frontend.http1_server import DEADLINE_S, Client, Server, undisturbed, until
-from topics.frontend.http.limits import HttpLimits
+from topics.frontend.http.deadlines import HttpLimits
 
 LOOPS = ["uvloop", "asyncio"]
 READ_BYTES = 256 * 1024

@@ -9,9 +9,9 @@ import pytest
 
 from tests.frontend.http1_server import Client, Server, until
 from tests.frontend.http2_client import Streams
+from topics.frontend.entry.limits import CONNECTION_ANSWERS
 from topics.frontend.http import kept_answers
-from topics.frontend.http.limits import HttpLimits
-from topics.frontend.limits import CONNECTION_ANSWERS
+from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.live import pulse
 
 PAGE_BYTES = 1 << 20

@@ -15,9 +15,9 @@ from hypercorn.protocol.h2 import BUFFER_LOW_WATER
 
 from tests.frontend.http1_server import Client, Server, undisturbed, until
 from topics.core.clock import SystemClock
+from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.http.http2_buffer import BoundedBuffer
 from topics.frontend.http.kept_answers import KeptAnswers
-from topics.frontend.http.limits import HttpLimits
 
 PIECE_BYTES = 64 * 1024
 """Of `App.large`."""

@@ -10,10 +10,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from topics.core.errors import TopicsError
-from topics.frontend.access import Access
 from topics.frontend.asgi import Scope
-from topics.frontend.key_limits import KeyLimits
-from topics.frontend.key_reload import KeyReload
+from topics.frontend.entry.access import Access, KeyLimits, KeyReload
 from topics.keys import read_keys
 from topics.settings import load
 from topics.shm.cap import KeyCounts
@@ -59,7 +57,7 @@ class Frontend:
 
 @pytest.fixture
 def frontend(identity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Frontend:
-    monkeypatch.setattr("topics.frontend.key_reload.RETRY_S", 0.001)
+    monkeypatch.setattr("topics.frontend.entry.access.RETRY_S", 0.001)
     return Frontend(identity, tmp_path / "keys")
 
 
@@ -92,7 +90,7 @@ def test_a_file_that_cannot_be_read_is_read_once_it_can_be(frontend: Frontend) -
 
 
 def test_who_waits_to_try_again_reads_at_once_when_asked(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topics.frontend.key_reload.RETRY_S", 10 * DEADLINE_S)
+    monkeypatch.setattr("topics.frontend.entry.access.RETRY_S", 10 * DEADLINE_S)
 
     async def test() -> None:
         frontend.file.unlink()

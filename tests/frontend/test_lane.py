@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from topics.frontend import limits
-from topics.frontend.shards.lane import PRESSED_WAIT_S, ROOM_WAIT_S, Fate, Lane, Waiter
+from topics.frontend.entry import limits
+from topics.frontend.shards.requests import PRESSED_WAIT_S, ROOM_WAIT_S, Fate, Lane, Waiter
 from topics.shm.ring import HEADER_BYTES, Ring
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from topics.frontend.reads.log_files import LogFiles
+from topics.frontend.reads.files import LogFiles
 from topics.storage import layout
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from topics.api.requests import AppendBody
 from topics.core.errors import TopicsError
-from topics.frontend import long_bodies, wire
+from topics.frontend.entry import wire
+from topics.frontend.routes import long_bodies
 
 RECORDS_MAX = 40
 RECORD_MAX_BYTES = 400

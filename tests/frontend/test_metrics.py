@@ -13,12 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.frontend.hosting import Hosting, Written
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyRing, KeyScope
-from topics.frontend import exposition, limits
-from topics.frontend import metrics as module
-from topics.frontend.access import Access
-from topics.frontend.figures import ServiceFigures
-from topics.frontend.key_limits import KeyLimits
-from topics.frontend.metrics import MetricsRoute
+from topics.frontend.entry import limits
+from topics.frontend.entry.access import Access, KeyLimits
+from topics.frontend.operators import exposition
+from topics.frontend.operators import service as module
+from topics.frontend.operators.figures import ServiceFigures
+from topics.frontend.operators.service import MetricsRoute
 from topics.settings import load
 from topics.shm.cap import KeyCounts
 from topics.shm.control import Role

@@ -10,7 +10,7 @@ import pytest
 
 from tests.frontend.hosting import TestClock
 from topics.frontend.asgi import KEPT
-from topics.frontend.limits import SOCKET_MESSAGES
+from topics.frontend.entry.limits import SOCKET_MESSAGES
 from topics.frontend.live import websocket as module
 from topics.frontend.live.outbox import Outbox, Subscription
 from topics.frontend.live.push import HIGH_WATER_BYTES

@@ -7,8 +7,8 @@ import weakref
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.frontend import limits
-from topics.frontend.budget import Budget
+from topics.frontend.entry import limits
+from topics.frontend.entry.budget import Budget
 from topics.frontend.live.pulse import STALL_CUT_MS, STALL_MAX_MS, Heartbeats, Stall, Stalls
 
 MANY = 1_000

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from topics.core.errors import TopicsError
-from topics.frontend.queues.turns import STUCK_RETRY_AFTER_MS, Turns
+from topics.frontend.queues.cursors import STUCK_RETRY_AFTER_MS, Turns
 
 WAIT_S = 0.3
 DEADLINE_S = 20.0

@@ -20,7 +20,7 @@ from topics.core.errors import TopicsError
 from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import SEALED
 from topics.frontend.reads.cold import ColdMissError
-from topics.frontend.reads.log_files import LogFiles
+from topics.frontend.reads.files import LogFiles
 from topics.frontend.reads.reading import SCAN_MAX, Page, TopicReader
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.arenas import Arenas

@@ -18,7 +18,7 @@ from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import COLD, SEALED
-from topics.frontend.reads import segment_files
+from topics.frontend.reads import files
 from topics.frontend.reads.cold import BLOCK_BYTES, FRESH_MS, ColdMissError, ColdTier
 from topics.frontend.reads.reading import Page
 from topics.frontend.reads.records import PageOptions
@@ -303,10 +303,10 @@ def test_removed_files_are_let_go(hosting: Hosting) -> None:
 
 def test_only_so_many_segments_stay_open(hosting: Hosting) -> None:
     hosting.make("t")
-    fill(hosting, 2 * segment_files.SEGMENTS_MAX, plain=True)
+    fill(hosting, 2 * files.SEGMENTS_MAX, plain=True)
     hosting.checkpoint("t", records_max=1)
     assert len(read(hosting).body) > 0
-    assert open_files().count(str(hosting.data_path("t", 1).parent)) <= 2 * segment_files.SEGMENTS_MAX
+    assert open_files().count(str(hosting.data_path("t", 1).parent)) <= 2 * files.SEGMENTS_MAX
 
 
 def test_the_hot_copy_of_a_relocated_segment_is_let_go_by_the_next_reader(hosting: Hosting) -> None:
@@ -437,13 +437,13 @@ def test_one_long_record_is_read_without_those_behind_it(hosting: Hosting, monke
     hosting.write("t", [Written(long) for _ in range(12)])
     hosting.checkpoint("t")
     read_bytes: list[int] = []
-    check = segment_files.OpenSegment.check
+    check = files.OpenSegment.check
 
-    def counted(opened: segment_files.OpenSegment, buffer: bytes, *others: Any, **more: Any) -> None:
+    def counted(opened: files.OpenSegment, buffer: bytes, *others: Any, **more: Any) -> None:
         read_bytes.append(len(buffer))
         check(opened, buffer, *others, **more)
 
-    monkeypatch.setattr(segment_files.OpenSegment, "check", counted)
+    monkeypatch.setattr(files.OpenSegment, "check", counted)
     assert seqs(read(hosting, 3, ALL._replace(limit=1, max_batch_bytes=8 << 20))) == [4]
     assert read_bytes[0] < 2 * len(long)
     assert seqs(read(hosting, 3, ALL._replace(limit=3, max_batch_bytes=8 << 20))) == [4, 5, 6]

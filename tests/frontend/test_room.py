@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from topics.frontend.budget import Budget
-from topics.frontend.limits import KEPT_FRAMES
+from topics.frontend.entry.budget import Budget
+from topics.frontend.entry.limits import KEPT_FRAMES
+from topics.frontend.live.pulse import Room
 from topics.frontend.live.push import HIGH_WATER_BYTES
-from topics.frontend.live.room import Room
 
 LARGE = HIGH_WATER_BYTES + 1
 

@@ -13,10 +13,8 @@ import pytest
 
 from tests.frontend.http1_server import Server, undisturbed
 from topics.core.errors import TopicsError
-from topics.frontend.attended import AttendedClock
-from topics.frontend.http import arrival_deadlines
-from topics.frontend.http.deadlines import BodyTime
-from topics.frontend.http.limits import HttpLimits
+from topics.frontend.http import hypercorn_deadlines
+from topics.frontend.http.deadlines import AttendedClock, BodyTime, HttpLimits
 
 HEAD = b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
 SLOW = HttpLimits(body_timeout_ms=200, body_idle_timeout_ms=5_000, body_min_bytes_per_s=100_000, linger_ms=10_000)
@@ -123,14 +121,14 @@ def test_http2_waits_no_longer(pieces: int) -> None:
     async def main() -> None:
         limits = HttpLimits(body_idle_timeout_ms=20)
         with pytest.raises(TopicsError) as raised:
-            await arrival_deadlines.run(app, limits, AttendedClock(time.monotonic), {}, client.receive, sink)
+            await hypercorn_deadlines.run(app, limits, AttendedClock(time.monotonic), {}, client.receive, sink)
         assert raised.value.code == "request_timeout"
 
-    drop_s, arrival_deadlines.DROP_S = arrival_deadlines.DROP_S, 0.02  # type: ignore[misc]
+    drop_s, hypercorn_deadlines.DROP_S = hypercorn_deadlines.DROP_S, 0.02  # type: ignore[misc]
     try:
         asyncio.run(main())
     finally:
-        arrival_deadlines.DROP_S = drop_s  # type: ignore[misc]
+        hypercorn_deadlines.DROP_S = drop_s  # type: ignore[misc]
 
 
 def test_http2_takes_what_came_while_the_process_was_stopped() -> None:
@@ -152,7 +150,7 @@ def test_http2_takes_what_came_while_the_process_was_stopped() -> None:
 
     async def main() -> None:
         limits = HttpLimits(body_idle_timeout_ms=20)
-        await arrival_deadlines.run(app, limits, AttendedClock(lambda: time_s), {}, Stopped().receive, sink)
+        await hypercorn_deadlines.run(app, limits, AttendedClock(lambda: time_s), {}, Stopped().receive, sink)
 
     asyncio.run(main())
 
@@ -163,7 +161,7 @@ def test_what_the_app_does_not_read_is_dropped() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         return
 
-    asyncio.run(arrival_deadlines.run(app, HttpLimits(), AttendedClock(time.monotonic), {}, client.receive, sink))
+    asyncio.run(hypercorn_deadlines.run(app, HttpLimits(), AttendedClock(time.monotonic), {}, client.receive, sink))
     assert client.received == 50
 
 

@@ -9,10 +9,9 @@ import time
 import pytest
 
 from tests.frontend.http1_server import DEADLINE_S, Server, until
-from topics.frontend import limits
-from topics.frontend.attended import GAP_S, AttendedClock
-from topics.frontend.budget import Budget
-from topics.frontend.http.limits import HttpLimits
+from topics.frontend.entry import limits
+from topics.frontend.entry.budget import Budget
+from topics.frontend.http.deadlines import GAP_S, AttendedClock, HttpLimits
 from topics.frontend.live.pulse import STALL_MAX_MS, Stalls
 
 TIMEOUT_MS = 3_000

@@ -16,8 +16,7 @@ from topics.core.config import TopicConfig
 from topics.core.floors import EvictReason
 from topics.frontend.live.stream import Batch, Outcome, Phase, Plan, Step, Stream, batch
 from topics.frontend.live.wording import EVENT_STREAM
-from topics.frontend.reads.floors import Tombstone
-from topics.frontend.reads.reading import Page
+from topics.frontend.reads.reading import Page, Tombstone
 from topics.frontend.reads.records import PageOptions
 from topics.shm import names
 

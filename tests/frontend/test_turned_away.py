@@ -8,7 +8,7 @@ import pytest
 
 from tests.frontend.http1_server import Server, until
 from topics.frontend.http import http1
-from topics.frontend.http.limits import HttpLimits
+from topics.frontend.http.deadlines import HttpLimits
 from topics.shm.cap import Cap
 from topics.shm.control import Cell
 

@@ -12,9 +12,8 @@ import pytest
 
 from tests.frontend.http1_server import Server, until
 from tests.frontend.test_turned_away import one_place
-from topics.frontend.attended import AttendedClock
-from topics.frontend.http.limits import HttpLimits
-from topics.frontend.http.unread import Unread
+from topics.frontend.http.deadlines import AttendedClock, HttpLimits
+from topics.frontend.http.hypercorn_deadlines import Unread
 
 LIMITS = HttpLimits(write_stall_timeout_ms=200, linger_ms=20)
 SLOW = HttpLimits(write_stall_timeout_ms=200, linger_ms=20, read_min_bytes_per_s=1 << 30)

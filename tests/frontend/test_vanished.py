@@ -10,7 +10,7 @@ import struct
 import pytest
 
 from tests.frontend.http1_server import Server, until
-from topics.frontend.http.limits import HttpLimits
+from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.http.vanished import Silences, unanswered_ms
 from topics.frontend.live.pulse import STALL_MAX_MS
 from topics.frontend.live.stream import RETRY_AFTER_MS

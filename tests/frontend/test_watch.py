@@ -13,10 +13,9 @@ from tests.frontend.live import DEADLINE_S, Live, on_loop, until
 from tests.storage.faults import Fault, FaultyFileSystem
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyRing
-from topics.frontend import limits
-from topics.frontend.access import Access
 from topics.frontend.asgi import Receive, Send
-from topics.frontend.key_limits import KeyLimits
+from topics.frontend.entry import limits
+from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.live import sessions as module
 from topics.frontend.live.sessions import SESSION_TTL_MS, Follow, Session, Sessions
 from topics.frontend.live.watch import WatchRoutes, accepts_event_stream

@@ -14,9 +14,10 @@ from tests.frontend.hosting import Hosting, Written
 from tests.frontend.live import turns, until
 from tests.frontend.test_app import Frontend, on_loop
 from topics.core.keys import KeyRing, parse_list
-from topics.frontend import limits
 from topics.frontend.asgi import DROPPED
+from topics.frontend.entry import limits
 from topics.frontend.reads import node_sets
+from topics.frontend.reads.catching_up import CatchingUp
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
 from topics.shm.cap import Counted
@@ -84,11 +85,11 @@ def test_a_key_that_is_narrowed_while_a_subscription_catches_up(
     async def test(frontend: Frontend) -> None:
         behind, caught_up = asyncio.Event(), asyncio.Event()
 
-        async def catch_up(_names: Iterable[str]) -> None:
+        async def catch_up(_self: CatchingUp, _names: Iterable[str]) -> None:
             behind.set()
             await caught_up.wait()
 
-        monkeypatch.setattr(frontend.catching_up, "all", catch_up)
+        monkeypatch.setattr(CatchingUp, "all", catch_up)
         client = Client(frontend)
         client.say(op="subscribe", request_id=1, topic="t")
         await behind.wait()

@@ -11,8 +11,8 @@ from hypercorn.protocol.ws_stream import FrameTooLargeError
 from wsproto.events import TextMessage
 
 from topics.frontend.asgi import DROPPED, SHARE
-from topics.frontend.bodies import COUNTED_FROM_BYTES, LONG_BYTES, long_bodies, medium_bodies
-from topics.frontend.http.websocket_messages import CountedMessages
+from topics.frontend.entry.bodies import COUNTED_FROM_BYTES, LONG_BYTES, long_bodies, medium_bodies
+from topics.frontend.http.websocket_stream import CountedMessages
 
 MOST = 4 * LONG_BYTES
 PIECE = "x" * 10_000

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topics.core.errors import TopicsError
-from topics.frontend import wire
+from topics.frontend.entry import wire
 
 
 def refusal(body: bytes) -> TopicsError:

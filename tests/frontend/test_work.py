@@ -13,18 +13,15 @@ from tests.frontend.live import DEADLINE_S, Live, Wire, on_loop, until
 from tests.frontend.test_watch import cram, posts
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyRing, parse_list
-from topics.frontend.access import Access
-from topics.frontend.key_limits import KeyLimits
+from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.live.pulse import STALL_MAX_MS
 from topics.frontend.queues import work as module
-from topics.frontend.queues.dead_letters import DeadLetters
-from topics.frontend.queues.job_channel import JobChannel
-from topics.frontend.queues.unreadable import UnreadableJobs
+from topics.frontend.queues.queue import Jobs
 from topics.frontend.queues.work import WorkRoutes
 from topics.frontend.shards import gateway
 from topics.shm import messages
 from topics.shm.cap import Cap, KeyCounts
-from topics.shm.queue_messages import Claim, Dealt, WorkClose
+from topics.shm.queue_messages import Claim, WorkClose
 
 KEYS = "worker:rw"
 
@@ -37,20 +34,8 @@ class Worker:
         limits = KeyLimits(KeyCounts(live.rig.shared.key_counts, 1, 0), settings)
         self.access = Access(KeyRing(parse_list(keys) if keys else ()), False, limits)
         places = Cap("sse_connections", 0, "sse_admitted", live.cell, [live.cell])
-        channel, unreadable = JobChannel(live.gateway, 1), UnreadableJobs()
-        dead_letters = DeadLetters(live.gateway, live.reader, unreadable)
-        self.routes = WorkRoutes(
-            live.gateway,
-            live.reader,
-            channel,
-            dead_letters,
-            unreadable,
-            self.access,
-            settings,
-            places,
-            live.cell,
-            live.clock,
-        )
+        jobs = Jobs(live.gateway, live.reader, 1)
+        self.routes = WorkRoutes(jobs, self.access, settings, places, live.cell, live.clock)
         self.wire = Wire()
         self.head_sent = asyncio.Event()
         self.may_begin = asyncio.Event()
@@ -256,7 +241,7 @@ def test_dead_jobs_that_are_dealt_to_a_stream_without_a_client_are_carried_away(
 def test_dead_jobs_that_are_dealt_to_a_stream_which_never_begins_are_carried_away(tmp_path: Path) -> None:
     async def test(live: Live) -> None:
         await deadly(live)
-        await live.gateway.call(0, Claim("q", "w", 1, None, 1), Dealt)
+        await live.gateway.call(0, Claim("q", "w", 1, None, 1))
         live.clock.ms += LEASE_MS
         worker = Worker(live)
         worker.may_begin.clear()
@@ -277,6 +262,6 @@ def test_a_stream_that_is_over_leaves_no_listener_for_ever(tmp_path: Path) -> No
         worker, asked = await begun(live)
         worker.wire.vanish()
         await asked
-        await until(lambda: not worker.routes.channel._listeners)
+        await until(lambda: not worker.routes.jobs.channel._listeners)
 
     on_loop(tmp_path, test)

@@ -62,7 +62,7 @@ def open_writer(
     fs: FileSystem, directory: str, end: WalEnd | None = None, identity: WalIdentity = IDENTITY, **options: Any
 ) -> WalWriter:
     options.setdefault("file_bytes", 4096)
-    return WalWriter.open(fs, directory, identity, end, **options)
+    return WalWriter(fs, directory, identity, end, **options)
 
 
 def commit(writer: WalWriter, *writes: bytes, sync: bool = False) -> list[Place]:

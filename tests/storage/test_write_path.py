@@ -51,7 +51,7 @@ def test_both_write_the_same_log(path: WritePath, tmp_path: Path) -> None:
     fs = path.file_system()
     directory = str(tmp_path / "wal")
     frames = [appends(seq, [b'"data":%d' % seq]) for seq in range(1, 6)]
-    wal = WalWriter.open(fs, directory, IDENTITY, None, file_bytes=1 << 16)
+    wal = WalWriter(fs, directory, IDENTITY, None, file_bytes=1 << 16)
     wal.commit(wal.plan(list(map(len, frames))), frames, sync=True, frames=len(frames))
     wal.close()
     recovery = recover_group(OsFileSystem(), directory, IDENTITY)

@@ -69,7 +69,7 @@ def test_a_missing_log_is_refused(tmp_path: Path, shared: SharedMemory) -> None:
     assert resharding.run(settings(tmp_path, 3), shared) == 0
     for shard in range(3):
         directory = layout.group_dir(str(tmp_path), shard, 3)
-        WalWriter.open(OsFileSystem(), directory, WalIdentity(shard, 3, boot_id()), None, file_bytes=MIB).close()
+        WalWriter(OsFileSystem(), directory, WalIdentity(shard, 3, boot_id()), None, file_bytes=MIB).close()
     shutil.rmtree(tmp_path / "wal" / "shard-01")
     assert resharding.run(settings(tmp_path, 2), shared) == EXIT_REFUSED
 

@@ -18,7 +18,7 @@ from tests.walshard.rig import Rig
 from tests.walshard.test_segments import fill, numbers
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.shm.messages import Done
+from topics.shm.asks import Done
 from topics.shm.topic_messages import (
     Checkpoint,
     CheckpointReply,

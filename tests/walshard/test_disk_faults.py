@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,13 @@ import pytest
 
 from tests.storage.faults import CHANGING_CALLS, Fault, FaultyFileSystem
 from tests.walshard.rig import Rig
-from tests.walshard.test_routing import route
+from tests.walshard.test_routing import FullDisk, route
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
+from topics.shm.messages import Call
+from topics.shm.queue_messages import Claim, Peek, WorkOpen
 from topics.shm.topic_messages import Checkpoint, PutTopic
+from topics.storage.layout import group_dir
 
 FSYNC = TopicConfig(durability="fsync")
 
@@ -296,3 +299,46 @@ def test_copies_that_cannot_be_logged_keep_their_topic_and_no_other_from_expirin
     dest = rig.view("dest")
     assert dest is not None
     assert (dest.records, dest.evict_floor) == (0, 2)
+
+
+# -- what has expired, and the log cannot take that it goes
+
+
+@pytest.fixture
+def full(fs: FaultyFileSystem) -> Callable[[], None]:
+    """From now on the log cannot be written."""
+    return lambda: fs.arm(Fault(1, errno.ENOSPC, always=True, calls=frozenset({"pwritev"})))
+
+
+def test_what_cannot_expire_keeps_no_repeat_from_its_answer(rig: Rig, full: Callable[[], None]) -> None:
+    rig.append("t", b"1", key=b"\0k", config=TopicConfig(ttl_ms=1_000, cap_records=1, idempotency_window_ms=60_000))
+    rig.clock.ms += 5_000
+    full()
+    assert rig.append("t", b"1", key=b"\0k").deduped
+    assert outcome(rig, b"2") == "storage_unavailable"
+
+
+def test_what_cannot_expire_keeps_no_record_from_an_ephemeral_topic(tmp_path: Path) -> None:
+    fs = FullDisk()
+    rig = Rig(str(tmp_path), fs)
+    try:
+        config = TopicConfig(durability="ephemeral", ttl_ms=1_000, cap_records=2)
+        rig.append("t", b"1", b"2", config=config)
+        rig.clock.ms += 5_000
+        fs.full_dir = group_dir(rig.settings.data_dir, 0, 1)
+        assert rig.append("t", b"3").first_seq == 3
+        assert rig.read("t") == [(2, b"2"), (3, b"3")]
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize(
+    "call", [Claim("q", "w", 1, None, 1), WorkOpen("q", 1, "w", 1, None), Peek("q", 0, None, 10)], ids=type
+)
+def test_what_cannot_expire_keeps_no_job_from_its_worker(rig: Rig, full: Callable[[], None], call: Call) -> None:
+    rig.append("q", b"1", config=TopicConfig(type="queue", ttl_ms=1_000))
+    rig.clock.ms += 900
+    rig.append("q", b"2")
+    rig.clock.ms += 500
+    full()
+    assert rig.call(call)

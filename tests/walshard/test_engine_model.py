@@ -31,7 +31,7 @@ from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.frontend.reads.cold import ColdMissError, ColdTier
-from topics.frontend.reads.log_files import LogFiles
+from topics.frontend.reads.files import LogFiles
 from topics.frontend.reads.reading import Page, TopicReader
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.arenas import Arenas

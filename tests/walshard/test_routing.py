@@ -525,3 +525,30 @@ def test_a_cycle_is_refused_by_the_registry(rig: Rig) -> None:
     route(rig, "r", "a", "b")
     with pytest.raises(TopicsError, match="cycle"):
         rig.call(PutRouter("q", RouterSpec("b", "a")))
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one write", "one group"])
+def test_a_source_is_copied_from_its_first_record_on_whatever_its_first_group_evicts(rig: Rig, together: bool) -> None:
+    route(rig, "r", "a", "b")
+    data = [b"%d" % at for at in range(20)]
+    for piece in [[one] for one in data] if together else [data]:
+        for name in ("a", "unrouted"):
+            rig.post_append(name, piece, config=TopicConfig(cap_records=2))
+    rig.run()
+    assert rig.read("b") == [(at + 1, b"%d" % at) for at in range(20)]
+    rig.shard.sweep()
+    for name in ("a", "unrouted"):
+        view = rig.view(name)
+        assert view is not None
+        assert (view.base_seq, view.earliest_seq) == (19, 19), name
+
+
+def test_what_the_first_group_after_a_crash_evicts_is_copied(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(rig, "a", cap_records=2)
+    route(rig, "r", "a", "b")
+    monkeypatch.setattr(rig.shard.routing._copier, "next_write", lambda *_: None)
+    rig.append("a", b"1", b"2")
+    rig.post_append("a", [b"3", b"4"])
+    rig.boot()
+    rig.run()
+    assert rig.read("b") == [(1, b"1"), (2, b"2"), (3, b"3"), (4, b"4")]

@@ -14,7 +14,16 @@ from topics.core.config import TopicConfig
 from topics.core.routers import RouterSpec
 from topics.shm.control import Role
 from topics.shm.router_board import RouterBoard
-from topics.shm.topic_messages import CatchUp, CaughtUp, DeleteRecords, EnsureTopic, PutRouter, PutTopic
+from topics.shm.topic_messages import (
+    CatchUp,
+    CaughtUp,
+    DeleteRecords,
+    DeleteRouter,
+    EnsureTopic,
+    PutRouter,
+    PutTopic,
+    SyncRouters,
+)
 from topics.storage.layout import group_dir
 
 
@@ -185,4 +194,36 @@ def test_who_reads_hears_of_a_router_that_could_not_begin(tmp_path: Path) -> Non
         cell.set("generation", generation)
         assert catch_up(rig, dest) == ALL
     finally:
+        rig.close()
+
+
+@pytest.mark.parametrize("same_name", [False, True], ids=["another router", "the same router"])
+def test_a_dest_that_was_ephemeral_all_along_goes_on_with_the_source_that_it_has_now(rig: Rig, same_name: bool) -> None:
+    """The cursor that the RAM log has of the former source is older, though more were written."""
+    put(rig, "e", durability="ephemeral")
+    rig.append("b", b"0")
+    route(rig, "r", "a", "e")
+    for at in range(5):
+        rig.append("a", b"%d" % at)
+    if not same_name:
+        rig.call(DeleteRouter("r"))
+        rig.call(SyncRouters("e", 0, 0))
+    route(rig, "r" if same_name else "s", "b", "e")
+    rig.boot()
+    rig.append("b", b"new")
+    assert rig.read("e")[-2:] == [(5, b"4"), (6, b"new")]
+
+
+def test_a_dest_that_has_all_is_not_pending_because_it_cannot_expire(tmp_path: Path) -> None:
+    fs = FullDisk()
+    rig = Rig(str(tmp_path), fs)
+    try:
+        put(rig, "b", ttl_ms=1_000, cap_records=10)
+        route(rig, "r", "a", "b")
+        rig.append("a", *[b"1"] * 10)
+        rig.clock.ms += 5_000
+        fs.full_dir = group_dir(rig.settings.data_dir, 0, 1)
+        assert catch_up(rig) == ALL
+    finally:
+        fs.full_dir = None
         rig.close()

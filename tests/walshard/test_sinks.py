@@ -17,7 +17,7 @@ from tests.walshard.rig import Rig
 from tests.walshard.test_killed_anywhere import MODULES, NOT_REACHED, in_a_process, kill_at_line
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.frontend.txn.stages import Stages
+from topics.frontend.txn.commits import Stages
 from topics.shm.messages import Call
 from topics.shm.topic_messages import (
     PutTopic,

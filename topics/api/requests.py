@@ -1,6 +1,6 @@
 """The types of request bodies. Frontends decode bodies straight into them; the client encodes its calls from them.
 
-A field at its default is not sent. The frontend checks what these types cannot say (`frontend/wire.py`).
+A field at its default is not sent. The frontend checks what these types cannot say (`frontend/entry/wire.py`).
 """
 
 from __future__ import annotations

@@ -321,11 +321,6 @@ def drop_stages(topic: str, txn: str) -> Call[answers.DropStagesAnswer]:
     return _call("DELETE", path_of("stage", topic), answers.DropStagesAnswer, query={"txn": txn})
 
 
-def get_sink(sink: str) -> Call[answers.SinkAnswer]:
-    """The latest batch of a sink."""
-    return _call("GET", path_of("txn", sink), answers.SinkAnswer)
-
-
 def forget_sink(sink: str) -> Call[answers.ForgetSinkAnswer]:
     """Forgets a sink: its next batch may have any number."""
     return _call("DELETE", path_of("txn", sink), answers.ForgetSinkAnswer)

@@ -36,8 +36,7 @@ from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.core.seq_set import runs_of
 from topics.core.topic import Topic
 from topics.log import get_logger
-from topics.shm.messages import Done
-from topics.shm.topic_messages import Checkpoint, CheckpointReply, MarkAgain, TopicCheckpoint
+from topics.shm.topic_messages import Checkpoint, MarkAgain, TopicCheckpoint
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, deferring_syncs
 from topics.storage.kill_points import reached
@@ -317,7 +316,7 @@ def tell(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
     Raises Refused when the shard could not log all of them, or could not be told.
     """
     try:
-        reply = follower.link.call(Checkpoint(checkpoints), CheckpointReply)
+        reply = follower.link.call(Checkpoint(checkpoints))
     except (TopicsError, OSError) as error:
         # The OSError is about shared memory: it says nothing about the disk or a file on it.
         raise Refused(f"shard {follower.shard}: {error}") from error
@@ -447,7 +446,7 @@ class DurableMarks:
         for at in range(0, len(seqs), SEQS_PER_MESSAGE):
             runs = runs_of(seqs[at : at + SEQS_PER_MESSAGE])
             try:
-                follower.link.call(MarkAgain(topic_id, runs), Done)
+                follower.link.call(MarkAgain(topic_id, runs))
             except (TopicsError, OSError) as error:  # about shared memory: see `tell`
                 raise Refused(f"shard {follower.shard}: {error}") from error
             self._alive()

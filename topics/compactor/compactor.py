@@ -33,7 +33,6 @@ from topics.compactor.snapshots import Snapshots
 from topics.core.backoff import doubled_ms
 from topics.core.errors import TopicsError
 from topics.log import get_logger
-from topics.shm.messages import Done
 from topics.shm.topic_messages import Trim
 from topics.storage.kill_points import reached
 from topics.storage.logfile import WalPosition
@@ -268,7 +267,7 @@ class Compactor:
     def _trim(self, positions: dict[int, WalPosition]) -> None:
         for shard, position in positions.items():
             try:
-                self._followers[shard].link.call(Trim(position.file_no), Done)
+                self._followers[shard].link.call(Trim(position.file_no))
             except TopicsError as error:
                 # The next trim removes those files as well.
                 self._cell.add("failures")

@@ -12,7 +12,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Final, TypeVar
+from typing import Final
 
 from topics.core.errors import TopicsError
 from topics.core.fold import Fold
@@ -21,9 +21,10 @@ from topics.core.segment_list import SegmentInfo
 from topics.core.topic import Topic
 from topics.shm import messages
 from topics.shm.arena import ArenaReader, TopicView
+from topics.shm.asks import Asks, ReplyT
 from topics.shm.control import Role, log_bytes
 from topics.shm.instance import SharedMemory
-from topics.shm.messages import Call, Kind
+from topics.shm.messages import Kind
 from topics.shm.names import SHM_ROOT
 from topics.storage import layout
 from topics.storage.frame import Bytes, FrameType
@@ -33,7 +34,6 @@ from topics.storage.logfile import FileStart, NotALogFile, WalPosition, parse_fi
 from topics.storage.recovery import BATCH_FRAMES, FRAMING_TYPES, RecoveredFile
 
 _OFFSET_BITS: Final = 32
-ReplyT = TypeVar("ReplyT")
 
 
 class ShardLink:
@@ -70,7 +70,7 @@ class ShardLink:
         """The generation of its arena; 0 until the shard has recovered for the first time."""
         return self._cell.get("generation")
 
-    def call(self, request: Call, reply_type: type[ReplyT]) -> ReplyT:
+    def call(self, request: Asks[ReplyT]) -> ReplyT:
         """Sends a request and returns the answer, as soon as the shard gives it.
 
         Raises TopicsError for its refusal, OSError without room in shared memory for a long request, and the errors of
@@ -95,8 +95,7 @@ class ShardLink:
             os.unlink(self._spill_path)
         if isinstance(reply, TopicsError):
             raise reply
-        assert isinstance(reply, reply_type), reply
-        return reply
+        return request.checked(reply)
 
     def _spill(self, parts: Iterable[Bytes]) -> None:
         try:

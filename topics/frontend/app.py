@@ -17,15 +17,15 @@ from starlette.routing import Router
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
 from topics.core.names import check_router_name, check_topic_name
-from topics.frontend.access import Access
-from topics.frontend.answers import send_error
-from topics.frontend.append import AppendRoute
 from topics.frontend.asgi import ROUTE, Receive, Scope, Send
-from topics.frontend.bodies import ClientGoneError
-from topics.frontend.live.websocket_route import WebSocketRoute, refuse
-from topics.frontend.openapi import OpenApiRoutes
-from topics.frontend.operations import Endpoint, Operation
+from topics.frontend.entry.access import Access
+from topics.frontend.entry.answers import send_error
+from topics.frontend.entry.bodies import ClientGoneError
+from topics.frontend.live.websocket import WebSocketRoute, refuse
+from topics.frontend.operators.openapi import OpenApiRoutes
 from topics.frontend.reads.diff import DiffRoute
+from topics.frontend.routes.append import AppendRoute
+from topics.frontend.routes.operations import Endpoint, Operation
 from topics.log import get_logger
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
@@ -34,9 +34,9 @@ _TOPICS: Final = "/v0/topics/"
 _DIFF: Final = "/diff"
 _WS: Final = "/v0/ws"
 _UNSCOPED_NAMES: Final = frozenset(("cursor", "pin"))
-"""What in a path a key's prefixes are not about: a cursor is its topic's, and so is a pin."""
+"""Path parameters that a key's prefixes do not apply to: a cursor belongs to its topic, and so does a pin."""
 _NAMED: Final = frozenset((b"topics", b"routers", b"stage", b"txn"))
-"""What names follow in a path."""
+"""Names follow these words in a path."""
 _READ: Final = KeyScope.READ
 _WRITE: Final = KeyScope.WRITE
 
@@ -66,12 +66,14 @@ class App:
         documented = OpenApiRoutes(operations)
         methods: dict[str, dict[str, Endpoint]] = {}
         for one in (*operations, *documented.operations):
-            endpoint = one.endpoint if one.needs is None else self._needing(one.needs, one.endpoint)
-            of_path = methods.setdefault(one.path, {})
-            of_path[one.method] = _timed(one.timed, endpoint)
+            method, path, endpoint, timed, needs, _ = one.binding
+            if needs is not None:
+                endpoint = self._needing(needs, endpoint)
+            of_path = methods.setdefault(path, {})
+            of_path[method] = _timed(timed, endpoint)
             # The server drops the body (RFC 9110 §9.3.2). To begin a stream is to take jobs, or a session over from
             # the stream that is open: it has no HEAD.
-            if one.method == "GET" and not one.is_stream:
+            if method == "GET" and not one.is_stream:
                 of_path["HEAD"] = of_path["GET"]
         self._router = Router(
             [Path(path, Resource(**of_path)) for path, of_path in methods.items()],

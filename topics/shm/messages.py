@@ -26,6 +26,7 @@ from typing import Any, Final
 import msgspec
 
 from topics.core.errors import TopicsError
+from topics.shm.asks import Asks, Done
 from topics.shm.queue_messages import CursorAnswer, CursorCall, Dealt, QueueCall, QueueReply
 from topics.shm.topic_messages import (
     CheckpointReply,
@@ -59,10 +60,6 @@ class Kind(IntEnum):
 Call = TopicCall | RouterCall | WatchCall | TxnCall | CompactorCall | QueueCall | CursorCall
 
 
-class Done(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Carried out; nothing to say."""
-
-
 class ErrorReply(msgspec.Struct, array_like=True, frozen=True):
     code: str
     message: str
@@ -85,7 +82,7 @@ def head(message: memoryview) -> tuple[int, int, int]:
     return kind, request_id, count
 
 
-def encode_call(request_id: int, call: Call) -> list[Part]:
+def encode_call(request_id: int, call: Call | Asks[Any]) -> list[Part]:
     """Any other request."""
     return [HEAD.pack(Kind.CALL, 0, 0, 0, request_id), _call_encoder.encode(call)]
 

@@ -11,118 +11,7 @@ from typing import Literal
 import msgspec
 
 from topics.core.job import JobView, State
-
-
-class Claim(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Lease me at most `max` jobs. A nil `lease_ms` means the queue's own."""
-
-    name: str
-    node: str
-    max: int
-    lease_ms: int | None
-    stream: int
-    """The number under which the jobs come when the claim has to wait."""
-
-
-class Ack(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """These jobs are done."""
-
-    name: str
-    node: str
-    seqs: list[int]
-    lease_nos: list[int] | None
-
-
-class Nack(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Give these jobs to somebody else, after `delay_ms`."""
-
-    name: str
-    node: str
-    seqs: list[int]
-    lease_nos: list[int] | None
-    delay_ms: int
-
-
-class Extend(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """These leases end `lease_ms` from now."""
-
-    name: str
-    node: str
-    seqs: list[int]
-    lease_nos: list[int] | None
-    lease_ms: int
-
-
-class Unclaim(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """These leases never reached their consumer: they do not count as deliveries. The jobs are ready after
-    `delay_ms`.
-    """
-
-    name: str
-    node: str
-    seqs: list[int]
-    lease_nos: list[int]
-    delay_ms: int = 0
-
-
-class WorkOpen(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Keep `max` jobs leased to this stream from now on. It is said again to change `max`, and to a restarted shard."""
-
-    name: str
-    stream: int
-    node: str
-    max: int
-    lease_ms: int | None
-
-
-class WorkClose(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The stream is over: its jobs are free again, at once."""
-
-    name: str
-    stream: int
-
-
-class Bury(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """These dead jobs are in the dead-letter topic now."""
-
-    name: str
-    seqs: list[int]
-
-
-class Exhume(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """These dead jobs could not be taken away: try again after `delay_ms`."""
-
-    name: str
-    seqs: list[int]
-    delay_ms: int
-
-
-class Peek(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Show me at most `max` jobs behind `from_seq`, of this state (nil: of any but "done"). Nothing moves."""
-
-    name: str
-    from_seq: int
-    state: State | None
-    max: int
-
-
-class Carry(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Which of these records is free to be taken elsewhere? A queue keeps them from its consumers until then: by
-    `Remove`, or `Exhume`.
-    """
-
-    name: str
-    seqs: list[int]
-
-
-class Remove(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Delete exactly these records of any topic, as far as they are there."""
-
-    name: str
-    seqs: list[int]
-
-
-QueueCall = Claim | Ack | Nack | Extend | Unclaim | WorkOpen | WorkClose | Bury | Exhume | Peek | Carry | Remove
+from topics.shm.asks import Asks, Done
 
 
 class Dealt(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -188,62 +77,116 @@ class RemoveReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 QueueReply = Dealt | Waiting | AckReply | ExtendReply | Peeked | Carried | RemoveReply
 
 
-class CursorPut(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Make a named cursor or change it. A nil field stays as it is; a new cursor is `at_least_once`, 1,
-    beginning at 0.
+class Claim(msgspec.Struct, Asks[Dealt | Waiting], tag=True, array_like=True, frozen=True):
+    """Lease me at most `max` jobs. A nil `lease_ms` means the queue's own."""
+
+    name: str
+    node: str
+    max: int
+    lease_ms: int | None
+    stream: int
+    """The number under which the jobs come when the claim has to wait."""
+
+
+class Ack(msgspec.Struct, Asks[AckReply], tag=True, array_like=True, frozen=True):
+    """These jobs are done."""
+
+    name: str
+    node: str
+    seqs: list[int]
+    lease_nos: list[int] | None
+
+
+class Nack(msgspec.Struct, Asks[AckReply], tag=True, array_like=True, frozen=True):
+    """Give these jobs to somebody else, after `delay_ms`."""
+
+    name: str
+    node: str
+    seqs: list[int]
+    lease_nos: list[int] | None
+    delay_ms: int
+
+
+class Extend(msgspec.Struct, Asks[ExtendReply], tag=True, array_like=True, frozen=True):
+    """These leases end `lease_ms` from now."""
+
+    name: str
+    node: str
+    seqs: list[int]
+    lease_nos: list[int] | None
+    lease_ms: int
+
+
+class Unclaim(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
+    """These leases never reached their consumer: they do not count as deliveries. The jobs are ready after
+    `delay_ms`.
     """
 
     name: str
-    cursor: str
-    consistency: Literal["strictly_at_once", "at_least_once"] | None
-    persist_every: int | None
-    seq: int | None
-    tail: bool
+    node: str
+    seqs: list[int]
+    lease_nos: list[int]
+    delay_ms: int = 0
 
 
-class CursorDelete(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    name: str
-    cursor: str
-
-
-class CursorLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Where is the cursor, or (a nil `cursor`) where are the first `most` whose names follow `after`? With
-    `passed_seq`: where would it be for a reader who has read up to there?
-    """
+class WorkOpen(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
+    """Keep `max` jobs leased to this stream from now on. It is said again to change `max`, and to a restarted shard."""
 
     name: str
-    cursor: str | None
-    after: str = ""
-    most: int = 1000
-    passed_seq: int = 0
+    stream: int
+    node: str
+    max: int
+    lease_ms: int | None
 
 
-class CursorAdvance(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A reader has read from `from_seq` to `to_seq`: move the cursor, if it is still there. The frontend has not used
-    the number `read` before.
-    """
+class WorkClose(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
+    """The stream is over: its jobs are free again, at once."""
 
     name: str
-    cursor: str
-    revision: int
+    stream: int
+
+
+class Bury(msgspec.Struct, Asks[RemoveReply], tag=True, array_like=True, frozen=True):
+    """These dead jobs are in the dead-letter topic now."""
+
+    name: str
+    seqs: list[int]
+
+
+class Exhume(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
+    """These dead jobs could not be taken away: try again after `delay_ms`."""
+
+    name: str
+    seqs: list[int]
+    delay_ms: int
+
+
+class Peek(msgspec.Struct, Asks[Peeked], tag=True, array_like=True, frozen=True):
+    """Show me at most `max` jobs behind `from_seq`, of this state (nil: of any but "done"). Nothing moves."""
+
+    name: str
     from_seq: int
-    to_seq: int
-    read: int
+    state: State | None
+    max: int
 
 
-class CursorPassedOn(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The answer of a read was given to its connection, or not. It follows each CursorAdvance whose answer says so, or
-    never came: the shard may have moved the cursor all the same, or be about to.
+class Carry(msgspec.Struct, Asks[Carried], tag=True, array_like=True, frozen=True):
+    """Which of these records is free to be taken elsewhere? A queue keeps them from its consumers until then: by
+    `Remove`, or `Exhume`.
     """
 
     name: str
-    cursor: str
-    revision: int
-    read: int
-    passed_on: bool
+    seqs: list[int]
 
 
-CursorCall = CursorPut | CursorDelete | CursorLook | CursorAdvance | CursorPassedOn
+class Remove(msgspec.Struct, Asks[RemoveReply], tag=True, array_like=True, frozen=True):
+    """Delete exactly these records of any topic, as far as they are there."""
+
+    name: str
+    seqs: list[int]
+
+
+QueueCall = Claim | Ack | Nack | Extend | Unclaim | WorkOpen | WorkClose | Bury | Exhume | Peek | Carry | Remove
 
 
 class CursorReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -282,3 +225,61 @@ class CursorMoved(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 CursorAnswer = CursorReply | CursorList | CursorDeleted | CursorMoved
+
+
+class CursorPut(msgspec.Struct, Asks[CursorReply], tag=True, array_like=True, frozen=True):
+    """Make a named cursor or change it. A nil field stays as it is; a new cursor is `at_least_once`, 1,
+    beginning at 0.
+    """
+
+    name: str
+    cursor: str
+    consistency: Literal["strictly_at_once", "at_least_once"] | None
+    persist_every: int | None
+    seq: int | None
+    tail: bool
+
+
+class CursorDelete(msgspec.Struct, Asks[CursorDeleted], tag=True, array_like=True, frozen=True):
+    name: str
+    cursor: str
+
+
+class CursorLook(msgspec.Struct, Asks[CursorList], tag=True, array_like=True, frozen=True):
+    """Where is the cursor, or (a nil `cursor`) where are the first `most` whose names follow `after`? With
+    `passed_seq`: where would it be for a reader who has read up to there?
+    """
+
+    name: str
+    cursor: str | None
+    after: str = ""
+    most: int = 1000
+    passed_seq: int = 0
+
+
+class CursorAdvance(msgspec.Struct, Asks[CursorMoved], tag=True, array_like=True, frozen=True):
+    """A reader has read from `from_seq` to `to_seq`: move the cursor, if it is still there. The frontend has not used
+    the number `read` before.
+    """
+
+    name: str
+    cursor: str
+    revision: int
+    from_seq: int
+    to_seq: int
+    read: int
+
+
+class CursorPassedOn(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
+    """The answer of a read was given to its connection, or not. It follows each CursorAdvance whose answer says so, or
+    never came: the shard may have moved the cursor all the same, or be about to.
+    """
+
+    name: str
+    cursor: str
+    revision: int
+    read: int
+    passed_on: bool
+
+
+CursorCall = CursorPut | CursorDelete | CursorLook | CursorAdvance | CursorPassedOn

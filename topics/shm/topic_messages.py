@@ -17,51 +17,7 @@ import msgspec
 from topics.core.config import TopicConfig
 from topics.core.routers import Router, RouterSpec
 from topics.core.segment_list import SegmentInfo
-
-
-class PutTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Create a topic or replace its configuration. `turns` is for the `rest` of another one: how many it has had."""
-
-    name: str
-    config: TopicConfig
-    type_given: bool
-    turns: int = 0
-
-
-class EnsureTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Create a topic with the default configuration; an existing one stays as it is. Answered like PutTopic."""
-
-    name: str
-
-
-class DeleteTopic(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    name: str
-    if_empty: bool
-
-
-class DeleteRecords(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Delete records below `before_seq` that match (`core/tags.py`); a nil `op` matches every record.
-
-    The fields after `op` and its text are for the `rest` of another one: it begins at `from_seq` and ends at `last_seq`
-    (nil: the head at that moment), in the topic that has this id (0: whichever has the name).
-    """
-
-    name: str
-    before_seq: int | None
-    op: Literal["eq", "glob"] | None
-    pattern: bytes
-    from_seq: int = 0
-    last_seq: int | None = None
-    topic_id: int = 0
-
-
-class Expire(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A reader saw expired records at the front: move the floors now."""
-
-    name: str
-
-
-TopicCall = PutTopic | EnsureTopic | DeleteTopic | DeleteRecords | Expire
+from topics.shm.asks import Asks, Done
 
 
 class PutTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -92,38 +48,49 @@ class DeleteRecordsReply(msgspec.Struct, tag=True, array_like=True, frozen=True)
 TopicReply = PutTopicReply | DeleteTopicReply | DeleteRecordsReply
 
 
-class PutRouter(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """To shard 0, like the next two: register a router, or change it."""
+class PutTopic(msgspec.Struct, Asks[PutTopicReply], tag=True, array_like=True, frozen=True):
+    """Create a topic or replace its configuration. `turns` is for the `rest` of another one: how many it has had."""
 
     name: str
-    spec: RouterSpec
+    config: TopicConfig
+    type_given: bool
+    turns: int = 0
 
 
-class DeleteRouter(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class EnsureTopic(msgspec.Struct, Asks[PutTopicReply], tag=True, array_like=True, frozen=True):
+    """Create a topic with the default configuration; an existing one stays as it is. Answered like PutTopic."""
+
     name: str
 
 
-class RemoveRouters(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Remove these routers, as far as they are still there."""
-
-    router_ids: list[int]
-
-
-class SyncRouters(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """To the shard of a dest: do what the table of routers says now. Has this router (0: any) begun?"""
-
-    dest: str
-    router_id: int
-    version: int
+class DeleteTopic(msgspec.Struct, Asks[DeleteTopicReply], tag=True, array_like=True, frozen=True):
+    name: str
+    if_empty: bool
 
 
-class CatchUp(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """To the shard of a dest: copy everything that its source has now."""
+class DeleteRecords(msgspec.Struct, Asks[DeleteRecordsReply], tag=True, array_like=True, frozen=True):
+    """Delete records below `before_seq` that match (`core/tags.py`); a nil `op` matches every record.
 
-    dest: str
+    The fields after `op` and its text are for the `rest` of another one: it begins at `from_seq` and ends at `last_seq`
+    (nil: the head at that moment), in the topic that has this id (0: whichever has the name).
+    """
+
+    name: str
+    before_seq: int | None
+    op: Literal["eq", "glob"] | None
+    pattern: bytes
+    from_seq: int = 0
+    last_seq: int | None = None
+    topic_id: int = 0
 
 
-RouterCall = PutRouter | DeleteRouter | RemoveRouters | SyncRouters | CatchUp
+class Expire(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
+    """A reader saw expired records at the front: move the floors now."""
+
+    name: str
+
+
+TopicCall = PutTopic | EnsureTopic | DeleteTopic | DeleteRecords | Expire
 
 
 class PutRouterReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -151,66 +118,38 @@ class CaughtUp(msgspec.Struct, tag=True, array_like=True, frozen=True):
 RouterReply = PutRouterReply | DeleteRouterReply | SyncRoutersReply | CaughtUp
 
 
-class Watch(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Notify me (with my `token`) of every change of this topic; at once if it is not as I have seen it."""
+class PutRouter(msgspec.Struct, Asks[PutRouterReply], tag=True, array_like=True, frozen=True):
+    """To shard 0, like the next two: register a router, or change it."""
 
-    token: int
     name: str
-    seen_topic_id: int
-    seen_head_seq: int
+    spec: RouterSpec
 
 
-class Unwatch(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    token: int
+class DeleteRouter(msgspec.Struct, Asks[DeleteRouterReply], tag=True, array_like=True, frozen=True):
     name: str
 
 
-class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A frontend has a new incarnation: the watches and streams of the former one are over."""
+class RemoveRouters(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
+    """Remove these routers, as far as they are still there."""
 
-    incarnation: int
-
-
-class SessionPut(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Keep a watch session; only frontends look into its `body`."""
-
-    wid: str
-    body: bytes
+    router_ids: list[int]
 
 
-class SessionLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """How would a SessionOpen be answered now? Nothing begins or ends by asking."""
+class SyncRouters(msgspec.Struct, Asks[SyncRoutersReply], tag=True, array_like=True, frozen=True):
+    """To the shard of a dest: do what the table of routers says now. Has this router (0: any) begun?"""
 
-    wid: str
-
-
-class SessionOpen(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A stream of this session begins; `stream` identifies it (unique per frontend incarnation)."""
-
-    wid: str
-    stream: int
+    dest: str
+    router_id: int
+    version: int
 
 
-class SessionClose(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The stream ended in order. `positions` are how far it has sent each topic, without topics that have ended; None:
-    neither it nor a stream before it has sent anything.
-    """
+class CatchUp(msgspec.Struct, Asks[CaughtUp], tag=True, array_like=True, frozen=True):
+    """To the shard of a dest: copy everything that its source has now."""
 
-    wid: str
-    stream: int
-    positions: dict[str, int] | None
+    dest: str
 
 
-class SessionAbandon(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Nobody waits for the answer to that SessionOpen any more: no stream has begun."""
-
-    wid: str
-    stream: int
-
-
-SessionCall = SessionPut | SessionLook | SessionOpen | SessionClose | SessionAbandon
-
-WatchCall = Watch | Unwatch | Hello | SessionCall
+RouterCall = PutRouter | DeleteRouter | RemoveRouters | SyncRouters | CatchUp
 
 
 class SessionOpenReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -223,58 +162,67 @@ class SessionOpenReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
     exact: bool
 
 
-class TxnBegin(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Decide a batch of a sink: from now on its stages, (id, topic) each, will be published."""
+class Watch(msgspec.Struct, Asks[None], tag=True, array_like=True, frozen=True):
+    """Notify me (with my `token`) of every change of this topic; at once if it is not as I have seen it."""
 
-    sink: str
-    batch: int
-    stages: list[tuple[str, str]]
-
-
-class StagePublish(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Append a stage of a decided batch, once; answered as an append."""
-
+    token: int
     name: str
-    stage: str
-    sink: str
-    batch: int
+    seen_topic_id: int
+    seen_head_seq: int
 
 
-class TxnEnd(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Every stage of the batch is published."""
-
-    sink: str
-    batch: int
-
-
-class StagesOver(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The batch is over: the topic may forget the pins by which it publishes each stage once."""
-
+class Unwatch(msgspec.Struct, Asks[None], tag=True, array_like=True, frozen=True):
+    token: int
     name: str
-    sink: str
-    batch: int
 
 
-class TxnLook(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Which batch has this sink committed?"""
+class Hello(msgspec.Struct, Asks[None], tag=True, array_like=True, frozen=True):
+    """A frontend has a new incarnation: the watches and streams of the former one are over."""
 
-    sink: str
-
-
-class TxnForget(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Nobody will use the sink any more."""
-
-    sink: str
+    incarnation: int
 
 
-class TxnPending(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Which batches are decided and not over?"""
+class SessionPut(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
+    """Keep a watch session; only frontends look into its `body`."""
+
+    wid: str
+    body: bytes
 
 
-SinkCall = TxnBegin | TxnEnd | TxnLook | TxnForget | TxnPending
-"""To the shard that owns the sink."""
+class SessionLook(msgspec.Struct, Asks[SessionOpenReply], tag=True, array_like=True, frozen=True):
+    """How would a SessionOpen be answered now? Nothing begins or ends by asking."""
 
-TxnCall = SinkCall | StagePublish | StagesOver
+    wid: str
+
+
+class SessionOpen(msgspec.Struct, Asks[SessionOpenReply], tag=True, array_like=True, frozen=True):
+    """A stream of this session begins; `stream` identifies it (unique per frontend incarnation)."""
+
+    wid: str
+    stream: int
+
+
+class SessionClose(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
+    """The stream ended in order. `positions` are how far it has sent each topic, without topics that have ended; None:
+    neither it nor a stream before it has sent anything.
+    """
+
+    wid: str
+    stream: int
+    positions: dict[str, int] | None
+
+
+class SessionAbandon(msgspec.Struct, Asks[None], tag=True, array_like=True, frozen=True):
+    """Nobody waits for the answer to that SessionOpen any more: no stream has begun."""
+
+    wid: str
+    stream: int
+
+
+SessionCall = SessionPut | SessionLook | SessionOpen | SessionClose | SessionAbandon
+
+
+WatchCall = Watch | Unwatch | Hello | SessionCall
 
 
 class TxnReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -294,6 +242,70 @@ class TxnPendingReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
 SinkReply = TxnReply | TxnPendingReply
 
 
+class TxnBegin(msgspec.Struct, Asks[TxnReply], tag=True, array_like=True, frozen=True):
+    """Decide a batch of a sink: from now on its stages, (id, topic) each, will be published."""
+
+    sink: str
+    batch: int
+    stages: list[tuple[str, str]]
+
+
+class StagePublish(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Append a stage of a decided batch, once; answered as an append."""
+
+    name: str
+    stage: str
+    sink: str
+    batch: int
+
+
+class TxnEnd(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
+    """Every stage of the batch is published."""
+
+    sink: str
+    batch: int
+
+
+class StagesOver(msgspec.Struct, Asks[None], tag=True, array_like=True, frozen=True):
+    """The batch is over: the topic may forget the pins by which it publishes each stage once."""
+
+    name: str
+    sink: str
+    batch: int
+
+
+class TxnLook(msgspec.Struct, Asks[TxnReply], tag=True, array_like=True, frozen=True):
+    """Which batch has this sink committed?"""
+
+    sink: str
+
+
+class TxnForget(msgspec.Struct, Asks[TxnReply], tag=True, array_like=True, frozen=True):
+    """Nobody will use the sink any more."""
+
+    sink: str
+
+
+class TxnPending(msgspec.Struct, Asks[TxnPendingReply], tag=True, array_like=True, frozen=True):
+    """Which batches are decided and not over?"""
+
+
+SinkCall = TxnBegin | TxnEnd | TxnLook | TxnForget | TxnPending
+
+
+"""To the shard that owns the sink."""
+
+
+TxnCall = SinkCall | StagePublish | StagesOver
+
+
+class CheckpointReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Topic ids: `gone` are deleted, `refused` could not be marked. All others of the request are marked."""
+
+    gone: list[int]
+    refused: list[int]
+
+
 class TopicCheckpoint(msgspec.Struct, array_like=True, frozen=True):
     """One topic's records up to `up_to_seq` are in segments, on the disk; `segments` are those that are new or changed.
 
@@ -305,19 +317,19 @@ class TopicCheckpoint(msgspec.Struct, array_like=True, frozen=True):
     segments: list[SegmentInfo]
 
 
-class Checkpoint(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Checkpoint(msgspec.Struct, Asks[CheckpointReply], tag=True, array_like=True, frozen=True):
     """From the compactor: log that these records are in segments, then let go of their locations."""
 
     topics: list[TopicCheckpoint]
 
 
-class Trim(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Trim(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
     """From the compactor: log files numbered below `file_no` hold nothing that two snapshots do not have."""
 
     file_no: int
 
 
-class MarkAgain(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class MarkAgain(msgspec.Struct, Asks[Done], tag=True, array_like=True, frozen=True):
     """From the compactor: mark these deletions in their segments once more, because a sync that should have covered the
     marks may have failed. `runs` are (first_seq, last_seq) of records that the log says are deleted.
     """
@@ -327,10 +339,3 @@ class MarkAgain(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 CompactorCall = Checkpoint | Trim | MarkAgain
-
-
-class CheckpointReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Topic ids: `gone` are deleted, `refused` could not be marked. All others of the request are marked."""
-
-    gone: list[int]
-    refused: list[int]

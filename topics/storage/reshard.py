@@ -233,7 +233,7 @@ class _Copy:
     def _writer(self, shard: int) -> WalWriter:
         writer = self._writers.get(shard)
         if writer is None:
-            writer = self._writers[shard] = WalWriter.open(
+            writer = self._writers[shard] = WalWriter(
                 self._fs,
                 layout.group_dir_in(self._root, shard, self._shards),
                 WalIdentity(shard, self._shards, self._boot_id),

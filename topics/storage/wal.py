@@ -176,23 +176,28 @@ class WalWriter:
         fs: FileSystem,
         directory: str,
         identity: WalIdentity,
-        log_id: int,
+        end: WalEnd | None,
         *,
-        file_bytes: int,
-        preallocate: Preallocate,
-        helper: Executor | None,
-        clock_ns: Callable[[], int],
+        file_bytes: int = FILE_BYTES,
+        preallocate: Preallocate = "zero",
+        helper: Executor | None = None,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
+        """Goes on at `end`, as recovery found it; None starts a new log. Raises WalWriteError when the first file
+        cannot be made.
+
+        `helper` (one thread is enough) makes the next file before it is needed; without it the commit that needs it
+        does. A file made under another boot gets no more writes: what recovery knows of torn tails depends on it.
+        """
         self._fs = fs
         self._directory = directory
         self._identity = identity
-        self._log_id = log_id
+        self._log_id = end.log_id if end is not None else int.from_bytes(os.urandom(8), "little")
         self._file_bytes = file_bytes
         self._preallocate: Preallocate = preallocate
         self._helper = helper
         self._clock_ns = clock_ns
         self._spare: Future[int] | None = None
-        self._active: ActiveFile
         self._current_file_no = 0
         self._start_next_file = False
         self.read_only: str | None = None
@@ -200,51 +205,19 @@ class WalWriter:
         self.refused: Callable[[], None] = _nothing
         """Is called when a group that was being written will never be in the log, before the log goes on elsewhere."""
         self.frames = self.batches = self.bytes_written = self.fsyncs = self.rotations = 0
-
-    @classmethod
-    def open(
-        cls,
-        fs: FileSystem,
-        directory: str,
-        identity: WalIdentity,
-        end: WalEnd | None,
-        *,
-        file_bytes: int = FILE_BYTES,
-        preallocate: Preallocate = "zero",
-        helper: Executor | None = None,
-        clock_ns: Callable[[], int] = time.perf_counter_ns,
-    ) -> WalWriter:
-        """Goes on at `end`, as recovery found it; None starts a new log. Raises WalWriteError when the first file
-        cannot be made.
-
-        `helper` (one thread is enough) makes the next file before it is needed; without it the commit that needs it
-        does. A file made under another boot gets no more writes: what recovery knows of torn tails depends on it.
-        """
-        log_id = end.log_id if end is not None else int.from_bytes(os.urandom(8), "little")
-        writer = cls(
-            fs,
-            directory,
-            identity,
-            log_id,
-            file_bytes=file_bytes,
-            preallocate=preallocate,
-            helper=helper,
-            clock_ns=clock_ns,
-        )
         try:
             if end is None:
                 make_dirs(fs, directory)
-                writer._make_file(1, file_bytes)
-                first_end = len(writer._start_frame(1))
-                writer._active = ActiveFile(fs, directory, 1, first_end, marked=first_end)
-                writer._update_current()
+                self._make_file(1, file_bytes)
+                first_end = len(self._start_frame(1))
+                self._active = ActiveFile(fs, directory, 1, first_end, marked=first_end)
+                self._update_current()
             else:
-                writer._active = ActiveFile(fs, directory, end.file_no, end.offset, marked=0)
-                writer._current_file_no = end.file_no
-                writer._start_next_file = end.boot_id != identity.boot_id
+                self._active = ActiveFile(fs, directory, end.file_no, end.offset, marked=0)
+                self._current_file_no = end.file_no
+                self._start_next_file = end.boot_id != identity.boot_id
         except OSError as error:
             raise WalWriteError(f"{directory}: cannot open the log for writing: {error}", error.errno) from error
-        return writer
 
     # -- where the log is
 

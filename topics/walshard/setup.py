@@ -208,11 +208,11 @@ def _read_logs(place: _Place, make_index: Callable[[int], TopicIndex]) -> _Recov
 def _open_logs(place: _Place, recovered: _Recovered, catalog: Catalog, outbox: Outbox, helpers: Helpers) -> Logs:
     def open_ram() -> WalWriter:
         end = recovered.ram.end
-        return WalWriter.open(
+        return WalWriter(
             place.fs, place.ram_directory, place.identity, end, file_bytes=RAM_FILE_BYTES, preallocate="none"
         )
 
-    wal = WalWriter.open(
+    wal = WalWriter(
         place.fs,
         place.directory,
         place.identity,
@@ -256,7 +256,7 @@ def _put_together(
     topic_calls = TopicCalls(catalog, deletes, routing, Relogging(place.ram_directory), time)
     log_trim = LogTrim(logs, catalog, tags)
     checkpoints = Checkpoints(catalog, files, logs, log_trim, time)
-    watchers = Watchers(catalog, outbox)
+    watchers = Watchers(catalog, outbox.notify, outbox.forget_notices)
     frontends = Frontends(shared.control, outbox.drain_dead, watchers, sessions, queues, cursors, time)
     in_group = queues.routes | cursors.routes | session_calls.routes | sinks.routes | checkpoints.routes
     alone = topic_calls.routes | deletes.routes | cursors.alone_routes | session_calls.alone_routes

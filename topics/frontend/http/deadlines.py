@@ -2,17 +2,103 @@
 
     wait(awaited) ─▶ at_s …  the connection's timer fires …  overdue(buffered_bytes) ─▶ Verdict
 
-Pure: the clock is passed in, and the timer is the connection's. All times are attended ones (`attended`).
+All times are attended ones: time in which this process was there for its clients. A process that was stopped (SIGSTOP,
+a paused machine), or whose event loop was held up, finds its timers overdue when it wakes, and what clients sent
+meanwhile still unread behind them. By any other clock it would cut clients that did all they had to.
+
+    loop       │ ·  ·  ·  ·  │ (stopped) ………………………… │ ·  ·  ·        looked at every LOOK_S
+    attended   0  .5  1  1.5 2                         2  .5  3        the gap is left out: `missed_s`
+
+`Deadlines` is pure: the clock is passed in, and the timer is the connection's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
+from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
-from topics.frontend.attended import AttendedClock
-from topics.frontend.http.limits import HttpLimits
+import msgspec
+
+LOOK_S: Final = 0.5
+GAP_S: Final = 1.5
+"""So long between two looks: nobody was there. A loop that is always that slow gives nobody up."""
+
+
+class AttendedClock:
+    """A `Clock` whose monotonic time stands still while nobody looks at it; `attend` does, for as long as it runs.
+
+    `time_s` is a monotonic time in seconds, the event loop's. Who reads it anyhow, and often, takes `missed_s` from it:
+    that is the attended time, or for a moment after a gap a later one. Whoever judges asks `now_s` or `monotonic_ms`.
+    """
+
+    def __init__(self, time_s: Callable[[], float]) -> None:
+        self.time_s = time_s
+        self.missed_s = 0.0
+        self._looked_s = time_s()
+
+    def now_ms(self) -> int:
+        return time.time_ns() // 1_000_000
+
+    def monotonic_ms(self) -> int:
+        """A look: a gap that ends here is found."""
+        time_s = self.time_s()
+        if time_s - self._looked_s > GAP_S:
+            self.missed_s += time_s - self._looked_s
+        self._looked_s = time_s
+        return int((time_s - self.missed_s) * 1000)
+
+    def now_s(self) -> float:
+        """`monotonic_ms`, not rounded."""
+        self.monotonic_ms()
+        return self._looked_s - self.missed_s
+
+    async def attend(self) -> None:
+        """Looks until it is cancelled."""
+        while True:
+            self.monotonic_ms()
+            await asyncio.sleep(LOOK_S)
+
+
+class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The most that a connection may ask for, in bytes and milliseconds."""
+
+    max_header_bytes: int = 64 * 1024
+    """A whole head with its request line. The framing and trailers of a chunked body may be as long, plus eight times
+    the body."""
+    max_headers: int = 128
+    max_uri_bytes: int = 16 * 1024
+    max_body_bytes: int = 64 * 1024 * 1024
+    header_timeout_ms: int = 10_000
+    """From a head's first byte to its last. A new connection may be silent as long."""
+    body_idle_timeout_ms: int = 30_000
+    body_timeout_ms: int = 60_000
+    """For a body that comes at less than `body_min_bytes_per_s`; `deadlines.BodyTime` counts it."""
+    body_min_bytes_per_s: int = 64 * 1024
+    keep_alive_timeout_ms: int = 75_000
+    write_stall_timeout_ms: int = 45_000
+    """How long a client may take nothing of what waits for it. This is longer than the 30 s (31 s at most) that an
+    event stream waits for its client: the stream then has last words for it (api §7), and they need time to arrive."""
+    read_min_bytes_per_s: int = 16 * 1024
+    """A client may take the time that an answer needs at this rate, and `write_stall_timeout_ms` on top."""
+    vanished_after_ms: int = 45_000
+    """How long the client's host may acknowledge nothing of what was sent (`vanished.py`)."""
+    linger_ms: int = 1_000
+    """How long input is read and dropped after a last answer, so that no reset overtakes the answer."""
+    read_high_water_bytes: int = 64 * 1024
+    """Unread body, or pipelined requests, that may wait in memory before reading pauses."""
+    write_high_water_bytes: int = 64 * 1024
+    """Answer that may wait in memory before the app's `send` waits."""
+    discard_max_bytes: int = 256 * 1024
+    """The rest of a body that is read and dropped after an early answer, to keep the connection. With a longer rest the
+    connection is closed."""
+
+    def write_time_s(self, waiting_bytes: int) -> float:
+        """How long a client may take to read `waiting_bytes`."""
+        return self.write_stall_timeout_ms / 1000 + waiting_bytes / self.read_min_bytes_per_s
 
 
 class BodyTime:

@@ -18,12 +18,10 @@ from urllib.parse import unquote
 
 from topics.core.clock import Clock, SystemClock
 from topics.frontend.asgi import DELIVER, AsgiApp, Scope
-from topics.frontend.attended import AttendedClock
-from topics.frontend.http.deadlines import Awaited, Deadlines, Verdict
+from topics.frontend.http.deadlines import AttendedClock, Awaited, Deadlines, HttpLimits, Verdict
 from topics.frontend.http.http1_exchange import Exchange, Stage, error_answer
 from topics.frontend.http.http1_parser import Head, Refusal, RequestParser
 from topics.frontend.http.kept_answers import KeptAnswers
-from topics.frontend.http.limits import HttpLimits
 from topics.frontend.http.vanished import Lookout
 from topics.shm.cap import Cap
 

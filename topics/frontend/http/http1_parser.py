@@ -18,7 +18,7 @@ from functools import lru_cache
 import httptools
 import msgspec
 
-from topics.frontend.http.limits import HttpLimits
+from topics.frontend.http.deadlines import HttpLimits
 
 _VIEW_FROM_BYTES = 8 * 1024
 """From here a view is cheaper than a copy."""

@@ -30,10 +30,10 @@ from hypercorn.typing import AppWrapper, WorkerContext
 from hypercorn.typing import Event as IOEvent
 
 from topics.frontend.asgi import DELIVER, ROOM, Send
-from topics.frontend.budget import Hold
+from topics.frontend.entry.budget import Hold
 from topics.frontend.http.hypercorn_connection import Connection
+from topics.frontend.http.hypercorn_deadlines import Unread
 from topics.frontend.http.kept_answers import KeptAnswers
-from topics.frontend.http.unread import Unread
 
 
 class BoundedBuffer(StreamBuffer):
@@ -42,15 +42,14 @@ class BoundedBuffer(StreamBuffer):
     A message is kept as it came, not copied: its sender has it in memory anyway while it waits.
     """
 
-    abort: Callable[[], None]
-    """Its client takes nothing, or too little of all that is kept."""
     kept: KeptAnswers
     cut = False
     """Closed before its client was told that this is all."""
 
     def __init__(self, event_class: type[IOEvent]) -> None:
         super().__init__(event_class)
-        self.abort = lambda: None
+        self.abort: Callable[[], None] = lambda: None
+        """Its client takes nothing, or too little of all that is kept."""
         self._parts: deque[memoryview] = deque()
         self._ended: IOEvent = event_class()
         self.buffered_bytes = 0

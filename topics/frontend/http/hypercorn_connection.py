@@ -19,15 +19,14 @@ from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import EventWrapper, WorkerContext
 from hypercorn.config import Config
 
-from topics.frontend import limits
 from topics.frontend.asgi import TRANSPORT, AsgiApp, Message, Receive, Scope, Send
-from topics.frontend.attended import AttendedClock
-from topics.frontend.budget import Budget
-from topics.frontend.http import arrival_deadlines
+from topics.frontend.entry import limits
+from topics.frontend.entry.budget import Budget
+from topics.frontend.http import hypercorn_deadlines
+from topics.frontend.http.deadlines import AttendedClock, HttpLimits
 from topics.frontend.http.http1 import Connections
+from topics.frontend.http.hypercorn_deadlines import Unread
 from topics.frontend.http.kept_answers import KeptAnswers
-from topics.frontend.http.limits import HttpLimits
-from topics.frontend.http.unread import Unread
 from topics.log import get_logger
 
 GONE_S: Final = 2.0
@@ -261,7 +260,7 @@ class HypercornConnections:
         assert task is not None
         context.enter(task)
         if scope["type"] != "websocket":
-            await arrival_deadlines.run(self._app, self._limits, self._clock, scope, receive, send)
+            await hypercorn_deadlines.run(self._app, self._limits, self._clock, scope, receive, send)
             return
         disconnected = False
 

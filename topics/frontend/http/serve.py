@@ -11,11 +11,10 @@ import socket
 from collections.abc import Callable
 
 from topics.frontend.asgi import AsgiApp
-from topics.frontend.attended import AttendedClock
 from topics.frontend.http import hypercorn_patches
+from topics.frontend.http.deadlines import AttendedClock, HttpLimits
 from topics.frontend.http.http1 import Connections, Http1Factory
 from topics.frontend.http.hypercorn_connection import HypercornConnections
-from topics.frontend.http.limits import HttpLimits
 from topics.log import get_logger
 
 log = get_logger()

@@ -13,22 +13,72 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from typing import Any, Final, cast
 
 from hypercorn.protocol.events import Body, Data, EndBody, Event, Request, Response, StreamClosed
 from hypercorn.protocol.h2 import H2Protocol
-from hypercorn.protocol.ws_stream import ASGIWebsocketState, WSStream
+from hypercorn.protocol.ws_stream import ASGIWebsocketState, FrameTooLargeError, WebsocketBuffer, WSStream
 from hypercorn.typing import ASGISendEvent
 from wsproto.events import Event as WebSocketEvent
-from wsproto.events import TextMessage
+from wsproto.events import Message, TextMessage
 from wsproto.utilities import LocalProtocolError
 
 from topics.core.errors import TopicsError, invalid
-from topics.frontend.answers import error_body
-from topics.frontend.asgi import KEPT, TRANSPORT
+from topics.frontend.asgi import DROPPED, KEPT, SHARE, TRANSPORT
+from topics.frontend.entry.answers import error_body
+from topics.frontend.entry.bodies import COUNTED_FROM_BYTES, Share
 from topics.frontend.http.http2_buffer import BoundedBuffer
-from topics.frontend.http.unread import Kept, Unread
-from topics.frontend.http.websocket_messages import CountedMessages
+from topics.frontend.http.hypercorn_deadlines import Kept, Unread
+
+
+class CountedMessages(WebsocketBuffer):
+    """The message that is coming."""
+
+    def __init__(self, max_length: int) -> None:
+        super().__init__(max_length)
+        self._share: Share | None = None
+        self._kept_bytes = 0
+        self._dropped = False
+
+    def extend(self, event: Message[Any]) -> None:
+        """Another piece; it comes in the right order."""
+        if self.length + len(event.data) > self.max_length:
+            self._drop()
+            raise FrameTooLargeError
+        if self._dropped:
+            self.length += len(event.data)
+            return
+        self._kept_bytes += sys.getsizeof(event.data)
+        if self._kept_bytes > COUNTED_FROM_BYTES:
+            if self._share is None:
+                self._share = Share()
+            if not self._share.reach(self._kept_bytes):
+                self.length += len(event.data)
+                self._drop()
+                return
+        super().extend(event)
+
+    def _drop(self) -> None:
+        self.value = self._share = None
+        self._dropped = True
+
+    def clear(self) -> None:
+        """The next message begins."""
+        super().clear()
+        self._share = None
+        self._kept_bytes = 0
+        self._dropped = False
+
+    def to_message(self) -> dict[str, Any]:
+        """For the app."""
+        message: dict[str, Any] = super().to_message()
+        if self._dropped:
+            message[DROPPED] = True
+        if self._share is not None:
+            message[SHARE] = self._share
+        return message
+
 
 PIECE_BYTES_MAX: Final = 64 * 1024
 _KEY: Final = re.compile(rb"[A-Za-z0-9+/]{22}==")

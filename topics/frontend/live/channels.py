@@ -1,11 +1,21 @@
-"""Open event streams, and the topics they follow: what delivery (`delivery.py`) works on."""
+"""Open event streams and the topics they follow: what delivery (`delivery.py`) works on.
+
+A `Connection` is one stream, a `Channel` is one topic as the streams of this frontend follow it. A `Slice` sends what
+goes out at one moment, and `Beats` sends the comment that an idle stream gets (api §7).
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
+from collections.abc import Callable
+from typing import Final
 
+from topics.core.clock import Clock
+from topics.frontend.live.pulse import Heartbeats
 from topics.frontend.live.push import Push
-from topics.frontend.live.stream import Stream
+from topics.frontend.live.stream import Step, Stream
+from topics.frontend.live.wording import EVENT_STREAM
 from topics.frontend.shards.watches import WatchHandle
 
 
@@ -49,9 +59,9 @@ class Channel:
         """All connections that follow it, and its index in their plans."""
         self.current: dict[Connection, int] = {}
         self.changed = False
-        """Since the pass that is under way began."""
+        """The topic has changed since the pass that is under way began."""
         self.held = False
-        """What changed is to wait a little for what changes next (`Hub.coalesce_ms`)."""
+        """Changes wait a little for the next ones (`Hub.coalesce_ms`)."""
         self.served_ms = 0
         """When the last pass ended."""
         self.todo: list[Connection] = []
@@ -71,3 +81,79 @@ class Channel:
     @property
     def wants_pass(self) -> bool:
         return bool(self.todo) or (self.changed and not self.held)
+
+
+COST_BYTES: Final = 4096
+"""One look at a connection costs one unit, and one more for each of so many bytes written to it."""
+
+
+class Slice:
+    """One slice of work, and what it has sent."""
+
+    __slots__ = ("frames", "now_ms", "records")
+
+    def __init__(self, now_ms: int) -> None:
+        self.now_ms = now_ms
+        self.frames = 0
+        self.records = 0
+
+    def send(self, connection: Connection, step: Step) -> bool:
+        """Write the step. False: more waits for the client now than may."""
+        connection.stream = step.stream
+        data = step.data
+        if not data:
+            return True
+        connection.idle_since_ms = self.now_ms
+        self.frames += step.frames
+        self.records += step.records
+        return connection.push.write(data)
+
+
+BEATS_MAX: Final = 64
+"""Heartbeats in one turn of the event loop, which has other things to do as well."""
+
+
+class Beats:
+    """The heartbeats of one frontend's streams. `on_full(connection, now_ms)` is told of clients that take nothing."""
+
+    def __init__(self, clock: Clock, on_full: Callable[[Connection, int], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._clock = clock
+        self._on_full = on_full
+        self._heartbeats: Heartbeats[Connection] = Heartbeats()
+        self._timer: asyncio.TimerHandle | None = None
+        self._at_ms = 0
+        """The time at which the timer is due."""
+
+    def add(self, connection: Connection) -> None:
+        """Add a connection that was written to at `idle_since_ms`."""
+        self._heartbeats.add(connection)
+        self._arm()
+
+    def end(self, connection: Connection) -> None:
+        """Remove a connection; one without heartbeats is ignored."""
+        self._heartbeats.end(connection)
+
+    def _arm(self) -> None:
+        next_ms = self._heartbeats.next_ms
+        if self._timer is not None:
+            if next_ms is not None and self._at_ms <= next_ms:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if next_ms is not None:
+            self._at_ms = next_ms
+            # Nothing at all for those who are due already: the loop does what else is ready, and goes on here.
+            delay_ms = max(0, next_ms - self._clock.monotonic_ms())
+            self._timer = self._loop.call_later(delay_ms / 1000, self._beat)
+
+    def _beat(self) -> None:
+        self._timer = None
+        now_ms = self._clock.monotonic_ms()
+        comment = EVENT_STREAM.heartbeat(self._clock.now_ms())
+        for connection in self._heartbeats.take_due(now_ms, BEATS_MAX):
+            if connection.push.writable:
+                connection.push.write(comment)
+            else:
+                self._on_full(connection, now_ms)
+        self._arm()

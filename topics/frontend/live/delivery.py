@@ -20,19 +20,15 @@ from typing import Final
 from topics.core.clock import Clock
 from topics.core.names import owner_shard
 from topics.core.scheduler import TICK_MS, Scheduler
-from topics.frontend import limits
-from topics.frontend.budget import Budget
-from topics.frontend.live.beats import Beats
-from topics.frontend.live.channels import Channel, Connection
-from topics.frontend.live.held import Held
-from topics.frontend.live.pulse import STALL_MAX_MS, Stalls
+from topics.frontend.entry import limits
+from topics.frontend.entry.budget import Budget
+from topics.frontend.live.channels import COST_BYTES, Beats, Channel, Connection, Slice
+from topics.frontend.live.pulse import STALL_MAX_MS, Held, Room, Stalls
 from topics.frontend.live.push import Push
-from topics.frontend.live.room import Room
-from topics.frontend.live.slice import COST_BYTES, Slice
 from topics.frontend.live.snapshot import Snapshot, TopicSight
 from topics.frontend.live.stream import RETRY_AFTER_MS, Outcome, Phase, Plans, Step, Stream
 from topics.frontend.live.wording import EVENT_STREAM
-from topics.frontend.reads.cold_waits import ColdWaits
+from topics.frontend.reads.cold import ColdWaits
 from topics.frontend.shards.gateway import Gateway
 from topics.shm.control import ProcessCell
 

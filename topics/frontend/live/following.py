@@ -9,7 +9,7 @@ from typing import Final
 from topics.api.requests import FollowBody, StartBody
 from topics.core.errors import TopicsError, invalid
 from topics.core.names import check_topic_name
-from topics.frontend import wire
+from topics.frontend.entry import wire
 from topics.frontend.reads.diff import LIMIT_DEFAULT
 from topics.frontend.reads.node_sets import node_set
 from topics.frontend.reads.reading import TopicReader, TopicRef

@@ -5,7 +5,7 @@ Two kinds of writers share it and take turns while it is full. Answers to comman
 not read its answers is not read from either. Subscriptions are the hub's: they are told that there is no room, stay
 behind in their topic, and are asked again (`on_writable`) when there is room for all that one step may say. Until then
 nothing of theirs is read or put into words: the log is their queue. What is kept is counted with the subscription that
-said it: the hub bounds all of that together (`room.py`).
+said it: the hub bounds all of that together (`Room`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from topics.frontend import limits
 from topics.frontend.asgi import Send
-from topics.frontend.http.unread import Kept
+from topics.frontend.entry import limits
+from topics.frontend.http.hypercorn_deadlines import Kept
 from topics.frontend.live.push import HIGH_WATER_BYTES
 from topics.frontend.live.wording import MESSAGE_END
 

@@ -1,6 +1,14 @@
-"""What the passing of time means to a connection: a heartbeat when it is idle, the end when its client stands still.
+"""Time and slow clients, as connections meet them. Pure: the monotonic clock is passed in.
 
-Pure: the monotonic clock is passed in.
+- An idle connection gets a heartbeat (`Heartbeats`), and things wait until they are due (`Held`).
+- A client that stands still is cut (`Stalls`).
+- A large frame waits until the budget for what clients have not taken has room for it (`Room`, api §7). Small frames
+  always go: HIGH_WATER_BYTES, and one frame that is no longer than that. Meanwhile the log is the client's queue.
+
+    enter ─▶ sent                    `Stalls` counts what is sent and not taken
+      └─▶ waiting ─ admit ─▶ admitted ─ enter ─▶ sent
+
+An admitted client has its room from then on: its frame is made in a later slice, of which there may be many until then.
 """
 
 from __future__ import annotations
@@ -11,7 +19,37 @@ from itertools import count
 from operator import itemgetter
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from topics.frontend.budget import Budget
+from topics.frontend.entry.budget import Budget, Hold
+from topics.frontend.live.push import HIGH_WATER_BYTES
+
+Item = TypeVar("Item")
+
+
+class Held(Generic[Item]):
+    """Items by when they are due; an item may be due more than once."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Item]] = []
+        self._serials = count()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, item: Item, due_ms: float) -> None:
+        heapq.heappush(self._heap, (due_ms, next(self._serials), item))
+
+    @property
+    def next_ms(self) -> float | None:
+        """The time from which `take_due` has something; None when nothing waits."""
+        return self._heap[0][0] if self._heap else None
+
+    def take_due(self, now_ms: float) -> list[Item]:
+        """Return the items whose time has come, in that order."""
+        due = []
+        while self._heap and self._heap[0][0] <= now_ms:
+            due.append(heapq.heappop(self._heap)[2])
+        return due
+
 
 STALL_MAX_MS: Final = 30_000
 """A client that takes nothing for so long is given up (api §7)."""
@@ -30,7 +68,10 @@ BeatingT = TypeVar("BeatingT", bound=Beating)
 
 
 class Heartbeats(Generic[BeatingT]):
-    """Who is due when. A write costs nothing here: a connection is looked at when it would be due, and filed anew."""
+    """The times at which connections are due.
+
+    A write costs nothing: a connection is looked at when it would be due, and filed anew.
+    """
 
     def __init__(self) -> None:
         self._heap: list[list[Any]] = []
@@ -51,12 +92,12 @@ class Heartbeats(Generic[BeatingT]):
 
     @property
     def next_ms(self) -> int | None:
-        """When `take_due` is worth the next call; None when there is nobody."""
+        """The time from which `take_due` has something; None when there is nobody."""
         return self._heap[0][0] if self._heap else None
 
     def take_due(self, now_ms: int, most: int) -> list[BeatingT]:
-        """Those that are idle for `heartbeat_ms`; each counts as written to now. Looks at `most` and leaves the rest
-        due: streams that follow one topic were all written to in the same moment.
+        """Return those that are idle for `heartbeat_ms`; each counts as written to now. Look at `most` and leave the
+        rest due: streams that follow one topic were all written to in the same moment.
         """
         due = []
         while most and self._heap and self._heap[0][0] <= now_ms:
@@ -112,20 +153,20 @@ class Stalls(Generic[StallingT]):
         self._stalls: dict[StallingT, Stall] = {}
 
     def note(self, one: StallingT, now_ms: int) -> None:
-        """It has not taken what it was sent; does nothing when that is known."""
+        """Note one that has not taken what it was sent; nothing happens when that is known."""
         if one not in self._stalls:
             held_bytes = self._buffered_bytes(one)
             self._stalls[one] = Stall(self._taken_bytes(one), now_ms, held_bytes)
             self._budget.held_bytes += held_bytes
 
     def end(self, one: StallingT) -> None:
-        """There is room again, or it is gone; the owner of the budget lets others in."""
+        """Forget one that has room again, or is gone; the owner of the budget lets others in."""
         stall = self._stalls.pop(one, None)
         if stall is not None:
             self._budget.held_bytes -= stall.held_bytes
 
     def over(self, now_ms: int) -> list[StallingT]:
-        """Those who have taken nothing for STALL_MAX_MS. To be asked now and then: this is where progress is seen."""
+        """Return those who have taken nothing for STALL_MAX_MS. Ask now and then: progress is seen here."""
         over = []
         for one, stall in self._stalls.items():
             held_bytes = self._buffered_bytes(one)
@@ -136,7 +177,7 @@ class Stalls(Generic[StallingT]):
         return over
 
     def holding(self, bytes_too_many: int, now_ms: int, still_ms: int | None = None) -> list[StallingT]:
-        """Those whose end would free so much, longest without progress first; nobody who has made some within
+        """Return those whose end would free so much, longest without progress first; nobody who has made some within
         `still_ms` (STALL_CUT_MS), so it may be less.
         """
         last_ms = now_ms - (STALL_CUT_MS if still_ms is None else still_ms)
@@ -148,3 +189,53 @@ class Stalls(Generic[StallingT]):
             holding.append(one)
             bytes_too_many -= self._stalls[one].held_bytes
         return holding
+
+
+WaiterT = TypeVar("WaiterT")
+
+
+class Room(Generic[WaiterT]):
+    """The line of large frames that wait for `budget`, and those that were admitted and have not come yet."""
+
+    def __init__(self, budget: Budget, admit: Callable[[WaiterT], None]) -> None:
+        self._budget = budget
+        self._admit = admit
+        self._holds: dict[WaiterT, Hold] = {}
+
+    def __contains__(self, waiter: WaiterT) -> bool:
+        """Tell whether it waits: it is to do nothing until it is admitted."""
+        hold = self._holds.get(waiter)
+        return hold is not None and hold in self._budget.waiting
+
+    def enter(self, waiter: WaiterT, len_bytes: int) -> bool:
+        """Tell whether its next frame may be sent now. If not, it waits; in front, if it was admitted for less."""
+        admitted_bytes = self.end(waiter)
+        if len_bytes <= max(HIGH_WATER_BYTES, admitted_bytes):
+            return True
+        budget = self._budget
+        if (admitted_bytes or not budget.waiting) and budget.fits(len_bytes):
+            return True
+        hold = self._holds[waiter] = Hold(budget)
+        hold.line_up(len_bytes, lambda _: self._admit(waiter), first=admitted_bytes > 0)
+        return False
+
+    def end(self, waiter: WaiterT) -> int:
+        """End the wait of one that comes, has left, or sends nothing for now. Return for how much it was admitted;
+        nobody is let in for that yet.
+        """
+        hold = self._holds.pop(waiter, None)
+        if hold is None:
+            return 0
+        self._budget.waiting.pop(hold, None)
+        self._budget.held_bytes -= hold.held_bytes
+        return hold.held_bytes
+
+    def first_missing(self) -> int:
+        """How much of what is kept has to go before the first of those who wait is admitted; 0 or less: nothing, or
+        nobody waits. Those who are admitted do not count: they make room by themselves, or will be what is kept.
+        """
+        if not self._budget.waiting:
+            return 0
+        kept_bytes = self._budget.held_bytes - sum(hold.held_bytes for hold in self._holds.values())
+        first_bytes = next(iter(self._budget.waiting.values()))
+        return min(kept_bytes, kept_bytes + first_bytes - self._budget.most_bytes)

@@ -18,14 +18,12 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.names import owner_shard
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.shards.unanswered import is_outcome_unknown
-from topics.shm.messages import Done
+from topics.frontend.shards.requests import is_outcome_unknown
 from topics.shm.topic_messages import (
     SessionAbandon,
     SessionClose,
     SessionLook,
     SessionOpen,
-    SessionOpenReply,
     SessionPut,
 )
 
@@ -103,13 +101,13 @@ class Sessions:
         if len(body) > SESSION_BYTES_MAX:
             raise invalid(f"the watch is too large to be kept: {len(body)} bytes, at most {SESSION_BYTES_MAX}")
         wid = "wid_" + secrets.token_urlsafe(_WID_BYTES)
-        await self._gateway.call(self._owner(wid), SessionPut(wid, body), Done)
+        await self._gateway.call(self._owner(wid), SessionPut(wid, body))
         return wid
 
     async def look(self, wid: str) -> Session:
         """The session as it was made, left alone. `404 not_found` for an unknown one."""
         _check(wid)
-        return _decode((await self._gateway.call(self._owner(wid), SessionLook(wid), SessionOpenReply)).body)
+        return _decode((await self._gateway.call(self._owner(wid), SessionLook(wid))).body)
 
     async def open(self, wid: str) -> Opened:
         """A stream of the session begins here; `close` or `give_back` follows. `404 not_found` for an unknown one."""
@@ -119,7 +117,7 @@ class Sessions:
         self._last_stream_no = stream_no = max(self._last_stream_no + 1, now)
         self._announce()
         try:
-            reply = await self._gateway.call(self._owner(wid), SessionOpen(wid, stream_no), SessionOpenReply)
+            reply = await self._gateway.call(self._owner(wid), SessionOpen(wid, stream_no))
         except (TopicsError, asyncio.CancelledError) as error:
             if is_outcome_unknown(error):
                 # The shard may have it all the same, or will: a session with a stream is never collected.

@@ -48,15 +48,22 @@ class TopicSight:
         return ref
 
     def base_priority(self, name: str) -> int:
-        """Of a topic as it was seen last, without age; 0 for one that was never seen."""
+        """The priority of a topic as it was seen last, without its age; 0 for one that was never seen."""
         ref = self._seen.get(name)
         if ref is None:
             return 0
-        last_read_ms = self._recency.last_read_ms(ref.shard, ref.slot, ref.view.topic_id)
-        return base_priority(ref.config, last_read_ms, self._clock.now_ms())
+        return self.priority(ref)
+
+    def priority(self, ref: TopicRef) -> int:
+        """The topic's priority now, without its age."""
+        return base_priority(ref.config, self.last_read_ms(ref), self._clock.now_ms())
+
+    def last_read_ms(self, ref: TopicRef) -> int:
+        """The time of the last read through any frontend; 0 for never."""
+        return self._recency.last_read_ms(ref.shard, ref.slot, ref.view.topic_id)
 
     def note_read(self, ref: TopicRef) -> None:
-        """Records of it go to somebody now."""
+        """Somebody reads the topic now."""
         self._recency_writer.touch(ref.shard, ref.slot, ref.view.topic_id, self._clock.now_ms())
 
     def forget(self, name: str) -> None:

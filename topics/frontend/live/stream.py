@@ -21,8 +21,7 @@ import msgspec
 
 from topics.frontend.live.wording import EVENT_STREAM, Wording
 from topics.frontend.reads.cold import ColdMissError
-from topics.frontend.reads.floors import Tombstone
-from topics.frontend.reads.reading import Page
+from topics.frontend.reads.reading import Page, Tombstone
 from topics.frontend.reads.records import PageOptions
 
 RETRY_AFTER_MS: Final = 1_000

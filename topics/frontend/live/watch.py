@@ -8,14 +8,16 @@ from typing import Any, Final
 
 from starlette.datastructures import QueryParams
 
+from topics.api import answers as answer
 from topics.api.requests import WatchBody
 from topics.core.errors import TopicsError
 from topics.core.keys import ANYONE, ApiKey, KeyScope
-from topics.frontend import wire
-from topics.frontend.access import Access, caller_of
-from topics.frontend.answers import HeaderList, send_object
 from topics.frontend.asgi import Receive, Scope, Send
-from topics.frontend.bodies import Headers, read_body
+from topics.frontend.entry import wire
+from topics.frontend.entry.access import Access, caller_of
+from topics.frontend.entry.answers import HeaderList, send_object, weight
+from topics.frontend.entry.bodies import Headers, read_body
+from topics.frontend.entry.query import flag
 from topics.frontend.live import cursor
 from topics.frontend.live.channels import Connection
 from topics.frontend.live.delivery import Hub
@@ -23,15 +25,25 @@ from topics.frontend.live.following import check_starts, check_strong, page_opti
 from topics.frontend.live.push import AsgiPush, until_disconnect
 from topics.frontend.live.sessions import SESSION_TTL_MS, Follow, Opened, Session, Sessions, without_nodes
 from topics.frontend.live.stream import Stream
+from topics.frontend.live.websocket import needs_upgrade
 from topics.frontend.live.wording import EVENT_STREAM
-from topics.frontend.media import weight
-from topics.frontend.query import flag
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.node_sets import node_sets
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
+from topics.frontend.routes.operations import (
+    EVENTS,
+    LOST,
+    Answer,
+    Binding,
+    Operation,
+    Query,
+    flag_query,
+    json_answer,
+)
 from topics.settings import Settings
 from topics.shm.cap import Cap, Counted
+from topics.shm.durations import Route
 
 HEARTBEAT_MAX_MS: Final = 60_000
 EVENT_STREAM_HEADERS: Final[HeaderList] = [
@@ -203,5 +215,33 @@ class WatchRoutes:
 
 
 def accepts_event_stream(accept: bytes) -> bool:
-    """Whether an Accept header allows `text/event-stream`."""
+    """Tell whether an Accept header allows `text/event-stream`."""
     return weight(accept, b"text/event-stream") > 0
+
+
+def watch_operations(watch: WatchRoutes) -> list[Operation]:
+    """Event streams and WebSockets (api §7)."""
+    return [
+        Operation(
+            Binding("POST", "/v0/watch", watch.create, Route.CREATE_WATCH, KeyScope.READ, "watch"),
+            "Make a watch session",
+            {200: json_answer("The session", answer.WatchAnswer)},
+            ("topic_not_found", *LOST),
+            body=WatchBody,
+            query=(flag_query("lenient", False, "leave out topics that do not exist"),),
+        ),
+        Operation(
+            # An unknown wid is 404 whoever asks, so it looks for the key itself.
+            Binding("GET", "/v0/watch/{wid}", watch.stream, None, None, "watch"),
+            "The event stream of a session",
+            {200: Answer("Events: record, tombstone, caught-up, topic-deleted, error", {EVENTS: None})},
+            ("not_found", "not_acceptable", *LOST),
+            query=(Query("token", {"type": "string"}, "the key, for who cannot send a header"),),
+        ),
+        Operation(
+            Binding("GET", "/v0/ws", needs_upgrade, None, None, "watch"),
+            "A WebSocket: subscribe, unsubscribe, publish, ping (api §7.7)",
+            {101: Answer("Switching to WebSocket", {})},
+            ("upgrade_required",),
+        ),
+    ]

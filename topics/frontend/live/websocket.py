@@ -19,12 +19,12 @@ from topics.core.clock import Clock
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name
-from topics.frontend import append, limits, wire
-from topics.frontend.access import Access
-from topics.frontend.append import AppendRoute
-from topics.frontend.asgi import DROPPED, KEPT, SHARE, Receive, Scope, Send
-from topics.frontend.bodies import INLINE_BYTES_MAX, LONG_BYTES, Share, hold, long_bodies, no_room
-from topics.frontend.http.unread import Kept
+from topics.frontend.asgi import DROPPED, KEPT, SHARE, Message, Receive, Scope, Send
+from topics.frontend.entry import limits, wire
+from topics.frontend.entry.access import Access
+from topics.frontend.entry.answers import send_error
+from topics.frontend.entry.bodies import INLINE_BYTES_MAX, LONG_BYTES, Share, hold, long_bodies, no_room
+from topics.frontend.http.hypercorn_deadlines import Kept
 from topics.frontend.live.channels import Connection
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.following import check_starts, check_strong, page_options, place, resolve
@@ -44,10 +44,12 @@ from topics.frontend.live.websocket_commands import (
 from topics.frontend.live.wording import MESSAGES
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader
+from topics.frontend.routes import append
+from topics.frontend.routes.append import AppendRoute
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.append_messages import AppendReply
-from topics.shm.cap import Counted
+from topics.shm.cap import Cap, Counted
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
 
@@ -64,7 +66,7 @@ _log = get_logger()
 
 
 class Services(NamedTuple):
-    """What the sockets of a frontend use. `observe(route, took_us)` is told of every command that was answered."""
+    """The parts of a frontend that its sockets use. `observe(route, took_us)` is told of every answered command."""
 
     reader: TopicReader
     appends: AppendRoute
@@ -211,7 +213,7 @@ class Socket:
             await self._outbox.put(_encode({"op": "pong", "request_id": command.request_id}))
 
     def _key(self) -> ApiKey:
-        """As it counts now: whoever has waited asks again."""
+        """The key as it counts now: whoever has waited asks again."""
         key = self._services.access.key_of(self._digest)
         if key is None:
             raise TopicsError("unauthorized", "the key of this socket is no longer valid")
@@ -370,3 +372,92 @@ class Socket:
             error = task.exception() if task.done() and not task.cancelled() else None
             if error is not None and not isinstance(error, ConnectionError):
                 _log.error("a WebSocket failed", exc_info=error)
+
+
+class WebSocketRoute:
+    """All sockets of this frontend."""
+
+    def __init__(self, services: Services, places: Cap) -> None:
+        """`places`: how many sockets and event streams the whole service may have open."""
+        self._services = services
+        self._places = places
+        self._sockets: dict[Socket, None] = {}
+        self._draining = False
+        services.access.on_change(self._end_forbidden)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        message = await receive()
+        if message["type"] != "websocket.connect":
+            return
+        try:
+            caller = self._admit(scope)
+        except TopicsError as error:
+            self._services.cell.add("responses_4xx" if error.status < 500 else "responses_5xx")
+            await refuse(error, scope, send)
+            return
+        socket = Socket(self._services, caller.digest, scope, receive, send)
+        self._sockets[socket] = None
+        self._services.cell.set("ws_connections", len(self._sockets))
+        try:
+            await send({"type": "websocket.accept"})
+            # Other keys may count since it was admitted.
+            socket.end_what_is_forbidden()
+            await socket.run()
+        finally:
+            del self._sockets[socket]
+            self._services.cell.set("ws_connections", len(self._sockets))
+            self._places.release()
+            self._services.access.limits.give_back(caller, Counted.STREAMS)
+
+    def drain(self) -> None:
+        """The process is to stop: clients come back elsewhere, or later."""
+        self._draining = True
+        for socket in list(self._sockets):
+            socket.end(GOING_AWAY, "the service is stopping")
+
+    def _admit(self, scope: Scope) -> ApiKey:
+        """Return the key of a client that may open a socket; its place is then taken."""
+        headers = scope["headers"]
+        origins = [value for name, value in headers if name == b"origin"]
+        hosts = [value for name, value in headers if name in (b"host", b":authority")]
+        if origins and not self._same_site(origins, hosts):
+            # Browsers let any page open a WebSocket to any address, also to this machine: no CORS asks before.
+            shown = origins[0][:200].decode("latin-1")
+            raise TopicsError("forbidden", f"pages of {shown!r} may not open a WebSocket here: TOPICS_CORS_ORIGINS")
+        caller = self._services.access.caller(scope)
+        if self._draining:
+            raise TopicsError("shutting_down", "the service is stopping; ask again when it is back")
+        self._services.access.limits.take(caller, Counted.STREAMS)
+        if not self._places.claim():
+            self._services.access.limits.give_back(caller, Counted.STREAMS)
+            raise self._places.reached()
+        return caller
+
+    def _same_site(self, origins: list[bytes], hosts: list[bytes]) -> bool:
+        allowed = self._services.settings.cors_origins or ()
+        origin = origins[0].decode("latin-1").lower()
+        if len(origins) == 1 and ("*" in allowed or origin in allowed):
+            return True
+        return len(origins) == 1 and len(hosts) >= 1 and origins[0].partition(b"://")[2].lower() == hosts[0].lower()
+
+    def _end_forbidden(self) -> None:
+        for socket in list(self._sockets):
+            socket.end_what_is_forbidden()
+
+
+async def refuse(error: TopicsError, scope: Scope, send: Send) -> None:
+    """Refuse an upgrade over HTTP, in the envelope of every error."""
+    if "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close"})
+        return
+
+    async def as_http(message: Message) -> None:
+        await send({**message, "type": f"websocket.{message['type']}"})
+
+    headers = [(b"www-authenticate", b"Bearer")] if error.code == "unauthorized" else []
+    await send_error(as_http, dict(scope["headers"]), error, headers)
+
+
+async def needs_upgrade(scope: Scope, receive: Receive, send: Send) -> None:
+    """Refuse a `GET /v0/ws` without a handshake."""
+    raise TopicsError("upgrade_required", "this is a WebSocket: ask with Upgrade: websocket")

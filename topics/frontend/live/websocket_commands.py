@@ -11,7 +11,7 @@ import msgspec
 
 from topics.api.requests import AppendBody, Count, FollowBody, StartBody
 from topics.core.errors import TopicsError, invalid
-from topics.frontend import wire
+from topics.frontend.entry import wire
 from topics.shm.durations import Route
 
 _Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]

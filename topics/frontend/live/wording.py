@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from topics.frontend.live import cursor
-from topics.frontend.reads.floors import Tombstone
+from topics.frontend.reads.reading import Tombstone
 
 MESSAGE_END: Final = b"\x1e"
 ADVISORY: Final = 429

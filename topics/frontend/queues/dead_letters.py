@@ -18,14 +18,13 @@ from topics.core.dead_letters import FROM, ORDER_KEY, Meta, came_back, died
 from topics.core.errors import TopicsError
 from topics.core.idempotency import KeyMark
 from topics.core.names import owner_shard
-from topics.frontend.queues.unreadable import ASIDE_MS, UnreadableJobs
+from topics.frontend.queues.job_records import ASIDE_MS, UnreadableJobs
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.gateway import Gateway
 from topics.log import get_logger
 from topics.shm.append_messages import AppendReply, JobAttributes
-from topics.shm.messages import Done
-from topics.shm.queue_messages import Bury, Carried, Carry, Dealt, Exhume, Remove, RemoveReply
+from topics.shm.queue_messages import Bury, Carry, Dealt, Exhume, Remove
 from topics.storage.frame import lay_out
 
 RETRY_MS: Final = 1_000
@@ -69,7 +68,7 @@ _encode_json = msgspec.json.Encoder().encode
 
 
 class DeadLetters:
-    """Of this frontend."""
+    """All dead letters that this frontend carries."""
 
     def __init__(self, gateway: Gateway, reader: TopicReader, unreadable: UnreadableJobs) -> None:
         self._gateway = gateway
@@ -101,10 +100,10 @@ class DeadLetters:
             copied, unreadable = await self._copy_dead(name, dealt)
             left = sorted(set(dealt.dead).difference(copied, unreadable))
             if copied:
-                await self._gateway.call(shard, Bury(name, copied), RemoveReply)
+                await self._gateway.call(shard, Bury(name, copied))
             for seqs, wait_ms in ((left, RETRY_MS), (unreadable, ASIDE_MS)):
                 if seqs:
-                    await self._gateway.call(shard, Exhume(name, seqs, wait_ms), Done)
+                    await self._gateway.call(shard, Exhume(name, seqs, wait_ms))
         except TopicsError as error:
             # The shard gives them another chance when it has waited for us long enough.
             _log.warning("jobs could not be brought to the dead letters", topic=name, reason=error.message)
@@ -170,7 +169,7 @@ class DeadLetters:
     async def _move_back(self, name: str, ref: TopicRef, letters: list[_Record]) -> tuple[int, TopicsError | None]:
         """How many of these are jobs again by our doing, and why the first of the others is not."""
         owner = owner_shard(ref.name, self._gateway.shards)
-        free = await self._gateway.call(owner, Carry(ref.name, [letter.seq for letter in letters]), Carried)
+        free = await self._gateway.call(owner, Carry(ref.name, [letter.seq for letter in letters]))
         carried = set(free.seqs)
         copies = [
             Copy(
@@ -188,7 +187,7 @@ class DeadLetters:
         if left and ref.config.type == "queue":
             self._gateway.post(owner, Exhume(ref.name, left, 0))
         # Another redrive may have brought the same ones: who removes a record has moved it.
-        return (await self._gateway.call(owner, Remove(ref.name, seqs), RemoveReply)).count if seqs else 0, refusal
+        return (await self._gateway.call(owner, Remove(ref.name, seqs))).count if seqs else 0, refusal
 
     async def _read(self, name: str, seq: int) -> list[_Record]:
         """The record, if it is there."""

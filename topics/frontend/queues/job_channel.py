@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from topics.core.names import owner_shard
 from topics.frontend.asgi import Receive
-from topics.frontend.bodies import ClientGoneError
+from topics.frontend.entry.bodies import ClientGoneError
 from topics.frontend.live.push import gone_before
 from topics.frontend.shards.gateway import Gateway
 from topics.shm.queue_messages import Claim, Dealt, Exhume, Unclaim, Waiting, WorkClose

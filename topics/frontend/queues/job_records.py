@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Final, NamedTuple
 
 from topics.core.errors import TopicsError
@@ -9,6 +10,7 @@ from topics.core.seq_set import runs_of
 from topics.frontend.reads.cold import ColdMissError
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.reads.records import PageOptions
+from topics.log import get_logger
 from topics.shm.queue_messages import Dealt
 
 ANSWER_BYTES_MAX: Final = 8 << 20
@@ -118,7 +120,7 @@ class JobRendering:
         return RenderedJobs(b",".join(self._bodies), self.count, [], [])
 
     def cut(self) -> RenderedJobs:
-        """What there is so far, the others to be given back."""
+        """Return what there is so far; the other jobs are to be given back."""
         dealt = self._dealt
         unsent = [seq for seq in dealt.seqs if seq > self.cursor]
         first = dealt.first_lease_no + len(dealt.seqs) - len(unsent)
@@ -129,3 +131,34 @@ def _unreadable(name: str, seq: int) -> TopicsError:
     return TopicsError(
         "storage_unavailable", f"job {seq} of topic {name!r} cannot be read", {"topic": name, "seq": seq}
     )
+
+
+ASIDE_MS: Final = 30_000
+"""The time that a job waits before it is tried again."""
+_SAID_MAX: Final = 10_000
+
+_log = get_logger()
+
+
+class UnreadableJobs:
+    """Jobs whose records cannot be read now: a corrupt segment, a cold directory that does not answer (api §9).
+
+    Such a job is put aside, so that it is in nobody's way. It counts no delivery, since it came to nobody. It is logged
+    once, not each time that it comes round; the oldest are forgotten first.
+    """
+
+    def __init__(self) -> None:
+        self._said: OrderedDict[tuple[str, int], None] = OrderedDict()
+
+    def concerns(self, name: str, seq: int, error: TopicsError) -> bool:
+        """Tell whether this job cannot be read, which is logged; False: it is no job's fault."""
+        if error.code != "storage_unavailable":
+            return False
+        if (name, seq) not in self._said:
+            self._said[name, seq] = None
+            if len(self._said) > _SAID_MAX:
+                self._said.popitem(last=False)
+            _log.error(
+                "a job cannot be read and is put aside", topic=name, seq=seq, retry_ms=ASIDE_MS, reason=error.message
+            )
+        return True

@@ -1,4 +1,4 @@
-"""`POST …/claim | ack | nack | extend | redrive` (api §9). The owner shard decides; records are read here."""
+"""`POST …/claim | ack | nack | extend | redrive | peek` (api §9). The owner shard decides; records are read here."""
 
 from __future__ import annotations
 
@@ -6,55 +6,74 @@ import asyncio
 import time
 from typing import Any, Final
 
-from topics.api.requests import ClaimBody, ExtendBody, JobsBody, NackBody, RedriveBody
+import msgspec
+
+from topics.api.requests import ClaimBody, ExtendBody, JobsBody, NackBody, PeekBody, RedriveBody
 from topics.core.config import LEASE_MS
 from topics.core.errors import TopicsError, invalid, not_a_queue
+from topics.core.job import JobView
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
-from topics.frontend import limits, wire
-from topics.frontend.access import caller_of
-from topics.frontend.answers import elapsed_ms, room_of, send_json, send_object, take_room
+from topics.core.seq_set import runs_of
 from topics.frontend.asgi import Receive, Scope, Send
-from topics.frontend.bodies import Headers, read_body, read_wish
+from topics.frontend.entry import limits, wire
+from topics.frontend.entry.access import caller_of
+from topics.frontend.entry.answers import elapsed_ms, room_of, send_json, send_object, take_room
+from topics.frontend.entry.bodies import Headers, read_body, read_wish
+from topics.frontend.entry.wire import BodyT
 from topics.frontend.queues.dead_letters import PATIENCE_S, DeadLetters
 from topics.frontend.queues.job_channel import JobChannel
-from topics.frontend.queues.job_records import ANSWER_BYTES_MAX, RenderedJobs, fetch_jobs, lease_no
-from topics.frontend.queues.unreadable import ASIDE_MS, UnreadableJobs
+from topics.frontend.queues.job_records import (
+    ANSWER_BYTES_MAX,
+    ASIDE_MS,
+    RenderedJobs,
+    UnreadableJobs,
+    fetch_jobs,
+    lease_no,
+)
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader
+from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.wire import BodyT
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
-from topics.shm.queue_messages import Ack, AckReply, Dealt, Extend, ExtendReply, Nack, Unclaim
+from topics.shm.queue_messages import Ack, AckReply, Dealt, Extend, Nack, Peek, Unclaim
 
 SEQS_MAX: Final = 1000
-"""Of one ack, nack or extend."""
+"""Jobs of one ack, nack or extend."""
 ROOM_WAIT_S: Final = 2.0
 """For room for the answer of a claim, whose jobs are leased by then; half their lease, if that is less."""
 DELAY_MS_MAX: Final = 365 * 86_400_000
+LOOKS_MAX: Final = 16
+"""Questions to the shard for one answer: it looks at few records at a time, for others wait behind it."""
+RUNS_AT_ONCE: Final = 32
+"""Pages that are read before the loop goes on with somebody else."""
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Jobs:
+    """The way of one frontend to the jobs of all queues: it owns what the routes of claims and of streams share."""
+
+    def __init__(self, gateway: Gateway, reader: TopicReader, incarnation: int) -> None:
+        self.gateway = gateway
+        self.reader = reader
+        self.channel = JobChannel(gateway, incarnation)
+        self.unreadable = UnreadableJobs()
+        self.dead_letters = DeadLetters(gateway, reader, self.unreadable)
 
 
 class QueueRoutes:
-    """One method for each route; which is for whom says the app."""
+    """The requests to a queue that have one answer, a method for each. The shard decides; records are read here."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        reader: TopicReader,
-        channel: JobChannel,
-        dead_letters: DeadLetters,
-        unreadable: UnreadableJobs,
-        catching_up: CatchingUp,
-        settings: Settings,
-        cell: ProcessCell,
-    ) -> None:
+    def __init__(self, jobs: Jobs, catching_up: CatchingUp, settings: Settings, cell: ProcessCell) -> None:
+        self._gateway = jobs.gateway
+        self._reader = jobs.reader
+        self._channel = jobs.channel
+        self._dead_letters = jobs.dead_letters
+        self._unreadable = jobs.unreadable
         self._catching_up = catching_up
-        self._gateway = gateway
-        self._reader = reader
-        self._channel = channel
-        self._dead_letters = dead_letters
-        self._unreadable = unreadable
         self._settings = settings
         self._cell = cell
 
@@ -152,7 +171,7 @@ class QueueRoutes:
             raise
 
     def _unclaim(self, name: str, node: str, dealt: Dealt, but: int) -> None:
-        """All jobs but the first so many were claimed in vain."""
+        """Give back all jobs but the first so many: they were claimed in vain."""
         if dealt.seqs[but:]:
             end = dealt.first_lease_no + len(dealt.seqs)
             leases = list(range(dealt.first_lease_no + but, end))
@@ -163,7 +182,7 @@ class QueueRoutes:
         name, headers = _topic_name(scope), dict(scope["headers"])
         request = await self._body(JobsBody, receive, headers)
         call = Ack(name, request.node, request.seqs, _lease_nos(request))
-        reply = await self._gateway.call(self._owner(name), call, AckReply)
+        reply = await self._gateway.call(self._owner(name), call)
         await _send_ended(send, headers, name, "acked", reply, started_ns)
 
     async def nack(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -172,7 +191,7 @@ class QueueRoutes:
         request = await self._body(NackBody, receive, headers)
         delay_ms = min(request.delay_ms, DELAY_MS_MAX)
         call = Nack(name, request.node, request.seqs, _lease_nos(request), delay_ms)
-        reply = await self._gateway.call(self._owner(name), call, AckReply)
+        reply = await self._gateway.call(self._owner(name), call)
         await _send_ended(send, headers, name, "nacked", reply, started_ns)
 
     async def extend(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -182,7 +201,7 @@ class QueueRoutes:
         lease_ms = clamped_lease_ms(request.lease_ms)
         assert lease_ms is not None
         call = Extend(name, request.node, request.seqs, _lease_nos(request), lease_ms)
-        reply = await self._gateway.call(self._owner(name), call, ExtendReply)
+        reply = await self._gateway.call(self._owner(name), call)
         answer: dict[str, Any] = {
             "topic": name,
             "extended": len(reply.seqs),
@@ -207,6 +226,67 @@ class QueueRoutes:
         if redriven.next_from_seq is not None:
             answer["next_from_seq"] = redriven.next_from_seq
         await send_object(send, headers, 200, answer, started_ns)
+
+    async def peek(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        name, headers = _topic_name(scope), dict(scope["headers"])
+        body = await read_body(receive, headers, self._settings.max_body_bytes)
+        request = wire.decode_as(PeekBody, body or b"{}")
+        await self._catching_up.one(name)
+        jobs, next_from_seq = await self._look_at(name, request)
+        await take_room(scope, ANSWER_BYTES_MAX)
+        bodies, count, cut_seq = await self._read_jobs(name, jobs)
+        if cut_seq is not None:
+            next_from_seq = cut_seq
+        answer = b'{"topic":"%b","jobs":[%b],"count":%d,%b"performance":{"server_total_ms":%b}}' % (
+            name.encode(),
+            b",".join(bodies),
+            count,
+            b"" if next_from_seq is None else b'"next_from_seq":%d,' % next_from_seq,
+            str(elapsed_ms(started_ns)).encode(),
+        )
+        answering = send_json(send, headers, 200, answer)
+        del bodies, answer, jobs  # as `DiffRoute`
+        await answering
+
+    async def _look_at(self, name: str, request: PeekBody) -> tuple[list[JobView], int | None]:
+        """Return the jobs, and the seq behind which there may be more."""
+        owner = self._reader.owner(name)
+        most = max(1, min(request.max, self._settings.max_claim))
+        jobs: list[JobView] = []
+        from_seq, more = request.from_seq, True
+        for _ in range(LOOKS_MAX):
+            peek = Peek(name, from_seq, request.state, most - len(jobs))
+            peeked = await self._gateway.call(owner, peek)
+            jobs += peeked.jobs
+            from_seq, more = peeked.up_to_seq, peeked.more
+            if not more or len(jobs) >= most:
+                break
+        return jobs, from_seq if more else None
+
+    async def _read_jobs(self, name: str, jobs: list[JobView]) -> tuple[list[bytes], int, int | None]:
+        """Their records, how many; and behind which seq they are left out, which would make the answer too long. Those
+        that have gone since are left out, too.
+        """
+        extras = {job.seq: _members(job) for job in jobs}
+        bodies: list[bytes] = []
+        count, left_bytes = 0, ANSWER_BYTES_MAX
+        for number, (first_seq, last_seq) in enumerate(runs_of(extras), 1):
+            cursor = first_seq - 1
+            while cursor < last_seq:
+                if left_bytes <= 0:
+                    return bodies, count, cursor
+                ref = self._reader.get(name)
+                options = PageOptions(last_seq - cursor, left_bytes, include_tags=True, extras=extras)
+                page = await self._reader.fetch_page(ref, cursor, options, self._reader.now_ms(), last_seq)
+                cursor = max(page.next_from_seq, cursor + 1)
+                if page.count:
+                    bodies.append(page.body)
+                    count += page.count
+                    left_bytes -= len(page.body)
+            if not number % RUNS_AT_ONCE:
+                await asyncio.sleep(0)
+        return bodies, count, None
 
     async def _body(self, body_type: type[BodyT], receive: Receive, headers: Headers) -> BodyT:
         request = wire.decode_as(body_type, await read_body(receive, headers, self._settings.max_body_bytes))
@@ -236,7 +316,7 @@ class QueueRoutes:
 
 
 def checked_node(node: str, settings: Settings) -> str:
-    """Who the consumer is; `400` for nobody or a name that is too long."""
+    """Return the name of the consumer; `400` for none, or one that is too long."""
     if not 1 <= len(node.encode()) <= settings.max_node_bytes:
         raise invalid(f"node must have 1 to {settings.max_node_bytes} bytes", field="node")
     return node
@@ -264,3 +344,15 @@ async def _send_ended(send: Send, headers: Headers, name: str, word: str, reply:
 
 def _topic_name(scope: Scope) -> str:
     return check_topic_name(scope["path_params"]["topic"])
+
+
+def _members(job: JobView) -> bytes:
+    """The members of a job beside its record."""
+    members = b',"state":"%b","deliveries":%d' % (job.state.encode(), job.deliveries)
+    if job.state == "leased":
+        members += b',"node":%b,"deadline":%d' % (_encode(job.node), job.at_ms)
+    if job.state == "scheduled":
+        members += b',"deliver_at":%d' % job.at_ms
+    if job.order_key:
+        members += b',"order_key":%b' % _encode(job.order_key)
+    return members

@@ -17,30 +17,43 @@ from typing import Final
 import msgspec
 from starlette.datastructures import QueryParams
 
+from topics.api import answers as answer
+from topics.api.requests import (
+    ClaimBody,
+    ExtendBody,
+    JobsBody,
+    NackBody,
+    PeekBody,
+    RedriveBody,
+)
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
-from topics.frontend.access import Access
 from topics.frontend.asgi import Receive, Scope, Send
+from topics.frontend.entry.access import Access
+from topics.frontend.entry.query import count
 from topics.frontend.live.pulse import STALL_MAX_MS, Stall
 from topics.frontend.live.push import AsgiPush, Push, until_disconnect
 from topics.frontend.live.watch import EVENT_STREAM_HEADERS, HEARTBEAT_MAX_MS, accepts_event_stream
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
-from topics.frontend.query import count
-from topics.frontend.queues.dead_letters import DeadLetters
-from topics.frontend.queues.job_channel import JobChannel
-from topics.frontend.queues.job_records import JobRendering, RenderedJobs, fetch_jobs
-from topics.frontend.queues.queue import checked_node, clamped_lease_ms
-from topics.frontend.queues.unreadable import ASIDE_MS, UnreadableJobs
+from topics.frontend.queues.job_records import ASIDE_MS, JobRendering, RenderedJobs, fetch_jobs
+from topics.frontend.queues.queue import Jobs, QueueRoutes, checked_node, clamped_lease_ms
 from topics.frontend.reads.cold import ColdMissError
-from topics.frontend.reads.reading import TopicReader
-from topics.frontend.shards.gateway import Gateway
-from topics.frontend.shards.unanswered import is_outcome_unknown
+from topics.frontend.routes.operations import (
+    EVENTS,
+    LOST,
+    Answer,
+    Binding,
+    Operation,
+    Query,
+    json_answer,
+)
+from topics.frontend.shards.requests import is_outcome_unknown
 from topics.settings import Settings
 from topics.shm.cap import Cap, Counted
 from topics.shm.control import ProcessCell
-from topics.shm.messages import Done
+from topics.shm.durations import Route
 from topics.shm.queue_messages import Dealt, Unclaim, WorkOpen
 
 HEARTBEAT_MS: Final = 15_000
@@ -52,7 +65,7 @@ _NEEDED: Final = KeyScope.READ | KeyScope.WRITE
 
 
 class WorkWish(msgspec.Struct, frozen=True):
-    """What the client asked for. `lease_ms` None is the queue's own."""
+    """The stream that a client asked for. `lease_ms` None is the queue's own."""
 
     name: str
     node: str
@@ -63,27 +76,12 @@ class WorkWish(msgspec.Struct, frozen=True):
 
 
 class WorkRoutes:
-    """All `/work` streams of this frontend."""
+    """All `/work` streams of this frontend. `places`: how many streams the whole service may have open."""
 
     def __init__(
-        self,
-        gateway: Gateway,
-        reader: TopicReader,
-        channel: JobChannel,
-        dead_letters: DeadLetters,
-        unreadable: UnreadableJobs,
-        access: Access,
-        settings: Settings,
-        places: Cap,
-        cell: ProcessCell,
-        clock: Clock,
+        self, jobs: Jobs, access: Access, settings: Settings, places: Cap, cell: ProcessCell, clock: Clock
     ) -> None:
-        """`places`: how many streams the whole service may have open."""
-        self.gateway = gateway
-        self.reader = reader
-        self.channel = channel
-        self.dead_letters = dead_letters
-        self.unreadable = unreadable
+        self.jobs = jobs
         self.cell = cell
         self.clock = clock
         self._access = access
@@ -92,7 +90,7 @@ class WorkRoutes:
         self._streams: set[WorkStream] = set()
         self._draining = False
         access.on_change(self._end_forbidden)
-        gateway.on_restart.append(self._restarted)
+        jobs.gateway.on_restart.append(self._restarted)
 
     async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = check_topic_name(scope["path_params"]["topic"])
@@ -174,13 +172,14 @@ class WorkStream:
 
     def __init__(self, routes: WorkRoutes, wish: WorkWish) -> None:
         self._routes = routes
+        self._jobs = routes.jobs
         self._loop = asyncio.get_running_loop()
         self.wish = wish
-        self.shard = owner_shard(wish.name, routes.gateway.shards)
-        self._number = routes.channel.number()
+        self.shard = owner_shard(wish.name, routes.jobs.gateway.shards)
+        self._number = routes.jobs.channel.number()
         self._push: Push | None = None
         self._early: list[Dealt] = []
-        """What came before the head of the answer was out, or while a record was fetched."""
+        """Jobs that came before the head of the answer was out, or while a record was fetched."""
         self._fetching: asyncio.Task[None] | None = None
         self._announced = False
         """The shard knows of it, or may."""
@@ -188,24 +187,24 @@ class WorkStream:
         """Its shard was asked a second time, which may reach it though the first did not."""
         self._closed = False
         self._last_words = b""
-        """Of one that ended before it began."""
+        """The last event of a stream that ended before it began."""
         self._heartbeat: asyncio.TimerHandle | None = None
         self._stall: Stall | None = None
         """The client does not keep up, and is dealt nothing."""
         self._look_timer: asyncio.TimerHandle | None = None
 
     async def open(self) -> None:
-        """The shard knows of it, or why not."""
-        self._routes.channel.listen(self._number, self._dealt)
+        """Tell the shard of the stream; fails as the shard refuses."""
+        self._jobs.channel.listen(self._number, self._dealt)
         self._announced = True
         try:
-            await self._routes.gateway.call(self.shard, self._asked(self.wish.most), Done)
+            await self._jobs.gateway.call(self.shard, self._asked(self.wish.most))
         except TopicsError as error:
             self._announced = self._asked_more or is_outcome_unknown(error)
             raise
 
     def begin(self, push: Push) -> None:
-        """From now on what it gets is written."""
+        """Write what it gets from now on."""
         self._push = push
         push.on_writable = self._writable
         push.on_close = self._gone
@@ -218,11 +217,11 @@ class WorkStream:
         self._take_early()
 
     def ask(self) -> None:
-        """Of a shard that was started again."""
+        """Ask a shard that was started again."""
         if self._closed:
             return
         try:
-            future = self._routes.gateway.submit(self.shard, self._asked(0 if self._stall else self.wish.most))
+            future = self._jobs.gateway.submit(self.shard, self._asked(0 if self._stall else self.wish.most))
         except TopicsError:
             self._loop.call_later(ASK_AGAIN_S, self.ask)
         else:
@@ -253,11 +252,11 @@ class WorkStream:
     def release(self) -> None:
         """The connection is over: whatever it has is free again."""
         self._gone()
-        routes, name = self._routes, self.wish.name
+        jobs, name = self._jobs, self.wish.name
         if self._announced:
-            routes.channel.leave(self.shard, name, self._number, partial(routes.dead_letters.take, name))
+            jobs.channel.leave(self.shard, name, self._number, partial(jobs.dead_letters.take, name))
         else:
-            routes.channel.forget(self._number)
+            jobs.channel.forget(self._number)
 
     def _gone(self) -> None:
         self._closed = True
@@ -266,7 +265,7 @@ class WorkStream:
                 pending.cancel()
 
     def _dealt(self, dealt: Dealt) -> None:
-        self._routes.dead_letters.take(self.wish.name, dealt)
+        self._jobs.dead_letters.take(self.wish.name, dealt)
         self._take(dealt)
 
     def _take(self, dealt: Dealt) -> None:
@@ -299,7 +298,7 @@ class WorkStream:
                     break
             one = _part(dealt, at, at + 1)
             try:
-                rendered = JobRendering(self._routes.reader, self.wish.name, one).go_on()
+                rendered = JobRendering(self._jobs.reader, self.wish.name, one).go_on()
             except ColdMissError:
                 self._fetching = self._loop.create_task(self._fetch(_part(dealt, at, len(dealt.seqs)), push))
                 break
@@ -319,7 +318,7 @@ class WorkStream:
         first = _part(dealt, 0, 1)
         rendered = failure = None
         try:
-            rendered = await fetch_jobs(self._routes.reader, self.wish.name, first)
+            rendered = await fetch_jobs(self._jobs.reader, self.wish.name, first)
         except TopicsError as error:
             failure = error
         self._fetching = None  # whatever ends the stream from here on is not to cancel this
@@ -336,10 +335,10 @@ class WorkStream:
     def _put_aside(self, one: Dealt, error: TopicsError) -> bool:
         """The job cannot be read: it makes room for the next. False: that is not the job's fault."""
         wish = self.wish
-        if not self._routes.unreadable.concerns(wish.name, one.seqs[0], error):
+        if not self._jobs.unreadable.concerns(wish.name, one.seqs[0], error):
             return False
         unclaim = Unclaim(wish.name, wish.node, one.seqs, [one.first_lease_no], ASIDE_MS)
-        self._routes.gateway.post(self.shard, unclaim)
+        self._jobs.gateway.post(self.shard, unclaim)
         return True
 
     def _take_early(self) -> None:
@@ -352,22 +351,22 @@ class WorkStream:
         return b"event: job\ndata: %b\nid: %d\n\n" % (in_lines(rendered.body), seq)
 
     def _pause(self, dealt: Dealt, from_at: int, push: Push) -> None:
-        """The client does not keep up: what cannot be sent is somebody else's."""
+        """Give back what cannot be sent: the client does not keep up."""
         first = dealt.first_lease_no + from_at
         seqs = dealt.seqs[from_at:]
         unclaim = Unclaim(self.wish.name, self.wish.node, seqs, list(range(first, first + len(seqs))))
         if self._stall is None:
             self._stall = Stall(push.taken_bytes, self._routes.clock.monotonic_ms())
             self._look_timer = self._loop.call_later(LOOK_S, self._look, push)
-        self._routes.gateway.post(self.shard, self._asked(0))
-        self._routes.gateway.post(self.shard, unclaim)
+        self._jobs.gateway.post(self.shard, self._asked(0))
+        self._jobs.gateway.post(self.shard, unclaim)
 
     def _writable(self) -> None:
         if self._stall is not None and not self._closed:
             self._stall = None
             if self._look_timer is not None:
                 self._look_timer.cancel()
-            self._routes.gateway.post(self.shard, self._asked(self.wish.most))
+            self._jobs.gateway.post(self.shard, self._asked(self.wish.most))
 
     def _look(self, push: Push) -> None:
         if self._stall is None or self._closed:
@@ -392,11 +391,81 @@ class WorkStream:
 
 
 def _part(dealt: Dealt, start: int, end: int) -> Dealt:
-    """Of its jobs, and of nothing else."""
+    """Return these of its jobs, and nothing else."""
     first_lease_no = dealt.first_lease_no + start
     return Dealt(dealt.stream, dealt.seqs[start:end], first_lease_no, dealt.deadline_ms, dealt.deliveries[start:end], 0)
 
 
 _DELETED: Final = b"event: topic-deleted\ndata: %b\n\n"
 _WRITE_BYTES: Final = 64 * 1024
-"""As much is put together for one write; between two of them the client may turn out to be slow."""
+"""The size of one write; between two of them the client may turn out to be slow."""
+
+
+_TOPIC: Final = "/v0/topics/{topic}"
+_JOBS: Final = ("topic_not_found", "not_a_queue", *LOST)
+_COUNT: Final = {"type": "integer", "minimum": 0}
+
+
+def queue_operations(queue: QueueRoutes, work: WorkRoutes) -> list[Operation]:
+    """Jobs and their leases."""
+    both, write = KeyScope.READ | KeyScope.WRITE, KeyScope.WRITE
+    jobs = (*_JOBS, "batch_too_large")
+    return [
+        Operation(
+            Binding("POST", f"{_TOPIC}/claim", queue.claim, Route.CLAIM, both, "queues"),
+            "Lease jobs",
+            {200: json_answer("Jobs, or none", answer.ClaimAnswer)},
+            _JOBS,
+            body=ClaimBody,
+        ),
+        Operation(
+            Binding("POST", f"{_TOPIC}/ack", queue.ack, Route.ACK, write, "queues"),
+            "Jobs are done",
+            {200: json_answer("Which of them", answer.AckAnswer)},
+            jobs,
+            body=JobsBody,
+        ),
+        Operation(
+            Binding("POST", f"{_TOPIC}/nack", queue.nack, Route.NACK, write, "queues"),
+            "Give jobs back",
+            {200: json_answer("Which of them", answer.NackAnswer)},
+            jobs,
+            body=NackBody,
+        ),
+        Operation(
+            Binding("POST", f"{_TOPIC}/extend", queue.extend, Route.EXTEND, write, "queues"),
+            "Keep jobs for longer",
+            {200: json_answer("Until when", answer.ExtendAnswer)},
+            jobs,
+            body=ExtendBody,
+        ),
+        Operation(
+            Binding("POST", f"{_TOPIC}/redrive", queue.redrive, Route.REDRIVE, KeyScope.ADMIN, "queues"),
+            "Bring dead letters back",
+            {200: json_answer("How many", answer.RedriveAnswer)},
+            (*_JOBS, "topic_full", "record_too_large"),
+            body=RedriveBody,
+        ),
+        Operation(
+            Binding("POST", f"{_TOPIC}/peek", queue.peek, Route.PEEK, KeyScope.READ, "queues"),
+            "Look at jobs without claiming them",
+            {200: json_answer("Jobs, and where each stands", answer.PeekAnswer)},
+            _JOBS,
+            body=PeekBody,
+            body_required=False,
+        ),
+        Operation(
+            # It takes its key from the query as well, so it looks for it itself.
+            Binding("GET", f"{_TOPIC}/work", work.work, None, None, "queues"),
+            "A stream that keeps a worker in jobs",
+            {200: Answer("Events: job, topic-deleted, error", {EVENTS: None})},
+            (*_JOBS, "not_acceptable"),
+            query=(
+                Query("node", {"type": "string", "minLength": 1}, "who works; required"),
+                Query("max", _COUNT | {"default": 1}, "jobs at any time"),
+                Query("lease_ms", _COUNT, "instead of the queue's own"),
+                Query("heartbeat_ms", _COUNT | {"default": 15_000}, "a comment when nothing else was sent for so long"),
+                Query("token", {"type": "string"}, "the key, for who cannot send a header"),
+            ),
+        ),
+    ]

@@ -19,7 +19,7 @@ from topics.shm.control import Role, replay_progress
 from topics.shm.instance import SharedMemory
 from topics.shm.router_board import RouterBoard, RouterProgress
 from topics.shm.router_table import RouterTable
-from topics.shm.topic_messages import CatchUp, CaughtUp
+from topics.shm.topic_messages import CatchUp
 
 WAIT_S: Final = 2.0
 AGAIN_S: Final = 0.02
@@ -35,7 +35,7 @@ class RouterSight:
         self._shards = [shared.control.cell(Role.WALSHARD, shard) for shard in range(shared.shards)]
 
     def registry(self) -> RouterRegistry:
-        """As of now; `503 not_ready` until the shard that keeps it has recovered."""
+        """The registry as of now; `503 not_ready` until the shard that keeps it has recovered."""
         if self._table.stale:
             self._table.refresh()
         if not self._table.known:
@@ -79,7 +79,7 @@ class CatchingUp:
                 for dest in reversed(list(registry.upstream(name))):
                     while self._is_behind(registry, dest):
                         shard = self._reader.owner(dest)
-                        reply = await self._gateway.call(shard, CatchUp(dest), CaughtUp)
+                        reply = await self._gateway.call(shard, CatchUp(dest))
                         if reply.done:
                             complete &= not reply.pending
                             break

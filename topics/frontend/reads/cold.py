@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from threading import Thread
-from typing import Final, NamedTuple
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
-from topics.frontend import limits
+from topics.frontend.entry import limits
+from topics.log import get_logger
 from topics.storage.segment_store import SegmentStore
 
 BLOCK_BYTES: Final = 1 << 20
@@ -196,3 +198,51 @@ def _unavailable(name: str, reason: str) -> TopicsError:
         f"segment {name} is in the cold tier, which cannot be read now: {reason}",
         {"segment": name, "reason": reason},
     )
+
+
+Waiter = TypeVar("Waiter")
+
+_log = get_logger()
+
+
+class ColdWaits(Generic[Waiter]):
+    """The waiters of each fetch. All that lack the same wait for one fetch. Everything is called on one event loop."""
+
+    def __init__(
+        self,
+        fetch: Callable[[ColdMissError], Awaitable[None]],
+        on_fetched: Callable[[Waiter, str | None], None],
+    ) -> None:
+        """`on_fetched(waiter, failure)` comes once for each waiter; `failure` is a message, None when it is there."""
+        self._fetch = fetch
+        self._on_fetched = on_fetched
+        self._waiters: dict[tuple[str, int, int], list[Waiter]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def wait(self, miss: ColdMissError, waiter: Waiter) -> None:
+        """Fetch what is missed, unless that is under way."""
+        waiters = self._waiters.get(miss.key)
+        if waiters is not None:
+            waiters.append(waiter)
+            return
+        self._waiters[miss.key] = [waiter]
+        task = asyncio.get_running_loop().create_task(self._get(miss))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _get(self, miss: ColdMissError) -> None:
+        failure = None
+        try:
+            await self._fetch(miss)
+        except TopicsError as error:
+            failure = error.message
+        except FileNotFoundError as error:
+            # Dropped or rewritten meanwhile, most likely: the next look at the topic will not lead there again.
+            failure = f"segment {miss.name} is not in the cold tier: {error}"
+        except Exception:  # noqa: BLE001 — whoever waits is told in any case
+            _log.exception("a segment could not be fetched", segment=miss.name)
+            failure = f"segment {miss.name} cannot be read"
+        finally:
+            waiters = self._waiters.pop(miss.key)
+        for waiter in waiters:
+            self._on_fetched(waiter, failure)

@@ -10,15 +10,14 @@ from typing import Final, NamedTuple
 from topics.api.requests import DiffBody
 from topics.core.clock import Clock
 from topics.core.names import check_topic_name
-from topics.frontend import limits, wire
-from topics.frontend.answers import elapsed_ms, room_of, send_json
 from topics.frontend.asgi import ROUTE, Receive, Scope, Send
-from topics.frontend.bodies import ClientGoneError, read_wish
-from topics.frontend.budget import Hold
+from topics.frontend.entry import limits, wire
+from topics.frontend.entry.answers import elapsed_ms, room_of, send_json
+from topics.frontend.entry.bodies import ClientGoneError, read_wish
+from topics.frontend.entry.budget import Hold
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.node_sets import node_set
-from topics.frontend.reads.page_json import PAGE_MEMBERS, page_values
-from topics.frontend.reads.reading import Page, TopicReader, TopicRef
+from topics.frontend.reads.reading import PAGE_MEMBERS, Page, TopicReader, TopicRef, page_values
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings

@@ -14,17 +14,21 @@ from typing import Any, Final
 
 from starlette.datastructures import QueryParams
 
+from topics.api import answers as answer
 from topics.core.clock import Clock
 from topics.core.config import U64_MAX
 from topics.core.errors import TopicsError, invalid
+from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
-from topics.frontend import limits
-from topics.frontend.answers import LIST_BYTES_MAX, send_object, take_room
 from topics.frontend.asgi import Receive, Scope, Send
-from topics.frontend.query import count
+from topics.frontend.entry import limits
+from topics.frontend.entry.answers import LIST_BYTES_MAX, send_object, take_room
+from topics.frontend.entry.query import count
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader, TopicRef
+from topics.frontend.routes.operations import Binding, Operation, Query, json_answer
+from topics.shm.durations import Route
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
 from topics.storage.pins import PIN_PATTERN, Pin, PinFiles, new_pin_id, read_pin
@@ -224,3 +228,36 @@ def _path_params(scope: Scope) -> tuple[str, str]:
     if re.fullmatch(PIN_PATTERN, pin_id) is None:
         raise invalid("a pin's id is pin_ and 22 characters, as GET …/segments gave it", field="pin")
     return check_topic_name(params["topic"]), pin_id
+
+
+_TOPIC: Final = "/v0/topics/{topic}"
+_SEQ: Final = {"type": "integer", "minimum": 0}
+_TTL: Final = f"how long the files stay whatever happens, ms, at most {PIN_TTL_MAX_MS}"
+
+
+def manifest_operations(manifest: ManifestRoutes) -> list[Operation]:
+    """Lists segments, renews and ends pins."""
+    return [
+        Operation(
+            Binding("GET", f"{_TOPIC}/segments", manifest.list_segments, Route.OTHER, KeyScope.READ, "segments"),
+            "The sealed segments of a topic, for readers of the files themselves",
+            {200: json_answer("The segments, and what else it takes to read them", answer.Manifest)},
+            ("topic_not_found", "storage_unavailable"),
+            query=(
+                Query("from_seq", {**_SEQ, "default": 0}, "a cursor: only segments with records behind it"),
+                Query("to_seq", _SEQ, "only segments with records up to it"),
+                Query("pin_ttl_ms", {**_SEQ, "default": 0}, f"{_TTL}; 0: no pin"),
+            ),
+        ),
+        Operation(
+            Binding("PUT", f"{_TOPIC}/pins/{{pin}}", manifest.renew, Route.OTHER, KeyScope.READ, "segments"),
+            "Keep pinned files for longer",
+            {200: json_answer("Whether the pin still holds", answer.PinRenewed)},
+            query=(Query("pin_ttl_ms", {**_SEQ, "default": PIN_TTL_DEFAULT_MS}, f"{_TTL}, from now on"),),
+        ),
+        Operation(
+            Binding("DELETE", f"{_TOPIC}/pins/{{pin}}", manifest.end, Route.OTHER, KeyScope.READ, "segments"),
+            "End a pin before its time",
+            {200: json_answer("It is over", answer.PinEnded)},
+        ),
+    ]

@@ -17,8 +17,8 @@ from typing import Final
 from weakref import ref
 
 from topics.core.errors import invalid
-from topics.frontend import limits
-from topics.frontend.budget import Budget
+from topics.frontend.entry import limits
+from topics.frontend.entry.budget import Budget
 
 NODES_MAX: Final = 10_000
 NODES_MAX_BYTES: Final = 1 << 20

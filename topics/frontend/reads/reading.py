@@ -16,20 +16,72 @@ import msgspec
 from topics.core.clock import STEP_MAX_MS, Clock
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError, topic_not_found
-from topics.core.floors import EvictReason
+from topics.core.floors import EvictReason, run_after
+from topics.core.live_scan import front_from, last_undeleted
 from topics.core.location import LOCATION_LOST
 from topics.core.names import owner_shard
 from topics.core.segment_list import SegmentInfo
+from topics.frontend.entry.answers import encode_json
 from topics.frontend.reads.cold import ColdMissError, ColdTier
-from topics.frontend.reads.floors import Tombstone, floor_tombstone, logical_view
-from topics.frontend.reads.log_files import LogFiles
+from topics.frontend.reads.files import LogFiles, SegmentFiles
 from topics.frontend.reads.records import PageOptions, render
-from topics.frontend.reads.segment_files import SegmentFiles
 from topics.frontend.reads.sources import MismatchError, MovedError, Source, Stores
 from topics.frontend.shards.arenas import Arenas
 from topics.log import get_logger
 from topics.shm.arena import ArenaReader, SlotState, TopicView
 from topics.storage.segment import CorruptSegment
+
+
+class Tombstone(msgspec.Struct, frozen=True):
+    """Records that are gone and were not asked to go (api §3.3)."""
+
+    gap_from: int
+    gap_to: int
+    reason: str
+    missed_estimate: int
+    earliest_seq: int
+    head_seq: int
+
+
+def logical_view(view: TopicView, ttl_ms: int, source: Source, now_ms: int) -> TopicView:
+    """`view` with its floors over what has expired since the shard last looked, as the shard will move them
+    (`core.topic.Topic.plan_eviction`): floors are exact at every answer, only disk space is lazy. `records` and
+    `live_bytes` are not recounted.
+    """
+    if not ttl_ms or view.earliest_seq > view.head_seq:
+        return view
+    if now_ms - source.ts_at(view.earliest_seq) <= ttl_ms:
+        return view
+    seq = source.first_seq_at(now_ms - ttl_ms)
+    # What was deleted behind the last that expired was not lost.
+    lost_seq = last_undeleted(source, view.earliest_seq, seq - 1)
+    front = front_from(source, seq, view.head_seq)
+    view = _evicted(view._replace(earliest_seq=front.earliest_seq), lost_seq + 1, EvictReason.TTL)
+    return _evicted(view, front.lost_below_seq, front.lost_reason)
+
+
+def floor_tombstone(view: TopicView, from_seq: int) -> Tombstone | None:
+    """Return what a reader at `from_seq` has lost to the floors (api §3.3)."""
+    if from_seq > view.head_seq:
+        # Another topic's cursor, if this name had one before; otherwise nobody ever had it from us.
+        if not view.recreated or not view.head_seq:
+            return None
+        return Tombstone(1, view.head_seq, "recreated", view.head_seq, view.earliest_seq, view.head_seq)
+    gap_from = from_seq + 1
+    if gap_from >= view.evict_floor:
+        return None
+    reason = EvictReason.MIXED if gap_from < view.evict_run_seq else EvictReason(view.evict_reason)
+    gap_to = view.earliest_seq - 1
+    return Tombstone(gap_from, gap_to, reason.name.lower(), gap_to - gap_from + 1, view.earliest_seq, view.head_seq)
+
+
+def _evicted(view: TopicView, seq: int, reason: EvictReason) -> TopicView:
+    """Move the floor as `core.floors.Floors.evicted` does."""
+    if seq <= view.evict_floor:
+        return view
+    run_seq = run_after(reason, view.evict_reason, view.evict_floor, view.evict_run_seq)
+    return view._replace(evict_floor=seq, evict_reason=int(reason), evict_run_seq=run_seq)
+
 
 SCAN_MAX: Final = 8192
 """Records examined for one page, about: filtering a long log must not hold the event loop."""
@@ -110,7 +162,7 @@ class TopicReader:
 
     @property
     def replay_progress(self) -> float:
-        """Of all shards."""
+        """The progress of all shards."""
         return self._arenas.replay_progress
 
     def find(self, name: str) -> TopicRef | None:
@@ -124,7 +176,7 @@ class TopicReader:
         return TopicRef(name, shard, arena, slot, view, arena.config(slot, view))
 
     def get(self, name: str) -> TopicRef:
-        """As `find`; `404 topic_not_found` where there is none."""
+        """Find the topic; `404 topic_not_found` where there is none."""
         ref = self.find(name)
         if ref is None:
             raise topic_not_found(name)
@@ -154,7 +206,7 @@ class TopicReader:
         return self._steady(ref, look)
 
     def has_expired(self, ref: TopicRef, now_ms: int) -> bool:
-        """Whether records have expired that the shard still counts."""
+        """Tell whether records have expired that the shard still counts."""
         ttl_ms, view = ref.config.ttl_ms, ref.view
         if not ttl_ms or view.earliest_seq > view.head_seq:
             return False
@@ -348,5 +400,27 @@ def _corrupt(ref: TopicRef, damage: CorruptSegment) -> TopicsError:
 
 
 def _in_topics_dir(path: str) -> str:
-    """Of a segment's file: what it is called in the cold tier, too."""
+    """The path of a segment's file below `topics/`, which is its name in the cold tier, too."""
     return os.path.join(os.path.basename(os.path.dirname(path)), os.path.basename(path))
+
+
+PAGE_MEMBERS: Final = (
+    b'"records":[%b],"next_from_seq":%d,"head_seq":%d,"earliest_seq":%d,"durable_seq":%d,"epoch":"%016x",'
+    b'"caught_up":%b,"tombstone":%b,"lag":%d'
+)
+"""To be filled in with `page_values`, together with the rest of the answer: the records are copied once."""
+
+
+def page_values(page: Page) -> tuple[bytes | int, ...]:
+    """The values of PAGE_MEMBERS for this page."""
+    return (
+        page.body,
+        page.next_from_seq,
+        page.head_seq,
+        page.earliest_seq,
+        page.durable_seq,
+        page.topic_id,
+        b"true" if page.caught_up else b"false",
+        b"null" if page.tombstone is None else encode_json(page.tombstone),
+        page.head_seq - page.next_from_seq,
+    )

@@ -19,9 +19,8 @@ from topics.core.errors import TopicsError
 from topics.core.location import LOCATION_DELETED, LOCATION_GONE, LOCATION_IN_RAM_LOG
 from topics.core.segment_list import SegmentInfo
 from topics.frontend.reads.cold import ColdTier
-from topics.frontend.reads.log_files import LogFiles
+from topics.frontend.reads.files import LogFiles, OpenSegment, SegmentFiles
 from topics.frontend.reads.records import LOG_FRAME, SEGMENT_FRAME, Run
-from topics.frontend.reads.segment_files import OpenSegment, SegmentFiles
 from topics.shm.arena import ArenaReader, TopicView
 from topics.storage.segment import Columns
 

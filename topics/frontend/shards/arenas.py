@@ -48,7 +48,7 @@ class Arenas:
         return self._attach(shard) if generation else None
 
     def require(self, shard: int) -> ArenaReader:
-        """As `of`, but `503 not_ready` where there is none yet."""
+        """Return the arena; `503 not_ready` where there is none yet."""
         reader = self.of(shard)
         if reader is None:
             progress = self._cells[shard].get("progress_ppm") / 1_000_000
@@ -57,7 +57,7 @@ class Arenas:
 
     @property
     def replay_progress(self) -> float:
-        """Of all shards."""
+        """The progress of all shards."""
         return replay_progress(self._cells)
 
     def _attach(self, shard: int) -> ArenaReader:

@@ -9,20 +9,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
 from topics.frontend.shards.arenas import Arenas
-from topics.frontend.shards.lane import ROOM_WAIT_S, Fate, Lane, Waiter
-from topics.frontend.shards.spills import Spills, take_long_reply
-from topics.frontend.shards.unanswered import OnLate, Request, Unanswered, fail
+from topics.frontend.shards.requests import (
+    ROOM_WAIT_S,
+    Fate,
+    Lane,
+    OnLate,
+    Request,
+    Spills,
+    Unanswered,
+    Waiter,
+    fail,
+    take_long_reply,
+)
 from topics.frontend.shards.watches import Watches, WatchHandle
 from topics.log import get_logger
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply, JobAttributes
 from topics.shm.arena import TopicView
+from topics.shm.asks import Asks, ReplyT
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
 from topics.shm.messages import Call, Kind, Part
@@ -36,12 +46,11 @@ ROOM_RETRY_S: Final = 0.002
 SPILL_INLINE_BYTES_MAX: Final = 1 * 2**20
 """A longer message is written to shared memory by a thread, for the loop's sake."""
 
-ReplyT = TypeVar("ReplyT")
 _log = get_logger()
 
 
 class _Link:
-    """What one shard and we share."""
+    """The rings and words that one shard shares with this frontend."""
 
     __slots__ = ("cell", "generation", "lane", "replies", "signal_due", "wake")
 
@@ -78,16 +87,16 @@ class Gateway:
         self._watches = Watches(self._loop, arenas, self.post, lambda shard: self._links[shard].lane.crowded)
         self._closed = False
         self.on_dealt: Callable[[Dealt], None] | None = None
-        """Who gets jobs that a shard deals out."""
+        """The listener for jobs that a shard deals out."""
         self.on_restart: list[Callable[[int], None]] = []
-        """Who is told of a shard that was started again: it has forgotten who waits at it."""
+        """Listeners for a shard that was started again: it has forgotten who waits at it."""
         self.pressed = False
-        """Who finds a ring full is told to come back later after PRESSED_WAIT_S, instead of ROOM_WAIT_S."""
+        """A request that finds the ring full is refused after PRESSED_WAIT_S, instead of ROOM_WAIT_S."""
         self.retry_after_ms = 100
 
     @property
     def shard_wait_s(self) -> float:
-        """How long an answer may take."""
+        """The longest time that an answer may take."""
         return self._wait_s
 
     @property
@@ -95,11 +104,11 @@ class Gateway:
         return len(self._links)
 
     def knows(self, name: str) -> bool:
-        """Whether it is known that this topic exists."""
+        """Tell whether it is known that this topic exists."""
         return self._view(name) is not None
 
     def is_log(self, name: str) -> bool:
-        """Whether it is known that this topic exists and is no queue."""
+        """Tell whether it is known that this topic exists and is no queue."""
         view = self._view(name)
         return view is not None and not view.is_queue
 
@@ -110,7 +119,7 @@ class Gateway:
 
     @property
     def fullness(self) -> float:
-        """Of the fullest request ring, 0 to 1; 1 when somebody waits for room."""
+        """The fullness of the fullest request ring, 0 to 1; 1 when somebody waits for room."""
         return max(link.lane.fullness for link in self._links)
 
     def start(self) -> None:
@@ -160,7 +169,7 @@ class Gateway:
         return self._submit(shard, request_id, parts, Kind.APPEND, patient)
 
     def submit(
-        self, shard: int, request: Call, on_late: OnLate | None = None, patient: bool = False
+        self, shard: int, request: Call | Asks[Any], on_late: OnLate | None = None, patient: bool = False
     ) -> asyncio.Future[Any]:
         """Sends any other request on its way; its answer, and how it fails, as with `submit_append`. `on_late` gets the
         answer, if there is one, that comes when the future is done: it was cancelled, or has failed.
@@ -170,14 +179,12 @@ class Gateway:
         parts = messages.encode_call(request_id, request)
         return self._submit(shard, request_id, parts, Kind.CALL, patient, on_late)
 
-    async def call(self, shard: int, request: Call, reply_type: type[ReplyT], patient: bool = False) -> ReplyT:
-        """`submit`, and wait for the answer."""
-        reply = await self.submit(shard, request, patient=patient)
-        assert isinstance(reply, reply_type), reply
-        return reply
+    async def call(self, shard: int, request: Asks[ReplyT], patient: bool = False) -> ReplyT:
+        """Send a request as `submit` does, and wait for the answer, whose type the request names."""
+        return request.checked(await self.submit(shard, request, patient=patient))
 
     def no_answer(self, shard: int) -> TopicsError:
-        """What a request fails with that was sent and not answered."""
+        """The failure of a request that was sent and not answered."""
         return TopicsError(
             "shard_unavailable",
             f"shard {shard} did not answer within {self._wait_s:g} s; whether a write took effect is not known, a"

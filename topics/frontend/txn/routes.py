@@ -9,28 +9,31 @@ from typing import Any, Final
 
 from starlette.datastructures import QueryParams
 
-from topics.api.requests import AppendBody, CommitBody, DropBody
+from topics.api import answers as answer
+from topics.api.requests import AppendBody, CommitBody, DropBody, StageBody
 from topics.core.errors import TopicsError, invalid
 from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name
-from topics.frontend import wire
-from topics.frontend.access import caller_of
-from topics.frontend.answers import send_object
-from topics.frontend.append import AppendRoute
 from topics.frontend.asgi import Receive, Scope, Send
-from topics.frontend.bodies import read_body
+from topics.frontend.entry import wire
+from topics.frontend.entry.access import caller_of
+from topics.frontend.entry.answers import send_object
+from topics.frontend.entry.bodies import read_body
 from topics.frontend.reads.reading import TopicReader, TopicRef
+from topics.frontend.routes.append import AppendRoute
+from topics.frontend.routes.operations import LOST, Binding, Operation, Query, json_answer
 from topics.frontend.txn.commits import Commits
 from topics.settings import Settings
+from topics.shm.durations import Route
 from topics.storage.frame import LaidOut
 
 STAGES_MAX: Final = 10_000
-"""Of one commit."""
+"""Stages of one commit."""
 TXN_MAX_CHARS: Final = 256
 
 
 class TxnRoutes:
-    """One method for each method of HTTP; routing is the app's."""
+    """The requests about stages and sinks, a method for each."""
 
     def __init__(
         self,
@@ -40,7 +43,7 @@ class TxnRoutes:
         settled: Callable[[TopicRef], Awaitable[TopicRef]],
         settings: Settings,
     ) -> None:
-        """`settled(topic)`: with floors, count and bytes exact."""
+        """`settled(topic)` returns it with exact floors, count and bytes."""
         self._append = append
         self._commits = commits
         self._stages = commits.stages
@@ -136,7 +139,7 @@ class TxnRoutes:
         return _txn(request.txn), self._append.lay_out(AppendBody(request.records, request.node), len(body))
 
     def _check_topic(self, topic: str) -> None:
-        """What would make publishing fail is refused before anything is decided."""
+        """Refuse what would make publishing fail, before anything is decided."""
         ref = self._reader.find(topic)
         if ref is not None and ref.config.durability == "ephemeral":
             raise invalid(
@@ -153,7 +156,7 @@ class TxnRoutes:
 
 
 def _is_full(ref: TopicRef, records: int, size_bytes: int) -> bool:
-    """Whether it would refuse so many more."""
+    """Tell whether the topic would refuse so many more."""
     view, config = ref.view, ref.config
     over = config.cap_records and view.records + records > config.cap_records
     over = over or (config.cap_bytes and view.live_bytes + size_bytes > config.cap_bytes)
@@ -164,3 +167,48 @@ def _txn(txn: str) -> str:
     if not 1 <= len(txn) <= TXN_MAX_CHARS:
         raise invalid(f"txn has 1 to {TXN_MAX_CHARS} characters, not {len(txn)}", field="txn")
     return txn
+
+
+_STAGE: Final = "/v0/stage/{topic}"
+_SINK: Final = "/v0/txn/{sink}"
+
+
+def txn_operations(txn: TxnRoutes) -> list[Operation]:
+    """Operations on stages and sinks (api §6)."""
+    return [
+        Operation(
+            Binding("POST", _STAGE, txn.stage, Route.OTHER, KeyScope.WRITE, "transactions"),
+            "Keep records back until their transaction is committed",
+            {200: json_answer("They are on the disk, and invisible", answer.StageAnswer)},
+            ("batch_too_large", "record_too_large", "topic_full", *LOST),
+            body=StageBody,
+        ),
+        Operation(
+            Binding("DELETE", _STAGE, txn.drop, Route.OTHER, KeyScope.WRITE, "transactions"),
+            "Drop what a transaction keeps back in a topic",
+            {200: json_answer("They are gone", answer.DropStagesAnswer)},
+            LOST,
+            body=DropBody,
+            body_required=False,
+            query=(Query("txn", {"type": "string", "minLength": 1, "maxLength": 256}, "the transaction"),),
+        ),
+        Operation(
+            Binding("POST", f"{_SINK}/commit", txn.commit, Route.OTHER, KeyScope.WRITE, "transactions"),
+            "Publish all stages of a batch, once for each batch of the sink",
+            {200: json_answer("All of it is visible, now or from an earlier commit", answer.CommitAnswer)},
+            ("batch_too_large", "not_found", "topic_full", *LOST),
+            body=CommitBody,
+        ),
+        Operation(
+            Binding("GET", _SINK, txn.get, Route.OTHER, KeyScope.READ, "transactions"),
+            "The latest batch of a sink",
+            {200: json_answer("The sink; null when it never committed", answer.SinkAnswer)},
+            LOST,
+        ),
+        Operation(
+            Binding("DELETE", _SINK, txn.forget, Route.OTHER, KeyScope.DELETE, "transactions"),
+            "Forget a sink: its next batch may have any number",
+            {200: json_answer("It is forgotten", answer.ForgetSinkAnswer)},
+            ("out_of_order", *LOST),
+        ),
+    ]

@@ -17,7 +17,7 @@ from topics.core.segment_list import SegmentList
 from topics.core.seq_set import seqs_of
 from topics.log import get_logger
 from topics.shm.arena_heap import ArenaFullError
-from topics.shm.messages import Done
+from topics.shm.asks import Done
 from topics.shm.topic_messages import Checkpoint, CheckpointReply, MarkAgain, TopicCheckpoint, Trim
 from topics.storage import frame
 from topics.storage.frame import FrameType

@@ -10,7 +10,7 @@ import msgspec
 from topics.core.control_bodies import encode_body
 from topics.core.cursors import Cursor, CursorBody
 from topics.core.errors import topic_not_found
-from topics.shm.messages import Done
+from topics.shm.asks import Done
 from topics.shm.queue_messages import (
     CursorAdvance,
     CursorDelete,

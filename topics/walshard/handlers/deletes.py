@@ -10,10 +10,11 @@ import msgspec
 from topics.core.control_bodies import DeleteBody, encode_body
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.floors import Deletion, EvictReason
+from topics.core.job import Now
 from topics.core.seq_set import encode_runs
 from topics.core.tags import Match
 from topics.log import get_logger
-from topics.shm.messages import Done
+from topics.shm.asks import Done
 from topics.shm.topic_messages import DeleteRecords, DeleteRecordsReply, Expire
 from topics.storage import frame
 from topics.storage.frame import FrameType
@@ -43,6 +44,8 @@ class Deletes:
         """Ids of the topics that were deleted from by tag, the latest last: only these have `Topic.tags`."""
         self._kept: set[int] = set()
         """Topics whose log could not be written when they were to expire: said once."""
+        self._refused: tuple[Now, set[int]] = (time.now, set())
+        """Ids of topics whose expiry the log has refused in the step that has this time."""
 
     @property
     def routes(self) -> dict[type, AloneHandler]:
@@ -70,7 +73,16 @@ class Deletes:
         operation = Operation([entry], lambda _file_no, _offset: topic.logged(floors))
         draft = Draft([operation], touched=[hosted], floors_of=[topic.id])
         yield draft
+        if not draft.committed:
+            if self._refused[0] is not self._time.now:
+                self._refused = (self._time.now, set())
+            self._refused[1].add(topic.id)
         return draft.committed
+
+    def was_refused(self, hosted: Hosted) -> bool:
+        """Whether the log could not take in this step what has expired. Then that stays, and requests go on."""
+        step, topic_ids = self._refused
+        return step is self._time.now and hosted.topic.id in topic_ids
 
     def index_some(self) -> bool:
         """In an idle turn: tags of what came into topics that were deleted from by tag lately. False: nothing came."""

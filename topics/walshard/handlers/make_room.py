@@ -25,25 +25,26 @@ class MakeRoom:
         config = topic.config
         if not config.ttl_ms and (config.discard == "old" or topic.queue is None):
             return False
-        if topic.caps_see_expired(records, size_bytes, self._time.expiry_ms):
+        if topic.caps_see_expired(records, size_bytes, self._time.expiry_ms) and not self._deletes.was_refused(hosted):
             return True
         return bool(giving_way(topic, records, size_bytes, self._writes.dying(hosted)))
 
     def make(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[None]:
-        """Has go what can, for so many records and bytes more. Raises TopicsError when that cannot be logged."""
-        expired = yield from self.expire(hosted, records, size_bytes)
-        if not expired or not (yield from self.give_way(hosted, records, size_bytes)):
+        """Has go what can, for so many records and bytes more. What has expired stays if the log cannot take that it
+        goes. Raises TopicsError when the log cannot take that jobs go.
+        """
+        yield from self.expire(hosted, records, size_bytes)
+        if not (yield from self.give_way(hosted, records, size_bytes)):
             raise TopicsError(
                 "storage_unavailable",
-                f"topic {hosted.topic.name!r} is full of what may go, but the log cannot take that it does; see the"
-                " service's log",
+                f"topic {hosted.topic.name!r} is full of acknowledged jobs, but the log cannot take that they go; see"
+                " the service's log",
             )
 
-    def expire(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[bool]:
-        """Expires what a cap would find in the way of so many more. False when that cannot be logged."""
+    def expire(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[None]:
+        """Expires what a cap would find in the way of so many more, if that can be logged."""
         if hosted.topic.caps_see_expired(records, size_bytes, self._time.expiry_ms):
-            return (yield from self._deletes.expire(hosted))
-        return True
+            yield from self._deletes.expire(hosted)
 
     def give_way(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[bool]:
         """Lets acknowledged jobs go for so many more. False when that cannot be logged."""

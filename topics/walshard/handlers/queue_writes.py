@@ -41,7 +41,8 @@ class QueueWrites:
         """Raises CommitFirst while the group so far, or the ttl, may evict records: plans are made of what stays."""
         topic = hosted.topic
         config = topic.config
-        if config.ttl_ms and topic.expired_below(self._time.expiry_ms) > topic.earliest_seq:
+        expires = config.ttl_ms and topic.expired_below(self._time.expiry_ms) > topic.earliest_seq
+        if expires and not self._deletes.was_refused(hosted):
             raise CommitFirst(self._deletes.expire(hosted))
         capped = (config.cap_records or config.cap_bytes) and config.discard == "old"
         if capped and topic.id in group.touched:

@@ -21,8 +21,8 @@ from topics.core.jobs import Leases, Marked
 from topics.core.priority import below_zero_ms
 from topics.core.queue_log import AckBody
 from topics.core.seq_set import runs_of
+from topics.shm.asks import Done
 from topics.shm.control import ProcessCell
-from topics.shm.messages import Done
 from topics.shm.queue_messages import (
     Ack,
     AckReply,

@@ -12,7 +12,7 @@ from functools import partial
 
 from topics.core.control_bodies import SessionBody, encode_body
 from topics.core.errors import TopicsError
-from topics.shm.messages import Done
+from topics.shm.asks import Done
 from topics.shm.topic_messages import (
     SessionAbandon,
     SessionClose,

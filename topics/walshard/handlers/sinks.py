@@ -15,7 +15,7 @@ from topics.core.idempotency import pin
 from topics.core.names import owner_shard
 from topics.log import get_logger
 from topics.shm.append_messages import AppendReply, AppendRequest
-from topics.shm.messages import Done
+from topics.shm.asks import Done
 from topics.shm.topic_messages import (
     SinkCall,
     StagePublish,

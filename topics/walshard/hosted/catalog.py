@@ -70,6 +70,7 @@ class Catalog:
             recreated = name in self._deleted_names
             topic_id = self._ids.next(now_ms)
             index = TopicIndex(topic_id, ring, self._files)
+            index.copied_seq = 0  # until it is known that no router copies it
             return Hosted(self._arena, Topic(topic_id, name, config, index, recreated), index, self._holdings)
         except Exception:
             ring.release()

@@ -144,7 +144,7 @@ class Feeds:
             in_ram = state.ram_feeds.get(topic_id)
             ephemeral = dest.topic.config.durability == "ephemeral"
             feed = Feed(dest, body)
-            if ephemeral and in_ram is not None and in_ram.revision > body.revision:
+            if ephemeral and in_ram is not None and _is_later(in_ram, body):
                 feed.moved(in_ram, in_ram=True)
             if feed.routers:
                 self._pass_over(feed)
@@ -262,3 +262,11 @@ class Feeds:
     def _add(self, feed: Feed) -> None:
         self.by_dest[feed.topic.id] = feed
         self.by_source.setdefault(feed.source, {})[feed.topic.id] = feed
+
+
+def _is_later(in_ram: FeedBody, durable: FeedBody) -> bool:
+    """Whether the RAM log has the later cursor of the same feed. That of a feed which was stopped may have a higher
+    revision, but not the same routers in the same versions.
+    """
+    same = [one.router for one in in_ram.routers] == [one.router for one in durable.routers]
+    return same and in_ram.revision > durable.revision

@@ -157,8 +157,8 @@ class Originals:
     ) -> Locations:
         info = segments.at(first_seq)
         if info is None:  # between two segments there was nothing left
-            following = next((info.first_seq for info in segments if info.first_seq > first_seq), ring_base_seq)
-            count = min(last_seq + 1, following) - first_seq
+            next_seq = next((info.first_seq for info in segments if info.first_seq > first_seq), ring_base_seq)
+            count = min(last_seq + 1, next_seq) - first_seq
             return Locations([0] * count, [LOCATION_LOST << 32] * count)
         try:
             columns = self._segments.locations(topic_id, info, first_seq, min(last_seq, info.last_seq))
@@ -260,7 +260,7 @@ class Originals:
             if arena is not None and arena.generation == generation:
                 return arena
             try:
-                following = ArenaReader(self._identity, shard, generation)
+                newer = ArenaReader(self._identity, shard, generation)
             except FileNotFoundError:
                 continue  # replaced once more between the two lines
             if arena is not None:
@@ -268,7 +268,7 @@ class Originals:
             # File numbers go on, but an fd of a file that a salvage replaced must not outlive it.
             for key in [key for key in self._open if key[0] == shard]:
                 self._fs.close(self._open.pop(key))
-            self._arenas[shard] = following
+            self._arenas[shard] = newer
         raise UnknownError
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from topics.core.errors import TopicsError
 from topics.core.routers import ROUTERS_SHARD, Router, RouterRegistry, RouterState, encode_router
 from topics.log import get_logger
+from topics.shm.asks import Done
 from topics.shm.control import ProcessCell
-from topics.shm.messages import Done, Reply
+from topics.shm.messages import Reply
 from topics.shm.router_table import Change, RouterTableWriter
 from topics.shm.topic_messages import DeleteRouter, DeleteRouterReply, PutRouter, PutRouterReply, RemoveRouters
 from topics.storage import frame

@@ -270,9 +270,7 @@ class Routing:
             sight = yield from self._look(feed)
             if sight is None:
                 return None
-            if not (yield from self._make_room.expire(feed.hosted, PAGE_RECORDS, PAGE_BYTES)):
-                self._copier.wait(feed)
-                return None
+            yield from self._make_room.expire(feed.hosted, PAGE_RECORDS, PAGE_BYTES)
             write = self._copier.next_write(feed, sight)
             if feed.has_no_room():
                 _, records, size_bytes = feed.no_room_for

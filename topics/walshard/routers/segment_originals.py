@@ -50,7 +50,7 @@ class SegmentOriginals:
         path = layout.segment_data_path(layout.topic_dir(self._data_dir, topic_id), info.first_seq, info.version)
         name = layout.segment_data_path(f"{topic_id:016x}", info.first_seq, info.version)
         if not start < end <= info.data_bytes:
-            raise ValueError(f"{path}: records {first_seq} and following are said to lie at {start}..{end}")
+            raise ValueError(f"{path}: records from {first_seq} on are said to lie at {start}..{end}")
         try:
             # Also of a cold one: its data are here as well for a while, and need no waiting.
             content = memoryview(self._pread(path, start, end))

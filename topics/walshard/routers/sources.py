@@ -36,6 +36,7 @@ class Sources:
         """Topics of this shard whose routers have changed, until `take_rerouted`."""
         self._kept: dict[int, Hosted] = {}
         """Topics that have routers, by id: their index keeps what is yet to be copied."""
+        self._refresh()  # before anything is evicted
 
     def owns(self, name: str) -> bool:
         """Whether a topic of this name is this shard's."""
@@ -80,6 +81,7 @@ class Sources:
         """A topic was made: routers may have waited for it, and copy it from its first record on."""
         self._refresh()
         self._keep(hosted)
+        hosted.index.drop_before(hosted.topic.earliest_seq)  # what its first group evicted
         self.changed(hosted)
 
     def deleted(self, hosted: Hosted) -> None:
@@ -131,7 +133,8 @@ class Sources:
         copied_seq = U64_MAX if not routers else hosted.topic.head_seq
         for router in routers:
             progress = self._boards[owner_shard(router.spec.dest, self.links.shards)].find(router.id)
-            if progress is not None and progress.source_topic_id == hosted.topic.id:
+            # 0: its router has not seen yet that it exists, and begins with the first record.
+            if progress is not None and progress.source_topic_id in (0, hosted.topic.id):
                 copied_seq = min(copied_seq, progress.source_seq)
         hosted.index.copied_seq = copied_seq
         if routers:

@@ -1,0 +1,164 @@
+"""Answers: JSON bodies, the error envelope, compression for those who ask."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import time
+from collections.abc import Awaitable
+from typing import Any, Final
+
+import msgspec
+
+from topics.core.errors import RETRY_AFTER_S, TopicsError
+from topics.frontend.asgi import ROOM, Scope, Send
+from topics.frontend.entry import limits
+from topics.frontend.entry.bodies import Headers
+from topics.frontend.entry.budget import Budget, Hold
+
+HeaderList = list[tuple[bytes, bytes]]
+
+LIST_BYTES_MAX: Final = 1 << 20
+"""Room that is taken for one page of a list; most are much shorter."""
+GZIP_MIN_BYTES: Final = 1024
+_GZIP_INLINE_BYTES_MAX: Final = 32 * 1024
+_GZIP_LEVEL: Final = 1
+"""A page of JSON packs well at any level; the first costs the least."""
+_JSON: Final = (b"content-type", b"application/json")
+
+
+packing: Final = Budget(limits.PACKING)
+"""Long answers that threads of this process pack, which is slower than pages are made: half a second's work or so."""
+
+encode_json = msgspec.json.Encoder().encode
+
+
+def elapsed_ms(started_ns: int) -> float:
+    """Since `started_ns` (time.perf_counter_ns), to the microsecond."""
+    return (time.perf_counter_ns() - started_ns) // 1000 / 1000
+
+
+def room_of(scope: Scope) -> Hold | None:
+    """Where room is to be taken before an answer is made that may be long; None where each waits for the one before."""
+    room: Hold | None = scope.get("extensions", {}).get(ROOM)
+    return room
+
+
+async def take_room(scope: Scope, most_bytes: int) -> None:
+    """Wait until an answer of at most so many bytes may be made; ConnectionResetError: nobody would take it.
+
+    A page that has been made is in memory, whatever is done with it then. So who makes it takes room first, for as long
+    as it may become, and over HTTP/2 waits while the client leaves there what was made before (`limits`).
+    """
+    room = room_of(scope)
+    if room is not None:
+        await room.take(most_bytes)
+
+
+def send_json(
+    send: Send, request_headers: Headers, status: int, body: bytes, headers: HeaderList | None = None
+) -> Awaitable[None]:
+    """Send a JSON answer, as `send_whole` does."""
+    return send_whole(send, request_headers, status, _JSON, body, headers)
+
+
+async def send_whole(
+    send: Send,
+    request_headers: Headers,
+    status: int,
+    content_type: tuple[bytes, bytes],
+    body: bytes,
+    headers: HeaderList | None = None,
+) -> None:
+    """The whole answer; packed when it is worth it and the client takes gzip."""
+    head = [content_type]
+    if headers:
+        head += headers
+    if len(body) >= GZIP_MIN_BYTES:
+        accepted = request_headers.get(b"accept-encoding")
+        if accepted is not None:
+            head.append((b"vary", b"accept-encoding"))
+            if accepts_gzip(accepted) and packing.fits(len(body)):
+                head.append((b"content-encoding", b"gzip"))
+                body = await _packed(body)
+    head.append((b"content-length", b"%d" % len(body)))
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _packed(body: bytes) -> bytes:
+    len_bytes = len(body)
+    if len_bytes <= _GZIP_INLINE_BYTES_MAX:
+        return gzip.compress(body, _GZIP_LEVEL, mtime=0)
+    packing.held_bytes += len_bytes
+    try:
+        return await asyncio.to_thread(gzip.compress, body, _GZIP_LEVEL, mtime=0)
+    finally:
+        packing.release(len_bytes)
+
+
+async def send_object(
+    send: Send,
+    request_headers: Headers,
+    status: int,
+    answer: dict[str, Any],
+    started_ns: int,
+    *,
+    with_copies: bool = True,
+) -> None:
+    """An answer off the hot paths, with its `performance` (api §0.7). `with_copies`: as `CatchingUp.one` says."""
+    performance: dict[str, Any] = {"server_total_ms": elapsed_ms(started_ns)}
+    if not with_copies:
+        performance["copies_pending"] = True
+    answer["performance"] = performance
+    await send_json(send, request_headers, status, encode_json(answer))
+
+
+async def send_error(
+    send: Send, request_headers: Headers, error: TopicsError, headers: HeaderList | None = None
+) -> None:
+    """The envelope of api §0.6."""
+    head = list(headers or ())
+    retry_after_s = RETRY_AFTER_S.get(error.code)
+    if retry_after_s is not None:
+        head.append((b"retry-after", b"%d" % retry_after_s))
+    await send_json(send, request_headers, error.status, error_body(error), head)
+
+
+def error_body(error: TopicsError) -> bytes:
+    content: dict[str, Any] = {"code": error.code, "message": error.message}
+    if error.detail is not None:
+        content["detail"] = error.detail
+    return encode_json({"error": content})
+
+
+def accepts_gzip(accept_encoding: bytes) -> bool:
+    """Tell whether `gzip` (or `*`) is listed with a weight above zero."""
+    chosen = False
+    for part in accept_encoding.lower().split(b","):
+        coding, _, parameters = part.partition(b";")
+        name = coding.strip()
+        if name in (b"gzip", b"x-gzip", b"*"):
+            weight = parameters.strip().removeprefix(b"q=").strip(b"0.")
+            acceptable = not parameters.strip() or bool(weight)
+            if name != b"*":
+                return acceptable
+            chosen = acceptable
+    return chosen
+
+
+def weight(accept: bytes, media_type: bytes) -> float:
+    """How much the client wants `media_type`, 0 (not at all) to 1: its most specific range that covers it decides."""
+    main = media_type.partition(b"/")[0]
+    ranges = {b"*/*": 1, main + b"/*": 2, media_type: 3}
+    best, wanted = 0, 0.0
+    for part in accept.lower().split(b","):
+        media_range, *parameters = (piece.strip() for piece in part.split(b";"))
+        specificity = ranges.get(media_range, 0)
+        if specificity > best:
+            given = next((value for value in parameters if value.startswith(b"q=")), b"q=1")
+            try:
+                best, wanted = specificity, min(1.0, max(0.0, float(given[2:])))
+            except ValueError:
+                best, wanted = specificity, 1.0
+    return wanted

@@ -1,0 +1,159 @@
+"""Decodes the bodies of requests (`topics/api/requests.py`); a value that does not fit is a `400`.
+
+A record's `data` stays the bytes it was sent as (`msgspec.Raw`): validated, never decoded (api §0.2).
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from typing import Any, Final, TypeGuard, TypeVar
+
+import msgspec
+
+from topics.api.requests import U64_MAX, AppendBody, DeleteBody, DiffBody, Optional, RecordBody, StageBody
+from topics.core.errors import TopicsError, invalid
+from topics.core.tags import Match, parse_match
+
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
+
+_UTF8_STEP_BYTES: Final = 1 << 20
+_FIELD: Final = re.compile(r"`\$\.?([^`]*)`$")
+_SURROGATES: Final = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2})?|\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
+_PAIR_LEN: Final = 12
+_CUT_PAIR: Final = re.compile(rb"(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?")
+"""The beginning of what may follow the first half of a pair."""
+_POSITION: Final = re.compile(r"^(?:JSON is malformed: )?(.*?)(?: \(byte (\d+)\))?$")
+
+
+def has_job_attributes(record: RecordBody) -> bool:
+    """Tell whether the record is to come later, or in order (api §9)."""
+    return record.deliver_at is not None or record.delay_ms is not None or record.order_key is not None
+
+
+append_decoder: Final = msgspec.json.Decoder(AppendBody)
+stage_decoder: Final = msgspec.json.Decoder(StageBody)
+_decoders: Final[dict[type, msgspec.json.Decoder[Any]]] = {}
+_object_decoder = msgspec.json.Decoder(dict[str, Any])
+_meta_decoder = msgspec.json.Decoder(dict[str, str])
+
+
+def decode(json_decoder: msgspec.json.Decoder[BodyT], body: bytes) -> BodyT:
+    """The body as its type; `400` that says where it is not JSON, or which field is wrong."""
+    value: BodyT = decode_any(json_decoder, body)
+    return value
+
+
+def decode_as(body_type: type[BodyT], body: bytes) -> BodyT:
+    """Decode with a decoder of its own for each type, and check the integers."""
+    json_decoder = _decoders.get(body_type)
+    if json_decoder is None:
+        json_decoder = _decoders[body_type] = msgspec.json.Decoder(body_type)
+    request: BodyT = decode_any(json_decoder, body)
+    check_counts(request)
+    return request
+
+
+def decode_diff(body: bytes) -> DiffBody:
+    """A diff starts at one place: behind a seq or at a time."""
+    request = decode_as(DiffBody, body)
+    if request.from_ts is not None and request.from_seq:
+        raise invalid("from_ts stands instead of from_seq: give one of the two", field="from_ts")
+    return request
+
+
+def decode_delete(body: bytes) -> tuple[int | None, Match | None]:
+    """(before_seq, match), at least one of them."""
+    request = decode_as(DeleteBody, body)
+    if request.before_seq is None and request.match is None:
+        raise invalid("a delete needs before_seq, match or both", field="match")
+    return request.before_seq, None if request.match is None else parse_match(request.match)
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """Any JSON object, for what is checked field by field elsewhere."""
+    value: dict[str, Any] = decode_any(_object_decoder, body)
+    return value
+
+
+def given(raw: Optional) -> TypeGuard[msgspec.Raw]:
+    """Tell whether an optional field is there and more than `null`."""
+    return raw is not msgspec.UNSET and bytes(raw) != b"null"
+
+
+def decode_meta(meta: msgspec.Raw, field: str) -> dict[str, str]:
+    """A record's meta, in this field: an object of strings."""
+    try:
+        return _meta_decoder.decode(meta)
+    except msgspec.ValidationError as error:
+        raise invalid(f"{field} must be an object whose values are strings: {error}", field=field) from None
+
+
+def check_counts(request: msgspec.Struct) -> None:
+    """Refuses integers beyond u64 by their field's name."""
+    for field in request.__struct_fields__:
+        value = getattr(request, field)
+        if type(value) is int and value > U64_MAX:
+            raise invalid(f"{field} must be an integer from 0 to 2^64-1", field=field)
+
+
+def decode_any(json_decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    """Decode as `decode` does, for a union of types."""
+    try:
+        # msgspec checks the text of what it decodes, not of what it passes on.
+        if not body.isascii():
+            _check_utf8(body)
+        return json_decoder.decode(body)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        field = _FIELD.search(message)
+        raise invalid(f"the body does not fit: {message}", **({"field": field[1]} if field else {})) from None
+    except msgspec.DecodeError as error:
+        raise not_json(body, str(error)) from None
+    except RecursionError:
+        raise invalid("the body is not accepted: its JSON is nested too deeply") from None
+
+
+def not_json(body: bytes, reason: str) -> TopicsError:
+    """`400` with the byte position where `body` stops being JSON."""
+    match = _POSITION.match(reason)
+    assert match is not None
+    position = len(body) if match[2] is None else int(match[2])
+    surrogate_at = _unpaired_surrogate(body, position)
+    if surrogate_at is not None:
+        return invalid(
+            f"the body is not accepted: an unpaired surrogate escape ({body[surrogate_at : surrogate_at + 6].decode()})"
+            f" at byte {surrogate_at}, which stands for no character",
+            position=surrogate_at,
+        )
+    return invalid(f"the body is not JSON: {match[1]} at byte {position}", position=position)
+
+
+def _unpaired_surrogate(body: bytes, position: int) -> int | None:
+    """Where the surrogate escape is that the parser stumbled over at `position`, None if that was something else.
+
+    It looks for the other half behind the first one, and calls that malformed, cut short, or another escape.
+    """
+    # From so far back on that no half of a whole pair is taken for one that stands alone.
+    for found in _SURROGATES.finditer(body, max(0, position - 2 * _PAIR_LEN)):
+        at = found.start()
+        if at >= position:
+            break
+        if len(found[0]) == _PAIR_LEN or at < position - _PAIR_LEN:
+            continue
+        backslashes = at - len(body[:at].rstrip(b"\\"))
+        if backslashes % 2 == 0 and not _CUT_PAIR.fullmatch(body, found.end()):
+            return at
+    return None
+
+
+def _check_utf8(body: bytes) -> None:
+    utf8 = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, len(body), _UTF8_STEP_BYTES):
+        pending = len(utf8.getstate()[0])
+        try:
+            utf8.decode(body[start : start + _UTF8_STEP_BYTES], start + _UTF8_STEP_BYTES >= len(body))
+        except UnicodeDecodeError as error:
+            raise not_json(body, f"invalid UTF-8 (byte {start - pending + error.start})") from None

@@ -1,0 +1,190 @@
+"""`GET /v0/openapi.json`: the table of operations as OpenAPI 3.1, and a page that shows it to people.
+
+Schemas are those of `topics/api`, which requests are decoded into, and which the client decodes answers into.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from topics import __version__
+from topics.api.answers import Error
+from topics.core.config import TopicConfig
+from topics.core.errors import RETRY_AFTER_S, STATUS_BY_CODE, TopicsError
+from topics.core.keys import KeyScope
+from topics.frontend.asgi import Receive, Scope, Send
+from topics.frontend.entry.answers import encode_json, send_whole
+from topics.frontend.routes.operations import JSON, Answer, Binding, Operation
+from topics.shm.durations import Route
+
+_REF: Final = "#/components/schemas/{name}"
+_PARAMETER: Final = re.compile(r"\{(\w+)\}")
+_PATH_SCHEMAS: Final[dict[str, dict[str, Any]]] = {
+    "topic": {"type": "string", "pattern": r"^[A-Za-z0-9][A-Za-z0-9._:\-]{0,254}$"},
+    "sink": {"type": "string", "pattern": r"^[A-Za-z0-9][A-Za-z0-9._:\-]{0,254}$"},
+    "router": {"type": "string", "pattern": r"^[A-Za-z0-9][A-Za-z0-9._:>\-]{0,254}$"},
+    "cursor": {"type": "string", "pattern": r"^[A-Za-z0-9][A-Za-z0-9._:\-]{0,254}$"},
+    "pin": {"type": "string", "pattern": r"^pin_[A-Za-z0-9_\-]{22}$"},
+    "wid": {"type": "string", "pattern": r"^wid_[A-Za-z0-9_\-]{22}$"},
+}
+_FOLDER: Final = os.path.join(os.path.dirname(__file__), "console")
+_FILES: Final = {
+    "docs": (b"text/html; charset=utf-8", "index.html"),
+    "docs.js": (b"text/javascript; charset=utf-8", "docs.js"),
+    "docs.css": (b"text/css; charset=utf-8", "docs.css"),
+}
+_PAGE_HEADERS: Final = [
+    (b"content-security-policy", b"default-src 'none'; connect-src 'self'; script-src 'self'; style-src 'self'"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"cache-control", b"no-cache"),
+]
+
+
+class EchoedConfig(TopicConfig, frozen=True):
+    """The whole configuration of a topic, as answers show it."""
+
+    durable: bool = False
+
+
+def document(operations: Sequence[Operation]) -> dict[str, Any]:
+    """The OpenAPI document of these operations."""
+    answers = [answer for one in operations for answer in one.answers.values()]
+    bodies = [body for answer in answers for body in answer.bodies.values() if body is not None]
+    by_type, components = _schemas([Error, *bodies])
+    _leave_out_nulls(components)
+    requests, request_components = _schemas([EchoedConfig, *(one.body for one in operations if one.body is not None)])
+    by_type |= requests
+    components |= request_components
+    paths: dict[str, dict[str, Any]] = {}
+    for one in operations:
+        paths.setdefault(one.binding.path, {})[one.binding.method.lower()] = _operation(one, by_type)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "topics",
+            "version": __version__,
+            "description": "Named append-only logs. Within /v0 only additions are made.",
+        },
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"key": []}],
+    }
+
+
+def _schemas(types: Sequence[Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
+    """The schema of each of these types, and the components that they refer to."""
+    distinct = list(dict.fromkeys(types))
+    schemas, components = msgspec.json.schema_components(distinct, ref_template=_REF)
+    return dict(zip(distinct, schemas, strict=True)), components
+
+
+def _leave_out_nulls(components: dict[str, Any]) -> None:
+    """A field of an answer with the default None is absent where it does not apply (`api/answers.py`)."""
+    for component in components.values():
+        for schema in component["properties"].values():
+            if schema.get("default", ...) is None:
+                del schema["default"]
+                (present,) = (one for one in schema.pop("anyOf") if one != {"type": "null"})
+                schema.update(present)
+
+
+def _operation(one: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": _PATH_SCHEMAS.get(name, {"type": "string"})}
+        for name in _PARAMETER.findall(one.binding.path)
+    ]
+    parameters += [
+        {"name": query.name, "in": "query", "required": False, "schema": query.schema, "description": query.about}
+        for query in one.query
+    ]
+    responses = {str(status): _success(answer, by_type) for status, answer in one.answers.items()}
+    by_status: dict[int, list[str]] = {}
+    for code in dict.fromkeys((*one.common_codes, *one.codes)):
+        by_status.setdefault(STATUS_BY_CODE[code], []).append(code)
+    for status, codes in sorted(by_status.items()):
+        responses[str(status)] = _failure(codes, by_type)
+    shown: dict[str, Any] = {
+        "operationId": _operation_id(one),
+        "tags": [one.binding.tag],
+        "summary": one.summary,
+        "responses": responses,
+    }
+    if parameters:
+        shown["parameters"] = parameters
+    if one.body is not None:
+        shown["requestBody"] = {"required": one.body_required, "content": {JSON: {"schema": by_type[one.body]}}}
+    if one.binding.needs:
+        scopes = [str(scope.name).lower() for scope in KeyScope if scope in one.binding.needs]
+        shown["description"] = f"Needs a key with {' and '.join(scopes)}, if keys are in use."
+    if one.public:
+        shown["security"] = []
+    return shown
+
+
+def _operation_id(one: Operation) -> str:
+    words = re.findall(r"[a-z0-9]+", one.binding.path)
+    return "_".join([one.binding.method.lower(), *words])
+
+
+def _success(answer: Answer, by_type: dict[Any, Any]) -> dict[str, Any]:
+    shown: dict[str, Any] = {"description": answer.about}
+    if answer.bodies:
+        shown["content"] = {
+            media: {"schema": {"type": "string"} if body is None else by_type[body]}
+            for media, body in answer.bodies.items()
+        }
+    return shown
+
+
+def _failure(codes: list[str], by_type: dict[Any, Any]) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        "description": "`error.code`: " + ", ".join(codes),
+        "content": {JSON: {"schema": by_type[Error]}},
+    }
+    if any(code in RETRY_AFTER_S for code in codes):
+        shown["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "seconds"}}
+    return shown
+
+
+class OpenApiRoutes:
+    """The document of `operations` and its own, made once."""
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self._files: dict[str, tuple[bytes, bytes]] = {}
+        for path, (media_type, name) in _FILES.items():
+            with open(os.path.join(_FOLDER, name), "rb") as file:
+                self._files[path] = (media_type, file.read())
+        self.operations = [
+            Operation(
+                Binding("GET", "/v0/openapi.json", self.get, Route.OTHER, None, "service"),
+                "This document",
+                {200: Answer("OpenAPI 3.1", {JSON: dict[str, Any]})},
+                public=True,
+            ),
+            *(
+                Operation(
+                    Binding("GET", f"/v0/{path}", self.page, Route.OTHER, None, "service"),
+                    "A page that shows this document" if path == "docs" else f"Part of the page: {path}",
+                    {200: Answer("A file", {media_type.partition(b";")[0].decode(): None})},
+                    public=True,
+                )
+                for path, (media_type, _) in self._files.items()
+            ),
+        ]
+        self._document = encode_json(document([*operations, *self.operations]))
+
+    async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
+        content_type = (b"content-type", JSON.encode())
+        await send_whole(send, dict(scope["headers"]), 200, content_type, self._document)
+
+    async def page(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = self._files.get(scope["path"].removeprefix("/v0/"))
+        if found is None:
+            raise TopicsError("not_found", "there is no such file of the page")
+        media_type, content = found
+        await send_whole(send, dict(scope["headers"]), 200, (b"content-type", media_type), content, _PAGE_HEADERS)

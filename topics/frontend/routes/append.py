@@ -1,0 +1,246 @@
+"""`POST /v0/topics/:t`: the write (api §2). The hottest route: plain ASGI, one decode, one copy into the ring."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Final
+
+import msgspec
+from starlette.datastructures import QueryParams
+
+from topics.api.requests import AppendBody, RecordBody
+from topics.core.config import U64_MAX, parse_config
+from topics.core.dead_letters import RESERVED
+from topics.core.errors import TopicsError, invalid
+from topics.core.idempotency import Turn, producer_key
+from topics.core.keys import ApiKey, KeyScope
+from topics.core.names import check_topic_name, owner_shard
+from topics.frontend.asgi import Receive, Scope, Send
+from topics.frontend.entry import wire
+from topics.frontend.entry.access import caller_of
+from topics.frontend.entry.answers import elapsed_ms, encode_json, send_json
+from topics.frontend.entry.bodies import INLINE_BYTES_MAX, read_body
+from topics.frontend.entry.query import flag
+from topics.frontend.routes import long_bodies
+from topics.frontend.routes.long_bodies import BodyT
+from topics.frontend.shards.gateway import Gateway
+from topics.settings import Settings
+from topics.shm.append_messages import AppendReply, JobAttributes
+from topics.shm.control import ProcessCell
+from topics.storage.frame import LaidOut, lay_out, lay_out_plain
+
+KEY_MAX_CHARS: Final = 256
+META_MAX_KEYS: Final = 64
+ORDER_KEY_MAX_BYTES: Final = 256
+TIME_MS_MAX: Final = 1 << 53
+SEARCHED_RECORDS_MAX: Final = 64
+
+FrameParts = tuple[bytes, bytes, msgspec.Raw, msgspec.Raw | bytes]
+"""node, tag, data, meta as `lay_out` takes them."""
+
+
+class AppendRoute:
+    """Validates, lays the frames out, has the shard commit them, answers."""
+
+    def __init__(self, gateway: Gateway, settings: Settings, cell: ProcessCell) -> None:
+        self._gateway = gateway
+        self._settings = settings
+        self._cell = cell
+
+    async def __call__(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
+        started_ns = time.perf_counter_ns()
+        headers = dict(scope["headers"])
+        check_topic_name(name)
+        body = await read_body(receive, headers, self._settings.max_body_bytes)
+        if len(body) <= INLINE_BYTES_MAX:
+            request, records = self._read(body)
+        else:
+            request, records = await asyncio.to_thread(self._read, body)
+        with_seqs = _wants_seqs(scope["query_string"])
+        reply = await self.submit(name, request, records, headers.get(b"idempotency-key"), caller_of(scope))
+        self._cell.add("records_in", reply.count)
+        await send_json(
+            send, headers, 201 if reply.created else 200, b"{%b}" % members(name, reply, with_seqs, started_ns)
+        )
+
+    def submit(
+        self, name: str, request: AppendBody, records: LaidOut, key_header: bytes | None, caller: ApiKey
+    ) -> asyncio.Future[AppendReply]:
+        """A write on its way to its shard, in order with those submitted before; `records` are those of `lay_out`.
+
+        Raises TopicsError for what is wrong with it; the future fails as `Gateway.submit_append` says.
+        """
+        key = _key(request, key_header)
+        config, create = None, request.create
+        if wire.given(request.config):
+            try:
+                config = parse_config(msgspec.json.decode(request.config), name)[0]
+            except TopicsError:
+                # Of a topic that exists it is ignored, whatever it is (api §2).
+                if not self._gateway.knows(name):
+                    raise
+                create = False
+        if config is not None and config.dead_letter is not None:
+            caller.require(KeyScope.WRITE, (config.dead_letter,))
+        return self._gateway.submit_append(
+            owner_shard(name, self._gateway.shards),
+            name.encode(),
+            create,
+            request.if_head_seq,
+            key,
+            config,
+            records,
+            patient=request.disable_backpressure,
+            jobs=self._job_attributes(name, request.records),
+        )
+
+    def _read(self, body: bytes) -> tuple[AppendBody, LaidOut]:
+        request = self.decode(wire.append_decoder, body)
+        if request.if_head_seq is not None and request.if_head_seq > U64_MAX:
+            wire.check_counts(request)
+        return request, self.lay_out(request, len(body))
+
+    def decode(self, decoder: msgspec.json.Decoder[BodyT], body: bytes) -> BodyT:
+        """A body of records; a long one in a thread."""
+        settings = self._settings
+        return long_bodies.decode(decoder, body, settings.max_batch_records, settings.max_record_bytes)
+
+    def lay_out(self, request: AppendBody, body_bytes: int) -> LaidOut:
+        """Frames of all records of a body so long, each within its limits (api §2.3)."""
+        settings = self._settings
+        records = request.records
+        if not records:
+            raise invalid("records must hold at least one record", field="records")
+        if len(records) > settings.max_batch_records:
+            raise TopicsError(
+                "batch_too_large",
+                f"a write has at most {settings.max_batch_records} records, not {len(records)}",
+                {"max_batch_records": settings.max_batch_records},
+            )
+        node = b"" if request.node is None else self._node(request.node, "node")
+        # A body that is no longer than one record may be holds none that is too long.
+        if body_bytes > settings.max_record_bytes:
+            self._check_sizes(records)
+        attributed = [record for record in records if record.tag is not None or record.node is not None or record.meta]
+        if node or attributed:
+            return lay_out([self._with_attributes(record, node, at) for at, record in enumerate(records)])
+        return lay_out_plain([record.data for record in records])
+
+    def _with_attributes(self, record: RecordBody, batch_node: bytes, at: int) -> FrameParts:
+        node = batch_node if record.node is None else self._node(record.node, f"records[{at}].node")
+        tag = b""
+        if record.tag is not None:
+            tag = record.tag.encode()
+            if len(tag) > self._settings.max_tag_bytes:
+                raise _too_long(f"records[{at}].tag", len(tag), self._settings.max_tag_bytes)
+        if not wire.given(record.meta):
+            return node, tag, record.data, b""
+        field = f"records[{at}].meta"
+        meta = wire.decode_meta(record.meta, field)
+        if not RESERVED.isdisjoint(meta):
+            name = min(RESERVED & meta.keys())
+            raise invalid(
+                f"{field}.{name} is the server's, which says by it where a record came from: leave it out",
+                field=f"{field}.{name}",
+            )
+        if len(meta) > META_MAX_KEYS:
+            raise invalid(f"{field} has {len(meta)} keys, at most {META_MAX_KEYS} are allowed", field=field)
+        if len(record.meta) > self._settings.max_meta_bytes:
+            raise _too_long(field, len(record.meta), self._settings.max_meta_bytes)
+        return node, tag, record.data, record.meta
+
+    def _job_attributes(self, name: str, records: list[RecordBody]) -> JobAttributes:
+        """Of those that are to come later, or in order (api §9). A long write to a log is not searched for them: it
+        takes a tenth of what the whole write costs. A log refuses them in its first and last record, which will do.
+        """
+        jobs: JobAttributes = []
+        candidates: Iterable[tuple[int, RecordBody]] = enumerate(records)
+        if len(records) > SEARCHED_RECORDS_MAX and self._gateway.is_log(name):
+            candidates = ((0, records[0]), (len(records) - 1, records[-1]))
+        for at, record in candidates:
+            if not wire.has_job_attributes(record):
+                continue
+            if record.deliver_at is not None and record.delay_ms is not None:
+                raise invalid(
+                    f"records[{at}]: deliver_at and delay_ms stand instead of each other: give one of them",
+                    field="delay_ms",
+                )
+            deliver_at, delay_ms = record.deliver_at or 0, record.delay_ms or 0
+            if (time_ms := max(deliver_at, delay_ms)) > TIME_MS_MAX:
+                field = "delay_ms" if delay_ms else "deliver_at"
+                raise invalid(f"records[{at}].{field} is at most {TIME_MS_MAX}, not {time_ms}", field=field)
+            order_key = record.order_key or ""
+            if len(order_key.encode()) > ORDER_KEY_MAX_BYTES:
+                raise _too_long(f"records[{at}].order_key", len(order_key.encode()), ORDER_KEY_MAX_BYTES)
+            if deliver_at or delay_ms or order_key:
+                jobs.append((at, deliver_at, delay_ms, order_key))
+        return jobs
+
+    def _node(self, node: str, field: str) -> bytes:
+        encoded = node.encode()
+        if len(encoded) > self._settings.max_node_bytes:
+            raise _too_long(field, len(encoded), self._settings.max_node_bytes)
+        return encoded
+
+    def _check_sizes(self, records: list[RecordBody]) -> None:
+        max_bytes = self._settings.max_record_bytes
+        for at, record in enumerate(records):
+            size = len(record.data) + (len(record.meta) if record.meta else 0)
+            if size > max_bytes:
+                raise TopicsError(
+                    "record_too_large",
+                    f"records[{at}] has {size} bytes of data and meta, at most {max_bytes} are allowed",
+                    {"max_record_bytes": max_bytes},
+                )
+
+
+@lru_cache(maxsize=64)
+def _wants_seqs(query: bytes) -> bool:
+    """`?return_seqs`. Remembered: a writer asks in the same words each time."""
+    return flag(QueryParams(query), "return_seqs", True)
+
+
+def _key(request: AppendBody, header: bytes | None) -> bytes:
+    """The idempotency key, b"" for none; the body's wins over the header's (api §0.9); or a producer's."""
+    key = request.idempotency_key
+    producer = request.producer
+    if producer is not None:
+        if key is not None or header is not None:
+            raise invalid("a write of a producer is known by its n: send no idempotency key with it", field="producer")
+        wire.check_counts(producer)
+        return producer_key(producer.id.encode(), Turn(producer.epoch, producer.n))
+    if key is None:
+        if header is None:
+            return b""
+        try:
+            key = header.decode()
+        except UnicodeDecodeError:
+            raise invalid("the Idempotency-Key header is not UTF-8", field="Idempotency-Key") from None
+    if not 1 <= len(key) <= KEY_MAX_CHARS:
+        raise invalid(
+            f"an idempotency key has 1 to {KEY_MAX_CHARS} characters, not {len(key)}", field="idempotency_key"
+        )
+    return key.encode()
+
+
+def _too_long(field: str, length: int, max_bytes: int) -> TopicsError:
+    return invalid(f"{field} has {length} bytes, at most {max_bytes} are allowed", field=field)
+
+
+def members(name: str, reply: AppendReply, with_seqs: bool, started_ns: int) -> bytes:
+    """The members of the answer to a write, without the braces around them."""
+    first, count = reply.first_seq, reply.count
+    seqs = f'"seqs":{encode_json(list(range(first, first + count))).decode()},' if with_seqs else ""
+    return (
+        f'"topic":"{name}","first_seq":{first},"last_seq":{first + count - 1},{seqs}"head_seq":{reply.head_seq},'
+        f'"count":{count},"created":{_BOOL[reply.created]},"deduped":{_BOOL[reply.deduped]},'
+        f'"durability":"{reply.durability}","performance":{{"server_total_ms":{elapsed_ms(started_ns)},'
+        f'"wal_append_ms":{reply.wal_us / 1000},"fsync_ms":{reply.fsync_us / 1000},'
+        f'"throttle_wait_ms":{reply.throttled_us / 1000}}}'
+    ).encode()
+
+
+_BOOL: Final = ("false", "true")

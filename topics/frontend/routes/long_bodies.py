@@ -1,0 +1,151 @@
+"""Long bodies of writes, decoded in pieces: a call into C holds up every other thread, and one that decodes 60 MB takes
+30 to 200 ms, in which no request is served and no heartbeat sent.
+
+    {"node":"n","records":[ {…},{…} , {…},{…},{…} , {…} ],"if_head_seq":7}
+    └─────── frame ────────┘└ piece ┘ └── piece ──┘ └ p ┘└──── frame ────┘
+
+The body is cut between its records, about every PIECE_BYTES. Where that may be is guessed from what stands between the
+first two of them, and proven by what comes out: a piece in brackets has to be a JSON array of records, and the frame
+with one made-up record in place of all of them has to be the write with that record in it. Then the whole is what its
+pieces are, since JSON can be read in one way only. Where the guess is wrong, msgspec is asked where each value ends.
+
+What cannot be cut (no records near its beginning, two of them, one record as long as many) and what is wrong is decoded
+whole: the error is then in the words of any other body.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from typing import Final, TypeVar
+
+import msgspec
+
+from topics.api.requests import AppendBody, RecordBody, StageBody
+from topics.core.errors import TopicsError
+from topics.frontend.entry import wire
+
+BodyT = TypeVar("BodyT", AppendBody, StageBody)
+
+WHOLE_BYTES_MAX: Final = 2 << 20
+"""A body that is no longer is decoded at once."""
+PIECE_BYTES: Final = 256 << 10
+REST_S: Final = 50e-6
+"""Between two pieces: an event loop that has to ask for the interpreter gets it after milliseconds, or now."""
+_FRAME_BYTES_MAX: Final = 64 << 10
+"""Before the first record, and as much behind the last."""
+_JOINT_BYTES_MAX: Final = 256
+_RECORDS: Final = re.compile(rb'"records"[ \t\r\n]*:[ \t\r\n]*\[')
+_JOINT: Final = re.compile(rb'\}[ \t\r\n]*,[ \t\r\n]*\{[ \t\r\n]*"[a-z_]+"[ \t\r\n]*:')
+_ENDED: Final = re.compile(r"trailing characters \(byte (\d+)\)$")
+"""msgspec's message when a value ends before its input does; the byte behind it counts as that many."""
+
+_skip: Final = msgspec.json.Decoder(msgspec.Raw).decode
+_records: Final = msgspec.json.Decoder(list[RecordBody])
+
+
+class _UncutError(Exception):
+    """The body is to be decoded whole."""
+
+
+def decode(decoder: msgspec.json.Decoder[BodyT], body: bytes, records_max: int, record_max_bytes: int) -> BodyT:
+    """As `wire.decode`, and `batch_too_large` as soon as there are more than `records_max`. For threads: it rests."""
+    if len(body) > WHOLE_BYTES_MAX:
+        try:
+            return _Cutter(body, records_max, record_max_bytes).decode(decoder)
+        except _UncutError:
+            pass
+    return wire.decode(decoder, body)
+
+
+class _Cutter:
+    def __init__(self, body: bytes, records_max: int, record_max_bytes: int) -> None:
+        self._body = body
+        self._view = memoryview(body)
+        self._records_max = records_max
+        self._value_max_bytes = record_max_bytes + PIECE_BYTES
+
+    def decode(self, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
+        body = self._body
+        found = _RECORDS.search(body, 0, _FRAME_BYTES_MAX)
+        if found is None:
+            raise _UncutError
+        start = at = found.end()
+        end = self._end_of_value(at)
+        joint = _JOINT.match(body, body.rfind(b"}", at, end + 1), end + _JOINT_BYTES_MAX)
+        records: list[RecordBody] = []
+        while True:
+            piece = None
+            if joint is not None:
+                end = self._guess(at, joint)
+                piece = None if end < 0 else self._piece(at, end)
+            if piece is None:
+                end = self._walk(at, self._records_max + 1 - len(records))
+                piece = self._piece(at, end)
+                if piece is None:
+                    raise _UncutError
+            records += piece
+            if len(records) > self._records_max:
+                raise TopicsError(
+                    "batch_too_large",
+                    f"a write has at most {self._records_max} records, this one has more",
+                    {"max_batch_records": self._records_max},
+                )
+            if body[end] != ord(","):
+                break
+            at = end + 1
+            time.sleep(REST_S)
+        request = self._frame(decoder, start, end)
+        request.records = records
+        return request
+
+    def _frame(self, decoder: msgspec.json.Decoder[BodyT], start: int, end: int) -> BodyT:
+        """All but what is between, which has to be the records and not what only looks like them."""
+        if len(self._body) - end > _FRAME_BYTES_MAX:
+            raise _UncutError
+        stand_in = os.urandom(16).hex().encode()  # nobody can have sent it
+        try:
+            request = wire.decode(decoder, b'%b{"data":"%b"}%b' % (self._body[:start], stand_in, self._body[end:]))
+        except TopicsError:
+            raise _UncutError from None
+        if [bytes(record.data).strip(b'"') for record in request.records] != [stand_in]:
+            raise _UncutError
+        return request
+
+    def _piece(self, at: int, end: int) -> list[RecordBody] | None:
+        """The records that are all there is between; None if it is something else."""
+        try:
+            records: list[RecordBody] = wire.decode_any(_records, b"".join((b"[", self._view[at:end], b"]")))
+        except TopicsError:
+            return None
+        return records or None
+
+    def _guess(self, at: int, joint: re.Match[bytes]) -> int:
+        """Where a piece from `at` on may end: at a comma, or at the bracket behind the last record; -1: no idea."""
+        if len(self._body) - at <= 2 * PIECE_BYTES:
+            return self._body.rfind(b"]", at)
+        found = self._body.find(joint[0], at + PIECE_BYTES, at + 2 * PIECE_BYTES)
+        return -1 if found < 0 else found + joint[0].index(b",")
+
+    def _walk(self, at: int, records: int) -> int:
+        """Where a piece from `at` on ends that has at most so many records, value by value."""
+        start = at
+        while True:
+            end = self._end_of_value(at)
+            records -= 1
+            if self._body[end] != ord(",") or end - start >= PIECE_BYTES or not records:
+                return end
+            at = end + 1
+
+    def _end_of_value(self, at: int) -> int:
+        """Where something other than space follows the value at `at`."""
+        try:
+            _skip(self._view[at : at + self._value_max_bytes])
+        except msgspec.DecodeError as error:
+            ended = _ENDED.search(str(error))
+            if ended is not None:
+                return at + int(ended[1]) - 1
+        except RecursionError:
+            pass
+        raise _UncutError
