@@ -103,7 +103,7 @@ def write_log(directory: str, records: int, batch: int, is_mixed: bool) -> WalPo
 
 def follow(directory: str, end: WalPosition) -> Fold:
     fold = Fold(lambda _topic_id: MarkedIndex())
-    follower = Follower("bench", cast(ShardLink, None), LogTail(directory, WalPosition(1, 0)), fold, directory)
+    follower = Follower("bench", cast(ShardLink, None), LogTail(directory, WalPosition(1, 0)), fold)
     follower.catch_up(end, lambda: None)
     return fold
 
@@ -119,7 +119,7 @@ def recover(directory: str) -> Fold:
 def copy(directory: str, data_dir: str, located: dict[int, array[int]]) -> int:
     """Into segments, as a cut does it; how many records."""
     appender = SegmentAppender(OsFileSystem(), data_dir, _SEAL_AT, set())
-    buffers = LogBuffers(directory, directory)
+    buffers = LogBuffers(directory)
     copied = 0
     try:
         for topic_id, entries in located.items():

@@ -9,7 +9,7 @@ import pytest
 
 from tests.storage.logs import TOPIC_ID, TS_MS
 from tests.storage.segments import Logged, Record, logged
-from topics.compactor.segments import LogFileKey, SealAt, SegmentAppender
+from topics.compactor.segments import SealAt, SegmentAppender
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.core.segment_list import SEALED, SegmentInfo
@@ -37,8 +37,8 @@ class Topic:
         self.now_ms = TS_MS
 
     def append(self, log: Logged, commit: bool = True) -> list[SegmentInfo]:
-        def buffer_of(key: LogFileKey, end: int) -> bytes:
-            assert key == LogFileKey(False, 1)
+        def buffer_of(file_no: int, end: int) -> bytes:
+            assert file_no == 1
             assert end <= len(log.buffer)
             return log.buffer
 
@@ -151,17 +151,17 @@ def test_records_of_several_log_files(tmp_path: Path) -> None:
     appender = SegmentAppender(FS, str(tmp_path), SealAt(100, NEVER, 0), set())
     logs = {1: logged(records(3)), 2: logged(records(3, 4), 4, file_no=2)}
     entries = logs[1].entries + logs[2].flagged(0, LOCATION_DELETED).entries
-    asked: list[LogFileKey] = []
+    asked: list[int] = []
 
-    def buffer_of(key: LogFileKey, end: int) -> bytes:
-        asked.append(key)
-        return logs[key.file_no].buffer
+    def buffer_of(file_no: int, end: int) -> bytes:
+        asked.append(file_no)
+        return logs[file_no].buffer
 
     (info,) = appender.append(TOPIC_ID, None, entries, buffer_of, TS_MS)
     reader = SegmentReader.open(layout.topic_dir(str(tmp_path), TOPIC_ID), 1, info.records, info.data_bytes)
     found = [frame and frame.data for frame in map(reader.frame, range(1, 7))]
     assert found == [record.payload for record in records(3)] + [None] + [r.payload for r in records(2, 5)]
-    assert asked == [LogFileKey(False, 1), LogFileKey(False, 2)]
+    assert asked == [1, 2]
 
 
 def test_a_log_that_holds_something_else_is_refused(tmp_path: Path) -> None:

@@ -324,6 +324,16 @@ def test_durability_can_change_in_place(client: httpx.Client, topic: str) -> Non
     assert state(client, topic)["durable_seq"] == 2
 
 
+def test_what_was_ephemeral_is_on_the_disk_once_the_change_is_answered(client: httpx.Client, topic: str) -> None:
+    put(client, topic, durability="ephemeral")
+    for n in range(40):
+        write(client, topic, f"{n}" + "x" * 100_000)  # several turns of the shard
+    put(client, topic, durability="disk")
+    assert state(client, topic)["durable_seq"] == 40
+    found = [record for seq in range(0, 40, 10) for record in diff(client, topic, from_seq=seq, limit=10)["records"]]
+    assert [record["data"].rstrip("x") for record in found] == [f"{n}" for n in range(40)]
+
+
 # --- limits (§2.3)
 
 

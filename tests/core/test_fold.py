@@ -109,18 +109,16 @@ def test_a_topic_nobody_created_is_refused() -> None:
         new().config_update(T + 1, encode_body(ConfigBody(TopicConfig())))
 
 
-def test_ram_records_are_read_first_and_fall_into_place() -> None:
+def test_ram_records_are_read_first_and_come_behind_the_durable_ones() -> None:
     fold = Fold(lambda _topic_id: ListIndex(1))
-    fold.records(T, entries(3, 2, file_no=9))  # the RAM log
+    fold.records(T, entries(2, 4, file_no=9), in_ram=True)  # some of them were logged again
     fold.idempotency(T, 3, 5, encode_idempotency(2, b"ram"))
-    fold.topic_create(T, encode_body(CreateBody("t", TopicConfig())))
-    fold.records(T, entries(1, 2))
+    fold.topic_create(T, encode_body(CreateBody("t", TopicConfig(durability="ephemeral"))))
     fold.head_watermark(T, 4096, encode_body(HeadBody(exact=False)))
-    fold.head_watermark(T, 4, encode_body(HeadBody(exact=True)))
-    fold.records(T, entries(5, 1))
+    fold.records(T, entries(1, 3))
     topic = topic_of(fold, ram_log_survived=True)
     assert (topic.head_seq, topic.records, topic.earliest_seq) == (5, 5, 1)
-    assert topic.index.entries(1, 5)[3::4].tolist() == [1, 1, 9, 9, 1]
+    assert topic.index.entries(1, 5)[3::4].tolist() == [1, 1, 1, 9, 9]
     assert topic.idempotency.find(b"ram", 6, 1000) is not None
 
 
@@ -141,7 +139,7 @@ def test_after_a_clean_stop_the_head_is_exact() -> None:
 
 def test_with_the_ram_log_a_ceiling_is_only_a_ceiling() -> None:
     fold = Fold(lambda _topic_id: ListIndex(1))
-    fold.records(T, entries(1, 3))
+    fold.records(T, entries(1, 3), in_ram=True)
     fold.topic_create(T, encode_body(CreateBody("t", TopicConfig(durability="ephemeral"))))
     fold.head_watermark(T, 4096, encode_body(HeadBody(exact=False)))
     topic = topic_of(fold, ram_log_survived=True)
@@ -200,9 +198,10 @@ def test_evictions_are_what_the_log_says_and_at_the_end_what_the_caps_say() -> N
 
 
 def test_counts_of_a_topic_with_records_in_ram_are_counted_again() -> None:
-    """They are all there before the first frame of the durable log, whose floors know of the first two only."""
+    """The floors of the durable log know of the first two only."""
     fold = Fold(lambda _topic_id: ListIndex(1))
-    fold.records(T, array("Q", [word for seq in range(1, 6) for word in (seq, 5, 100 << 32, 1 | 1 << 32)]))
+    in_ram = array("Q", [word for seq in range(1, 6) for word in (seq, 5, 100 << 32, 1 | 1 << 32)])
+    fold.records(T, in_ram, in_ram=True)
     fold.topic_create(T, encode_body(CreateBody("t", TopicConfig(durability="ephemeral"))))
     fold.head_watermark(T, 4096, encode_body(HeadBody(exact=False)))
     fold.delete(T, deleted(1, 2, [1], 1))

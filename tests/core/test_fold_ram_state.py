@@ -17,7 +17,7 @@ def folded(state: RamStateBody, first: int, count: int, before_creation: bool = 
     if not before_creation:
         fold.topic_create(T, creation)
     if count:
-        fold.records(T, entries(first, count))
+        fold.records(T, entries(first, count), in_ram=True)
     fold.ram_state(T, encode_body(state))
     fold.topic_create(T, creation)
     fold.head_watermark(T, 4096, encode_body(HeadBody(exact=False)))
@@ -40,7 +40,7 @@ def test_the_log_may_begin_beyond_any_watermark() -> None:
 
 def test_what_is_said_after_it_counts_on() -> None:
     fold = folded(RamStateBody(9000, 9000, EvictReason.CAP, 7, 50, []), 9000, 10)
-    fold.records(T, entries(9010, 5, ts=60))
+    fold.records(T, entries(9010, 5, ts=60), in_ram=True)
     fold.evict_watermark(T, evicted(1, 9012, EvictReason.CAP, 3))
     topic = topic_of(fold, ram_log_survived=True)
     assert floors(topic) == (9014, 9012, 9012, EvictReason.CAP, 1)

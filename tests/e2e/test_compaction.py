@@ -238,6 +238,19 @@ def test_an_ephemeral_topic_stays_in_memory_until_it_is_durable() -> None:
         assert everything_left(service.client, "t") == [*(f"{n}" for n in range(100)), "durable"]
 
 
+def test_what_was_ephemeral_outlives_everything_once_the_change_is_answered() -> None:
+    with Service(shards=1, frontends=1) as service:
+        client = service.client
+        client.put("/v0/topics/t", json={"durability": "ephemeral"}).raise_for_status()
+        values = [f"{n}" + "x" * 100_000 for n in range(30)]
+        for value in values:
+            write(client, "t", [value])
+        client.put("/v0/topics/t", json={"durability": "disk"}).raise_for_status()
+        service.kill_group()
+        service.start()
+        assert everything_left(service.client, "t") == values
+
+
 @pytest.mark.timeout(300)
 def test_many_topics_in_one_cut_are_synced_at_once_and_come_back() -> None:
     count = 1500

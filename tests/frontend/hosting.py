@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from topics.compactor.rewriting import rewrite
-from topics.compactor.segments import LogFileKey, SealAt, SegmentAppender
+from topics.compactor.segments import SealAt, SegmentAppender
 from topics.core.clock import ExpiryClock
 from topics.core.config import TopicConfig
 from topics.core.floors import EvictReason
@@ -208,8 +208,8 @@ class Hosting:
         hosted.checkpointed(segments.last_seq, changed, hosted.prepare_segments(segments))
         hosted.publish()
 
-    def _log_bytes(self, key: LogFileKey, end: int) -> bytes:
-        content = Path(layout.log_path(self._directories[key.in_ram], key.file_no)).read_bytes()
+    def _log_bytes(self, file_no: int, end: int) -> bytes:
+        content = Path(layout.log_path(self._directories[False], file_no)).read_bytes()
         assert len(content) >= end
         return content
 

@@ -11,7 +11,7 @@ import msgspec
 
 from tests.contract.stream import Frame
 from tests.walshard.rig import Rig
-from topics.compactor.segments import LogFileKey, SealAt, SegmentAppender
+from topics.compactor.segments import SealAt, SegmentAppender
 from topics.core.config import TopicConfig
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.frontend.live.channels import Connection
@@ -209,8 +209,8 @@ class Live:
         reply = await self.gateway.call(0, Checkpoint([checkpoint]))
         assert reply == CheckpointReply([], [])
 
-    def _log_bytes(self, key: LogFileKey, end: int) -> bytes:
-        content = Path(layout.log_path(layout.group_dir(self.rig.settings.data_dir, 0, 1), key.file_no)).read_bytes()
+    def _log_bytes(self, file_no: int, end: int) -> bytes:
+        content = Path(layout.log_path(layout.group_dir(self.rig.settings.data_dir, 0, 1), file_no)).read_bytes()
         assert len(content) >= end
         return content
 

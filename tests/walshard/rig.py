@@ -21,7 +21,7 @@ from topics.shm.messages import Call, Kind
 from topics.shm.queue_messages import Dealt
 from topics.shm.ring import Ring
 from topics.shm.router_board import RouterBoard
-from topics.shm.topic_messages import DeleteRecords
+from topics.shm.topic_messages import DeleteRecords, PutTopicReply
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import HEADER, HEADER_LEN, lay_out
 from topics.storage.layout import group_dir, log_path, ram_group_dir
@@ -269,7 +269,11 @@ class Rig:
         return reply
 
     def call(self, call: Call, shard: int = 0) -> Any:
-        return self.answer(self.post_call(call, shard))
+        """The last answer, when a change of class takes several turns."""
+        reply = self.answer(self.post_call(call, shard))
+        while isinstance(reply, PutTopicReply) and reply.rest is not None:
+            reply = self.answer(self.post_call(reply.rest, shard))
+        return reply
 
     def delete(self, call: DeleteRecords) -> int:
         """All of it, turn after turn, as a frontend has it done: how many there were."""

@@ -41,6 +41,7 @@ from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import OVERHEAD_LEN
 from topics.storage.segment_store import LocalStore
 from topics.storage.verify import verify
+from topics.walshard.handlers import relogging
 from topics.walshard.hosted import tag_search
 
 NAMES = ("a", "b")
@@ -237,8 +238,54 @@ class Engine(RuleBasedStateMachine):
         model = self.models.setdefault(name, Model(config))
         if config != model.config:  # a longer ttl brings nothing back
             model.expire(self.rig.clock.ms)
+        if durability != "ephemeral" and model.config.durability == "ephemeral":
+            model.live = {seq: (data, tag, ts, False) for seq, (data, tag, ts, _) in model.live.items()}
         model.config = config
         model.evict_over_cap()
+
+    @precondition(lambda self: any(model.config.durability == "ephemeral" for model in self.models.values()))
+    @rule(
+        cap=st.sampled_from([0, 0, 3, 12]),
+        turns=st.integers(1, 3),
+        writes=WRITES,
+        match=st.none() | MATCHES,
+        cuts=st.booleans(),
+        end=st.sampled_from(["shard", "service", "none"]),
+    )
+    def become_durable(
+        self,
+        cap: int,
+        turns: int,
+        writes: list[tuple[int, bytes]],
+        match: tuple[Literal["eq", "glob"], bytes] | None,
+        cuts: bool,
+        end: str,
+    ) -> None:
+        """A change of class stops after some turns, with whatever others do in between. Until the last one the topic is
+        as it was.
+        """
+        name = next(name for name in self.models if self.models[name].config.durability == "ephemeral")
+        model, config = self.models[name], TopicConfig(cap_records=cap)
+        call: PutTopic | None = PutTopic(name, config, True)
+        for _ in range(turns):
+            assert call is not None
+            model.expire(self.rig.clock.ms)
+            call = self.rig.answer(self.rig.post_call(call)).rest
+            if call is None:
+                model.live = {seq: (data, tag, ts, False) for seq, (data, tag, ts, _) in model.live.items()}
+                model.config = config
+                model.evict_over_cap()
+                break
+            self.everything_is_as_it_must_be()
+            if match is not None:
+                self.delete(name, None, match)
+            self.append(name, writes[:1])
+            if cuts:
+                self.cut()
+        if end == "shard":
+            self.shard_dies()
+        elif end == "service":
+            self.service_restarts(cleanly=False)
 
     @rule(name=st.sampled_from(NAMES), writes=WRITES)
     def append(self, name: str, writes: list[tuple[int, bytes]]) -> None:
@@ -478,6 +525,7 @@ class TestEngine(Engine.TestCase):  # type: ignore[misc, valid-type]
         monkeypatch.setattr(tag_search, "FOUND_MAX", 3)
         monkeypatch.setattr(tag_search, "TURN_MS", 0)
         monkeypatch.setattr(tag_search, "CATCH_UP_RECORDS", 2)
+        monkeypatch.setattr(relogging, "TURN_SEQS", 3)
         monkeypatch.setattr(tag_search, "GATHERED_RECORDS", 1)
         monkeypatch.setattr(tags, "_FORGET_FROM", 4)
 

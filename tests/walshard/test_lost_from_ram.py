@@ -15,8 +15,10 @@ from tests.walshard.test_routing import route
 from topics.core.config import Durability, TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.floors import EvictReason
+from topics.core.location import LOCATION_IN_RAM_LOG, any_flagged
 from topics.shm.arena import TopicView
 from topics.shm.topic_messages import DeleteRecords, PutTopic, Watch
+from topics.walshard.handlers import relogging
 
 EPHEMERAL = TopicConfig(durability="ephemeral")
 
@@ -77,7 +79,7 @@ def test_so_does_what_a_tighter_cap_evicted(compaction: Compaction) -> None:
     assert [seq for seq, _ in compaction.read("t")] == [3]
 
 
-def test_also_when_the_record_in_ram_is_between_durable_ones(compaction: Compaction) -> None:
+def test_also_when_the_topic_becomes_durable(compaction: Compaction) -> None:
     rig = compaction.rig
     rig.append("t", b"1", b"2", b"3")
     put(rig, "t", EPHEMERAL)
@@ -86,7 +88,8 @@ def test_also_when_the_record_in_ram_is_between_durable_ones(compaction: Compact
     rig.append("t", b"5")
     assert floors(rig, "t") == (5, 2, 2, 4)
     restart(compaction)
-    assert [seq for seq, _ in compaction.read("t")] == [2, 3, 5]
+    assert [seq for seq, _ in compaction.read("t")] == [2, 3, 4, 5]
+    assert floors(rig, "t") == (5, 2, 2, 4)
 
 
 def test_and_when_a_router_brought_it(compaction: Compaction) -> None:
@@ -199,6 +202,8 @@ def test_whatever_takes_the_last_before_a_gap_lays_it_open(compaction: Compactio
     rig.append("t", b"1", b"2", tag=b"x")
     put(rig, "t", EPHEMERAL)
     rig.append("t", b"3", b"4")
+    rig.shard.close()
+    restart(compaction)
     put(rig, "t", TopicConfig())
     rig.clock.ms += 100
     rig.append("t", b"5", b"6")
@@ -216,14 +221,14 @@ def test_whatever_takes_the_last_before_a_gap_lays_it_open(compaction: Compactio
     assert floors(rig, "t") == (6, 5, 5, 2)
 
 
-def test_what_was_deleted_in_ram_is_not_lost_with_it(compaction: Compaction) -> None:
+def test_what_was_deleted_in_ram_is_not_lost(compaction: Compaction) -> None:
     rig = compaction.rig
     rig.append("t", b"1")
     put(rig, "t", EPHEMERAL)
     rig.append("t", b"2", tag=b"x")
+    rig.call(DeleteRecords("t", None, "eq", b"x"))
     put(rig, "t", TopicConfig())
     rig.append("t", b"3")
-    rig.call(DeleteRecords("t", None, "eq", b"x"))
     restart(compaction)
     rig.call(DeleteRecords("t", 2, None, b""))
     assert floors(rig, "t") == (3, 3, 1, 1), "a gap made only of deletions is silent (api §3.3)"
@@ -250,100 +255,86 @@ def durable_seq(rig: Rig) -> int:
 
 
 @pytest.mark.parametrize("durability", ["memory", "disk", "fsync"])
-def test_durable_seq_does_not_count_what_only_ram_has(compaction: Compaction, durability: Durability) -> None:
+@pytest.mark.parametrize("cut", [False, True])
+def test_what_was_in_ram_is_durable_with_the_change_of_class(
+    compaction: Compaction, durability: Durability, cut: bool
+) -> None:
     rig = compaction.rig
     rig.append("t", b"1")
+    put(rig, "t", EPHEMERAL)
+    assert durable_seq(rig) == 1, "the change of class is synced, and all before it"
+    rig.append("t", b"2", b"3", key=b"k")
     synced(rig)
     assert durable_seq(rig) == 1
-    put(rig, "t", EPHEMERAL)
-    rig.append("t", b"2", b"3")
-    put(rig, "t", TopicConfig(durability=durability))
-    for _ in range(2):
-        rig.append("t", b"more")
-        synced(rig)
-        assert durable_seq(rig) == 1, "2 and 3 go with the service"
-        rig.boot()
-        assert durable_seq(rig) == 1, "nor after the shard alone was killed"
-    rig.post_call(Watch(7, "t", view_of(rig, "t").topic_id, 5))
+    rig.post_call(Watch(7, "t", view_of(rig, "t").topic_id, 3))
     rig.run()
-    assert rig.notices == []
-    compaction.cut()
-    assert durable_seq(rig) == 5, "segments have them, and what came behind them is on the disk for long"
-    assert rig.notices, "and streams that wait for it hear of that"
-    restart(compaction)
-    assert [seq for seq, _ in compaction.read("t")] == [1, 2, 3, 4, 5]
-    assert durable_seq(rig) == 5
-
-
-def seconds_pass(rig: Rig, count: int, *, busy: bool) -> None:
-    """`busy`: records of another topic wait for the disk whenever the shard looks."""
-    for _ in range(count):
-        rig.clock.ms += 1000
-        for _ in range(3):
-            if busy:
-                rig.append("other", b"1")
-            rig.shard.sync_in_background()
-
-
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-@pytest.mark.parametrize("below_seq", [3, 4])
-def test_durable_seq_follows_a_delete_of_what_only_ram_had(rig: Rig, below_seq: int, busy: bool) -> None:
-    put(rig, "t", EPHEMERAL)
-    rig.append("t", b"1", b"2")
-    put(rig, "t", TopicConfig())
-    rig.append("t", b"3")
-    seconds_pass(rig, 3, busy=busy)
-    assert durable_seq(rig) < 3
-    rig.delete(DeleteRecords("t", below_seq, None, b""))
-    seconds_pass(rig, 3, busy=busy)
+    rig.notices.clear()
+    put(rig, "t", TopicConfig(durability=durability))
     assert durable_seq(rig) == 3
-
-
-@pytest.mark.parametrize("restarted", [False, True], ids=["not written since", "read from the log"])
-def test_it_does_so_also_when_no_append_was_synced_since(rig: Rig, restarted: bool) -> None:
-    put(rig, "t", EPHEMERAL)
-    rig.append("t", b"1", b"2")
-    put(rig, "t", TopicConfig())
-    head_seq = 2
-    if restarted:
-        head_seq = rig.append("t", b"3").head_seq
-        seconds_pass(rig, 3, busy=False)
-        rig.boot()
-    assert durable_seq(rig) == 0
-    rig.delete(DeleteRecords("t", 3, None, b""))
-    seconds_pass(rig, 3, busy=False)
-    assert durable_seq(rig) == head_seq
-
-
-def test_durable_seq_goes_on_when_what_was_in_ram_is_gone(compaction: Compaction) -> None:
-    rig = compaction.rig
-    rig.append("t", b"1", config=TopicConfig())
-    put(rig, "t", EPHEMERAL)
-    rig.append("t", b"2")
-    put(rig, "t", TopicConfig())
+    assert rig.notices, "streams that wait for it hear of that"
+    if cut:
+        compaction.cut()
     restart(compaction)
-    rig.append("t", b"3")
-    synced(rig)
-    assert durable_seq(rig) == 3, "lost: nobody can lose it again"
+    assert compaction.read("t") == [(1, b"1"), (2, b"2"), (3, b"3")]
+    assert durable_seq(rig) == 3
+    assert rig.append("t", b"2", b"3", key=b"k").deduped, "and so is the key"
+    assert rig.append("t", b"4").first_seq == 4
+
+
+def test_no_location_is_in_the_ram_log_afterwards(rig: Rig) -> None:
     put(rig, "t", EPHEMERAL)
+    rig.append("t", b"1", b"2", b"3", tag=b"x")
+    put(rig, "t", TopicConfig())
     rig.append("t", b"4")
-    put(rig, "t", TopicConfig(cap_records=1))
-    rig.append("t", b"5")
-    synced(rig)
-    assert durable_seq(rig) == 5, "evicted"
+    for _ in range(2):
+        hosted = rig.parts.catalog.find("t")
+        assert hosted is not None
+        assert not any_flagged(hosted.ring.entries(1, 4), LOCATION_IN_RAM_LOG)
+        assert [data for _, data in rig.read("t")] == [b"1", b"2", b"3", b"4"]
+        rig.boot()
 
 
 def test_a_sync_does_not_count_what_came_into_ram_since_it_was_due(rig: Rig) -> None:
     rig.append("t", b"1")
     put(rig, "t", EPHEMERAL)
-    assert durable_seq(rig) == 1, "the change of class is synced, and all before it"
     rig.append("t", b"2")
     synced(rig)
     assert durable_seq(rig) == 1
     put(rig, "t", TopicConfig())
     put(rig, "t", EPHEMERAL)
     rig.append("t", b"3")
-    put(rig, "t", TopicConfig())
-    rig.append("t", b"4")
+    rig.append("other", b"1")
     synced(rig)
-    assert durable_seq(rig) == 1
+    assert durable_seq(rig) == 2
+
+
+@pytest.mark.parametrize("ends", ["shard", "service"])
+def test_a_change_of_class_that_stops_half_way(
+    compaction: Compaction, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    monkeypatch.setattr(relogging, "TURN_BYTES", 1)
+    rig = compaction.rig
+    put(rig, "t", TopicConfig(durability="ephemeral", type="queue"))
+    delayed = [(0, 0, 60_000, "")]
+    for number in range(1, 5):
+        rig.append("t", b"%d" % number, jobs=delayed)
+    call = PutTopic("t", TopicConfig(type="queue"), True)
+    for turns in (1, 2):
+        reply = rig.answer(rig.post_call(call))
+        assert reply.rest is not None
+        assert reply.rest.turns == turns
+        call = reply.rest
+    assert view_of(rig, "t").durable_seq == 0
+    if ends == "shard":
+        rig.boot()
+        assert rig.read("t") == [(1, b"1"), (2, b"2"), (3, b"3"), (4, b"4")]
+        return
+    restart(compaction)
+    view = view_of(rig, "t")
+    assert compaction.read("t") == [(1, b"1"), (2, b"2")]
+    assert (view.head_seq, view.earliest_seq, view.evict_floor, view.records) == (4096, 1, 1, 2)
+    assert view.jobs_ready == 0, "they are still delayed"
+    put(rig, "t", TopicConfig(type="queue"))
+    assert rig.append("t", b"5").first_seq == 4097
+    restart(compaction)
+    assert floors(rig, "t") == (4097, 1, 1, 3)

@@ -24,7 +24,14 @@ from topics.compactor.segments import NO_ROOM, BufferOf, LogBuffers, SealAt, Seg
 from topics.core.backoff import doubled_ms
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError
-from topics.core.location import ENTRY_WORDS, LOCATION_DELETED, LOCATION_IN_RAM_LOG, any_flagged, flags_of
+from topics.core.location import (
+    ENTRY_WORDS,
+    LOCATION_DELETED,
+    LOCATION_GONE,
+    LOCATION_IN_RAM_LOG,
+    any_flagged,
+    flags_of,
+)
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.core.seq_set import runs_of
 from topics.core.topic import Topic
@@ -262,14 +269,15 @@ class Checkpoints:
                 if first_seq > last_seq:
                     break
                 entries = follower.arena().entries(view, first_seq, last_seq)
+                if entries is not None:
+                    entries = _followed(entries, topic, view.earliest_seq)
             if entries is not None:
-                entries = _followed(entries, topic)
                 if not entries:
                     break
                 try:
                     infos = appender.append(topic.id, last, entries, buffer_of, now_ms)
                 except (ValueError, EOFError, FileNotFoundError) as error:
-                    # Records lie elsewhere now: the log was saved into a new file, or the RAM log was trimmed.
+                    # Records lie elsewhere now: the log was saved into a new file.
                     if looks >= _LOOKS:
                         raise Refused(
                             f"records of topic {topic.name!r} are not where its shard says: {error}"
@@ -326,25 +334,22 @@ def tell(follower: Follower, checkpoints: list[TopicCheckpoint]) -> None:
         raise Refused(f"shard {follower.shard} could not mark {len(refused)} of {len(checkpoints)} topics")
 
 
-def _followed(entries: array[int], topic: Topic) -> array[int]:
-    """Returns the entries that may go into segments now.
+def _followed(entries: array[int], topic: Topic, earliest_seq: int) -> array[int] | None:
+    """Returns the entries that may go into segments now: those of records that were read from the log, whose frames
+    were all checked then. None while the shard does not show where it has put them.
 
-    These are records up to the last one that was read from the log, whose frames were all checked then. Records in the
-    RAM log before them may go too, and those behind them if the topic is durable by now.
+    Records in RAM are behind all of these. Only some that were evicted there are before them, for routers: they are
+    left out.
     """
+    count = max(0, topic.head_seq - entries[0] + 1)
+    entries = entries[: count * ENTRY_WORDS]
     if not any_flagged(entries, LOCATION_IN_RAM_LOG):
-        count = max(0, topic.head_seq - entries[0] + 1)
-        return entries[: count * ENTRY_WORDS]
-    count = 0
-    for number, (seq, flags) in enumerate(zip(entries[0::ENTRY_WORDS], flags_of(entries), strict=True), 1):
-        if flags & LOCATION_IN_RAM_LOG:
-            if topic.config.durability != "ephemeral":
-                count = number
-        elif seq <= topic.head_seq:
-            count = number
-        else:
-            break
-    return entries[: count * ENTRY_WORDS]
+        return entries
+    in_ram = [flags & (LOCATION_IN_RAM_LOG | LOCATION_GONE) == LOCATION_IN_RAM_LOG for flags in flags_of(entries)]
+    if True not in in_ram:
+        return entries
+    behind = len(in_ram) - in_ram[::-1].index(True)
+    return entries[behind * ENTRY_WORDS :] if entries[0] + behind <= earliest_seq else None
 
 
 def _messages(steps: list[_Step]) -> Iterator[list[TopicCheckpoint]]:

@@ -231,7 +231,7 @@ class Compactor:
         return isinstance(error, OSError) and error.errno in NO_ROOM
 
     def _checkpoint(self, follower: Follower) -> None:
-        buffers = LogBuffers(*follower.log_directories)
+        buffers = LogBuffers(follower.log_directory)
         try:
             written = self._checkpoints.run(follower, buffers)
         finally:

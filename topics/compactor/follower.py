@@ -275,10 +275,10 @@ class Follower:
     them empties these.
     """
 
-    def __init__(self, identity: str, link: ShardLink, tail: LogTail, fold: Fold, ram_directory: str) -> None:
+    def __init__(self, identity: str, link: ShardLink, tail: LogTail, fold: Fold) -> None:
         self.link = link
         self.fold = fold
-        self.log_directories = (tail.directory, ram_directory)
+        self.log_directory = tail.directory
         self.touched: set[int] = set()
         self.shrunk: set[int] = set()
         self.sealed: list[tuple[int, int]] = []

@@ -172,8 +172,7 @@ def _follow(fs: FileSystem, data_dir: str, shared: SharedMemory, link: ShardLink
     else:
         position = part.position
         fold.restore(part.decoded())
-    ram_directory = layout.ram_group_dir(shared.ram_dir, link.shard)
-    return Follower(shared.identity, link, LogTail(directory, position), fold, ram_directory)
+    return Follower(shared.identity, link, LogTail(directory, position), fold)
 
 
 def _serve(compactor: Compactor, settings: Settings, life: Life, note: ClockNote) -> None:

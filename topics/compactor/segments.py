@@ -20,9 +20,8 @@ import msgspec
 
 from topics.core.location import (
     ENTRY_WORDS,
-    FLAGS_SHIFT,
     LOCATION_GONE,
-    LOCATION_IN_RAM_LOG,
+    LOW_WORD,
     any_flagged,
     flags_of,
     lengths_of,
@@ -45,23 +44,23 @@ class LogBuffers:
     name are looked at.
     """
 
-    def __init__(self, directory: str, ram_directory: str) -> None:
-        self._directories = (directory, ram_directory)
-        self._maps: dict[LogFileKey, mmap.mmap] = {}
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._maps: dict[int, mmap.mmap] = {}
 
-    def get(self, key: LogFileKey, end: int) -> mmap.mmap:
+    def get(self, file_no: int, end: int) -> mmap.mmap:
         """Returns the file, mapped at least up to byte `end`. Raises FileNotFoundError when it is gone, EOFError if
         shorter.
         """
-        mapped = self._maps.get(key)
+        mapped = self._maps.get(file_no)
         if mapped is not None and end <= len(mapped):
             return mapped
-        path = layout.log_path(self._directories[key.in_ram], key.file_no)
+        path = layout.log_path(self._directory, file_no)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if end > os.fstat(fd).st_size:
                 raise EOFError(f"{path} ends before byte {end}")
-            mapped = self._maps[key] = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+            mapped = self._maps[file_no] = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
         return mapped
@@ -73,9 +72,6 @@ class LogBuffers:
         self._maps.clear()
 
 
-_IN_RAM: Final = LOCATION_IN_RAM_LOG << FLAGS_SHIFT
-_FILE_MASK: Final = _IN_RAM | 0xFFFF_FFFF
-
 NO_ROOM: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
 _FOR_NOW: Final = NO_ROOM | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 """These errors are about the disk or the process, not about a file."""
@@ -83,15 +79,8 @@ _FOR_NOW: Final = NO_ROOM | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 log = get_logger()
 
 
-class LogFileKey(NamedTuple):
-    """A file of a shard's log, or of its RAM log."""
-
-    in_ram: bool
-    file_no: int
-
-
-BufferOf = Callable[[LogFileKey, int], Bytes | mmap.mmap]
-"""A log file, mapped at least up to a byte."""
+BufferOf = Callable[[int, int], Bytes | mmap.mmap]
+"""A log file by its number, mapped at least up to a byte."""
 
 
 class SealAt(NamedTuple):
@@ -190,8 +179,8 @@ class SegmentAppender:
             room = max(0, bounds.records - writer.records)
             fitting = writer.room(entries[: room * ENTRY_WORDS], bounds.records, bounds.data_bytes)
             taken = entries[: fitting * ENTRY_WORDS]
-            for key, run in _runs(taken):
-                buffer = b"" if key is None else buffer_of(key, _end(run))
+            for file_no, run in _runs(taken):
+                buffer = b"" if file_no is None else buffer_of(file_no, _end(run))
                 writer.append(buffer, topic_id, run)
             last_ts = taken[-3] if taken else active.last_ts if active is not None else first_ts
             info = SegmentInfo(
@@ -257,35 +246,31 @@ class SegmentAppender:
         return msgspec.structs.replace(info, flags=info.flags | SEALED)
 
 
-def _runs(entries: array[int]) -> Iterator[tuple[LogFileKey | None, array[int]]]:
+def _runs(entries: array[int]) -> Iterator[tuple[int | None, array[int]]]:
     """Yields the entries in runs that lie in one log file. Records that are gone lie nowhere, and so in any."""
     file_words: Sequence[int] = entries[3::ENTRY_WORDS]
     if not file_words:
         return
     if not any_flagged(entries, LOCATION_GONE) and file_words == entries[3:ENTRY_WORDS] * len(file_words):
-        yield _key(file_words[0] & _FILE_MASK), entries
+        yield file_words[0] & LOW_WORD, entries
         return
     words = set(file_words)
     gone = {word for word in words if is_gone(word)}
-    files = {word & _FILE_MASK for word in words - gone}
+    files = {word & LOW_WORD for word in words - gone}
     if len(files) <= 1:
-        yield _key(next(iter(files), 0)), entries
+        yield next(iter(files), None), entries
         return
-    keys: list[int] = []
-    key = next(word & _FILE_MASK for word in file_words if word not in gone)
+    file_nos: list[int] = []
+    file_no = next(word & LOW_WORD for word in file_words if word not in gone)
     for word in file_words:
         if word not in gone:
-            key = word & _FILE_MASK
-        keys.append(key)
+            file_no = word & LOW_WORD
+        file_nos.append(file_no)
     at = 0
-    for key, run in groupby(keys):
+    for file_no, run in groupby(file_nos):
         end = at + sum(1 for _ in run)
-        yield _key(key), entries[at * ENTRY_WORDS : end * ENTRY_WORDS]
+        yield file_no, entries[at * ENTRY_WORDS : end * ENTRY_WORDS]
         at = end
-
-
-def _key(word: int) -> LogFileKey | None:
-    return LogFileKey(bool(word & _IN_RAM), word & 0xFFFF_FFFF) if word else None
 
 
 def _end(entries: array[int]) -> int:

@@ -28,7 +28,7 @@ from topics.core.control_bodies import (
 )
 from topics.core.floors import EvictReason, Floors
 from topics.core.idempotency import Outcome
-from topics.core.location import ENTRY_WORDS, LOCATION_IN_RAM_LOG, any_flagged, dense_run, in_order, lost_entries
+from topics.core.location import ENTRY_WORDS, dense_run, in_order, lost_entries
 from topics.core.queue_log import (
     consumer_state,
     decode_ack,
@@ -53,8 +53,9 @@ class Fold:
     """Applies frames in log order.
 
     Appends are gathered per topic and reach it in runs, so that the cost of a record is a few list operations.
-    A topic's records may come from two logs (it was `ephemeral` for a while). In this order: `restore`, if there is a
-    snapshot, the RAM log, the durable one, `finish`. Or, for a snapshot, the durable log alone and then `state`.
+    The records of an `ephemeral` topic come from two logs: those in RAM follow all durable ones. In this order:
+    `restore`, if there is a snapshot, the RAM log, the durable one, `finish`. Or, for a snapshot, the durable log alone
+    and then `state`.
     """
 
     def __init__(self, make_index: Callable[[int], RecordIndex]) -> None:
@@ -68,6 +69,8 @@ class Fold:
         """Whoever takes one again is `recreated`."""
         self.routers = RouterState()
         self._pending: dict[int, array[int]] = {}
+        self._in_ram: dict[int, array[int]] = {}
+        """Entries of the RAM log, which is read first. They wait for everything that is durable."""
         self._early_keys: dict[int, list[tuple[bytes, Outcome]]] = {}
         self._early_attributes: dict[int, list[bytes]] = {}
         self._ram_states: dict[int, RamStateBody] = {}
@@ -143,11 +146,12 @@ class Fold:
 
     # -- frames
 
-    def records(self, topic_id: int, entries: array[int]) -> None:
+    def records(self, topic_id: int, entries: array[int], in_ram: bool = False) -> None:
         """A run of Append frames of one topic: index entries in log order."""
-        pending = self._pending.get(topic_id)
+        waiting = self._in_ram if in_ram else self._pending
+        pending = waiting.get(topic_id)
         if pending is None:
-            self._pending[topic_id] = entries
+            waiting[topic_id] = entries
         else:
             pending.extend(entries)
 
@@ -172,6 +176,7 @@ class Fold:
             self.deleted_names.add(topic.name)
             self.routers.topic_deleted(topic_id)
             self._pending.pop(topic_id, None)
+            self._in_ram.pop(topic_id, None)
             self._ram.forget(topic_id)
             topic.index.drop_before(topic.head_seq + 1)
             del self.topics[topic_id]
@@ -292,6 +297,13 @@ class Fold:
         """
         for topic in self.topics.values():
             self._settle(topic, at_end=True)
+            in_ram = self._in_ram.pop(topic.id, None)
+            if in_ram is not None:
+                # What was logged again when the topic became durable is known by now, and left out.
+                self._uncounted.add(topic.id)
+                topic.last_write_ts = max(topic.last_write_ts, *in_ram[1::ENTRY_WORDS])
+                self._pending[topic.id] = in_ram
+                self._settle(topic, at_end=True)
             head_ceiling = self._ram.ceiling(topic.id) or 0
             topic.head_ceiling = head_ceiling
             # Only where a loss was accepted: segments go on behind the end of the log, or were made when records were
@@ -342,17 +354,15 @@ class Fold:
         return topic
 
     def _settle(self, topic: Topic, at_end: bool = False) -> None:
-        """Hands a topic the records gathered for it, in seq order, holes filled where RAM records are lost.
-
-        The RAM log is read first: what it says of a topic that was durable in between waits for the records between.
+        """Hands a topic the records gathered for it, in seq order. Seqs between them that were given out in RAM are
+        lost: gone with a former RAM log, deleted there, or, in logs of 0.1.0, never logged when the topic became
+        durable. A hole for which the log gives no reason is an error at the end: before, a frame may say more about it.
         """
         entries = self._pending.pop(topic.id, None)
         if entries is None:
             return
         # Repeats (a file that was salvaged into the next one) and known records are left out.
         entries = in_order(entries, topic.head_seq)
-        if any_flagged(entries, LOCATION_IN_RAM_LOG):
-            self._uncounted.add(topic.id)
         while entries:
             expected = topic.head_seq + 1
             if entries[0] > expected:
@@ -394,7 +404,8 @@ class Fold:
             self._uncounted.add(topic.id)
             topic.reaches(floors.earliest_seq - 1)
         elif floors.earliest_seq < topic.earliest_seq:
-            # They were taken for lost with the RAM log. If they were not, a segment has them.
+            # They were taken for lost with the RAM log. If they were not, a segment has them: so it is in logs of
+            # release 0.1.0, whose compactor read the RAM log of a topic that was `ephemeral` no more.
             if topic.index.base_seq <= floors.earliest_seq:
                 topic.earliest_seq = floors.earliest_seq
             else:

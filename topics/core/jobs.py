@@ -400,6 +400,11 @@ class Leases(Jobs):
             self.attributes(), dead_lettered=self.dead_lettered, done=self.done.runs(), leases=leases
         )
 
+    def attributes_of(self, seqs: Iterable[int]) -> list[tuple[int, int, str]]:
+        """Returns the rows of `attributes` for some jobs."""
+        jobs = [(seq, job) for seq in seqs if (job := self._jobs.get(seq)) is not None]
+        return [(seq, job.deliver_at_ms, job.order_key) for seq, job in jobs if job.deliver_at_ms or job.order_key]
+
     def attributes(self) -> QueueState:
         """Returns the part of `state` that was written with the records."""
         jobs = sorted(self._jobs.items())

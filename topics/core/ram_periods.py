@@ -1,6 +1,7 @@
 """What the durable log says of records that are in RAM alone: how far heads may be, and which were deleted.
 
-A topic has such records while it is `ephemeral`, and from then on until segments have everything before its head.
+A topic has such records while it is `ephemeral`. In logs of release 0.1.0 also afterwards, until segments have
+everything before its head.
 """
 
 from __future__ import annotations

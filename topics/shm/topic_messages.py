@@ -21,8 +21,11 @@ from topics.shm.asks import Asks, Done
 
 
 class PutTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """`rest` is the next request, until all is done: a shard takes as much of a change of class as fits into a turn."""
+
     created: bool
     config: TopicConfig
+    rest: PutTopic | None = None
 
 
 class DeleteTopicReply(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -46,11 +49,12 @@ TopicReply = PutTopicReply | DeleteTopicReply | DeleteRecordsReply
 
 
 class PutTopic(msgspec.Struct, Asks[PutTopicReply], tag=True, array_like=True, frozen=True):
-    """Create a topic or replace its configuration."""
+    """Create a topic or replace its configuration. `turns` is for the `rest` of another one: how many it has had."""
 
     name: str
     config: TopicConfig
     type_given: bool
+    turns: int = 0
 
 
 class EnsureTopic(msgspec.Struct, Asks[PutTopicReply], tag=True, array_like=True, frozen=True):

@@ -75,11 +75,11 @@ def fold_frames(fold: Fold, batch: RecoveredFile, in_ram: bool) -> None:
                 _APART_FROM_RECORDS[type_](fold, topic_id, seq, data, in_ram)
             else:
                 for run_topic_id, run in runs.items():
-                    fold.records(run_topic_id, run)
+                    fold.records(run_topic_id, run, in_ram)
                 runs = {}
                 _BEHIND_RECORDS[type_](fold, topic_id, seq, data, in_ram)
     for run_topic_id, run in runs.items():
-        fold.records(run_topic_id, run)
+        fold.records(run_topic_id, run, in_ram)
 
 
 class Known(NamedTuple):

@@ -16,7 +16,6 @@ import msgspec
 from topics.core.clock import Clock, ExpiryClock
 from topics.core.fold import Fold
 from topics.core.routers import RouterState
-from topics.core.topic import Topic
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.arena import ArenaWriter, unlink_arena
@@ -49,6 +48,7 @@ from topics.walshard.handlers.handlers import Handlers
 from topics.walshard.handlers.make_room import MakeRoom
 from topics.walshard.handlers.queue_writes import QueueWrites
 from topics.walshard.handlers.queues import Queues
+from topics.walshard.handlers.relogging import Relogging
 from topics.walshard.handlers.sessions import SessionCalls, Sessions
 from topics.walshard.handlers.sinks import Sinks
 from topics.walshard.handlers.topics import TopicCalls
@@ -200,7 +200,8 @@ def _read_logs(place: _Place, make_index: Callable[[int], TopicIndex]) -> _Recov
     frames, log_bytes = _fold_log(fold, durable, False, place.cell)
     fold.finish(ram_log_survived=ram.end is not None)
     for topic in fold.topics.values():
-        topic.durable_seq = _durable_seq(topic)
+        # What the durable log has is on the disk.
+        topic.durable_seq = 0 if topic.config.durability == "ephemeral" else topic.head_seq
     return _Recovered(fold, durable, ram, ram_frames + frames, log_bytes, snapshot_line)
 
 
@@ -240,8 +241,6 @@ def _put_together(
     time = StepClock(clock, expiry)
     tags = TagSearch(files, FrameTags(fs, place.directory, place.ram_directory), clock)
     syncs = BackgroundSync(logs, helpers.syncing, shared.shard_wakes[shard], clock.monotonic_ms())
-    for hosted in catalog:
-        syncs.hold(hosted)
     outbox.take_over([entry for entry in outbox.committed_before() if logs.holds(entry)])
     commits = Commits(logs, LostHeads(catalog, logs, recovered.fold.lost_heads), syncs, outbox, time, catalog)
 
@@ -254,7 +253,7 @@ def _put_together(
     session_calls = SessionCalls(sessions, holdings, time)
     sinks = Sinks(fs, settings.data_dir, shard, settings.wal_shards, catalog, appends)
     routing = _make_routing(place, recovered.fold.routers, catalog, holdings, make_room)
-    topic_calls = TopicCalls(catalog, deletes, routing, time)
+    topic_calls = TopicCalls(catalog, deletes, routing, Relogging(place.ram_directory), time)
     log_trim = LogTrim(logs, catalog, tags)
     checkpoints = Checkpoints(catalog, files, logs, log_trim, time)
     watchers = Watchers(catalog, outbox.notify, outbox.forget_notices)
@@ -304,15 +303,6 @@ def _make_routing(
         registry = Registrar(writer, state, cell, settings.max_routers, clock.now_ms)
     copier = Copier(originals, holdings.claim_bytes, cell, clock)
     return Routing(catalog, sources, originals, feeds, copier, make_room, registry, clock)
-
-
-def _durable_seq(topic: Topic) -> int:
-    """What the files hold is on the disk; but a topic that was `ephemeral` for a while may have records in RAM."""
-    if topic.config.durability == "ephemeral":
-        return 0
-    assert isinstance(topic.index, TopicIndex)
-    in_ram_seq = topic.index.first_ram_seq(topic.earliest_seq, min(topic.head_ceiling, topic.head_seq))
-    return topic.head_seq if in_ram_seq is None else in_ram_seq - 1
 
 
 def _restore(fold: Fold, fs: FileSystem, data_dir: str, directory: str) -> tuple[WalPosition | None, str]:

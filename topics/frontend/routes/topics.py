@@ -85,7 +85,11 @@ class TopicRoutes:
         config, type_given = parse_config(wire.decode_object(body) if body else {}, name)
         if config.dead_letter is not None:
             caller_of(scope).require(KeyScope.ADMIN, (config.dead_letter,))
-        reply = await self._gateway.call(owner_shard(name, self._gateway.shards), PutTopic(name, config, type_given))
+        shard, call = owner_shard(name, self._gateway.shards), PutTopic(name, config, type_given)
+        reply = await self._gateway.call(shard, call)
+        while reply.rest is not None:
+            # What has begun is not given up for a ring that is full.
+            reply = await self._gateway.call(shard, reply.rest, patient=True)
         answer = {"topic": name, "created": reply.created, "config": reply.config.echo()}
         await send_object(send, headers, 201 if reply.created else 200, answer, started_ns)
 

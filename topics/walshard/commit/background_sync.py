@@ -28,8 +28,6 @@ class BackgroundSync:
         self._helper = helper
         self._wake = wake
         self._unsynced: dict[int, Hosted] = {}
-        self._held: dict[int, Hosted] = {}
-        """They have records in RAM alone, or had when it was looked last (`Hosted.durable_once_synced_seq`)."""
         self._covered: list[tuple[Hosted, int]] = []
         self._running: tuple[Future[Synced], int] | None = None
         self._last_ms = now_ms
@@ -41,20 +39,13 @@ class BackgroundSync:
         self._unsynced.update(touched)
         if self._logs.wal.unsynced_bytes:
             return []
-        moved = [hosted for hosted in self._unsynced.values() if self._settle(hosted)]
+        moved = [hosted for hosted in self._unsynced.values() if _settle(hosted, hosted.topic.head_seq)]
         self._unsynced.clear()
         return moved
-
-    def hold(self, hosted: Hosted) -> None:
-        """A topic that is `ephemeral` no more: what is in RAM alone may be in segments some day, or gone."""
-        topic = hosted.topic
-        if topic.durable_seq < topic.head_ceiling and topic.config.durability != "ephemeral":
-            self._held[topic.id] = hosted
 
     def forget(self, hosted: Hosted) -> None:
         """The topic is gone."""
         self._unsynced.pop(hosted.topic.id, None)
-        self._held.pop(hosted.topic.id, None)
         self._covered = [(other, head_seq) for other, head_seq in self._covered if other is not hosted]
 
     def poll(self, now_ms: int) -> list[Hosted]:
@@ -65,8 +56,6 @@ class BackgroundSync:
             # By what was no append: a mark, a topic that was made, the end of a checkpoint.
             moved += self.committed({})
         if now_ms - self._looked[0] >= INTERVAL_MS:
-            if not unsynced_bytes:
-                moved += [hosted for hosted in self._let_go() if self._settle(hosted)]
             self._mark_idle(now_ms)
         due = unsynced_bytes >= UNSYNCED_BYTES or (unsynced_bytes and now_ms - self._last_ms >= INTERVAL_MS)
         # A sync of a file of which one has failed says nothing: see `wal.py`.
@@ -77,18 +66,6 @@ class BackgroundSync:
             moved += self._ended()
         return moved
 
-    def _settle(self, hosted: Hosted, synced_seq: int | None = None) -> bool:
-        """What the log has of it is on the disk, all of it or up to there; True if its durable_seq moved."""
-        topic, former_seq = hosted.topic, hosted.topic.durable_seq
-        topic.durable_seq = hosted.durable_once_synced_seq if synced_seq is None else max(former_seq, synced_seq)
-        self.hold(hosted)
-        return topic.durable_seq != former_seq
-
-    def _let_go(self) -> list[Hosted]:
-        """Those that were held; who has to be still, comes again when what the log has is on the disk."""
-        held, self._held = self._held, {}
-        return [hosted for hosted in held.values() if hosted.topic.config.durability != "ephemeral"]
-
     def _mark_idle(self, now_ms: int) -> None:
         """Once nothing was written for a while: what was synced last is known as synced after a power loss."""
         wal = self._logs.wal
@@ -98,8 +75,7 @@ class BackgroundSync:
 
     def _start(self, now_ms: int) -> None:
         self._last_ms = now_ms
-        unsynced = {hosted.topic.id: hosted for hosted in self._let_go()} | self._unsynced
-        self._covered = [(hosted, hosted.durable_once_synced_seq) for hosted in unsynced.values()]
+        self._covered = [(hosted, hosted.topic.head_seq) for hosted in self._unsynced.values()]
         self._unsynced = {}
         future = self._helper.submit(self._logs.wal.sync_now)
         future.add_done_callback(lambda _future: self._wake.signal_always())
@@ -121,4 +97,15 @@ class BackgroundSync:
             return []
         self._logs.wal.note_synced(*future.result())
         self._logs.count()
-        return [hosted for hosted, head_seq in covered if self._settle(hosted, head_seq)]
+        return [hosted for hosted, head_seq in covered if _settle(hosted, head_seq)]
+
+
+def _settle(hosted: Hosted, synced_seq: int) -> bool:
+    """The log has its records up to there on the disk. True if its durable_seq moved. An `ephemeral` topic has not
+    waited for it: the change of its class was synced with all before.
+    """
+    topic = hosted.topic
+    if topic.config.durability == "ephemeral" or synced_seq <= topic.durable_seq:
+        return False
+    topic.durable_seq = synced_seq
+    return True

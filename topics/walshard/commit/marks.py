@@ -23,10 +23,10 @@ from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 
 
-def floor_frame(hosted: Hosted, floors: Floors, ts: int) -> bytes:
+def floor_frame(hosted: Hosted, floors: Floors, ts: int, flags: int = 0) -> bytes:
     """EVICT_WATERMARK: the floors as they are to be."""
     body = encode_body(EvictBody(floors))
-    return frame.encode(FrameType.EVICT_WATERMARK, 0, hosted.topic.id, floors.earliest_seq, ts, b"", b"", body)
+    return frame.encode(FrameType.EVICT_WATERMARK, flags, hosted.topic.id, floors.earliest_seq, ts, b"", b"", body)
 
 
 def cap_operation(hosted: Hosted, ts: int) -> Operation:
@@ -50,9 +50,14 @@ def head_operation(hosted: Hosted, head_seq: int, ts: int) -> Operation:
     return _head_operation(hosted, head_seq, head_mark(hosted, head_seq, ts, 0))
 
 
+def ceiling_mark(hosted: Hosted, ceiling: int, ts: int) -> bytes:
+    """HEAD_WATERMARK: seqs up to `ceiling` may be given out to records in RAM."""
+    return _head_frame(hosted, ceiling, False, ts, 0)
+
+
 def ceiling_operation(hosted: Hosted, ceiling: int, ts: int) -> Operation:
-    """Seqs up to `ceiling` may be given out to records in RAM."""
-    return _head_operation(hosted, ceiling, _head_frame(hosted, ceiling, False, ts, 0))
+    """Says it by itself, before the first of them is given out."""
+    return _head_operation(hosted, ceiling, ceiling_mark(hosted, ceiling, ts))
 
 
 class LostHeads:

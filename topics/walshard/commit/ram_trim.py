@@ -4,7 +4,7 @@ The RAM log has no snapshot: a shard that crashed reads it from its first file o
 only they say is written again at its end, in one group:
 
     APPEND       records that keep a mostly dead file alive, verbatim; their locations follow
-    RAM_STATE    for every topic that ever had records there: its floors, its clock, its unexpired keys
+    RAM_STATE    for every `ephemeral` topic that ever had records there: its floors, its clock, its unexpired keys
     SESSION      every watch session
     ROUTER_CURSOR  of every `ephemeral` dest of routers
 
@@ -93,6 +93,8 @@ class RamTrim:
         moved = self._move_records(buffers)
         for hosted in self._topics():
             topic = hosted.topic
+            if topic.config.durability != "ephemeral":
+                continue
             state = RamStateBody(
                 topic.earliest_seq,
                 topic.evict_floor,
@@ -137,11 +139,13 @@ class RamTrim:
         return self._logs.ram.bytes_written - self._written_before if self._logs.ram is not None else 0
 
     def _topics(self) -> list[Hosted]:
-        """All that ever had records in the RAM log (a topic may have been `ephemeral` for a while)."""
+        """All that ever had records in the RAM log. Those that are durable now have none there that live, but locations
+        of gone ones, until a checkpoint passes them.
+        """
         return [hosted for hosted in self._catalog if hosted.topic.head_ceiling]
 
     def _live_bytes(self) -> int:
-        """Of topics that are `ephemeral` now: what others have left in RAM only passes away."""
+        """Of topics that are `ephemeral` now."""
         topics = [hosted.topic for hosted in self._topics()]
         return sum(topic.live_bytes for topic in topics if topic.config.durability == "ephemeral")
 

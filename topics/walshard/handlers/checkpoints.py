@@ -177,6 +177,4 @@ def _apply(
     hosted.checkpointed(checkpoint.up_to_seq, checkpoint.segments, table)
     topic.logged(floors)
     topic.durable_seq = max(topic.durable_seq, min(checkpoint.up_to_seq, topic.head_seq))
-    # The mark is synced: records behind those that waited for segments may have been so for long.
-    topic.durable_seq = hosted.durable_once_synced_seq
     reached("mark.applied")

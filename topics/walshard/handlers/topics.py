@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import msgspec
 
 from topics.core.config import TopicConfig, incompatible_type
 from topics.core.control_bodies import ConfigBody, encode_body
 from topics.core.errors import TopicsError
+from topics.log import get_logger
 from topics.shm.topic_messages import DeleteTopic, DeleteTopicReply, EnsureTopic, PutTopic, PutTopicReply
 from topics.storage import frame
-from topics.storage.frame import FLAG_MORE, FrameType
+from topics.storage.frame import FrameType
 from topics.walshard.commit.draft import AloneHandler, Draft, Operation, Steps
-from topics.walshard.commit.marks import head_mark
 from topics.walshard.handlers.appends import creation
 from topics.walshard.handlers.deletes import Deletes
+from topics.walshard.handlers.relogging import Relogged, Relogging
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.routers.routing import Routing
 from topics.walshard.step_clock import StepClock
 
-_ROWS_PER_FRAME: Final = 4096
+log = get_logger()
 
 
 class TopicCalls:
     """Makes, configures and deletes the topics of one shard. Everything prepared is committed before."""
 
-    def __init__(self, catalog: Catalog, deletes: Deletes, routing: Routing, time: StepClock) -> None:
+    def __init__(
+        self, catalog: Catalog, deletes: Deletes, routing: Routing, relogging: Relogging, time: StepClock
+    ) -> None:
         self._catalog = catalog
         self._deletes = deletes
         self._routing = routing
+        self._relogging = relogging
         self._time = time
 
     @property
@@ -82,24 +84,39 @@ class TopicCalls:
                 "storage_unavailable",
                 f"how far the routers into topic {call.name!r} are cannot be logged now; see the service's log",
             )
-        descriptor = hosted.prepare_config(config)
         now_ms = self._time.now.wall_ms
         body = encode_body(ConfigBody(config))
         update = frame.encode(FrameType.CONFIG_UPDATE, 0, topic.id, 0, now_ms, b"", b"", body)
-        buffers: list[frame.Bytes] = [update]
-        if topic.config.durability == "ephemeral":
-            # What follows in the durable log begins behind the records that are only in RAM.
-            head = head_mark(hosted, topic.head_seq, now_ms, FLAG_MORE)
-            buffers[:0] = [head, *_attributes(hosted, now_ms)]
+        relogged: Relogged | None = None
+        if topic.config.durability == "ephemeral" and config.durability != "ephemeral":
+            relogged = self._relogged(hosted, call, now_ms)
+            if not relogged.is_last:
+                reply = PutTopicReply(False, config, msgspec.structs.replace(call, turns=call.turns + 1))
+                operation = Operation(relogged.buffers, relogged.apply)
+                yield Draft([operation], touched=[hosted], floors_of=[topic.id], reply=reply)
+                return reply
+        descriptor = hosted.prepare_config(config)
 
-        def apply(_file_no: int, _offset: int) -> None:
-            if len(buffers) > 1:  # the exact head took back what was reserved above it
-                topic.head_ceiling = topic.head_seq
+        def apply(file_no: int, offset: int) -> None:
+            if relogged is not None:
+                relogged.apply(file_no, offset)
             hosted.configured(config, descriptor)
 
+        buffers: list[frame.Bytes] = [update] if relogged is None else [*relogged.buffers, update]
         operation = Operation(buffers, apply, sync=True, undo=lambda: hosted.release_config(descriptor))
-        yield Draft([operation], touched=[hosted], reply=reply)
+        yield Draft([operation], touched=[hosted], floors_of=[] if relogged is None else [topic.id], reply=reply)
         return reply
+
+    def _relogged(self, hosted: Hosted, call: PutTopic, now_ms: int) -> Relogged:
+        try:
+            return self._relogging.plan(hosted, call.turns, now_ms)
+        except OSError as error:
+            log.error("records of the RAM log cannot be read", topic=call.name, reason=str(error))
+            raise TopicsError(
+                "storage_unavailable",
+                f"the records of topic {call.name!r} cannot be read to make them durable; see the service's log",
+                {"topic": call.name},
+            ) from error
 
     def delete(self, call: DeleteTopic, _frontend: int) -> Steps[DeleteTopicReply]:
         """Deletes a topic with everything in it."""
@@ -124,13 +141,3 @@ class TopicCalls:
         draft.add(Operation([end], apply, sync=True))
         yield draft
         return DeleteTopicReply(True)
-
-
-def _attributes(hosted: Hosted, ts: int) -> list[bytes]:
-    """What only the RAM log says of jobs that go on in a durable queue."""
-    queue = hosted.topic.queue
-    rows = [] if queue is None else queue.attributes().attributes
-    bodies = [encode_body(rows[at : at + _ROWS_PER_FRAME]) for at in range(0, len(rows), _ROWS_PER_FRAME)]
-    return [
-        frame.encode(FrameType.JOB_ATTRIBUTES, FLAG_MORE, hosted.topic.id, 0, ts, b"", b"", body) for body in bodies
-    ]

@@ -22,7 +22,6 @@ class Hosted:
         "_descriptor",
         "_holdings",
         "_outdated",
-        "_ram_from_seq",
         "_shown_bytes",
         "_shown_jobs",
         "_shown_records",
@@ -30,6 +29,7 @@ class Hosted:
         "_table_version",
         "_version",
         "index",
+        "ram_from_seq",
         "slot",
         "topic",
         "watchers",
@@ -55,8 +55,8 @@ class Hosted:
             arena.return_slot(self.slot)
             raise
         self.watchers: dict[int, int] = {}
-        self._ram_from_seq = index.durable_last_seq + 1
-        """Of an `ephemeral` topic: every record from there on is in RAM."""
+        self.ram_from_seq = index.durable_last_seq + 1
+        """In an `ephemeral` topic every record from there on is in RAM, and none before it."""
 
     @property
     def ring(self) -> LocationRing:
@@ -68,32 +68,12 @@ class Hosted:
         return self.topic.evict_floor > self.topic.logged_floor
 
     @property
-    def durable_once_synced_seq(self) -> int:
-        """What `durable_seq` is when the durable log, as it is now, is on the disk: that says nothing of records which
-        are in RAM alone, also when the topic is not `ephemeral` any more. Those pass into segments, or go.
-        """
-        topic = self.topic
-        if topic.durable_seq < topic.head_ceiling and self._first_unsettled_seq <= topic.head_ceiling:
-            return topic.durable_seq
-        return max(topic.durable_seq, topic.head_seq)
-
-    @property
-    def _first_unsettled_seq(self) -> int:
-        """From there on records are in logs alone, the durable one or that in RAM."""
-        return max(self.topic.earliest_seq, self.index.segments.last_seq + 1)
-
-    @property
     def has_evicted_for_ram(self) -> bool:
-        """Whether caps have evicted what only the RAM log gives a reason for, and the durable log does not say so.
-
-        What caps do to durable records is worked out again when the log is read, but not from records that are lost.
+        """Whether caps have evicted durable records to make room for records in RAM, and the log does not say so: who
+        reads the log without those could not work it out again.
         """
-        topic = self.topic
-        if not self.has_unlogged_floor or not topic.head_ceiling:
-            return False
-        if topic.config.durability == "ephemeral":
-            return topic.logged_floor < self._ram_from_seq
-        return self._first_unsettled_seq <= topic.head_ceiling
+        is_ephemeral = self.topic.config.durability == "ephemeral"
+        return is_ephemeral and self.has_unlogged_floor and self.topic.logged_floor < self.ram_from_seq
 
     def announce(self) -> None:
         """Makes the topic visible to readers."""
@@ -207,9 +187,10 @@ class Hosted:
         self._version += 1
         self._holdings.left(self.topic.config)
         self._holdings.came(config)
-        if config.durability == "ephemeral" and self.topic.config.durability != "ephemeral":
-            self._ram_from_seq = self.topic.head_seq + 1
-            self.topic.durable_seq = self.durable_once_synced_seq
+        if config.durability != self.topic.config.durability:
+            # Everything so far is in the durable log, and on the disk.
+            self.ram_from_seq = self.topic.head_seq + 1
+            self.topic.durable_seq = self.topic.head_seq
         self.topic.configured(config)
 
     def abandon(self) -> None:

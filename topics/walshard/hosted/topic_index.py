@@ -18,7 +18,6 @@ from topics.core.location import (
     LOCATION_GONE,
     LOCATION_IN_RAM_LOG,
     LOCATION_LOST,
-    flags_of,
 )
 from topics.core.segment_list import SEALED, SegmentInfo, SegmentList
 from topics.shm.location_ring import LocationRing
@@ -64,15 +63,6 @@ class TopicIndex:
             if durable:
                 return start + max(at for at, word in enumerate(words) if word in durable)
         return self.segments.last_seq
-
-    def first_ram_seq(self, first_seq: int, last_seq: int) -> int | None:
-        """The first of these whose record is in the RAM log alone, and not deleted."""
-        for start in range(max(first_seq, self.ring.base_seq), last_seq + 1, _CHUNK_ENTRIES):
-            flags = flags_of(self.ring.entries(start, min(last_seq, start + _CHUNK_ENTRIES - 1)))
-            for seq, flag in enumerate(flags, start):
-                if flag & (LOCATION_IN_RAM_LOG | LOCATION_GONE) == LOCATION_IN_RAM_LOG:
-                    return seq
-        return None
 
     def reserve(self, count: int) -> None:
         """Room for `count` more entries, or ArenaFullError."""

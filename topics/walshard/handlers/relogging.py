@@ -1,0 +1,171 @@
+"""Making an `ephemeral` topic durable: its live records are logged again, in turns, before its class changes.
+
+A turn reads the next live records from the RAM log and writes their frames, as they are, to the durable log:
+
+    EVICT_WATERMARK   the floors as they are, without the count and the bytes of the records that follow
+    APPEND            the records; seqs between them that are missing were deleted or lost in RAM
+    JOB_ATTRIBUTES    of the jobs among them
+    HEAD_WATERMARK    the ceiling as it was
+
+Up to there the topic is durable then, and `ephemeral` behind it, as a topic is that was durable before it became
+`ephemeral`. So nothing has to know of turns: a shard that dies between two leaves an `ephemeral` topic of which more is
+durable than before. The last turn writes the unexpired keys, an exact HEAD_WATERMARK and CONFIG_UPDATE as well.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from array import array
+from typing import Final, NamedTuple
+
+import msgspec
+
+from topics.core.control_bodies import encode_body, encode_idempotency
+from topics.core.floors import Floors
+from topics.core.location import (
+    ENTRY_WORDS,
+    FLAGS_SHIFT,
+    LOCATION_GONE,
+    LOCATION_IN_RAM_LOG,
+    LOW_WORD,
+    flags_of,
+)
+from topics.storage import frame, layout
+from topics.storage.frame import FLAG_MORE, HEADER, Bytes, FrameType
+from topics.walshard.commit.marks import ceiling_mark, floor_frame, head_mark
+from topics.walshard.hosted.hosted import Hosted
+
+TURN_BYTES: Final = 1 << 20
+"""A turn takes records until it has so many bytes."""
+TURN_SEQS: Final = 8192
+"""It looks at no more seqs than these."""
+TURNS_OF_ONE_SIZE: Final = 256
+"""After so many turns each may take as much again: what is written in between must not keep up with them for ever."""
+
+
+class Relogged(NamedTuple):
+    """One turn: frames for the durable log. A last turn is to be followed by CONFIG_UPDATE in the same write, any other
+    is complete.
+    """
+
+    hosted: Hosted
+    buffers: list[Bytes]
+    floors: Floors
+    first_seq: int
+    entries: array[int]
+    rows: list[int]
+    """Of `entries`, those that were logged again: they are complete but for the file, and where the write begins."""
+    is_last: bool
+
+    def apply(self, file_no: int, offset: int) -> None:
+        """The frames are in the log."""
+        topic, entries = self.hosted.topic, self.entries
+        for row in self.rows:
+            entries[row * ENTRY_WORDS + 2] += offset
+            entries[row * ENTRY_WORDS + 3] += file_no
+        if entries:
+            self.hosted.ring.replace_entries(self.first_seq, entries)
+            self.hosted.ram_from_seq = self.first_seq + len(entries) // ENTRY_WORDS
+        topic.revision, topic.logged_floor = self.floors.revision, self.floors.evict_floor
+        if self.is_last:
+            topic.head_ceiling = topic.head_seq
+
+
+class Relogging:
+    """Plans the turns of one shard. It keeps nothing in between."""
+
+    def __init__(self, ram_directory: str) -> None:
+        self._directory = ram_directory
+
+    def plan(self, hosted: Hosted, turns: int, now_ms: int) -> Relogged:
+        """Returns the next turn of a topic that has had so many. Everything prepared is committed before. Raises
+        OSError when the RAM log cannot be read.
+        """
+        topic = hosted.topic
+        factor = 1 + turns // TURNS_OF_ONE_SIZE
+        first_seq = max(topic.earliest_seq, hosted.ram_from_seq)
+        last_seq = min(topic.head_seq, first_seq + factor * TURN_SEQS - 1)
+        entries = hosted.ring.entries(first_seq, last_seq) if first_seq <= last_seq else array("Q")
+        records, rows = self._records(hosted, first_seq, entries, factor * TURN_BYTES)
+        is_last = first_seq + len(entries) // ENTRY_WORDS > topic.head_seq
+        size_bytes = sum(map(len, records))
+        floors = topic.floors()
+        before = msgspec.structs.replace(
+            floors, records=floors.records - len(records), live_bytes=floors.live_bytes - size_bytes
+        )
+        floor = floor_frame(hosted, before, now_ms, FLAG_MORE)
+        offset_lens, file_words = entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS]
+        offset = len(floor)
+        for row, record in zip(rows, records, strict=True):
+            offset_lens[row] = len(record) << 32 | offset
+            file_words[row] &= ~(LOCATION_IN_RAM_LOG << FLAGS_SHIFT | LOW_WORD)
+            offset += len(record)
+        entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS] = offset_lens, file_words
+        buffers: list[Bytes] = [floor, *records, *_attributes(hosted, [first_seq + row for row in rows], now_ms)]
+        if is_last:
+            buffers += _keys(hosted, now_ms)
+            buffers.append(head_mark(hosted, topic.head_seq, now_ms, FLAG_MORE))
+        else:
+            buffers.append(ceiling_mark(hosted, topic.head_ceiling, now_ms))
+        return Relogged(hosted, buffers, floors, first_seq, entries, rows, is_last)
+
+    def _records(
+        self, hosted: Hosted, first_seq: int, entries: array[int], bytes_max: int
+    ) -> tuple[list[Bytes], list[int]]:
+        """Returns the frames of the live records among the entries, and their rows. Takes the entries off the end that
+        do not fit.
+        """
+        topic = hosted.topic
+        maps: dict[int, memoryview] = {}
+        records: list[Bytes] = []
+        rows: list[int] = []
+        size_bytes = 0
+        offset_lens, file_words = entries[2::ENTRY_WORDS], entries[3::ENTRY_WORDS]
+        for row, flags in enumerate(flags_of(entries)):
+            if flags & LOCATION_GONE:
+                continue
+            if size_bytes >= bytes_max:
+                del entries[row * ENTRY_WORDS :]
+                break
+            file_no, offset = file_words[row] & LOW_WORD, offset_lens[row] & LOW_WORD
+            content = maps.get(file_no)
+            if content is None:
+                content = maps[file_no] = self._map(file_no)
+            record = content[offset : offset + (offset_lens[row] >> 32)]
+            _, _, _, found_id, found_seq, *_ = HEADER.unpack_from(record)
+            if found_id != topic.id or found_seq != first_seq + row:
+                place = f"offset {offset} of file {file_no}"
+                raise OSError(5, f"{place} does not hold record {first_seq + row} of topic {topic.name!r}")
+            records.append(record)
+            rows.append(row)
+            size_bytes += len(record)
+        return records, rows
+
+    def _map(self, file_no: int) -> memoryview:
+        """It is unmapped once nobody holds a part of it."""
+        fd = os.open(layout.log_path(self._directory, file_no), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
+        finally:
+            os.close(fd)
+
+
+def _attributes(hosted: Hosted, seqs: list[int], ts: int) -> list[bytes]:
+    """What only the RAM log says of jobs."""
+    queue = hosted.topic.queue
+    rows = [] if queue is None else queue.attributes_of(seqs)
+    if not rows:
+        return []
+    return [frame.encode(FrameType.JOB_ATTRIBUTES, FLAG_MORE, hosted.topic.id, 0, ts, b"", b"", encode_body(rows))]
+
+
+def _keys(hosted: Hosted, now_ms: int) -> list[bytes]:
+    """What only the RAM log says of writes that may be repeated."""
+    topic = hosted.topic
+    return [
+        frame.encode(
+            FrameType.IDEMPOTENCY, FLAG_MORE, topic.id, seq, ts, b"", b"", encode_idempotency(count, bytes(key))
+        )
+        for key, seq, count, ts in topic.idempotency.unexpired(now_ms, topic.config.idempotency_window_ms)
+    ]
