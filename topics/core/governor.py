@@ -3,8 +3,7 @@
     pressure      0 ─────── 0.2 ─────────── 0.4 ─────────── 0.6 ───── 0.8 ─────── 0.95 ─ 1
     frames        at once   │ coalesced, up to 20 ms ──────────────────────────────────▶
     commit window           .               │ 0.5 ms … 10 ms ─────────────────────────▶
-    deferring               .               .               ◀─ ends   │ begins ────────▶   routers a band lower,
-                            .               .               .         .           .        negative priorities paused
+    deferring               .               .               ◀─ ends   │ begins ────────▶   negative priorities paused
     pressed                 .               .               .         .           │ ─▶     429 soon when a ring is full
 
 A process knows its own pressure (`Governor`); all act on that of the service, the greatest of all processes (`Ladder`).
