@@ -12,7 +12,7 @@ import pytest
 from tests.test_import_circles import imported
 from tests.test_imports import MODULES
 
-LINES_MAX = 51_250
+LINES_MAX = 51_000
 COLLABORATORS_MAX = 8
 WALSHARD = "topics.walshard"
 WALSHARD_DEPTH_MAX = 9
