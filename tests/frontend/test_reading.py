@@ -17,7 +17,7 @@ from tests.frontend.hosting import Hosting, ServedRecord, Written, served
 from topics.core.clock import SETTLE_MS, STEP_MAX_MS
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.core.location import LOCATION_LOST
+from topics.core.location import LOCATION_IN_RAM_LOG, LOCATION_LOST, flags_of
 from topics.core.segment_list import SEALED
 from topics.frontend.reads.cold import ColdMissError
 from topics.frontend.reads.files import LogFiles
@@ -432,7 +432,10 @@ def move(hosting: Hosting, upkeep: str | None) -> None:
     """What the compactor does between two writes."""
     ring = hosting.topics["t"].ring
     if upkeep in ("checkpoint", "half"):
-        last_seq = ring.next_seq - 1
+        # Records in RAM never come into segments.
+        flags = flags_of(ring.entries(ring.base_seq, ring.next_seq - 1))
+        in_ram = (seq for seq, flag in enumerate(flags, ring.base_seq) if flag & LOCATION_IN_RAM_LOG)
+        last_seq = next(in_ram, ring.next_seq) - 1
         hosting.checkpoint("t", last_seq if upkeep == "checkpoint" else (ring.base_seq + last_seq) // 2, records_max=25)
     elif upkeep == "relocate":
         sealed = [info for info in hosting.segments("t") if info.flags == SEALED]
