@@ -84,7 +84,7 @@ oldspark: $(STAMP) ## the tests of batches on PySpark 4.0 and 4.1, each in an en
 	for version in $(OLD_SPARKS); do \
 	  $(PYTHON) -m venv $(VENV)-spark-$$version && \
 	  $(VENV)-spark-$$version/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,spark]' pyspark==$$version && \
-	  $(VENV)-spark-$$version/bin/pytest tests/spark/test_batch.py tests/spark/test_segments.py tests/spark/test_sink.py || exit 1; \
+	  $(VENV)-spark-$$version/bin/pytest tests/spark/test_batch.py tests/spark/test_segment_scan.py tests/spark/test_sink.py || exit 1; \
 	done
 
 fuzz: $(STAMP) ## a long fuzz of every route: no 500, no hang, nothing left behind

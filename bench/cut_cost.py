@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, cast
 
 from topics.compactor.follower import Follower, LogTail, MarkedIndex, ShardLink
-from topics.compactor.segments import LogBuffers, SealAt, SegmentAppender
+from topics.compactor.segment_building import LogBuffers, SealAt, SegmentAppender
 from topics.core.config import TopicConfig
 from topics.core.control_bodies import CreateBody, encode_body
 from topics.core.fold import Fold

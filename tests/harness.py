@@ -25,7 +25,7 @@ from typing import Any, Self, TypeVar
 import httpx
 import psutil
 
-from topics.shm.names import identity
+from topics.shm.shm_names import identity
 
 COMMAND = Path(sys.executable).with_name("topics-supervisor")
 START_DEADLINE_S = 30.0

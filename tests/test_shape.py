@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
@@ -12,8 +13,10 @@ import pytest
 from tests.test_import_circles import imported
 from tests.test_imports import MODULES
 
-LINES_MAX = 51_000
+LINES_MAX = 51_100
 COLLABORATORS_MAX = 8
+SHARED_FILE_NAMES = {"__init__.py", "main.py", "errors.py"}
+"""File names that may occur in more than one folder."""
 WALSHARD = "topics.walshard"
 WALSHARD_DEPTH_MAX = 9
 MADE_BY_OTHERS = {"BoundedBuffer"}
@@ -187,7 +190,7 @@ def test_only_the_pipeline_commits() -> None:
 
 def test_handlers_know_nothing_of_what_comes_after_them() -> None:
     """They return what is to be logged and said. Notices and jobs that they push go through a callable."""
-    later = {f"{WALSHARD}.{name}" for name in ("shard", "publisher", "upkeep", "commit.commits", "commit.outbox")}
+    later = {f"{WALSHARD}.{name}" for name in ("shard", "publisher", "upkeep", "commit.commits", "commit.shard_rings")}
     found = {
         module: sorted(imported_by(module) & later)
         for module in MODULES
@@ -205,6 +208,21 @@ def test_a_shard_has_few_floors() -> None:
     below = parts_below()
     chain = max((longest_chain(start, below) for start in below), key=len)
     assert len(chain) <= WALSHARD_DEPTH_MAX, " → ".join(chain)
+
+
+def test_each_class_name_means_one_thing() -> None:
+    names = Counter(node.name for _module, node in classes())
+    found = {name: sorted({module for module, node in classes() if node.name == name}) for name in repeated(names)}
+    assert not found, "give each class a name of its own"
+
+
+def test_each_file_name_means_one_thing() -> None:
+    found = set(repeated(Counter(path.name for path in MODULES.values()))) - SHARED_FILE_NAMES
+    assert not found, "give each module a name of its own"
+
+
+def repeated(names: Counter[str]) -> list[str]:
+    return sorted(name for name, times in names.items() if times > 1)
 
 
 def test_the_package_keeps_its_size() -> None:

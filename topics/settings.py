@@ -189,7 +189,7 @@ SECRET: Final = frozenset({"api_keys"})
 """Never repeated in a message, never a flag: every user of the machine sees command lines."""
 
 
-class _Given(NamedTuple):
+class _GivenSetting(NamedTuple):
     """A value as somebody wrote it, and how to speak of the place."""
 
     raw: object
@@ -210,10 +210,10 @@ def load(
     """
     overrides = overrides or {}
     problems: list[str] = []
-    flags = {name: _Given(raw, "--" + name.replace("_", "-"), 0) for name, raw in overrides.items()}
+    flags = {name: _GivenSetting(raw, "--" + name.replace("_", "-"), 0) for name, raw in overrides.items()}
     variables = _known(
         {
-            _field(name): _Given(raw, name, 1)
+            _field(name): _GivenSetting(raw, name, 1)
             for name, raw in environ.items()
             if name.startswith(PREFIX) and name not in OF_CLIENTS
         },
@@ -290,7 +290,7 @@ def _field(variable: str) -> str:
     return name.lower() if name.isupper() else name
 
 
-def _known(given: dict[str, _Given], prefix: str, problems: list[str]) -> dict[str, _Given]:
+def _known(given: dict[str, _GivenSetting], prefix: str, problems: list[str]) -> dict[str, _GivenSetting]:
     """What of `given` this version knows; a problem for each of the rest, with the nearest name that it does know."""
     known = {}
     for name, value in given.items():
@@ -306,7 +306,7 @@ def _known(given: dict[str, _Given], prefix: str, problems: list[str]) -> dict[s
     return known
 
 
-def _read_toml(config: _Given, problems: list[str]) -> dict[str, _Given]:
+def _read_toml(config: _GivenSetting, problems: list[str]) -> dict[str, _GivenSetting]:
     path = str(config.raw)
     try:
         with open(path, "rb") as file:
@@ -320,10 +320,10 @@ def _read_toml(config: _Given, problems: list[str]) -> dict[str, _Given]:
     if "config" in table:
         problems.append(f"config in {path}: a settings file cannot name another one")
         del table["config"]
-    return {name: _Given(raw, f"{path}: {name}", 2) for name, raw in table.items()}
+    return {name: _GivenSetting(raw, f"{path}: {name}", 2) for name, raw in table.items()}
 
 
-def _take_port_of_host(given: dict[str, _Given], values: dict[str, Any], port: int, problems: list[str]) -> None:
+def _take_port_of_host(given: dict[str, _GivenSetting], values: dict[str, Any], port: int, problems: list[str]) -> None:
     """`host:port` sets the port unless a stronger place does; two ports at one place are a contradiction."""
     host, other = given["host"], given.get("port")
     if other is None or host.rank < other.rank:

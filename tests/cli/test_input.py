@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from topics.cli import service as lines_of
-from topics.cli.service import BadLineError, Batch, Batcher, LineSource
+from topics.cli import shared as lines_of
+from topics.cli.shared import BadLineError, Batcher, LineBatch, LineSource
 
 
 def batcher(lines_max: int = 3, bytes_max: int = 100, delay_s: float = 1.0) -> Batcher:
@@ -17,9 +17,9 @@ def batcher(lines_max: int = 3, bytes_max: int = 100, delay_s: float = 1.0) -> B
 def test_a_full_batch_goes_at_once() -> None:
     lines = batcher()
     lines.add([b"1", b"2", b"3", b"4"], now_s=0.0)
-    assert lines.due(0.0, ended=False) == Batch(1, [b"1", b"2", b"3"])
+    assert lines.due(0.0, ended=False) == LineBatch(1, [b"1", b"2", b"3"])
     assert lines.due(0.0, ended=False) is None
-    assert lines.due(0.0, ended=True) == Batch(4, [b"4"])
+    assert lines.due(0.0, ended=True) == LineBatch(4, [b"4"])
     assert lines.due(0.0, ended=True) is None
 
 
@@ -31,7 +31,7 @@ def test_a_line_waits_for_others_no_longer_than_the_delay() -> None:
     assert lines.due(5.75, ended=False) is None
     assert lines.wait_s(5.75) == 0.25
     assert lines.wait_s(7.0) == 0.0
-    assert lines.due(6.0, ended=False) == Batch(1, [b"1", b"2"])
+    assert lines.due(6.0, ended=False) == LineBatch(1, [b"1", b"2"])
     assert lines.wait_s(6.0) is None
 
 
@@ -41,14 +41,14 @@ def test_bytes_cut_a_batch_and_a_long_line_goes_alone() -> None:
     cut = []
     while (batch := lines.due(0.0, ended=True)) is not None:
         cut.append(batch)
-    assert cut == [Batch(1, [b"aa", b"bb"]), Batch(3, [b"c"]), Batch(4, [b"dddddd"]), Batch(5, [b"e"])]
+    assert cut == [LineBatch(1, [b"aa", b"bb"]), LineBatch(3, [b"c"]), LineBatch(4, [b"dddddd"]), LineBatch(5, [b"e"])]
 
 
 def test_a_batch_knows_its_lines_by_number() -> None:
-    batch = Batch(7, [b"a", b"", b" \r", b"b "])
+    batch = LineBatch(7, [b"a", b"", b" \r", b"b "])
     assert batch.last == 10
     assert batch.texts() == [b"a", b"b"]
-    assert batch.before(9) == Batch(7, [b"a", b""])
+    assert batch.before(9) == LineBatch(7, [b"a", b""])
 
 
 def test_lines_come_whole_whatever_the_pipe_cuts() -> None:

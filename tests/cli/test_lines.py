@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from topics.cli.list_topics import table
-from topics.cli.queue import Lease, job_argument, parse_jobs
+from topics.cli.queue_commands import Lease, job_argument, parse_jobs
 from topics.cli.read import timestamp_ms
-from topics.cli.service import BadLineError, Batch, data_lines, record_lines
+from topics.cli.shared import BadLineError, LineBatch, data_lines, record_lines
 from topics.cli.write import is_certain, key_of, parse
 from topics.client import NewRecord, Record, UnreachableError
 from topics.client.errors import api_error
@@ -54,14 +54,14 @@ def test_lines_of_several_topics_begin_with_theirs() -> None:
 )
 def test_a_line_that_is_no_json(line: bytes, reason: str) -> None:
     with pytest.raises(BadLineError) as error:
-        parse(Batch(5, [b"1", b"", line, b"2"]), whole_records=False)
+        parse(LineBatch(5, [b"1", b"", line, b"2"]), whole_records=False)
     assert error.value.number == 7
     assert str(error.value).startswith(f"line 7: {reason}")
 
 
 def test_a_long_bad_line_is_shown_in_part() -> None:
     with pytest.raises(BadLineError) as error:
-        parse(Batch(1, [b"x" * 1000]), whole_records=False)
+        parse(LineBatch(1, [b"x" * 1000]), whole_records=False)
     assert str(error.value).endswith(": " + "x" * 120 + "…")
 
 
@@ -71,7 +71,7 @@ def test_whole_records_also_as_read_prints_them() -> None:
         b'{"topic":"a","$seq":1,"$ts":9,"data":[1 ],"$tag":"u","$node":"m"}',
         b'{"data":null}',
     ]
-    first, second, third = parse(Batch(1, lines), whole_records=True, tag="else")
+    first, second, third = parse(LineBatch(1, lines), whole_records=True, tag="else")
     assert first == NewRecord(msgspec.Raw(b"1.50"), "t", "n", {"k": "v"}, delay_ms=5, order_key="o")
     assert second == NewRecord(msgspec.Raw(b"[1 ]"), "u", "m")
     assert third == NewRecord(msgspec.Raw(b"null"), "else")
@@ -80,7 +80,7 @@ def test_whole_records_also_as_read_prints_them() -> None:
 @pytest.mark.parametrize("line", [b"1", b'{"dato":1}', b'{"data":1,"tags":"x"}', b'{"tombstone":{"gap_from":1}}'])
 def test_a_line_that_is_no_record(line: bytes) -> None:
     with pytest.raises(BadLineError, match=r"^line 1: is not a record like"):
-        parse(Batch(1, [line]), whole_records=True)
+        parse(LineBatch(1, [line]), whole_records=True)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_only_what_is_certain_is_said_to_be_unwritten(error: BaseException, cert
 
 @pytest.mark.parametrize(("data", "key"), [(b'{"id":"a\\u0062"}', "ab"), (b'{"x":1,"id": 1.50}', "1.50")])
 def test_the_key_of_a_record(data: bytes, key: str) -> None:
-    assert key_of(NewRecord(msgspec.Raw(data)), "id", Batch(1, [data])) == key
+    assert key_of(NewRecord(msgspec.Raw(data)), "id", LineBatch(1, [data])) == key
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,13 @@ def test_the_key_of_a_record(data: bytes, key: str) -> None:
 )
 def test_a_record_without_a_key(data: bytes) -> None:
     with pytest.raises(BadLineError, match=r"^line 4: .*'id'"):
-        key_of(NewRecord(msgspec.Raw(data)), "id", Batch(4, [data]))
+        key_of(NewRecord(msgspec.Raw(data)), "id", LineBatch(4, [data]))
 
 
 def test_jobs_up_to_the_first_line_that_is_none() -> None:
     job = b'{"$seq":7,"$ts":1,"data":0,"lease_id":"lease_1","deadline":2,"deliveries":1,"node":"w"}'
-    assert parse_jobs(Batch(1, [job, b" "])) == ([Lease(7, "lease_1", "w")], None)
-    leases, bad = parse_jobs(Batch(3, [b'{"$seq":8,"lease_id":"l"}', b'{"$seq":9}', job]))
+    assert parse_jobs(LineBatch(1, [job, b" "])) == ([Lease(7, "lease_1", "w")], None)
+    leases, bad = parse_jobs(LineBatch(3, [b'{"$seq":8,"lease_id":"l"}', b'{"$seq":9}', job]))
     assert leases == [Lease(8, "l")]
     assert bad is not None
     assert str(bad).startswith("line 4: is no job like")

@@ -194,7 +194,7 @@ def test_without_the_client_extra_it_says_what_is_missing() -> None:
 def test_verify_has_no_use_for_the_http_library(tmp_path: Path) -> None:
     program = (
         "import sys; from topics.cli.main import main; main(['verify', sys.argv[1]]); "
-        "assert 'topics.cli.verify' in sys.modules; print({'httpx', 'topics.client'} & set(sys.modules))"
+        "assert 'topics.cli.verify_command' in sys.modules; print({'httpx', 'topics.client'} & set(sys.modules))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],

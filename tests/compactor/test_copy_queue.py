@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from topics.compactor.relocation import PAUSE_MS, RETRY_MAX_MS, RETRY_MS, Copy, CopyQueue
+from topics.compactor.relocation import PAUSE_MS, RETRY_MAX_MS, RETRY_MS, CopyQueue, RelocationCopy
 from topics.core.segment_list import SEALED, SegmentInfo
 
 
-def copy(number: int) -> Copy:
-    return Copy(0, 7, SegmentInfo(number * 10 + 1, number * 10 + 10, 0, 0, 100, 0, SEALED))
+def copy(number: int) -> RelocationCopy:
+    return RelocationCopy(0, 7, SegmentInfo(number * 10 + 1, number * 10 + 10, 0, 0, 100, 0, SEALED))
 
 
 def test_each_is_there_once_and_the_oldest_is_first() -> None:

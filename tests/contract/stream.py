@@ -15,7 +15,7 @@ from tests.contract.asking import ok, refused
 from tests.harness import Service, poll
 from topics.core.names import owner_shard
 from topics.shm.control import ControlPage, Role
-from topics.shm.names import identity, shm_name
+from topics.shm.shm_names import identity, shm_name
 
 READ_TIMEOUT_S = 30.0
 """How long a test waits for the next bytes before it fails: more than the 15 s after which an idle stream beats."""

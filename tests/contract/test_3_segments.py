@@ -13,7 +13,7 @@ import pytest
 from tests.contract.asking import ok, put, refused, write
 from tests.harness import Service, poll
 from topics.frontend.entry.limits import PINS
-from topics.shm import names
+from topics.shm import shm_names
 from topics.storage.frame import FLAG_TAG
 from topics.storage.pins import pins_dir
 from topics.storage.segment import index_digest
@@ -232,7 +232,7 @@ def test_a_frontend_has_room_again_where_another_ended_its_pins(topic: str) -> N
     with ExitStack() as stack:
         own = stack.enter_context(Service(env={"TOPICS_CHECKPOINT_INTERVAL_MS": "20"}, frontends=2))
         write(own.client, topic, 1)
-        directory = Path(pins_dir(names.ram_dir(names.identity(str(own.data_dir)))))
+        directory = Path(pins_dir(shm_names.ram_dir(shm_names.identity(str(own.data_dir)))))
         clients: dict[str, httpx.Client] = {}
 
         def pinned(client: httpx.Client) -> str:

@@ -13,7 +13,7 @@ from tests.contract.asking import diff_records, ok, put, state, write
 from tests.contract.test_9_queues import FOREVER_MS
 from tests.contract.working import Work, ask, claim, counts, queue, seqs, until_counts
 from tests.harness import Service, poll
-from topics.shm import names
+from topics.shm import shm_names
 from topics.shm.control import ControlPage, Role
 
 Crash = Callable[[Service], None]
@@ -143,7 +143,7 @@ def test_leases_of_streams_end_with_their_frontend_and_those_of_claims_do_not(du
 def test_leases_of_a_stream_end_while_its_frontend_waits_to_be_started_again() -> None:
     with Service(shards=1, frontends=1) as service:
         queue(service.client, "q", *range(3), lease_ms=FOREVER_MS)
-        page = ControlPage.attach(names.shm_name(names.identity(str(service.data_dir)), "control"))
+        page = ControlPage.attach(shm_names.shm_name(shm_names.identity(str(service.data_dir)), "control"))
         shard, frontend = page.cell(Role.WALSHARD, 0), page.cell(Role.FRONTEND, 0)
 
         def free_before_the_successor_begins() -> bool:

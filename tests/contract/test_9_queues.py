@@ -18,8 +18,8 @@ from tests.contract.timing import now_ms, undisturbed, until_ms
 from tests.contract.working import Work, ask, claim, counts, queue, seqs, until_counts
 from tests.harness import Service, poll
 from topics.core.jobs import PEEK_LOOK_MAX
-from topics.frontend.queues.dead_letters import LOOK_MAX
-from topics.frontend.queues.queue import LOOKS_MAX
+from topics.frontend.queues.dead_letter_moves import LOOK_MAX
+from topics.frontend.queues.queue_access import LOOKS_MAX
 
 FOREVER_MS = 3_600_000
 TIMEOUT_S = 20.0

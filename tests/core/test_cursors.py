@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from topics.core.cursors import UNDER_WAY_MAX, Consistency, Cursor, CursorBody, Cursors
+from topics.core.cursors import UNDER_WAY_MAX, Consistency, CursorFrameBody, Cursors, NamedCursor
 from topics.core.errors import TopicsError
 
 
@@ -30,7 +30,7 @@ class Reading:
         return set(range(self.first_seq, self.last_seq + 1))
 
 
-def unread(body: CursorBody) -> set[int]:
+def unread(body: CursorFrameBody) -> set[int]:
     """What a cursor that begins like this reads again of what was read before."""
     return {seq for begin, end in body.missing for seq in range(begin + 1, end + 1)}
 
@@ -41,7 +41,7 @@ class CursorMachine(RuleBasedStateMachine):
     @initialize(consistency=st.sampled_from(["strictly_at_once", "at_least_once"]), every=st.integers(1, 4))
     def begin(self, consistency: Consistency, every: int) -> None:
         self.cursors = Cursors()
-        self.cursors.logged(CursorBody("c", consistency, every, 0))
+        self.cursors.logged(CursorFrameBody("c", consistency, every, 0))
         self.readings: list[Reading] = []
         self.received: list[int] = []
         self.read_strictly: list[int] = []
@@ -52,7 +52,7 @@ class CursorMachine(RuleBasedStateMachine):
         self.reads = 0
 
     @property
-    def cursor(self) -> Cursor:
+    def cursor(self) -> NamedCursor:
         return self.cursors.get("t", "c")
 
     def persist(self, *, fails: bool = False) -> None:
@@ -157,23 +157,23 @@ CursorMachine.TestCase.settings = settings(max_examples=200, stateful_step_count
 TestCursorMachine = CursorMachine.TestCase
 
 
-def at_least_once(every: int) -> tuple[Cursors, Cursor]:
+def at_least_once(every: int) -> tuple[Cursors, NamedCursor]:
     cursors = Cursors()
-    cursors.logged(CursorBody("c", "at_least_once", every, 0))
+    cursors.logged(CursorFrameBody("c", "at_least_once", every, 0))
     return cursors, cursors.get("t", "c")
 
 
-def pass_on(cursor: Cursor, read: int) -> None:
+def pass_on(cursor: NamedCursor, read: int) -> None:
     cursor.passed_on(cursor.revision, 0, read)
     if cursor.to_persist:
         cursor.persisting()
         cursor.persisted(cursor.body())
 
 
-def restarted(cursors: Cursors) -> Cursor:
+def restarted(cursors: Cursors) -> NamedCursor:
     after = Cursors()
     for body in cursors.bodies():
-        after.logged(msgspec.msgpack.decode(msgspec.msgpack.encode(body), type=CursorBody))
+        after.logged(msgspec.msgpack.decode(msgspec.msgpack.encode(body), type=CursorFrameBody))
     return after.get("t", "c")
 
 
@@ -184,7 +184,7 @@ def test_who_takes_long_takes_back_nobody_else() -> None:
     for read in range(2, 32):
         assert cursor.advance(cursor.revision, cursor.seq, cursor.seq + 10, 0, read)
         pass_on(cursor, read)
-    assert cursor.body() == CursorBody("c", "at_least_once", 1, 800, ((0, 500),))
+    assert cursor.body() == CursorFrameBody("c", "at_least_once", 1, 800, ((0, 500),))
     assert cursor.behind(0) == (800, None), "nobody is to read again what is under way"
     after = restarted(cursors)
     cursor.failed(cursor.revision, 0, 1)
@@ -198,7 +198,7 @@ def test_who_takes_long_takes_back_nobody_else() -> None:
         pass_on(one, 42)
         assert one.body().missing == ((0, 200),)
         pass_on(one, 41)
-        assert one.logged_body() == CursorBody("c", "at_least_once", 1, 800)
+        assert one.logged_body() == CursorFrameBody("c", "at_least_once", 1, 800)
 
 
 def test_a_reader_that_looked_before_others_failed_may_go_on_behind_them() -> None:
@@ -210,7 +210,7 @@ def test_a_reader_that_looked_before_others_failed_may_go_on_behind_them() -> No
     assert cursor.advance(cursor.revision, 20, 30, 0, 3)
     cursor.failed(cursor.revision, 0, 3)
     cursor.failed(cursor.revision, 0, 2)
-    assert cursor.body() == CursorBody("c", "at_least_once", 1, 0)
+    assert cursor.body() == CursorFrameBody("c", "at_least_once", 1, 0)
 
 
 def test_answers_that_nobody_takes_are_bounded() -> None:
@@ -227,7 +227,7 @@ def test_answers_that_nobody_takes_are_bounded() -> None:
 @given(st.integers(1, 5), st.integers(0, 30), st.booleans())
 def test_a_crash_takes_back_at_most_n_reads_of_one_reader_after_the_other(every: int, reads: int, lost: bool) -> None:
     cursors = Cursors()
-    cursors.logged(CursorBody("c", "at_least_once", every, 0))
+    cursors.logged(CursorFrameBody("c", "at_least_once", every, 0))
     cursor = cursors.get("t", "c")
     for at in range(reads):
         assert cursor.advance(cursor.revision, at, at + 1, 0, at)

@@ -14,7 +14,7 @@ from topics.core.config import TopicConfig
 from topics.core.control_bodies import (
     ConfigBody,
     CreateBody,
-    DeleteBody,
+    DeleteFrameBody,
     EvictBody,
     HeadBody,
     MarkBody,
@@ -44,7 +44,7 @@ def evicted(revision: int, earliest_seq: int, reason: EvictReason, records: int)
 
 def deleted(revision: int, earliest_seq: int, seqs: list[int], records: int, below_seq: int = 0) -> bytes:
     after = floors(revision, earliest_seq, 1, EvictReason.NONE, records)
-    return encode_body(DeleteBody(below_seq, encode_runs(seqs), after))
+    return encode_body(DeleteFrameBody(below_seq, encode_runs(seqs), after))
 
 
 def entries(first: int, count: int, ts: int = 5, file_no: int = 1) -> array[int]:

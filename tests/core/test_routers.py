@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from topics.core.errors import TopicsError
 from topics.core.routers import (
+    FoldedRouters,
     Router,
     RouterRegistry,
     RouterSpec,
-    RouterState,
     encode_router,
     parse_router,
     with_origin,
@@ -143,7 +143,7 @@ def test_a_value_that_looks_like_an_origin_stays() -> None:
 
 
 def test_the_state_of_the_log_is_the_last_word() -> None:
-    state = RouterState()
+    state = FoldedRouters()
     for router_id, version, source in ((1, 1, "a"), (1, 2, "a"), (2, 1, "b")):
         state.created(encode_router(Router(router_id, version, "r", RouterSpec(source, "d"))))
     assert state.routers["r"] == Router(2, 1, "r", RouterSpec("b", "d"))

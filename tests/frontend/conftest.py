@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.frontend.hosting import Hosting
-from topics.shm import names
+from topics.shm import shm_names
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def identity() -> Iterator[str]:
     """An identity of its own, whose objects are gone afterwards."""
     identity = secrets.token_hex(8)
     yield identity
-    names.unlink_all(identity)
+    shm_names.unlink_all(identity)
 
 
 @pytest.fixture

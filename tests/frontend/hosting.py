@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from topics.compactor.rewriting import rewrite
-from topics.compactor.segments import SealAt, SegmentAppender
+from topics.compactor.segment_building import SealAt, SegmentAppender
 from topics.core.clock import ExpiryClock
 from topics.core.config import TopicConfig
 from topics.core.floors import EvictReason

@@ -16,7 +16,7 @@ import pytest
 import uvloop
 
 from topics.frontend.asgi import DELIVER, Receive, Scope, Send
-from topics.frontend.entry.answers import take_room
+from topics.frontend.entry.responses import take_room
 from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.http.http1 import Connections
 from topics.frontend.http.http1_exchange import PushStream

@@ -11,12 +11,12 @@ import msgspec
 
 from tests.contract.stream import Frame
 from tests.walshard.rig import Rig
-from topics.compactor.segments import SealAt, SegmentAppender
+from topics.compactor.segment_building import SealAt, SegmentAppender
 from topics.core.config import TopicConfig
 from topics.core.segment_list import COLD, SegmentInfo
-from topics.frontend.live.channels import Connection
+from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.delivery import Hub
-from topics.frontend.live.snapshot import TopicSight
+from topics.frontend.live.topic_views import TopicSight
 from topics.frontend.reads.cold import ColdTier
 from topics.frontend.reads.files import LogFiles, object_name
 from topics.frontend.reads.reading import TopicReader, TopicRef
@@ -220,7 +220,7 @@ class Live:
         options: PageOptions = OPTIONS,
         strong: bool = False,
         heartbeat_ms: int = 15_000,
-    ) -> tuple[Wire, Connection]:
+    ) -> tuple[Wire, StreamConnection]:
         """Opens a stream on topics that exist."""
         ids = tuple(self.reader.get(name).view.topic_id for name in starts)
         plan = self.hub.plans.get(tuple(starts), ids, options, strong)

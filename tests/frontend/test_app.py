@@ -27,7 +27,7 @@ from topics.frontend.shards.gateway import Gateway
 from topics.frontend.wiring import Process, build_app
 from topics.shm import messages
 from topics.shm.control import ProcessState, Role
-from topics.shm.messages import Kind
+from topics.shm.messages import MessageKind
 from topics.shm.topic_messages import Watch
 
 DEADLINE_S = 10.0
@@ -89,7 +89,7 @@ class Frontend:
         topic_id = self.hosting.topics[name].topic.id
         while True:
             for message, _position in self.hosting.shared.rings[0][0].requests.peek():
-                if messages.head(message)[0] == Kind.CALL:
+                if messages.head(message)[0] == MessageKind.CALL:
                     call = messages.decode_call(message)
                     if isinstance(call, Watch) and (call.name, call.seen_topic_id) == (name, topic_id):
                         return call

@@ -13,10 +13,10 @@ import pytest
 from starlette.datastructures import QueryParams
 
 from topics.core.errors import STATUS_BY_CODE, TopicsError
-from topics.frontend.entry import answers
-from topics.frontend.entry.answers import GZIP_MIN_BYTES, accepts_gzip, send_error, send_json
+from topics.frontend.entry import responses
 from topics.frontend.entry.bodies import ClientGoneError, Headers, read_body, unzip
 from topics.frontend.entry.query import count, flag
+from topics.frontend.entry.responses import GZIP_MIN_BYTES, accepts_gzip, send_error, send_json
 
 JSON: Headers = {b"content-type": b"application/json"}
 
@@ -151,7 +151,7 @@ def test_answers_are_packed_for_those_who_ask(size: int) -> None:
 def test_answers_beyond_what_threads_keep_up_with_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor kept until they are: pages are made faster than they are packed."""
     body = b"x" * 200_000
-    monkeypatch.setattr(answers.packing, "most_bytes", 3 * len(body))
+    monkeypatch.setattr(responses.packing, "most_bytes", 3 * len(body))
 
     async def main() -> list[tuple[bool, bytes]]:
         messages: dict[int, list[Any]] = {at: [] for at in range(8)}

@@ -22,7 +22,7 @@ from topics.frontend.reads.cold import ColdTier
 from topics.shm import messages
 from topics.shm.arena import ArenaWriter
 from topics.shm.control import Role
-from topics.shm.messages import Call, Kind
+from topics.shm.messages import Call, MessageKind
 from topics.shm.queue_messages import Claim, Dealt, Exhume, Peek, Peeked, Unclaim, Waiting, WorkClose
 from topics.shm.topic_messages import CatchUp, CaughtUp, Expire
 
@@ -46,7 +46,7 @@ class Shard:
         for message, position in self._rings.requests.peek(self._read):
             self._read = position
             kind, request_id, _ = messages.head(message)
-            if kind == Kind.CALL:
+            if kind == MessageKind.CALL:
                 found.append((request_id, messages.decode_call(message)))
         return found
 
@@ -293,7 +293,7 @@ def test_a_claim_that_is_cancelled_gives_its_jobs_back(hosting: Hosting, during:
                 return cold.reads > 0
             if during == "the sending":
                 return bool(sent)
-            return any(messages.head(message)[0] == Kind.APPEND for message, _ in requests.peek())
+            return any(messages.head(message)[0] == MessageKind.APPEND for message, _ in requests.peek())
 
         scope = {"type": "http", "method": "POST", "path": "/v0/topics/q/claim", "query_string": b"", "extensions": {}}
         scope["headers"] = [(b"content-type", b"application/json")]

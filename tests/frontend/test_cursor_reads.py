@@ -20,11 +20,11 @@ from topics.frontend.asgi import DELIVER, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.bodies import ClientGoneError
 from topics.frontend.entry.budget import Hold
-from topics.frontend.queues import cursors
-from topics.frontend.queues.cursors import CursorRoutes
+from topics.frontend.queues import cursor_reads
+from topics.frontend.queues.cursor_reads import CursorRoutes
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.diff import MAX_BATCH_BYTES
-from topics.frontend.reads.reading import Page
+from topics.frontend.reads.reading import ReadPage
 from topics.shm.queue_messages import (
     CursorAdvance,
     CursorLook,
@@ -54,7 +54,7 @@ class Reader:
         self.wait_s = live.gateway._wait_s = DEADLINE_S
         fetch_page = live.reader.fetch_page
 
-        async def fetch_and_stall(*args: Any) -> Page:
+        async def fetch_and_stall(*args: Any) -> ReadPage:
             self.pages += 1
             if self.before_page is not None:
                 await self.before_page()
@@ -232,7 +232,7 @@ def test_reads_that_a_full_ring_refuses_leave_nothing_behind(tmp_path: Path) -> 
         await reader.make(3)
         fetch_page = live.reader.fetch_page
 
-        async def fetch_and_cram(*args: Any) -> Page:
+        async def fetch_and_cram(*args: Any) -> ReadPage:
             cram(live)
             return await fetch_page(*args)
 
@@ -343,7 +343,7 @@ def test_readers_that_wait_for_their_turn_are_bounded_in_number_and_time(
         assert (refused.value.code, refused.value.detail) == ("throttled", {"retry_after_ms": 10})
         late = await asyncio.gather(*reads[1:], return_exceptions=True)
         # They have done nothing, and are not too many.
-        stuck = ("throttled", {"retry_after_ms": cursors.STUCK_RETRY_AFTER_MS})
+        stuck = ("throttled", {"retry_after_ms": cursor_reads.STUCK_RETRY_AFTER_MS})
         assert [(one.code, one.detail) for one in late if isinstance(one, TopicsError)] == [stuck] * 19
         live.shard_up = True
         assert await reads[0] == [1, 2]
@@ -361,7 +361,7 @@ def test_who_waits_behind_readers_that_fail_one_after_the_other_is_told_that_not
         reads = [asyncio.create_task(reader.read(2)) for _ in range(4)]
         late = await asyncio.gather(*reads, return_exceptions=True)
         refusals = [(one.code, one.detail) for one in late if isinstance(one, TopicsError)]
-        stuck = ("throttled", {"retry_after_ms": cursors.STUCK_RETRY_AFTER_MS})
+        stuck = ("throttled", {"retry_after_ms": cursor_reads.STUCK_RETRY_AFTER_MS})
         assert len(refusals) == 4
         assert refusals[0] == ("shard_unavailable", None), "it was asked, and did not answer"
         assert {code for code, _ in refusals[1:]} <= {"throttled", "shard_unavailable"}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.frontend.live import Live, on_loop, until
 from topics.core.errors import TopicsError
-from topics.frontend.routes.topics import delete_in_turns
+from topics.frontend.routes.topic_routes import delete_in_turns
 from topics.shm.topic_messages import DeleteRecords
 
 

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from tests.frontend.live import OPTIONS, Live, Wire, delivered, on_loop, turns, until
 from topics.core.priority import AGE_FULL_MS
 from topics.frontend.entry import limits
-from topics.frontend.live import delivery, snapshot
+from topics.frontend.live import delivery, topic_views
 from topics.frontend.live.channels import BEATS_MAX
 from topics.frontend.live.delivery import FAN_OUT_STEP
 from topics.frontend.live.pulse import STALL_CUT_MS, STALL_MAX_MS
-from topics.frontend.reads.reading import Page
+from topics.frontend.reads.reading import ReadPage
 
 
 def numbers(last: int, first: int = 1) -> list[int]:
@@ -129,7 +129,7 @@ def count_reads(live: Live, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int
     """How many pages have been read so far."""
     read_page, reads = live.reader.read_page, 0
 
-    def counted(*args: Any) -> Page:
+    def counted(*args: Any) -> ReadPage:
         nonlocal reads
         reads += 1
         return read_page(*args)
@@ -143,7 +143,7 @@ def test_a_large_page_is_read_once_for_many_and_not_kept_beside_others(
 ) -> None:
     """Each write of it is a slice of its own, and it alone is more than what is kept."""
     monkeypatch.setattr(delivery, "SLICE_S", 0.0)
-    monkeypatch.setattr(snapshot, "KEPT_BYTES", 50_000)
+    monkeypatch.setattr(topic_views, "KEPT_BYTES", 50_000)
 
     async def test(live: Live) -> None:
         await live.put("t")
@@ -521,7 +521,7 @@ def test_a_large_page_is_made_for_who_has_room_only(tmp_path: Path, monkeypatch:
     """Streams that share nothing, and clients that come and go meanwhile: room is given to one of them, not to all."""
     monkeypatch.setattr(limits, "KEPT_FRAMES", limits.KEPT_FRAMES._replace(most_bytes=3 * LARGE_BYTES))
     monkeypatch.setattr(delivery, "SLICE_S", 0.0)
-    monkeypatch.setattr(snapshot, "KEPT_BYTES", 0)
+    monkeypatch.setattr(topic_views, "KEPT_BYTES", 0)
 
     async def test(live: Live) -> None:
         await live.put("t")

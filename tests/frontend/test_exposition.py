@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from topics.frontend.entry.answers import weight
+from topics.frontend.entry.responses import weight
 from topics.frontend.operators.exposition import PIECE_SAMPLES, Buckets, Family, json, single, text
-from topics.frontend.operators.service import wants_json
+from topics.frontend.operators.service_routes import wants_json
 
 MANY = PIECE_SAMPLES * 2 + 1
 FAMILIES = [

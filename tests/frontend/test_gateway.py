@@ -25,8 +25,8 @@ from topics.shm.arena import ArenaWriter
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
 from topics.shm.location_ring import LocationRing
-from topics.shm.messages import Kind
-from topics.shm.names import SHM_ROOT, objects
+from topics.shm.messages import MessageKind
+from topics.shm.shm_names import SHM_ROOT, objects
 from topics.shm.topic_messages import (
     DeleteTopic,
     Expire,
@@ -72,7 +72,7 @@ class Shard:
         return taken
 
     def calls(self) -> list[messages.Call]:
-        return [messages.decode_call(message) for kind, _id, message in self.take() if kind == Kind.CALL]
+        return [messages.decode_call(message) for kind, _id, message in self.take() if kind == MessageKind.CALL]
 
     def answer(self, encoded: bytearray) -> None:
         assert self.pair.replies.push(encoded)
@@ -147,7 +147,7 @@ def test_it_says_hello_first(shard: Shard) -> None:
     async def test(gateway: Gateway) -> None:
         append(gateway)
         (first, _, hello), (second, _, _) = shard.take()
-        assert (first, messages.decode_call(hello), second) == (Kind.CALL, Hello(7), Kind.APPEND)
+        assert (first, messages.decode_call(hello), second) == (MessageKind.CALL, Hello(7), MessageKind.APPEND)
 
     on_loop(shard, test, incarnation=7)
 
@@ -155,7 +155,7 @@ def test_it_says_hello_first(shard: Shard) -> None:
 def test_each_answer_finds_its_request(shard: Shard) -> None:
     async def test(gateway: Gateway) -> None:
         futures = [append(gateway) for _ in range(3)]
-        ids = [request_id for kind, request_id, _ in shard.take() if kind == Kind.APPEND]
+        ids = [request_id for kind, request_id, _ in shard.take() if kind == MessageKind.APPEND]
         assert all(request_id >> 40 == 1 for request_id in ids)
         for seq, request_id in reversed(list(enumerate(ids, 1))):
             shard.answer(
@@ -189,7 +189,7 @@ def test_calls_and_their_errors(shard: Shard) -> None:
 def test_answers_nobody_waits_for_are_dropped(shard: Shard) -> None:
     async def test(gateway: Gateway) -> None:
         future = append(gateway)
-        ((request_id,)) = [request_id for kind, request_id, _ in shard.take() if kind == Kind.APPEND]
+        ((request_id,)) = [request_id for kind, request_id, _ in shard.take() if kind == MessageKind.APPEND]
         former_life = request_id - (1 << 40) + 5
         for one in (former_life, request_id, request_id):  # the last: a shard that died before it saw the first
             shard.answer(append_messages.encode_append_reply(one, REPLY))
@@ -270,7 +270,7 @@ def test_a_full_ring_is_waited_for(shard: Shard) -> None:
         answered = 0
         while answered < len(futures):
             for kind, request_id, _ in shard.take():
-                if kind == Kind.APPEND:
+                if kind == MessageKind.APPEND:
                     answered += 1
                     reply = AppendReply(answered, 1, answered, False, False, "disk", 1, 0)
                     shard.answer(append_messages.encode_append_reply(request_id, reply))
@@ -293,7 +293,7 @@ def test_a_ring_that_stays_full_throttles(shard: Shard) -> None:
         assert (error.code, error.detail) == ("throttled", {"retry_after_ms": 100})
         assert not any(future.done() for future in futures)
         # It was never sent, and the others are all there.
-        assert sum(kind == Kind.APPEND for kind, _, _ in shard.take()) == len(futures)
+        assert sum(kind == MessageKind.APPEND for kind, _, _ in shard.take()) == len(futures)
 
     on_loop(shard, test)
 
@@ -376,7 +376,7 @@ def test_how_long_a_write_was_held_up_is_told(shard: Shard) -> None:
         await until(lambda: gateway.fullness < 1.0)
         taken += shard.take()
         for kind, request_id, _ in taken:
-            if kind == Kind.APPEND:
+            if kind == MessageKind.APPEND:
                 shard.answer(append_messages.encode_append_reply(request_id, REPLY))
         shard.wake()
         assert (await held_up).throttled_us >= 10_000
@@ -402,7 +402,7 @@ def test_what_is_too_long_for_the_ring_goes_by_reference(shard: Shard, size_byte
         future = append(gateway, size_bytes)
         await until(lambda: not shard.pair.requests.empty and shard.pair.requests.written > shard._read)
         ((kind, request_id, message),) = shard.take()
-        assert kind == Kind.APPEND | messages.BY_REFERENCE
+        assert kind == MessageKind.APPEND | messages.BY_REFERENCE
         path = messages.decode_reference(message)
         with open(path, "rb") as file:
             whole = memoryview(file.read())
@@ -481,7 +481,7 @@ def test_an_answer_too_long_for_the_ring(shard: Shard) -> None:
         for _ in range(2):  # the second time the file is gone: as after a death between reading and freeing
             with open(path, "wb") as file:
                 file.write(messages.encode_reply(request_id, reply))
-            shard.answer(bytearray().join(messages.encode_reference(Kind.CALL, request_id, path)))
+            shard.answer(bytearray().join(messages.encode_reference(MessageKind.CALL, request_id, path)))
         shard.wake()
         assert (await call) == reply
         assert not os.path.exists(path)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from topics.frontend.live.pulse import Held
+from topics.frontend.live.pulse import DueItems
 
 
 def test_in_the_order_of_their_times() -> None:
-    held: Held[object] = Held()
+    held: DueItems[object] = DueItems()
     early, late, same = object(), object(), object()
     held.add(late, 7.5)
     held.add(early, 2.0)

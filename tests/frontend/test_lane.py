@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from topics.frontend.entry import limits
-from topics.frontend.shards.requests import PRESSED_WAIT_S, ROOM_WAIT_S, Fate, Lane, Waiter
+from topics.frontend.shards.pending_calls import PRESSED_WAIT_S, ROOM_WAIT_S, Fate, Lane, Waiter
 from topics.shm.ring import HEADER_BYTES, Ring
 
 

@@ -16,9 +16,9 @@ from topics.core.keys import KeyRing, KeyScope
 from topics.frontend.entry import limits
 from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.operators import exposition
-from topics.frontend.operators import service as module
+from topics.frontend.operators import service_routes as module
 from topics.frontend.operators.figures import ServiceFigures
-from topics.frontend.operators.service import MetricsRoute
+from topics.frontend.operators.service_routes import MetricsRoute
 from topics.settings import load
 from topics.shm.cap import KeyCounts
 from topics.shm.control import Role

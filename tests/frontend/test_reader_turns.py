@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from topics.core.errors import TopicsError
-from topics.frontend.queues.cursors import STUCK_RETRY_AFTER_MS, Turns
+from topics.frontend.queues.cursor_reads import STUCK_RETRY_AFTER_MS, CursorTurns
 
 WAIT_S = 0.3
 DEADLINE_S = 20.0
@@ -18,7 +18,7 @@ class Readers:
     """Of one cursor. Each has its turn until `leave`."""
 
     def __init__(self) -> None:
-        self.turns = Turns(WAIT_S)
+        self.turns = CursorTurns(WAIT_S)
         self.leave = [asyncio.Event() for _ in range(3)]
         self.on_leave: Callable[[], object] = lambda: None
         self.inside: list[int] = []

@@ -20,7 +20,7 @@ from topics.core.location import LOCATION_LOST
 from topics.core.segment_list import COLD, SEALED
 from topics.frontend.reads import files
 from topics.frontend.reads.cold import BLOCK_BYTES, FRESH_MS, ColdMissError, ColdTier
-from topics.frontend.reads.reading import Page
+from topics.frontend.reads.reading import ReadPage
 from topics.frontend.reads.records import PageOptions
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.frame import lay_out
@@ -38,13 +38,13 @@ SHAPES = [
 RECORDS = 60
 
 
-def read(hosting: Hosting, from_seq: int = 0, options: PageOptions = ALL, name: str = "t") -> Page:
+def read(hosting: Hosting, from_seq: int = 0, options: PageOptions = ALL, name: str = "t") -> ReadPage:
     """A page with whatever waiting it takes."""
     ref = hosting.reader.get(name)
     return asyncio.run(hosting.reader.fetch_page(ref, from_seq, options, hosting.clock.now_ms()))
 
 
-def seqs(page: Page) -> list[int]:
+def seqs(page: ReadPage) -> list[int]:
     return [record.seq for record in served(page.body)]
 
 
@@ -696,7 +696,7 @@ def cold_blocks(hosting: Hosting, blocks: int) -> Counted:
     return store
 
 
-def all_pages(hosting: Hosting, options: PageOptions) -> list[Page]:
+def all_pages(hosting: Hosting, options: PageOptions) -> list[ReadPage]:
     pages = [read(hosting, 0, options)]
     while not pages[-1].caught_up:
         pages.append(read(hosting, pages[-1].next_from_seq, options))

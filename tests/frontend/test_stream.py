@@ -14,11 +14,11 @@ from tests.contract.stream import Frame
 from tests.frontend.hosting import Hosting, Written
 from topics.core.config import TopicConfig
 from topics.core.floors import EvictReason
-from topics.frontend.live.stream import Batch, Outcome, Phase, Plan, Step, Stream, batch
+from topics.frontend.live.stream import FramedPage, StepOutcome, Stream, StreamPhase, StreamPlan, StreamStep, batch
 from topics.frontend.live.wording import EVENT_STREAM
-from topics.frontend.reads.reading import Page, Tombstone
+from topics.frontend.reads.reading import ReadPage, Tombstone
 from topics.frontend.reads.records import PageOptions
-from topics.shm import names
+from topics.shm import shm_names
 
 OPTIONS = PageOptions(limit=256, max_batch_bytes=1 << 20)
 
@@ -29,20 +29,20 @@ def frames(data: bytes) -> list[Frame]:
     return [Frame(raw) for raw in data.split(b"\n\n")[:-1]]
 
 
-def events(step: Step) -> list[tuple[str, dict[str, Any], dict[str, int]]]:
+def events(step: StreamStep) -> list[tuple[str, dict[str, Any], dict[str, int]]]:
     return [(frame.event, frame.json, frame.positions) for frame in frames(step.data)]
 
 
-def shown(body: bytes = b"", count: int = 0, next_seq: int = 0, head_seq: int = 0, **more: Any) -> Batch:
+def shown(body: bytes = b"", count: int = 0, next_seq: int = 0, head_seq: int = 0, **more: Any) -> FramedPage:
     """A page of topic `t` in words."""
     from_seq = more.pop("from_seq", 0)
     durable_seq = more.pop("durable_seq", 0)
-    page = Page(body, count, next_seq, head_seq, 1, durable_seq, more.pop("tombstone", None), next_seq, 7)
+    page = ReadPage(body, count, next_seq, head_seq, 1, durable_seq, more.pop("tombstone", None), next_seq, 7)
     return batch("t", from_seq, page, more.pop("strong", False))
 
 
 def start(position: int = 0, topic: str = "t") -> Stream:
-    return Plan((topic,), (7,), OPTIONS, False).start({topic: position})
+    return StreamPlan((topic,), (7,), OPTIONS, False).start({topic: position})
 
 
 # --- frames
@@ -56,7 +56,7 @@ def test_the_exact_bytes_of_a_backlog_that_is_caught_up() -> None:
         b"id: eyJ0IjoxfQ\n\n"
         b'event: caught-up\ndata: {"topic":"t","head_seq":1}\nid: eyJ0IjoxfQ\n\n'
     )
-    assert (step.frames, step.records, step.outcome) == (2, 1, Outcome.CURRENT)
+    assert (step.frames, step.records, step.outcome) == (2, 1, StepOutcome.CURRENT)
 
 
 def test_the_opening_and_the_heartbeat() -> None:
@@ -83,7 +83,7 @@ def test_caught_up_is_said_on_each_transition_only() -> None:
     stream = start()
     for next_seq, head_seq in ((2, 4), (4, 4), (5, 5), (6, 8), (8, 8)):
         step = stream.take(0, shown(b"{}", 1, next_seq, head_seq, from_seq=stream.positions[0]))
-        assert step.outcome is (Outcome.CURRENT if next_seq == head_seq else Outcome.MORE)
+        assert step.outcome is (StepOutcome.CURRENT if next_seq == head_seq else StepOutcome.MORE)
         said.append([frame.event for frame in frames(step.data)])
         stream = step.stream
     assert said == [["record"], ["record", "caught-up"], ["record"], ["record"], ["record", "caught-up"]]
@@ -136,18 +136,18 @@ def test_a_cursor_beyond_the_head_starts_again() -> None:
 
 
 def test_a_deleted_topic_leaves_the_ids_and_the_others_go_on() -> None:
-    plan = Plan(("a", "b"), (1, 2), OPTIONS, False)
+    plan = StreamPlan(("a", "b"), (1, 2), OPTIONS, False)
     step = plan.start({"a": 3, "b": 4}).end(0, 5)
     assert events(step) == [("topic-deleted", {"topic": "a", "head_seq": 5, "reason": "deleted"}, {"b": 4})]
-    assert step.outcome is Outcome.ENDED
-    page = Page(b"{}", 1, 5, 5, 1, 5, None, 1, 2)
+    assert step.outcome is StepOutcome.ENDED
+    page = ReadPage(b"{}", 1, 5, 5, 1, 5, None, 1, 2)
     after = step.stream.take(1, batch("b", 4, page, False))
     assert [positions for _, _, positions in events(after)] == [{"b": 5}, {"b": 5}]
 
 
 def test_a_topic_without_a_position_has_ended_before() -> None:
-    stream = Plan(("a", "b"), (1, 2), OPTIONS, False).start({"b": 4})
-    assert stream.phases == bytes((Phase.ENDED, Phase.CONNECTING))
+    stream = StreamPlan(("a", "b"), (1, 2), OPTIONS, False).start({"b": 4})
+    assert stream.phases == bytes((StreamPhase.ENDED, StreamPhase.CONNECTING))
     assert stream.places() == {"b": 4}
 
 
@@ -158,7 +158,7 @@ def test_a_failure_is_said_once_and_caught_up_again_after_it() -> None:
         b'event: error\ndata: {"code":429,"error":"unreadable","retry_after_ms":1000,"topics":["t"]}\n\n'
     )
     again = first.stream.fail(0, "storage_unavailable", "unreadable")
-    assert (again.data, again.stream, again.outcome) == (b"", first.stream, Outcome.FAILED)
+    assert (again.data, again.stream, again.outcome) == (b"", first.stream, StepOutcome.FAILED)
     healed = again.stream.take(0, shown(b"{}", 1, 4, 4, from_seq=3))
     assert [event for event, _, _ in events(healed)] == ["record", "caught-up"]
 
@@ -167,19 +167,19 @@ def test_strong_streams_know_no_head_but_the_durable_one() -> None:
     stream = start()
     step = stream.take(0, shown(b"{}", 1, 2, 5, durable_seq=2, strong=True))
     assert [(event, data["head_seq"]) for event, data, _ in events(step)] == [("record", 2), ("caught-up", 2)]
-    assert step.outcome is Outcome.WAITING
+    assert step.outcome is StepOutcome.WAITING
     # A cursor beyond what is durable waits; it does not go back.
     ahead = start(4).take(0, shown(next_seq=4, head_seq=5, from_seq=4, durable_seq=2, strong=True))
-    assert (ahead.outcome, ahead.stream.places()) == (Outcome.WAITING, {"t": 4})
+    assert (ahead.outcome, ahead.stream.places()) == (StepOutcome.WAITING, {"t": 4})
 
 
 # --- sharing
 
 
 def test_streams_at_the_same_place_are_the_same_object() -> None:
-    plan = Plan(("a", "b"), (1, 2), OPTIONS, False)
-    page = batch("a", 0, Page(b"{}", 1, 1, 1, 1, 1, None, 1, 1), False)
-    other = batch("b", 0, Page(b"{}", 1, 1, 1, 1, 1, None, 1, 2), False)
+    plan = StreamPlan(("a", "b"), (1, 2), OPTIONS, False)
+    page = batch("a", 0, ReadPage(b"{}", 1, 1, 1, 1, 1, None, 1, 1), False)
+    other = batch("b", 0, ReadPage(b"{}", 1, 1, 1, 1, 1, None, 1, 2), False)
     one, two = plan.start({"a": 0, "b": 0}), plan.start({"a": 0, "b": 0})
     assert one is two
     assert one.take(0, page).stream.take(1, other).stream is two.take(1, other).stream.take(0, page).stream
@@ -244,7 +244,7 @@ def test_what_is_neither_delivered_nor_said_lost_was_not_wanted(
     try:
         topic = hosting.make("t", TopicConfig()).topic
         options = PageOptions(limit, 1 << 20, frozenset([b"me"]) if filtered else None)
-        stream = Plan(("t",), (topic.id,), options, False).start({"t": 0})
+        stream = StreamPlan(("t",), (topic.id,), options, False).start({"t": 0})
         follower = Follower(0)
         mine: set[int] = set()
         deleted: set[int] = set()
@@ -258,7 +258,7 @@ def test_what_is_neither_delivered_nor_said_lost_was_not_wanted(
                 step = stream.take(0, batch("t", from_seq, page, False))
                 follower.hear(step.data)
                 stream = step.stream
-                if step.outcome is Outcome.CURRENT:
+                if step.outcome is StepOutcome.CURRENT:
                     return True
             return False
 
@@ -285,7 +285,7 @@ def test_what_is_neither_delivered_nor_said_lost_was_not_wanted(
         assert unsaid <= (deleted | (mine if filtered else set()))
         assert not set(follower.seqs) & (mine if filtered else set())
         assert stream.places() == {"t": topic.head_seq}
-        assert stream.phases[0] == Phase.LIVE
+        assert stream.phases[0] == StreamPhase.LIVE
     finally:
         hosting.close()
-        names.unlink_all(identity)
+        shm_names.unlink_all(identity)

@@ -16,13 +16,13 @@ from topics.core.keys import KeyRing
 from topics.frontend.asgi import Receive, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.access import Access, KeyLimits
-from topics.frontend.live import sessions as module
-from topics.frontend.live.sessions import SESSION_TTL_MS, Follow, Session, Sessions
+from topics.frontend.live import session_use as module
+from topics.frontend.live.session_use import SESSION_TTL_MS, Follow, Session, SessionUse
 from topics.frontend.live.watch import WatchRoutes, accepts_event_stream
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.shards import gateway
 from topics.shm.cap import Cap, KeyCounts
-from topics.shm.names import objects
+from topics.shm.shm_names import objects
 from topics.shm.topic_messages import Hello
 
 SESSION = Session({"t": Follow(1, 5)}, [b"me"], 256, 1000, 15_000, False, True, True, False, b"")
@@ -51,14 +51,14 @@ def test_accept(accept: bytes, allowed: bool) -> None:
     assert accepts_event_stream(accept) is allowed
 
 
-async def refusal(sessions: Sessions, wid: str) -> TopicsError:
+async def refusal(sessions: SessionUse, wid: str) -> TopicsError:
     with pytest.raises(TopicsError) as raised:
         await sessions.open(wid)
     return raised.value
 
 
-def sessions_of(live: Live) -> Sessions:
-    return Sessions(live.gateway, live.arenas, live.clock)
+def sessions_of(live: Live) -> SessionUse:
+    return SessionUse(live.gateway, live.arenas, live.clock)
 
 
 def test_a_session_comes_back_as_it_was_made(tmp_path: Path) -> None:

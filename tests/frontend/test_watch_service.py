@@ -13,7 +13,7 @@ from tests.contract.stream import Stream, follow, position_id, until_streams_are
 from tests.harness import Service, poll
 from topics.core.names import owner_shard
 from topics.shm.control import ControlPage, Role
-from topics.shm.names import identity, shm_name
+from topics.shm.shm_names import identity, shm_name
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from topics.frontend.reads.catching_up import CatchingUp
 from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
 from topics.shm.cap import Counted
-from topics.shm.messages import Kind
+from topics.shm.messages import MessageKind
 
 NARROWED = {"other prefixes": "me:rw:elsewhere", "no scopes": "me:d", "gone": "another:rw"}
 
@@ -72,7 +72,7 @@ class Client:
 def appends(frontend: Frontend) -> list[int]:
     """Request ids of all writes that were sent to the shard."""
     peeked = frontend.hosting.shared.rings[0][0].requests.peek()
-    return [request_id for kind, request_id, _ in (messages.head(m) for m, _ in peeked) if kind == Kind.APPEND]
+    return [request_id for kind, request_id, _ in (messages.head(m) for m, _ in peeked) if kind == MessageKind.APPEND]
 
 
 @pytest.mark.parametrize("keys", NARROWED.values(), ids=NARROWED)

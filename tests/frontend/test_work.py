@@ -16,7 +16,7 @@ from topics.core.keys import KeyRing, parse_list
 from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.live.pulse import STALL_MAX_MS
 from topics.frontend.queues import work as module
-from topics.frontend.queues.queue import Jobs
+from topics.frontend.queues.queue_access import QueueAccess
 from topics.frontend.queues.work import WorkRoutes
 from topics.frontend.shards import gateway
 from topics.shm import messages
@@ -34,7 +34,7 @@ class Worker:
         limits = KeyLimits(KeyCounts(live.rig.shared.key_counts, 1, 0), settings)
         self.access = Access(KeyRing(parse_list(keys) if keys else ()), False, limits)
         places = Cap("sse_connections", 0, "sse_admitted", live.cell, [live.cell])
-        jobs = Jobs(live.gateway, live.reader, 1)
+        jobs = QueueAccess(live.gateway, live.reader, 1)
         self.routes = WorkRoutes(jobs, self.access, settings, places, live.cell, live.clock)
         self.wire = Wire()
         self.head_sent = asyncio.Event()

@@ -28,7 +28,7 @@ NOTICED_BY: Final[dict[str, Sequence[str]]] = {
         *("walshard/test_every_sync.py", "compactor/test_cut_failures.py", "compactor/test_durable_marks.py"),
     ),
     "compactor/rewriting.py": ("storage/test_every_sync.py",),
-    "compactor/segments.py": ("storage/test_every_sync.py", "walshard/test_every_sync.py"),
+    "compactor/segment_building.py": ("storage/test_every_sync.py", "walshard/test_every_sync.py"),
     "storage/filesystem.py": (
         *("storage/test_every_sync.py", "storage/test_txn_files.py", "storage/test_clock_file.py"),
         "storage/test_wal.py",
@@ -42,16 +42,16 @@ NOTICED_BY: Final[dict[str, Sequence[str]]] = {
     "storage/snapshot.py": ("storage/test_every_sync.py",),
     "storage/wal.py": ("storage/test_every_sync.py", "storage/test_wal.py", "storage/test_wal_faults.py"),
     "supervisor/listeners.py": ("supervisor/test_real_service.py",),
-    "walshard/handlers/checkpoints.py": ("walshard/test_every_sync.py",),
+    "walshard/handlers/segment_handover.py": ("walshard/test_every_sync.py",),
     "walshard/commit/logs.py": (
         "walshard/test_every_sync.py",
         "walshard/test_disk_faults.py",
         "walshard/test_shard.py",
     ),
-    "walshard/handlers/cursors.py": ("walshard/test_every_sync.py",),
+    "walshard/handlers/named_cursors.py": ("walshard/test_every_sync.py",),
     "walshard/commit/marks.py": ("walshard/test_every_sync.py", "walshard/test_ram_log.py"),
     "walshard/handlers/sinks.py": ("walshard/test_sinks.py",),
-    "walshard/handlers/topics.py": ("walshard/test_every_sync.py",),
+    "walshard/handlers/topic_calls.py": ("walshard/test_every_sync.py",),
     "walshard/routers/feeds.py": ("walshard/test_every_sync.py",),
     "walshard/routers/registrar.py": ("walshard/test_every_sync.py",),
 }

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from topics.shm import names
+from topics.shm import shm_names
 
 
 @pytest.fixture
@@ -13,4 +13,4 @@ def identity() -> Iterator[str]:
     """An identity of its own, whose objects are gone afterwards."""
     identity = secrets.token_hex(8)
     yield identity
-    names.unlink_all(identity)
+    shm_names.unlink_all(identity)

@@ -30,7 +30,7 @@ def test_append_round_trip(
         7, name.encode(), create, if_head_seq, key, config, laid_out.offset_len, laid_out.flags, laid_out.buffer
     )
     message = memoryview(b"".join(parts))
-    assert messages.head(message) == (messages.Kind.APPEND, 7, len(data))
+    assert messages.head(message) == (messages.MessageKind.APPEND, 7, len(data))
     request = append_messages.decode_append(message)
     assert (request.name, request.create, request.if_head_seq) == (name, create, if_head_seq)
     assert (request.key, request.config, request.count) == (key, config, len(data))

@@ -128,7 +128,7 @@ def test_who_looks_for_a_topic_does_not_wait_for_the_steps(identity: str) -> Non
 def test_the_location_ring_holds_what_was_appended_and_not_dropped(steps: list[tuple[int, int]]) -> None:
     from secrets import token_hex
 
-    from topics.shm import names
+    from topics.shm import shm_names
 
     identity = token_hex(8)
     try:
@@ -156,7 +156,7 @@ def test_the_location_ring_holds_what_was_appended_and_not_dropped(steps: list[t
             first_at_ts = next((s for s in range(view.base_seq, view.head_seq + 1) if rows[s][0] >= ts), None)
             assert reader.first_seq_at(view, ts) == (first_at_ts or view.head_seq + 1)
     finally:
-        names.unlink_all(identity)
+        shm_names.unlink_all(identity)
 
 
 def test_an_old_view_of_a_ring_that_moved_is_refused(identity: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from topics.shm.cap import Cap
 from topics.shm.control import Cell
 from topics.shm.memory import SharedObject, fence
-from topics.shm.names import shm_name
+from topics.shm.shm_names import shm_name
 
 PROCESSES = 3
 GRANTS = 1000

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.spark.errors import DataLossError
 from topics.spark.offsets import (
     NO_EPOCH,
     Gap,
@@ -23,6 +22,7 @@ from topics.spark.offsets import (
     split,
     to_json,
 )
+from topics.spark.spark_errors import DataLossError
 
 names = st.sampled_from(["a", "b", "c", "d"])
 marks = st.builds(Mark, st.integers(0, 50), st.sampled_from(["e1", "e2"]))

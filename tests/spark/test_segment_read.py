@@ -15,7 +15,7 @@ from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.spark.offsets import Gap, Range
 from topics.spark.options import Directories, ReadOptions, read_options
-from topics.spark.segments import ROWS_PER_BATCH, read_segment
+from topics.spark.segment_scan import ROWS_PER_BATCH, read_segment
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.segment_reader import SegmentReader

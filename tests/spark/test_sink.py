@@ -12,9 +12,9 @@ from pyspark.sql.types import StringType, StructField, StructType
 
 from tests.harness import Service
 from topics.client import Client, Record
-from topics.spark.errors import TopicsSparkError, plainly
 from topics.spark.sink import BatchWriter
 from topics.spark.source import TopicsDataSource
+from topics.spark.spark_errors import TopicsSparkError, plainly
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

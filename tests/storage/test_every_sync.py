@@ -25,7 +25,7 @@ from tests.storage.logs import (
 from tests.storage.segments import Record, make_segment
 from tests.storage.unsynced import UnsyncedFileSystem
 from topics.compactor.rewriting import rewrite
-from topics.compactor.segments import SealAt, SegmentAppender
+from topics.compactor.segment_building import SealAt, SegmentAppender
 from topics.core.segment_list import SEALED, SegmentInfo
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem

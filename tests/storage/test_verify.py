@@ -12,7 +12,7 @@ import pytest
 from tests.storage.faults import FaultyFileSystem
 from tests.storage.logs import TOPIC_ID, TS_MS, appends, commit, kill, open_writer, topic_create
 from tests.storage.segments import Record, logged, make_segment
-from topics.core.control_bodies import DeleteBody, MarkBody, encode_body
+from topics.core.control_bodies import DeleteFrameBody, MarkBody, encode_body
 from topics.core.floors import Floors
 from topics.core.fold import Fold
 from topics.core.location import LOCATION_DELETED
@@ -34,7 +34,7 @@ from topics.storage.segment_deletes import mark_deleted
 from topics.storage.segment_reader import SegmentReader
 from topics.storage.segment_writer import SegmentWriter
 from topics.storage.snapshot import decode_parts, encode_part, encode_parts, read_snapshot, save_snapshot
-from topics.storage.verify import Finding, Kind, NotADataDir, Report, verify
+from topics.storage.verify import DamageFinding, FileKind, NotADataDir, Report, verify
 
 SEALED = [Record(b'"a"', b"n", b"t"), Record(b'"b"', tag=b"u"), Record(b'"c"', tag=b"t", meta=b'{"k":1}')]
 ACTIVE = [Record(b'"d"'), Record(b'"e"', tag=b"v")]
@@ -50,7 +50,7 @@ def mark_frame(revision: int, head_seq: int, *segments: SegmentInfo) -> bytes:
 
 
 def delete_frame(revision: int) -> bytes:
-    body = encode_body(DeleteBody(0, encode_runs([2]), Floors(revision, 1, 1, 0, 1, MARK_SEQ - 1, 1)))
+    body = encode_body(DeleteFrameBody(0, encode_runs([2]), Floors(revision, 1, 1, 0, 1, MARK_SEQ - 1, 1)))
     return encode(FrameType.DELETE, 0, TOPIC_ID, MARK_SEQ, TS_MS, b"", b"", body)
 
 
@@ -139,7 +139,7 @@ def test_a_stopped_service_left_everything_in_order(data_dir: str) -> None:
 
 def test_any_flipped_bit_of_any_file_is_found(data_dir: str) -> None:
     """One bit of every byte of every file, each bit's turn; the file is named."""
-    kinds = {".log": Kind.LOG, "CURRENT": Kind.LOG, ".bin": Kind.SNAPSHOT, ".tags": Kind.POSTINGS}
+    kinds = {".log": FileKind.LOG, "CURRENT": FileKind.LOG, ".bin": FileKind.SNAPSHOT, ".tags": FileKind.POSTINGS}
     seen = set()
     flipped = 0
     for path in files(data_dir):
@@ -152,7 +152,7 @@ def test_any_flipped_bit_of_any_file_is_found(data_dir: str) -> None:
             flipped += 1
             place = f"{path}, byte {at} of {len(content)}"
             if report.damage:
-                assert kinds.get(ending, Kind.SEGMENT) in {finding.kind for finding in report.damage}, place
+                assert kinds.get(ending, FileKind.SEGMENT) in {finding.kind for finding in report.damage}, place
             else:
                 # Not told from a tail that was being written, or a CURRENT that was being replaced.
                 assert ending in (".log", "CURRENT"), place
@@ -186,14 +186,14 @@ def test_files_in_each_others_place_are_found(data_dir: str) -> None:
         path = topic_file(data_dir, len(SEALED) + 1, suffix)
         content = path.read_bytes()
         path.write_bytes(topic_file(data_dir, 1, suffix).read_bytes())
-        assert {finding.kind for finding in check(data_dir).damage} == {Kind.SEGMENT}
+        assert {finding.kind for finding in check(data_dir).damage} == {FileKind.SEGMENT}
         path.write_bytes(content)
     topic_file(data_dir, 1, "data").write_bytes(topic_file(data_dir, len(SEALED) + 1, "data").read_bytes())
     assert check(data_dir).damage
     topic_file(data_dir, 1, "data").write_bytes(other)
     write_postings(OsFileSystem(), layout.topic_dir(data_dir, TOPIC_ID), 1, 3, [(1, b"t"), (2, b"t"), (3, b"u")])
     (finding,) = check(data_dir).damage
-    assert (finding.kind, finding.path) == (Kind.POSTINGS, str(topic_file(data_dir, 1, "tags")))
+    assert (finding.kind, finding.path) == (FileKind.POSTINGS, str(topic_file(data_dir, 1, "tags")))
     write_postings(OsFileSystem(), layout.topic_dir(data_dir, TOPIC_ID), 1, 2, [])
     assert "is of 2 records from seq 1, the segment has 3 from 1" in check(data_dir).damage[0].reason
 
@@ -205,7 +205,7 @@ def test_damage_names_file_and_offset(data_dir: str) -> None:
     content[second + 30] ^= 1
     path.write_bytes(content)
     (finding,) = check(data_dir).damage
-    assert finding == Finding(Kind.SEGMENT, str(path), second, "checksum does not match")
+    assert finding == DamageFinding(FileKind.SEGMENT, str(path), second, "checksum does not match")
 
 
 def test_one_damaged_file_does_not_hide_another(data_dir: str) -> None:
@@ -214,7 +214,8 @@ def test_one_damaged_file_does_not_hide_another(data_dir: str) -> None:
     for path in paths:
         path.write_bytes(path.read_bytes()[:-1] + b"\x55")
     assert {(finding.kind, finding.path) for finding in check(data_dir).damage} == {
-        (kind, str(path)) for kind, path in zip((Kind.POSTINGS, Kind.SEGMENT, Kind.SNAPSHOT), paths, strict=True)
+        (kind, str(path))
+        for kind, path in zip((FileKind.POSTINGS, FileKind.SEGMENT, FileKind.SNAPSHOT), paths, strict=True)
     }
 
 
@@ -281,7 +282,7 @@ def test_a_sealed_segment_has_no_more_than_what_is_committed(data_dir: str) -> N
 
 def test_without_log_and_snapshot_a_segment_must_be_whole(data_dir: str) -> None:
     shutil.rmtree(layout.wal_dir(data_dir))
-    assert [finding.kind for finding in check(data_dir).damage] == [Kind.LOG]
+    assert [finding.kind for finding in check(data_dir).damage] == [FileKind.LOG]
     path = topic_file(data_dir, len(SEALED) + 1, "data")
     path.write_bytes(path.read_bytes() + b"more")
     assert [finding.path for finding in check(data_dir).damage[1:]] == [str(path)]
@@ -408,7 +409,7 @@ def test_an_index_of_before_a_deletion_is_found_though_nothing_else_repeats_it(c
     here.write_bytes(older)
     for look in (True, False):
         (finding,) = cold.check(look).damage
-        assert (finding.kind, finding.path) == (Kind.SEGMENT, str(here.parent))
+        assert (finding.kind, finding.path) == (FileKind.SEGMENT, str(here.parent))
         assert finding.reason.startswith("5 records live by its indexes and the log behind them, 4 by what the log")
     here.write_bytes(content[:16] + bytes([content[16] | LOCATION_DELETED]) + content[17:])
     assert cold.check(look=False).damage[0].reason.startswith("3 records live by its indexes")
@@ -423,7 +424,7 @@ def test_what_the_log_deletes_need_not_be_marked_yet(cold: Cold) -> None:
         FaultyFileSystem(), layout.wal_dir(cold.data_dir), recovery.end, identity=WalIdentity(0, 1, boot_id())
     )
     commit(writer, appends(MARK_SEQ + 1, [b"1", b"2", b"3"]))
-    body = DeleteBody(0, encode_runs([3, MARK_SEQ + 2]), Floors(4, 1, 1, 0, 1, MARK_SEQ, 1))
+    body = DeleteFrameBody(0, encode_runs([3, MARK_SEQ + 2]), Floors(4, 1, 1, 0, 1, MARK_SEQ, 1))
     commit(writer, encode(FrameType.DELETE, 0, TOPIC_ID, MARK_SEQ + 3, TS_MS, b"", b"", encode_body(body)))
     writer.close()
     assert cold.check().damage == []
@@ -483,7 +484,7 @@ def test_every_shard_has_its_log(tmp_path: Path) -> None:
     gone = layout.group_dir(data_dir, 1, 3)
     shutil.rmtree(gone)
     (finding,) = check(data_dir).damage
-    assert (finding.kind, finding.path) == (Kind.LOG, gone)
+    assert (finding.kind, finding.path) == (FileKind.LOG, gone)
 
 
 def test_nothing_is_changed_whatever_is_found(data_dir: str) -> None:
@@ -530,7 +531,7 @@ def test_a_directory_in_a_files_place_is_damage(data_dir: str) -> None:
     path = topic_file(data_dir, 1, "idx")
     path.unlink()
     path.mkdir()
-    assert [one.kind for one in check(data_dir).damage] == [Kind.UNREADABLE]
+    assert [one.kind for one in check(data_dir).damage] == [FileKind.UNREADABLE]
 
 
 def test_what_cannot_be_listed_does_not_end_the_check(data_dir: str) -> None:
@@ -541,8 +542,8 @@ def test_what_cannot_be_listed_does_not_end_the_check(data_dir: str) -> None:
         path.touch()
     report = check(data_dir)
     assert [(one.kind, one.path) for one in report.damage] == [
-        (Kind.UNREADABLE, str(in_the_way[1])),
-        (Kind.UNREADABLE, str(in_the_way[0])),
+        (FileKind.UNREADABLE, str(in_the_way[1])),
+        (FileKind.UNREADABLE, str(in_the_way[0])),
     ]
     assert report.segments == 2
 
@@ -550,4 +551,4 @@ def test_what_cannot_be_listed_does_not_end_the_check(data_dir: str) -> None:
 def test_a_snapshot_with_a_body_of_something_else(data_dir: str) -> None:
     save_snapshot(OsFileSystem(), data_dir, b"something else")
     first, *_ = check(data_dir).damage
-    assert (first.kind, first.path, first.offset) == (Kind.SNAPSHOT, layout.snapshot_path(data_dir, 3), 32)
+    assert (first.kind, first.path, first.offset) == (FileKind.SNAPSHOT, layout.snapshot_path(data_dir, 3), 32)

@@ -18,7 +18,7 @@ import pytest
 
 from tests.harness import clean_environment, poll
 from topics.core.clock import SystemClock
-from topics.shm import names
+from topics.shm import shm_names
 from topics.supervisor.status import ProcessStatus, Status, StatusReader
 
 START_DEADLINE_S = 30.0
@@ -126,7 +126,7 @@ class Service:
         return self.wait_exit()
 
     def shared_memory(self) -> list[str]:
-        return names.objects(names.identity(str(self.data_dir)))
+        return shm_names.objects(shm_names.identity(str(self.data_dir)))
 
 
 Start = Callable[..., Service]
@@ -149,4 +149,4 @@ def start(tmp_path: Path) -> Iterator[Start]:
             os.killpg(service.process.pid, signal.SIGKILL)  # its children are in its group, also without it
         service.process.wait()
         if service.data_dir.is_dir():
-            names.unlink_all(names.identity(str(service.data_dir)))
+            shm_names.unlink_all(shm_names.identity(str(service.data_dir)))

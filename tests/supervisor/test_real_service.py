@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.harness import COMMAND, START_DEADLINE_S, Service, is_running, poll
-from topics.shm import names
+from topics.shm import shm_names
 from topics.shm.control import ControlPage, Role
 from topics.storage.clock_file import read_clock, write_clock
 from topics.storage.filesystem import OsFileSystem
@@ -134,7 +134,7 @@ def test_a_process_that_starts_again_knows_the_clock_that_its_former_life_truste
     service.shards = service.frontends = 1
     service.start()
     service.client.put("/v0/topics/t", json={"ttl_ms": 1}).raise_for_status()
-    control = ControlPage.attach(names.shm_name(names.identity(str(service.data_dir)), "control"))
+    control = ControlPage.attach(shm_names.shm_name(shm_names.identity(str(service.data_dir)), "control"))
     for role in (Role.FRONTEND, Role.WALSHARD):
         cell = control.cell(role, 0)
         poll("the clock to be looked at", lambda: cell.clock_offset_ms is not None)  # noqa: B023
@@ -168,7 +168,7 @@ def test_a_service_that_starts_again_knows_the_clock_that_the_former_one_trusted
     service.shards = service.frontends = 1
     service.start()
     service.client.put("/v0/topics/t", json={"ttl_ms": 1}).raise_for_status()
-    control = ControlPage.attach(names.shm_name(names.identity(str(service.data_dir)), "control"))
+    control = ControlPage.attach(shm_names.shm_name(shm_names.identity(str(service.data_dir)), "control"))
     shard = control.cell(Role.WALSHARD, 0)
     poll("the clock to be looked at", lambda: shard.clock_offset_ms is not None)
     service.stop()

@@ -16,7 +16,7 @@ from tests.supervisor.conftest import Start
 from topics.settings import Settings, load
 from topics.shm.instance import SharedMemory
 from topics.storage.lock import DataDirLock
-from topics.supervisor.check import Finding, check, open_files_shortage, shared_memory_shortage
+from topics.supervisor.check import CheckFinding, check, open_files_shortage, shared_memory_shortage
 from topics.supervisor.listeners import AddressError, listen, listen_for, port_of
 
 
@@ -164,7 +164,7 @@ def test_check_of_a_data_dir_below_a_file(tmp_path: Path) -> None:
     assert finding.problem == f"{tmp_path}/file is not a directory; choose another TOPICS_DATA_DIR"
 
 
-def of_cold(settings: Settings) -> Finding:
+def of_cold(settings: Settings) -> CheckFinding:
     (finding,) = (finding for finding in check(settings) if finding.subject.startswith("cold directory"))
     return finding
 
@@ -173,7 +173,7 @@ def test_check_looks_at_the_cold_directory(tmp_path: Path) -> None:
     """And makes nothing; `run` would start in any case, but nothing could go there."""
     cold = tmp_path / "cold"
     both = settings(tmp_path, cold_dir=str(cold))
-    assert of_cold(both) == Finding(f"cold directory {cold}, on the device of the data directory", None)
+    assert of_cold(both) == CheckFinding(f"cold directory {cold}, on the device of the data directory", None)
     assert list(tmp_path.iterdir()) == []
     assert of_cold(settings(tmp_path, cold_dir="/dev/shm/none")).subject.endswith(", on a device of its own")
     cold.write_text("")

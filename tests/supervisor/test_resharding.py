@@ -11,7 +11,7 @@ import pytest
 
 from topics.setting_values import MIB
 from topics.settings import Settings, load
-from topics.shm import names
+from topics.shm import shm_names
 from topics.shm.control import EXIT_REFUSED
 from topics.shm.instance import SharedMemory
 from topics.storage import layout
@@ -23,7 +23,7 @@ from topics.supervisor import resharding
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[SharedMemory]:
-    made = SharedMemory.create(names.identity(str(tmp_path)), shards=2, frontends=1, ring_bytes=64 * 1024)
+    made = SharedMemory.create(shm_names.identity(str(tmp_path)), shards=2, frontends=1, ring_bytes=64 * 1024)
     yield made
     made.destroy()
 

@@ -15,7 +15,7 @@ import pytest
 from tests.harness import COMMAND, clean_environment, poll
 from tests.supervisor.conftest import Service, Start
 from topics.core.clock import SystemClock
-from topics.shm import names
+from topics.shm import shm_names
 from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role
 from topics.storage.lock import DataDirLock
 from topics.supervisor.status import StatusReader, render
@@ -47,7 +47,7 @@ def command(*arguments: str, data_dir: Path) -> subprocess.CompletedProcess[str]
 
 
 def control_page(service: Service) -> ControlPage:
-    return ControlPage.attach(names.shm_name(names.identity(str(service.data_dir)), "control"))
+    return ControlPage.attach(shm_names.shm_name(shm_names.identity(str(service.data_dir)), "control"))
 
 
 def test_nothing_runs(tmp_path: Path) -> None:
@@ -129,8 +129,8 @@ def test_a_killed_process_the_supervisor_cannot_see_yet(start: Start) -> None:
 def page(tmp_path: Path) -> Iterator[ControlPage]:
     """The control page of a service whose processes are all this one; its lock is held."""
     lock = DataDirLock.acquire(str(tmp_path))
-    identity = names.identity(str(tmp_path))
-    page = ControlPage.create(names.shm_name(identity, "control"), shards=1, frontends=1)
+    identity = shm_names.identity(str(tmp_path))
+    page = ControlPage.create(shm_names.shm_name(identity, "control"), shards=1, frontends=1)
     page.header.set("state", ProcessState.READY)
     for role in ROLES:
         cell = page.cell(role, 0)
@@ -139,7 +139,7 @@ def page(tmp_path: Path) -> Iterator[ControlPage]:
         cell.set("pid", os.getpid())
         cell.set("state", ProcessState.READY)
     yield page
-    names.unlink_all(identity)
+    shm_names.unlink_all(identity)
     lock.release()
 
 

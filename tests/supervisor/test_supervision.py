@@ -11,7 +11,7 @@ import pytest
 
 from tests.harness import is_running, poll
 from tests.supervisor.conftest import Service, Start
-from topics.shm import names
+from topics.shm import shm_names
 from topics.storage.lock import holder_pid
 
 GRACE_MS = 400
@@ -242,8 +242,8 @@ def test_without_its_supervisor_nothing_goes_on_and_the_next_start_works(start: 
     stopped = [line for line in service.journal() if line.endswith("stopping")]
     assert len(stopped) == 5  # asked to, not torn down
     assert service.shared_memory() != []
-    leftover = f"topics-{names.identity(str(service.data_dir))}-from-another-life"
-    with open(f"{names.SHM_ROOT}/{leftover}", "w") as file:
+    leftover = f"topics-{shm_names.identity(str(service.data_dir))}-from-another-life"
+    with open(f"{shm_names.SHM_ROOT}/{leftover}", "w") as file:
         file.write("stale")
 
     again = start(data_dir=service.data_dir)

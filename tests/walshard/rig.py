@@ -12,12 +12,12 @@ from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
 from topics.settings import Settings
 from topics.settings import load as load_settings
-from topics.shm import append_messages, messages, names
+from topics.shm import append_messages, messages, shm_names
 from topics.shm.append_messages import AppendReply, JobAttributes
 from topics.shm.arena import ArenaReader, TopicView
 from topics.shm.control import Role
 from topics.shm.instance import SharedMemory
-from topics.shm.messages import Call, Kind
+from topics.shm.messages import Call, MessageKind
 from topics.shm.queue_messages import Dealt
 from topics.shm.ring import Ring
 from topics.shm.router_board import RouterBoard
@@ -25,7 +25,7 @@ from topics.shm.topic_messages import DeleteRecords, PutTopicReply
 from topics.storage.filesystem import FileSystem
 from topics.storage.frame import HEADER, HEADER_LEN, lay_out
 from topics.storage.layout import group_dir, log_path, ram_group_dir
-from topics.walshard.commit.outbox import Outbox
+from topics.walshard.commit.shard_rings import ShardRings
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.setup import Helpers, Parts, set_up
 from topics.walshard.shard import Shard
@@ -111,7 +111,7 @@ class Rig:
 
     def _recover(self, number: int) -> Parts:
         self.cell = self.shared.control.cell(Role.WALSHARD, number)
-        self.outbox = Outbox(self.shared, number)
+        self.outbox = ShardRings(self.shared, number)
         inline = Inline()
         parts = set_up(
             self.settings, self.shared, number, self.outbox, self.cell, self.clock, self.fs, Helpers(inline, inline)
@@ -145,7 +145,7 @@ class Rig:
         if isinstance(self.fs, FaultyFileSystem):
             # Lives that were killed have closed nothing; a process takes its descriptors with it.
             self.fs.bury()
-        names.unlink_all(self.identity)
+        shm_names.unlink_all(self.identity)
 
     # -- the frontend's side
 
@@ -198,21 +198,21 @@ class Rig:
             if request_id in self.replies:
                 # As a frontend does: a second answer (the shard died before it freed the request) is dropped.
                 # It must say the same.
-                if kind == Kind.APPEND:
+                if kind == MessageKind.APPEND:
                     again = append_messages.decode_append_reply(message)
                     assert again.first_seq == self.replies[request_id].first_seq
                 ring.consume(position)
                 continue
             match kind:
-                case Kind.APPEND:
+                case MessageKind.APPEND:
                     self.replies[request_id] = append_messages.decode_append_reply(message)
-                case Kind.CALL:
+                case MessageKind.CALL:
                     self.replies[request_id] = messages.decode_reply(message)
-                case Kind.ERROR:
+                case MessageKind.ERROR:
                     self.replies[request_id] = messages.decode_error(message)
-                case Kind.NOTIFY:
+                case MessageKind.NOTIFY:
                     self.notices += messages.decode_notify(message)
-                case Kind.DEALT:
+                case MessageKind.DEALT:
                     self.dealt.append(messages.decode_dealt(message))
             ring.consume(position)
 

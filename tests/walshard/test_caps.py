@@ -18,7 +18,7 @@ from topics.core.errors import TopicsError
 from topics.shm.arena import ArenaReader
 from topics.shm.control import CELL_WORDS, HELD_FIELDS, ProcessCell, Role
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, PutTopic, SessionClose, SessionOpen, SessionPut
-from topics.walshard.handlers.sessions import SESSION_TTL_MS
+from topics.walshard.handlers.watch_sessions import SESSION_TTL_MS
 
 MakeRig = Callable[..., Rig]
 RECORD_BYTES = 54

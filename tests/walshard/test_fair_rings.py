@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from topics.shm import messages, names
+from topics.shm import messages, shm_names
 from topics.shm.instance import SharedMemory
 from topics.shm.topic_messages import DeleteTopic
-from topics.walshard.commit import outbox as module
-from topics.walshard.commit.outbox import Outbox
+from topics.walshard.commit import shard_rings as module
+from topics.walshard.commit.shard_rings import ShardRings
 
 FRONTENDS = 3
 COMPACTOR = FRONTENDS
@@ -23,7 +23,7 @@ class Rings:
 
     def __init__(self, identity: str) -> None:
         self.shared = SharedMemory.create(identity, 1, FRONTENDS, 1 << 16)
-        self.outbox = Outbox(self.shared, 0)
+        self.outbox = ShardRings(self.shared, 0)
         self.last_id = 0
 
     def push(self, peer: int, count: int, name: str = "t") -> None:
@@ -46,7 +46,7 @@ def rings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rings]:
     monkeypatch.setattr(module, "REQUESTS_PER_GROUP_MAX", GROUP)
     identity = secrets.token_hex(8)
     yield Rings(identity)
-    names.unlink_all(identity)
+    shm_names.unlink_all(identity)
 
 
 def test_a_ring_that_is_never_empty_starves_nobody(rings: Rings) -> None:

@@ -13,7 +13,7 @@ from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.shm.topic_messages import DeleteRecords, PutTopic
 from topics.storage import layout
-from topics.walshard.commit.draft import Draft, Operation
+from topics.walshard.commit.draft import Draft, LogWrite
 from topics.walshard.commit.marks import floor_frame
 
 TTL_MS = 10_000
@@ -123,7 +123,7 @@ def test_a_log_that_says_less_than_nothing_is_counted_anew(compaction: Compactio
     def committed(_file_no: int, _offset: int) -> None:
         hosted.topic.revision = floors.revision
 
-    draft = Draft([Operation([entry], committed)], floors_of=[hosted.topic.id])
+    draft = Draft([LogWrite([entry], committed)], floors_of=[hosted.topic.id])
     rig.parts.commits.commit(draft)
     assert draft.committed
     if place == "snapshot":

@@ -24,7 +24,7 @@ from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.core.job import Phase
+from topics.core.job import JobPhase
 from topics.core.jobs import CARRY_MS, Leases
 from topics.shm.append_messages import AppendReply
 from topics.shm.arena import TopicView
@@ -108,21 +108,21 @@ def check_machine(rig: Rig) -> Leases:
     assert done <= live
     assert leases.done.count == len(done)
     assert leases._jobs.keys() <= live - done
-    of: dict[Phase, set[int]] = {phase: set() for phase in Phase}
+    of: dict[JobPhase, set[int]] = {phase: set() for phase in JobPhase}
     for seq, job in leases._jobs.items():
         of[job.phase].add(seq)
-    assert leases._counts == [len(of[phase]) for phase in Phase]
+    assert leases._counts == [len(of[phase]) for phase in JobPhase]
     fresh = live - done - leases._jobs.keys()
-    assert leases.ready == len(fresh) + len(of[Phase.READY]) + len(of[Phase.RETURNED])
+    assert leases.ready == len(fresh) + len(of[JobPhase.READY]) + len(of[JobPhase.RETURNED])
     assert all(seq >= leases._fresh_seq for seq in fresh)
-    assert of[Phase.READY] <= set(leases._ready)
-    assert of[Phase.RETURNED] <= set(leases._returned)
+    assert of[JobPhase.READY] <= set(leases._ready)
+    assert of[JobPhase.RETURNED] <= set(leases._returned)
     assert len(set(leases._returned)) == len(leases._returned), "it would be handed out twice"
-    due = {(leases._jobs[seq].due_ms, seq) for seq in of[Phase.LEASED] | of[Phase.DELAYED] | of[Phase.HELD]}
+    due = {(leases._jobs[seq].due_ms, seq) for seq in of[JobPhase.LEASED] | of[JobPhase.DELAYED] | of[JobPhase.HELD]}
     assert due <= set(leases._due)
     held = {(seq, job.holder) for seq, job in leases._jobs.items() if job.holder is not None}
     assert held == {(seq, holder) for holder, seqs in leases._holders.items() for seq in seqs}
-    assert all(leases._jobs[seq].holder is not None for seq in of[Phase.HELD]), "no group is under way"
+    assert all(leases._jobs[seq].holder is not None for seq in of[JobPhase.HELD]), "no group is under way"
     return leases
 
 
@@ -377,11 +377,11 @@ class Groups(RuleBasedStateMachine):
             if entry is None:
                 continue
             job.deliver_at_ms, job.order_key, job.deliveries = entry.deliver_at_ms, entry.order_key, entry.deliveries
-            if entry.phase in (Phase.LEASED, Phase.DELAYED, Phase.HELD):
+            if entry.phase in (JobPhase.LEASED, JobPhase.DELAYED, JobPhase.HELD):
                 job.until_ms = entry.due_ms
-            if entry.phase == Phase.HELD:
+            if entry.phase == JobPhase.HELD:
                 job.carried = True
-            elif entry.phase == Phase.LEASED:
+            elif entry.phase == JobPhase.LEASED:
                 job.node, job.lease_no = entry.node, entry.lease_no
                 job.stream = entry.holder[1] if entry.holder is not None else 0
         self.model.buried = leases.dead_lettered

@@ -15,7 +15,6 @@ from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.shm.arena import TopicView
 from topics.shm.control import Role
-from topics.shm.names import SHM_ROOT
 from topics.shm.queue_messages import (
     Ack,
     AckReply,
@@ -36,6 +35,7 @@ from topics.shm.queue_messages import (
     WorkClose,
     WorkOpen,
 )
+from topics.shm.shm_names import SHM_ROOT
 from topics.shm.topic_messages import DeleteTopic, Hello, PutTopic
 from topics.storage.layout import list_log_files, ram_group_dir
 

@@ -330,7 +330,7 @@ def test_an_answer_too_long_for_the_ring_goes_by_reference(rig: Rig) -> None:
     while rig.shard.step():
         pass
     ((message, position),) = replies.peek()
-    assert messages.head(message)[:2] == (messages.Kind.CALL | messages.BY_REFERENCE, request_id)
+    assert messages.head(message)[:2] == (messages.MessageKind.CALL | messages.BY_REFERENCE, request_id)
     with open(messages.decode_reference(message), "rb") as file:
         reply = messages.decode_reply(memoryview(file.read()))
     assert reply == SessionOpenReply(b"x" * replies.message_max_bytes, None, True)
@@ -346,8 +346,8 @@ def test_a_request_by_reference(rig: Rig, tmp_path: object) -> None:
     with open(spill, "wb") as file:
         file.writelines(parts)
     ring = rig.shared.rings[0][0].requests
-    assert ring.push(*messages.encode_reference(messages.Kind.APPEND, 99, spill))
-    assert ring.push(*messages.encode_reference(messages.Kind.APPEND, 100, spill + "-gone"))
+    assert ring.push(*messages.encode_reference(messages.MessageKind.APPEND, 99, spill))
+    assert ring.push(*messages.encode_reference(messages.MessageKind.APPEND, 100, spill + "-gone"))
     assert rig.answer(99).first_seq == 1
     assert refusal(rig, 100).code == "shard_unavailable"
     assert rig.read("t") == [(1, b"1" * 500_000)]

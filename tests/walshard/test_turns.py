@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from topics.walshard.routers.turns import Turns
+from topics.walshard.routers.turns import FeedTurns
 
 
-def taken(turns: Turns) -> list[int]:
+def taken(turns: FeedTurns) -> list[int]:
     found = []
     while turns:
         found.append(turns.take())
@@ -13,7 +13,7 @@ def taken(turns: Turns) -> list[int]:
 
 
 def test_first_come_first_served_and_each_once() -> None:
-    turns = Turns()
+    turns = FeedTurns()
     assert not turns
     for dest_id in (3, 1, 3, 2):
         turns.give(dest_id)
@@ -23,7 +23,7 @@ def test_first_come_first_served_and_each_once() -> None:
 
 
 def test_who_waits_has_no_turn_before_its_time() -> None:
-    turns = Turns()
+    turns = FeedTurns()
     turns.give(1)
     turns.wait(1, until_ms=50)
     turns.wait(2, until_ms=40)
@@ -39,7 +39,7 @@ def test_who_waits_has_no_turn_before_its_time() -> None:
 
 
 def test_waking_is_for_those_that_wait() -> None:
-    turns = Turns()
+    turns = FeedTurns()
     turns.wake(1)
     assert not turns
     turns.wait(1, until_ms=1000)

@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import Final
 
-from topics.cli import service
-from topics.cli.service import EXIT_REFUSED, UsageError, print_answer, say
+from topics.cli import shared
+from topics.cli.shared import EXIT_REFUSED, UsageError, print_answer, say
 from topics.client import Client, NotAllowedError
 
 _EXAMPLES: Final = """  topics delete orders --before 1000
@@ -21,9 +21,9 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "Delete records of a topic, or all of it: at once and for good, without a tombstone. On a terminal it asks "
         "before, unless --yes. What went is printed as JSON. With --before and --match records have to fit both."
     )
-    service.fill(parser, "delete", _delete, about=about, examples=_EXAMPLES)
+    shared.fill(parser, "delete", _delete, about=about, examples=_EXAMPLES)
     parser.add_argument("topic", metavar="TOPIC")
-    parser.add_argument("--before", dest="before_seq", metavar="SEQ", type=service.whole, help="records below this seq")
+    parser.add_argument("--before", dest="before_seq", metavar="SEQ", type=shared.whole, help="records below this seq")
     parser.add_argument(
         "--match",
         metavar="GLOB",

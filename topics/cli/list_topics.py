@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from topics.cli import service
-from topics.cli.service import print_answer, put
+from topics.cli import shared
+from topics.cli.shared import print_answer, put
 from topics.client import Client, NotFoundError, TopicState
 
 AT_ONCE: Final = 4
@@ -26,7 +26,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "The topics whose names begin with PREFIX, by name: type, durability class, live records and their bytes, "
         "head_seq, and the seq of the oldest live record."
     )
-    service.fill(parser, "list", _list, about=about, examples=_EXAMPLES)
+    shared.fill(parser, "list", _list, about=about, examples=_EXAMPLES)
     parser.add_argument("prefix", metavar="PREFIX", nargs="?", default="", help="all topics unless given")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="NDJSON, with the whole configuration of each")

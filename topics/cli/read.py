@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from topics.cli import service
-from topics.cli.service import RecordPrinter
+from topics.cli import shared
+from topics.cli.shared import RecordPrinter
 from topics.client import Client, Page
 
 PAGE_MAX_RECORDS: Final = 1000
@@ -23,14 +23,14 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "Print the records of a topic as NDJSON, up to its head. Records that are gone without anybody having deleted "
         'them are a line {"tombstone": {"gap_from", "gap_to", "reason", …}}, and the exit code is 5.'
     )
-    service.fill(parser, "read", _read, about=about, examples=_EXAMPLES)
+    shared.fill(parser, "read", _read, about=about, examples=_EXAMPLES)
     parser.add_argument("topic", metavar="TOPIC")
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
         "--from",
         dest="from_seq",
         metavar="SEQ",
-        type=service.whole,
+        type=shared.whole,
         default=0,
         help="only what comes after this seq: the last one you have (0)",
     )
@@ -41,7 +41,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
         help="only what was written at this time or later: ms since the epoch, or like 2026-03-01T12:00:00+01:00, "
         "which is UTC unless it says otherwise",
     )
-    parser.add_argument("--limit", metavar="N", type=service.positive, help="no more than so many records")
+    parser.add_argument("--limit", metavar="N", type=shared.positive, help="no more than so many records")
     parser.add_argument(
         "--until-head", action="store_true", help="end at the head as it is now, however much is being written"
     )

@@ -10,9 +10,9 @@ import threading
 from collections import deque
 from typing import Final
 
-from topics.cli import service
+from topics.cli import shared
 from topics.cli.read import read_pages
-from topics.cli.service import RecordPrinter, say
+from topics.cli.shared import RecordPrinter, say
 from topics.client import Client, Record, Tombstone, TopicGone
 
 EXIT_BROKEN_PIPE: Final = 141
@@ -29,9 +29,9 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "disconnect, each once and in order. With several topics each line begins with its topic. A gap is a "
         'line {"tombstone": …}, and the exit code is 5.'
     )
-    service.fill(parser, "tail", _tail, about=about, examples=_EXAMPLES)
+    shared.fill(parser, "tail", _tail, about=about, examples=_EXAMPLES)
     parser.add_argument("topics", metavar="TOPIC", nargs="+")
-    parser.add_argument("-n", dest="count", metavar="N", type=service.whole, default=10, help="how many (%(default)s)")
+    parser.add_argument("-n", dest="count", metavar="N", type=shared.whole, default=10, help="how many (%(default)s)")
     parser.add_argument("-f", "--follow", action="store_true", help="go on with what is written, until Ctrl-C")
     parser.add_argument(
         "--data-only", action="store_true", help="only the `data` of each record; tombstones go to stderr"

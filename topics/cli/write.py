@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import msgspec
 
-from topics.cli import service
-from topics.cli.service import BadLineError, Batch, UsageError, print_line, say, stdin_batches
+from topics.cli import shared
+from topics.cli.shared import BadLineError, LineBatch, UsageError, print_line, say, stdin_batches
 from topics.client import ApiError, Client, ClientError, NewRecord, ServiceBusyError
 
 BATCH_MAX_BYTES: Final = 1 << 20
@@ -55,7 +55,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
         'value, kept byte for byte. What was written is the last line, {"first_seq", "last_seq", "count"}, also when '
         "it ends early. A write that is not answered is repeated and committed once."
     )
-    service.fill(parser, "write", _write, about=about, examples=_EXAMPLES)
+    shared.fill(parser, "write", _write, about=about, examples=_EXAMPLES)
     parser.add_argument("topic", metavar="TOPIC")
     parser.add_argument(
         "--records",
@@ -87,14 +87,14 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-records",
         metavar="N",
-        type=service.positive,
+        type=shared.positive,
         default=1000,
         help=f"the most records of one write (%(default)s; {BATCH_MAX_RECORDS} unless the service is set otherwise)",
     )
     parser.add_argument(
         "--delay-ms",
         metavar="MS",
-        type=service.not_negative,
+        type=shared.not_negative,
         default=50.0,
         help="how long a line may wait for others to go with it (%(default)g)",
     )
@@ -138,11 +138,11 @@ class _Writing:
         self._count = 0
         self._deduped = 0
         self._lines_done = 0
-        self._under_way: Batch | None = None
+        self._under_way: LineBatch | None = None
         self._class_checked = False
         self.progress = _Progress()
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: LineBatch) -> None:
         """BadLineError after the lines before it were written."""
         try:
             records = parse(batch, whole_records=self._options.records, tag=self._options.tag)
@@ -156,7 +156,7 @@ class _Writing:
             self._under_way = None
         self._lines_done = batch.last
 
-    def _append(self, records: list[NewRecord], batch: Batch) -> None:
+    def _append(self, records: list[NewRecord], batch: LineBatch) -> None:
         field = self._options.key_of
         written = self._client.append(
             self._options.topic,
@@ -202,7 +202,7 @@ def is_certain(error: BaseException) -> bool:
     return isinstance(error, BadLineError)
 
 
-def parse(batch: Batch, *, whole_records: bool, tag: str | None = None) -> list[NewRecord]:
+def parse(batch: LineBatch, *, whole_records: bool, tag: str | None = None) -> list[NewRecord]:
     """The records of a batch; BadLineError for the first that is none."""
     texts = batch.texts()
     try:
@@ -215,7 +215,7 @@ def parse(batch: Batch, *, whole_records: bool, tag: str | None = None) -> list[
         raise _first_bad(batch, whole_records) from None
 
 
-def _first_bad(batch: Batch, whole_records: bool) -> BadLineError:
+def _first_bad(batch: LineBatch, whole_records: bool) -> BadLineError:
     for number, line in enumerate(batch.lines, batch.first):
         text = line.strip(b" \t\r")
         if not text:
@@ -247,7 +247,7 @@ def _new_record(line: Line, tag: str | None) -> NewRecord:
     )
 
 
-def key_of(record: NewRecord, field: str, batch: Batch) -> str:
+def key_of(record: NewRecord, field: str, batch: LineBatch) -> str:
     """The idempotency key that a record brings along: a text, or a number as it is spelled."""
     data = bytes(record.data)
     try:

@@ -28,7 +28,7 @@ from topics.client.errors import (
     TopicFullError,
     UnreachableError,
 )
-from topics.client.following import TopicGone
+from topics.client.follow import TopicGone
 from topics.client.queue import AsyncJob, AsyncQueue, Job, Queue
 from topics.client.seen import SeenJobs
 from topics.client.shift import Backoff

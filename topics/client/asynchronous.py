@@ -17,7 +17,7 @@ from topics.client.calls import Call
 from topics.client.commands import AsyncCursor, Commands
 from topics.client.connection import http_options, may_have_left, refused_stream
 from topics.client.errors import NotFoundError
-from topics.client.following import SILENCE_MAX_S, Following, TopicGone
+from topics.client.follow import SILENCE_MAX_S, Following, TopicGone
 from topics.client.queue import AsyncQueue
 from topics.client.walks import Item, Tombstones, Walk
 

@@ -44,7 +44,7 @@ class Call(msgspec.Struct, Generic[T_co], frozen=True):
             raise ServiceFaultError(200, "unknown", message, {}) from None
 
 
-class Held(Protocol):
+class LeasedJob(Protocol):
     """A job that can be settled: by its seq and, as the fence, the lease it was claimed under."""
 
     @property
@@ -198,7 +198,7 @@ def claim(topic: str, node: str, max_jobs: int = 1, lease_ms: int | None = None)
     return _call("POST", path_of("topics", topic, "claim"), answers.ClaimAnswer, body, repeatable=False)
 
 
-def ack(topic: str, node: str, jobs: Sequence[Held], *, repeatable: bool = False) -> Call[list[int]]:
+def ack(topic: str, node: str, jobs: Sequence[LeasedJob], *, repeatable: bool = False) -> Call[list[int]]:
     """Claimed jobs are done; returns the seqs that were no longer leased. To a repeat those are missing that the first
     attempt settled.
     """
@@ -206,13 +206,13 @@ def ack(topic: str, node: str, jobs: Sequence[Held], *, repeatable: bool = False
 
 
 def nack(
-    topic: str, node: str, jobs: Sequence[Held], delay_ms: int = 0, *, repeatable: bool = False
+    topic: str, node: str, jobs: Sequence[LeasedJob], delay_ms: int = 0, *, repeatable: bool = False
 ) -> Call[list[int]]:
     """Gives claimed jobs back, to be delivered again after `delay_ms`; returns the seqs that were no longer leased."""
     return _settle("nack", topic, requests.NackBody(node, *_fenced(jobs), delay_ms), repeatable)
 
 
-def extend(topic: str, node: str, jobs: Sequence[Held], *, lease_ms: int) -> Call[list[int]]:
+def extend(topic: str, node: str, jobs: Sequence[LeasedJob], *, lease_ms: int) -> Call[list[int]]:
     """Leases last until now + `lease_ms`; returns the seqs that were no longer leased."""
     return _settle("extend", topic, requests.ExtendBody(node, *_fenced(jobs), lease_ms=lease_ms), True)
 
@@ -232,7 +232,7 @@ def redrive(topic: str, dead_letter: str, max_jobs: int = 1000, from_seq: int = 
     return _call("POST", path_of("topics", topic, "redrive"), answers.RedriveAnswer, body, repeatable=False)
 
 
-def _fenced(jobs: Sequence[Held]) -> tuple[list[int], list[str]]:
+def _fenced(jobs: Sequence[LeasedJob]) -> tuple[list[int], list[str]]:
     return [job.seq for job in jobs], [job.lease_id for job in jobs]
 
 

@@ -18,7 +18,7 @@ from topics.client.calls import Call
 from topics.client.commands import AsyncService, Caller, QueueCommands
 from topics.client.errors import ClientError, LeaseLostError
 from topics.client.loop_thread import LoopThread
-from topics.client.shift import Backoff, Leased, Shift
+from topics.client.shift import Backoff, Shift, StreamedJob
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ LEASE_MS: Final = 30_000
 class _Job:
     """What both kinds of job have in common."""
 
-    def __init__(self, leased: Leased, topic: str, shift: Shift) -> None:
+    def __init__(self, leased: StreamedJob, topic: str, shift: Shift) -> None:
         self._leased = leased
         self.claimed = leased.job
         self.topic = topic

@@ -70,7 +70,7 @@ def extend_patience_s(lease_ms: int) -> float:
     return min(every_s, max(EXTEND_PATIENCE_S, every_s / 4))
 
 
-class Leased(NamedTuple):
+class StreamedJob(NamedTuple):
     """A job as it came over a stream. `epoch` is the instance of its topic: with it a seq names it for ever."""
 
     job: JobAnswer
@@ -91,7 +91,7 @@ class Shift:
         self._extend_every_s = extend_every_s(lease_ms)
         self._extend_patience_s = extend_patience_s(lease_ms)
         self._backoff = backoff
-        self._waiting: deque[Leased] = deque()
+        self._waiting: deque[StreamedJob] = deque()
         self._held: dict[int, JobAnswer] = {}
         """Seq → job: leased to us, settled by nobody yet, `_waiting` ones included."""
         self._acks = Acks(topic, self._ack)
@@ -130,7 +130,7 @@ class Shift:
         self._stopping = True
         self._news.set()
 
-    async def next(self) -> Leased | None:
+    async def next(self) -> StreamedJob | None:
         """The next job, as soon as there is one; None once the shift is to end. Raises what ended the stream for
         good: an ApiError, or UnreachableError when no service was ever reached.
         """
@@ -253,7 +253,7 @@ class Shift:
                 if event.event == "job":
                     job = _job(event.data)
                     self._held[job.seq] = job
-                    self._waiting.append(Leased(job, epoch))
+                    self._waiting.append(StreamedJob(job, epoch))
                     self._dealt.set()
                     self._news.set()
 

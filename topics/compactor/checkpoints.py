@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from topics.compactor.follower import Follower, MarkedIndex
-from topics.compactor.segments import NO_ROOM, BufferOf, LogBuffers, SealAt, SegmentAppender
+from topics.compactor.segment_building import NO_ROOM, BufferOf, LogBuffers, SealAt, SegmentAppender
 from topics.core.backoff import doubled_ms
 from topics.core.clock import Clock
 from topics.core.errors import TopicsError

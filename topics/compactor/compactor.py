@@ -28,7 +28,7 @@ from topics.compactor.leftovers import Leftovers, Swept, TopicFiles
 from topics.compactor.life import Life
 from topics.compactor.relocation import Relocation
 from topics.compactor.rewriting import Rewriting
-from topics.compactor.segments import NO_ROOM, LogBuffers
+from topics.compactor.segment_building import NO_ROOM, LogBuffers
 from topics.compactor.snapshots import Snapshots
 from topics.core.backoff import doubled_ms
 from topics.core.errors import TopicsError

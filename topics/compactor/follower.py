@@ -24,8 +24,8 @@ from topics.shm.arena import ArenaReader, TopicView
 from topics.shm.asks import Asks, ReplyT
 from topics.shm.control import Role, log_bytes
 from topics.shm.instance import SharedMemory
-from topics.shm.messages import Kind
-from topics.shm.names import SHM_ROOT
+from topics.shm.messages import MessageKind
+from topics.shm.shm_names import SHM_ROOT
 from topics.storage import layout
 from topics.storage.frame import Bytes, FrameType
 from topics.storage.frame_columns import scan_columns
@@ -81,7 +81,7 @@ class ShardLink:
         spilled = sum(map(len, parts)) > self._requests.message_max_bytes
         if spilled:
             self._spill(parts)
-            parts = messages.encode_reference(Kind.CALL, request_id, self._spill_path)
+            parts = messages.encode_reference(MessageKind.CALL, request_id, self._spill_path)
         while not self._requests.push(*parts):
             self.take_notices()
             self._wait()
@@ -118,10 +118,10 @@ class ShardLink:
             # Others are notices, answers to a former life, or second answers of a restarted shard.
             if not answered_id or answered_id != request_id or found is not None:
                 continue
-            if kind == Kind.ERROR:
+            if kind == MessageKind.ERROR:
                 found = messages.decode_error(message)
             else:
-                assert kind == Kind.CALL, kind
+                assert kind == MessageKind.CALL, kind
                 found = messages.decode_reply(message)
         self._replies.consume(position)
         return found

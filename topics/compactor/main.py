@@ -17,7 +17,7 @@ from topics.compactor.leftovers import Leftovers
 from topics.compactor.life import HEARTBEAT_MS, ClockNote, Life, Stopped
 from topics.compactor.relocation import HotRetention, Relocation
 from topics.compactor.rewriting import ColdFetch, Rewriting
-from topics.compactor.segments import SealAt
+from topics.compactor.segment_building import SealAt
 from topics.compactor.snapshots import Snapshots
 from topics.core.clock import SystemClock
 from topics.core.fold import Fold, FoldError

@@ -44,7 +44,7 @@ PAUSE_MS: Final = 250
 """The pause after a failure before anything else is copied; doubled with each further one in a row, up to RETRY_MS."""
 
 
-class Copy(NamedTuple):
+class RelocationCopy(NamedTuple):
     """A segment as it was when it was queued."""
 
     shard: int
@@ -56,12 +56,12 @@ class CopyQueue:
     """The segments to be copied. Pure; `now_ms` is of a monotonic clock."""
 
     def __init__(self) -> None:
-        self._ready: deque[Copy] = deque()
-        self._later: list[tuple[int, int, Copy]] = []
+        self._ready: deque[RelocationCopy] = deque()
+        self._later: list[tuple[int, int, RelocationCopy]] = []
         """Heap of (due, a number that ascends, copy)."""
-        self._known: set[Copy] = set()
+        self._known: set[RelocationCopy] = set()
         """All copies, also those that were taken and are neither done nor failed."""
-        self._failures: dict[Copy, int] = {}
+        self._failures: dict[RelocationCopy, int] = {}
         self._later_first = False
         self._failed = 0
         self._failed_in_a_row = 0
@@ -72,7 +72,7 @@ class CopyQueue:
         """True if the last copy failed."""
         return bool(self._failed_in_a_row)
 
-    def add(self, copy: Copy) -> None:
+    def add(self, copy: RelocationCopy) -> None:
         """Adds a copy, unless it is here already or being made."""
         if copy not in self._known:
             self._known.add(copy)
@@ -82,7 +82,7 @@ class CopyQueue:
         """Counts also copies that were taken and are neither done nor failed."""
         return len(self._known)
 
-    def keep_only(self, is_current: Callable[[Copy], bool]) -> None:
+    def keep_only(self, is_current: Callable[[RelocationCopy], bool]) -> None:
         """Drops waiting copies whose segment is gone: they must not take memory for ever."""
         gone = {copy for copy in self._ready if not is_current(copy)}
         gone.update(copy for _, _, copy in self._later if not is_current(copy))
@@ -93,7 +93,7 @@ class CopyQueue:
             for copy in gone:
                 self.dropped(copy)
 
-    def take(self, now_ms: int) -> Copy | None:
+    def take(self, now_ms: int) -> RelocationCopy | None:
         """Takes the next copy, which is to be `done` or `failed`; None if there is none yet."""
         if now_ms < self._not_before_ms:
             return None
@@ -105,17 +105,17 @@ class CopyQueue:
         self._later_first = is_due
         return self._ready.popleft() if self._ready else None
 
-    def done(self, copy: Copy) -> None:
+    def done(self, copy: RelocationCopy) -> None:
         """The copy was made."""
         self._failed_in_a_row = 0
         self.dropped(copy)
 
-    def dropped(self, copy: Copy) -> None:
+    def dropped(self, copy: RelocationCopy) -> None:
         """The copy is not needed any more."""
         self._failures.pop(copy, None)
         self._known.discard(copy)
 
-    def failed(self, copy: Copy, now_ms: int) -> None:
+    def failed(self, copy: RelocationCopy, now_ms: int) -> None:
         """The copy comes again later."""
         times = self._failures.get(copy, 0)
         self._failures[copy] = times + 1
@@ -157,7 +157,7 @@ class HotRetention(NamedTuple):
         return hot[: len(hot) - kept]
 
 
-class Step(NamedTuple):
+class RelocationStep(NamedTuple):
     """The result of a step: how many segments became cold, and how many copies failed and are made again later."""
 
     relocated: int
@@ -192,7 +192,7 @@ class Relocation:
         self._wake = wake
         self._queue = CopyQueue()
         self._queue_max = QUEUE_MIN
-        self._copying: deque[tuple[Copy, Future[None]]] = deque()
+        self._copying: deque[tuple[RelocationCopy, Future[None]]] = deque()
         self._deleting: Future[dict[str, OSError]] | None = None
         self._listing: Future[list[str]] | None = helper.submit(store.list, "")
         self._list_again = False
@@ -214,11 +214,11 @@ class Relocation:
     def consider(self, follower: Follower, topic: Topic) -> None:
         """Queues segments of this topic: some were sealed, or a former life may have sealed some."""
         for info in self._retention.excess(follower.index_of(topic).segments):
-            self._queue.add(Copy(follower.shard, topic.id, info))
+            self._queue.add(RelocationCopy(follower.shard, topic.id, info))
 
-    def step(self, followers: list[Follower]) -> Step:
+    def step(self, followers: list[Follower]) -> RelocationStep:
         """Takes over finished copies and begins the next ones."""
-        copied: dict[int, list[Copy]] = {}
+        copied: dict[int, list[RelocationCopy]] = {}
         failed = 0
         while self._copying and self._copying[0][1].done():
             copy, future = self._copying.popleft()
@@ -243,7 +243,7 @@ class Relocation:
         self._begin(followers)
         if self._copying and self._copying[0][1].done():
             self._wake()  # the helper finished while the shard was waited for
-        return Step(relocated, failed)
+        return RelocationStep(relocated, failed)
 
     def _begin(self, followers: list[Follower]) -> None:
         """Gives the helper as many copies as it is to have before it."""
@@ -263,7 +263,7 @@ class Relocation:
             self._copying.append((copy, future))
             ahead_bytes += copy.info.data_bytes
 
-    def _failed(self, copy: Copy, error: Exception) -> None:
+    def _failed(self, copy: RelocationCopy, error: Exception) -> None:
         log.error(
             "a segment could not be relocated, which will be repeated",
             topic_id=f"{copy.topic_id:016x}",
@@ -360,19 +360,19 @@ class Relocation:
             for name in object_names(copy.topic_id, copy.info.first_seq, copy.info.version)
         )
 
-    def _current(self, follower: Follower, copy: Copy) -> Topic | None:
+    def _current(self, follower: Follower, copy: RelocationCopy) -> Topic | None:
         """Returns the topic, if the segment is still as it was when it was queued."""
         topic = follower.fold.topics.get(copy.topic_id)
         if topic is None or follower.index_of(topic).segments.at(copy.info.first_seq) != copy.info:
             return None
         return topic
 
-    def _gone(self, copy: Copy) -> None:
+    def _gone(self, copy: RelocationCopy) -> None:
         """The segment was rewritten, dropped or deleted meanwhile: objects that were copied of it are superfluous."""
         self._queue.dropped(copy)
         self._found.update(object_names(copy.topic_id, copy.info.first_seq, copy.info.version))
 
-    def _copied(self, follower: Follower, copies: list[Copy]) -> Step:
+    def _copied(self, follower: Follower, copies: list[RelocationCopy]) -> RelocationStep:
         """Has the shard mark these copies, in one message. Copies that it did not mark, or may not have, are made
         again.
         """
@@ -387,7 +387,7 @@ class Relocation:
         for topic_id, infos in cold.items():
             last_seq = follower.index_of(follower.fold.topics[topic_id]).segments.last_seq
             checkpoints.append(TopicCheckpoint(topic_id, last_seq, sorted(infos, key=lambda info: info.first_seq)))
-        unmarked: list[Copy] = []
+        unmarked: list[RelocationCopy] = []
         try:
             if checkpoints:
                 tell(follower, checkpoints)
@@ -402,11 +402,11 @@ class Relocation:
             follower.shrunk.update(copy.topic_id for copy in marked)
         for copy in marked:
             self._queue.done(copy)
-        return Step(sum(map(len, cold.values())) - len(unmarked), len(unmarked))
+        return RelocationStep(sum(map(len, cold.values())) - len(unmarked), len(unmarked))
 
     # -- on the helper's thread
 
-    def _copy(self, copy: Copy) -> None:
+    def _copy(self, copy: RelocationCopy) -> None:
         directory = layout.topic_dir(self._data_dir, copy.topic_id)
         for name in object_names(copy.topic_id, copy.info.first_seq, copy.info.version):
             path = os.path.join(directory, os.path.basename(name))

@@ -45,7 +45,7 @@ class ConfigBody(msgspec.Struct):
     config: TopicConfig
 
 
-class DeleteBody(msgspec.Struct):
+class DeleteFrameBody(msgspec.Struct):
     """Everything below `below_seq` is gone (0: nothing of the kind), and what `runs` (`core/seq_set.py`) has."""
 
     below_seq: int
@@ -94,7 +94,7 @@ class RamStateBody(msgspec.Struct):
 encode_body = msgspec.msgpack.Encoder().encode
 decode_create = msgspec.msgpack.Decoder(CreateBody).decode
 decode_config = msgspec.msgpack.Decoder(ConfigBody).decode
-decode_delete = msgspec.msgpack.Decoder(DeleteBody).decode
+decode_delete = msgspec.msgpack.Decoder(DeleteFrameBody).decode
 decode_evict = msgspec.msgpack.Decoder(EvictBody).decode
 decode_mark = msgspec.msgpack.Decoder(MarkBody).decode
 decode_head = msgspec.msgpack.Decoder(HeadBody).decode

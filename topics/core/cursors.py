@@ -34,7 +34,7 @@ UNDER_WAY_MAX: Final = 1000
 """Of one cursor: each may be a stretch in every CURSOR frame."""
 
 
-class CursorBody(msgspec.Struct, frozen=True, omit_defaults=True):
+class CursorFrameBody(msgspec.Struct, frozen=True, omit_defaults=True):
     """Payload of a CURSOR frame, and what a snapshot holds of a cursor. A nil `consistency`: it was deleted. `missing`,
     ascending and apart, was read before `seq` and is to be read again.
     """
@@ -51,7 +51,7 @@ class CursorBody(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.missing[0][0] if self.missing else self.seq
 
 
-class Cursor:
+class NamedCursor:
     """`revision` changes whenever it is moved by anything but a reader."""
 
     __slots__ = (
@@ -66,7 +66,7 @@ class Cursor:
         "revision",
     )
 
-    def __init__(self, body: CursorBody, revision: int) -> None:
+    def __init__(self, body: CursorFrameBody, revision: int) -> None:
         assert body.consistency is not None
         self.name = body.name
         self.consistency: Consistency = body.consistency
@@ -109,12 +109,12 @@ class Cursor:
         """Where it would begin after a crash."""
         return self._logged.next_seq
 
-    def body(self) -> CursorBody:
+    def body(self) -> CursorFrameBody:
         """As it is logged."""
         seq, missing = _settled(self._front, (*self._missing, *self._under_way.values()))
-        return CursorBody(self.name, self.consistency, self.persist_every, seq, tuple(missing))
+        return CursorFrameBody(self.name, self.consistency, self.persist_every, seq, tuple(missing))
 
-    def logged_body(self) -> CursorBody:
+    def logged_body(self) -> CursorFrameBody:
         """What the log has."""
         return self._logged
 
@@ -178,7 +178,7 @@ class Cursor:
         """The next answers are counted from here: what is logged now covers those so far."""
         self._passed_on = 0
 
-    def persisted(self, body: CursorBody) -> None:
+    def persisted(self, body: CursorFrameBody) -> None:
         """The log has it."""
         self._logged = body
 
@@ -186,7 +186,7 @@ class Cursor:
         """The log does not have it: it is tried again with the next answer."""
         self._passed_on += self.persist_every
 
-    def configured(self, body: CursorBody) -> None:
+    def configured(self, body: CursorFrameBody) -> None:
         """The log says: it is this from now on, where it was. What is under way stays what it was."""
         assert body.consistency is not None
         self.consistency = body.consistency
@@ -214,16 +214,16 @@ class Cursors:
     __slots__ = ("_by_name", "_revisions")
 
     def __init__(self) -> None:
-        self._by_name: dict[str, Cursor] = {}
+        self._by_name: dict[str, NamedCursor] = {}
         self._revisions = 0
 
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def __iter__(self) -> Iterator[Cursor]:
+    def __iter__(self) -> Iterator[NamedCursor]:
         return iter(self._by_name.values())
 
-    def get(self, topic: str, name: str) -> Cursor:
+    def get(self, topic: str, name: str) -> NamedCursor:
         """`404 cursor_not_found` without it."""
         cursor = self._by_name.get(name)
         if cursor is None:
@@ -232,14 +232,14 @@ class Cursors:
             )
         return cursor
 
-    def find(self, name: str) -> Cursor | None:
+    def find(self, name: str) -> NamedCursor | None:
         return self._by_name.get(name)
 
-    def every(self) -> list[Cursor]:
+    def every(self) -> list[NamedCursor]:
         """In the order of their names."""
         return self.behind("", CURSORS_MAX)
 
-    def behind(self, name: str, most: int) -> list[Cursor]:
+    def behind(self, name: str, most: int) -> list[NamedCursor]:
         """The first so many whose names follow this one, in order."""
         return [self._by_name[one] for one in sorted(one for one in self._by_name if one > name)[:most]]
 
@@ -252,13 +252,13 @@ class Cursors:
                 {"limit": "cursors", "max": CURSORS_MAX},
             )
 
-    def logged(self, body: CursorBody) -> None:
+    def logged(self, body: CursorFrameBody) -> None:
         """The log says: it is now like this."""
         if body.consistency is None:
             self._by_name.pop(body.name, None)
             return
         self._revisions += 1
-        self._by_name[body.name] = Cursor(body, self._revisions)
+        self._by_name[body.name] = NamedCursor(body, self._revisions)
 
     def restart(self, first_revision: int) -> None:
         """A new life: what a reader of the former one knows of a cursor does not count in this one."""
@@ -267,6 +267,6 @@ class Cursors:
             self._revisions += 1
             cursor.revision = self._revisions
 
-    def bodies(self) -> list[CursorBody]:
+    def bodies(self) -> list[CursorFrameBody]:
         """For a snapshot: what the log has, not what is only in memory."""
         return [cursor.logged_body() for cursor in self.every()]

@@ -27,7 +27,7 @@ from topics.core.control_bodies import (
     decode_session,
 )
 from topics.core.floors import EvictReason, Floors
-from topics.core.idempotency import Outcome
+from topics.core.idempotency import WriteOutcome
 from topics.core.location import ENTRY_WORDS, dense_run, in_order, lost_entries
 from topics.core.queue_log import (
     consumer_state,
@@ -39,9 +39,9 @@ from topics.core.queue_log import (
 )
 from topics.core.ram_periods import RamPeriods
 from topics.core.record_index import RecordIndex
-from topics.core.routers import RouterState, decode_feed
+from topics.core.routers import FoldedRouters, decode_feed
 from topics.core.seq_set import decode_runs, seqs_of
-from topics.core.shard_state import ShardState, TopicState
+from topics.core.shard_state import FoldedTopic, ShardState
 from topics.core.topic import Topic
 
 
@@ -67,11 +67,11 @@ class Fold:
         """Deleted topics as well: ids are never used again."""
         self.deleted_names: set[str] = set()
         """Whoever takes one again is `recreated`."""
-        self.routers = RouterState()
+        self.routers = FoldedRouters()
         self._pending: dict[int, array[int]] = {}
         self._in_ram: dict[int, array[int]] = {}
         """Entries of the RAM log, which is read first. They wait for everything that is durable."""
-        self._early_keys: dict[int, list[tuple[bytes, Outcome]]] = {}
+        self._early_keys: dict[int, list[tuple[bytes, WriteOutcome]]] = {}
         self._early_attributes: dict[int, list[bytes]] = {}
         self._ram_states: dict[int, RamStateBody] = {}
         self._ram = RamPeriods()
@@ -93,7 +93,7 @@ class Fold:
         for topic in self.topics.values():
             self._settle(topic, at_end=True)
             topics.append(
-                TopicState(
+                FoldedTopic(
                     topic.id,
                     topic.name,
                     topic.config,
@@ -122,7 +122,7 @@ class Fold:
         for kept in state.topics:
             self._restore_topic(kept)
 
-    def _restore_topic(self, kept: TopicState) -> None:
+    def _restore_topic(self, kept: FoldedTopic) -> None:
         index = self._make_index(kept.id)
         topic = Topic(kept.id, kept.name, kept.config, index, kept.recreated)
         self.topics[kept.id] = topic
@@ -134,7 +134,7 @@ class Fold:
         self._note_count(topic.id, kept.floors)
         topic.logged(kept.floors)
         for key, *outcome in kept.keys:
-            topic.idempotency.remember(key, Outcome(*outcome))
+            topic.idempotency.remember(key, WriteOutcome(*outcome))
         restore_consumers(topic, kept.consumers)
         self._ram.restore(kept)
         held_seq = max(index.segments.last_seq, topic.earliest_seq - 1)
@@ -223,7 +223,7 @@ class Fold:
 
     def idempotency(self, topic_id: int, seq: int, ts: int, data: bytes) -> None:
         count, key = decode_idempotency(data)
-        outcome = Outcome(seq, count, ts)
+        outcome = WriteOutcome(seq, count, ts)
         topic = self.topics.get(topic_id)
         if topic is not None:
             topic.idempotency.remember(key, outcome)
@@ -425,7 +425,7 @@ class Fold:
             topic.evict_floor, topic.evict_run_seq = state.evict_floor, state.evict_run_seq
         topic.last_write_ts = max(topic.last_write_ts, state.last_write_ts)
         for key, *outcome in state.keys:
-            topic.idempotency.remember(key, Outcome(*outcome))
+            topic.idempotency.remember(key, WriteOutcome(*outcome))
         restore_consumers(topic, state.consumers)
 
     def _lose(self, topic: Topic, last_seq: int) -> None:

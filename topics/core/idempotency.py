@@ -33,7 +33,7 @@ class KeyMark(bytes, Enum):
     PIN = b"\xff"
     """A transaction gives it to a stage that it publishes."""
     CARRIED = b"\xfe"
-    """A frontend gives it to a record that it brings to the dead letters, or back (`frontend/queues/dead_letters.py`).
+    """A frontend gives it to a record that it brings to the dead letters, or back (`dead_letter_moves.py`).
     """
     PRODUCER = b"\xfd"
     """A producer numbers its writes with it."""
@@ -44,14 +44,14 @@ FORGOTTEN_AFTER_MS: Final = 7 * 24 * 3_600_000
 _TURN: Final = Struct(">QQ")
 
 
-class Turn(NamedTuple):
+class ProducerTurn(NamedTuple):
     """The place of a producer: its highest epoch, and the number of the last write in it."""
 
     epoch: int
     n: int
 
 
-def producer_key(id: bytes, turn: Turn) -> bytes:
+def producer_key(id: bytes, turn: ProducerTurn) -> bytes:
     return KeyMark.PRODUCER + id + _TURN.pack(*turn)
 
 
@@ -59,12 +59,12 @@ def is_producer_key(key: bytes) -> bool:
     return key.startswith(KeyMark.PRODUCER)
 
 
-def parse_key(key: bytes) -> tuple[bytes, Turn]:
+def parse_key(key: bytes) -> tuple[bytes, ProducerTurn]:
     """Returns (id, turn)."""
-    return key[1 : -_TURN.size], Turn(*_TURN.unpack_from(key, len(key) - _TURN.size))
+    return key[1 : -_TURN.size], ProducerTurn(*_TURN.unpack_from(key, len(key) - _TURN.size))
 
 
-def check_fence(id: bytes, last: Turn, given: Turn) -> None:
+def check_fence(id: bytes, last: ProducerTurn, given: ProducerTurn) -> None:
     """Raises `409 fenced` for an instance that another one of a higher epoch has replaced."""
     if given.epoch < last.epoch:
         raise TopicsError(
@@ -74,7 +74,7 @@ def check_fence(id: bytes, last: Turn, given: Turn) -> None:
         )
 
 
-def check_order(id: bytes, last: Turn, given: Turn) -> None:
+def check_order(id: bytes, last: ProducerTurn, given: ProducerTurn) -> None:
     """Raises `409 out_of_order` unless this write, whose outcome is not known, comes next. The first write of an epoch
     may have any number.
     """
@@ -88,14 +88,14 @@ def check_order(id: bytes, last: Turn, given: Turn) -> None:
         )
 
 
-def _detail(id: bytes, last: Turn) -> dict[str, object]:
+def _detail(id: bytes, last: ProducerTurn) -> dict[str, object]:
     return {"producer": id.decode(), "epoch": last.epoch, "n": last.n}
 
 
 _BATCH_LEN: Final = 8
 
 
-class Outcome(NamedTuple):
+class WriteOutcome(NamedTuple):
     """The result of a keyed write."""
 
     first_seq: int
@@ -131,11 +131,11 @@ class IdempotencyWindow:
     __slots__ = ("_outcomes", "_pins", "_producers")
 
     def __init__(self) -> None:
-        self._outcomes: dict[bytes, Outcome] = {}
-        self._pins: dict[bytes, dict[bytes, Outcome]] = {}
-        self._producers: OrderedDict[bytes, tuple[Turn, Outcome]] = OrderedDict()
+        self._outcomes: dict[bytes, WriteOutcome] = {}
+        self._pins: dict[bytes, dict[bytes, WriteOutcome]] = {}
+        self._producers: OrderedDict[bytes, tuple[ProducerTurn, WriteOutcome]] = OrderedDict()
 
-    def find(self, key: bytes, now_ms: int, window_ms: int) -> Outcome | None:
+    def find(self, key: bytes, now_ms: int, window_ms: int) -> WriteOutcome | None:
         """Returns the outcome of this key, if it is a pin or not older than the window."""
         if is_pin(key):
             return self._pins.get(_sink_of(key), {}).get(key)
@@ -148,12 +148,12 @@ class IdempotencyWindow:
                 found = known[1]
         return found
 
-    def turn_of(self, producer: bytes, now_ms: int) -> Turn | None:
+    def turn_of(self, producer: bytes, now_ms: int) -> ProducerTurn | None:
         """Returns the turn of this producer, None if it is not known, or not any more."""
         known = self._producers.get(producer)
         return known[0] if known is not None and now_ms - known[1].ts <= FORGOTTEN_AFTER_MS else None
 
-    def remember(self, key: bytes, outcome: Outcome) -> None:
+    def remember(self, key: bytes, outcome: WriteOutcome) -> None:
         """Keeps the outcome of a committed write. A key that expired and came again moves to the end."""
         if is_pin(key):
             sink = _sink_of(key)
@@ -224,7 +224,7 @@ class IdempotencyWindow:
         return len(self._outcomes) + sum(map(len, self._pins.values())) + len(self._producers)
 
 
-def _goes_on(known: tuple[Turn, Outcome], turn: Turn, ts: int) -> bool:
+def _goes_on(known: tuple[ProducerTurn, WriteOutcome], turn: ProducerTurn, ts: int) -> bool:
     """True if a producer's write takes it further than is known of it. A log may say a write twice, and two logs come
     one after the other, so an earlier write may come later. Its turn tells, unless the producer was forgotten between
     the two and began anew.

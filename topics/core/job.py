@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from topics.api.requests import State as State
-from topics.core.cursors import CursorBody
+from topics.core.cursors import CursorFrameBody
 from topics.core.seq_set import Run
 
 Holder = tuple[int, int]
@@ -36,7 +36,7 @@ class Now(NamedTuple):
     mono_ms: int
 
 
-class Phase(IntEnum):
+class JobPhase(IntEnum):
     BEHIND = 0
     READY = 1
     RETURNED = 2
@@ -58,7 +58,7 @@ class JobView(NamedTuple):
     order_key: str
 
 
-class Job:
+class TrackedJob:
     """One job that is not fresh. `due_ms` (monotonic) is when its lease or delay ends, `deadline_ms` the same instant
     on the wall clock. A BEHIND job has a `due_ms` if it was written with a delay; then `deliver_at_ms` is that instant.
     """
@@ -77,7 +77,7 @@ class Job:
     )
 
     def __init__(self, deliver_at_ms: int = 0, order_key: str = "", due_ms: int = 0) -> None:
-        self.phase = Phase.BEHIND
+        self.phase = JobPhase.BEHIND
         self.deliver_at_ms = deliver_at_ms
         self.order_key = order_key
         self.node = ""
@@ -119,7 +119,7 @@ class ConsumerState(msgspec.Struct, frozen=True, omit_defaults=True):
     """The state of a topic's queue and cursors in a snapshot: everything that its records do not say."""
 
     queue: QueueState | None = None
-    cursors: list[CursorBody] = []
+    cursors: list[CursorFrameBody] = []
 
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from topics.core.job import Holder, Job, JobView, LeaseBody, Now, Phase, QueueState, State
+from topics.core.job import Holder, JobPhase, JobView, LeaseBody, Now, QueueState, State, TrackedJob
 from topics.core.seq_set import Run, SeqSet, seqs_of
 
 DEAD_PER_TAKE_MAX: Final = 100
@@ -45,17 +45,17 @@ class JobRecords(Protocol):
     def live_of(self, seqs: Sequence[int]) -> list[int]: ...
 
 
-_DUE: Final = (Phase.LEASED, Phase.DELAYED, Phase.HELD)
+_DUE: Final = (JobPhase.LEASED, JobPhase.DELAYED, JobPhase.HELD)
 """Phases that may end by the clock; HELD does on its way to the dead letters."""
 
 
-class Jobs:
+class QueueJobs:
     """The jobs of one queue and where each stands. Before `start` it only takes in what the log says."""
 
     def __init__(self, records: JobRecords) -> None:
         self._records = records
-        self._jobs: dict[int, Job] = {}
-        self._counts = [0] * len(Phase)
+        self._jobs: dict[int, TrackedJob] = {}
+        self._counts = [0] * len(JobPhase)
         self._tracked: list[int] = []
         """A heap of all seqs in `_jobs`, and of some that were there."""
         self._returned: list[int] = []
@@ -93,7 +93,7 @@ class Jobs:
             if not self._started:  # a snapshot had its leases, the RAM log has what it was written with
                 known.deliver_at_ms, known.order_key = deliver_at_ms, order_key
             return
-        job = self._track(seq, Job(deliver_at_ms, order_key, due_ms))
+        job = self._track(seq, TrackedJob(deliver_at_ms, order_key, due_ms))
         if not self._started:
             return
         if self._fresh_seq == seq:
@@ -137,12 +137,12 @@ class Jobs:
         """Counts the jobs that a claim would get now."""
         counts = self._counts
         fresh = self._records.records - len(self._jobs) - self.done.count
-        return max(0, fresh + counts[Phase.READY] + counts[Phase.RETURNED])
+        return max(0, fresh + counts[JobPhase.READY] + counts[JobPhase.RETURNED])
 
     @property
     def in_flight(self) -> int:
         """Counts the jobs that are leased."""
-        return self._counts[Phase.LEASED]
+        return self._counts[JobPhase.LEASED]
 
     def take_freed(self) -> Iterable[Holder]:
         """Returns the holders that have fewer jobs than at the last call."""
@@ -164,24 +164,24 @@ class Jobs:
 
     def advance(self, now: Now) -> bool:
         """Ends leases and delays whose time is over and readies jobs that are due. True when that made a job ready."""
-        before = self._counts[Phase.READY] + self._counts[Phase.RETURNED]
+        before = self._counts[JobPhase.READY] + self._counts[JobPhase.RETURNED]
         due, jobs = self._due, self._jobs
         while due and due[0][0] <= now.mono_ms:
             at, seq = heappop(due)
             job = jobs.get(seq)
             if job is None or job.due_ms != at:
                 continue
-            carried = job.phase == Phase.HELD and job.holder is not None and not job.holder[1]
-            if carried or job.phase in (Phase.LEASED, Phase.DELAYED):
+            carried = job.phase == JobPhase.HELD and job.holder is not None and not job.holder[1]
+            if carried or job.phase in (JobPhase.LEASED, JobPhase.DELAYED):
                 self._return(seq, job)
         for waiting, until_ms in ((self._delayed, now.mono_ms), (self._scheduled, now.wall_ms)):
             while waiting and waiting[0][0] <= until_ms:
                 _, seq = heappop(waiting)
                 job = jobs.get(seq)
-                if job is not None and job.phase == Phase.BEHIND:
-                    self._set(seq, job, Phase.READY)
+                if job is not None and job.phase == JobPhase.BEHIND:
+                    self._set(seq, job, JobPhase.READY)
                     heappush(self._ready, seq)
-        return self._counts[Phase.READY] + self._counts[Phase.RETURNED] > before
+        return self._counts[JobPhase.READY] + self._counts[JobPhase.RETURNED] > before
 
     # -- moving jobs
 
@@ -193,7 +193,7 @@ class Jobs:
         while self._returned and len(seqs) < most and len(dead) < DEAD_PER_TAKE_MAX:
             seq = heappop(self._returned)
             job = self._jobs.get(seq)
-            if job is not None and job.phase == Phase.RETURNED and seq != last_seq:
+            if job is not None and job.phase == JobPhase.RETURNED and seq != last_seq:
                 last_seq = seq  # a job that was carried off and came back is in the heap twice
                 (dead if deliveries_max and job.deliveries >= deliveries_max else seqs).append(seq)
         wanted = most - len(seqs)
@@ -203,7 +203,7 @@ class Jobs:
         while self._ready and len(ready) < wanted:
             seq = heappop(self._ready)
             job = self._jobs.get(seq)
-            if job is not None and job.phase == Phase.READY:
+            if job is not None and job.phase == JobPhase.READY:
                 ready.append(seq)
         fresh = self._fresh(wanted, ready)
         kept = wanted - len(fresh)
@@ -248,23 +248,23 @@ class Jobs:
         self._fresh_seq = max(self._fresh_seq, seq)
         return found
 
-    def _track(self, seq: int, job: Job) -> Job:
+    def _track(self, seq: int, job: TrackedJob) -> TrackedJob:
         self._jobs[seq] = job
         self._counts[job.phase] += 1
         heappush(self._tracked, seq)
         return job
 
-    def _set(self, seq: int, job: Job, phase: Phase) -> None:
+    def _set(self, seq: int, job: TrackedJob, phase: JobPhase) -> None:
         self._counts[job.phase] -= 1
         self._counts[phase] += 1
         job.phase = phase
         if job.holder is not None:
-            if phase in (Phase.LEASED, Phase.HELD):
+            if phase in (JobPhase.LEASED, JobPhase.HELD):
                 self._holders.setdefault(job.holder, set()).add(seq)
             else:
                 self._let_go(seq, job)
 
-    def _let_go(self, seq: int, job: Job) -> None:
+    def _let_go(self, seq: int, job: TrackedJob) -> None:
         assert job.holder is not None
         self._freed[job.holder] = None
         held = self._holders.get(job.holder)
@@ -274,11 +274,11 @@ class Jobs:
                 del self._holders[job.holder]
         job.holder = None
 
-    def _return(self, seq: int, job: Job) -> None:
-        self._set(seq, job, Phase.RETURNED)
+    def _return(self, seq: int, job: TrackedJob) -> None:
+        self._set(seq, job, JobPhase.RETURNED)
         heappush(self._returned, seq)
 
-    def _drop(self, seq: int, job: Job) -> None:
+    def _drop(self, seq: int, job: TrackedJob) -> None:
         del self._jobs[seq]
         self._counts[job.phase] -= 1
         if job.holder is not None:
@@ -301,14 +301,14 @@ class Jobs:
         self._lined += 1
         return line
 
-    def _arm(self, seq: int, job: Job) -> None:
+    def _arm(self, seq: int, job: TrackedJob) -> None:
         """Arms the first job of a key, or one without a key: it only waits for its time, if it has one."""
         if job.due_ms:
             heappush(self._delayed, (job.due_ms, seq))
         elif job.deliver_at_ms:
             heappush(self._scheduled, (job.deliver_at_ms, seq))
         else:
-            self._set(seq, job, Phase.READY)
+            self._set(seq, job, JobPhase.READY)
             heappush(self._ready, seq)
 
     def _tidy(self) -> None:
@@ -323,13 +323,13 @@ class Jobs:
                 if (job := jobs.get(seq)) is not None and job.due_ms == at and job.phase in _DUE
             ]
             heapify(self._due)
-        if len(self._ready) > _room(counts[Phase.READY]):
-            self._ready = self._still(self._ready, Phase.READY)
-        if len(self._returned) > _room(counts[Phase.RETURNED]):
-            self._returned = self._still(self._returned, Phase.RETURNED)
+        if len(self._ready) > _room(counts[JobPhase.READY]):
+            self._ready = self._still(self._ready, JobPhase.READY)
+        if len(self._returned) > _room(counts[JobPhase.RETURNED]):
+            self._returned = self._still(self._returned, JobPhase.RETURNED)
         for waiting in (self._scheduled, self._delayed):
-            if len(waiting) > _room(counts[Phase.BEHIND]):
-                seqs = set(self._still([seq for _, seq in waiting], Phase.BEHIND))
+            if len(waiting) > _room(counts[JobPhase.BEHIND]):
+                seqs = set(self._still([seq for _, seq in waiting], JobPhase.BEHIND))
                 waiting[:] = sorted((at, seq) for at, seq in waiting if seq in seqs)
         if len(self._tracked) > _room(len(jobs)):
             self._tracked = sorted(jobs)
@@ -338,7 +338,7 @@ class Jobs:
             self._lines = {key: deque([seq for seq in line if seq in jobs]) for key, line in self._lines.items()}
             self._lined = sum(map(len, self._lines.values()))
 
-    def _still(self, seqs: Iterable[int], phase: Phase) -> list[int]:
+    def _still(self, seqs: Iterable[int], phase: JobPhase) -> list[int]:
         """Returns those of these jobs, ascending, that are in that phase."""
         jobs = self._jobs
         return sorted({seq for seq in seqs if (job := jobs.get(seq)) is not None and job.phase == phase})
@@ -357,10 +357,10 @@ PEEK_PASS_MAX: Final = 16_384
 """One `peek` passes over so many at most, most of them gone: the oldest job may have millions of acked ones behind it.
 """
 LEASE_NO_END: Final = 1 << 64
-_FREE: Final = (Phase.READY, Phase.RETURNED, Phase.DELAYED)
+_FREE: Final = (JobPhase.READY, JobPhase.RETURNED, JobPhase.DELAYED)
 
 
-class Leased(NamedTuple):
+class LeasedSeqs(NamedTuple):
     """Jobs that were handed out: ascending seqs, their leases `first_lease_no` and up, and their deliveries, this one
     included.
     """
@@ -378,7 +378,7 @@ class Marked(NamedTuple):
     skipped: list[int]
 
 
-class Leases(Jobs):
+class Leases(QueueJobs):
     """Returns everything of a queue that its records do not say themselves."""
 
     # -- what the log says
@@ -418,7 +418,7 @@ class Leases(Jobs):
         """Applies a LEASE frame of the log."""
         holder = (body.frontend, body.stream) if body.stream else None
         for seq, lease_no, deliveries in zip(body.seqs, body.lease_nos, body.deliveries, strict=True):
-            job = self._jobs.get(seq) or self._track(seq, Job())
+            job = self._jobs.get(seq) or self._track(seq, TrackedJob())
             job.node, job.lease_no, job.deliveries, job.holder = body.node, lease_no, deliveries, holder
             job.deadline_ms, job.lease_ms = body.deadline_ms, body.lease_ms
 
@@ -430,19 +430,19 @@ class Leases(Jobs):
         self._next_lease_no = next_lease_no
         self._fresh_seq = self._records.earliest_seq
         jobs, self._jobs, self._tracked = self._jobs, {}, []
-        self._counts = [0] * len(Phase)
+        self._counts = [0] * len(JobPhase)
         self.done.discard_below(self._records.earliest_seq)
         for seq in self._records.live_of(sorted(jobs)):
             if seq in self.done:
                 continue
             known = jobs[seq]
-            job = known if keep_leases else Job(known.deliver_at_ms, known.order_key)
+            job = known if keep_leases else TrackedJob(known.deliver_at_ms, known.order_key)
             if job.deliveries or job.deliver_at_ms or job.order_key:
                 self._track(seq, job)
                 self._start_job(seq, job, now)
         self.advance(now)
 
-    def _start_job(self, seq: int, job: Job, now: Now) -> None:
+    def _start_job(self, seq: int, job: TrackedJob, now: Now) -> None:
         if job.order_key:
             self._line_up(seq, job.order_key)
         if not job.deliveries:
@@ -450,7 +450,7 @@ class Leases(Jobs):
                 self._arm(seq, job)
             return
         job.due_ms = now.mono_ms + max(0, min(job.deadline_ms - now.wall_ms, job.lease_ms))
-        self._set(seq, job, Phase.LEASED if job.node else Phase.DELAYED)
+        self._set(seq, job, JobPhase.LEASED if job.node else JobPhase.DELAYED)
         heappush(self._due, (job.due_ms, seq))
 
     # -- consumers
@@ -475,7 +475,7 @@ class Leases(Jobs):
             if job is None:
                 if seq in self.done:
                     continue
-                job = self._track(seq, Job())
+                job = self._track(seq, TrackedJob())
             elif job.phase not in _FREE:
                 continue
             self._carry(seq, job, carrier, now)
@@ -483,13 +483,13 @@ class Leases(Jobs):
         self._tidy()
         return carried
 
-    def _carry(self, seq: int, job: Job, carrier: int, now: Now) -> None:
+    def _carry(self, seq: int, job: TrackedJob, carrier: int, now: Now) -> None:
         job.holder = (carrier, 0)
         job.due_ms = now.mono_ms + CARRY_MS
-        self._set(seq, job, Phase.HELD)
+        self._set(seq, job, JobPhase.HELD)
         heappush(self._due, (job.due_ms, seq))
 
-    def lease(self, seqs: list[int], node: str, lease_ms: int, now: Now, holder: Holder | None) -> Leased:
+    def lease(self, seqs: list[int], node: str, lease_ms: int, now: Now, holder: Holder | None) -> LeasedSeqs:
         """Leases the jobs that `take` returned."""
         first_lease_no = self._next_lease_no
         self._next_lease_no += len(seqs)
@@ -498,16 +498,16 @@ class Leases(Jobs):
         deadline_ms, due_ms = now.wall_ms + lease_ms, now.mono_ms + lease_ms
         deliveries = []
         for lease_no, seq in enumerate(seqs, first_lease_no):
-            job = self._jobs.get(seq) or self._track(seq, Job())
+            job = self._jobs.get(seq) or self._track(seq, TrackedJob())
             job.node, job.lease_no, job.lease_ms = node, lease_no, lease_ms
             job.deadline_ms, job.due_ms = deadline_ms, due_ms
             job.deliveries += 1
             job.holder = holder
             deliveries.append(job.deliveries)
-            self._set(seq, job, Phase.LEASED)
+            self._set(seq, job, JobPhase.LEASED)
             heappush(self._due, (due_ms, seq))
         self._tidy()
-        return Leased(seqs, first_lease_no, deadline_ms, deliveries)
+        return LeasedSeqs(seqs, first_lease_no, deadline_ms, deliveries)
 
     def unclaim(self, seqs: Iterable[int], delay_ms: int, now: Now) -> None:
         """These leases never reached anybody: the jobs are as before the claim, but come first now, or after
@@ -515,7 +515,7 @@ class Leases(Jobs):
         """
         for seq in seqs:
             job = self._jobs.get(seq)
-            if job is not None and job.phase in (Phase.LEASED, Phase.HELD):
+            if job is not None and job.phase in (JobPhase.LEASED, JobPhase.HELD):
                 job.deliveries -= 1
                 self.give_back((seq,), delay_ms, now)
 
@@ -530,7 +530,7 @@ class Leases(Jobs):
             job = self._jobs.get(seq)
             if (
                 job is None
-                or job.phase != Phase.LEASED
+                or job.phase != JobPhase.LEASED
                 or job.node != node
                 or seq in seen
                 or seq in dying
@@ -553,14 +553,14 @@ class Leases(Jobs):
         fails, `unhold`.
         """
         for seq in seqs:
-            self._set(seq, self._jobs[seq], Phase.HELD)
+            self._set(seq, self._jobs[seq], JobPhase.HELD)
 
     def unhold(self, seqs: Iterable[int]) -> None:
         """The end of these leases is not in the log: they are as before, unless the lease is not in the log either."""
         for seq in seqs:
             job = self._jobs.get(seq)
-            if job is not None and job.phase == Phase.HELD:
-                self._set(seq, job, Phase.LEASED)
+            if job is not None and job.phase == JobPhase.HELD:
+                self._set(seq, job, JobPhase.LEASED)
                 heappush(self._due, (job.due_ms, seq))
 
     def finish(self, runs: Iterable[Run]) -> None:
@@ -584,7 +584,7 @@ class Leases(Jobs):
                 self._return(seq, job)
                 continue
             job.due_ms = now.mono_ms + delay_ms
-            self._set(seq, job, Phase.DELAYED)
+            self._set(seq, job, JobPhase.DELAYED)
             heappush(self._due, (job.due_ms, seq))
 
     def extend(self, seqs: Iterable[int], lease_ms: int, now: Now) -> list[tuple[int, int, int, int]]:
@@ -602,7 +602,7 @@ class Leases(Jobs):
         """The extension is not in the log: the former times count."""
         for seq, deadline_ms, due_ms, lease_ms in former:
             job = self._jobs.get(seq)
-            if job is not None and job.phase == Phase.LEASED:
+            if job is not None and job.phase == JobPhase.LEASED:
                 job.deadline_ms, job.due_ms, job.lease_ms = deadline_ms, due_ms, lease_ms
                 heappush(self._due, (due_ms, seq))
 
@@ -624,7 +624,7 @@ class Leases(Jobs):
 
     def is_ending(self, holder: Holder) -> bool:
         """True while the end of any job of a stream is being committed."""
-        return any(self._jobs[seq].phase == Phase.HELD for seq in self._holders.get(holder, ()))
+        return any(self._jobs[seq].phase == JobPhase.HELD for seq in self._holders.get(holder, ()))
 
     def holders_at(self, frontend: int) -> list[Holder]:
         """Returns everybody who has a job by way of this frontend."""
@@ -660,15 +660,15 @@ class Leases(Jobs):
         state: State = "waiting"
         at_ms, node = 0, ""
         match job.phase:
-            case Phase.HELD if job.holder is not None and not job.holder[1]:
+            case JobPhase.HELD if job.holder is not None and not job.holder[1]:
                 state = "dead"
-            case Phase.LEASED | Phase.HELD:
+            case JobPhase.LEASED | JobPhase.HELD:
                 state, at_ms, node = "leased", job.deadline_ms, job.node
-            case Phase.DELAYED:
+            case JobPhase.DELAYED:
                 state, at_ms = "scheduled", job.deadline_ms
-            case Phase.BEHIND if job.order_key and self._lines[job.order_key][0] != seq:
+            case JobPhase.BEHIND if job.order_key and self._lines[job.order_key][0] != seq:
                 state = "behind"
-            case Phase.BEHIND:
+            case JobPhase.BEHIND:
                 state, at_ms = "scheduled", job.deliver_at_ms
         return JobView(seq, state, at_ms, job.deliveries, node, job.order_key)
 
@@ -677,7 +677,7 @@ class Leases(Jobs):
 
         def situation(seq: int) -> tuple[str, int, int, Holder]:
             job = self._jobs[seq]
-            leased = job.phase in (Phase.LEASED, Phase.HELD) or (not self._started and bool(job.node))
+            leased = job.phase in (JobPhase.LEASED, JobPhase.HELD) or (not self._started and bool(job.node))
             return job.node if leased else "", job.deadline_ms, job.lease_ms, (job.holder if leased else None) or (0, 0)
 
         bodies = []

@@ -28,14 +28,14 @@ _SPAN_MAX: Final = 4096
 """Records that are no further apart are looked up in one go of at most so many entries."""
 
 
-class Entries(Protocol):
+class ScannedEntries(Protocol):
     """What of a record index tells who lives."""
 
     def entries(self, first_seq: int, last_seq: int) -> array[int]: ...
 
 
 def front_from(
-    index: Entries,
+    index: ScannedEntries,
     seq: int,
     head_seq: int,
     dying: Set[int] = frozenset(),
@@ -101,7 +101,7 @@ def _counted(index: RecordIndex, first_seq: int, last_seq: int) -> tuple[int, in
     return size if index.is_readable(first_seq, last_seq) else None
 
 
-def last_undeleted(index: Entries, first_seq: int, last_seq: int) -> int:
+def last_undeleted(index: ScannedEntries, first_seq: int, last_seq: int) -> int:
     """The last seq of first_seq..last_seq that nobody deleted; first_seq - 1 when all were."""
     count = 8
     while last_seq >= first_seq:

@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from topics.core.cursors import CursorBody
+from topics.core.cursors import CursorFrameBody
 from topics.core.floors import Deletion, Floors
 from topics.core.job import ConsumerState, LeaseBody
 from topics.core.live_scan import living
@@ -94,7 +94,7 @@ class AckBody(msgspec.Struct, frozen=True, omit_defaults=True):
 _decode_lease = msgspec.msgpack.Decoder(LeaseBody).decode
 _decode_rows = msgspec.msgpack.Decoder(list[JobRow]).decode
 decode_ack = msgspec.msgpack.Decoder(AckBody).decode
-_decode_cursor = msgspec.msgpack.Decoder(CursorBody).decode
+_decode_cursor = msgspec.msgpack.Decoder(CursorFrameBody).decode
 
 
 def consumer_state(topic: Topic) -> ConsumerState:

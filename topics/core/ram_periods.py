@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from topics.core.seq_set import Run, SeqSet, runs_of
-from topics.core.shard_state import TopicState
+from topics.core.shard_state import FoldedTopic
 from topics.core.topic import Topic
 
 
@@ -62,7 +62,7 @@ class RamPeriods:
         self._exact_heads.pop(topic_id, None)
         self._deleted.pop(topic_id, None)
 
-    def restore(self, kept: TopicState) -> None:
+    def restore(self, kept: FoldedTopic) -> None:
         """As the snapshot has it."""
         if kept.deleted_in_ram:
             self._deleted[kept.id] = SeqSet(kept.deleted_in_ram)

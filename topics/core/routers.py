@@ -234,7 +234,7 @@ class FeedBody(msgspec.Struct, omit_defaults=True):
     full: bool = False
 
 
-class RouterState(msgspec.Struct):
+class FoldedRouters(msgspec.Struct):
     """All routers, and the feeds of dests by topic id: `feeds` as the durable log has them, `ram_feeds` as the RAM log
     has those of `ephemeral` dests.
     """
@@ -244,13 +244,13 @@ class RouterState(msgspec.Struct):
     feeds: dict[int, FeedBody] = {}
     ram_feeds: dict[int, FeedBody] = {}
 
-    def takes_over(self, topic_id: int, other: RouterState) -> None:
+    def takes_over(self, topic_id: int, other: FoldedRouters) -> None:
         """Takes over a topic with everything that `other` says of it as a dest."""
         for own, others in ((self.feeds, other.feeds), (self.ram_feeds, other.ram_feeds)):
             if topic_id in others:
                 own[topic_id] = others[topic_id]
 
-    def knows(self, other: RouterState) -> None:
+    def knows(self, other: FoldedRouters) -> None:
         """Adds the routers of `other`."""
         self.routers |= other.routers
         self.last_id = max(self.last_id, other.last_id)

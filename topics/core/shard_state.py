@@ -14,12 +14,12 @@ import msgspec
 from topics.core.config import TopicConfig
 from topics.core.floors import Floors
 from topics.core.job import ConsumerState
-from topics.core.routers import RouterState
+from topics.core.routers import FoldedRouters
 from topics.core.segment_list import SegmentInfo
 from topics.core.seq_set import Run
 
 
-class TopicState(msgspec.Struct, array_like=True):
+class FoldedTopic(msgspec.Struct, array_like=True):
     """One topic. `keys` are (key, first_seq, records, ts), oldest first; `ephemeral_head_seq` is that of the last
     HEAD_WATERMARK, None without any, `exact_head_seq` that of the last exact one. Segments may go beyond `head_seq`.
     `deleted_in_ram`: deleted records that a RAM log may still have.
@@ -43,10 +43,10 @@ class TopicState(msgspec.Struct, array_like=True):
 class ShardState(msgspec.Struct, array_like=True):
     """`deleted_ids` are those of deleted topics, ascending, each as its distance to the one before."""
 
-    topics: list[TopicState] = []
+    topics: list[FoldedTopic] = []
     deleted_ids: list[int] = []
     deleted_names: list[str] = []
-    routers: RouterState = msgspec.field(default_factory=RouterState)
+    routers: FoldedRouters = msgspec.field(default_factory=FoldedRouters)
 
     def all_deleted_ids(self) -> set[int]:
         return set(accumulate(self.deleted_ids))

@@ -19,13 +19,13 @@ from topics.core.keys import KeyScope
 from topics.core.names import check_router_name, check_topic_name
 from topics.frontend.asgi import ROUTE, Receive, Scope, Send
 from topics.frontend.entry.access import Access
-from topics.frontend.entry.answers import send_error
 from topics.frontend.entry.bodies import ClientGoneError
+from topics.frontend.entry.responses import send_error
 from topics.frontend.live.websocket import WebSocketRoute, refuse
 from topics.frontend.operators.openapi import OpenApiRoutes
 from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.routes.append import AppendRoute
-from topics.frontend.routes.operations import Endpoint, Operation
+from topics.frontend.routes.operations import ApiOperation, Endpoint
 from topics.log import get_logger
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
@@ -48,7 +48,7 @@ class App:
 
     def __init__(
         self,
-        operations: Sequence[Operation],
+        operations: Sequence[ApiOperation],
         append: AppendRoute,
         diff: DiffRoute,
         websocket: WebSocketRoute,

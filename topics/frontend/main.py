@@ -18,7 +18,7 @@ from topics.frontend.http.deadlines import AttendedClock, HttpLimits
 from topics.frontend.http.http1 import Connections
 from topics.frontend.http.serve import serve
 from topics.frontend.live import cursor
-from topics.frontend.operators.pressure import FrontendPressure
+from topics.frontend.operators.frontend_pressure import FrontendPressure
 from topics.frontend.reads.cold import ColdTier
 from topics.frontend.reads.files import LogFiles
 from topics.frontend.reads.reading import TopicReader

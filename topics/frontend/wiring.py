@@ -12,25 +12,25 @@ from topics.core.keys import KeyRing
 from topics.frontend.app import App
 from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.live.delivery import Hub
-from topics.frontend.live.sessions import Sessions
-from topics.frontend.live.snapshot import TopicSight
+from topics.frontend.live.session_use import SessionUse
+from topics.frontend.live.topic_views import TopicSight
 from topics.frontend.live.watch import WatchRoutes, watch_operations
 from topics.frontend.live.websocket import Services, WebSocketRoute
 from topics.frontend.operators.figures import ServiceFigures
-from topics.frontend.operators.service import MetricsRoute, ProbeRoutes, service_operations
-from topics.frontend.queues.cursors import CursorRoutes, cursor_operations
-from topics.frontend.queues.queue import Jobs, QueueRoutes
+from topics.frontend.operators.service_routes import MetricsRoute, ProbeRoutes, service_operations
+from topics.frontend.queues.cursor_reads import CursorRoutes, cursor_operations
+from topics.frontend.queues.queue_access import QueueAccess, QueueRoutes
 from topics.frontend.queues.work import WorkRoutes, queue_operations
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.reads.manifest import ManifestRoutes, manifest_operations
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.routes.append import AppendRoute
-from topics.frontend.routes.routers import RouterRoutes, router_operations
-from topics.frontend.routes.topics import TopicRoutes, topic_operations
+from topics.frontend.routes.router_routes import RouterRoutes, router_operations
+from topics.frontend.routes.topic_routes import TopicRoutes, topic_operations
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.txn.commits import Commits, Stages
+from topics.frontend.txn.commit_driver import CommitDriver, Stages
 from topics.frontend.txn.routes import TxnRoutes, txn_operations
 from topics.settings import Settings
 from topics.shm.cap import Cap, KeyCounts
@@ -74,7 +74,7 @@ class Built(NamedTuple):
     diff: DiffRoute
     websocket: WebSocketRoute
     work: WorkRoutes
-    commits: Commits
+    commits: CommitDriver
 
     def drain(self) -> None:
         """End what would go on for ever: long polls, event streams and WebSockets."""
@@ -103,12 +103,12 @@ def build_app(process: Process, keys: KeyRing, gateway: Gateway, arenas: Arenas,
     services = Services(reader, append, hub, access, settings, catching_up, cell, attended, observe)
     websocket = WebSocketRoute(services, places)
     topics = TopicRoutes(sight, arenas, gateway, hub, catching_up, routers, settings)
-    watch = WatchRoutes(reader, Sessions(gateway, arenas, clock), hub, access, settings, places, catching_up)
-    jobs = Jobs(gateway, reader, process.incarnation)
+    watch = WatchRoutes(reader, SessionUse(gateway, arenas, clock), hub, access, settings, places, catching_up)
+    jobs = QueueAccess(gateway, reader, process.incarnation)
     work = WorkRoutes(jobs, access, settings, places, cell, attended)
     figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
     metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
-    commits = Commits(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
+    commits = CommitDriver(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
     fs, pins = OsFileSystem(), pins_dir(shared.ram_dir)
     manifest = ManifestRoutes(reader, catching_up, fs, PinFiles(fs, pins, index), pins, settings.data_dir, clock)
     operations = [

@@ -23,7 +23,7 @@ from typing import Final
 import msgspec
 
 from topics.core.config import CLASSES, TopicConfig
-from topics.shm.messages import HEAD, HEAD_BYTES, Kind, Part
+from topics.shm.messages import HEAD, HEAD_BYTES, MessageKind, Part
 
 _APPEND: Final = struct.Struct("=QHHI")
 _APPEND_REPLY: Final = struct.Struct("=QQII")
@@ -107,7 +107,7 @@ def encode_append(
         jobs_body = _LENGTH.pack(len(encoded)) + encoded
     texts = len(name) + len(key) + len(config_body) + len(jobs_body)
     start = (
-        HEAD.pack(Kind.APPEND, flags, len(name), count, request_id)
+        HEAD.pack(MessageKind.APPEND, flags, len(name), count, request_id)
         + _APPEND.pack(if_head_seq or 0, len(key), 0, len(config_body))
         + name
         + key
@@ -160,14 +160,14 @@ def encode_append_reply(request_id: int, reply: AppendReply) -> bytearray:
         | CLASSES.index(reply.durability) << _CLASS_SHIFT
     )
     return bytearray(
-        HEAD.pack(Kind.APPEND, flags, 0, reply.count, request_id)
+        HEAD.pack(MessageKind.APPEND, flags, 0, reply.count, request_id)
         + _APPEND_REPLY.pack(reply.first_seq, reply.head_seq, reply.wal_us, reply.fsync_us)
     )
 
 
 def add_times(reply: bytearray, wal_us: int, fsync_us: int) -> None:
     """Puts the times of the commit into an encoded append reply; other kinds carry none."""
-    if reply[0] == Kind.APPEND:
+    if reply[0] == MessageKind.APPEND:
         _TIMES.pack_into(reply, HEAD_BYTES + _APPEND_REPLY.size - _TIMES.size, wal_us, fsync_us)
 
 

@@ -48,7 +48,7 @@ from topics.core.segment_list import SegmentInfo
 from topics.shm.arena_heap import ArenaFullError, ArenaHeap
 from topics.shm.location_ring import copy_entries
 from topics.shm.memory import SharedObject
-from topics.shm.names import shm_name
+from topics.shm.shm_names import shm_name
 
 MAGIC: Final = 0x31414E4552414F54
 VERSION: Final = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from topics.shm import names
+from topics.shm import shm_names
 from topics.shm.cap import KeyCounts
 from topics.shm.control import ControlPage
 from topics.shm.durations import Durations
@@ -77,18 +77,20 @@ class SharedMemory:
         self.shards = shards
         self.frontends = frontends
         self.compactor_row = frontends
-        self.ram_dir = names.ram_dir(identity)
-        self.control = ControlPage.create(names.shm_name(identity, "control"), shards, frontends)
-        durations = SharedObject.create(names.shm_name(identity, "durations"), _page(Durations.size_bytes(frontends)))
+        self.ram_dir = shm_names.ram_dir(identity)
+        self.control = ControlPage.create(shm_names.shm_name(identity, "control"), shards, frontends)
+        durations = SharedObject.create(
+            shm_names.shm_name(identity, "durations"), _page(Durations.size_bytes(frontends))
+        )
         self.durations = Durations(durations.words[: Durations.size_bytes(frontends) // 8])
-        keys = SharedObject.create(names.shm_name(identity, "keys"), _page(KeyCounts.size_bytes(frontends)))
+        keys = SharedObject.create(shm_names.shm_name(identity, "keys"), _page(KeyCounts.size_bytes(frontends)))
         self.key_counts = keys.words
         self.rings = [
-            [_ring_pair(names.shm_name(identity, "ring", peer, shard), size_bytes) for shard in range(shards)]
+            [_ring_pair(shm_names.shm_name(identity, "ring", peer, shard), size_bytes) for shard in range(shards)]
             for peer, size_bytes in enumerate([ring_bytes] * frontends + [_compactor_ring_bytes(ring_bytes)])
         ]
         self.journals = [
-            Journal(SharedObject.create(names.shm_name(identity, "journal", shard), journal_bytes(frontends)).bytes)
+            Journal(SharedObject.create(shm_names.shm_name(identity, "journal", shard), journal_bytes(frontends)).bytes)
             for shard in range(shards)
         ]
         self.links: list[list[Ring | None]] = [
@@ -96,19 +98,23 @@ class SharedMemory:
                 None
                 if sender == receiver
                 else Ring(
-                    SharedObject.create(names.shm_name(identity, "link", sender, receiver), _link_bytes(shards)).bytes
+                    SharedObject.create(
+                        shm_names.shm_name(identity, "link", sender, receiver), _link_bytes(shards)
+                    ).bytes
                 )
                 for receiver in range(shards)
             ]
             for sender in range(shards)
         ]
-        self.router_table = SharedObject.create(names.shm_name(identity, "routers"), TABLE_BYTES, TABLE_RESERVE_BYTES)
+        self.router_table = SharedObject.create(
+            shm_names.shm_name(identity, "routers"), TABLE_BYTES, TABLE_RESERVE_BYTES
+        )
         self.router_boards = [
-            SharedObject.create(names.shm_name(identity, "routed", shard), BOARD_BYTES, BOARD_RESERVE_BYTES)
+            SharedObject.create(shm_names.shm_name(identity, "routed", shard), BOARD_BYTES, BOARD_RESERVE_BYTES)
             for shard in range(shards)
         ]
         # One page of sleep flags, a cache line each.
-        flags = SharedObject.create(names.shm_name(identity, "sleep"), _page(64 * (shards + frontends + 1))).words
+        flags = SharedObject.create(shm_names.shm_name(identity, "sleep"), _page(64 * (shards + frontends + 1))).words
         self.shard_wakes = [Wake(flags, 8 * shard) for shard in range(shards)]
         self.frontend_wakes = [Wake(flags, 8 * (shards + frontend)) for frontend in range(frontends)]
         self.compactor_wake = Wake(flags, 8 * (shards + frontends))
@@ -120,7 +126,7 @@ class SharedMemory:
         try:
             return cls(identity, shards, frontends, ring_bytes)
         except OSError:
-            names.unlink_all(identity)
+            shm_names.unlink_all(identity)
             raise
 
     @staticmethod
@@ -136,4 +142,4 @@ class SharedMemory:
 
     def destroy(self) -> None:
         """Removes every name; the memory goes when the last process ends."""
-        names.unlink_all(self.identity)
+        shm_names.unlink_all(self.identity)

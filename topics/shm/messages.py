@@ -48,7 +48,7 @@ BY_REFERENCE: Final = 0x80
 Part = bytes | bytearray | memoryview
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     APPEND = 1
     CALL = 2
     ERROR = 3
@@ -84,7 +84,7 @@ def head(message: memoryview) -> tuple[int, int, int]:
 
 def encode_call(request_id: int, call: Call | Asks[Any]) -> list[Part]:
     """Any other request."""
-    return [HEAD.pack(Kind.CALL, 0, 0, 0, request_id), _call_encoder.encode(call)]
+    return [HEAD.pack(MessageKind.CALL, 0, 0, 0, request_id), _call_encoder.encode(call)]
 
 
 def decode_call(message: memoryview) -> Call:
@@ -92,7 +92,7 @@ def decode_call(message: memoryview) -> Call:
 
 
 def encode_reply(request_id: int, reply: Reply) -> bytearray:
-    return bytearray(HEAD.pack(Kind.CALL, 0, 0, 0, request_id) + _call_encoder.encode(reply))
+    return bytearray(HEAD.pack(MessageKind.CALL, 0, 0, 0, request_id) + _call_encoder.encode(reply))
 
 
 def decode_reply(message: memoryview) -> Reply:
@@ -101,7 +101,7 @@ def decode_reply(message: memoryview) -> Reply:
 
 def encode_error(request_id: int, error: TopicsError) -> bytearray:
     body = _call_encoder.encode(ErrorReply(error.code, error.message, error.detail))
-    return bytearray(HEAD.pack(Kind.ERROR, 0, 0, 0, request_id) + body)
+    return bytearray(HEAD.pack(MessageKind.ERROR, 0, 0, 0, request_id) + body)
 
 
 def decode_error(message: memoryview) -> TopicsError:
@@ -120,7 +120,7 @@ def decode_reference(message: memoryview) -> str:
 
 def encode_notify(tokens: list[int]) -> bytearray:
     """Topics (by the frontend's own tokens) that changed."""
-    return bytearray(HEAD.pack(Kind.NOTIFY, 0, 0, len(tokens), 0) + array("Q", tokens).tobytes())
+    return bytearray(HEAD.pack(MessageKind.NOTIFY, 0, 0, len(tokens), 0) + array("Q", tokens).tobytes())
 
 
 def decode_notify(message: memoryview) -> list[int]:
@@ -130,12 +130,12 @@ def decode_notify(message: memoryview) -> list[int]:
 
 def encode_generation() -> bytearray:
     """The shard has recovered: a new arena is current, watches must be made again."""
-    return bytearray(HEAD.pack(Kind.GENERATION, 0, 0, 0, 0))
+    return bytearray(HEAD.pack(MessageKind.GENERATION, 0, 0, 0, 0))
 
 
 def encode_dealt(push_id: int, dealt: Dealt) -> bytearray:
     """Jobs for a stream."""
-    return bytearray(HEAD.pack(Kind.DEALT, 0, 0, 0, push_id) + _call_encoder.encode(dealt))
+    return bytearray(HEAD.pack(MessageKind.DEALT, 0, 0, 0, push_id) + _call_encoder.encode(dealt))
 
 
 def decode_dealt(message: memoryview) -> Dealt:

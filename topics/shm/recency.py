@@ -15,7 +15,7 @@ from typing import Final
 
 from topics.shm.arena import SLOTS_MAX
 from topics.shm.memory import SharedObject
-from topics.shm.names import shm_name
+from topics.shm.shm_names import shm_name
 
 _ENTRIES_WORD: Final = 8
 _ENTRY_WORDS: Final = 2

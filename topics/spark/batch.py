@@ -10,11 +10,11 @@ from pyspark.sql.types import StructType
 
 from topics.client import Client
 from topics.spark import planning
-from topics.spark.columns import Columns
+from topics.spark.columns import ColumnBuilder
 from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, connect, read_range
 from topics.spark.offsets import Mark, Range, ranges, split
 from topics.spark.options import Positions, ReadOptions
-from topics.spark.segments import Sealed, read_part, sealed_of
+from topics.spark.segment_scan import Sealed, read_part, sealed_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,7 +30,7 @@ class RangePartition(InputPartition):
         self.tags = tags
         self.sealed = sealed
 
-    def read(self, options: ReadOptions, columns: Columns) -> Iterator[pa.RecordBatch]:
+    def read(self, options: ReadOptions, columns: ColumnBuilder) -> Iterator[pa.RecordBatch]:
         """In a task: its batches, in order."""
         if self.sealed is not None:
             yield from read_part(self.range, self.sealed, options, columns, self.tags)
@@ -57,7 +57,7 @@ class BatchReader(DataSourceReader):
         self._schema = schema
         self._options = options
         self.wanted = Wanted()
-        Columns(schema, options)  # a schema that cannot be is an error now, not in a task
+        ColumnBuilder(schema, options)  # a schema that cannot be is an error now, not in a task
 
     def partitions(self) -> Sequence[InputPartition]:
         options, wanted = self._options, self.wanted
@@ -79,7 +79,7 @@ class BatchReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, RangePartition)
-        return partition.read(self._options, Columns(self._schema, self._options))
+        return partition.read(self._options, ColumnBuilder(self._schema, self._options))
 
 
 _NOTHING = Range("", "", 0, 0)

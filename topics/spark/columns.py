@@ -24,9 +24,9 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from topics.client import Record
-from topics.spark.errors import OptionError
 from topics.spark.offsets import Gap
 from topics.spark.options import ReadOptions
+from topics.spark.spark_errors import OptionError
 
 META: Final = pa.map_(pa.string(), pa.string())
 _encode = msgspec.json.Encoder().encode
@@ -194,7 +194,7 @@ def schema_ddl(options: ReadOptions) -> str:
     return ", ".join(parts)
 
 
-class Columns:
+class ColumnBuilder:
     """Builds batches of one schema, which `schema_ddl` described."""
 
     def __init__(self, schema: StructType, options: ReadOptions) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import pyarrow as pa
 
 from topics.client import Client, NotFoundError, Page, Record, Retry
-from topics.spark.columns import Columns
+from topics.spark.columns import ColumnBuilder
 from topics.spark.offsets import LOST_TAIL, Gap, Range, data_loss
 from topics.spark.options import ReadOptions, Service
 
@@ -26,7 +26,7 @@ def connect(service: Service, retry: Retry) -> Client:
 
 
 def read_range(
-    client: Client, one: Range, options: ReadOptions, columns: Columns, tags: frozenset[str] | None
+    client: Client, one: Range, options: ReadOptions, columns: ColumnBuilder, tags: frozenset[str] | None
 ) -> Iterator[pa.RecordBatch]:
     """Batches of the range in order. Gaps go the way of `options.tombstones`. Of records whose tag is not in `tags`
     (None: all are wanted) nothing is delivered.
@@ -35,7 +35,7 @@ def read_range(
 
 
 def delivered(
-    topic: str, items: Iterable[pa.RecordBatch | Gap], options: ReadOptions, columns: Columns
+    topic: str, items: Iterable[pa.RecordBatch | Gap], options: ReadOptions, columns: ColumnBuilder
 ) -> Iterator[pa.RecordBatch]:
     """The batches, and what `options.tombstones` makes of the gaps."""
     for item in items:
@@ -50,7 +50,7 @@ def delivered(
 
 
 def batches_and_gaps(
-    client: Client, one: Range, options: ReadOptions, columns: Columns, tags: frozenset[str] | None
+    client: Client, one: Range, options: ReadOptions, columns: ColumnBuilder, tags: frozenset[str] | None
 ) -> Iterator[pa.RecordBatch | Gap]:
     """As `read_range`, gaps as they are."""
     waiting: list[Record] = []

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from topics.spark.errors import DataLossError
 from topics.spark.options import TombstoneMode
+from topics.spark.spark_errors import DataLossError
 
 PARTITIONS_WANTED = 8
 LEAST_RECORDS = 50_000

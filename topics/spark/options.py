@@ -10,7 +10,7 @@ from typing import Final, Literal, TypeVar
 
 import msgspec
 
-from topics.spark.errors import OptionError
+from topics.spark.spark_errors import OptionError
 
 Position = int | Literal["earliest", "latest"]
 """Behind which seq: a cursor as everywhere in the API. 0 is the beginning, and an end is the last seq that is read."""
@@ -106,7 +106,7 @@ class WriteOptions(msgspec.Struct, frozen=True):
 
 def read_options(given: Mapping[str, str]) -> ReadOptions:
     """OptionError names the option, its value and what is allowed."""
-    options = _Given(given, READ_OPTIONS, "reading")
+    options = _GivenOptions(given, READ_OPTIONS, "reading")
     topics = tuple(name for part in options.text("subscribe", "").split(",") if (name := part.strip()))
     pattern = options.text("subscribePattern", "") or None
     if bool(topics) == bool(pattern):
@@ -144,7 +144,7 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
 
 def write_options(given: Mapping[str, str]) -> WriteOptions:
     """As `read_options`."""
-    options = _Given(given, WRITE_OPTIONS, "writing")
+    options = _GivenOptions(given, WRITE_OPTIONS, "writing")
     topic = options.text("topic", "") or None
     if topic is not None:
         _check_topic("topic", topic)
@@ -156,7 +156,7 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
     return WriteOptions(options.service(), topic, sink, min(per_stage, per_second or per_stage), per_second)
 
 
-def _directories(options: _Given) -> Directories | None:
+def _directories(options: _GivenOptions) -> Directories | None:
     modes: tuple[Literal["http", "segments"], ...] = ("http", "segments")
     mode = options.choice("mode", modes, "http")
     data, cold = options.text("dataDir", "") or None, options.text("coldDir", "") or None
@@ -169,7 +169,7 @@ def _directories(options: _Given) -> Directories | None:
     return Directories(data, cold)
 
 
-def _tombstones(options: _Given) -> TombstoneMode:
+def _tombstones(options: _GivenOptions) -> TombstoneMode:
     fails = options.flag("failOnDataLoss", True)
     if not options.has("tombstones"):
         return "fail" if fails else "ignore"
@@ -182,7 +182,7 @@ def _tombstones(options: _Given) -> TombstoneMode:
     return mode
 
 
-class _Given:
+class _GivenOptions:
     """The options as they were given; Spark compares their names without case."""
 
     def __init__(self, given: Mapping[str, str], known: tuple[str, ...], doing: str) -> None:

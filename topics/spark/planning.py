@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from topics.client import Client, NotFoundError, TopicState
-from topics.spark.errors import OptionError, TopicsSparkError
 from topics.spark.offsets import Mark, Offset
 from topics.spark.options import Position, Positions, ReadOptions
+from topics.spark.spark_errors import OptionError, TopicsSparkError
 
 
 def states(client: Client, options: ReadOptions) -> dict[str, TopicState]:

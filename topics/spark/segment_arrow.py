@@ -52,7 +52,7 @@ _BYTE: Final[np.dtype[np.uint8]] = np.dtype(np.uint8)
 _LOCATION_FLAGS: Final = np.array(LOCATION_FLAGS, np.int64)
 
 
-class Entries(NamedTuple):
+class ArrowEntries(NamedTuple):
     """Index entries of consecutive seqs, like `segment.Columns`."""
 
     ts: Ints
@@ -60,22 +60,24 @@ class Entries(NamedTuple):
     lengths: Ints
     flags: Ints
 
-    def part(self, start: int, stop: int) -> Entries:
+    def part(self, start: int, stop: int) -> ArrowEntries:
         """Returns the entries from `start` up to `stop`."""
-        return Entries(self.ts[start:stop], self.offsets[start:stop], self.lengths[start:stop], self.flags[start:stop])
+        return ArrowEntries(
+            self.ts[start:stop], self.offsets[start:stop], self.lengths[start:stop], self.flags[start:stop]
+        )
 
     def as_lists(self) -> segment.Columns:
         return segment.Columns(self.ts.tolist(), self.offsets.tolist(), self.lengths.tolist(), self.flags.tolist())
 
 
-def read_entries(idx: bytes, first: int, count: int) -> Entries:
+def read_entries(idx: bytes, first: int, count: int) -> ArrowEntries:
     """Reads `count` entries of an index, from number `first` on."""
     table = np.frombuffer(idx, _ENTRY, count, first * ENTRY_LEN)
     offsets, lengths, ts, flags = (table[name].astype(np.int64) for name in ("offset", "len", "ts", "flags"))
-    return Entries(ts, offsets, lengths, flags)
+    return ArrowEntries(ts, offsets, lengths, flags)
 
 
-def extent(entries: Entries, data_bytes: int, idx_path: str, first_entry_at: int) -> tuple[Ints, int]:
+def extent(entries: ArrowEntries, data_bytes: int, idx_path: str, first_entry_at: int) -> tuple[Ints, int]:
     """Does the same as `segment.extent`."""
     framed = np.flatnonzero(entries.lengths)
     if not len(framed):
@@ -89,18 +91,18 @@ def extent(entries: Entries, data_bytes: int, idx_path: str, first_entry_at: int
     return starts, end
 
 
-def check_frames(path: str, buffer: bytes, base: int, first_seq: int, entries: Entries, starts: Ints) -> None:
+def check_frames(path: str, buffer: bytes, base: int, first_seq: int, entries: ArrowEntries, starts: Ints) -> None:
     """Does the same as `segment.check_frames`."""
     live = np.flatnonzero(entries.flags & LOCATION_GONE == 0)
     if not len(live):
         return
-    of_live = Entries(*(column[live] for column in entries))
+    of_live = ArrowEntries(*(column[live] for column in entries))
     if not _are_whole(buffer, first_seq + live, of_live, starts[live]):
         segment.check_frames(path, buffer, base, first_seq, entries.as_lists(), starts.tolist())
         raise AssertionError("one of them differs")
 
 
-def _are_whole(buffer: bytes, seqs: Ints, entries: Entries, starts: Ints) -> bool:
+def _are_whole(buffer: bytes, seqs: Ints, entries: ArrowEntries, starts: Ints) -> bool:
     if entries.lengths.min() < HEADER_LEN + TAIL_LEN:
         return False
     checksums_at = starts + entries.lengths - TAIL_LEN

@@ -32,7 +32,7 @@ from topics.storage.segment_reader import SegmentReader
 _GONE: Final = LOCATION_DELETED | LOCATION_LOST
 
 
-class Finding(msgspec.Struct, frozen=True):
+class AuditFinding(msgspec.Struct, frozen=True):
     """`kind`: data, index, tags, missing, unreadable, gap, floors. `path` and `offset` (bytes) say where in a file."""
 
     topic: str
@@ -54,7 +54,7 @@ class Audited(msgspec.Struct):
     deleted: int = 0
     lost: int = 0
     data_bytes: int = 0
-    findings: list[Finding] = []
+    findings: list[AuditFinding] = []
 
 
 def audit_segment(topic: str, segment: ManifestSegment, earliest_seq: int, directories: Directories) -> Audited:
@@ -66,7 +66,7 @@ def audit_segment(topic: str, segment: ManifestSegment, earliest_seq: int, direc
     idx_path = os.path.join(directories.data, segment.idx_path)
 
     def finding(kind: str, path: str, offset: int, reason: str) -> None:
-        found.findings.append(Finding(topic, kind, path, offset, reason, segment.first_seq, segment.last_seq))
+        found.findings.append(AuditFinding(topic, kind, path, offset, reason, segment.first_seq, segment.last_seq))
 
     contents: list[bytes] = []
     for path in (idx_path, data_path, os.path.splitext(idx_path)[0] + ".tags"):

@@ -25,9 +25,9 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from topics.client import Client, ClientError, NewRecord, NotFoundError, calls
-from topics.spark.errors import OptionError, TopicsSparkError
 from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, connect
 from topics.spark.options import WriteOptions, valid_name
+from topics.spark.spark_errors import OptionError, TopicsSparkError
 
 _COLUMNS: Final = ("data", "topic", "tag", "node", "meta")
 _PLAIN: Final = (

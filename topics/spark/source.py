@@ -12,8 +12,8 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from topics.spark.errors import TopicsSparkError
 from topics.spark.options import ReadOptions, read_options, write_options
+from topics.spark.spark_errors import TopicsSparkError
 
 
 class TopicsDataSource(DataSource):
@@ -45,7 +45,7 @@ class TopicsDataSource(DataSource):
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 — Spark's name
         _require_streams()
-        from topics.spark.stream import StreamReader
+        from topics.spark.spark_stream import StreamReader
 
         options = self._read_options()
         if options.ending is not None:

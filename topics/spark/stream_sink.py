@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMessage
 
-from topics.spark.errors import TopicsSparkError
 from topics.spark.sink import Stager, whole
+from topics.spark.spark_errors import TopicsSparkError
 
 
 class StreamWriter(Stager, DataSourceStreamArrowWriter):

@@ -181,7 +181,7 @@ class ShardPart(msgspec.Struct, frozen=True):
         return _decode_state(self.state)
 
 
-class _Body(msgspec.Struct):
+class _SnapshotBody(msgspec.Struct):
     shards: list[ShardPart]
 
 
@@ -199,7 +199,7 @@ class Snapshot(NamedTuple):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_state = msgspec.msgpack.Decoder(ShardState).decode
-_decode_body = msgspec.msgpack.Decoder(_Body).decode
+_decode_body = msgspec.msgpack.Decoder(_SnapshotBody).decode
 
 
 def encode_part(shard: int, shards: int, log_id: int, position: WalPosition, state: ShardState) -> ShardPart:
@@ -208,7 +208,7 @@ def encode_part(shard: int, shards: int, log_id: int, position: WalPosition, sta
 
 def encode_parts(parts: Iterable[ShardPart]) -> bytes:
     """Encodes the body for `save_snapshot`."""
-    return _encode(_Body(list(parts)))
+    return _encode(_SnapshotBody(list(parts)))
 
 
 def decode_parts(body: bytes) -> list[ShardPart]:

@@ -58,7 +58,7 @@ from topics.storage.txn_files import (
 from topics.storage.upgrade import RoutedCopies
 
 
-class Kind(StrEnum):
+class FileKind(StrEnum):
     """The kind of file that is damaged."""
 
     FORMAT = "format"
@@ -71,10 +71,10 @@ class Kind(StrEnum):
     UNREADABLE = "unreadable"
 
 
-class Finding(msgspec.Struct, frozen=True):
+class DamageFinding(msgspec.Struct, frozen=True):
     """`offset` in bytes is where `path` stops being what it should be."""
 
-    kind: Kind
+    kind: FileKind
     path: str
     offset: int
     reason: str
@@ -84,7 +84,7 @@ class Report(msgspec.Struct):
     """The number of things the check looked at, and everything it found."""
 
     data_dir: str
-    damage: list[Finding] = []
+    damage: list[DamageFinding] = []
     notes: list[str] = []
     log_frames: int = 0
     segments: int = 0
@@ -92,13 +92,13 @@ class Report(msgspec.Struct):
     postings: int = 0
     snapshots: int = 0
 
-    def damaged(self, kind: Kind, path: str, offset: int, reason: str) -> None:
+    def damaged(self, kind: FileKind, path: str, offset: int, reason: str) -> None:
         """Reports committed bytes that are not as they were written."""
-        self.damage.append(Finding(kind, path, offset, reason))
+        self.damage.append(DamageFinding(kind, path, offset, reason))
 
     def unreadable(self, error: OSError, path: str) -> None:
         """Reports a file, or something below `path`, that cannot be read."""
-        self.damaged(Kind.UNREADABLE, error.filename or path, 0, error.strerror or str(error))
+        self.damaged(FileKind.UNREADABLE, error.filename or path, 0, error.strerror or str(error))
 
     def note(self, line: str) -> None:
         """Notes something that the next start cuts off, or that nobody needs."""
@@ -128,7 +128,7 @@ class SegmentCheck:
         try:
             idx = self._check_listed(topic_id, directory, info, bool(deleted))
         except FileNotFoundError as error:
-            self._report.damaged(Kind.SEGMENT, error.filename, 0, "the file is missing")
+            self._report.damaged(FileKind.SEGMENT, error.filename, 0, "the file is missing")
         except OSError as error:
             self._report.unreadable(error, directory)
         else:
@@ -150,7 +150,10 @@ class SegmentCheck:
         is_in_time = ts is None or (ts[0], ts[-1]) == (info.first_ts, info.last_ts)
         if ts is not None and not is_in_time:
             self._report.damaged(
-                Kind.SEGMENT, idx_path, 0, f"is of {ts[0]} to {ts[-1]}, the log says {info.first_ts} to {info.last_ts}"
+                FileKind.SEGMENT,
+                idx_path,
+                0,
+                f"is of {ts[0]} to {ts[-1]}, the log says {info.first_ts} to {info.last_ts}",
             )
         whole: SegmentReader | None = None
         said: set[tuple[str, int]] = set()
@@ -193,7 +196,7 @@ class SegmentCheck:
         try:
             data = self._committed(path, info.data_bytes, "of this segment", bool(info.flags & SEALED))
         except FileNotFoundError:
-            self._report.damaged(Kind.SEGMENT, path, 0, "the file is missing")
+            self._report.damaged(FileKind.SEGMENT, path, 0, "the file is missing")
             return None
         if data is None:
             return None
@@ -203,7 +206,7 @@ class SegmentCheck:
             whole = False
             found = (path if defect.path == reader.data_path else defect.path, defect.offset)
             if found not in said:
-                self._report.damaged(Kind.SEGMENT, *found, defect.reason)
+                self._report.damaged(FileKind.SEGMENT, *found, defect.reason)
             if found[0] != path:
                 said.add(found)
         return reader if whole else None
@@ -212,16 +215,19 @@ class SegmentCheck:
         """Compares the copies beside cold data with the files they were made of. Deletions are marked in these files
         alone.
         """
-        for kind, path_of in ((Kind.SEGMENT, layout.segment_idx_path), (Kind.POSTINGS, layout.segment_tags_path)):
+        for kind, path_of in (
+            (FileKind.SEGMENT, layout.segment_idx_path),
+            (FileKind.POSTINGS, layout.segment_tags_path),
+        ):
             path = path_of(cold, *name)
             try:
                 copy = read_all(self._fs, path)
-                original = idx if kind == Kind.SEGMENT else read_all(self._fs, path_of(directory, *name))
+                original = idx if kind == FileKind.SEGMENT else read_all(self._fs, path_of(directory, *name))
             except FileNotFoundError as error:
                 if error.filename == path:
                     self._report.damaged(kind, path, 0, "the file is missing")
                 continue
-            at = _first_difference(copy, original, kind == Kind.SEGMENT)
+            at = _first_difference(copy, original, kind == FileKind.SEGMENT)
             if at is not None:
                 self._report.damaged(kind, path, at, f"is no copy of {path_of(directory, *name)}")
 
@@ -231,12 +237,14 @@ class SegmentCheck:
         """
         content = read_all(self._fs, path)
         if len(content) < length:
-            self._report.damaged(Kind.SEGMENT, path, len(content), f"ends there; {length} bytes are committed, {what}")
+            self._report.damaged(
+                FileKind.SEGMENT, path, len(content), f"ends there; {length} bytes are committed, {what}"
+            )
             return None
         if len(content) > length:
             extra = f"{len(content) - length} bytes from offset {length} on"
             if is_sealed:
-                self._report.damaged(Kind.SEGMENT, path, length, f"{extra}, but the segment is sealed")
+                self._report.damaged(FileKind.SEGMENT, path, length, f"{extra}, but the segment is sealed")
             else:
                 self._report.note(f"{path}: {extra}, which no checkpoint counts yet")
         return content[:length]
@@ -249,14 +257,14 @@ class SegmentCheck:
                 idx = read_all(self._fs, layout.segment_idx_path(directory, *name))
                 data = read_all(self._fs, layout.segment_data_path(directory, *name))
             except FileNotFoundError as error:
-                self._report.damaged(Kind.SEGMENT, error.filename, 0, "the file is missing")
+                self._report.damaged(FileKind.SEGMENT, error.filename, 0, "the file is missing")
                 continue
             reader = SegmentReader(directory, name.first_seq, idx, data, name.version)
             self._report.segment_records += reader.records
             whole = True
             for defect in reader.damage(True):
                 whole = False
-                self._report.damaged(Kind.SEGMENT, defect.path, defect.offset, defect.reason)
+                self._report.damaged(FileKind.SEGMENT, defect.path, defect.offset, defect.reason)
             if "tags" in parts:
                 self._postings(directory, reader, whole, name.version)
 
@@ -266,11 +274,11 @@ class SegmentCheck:
         try:
             postings = Postings(path, read_all(self._fs, path))
         except CorruptPostings as defect:
-            self._report.damaged(Kind.POSTINGS, path, defect.offset, defect.reason)
+            self._report.damaged(FileKind.POSTINGS, path, defect.offset, defect.reason)
             return
         if (postings.first_seq, postings.records) != (segment.first_seq, segment.records):
             self._report.damaged(
-                Kind.POSTINGS,
+                FileKind.POSTINGS,
                 path,
                 0,
                 f"is of {postings.records} records from seq {postings.first_seq}, "
@@ -281,7 +289,9 @@ class SegmentCheck:
             for seq, tag in segment.tagged():
                 expected.setdefault(tag, []).append(seq)
             if list(postings.items()) != sorted(expected.items()):
-                self._report.damaged(Kind.POSTINGS, path, 0, "does not list the tags that the segment's records have")
+                self._report.damaged(
+                    FileKind.POSTINGS, path, 0, "does not list the tags that the segment's records have"
+                )
 
 
 def _live(idx: bytes, first_seq: int, earliest_seq: int, deleted: Sequence[int]) -> int:
@@ -370,11 +380,11 @@ class _Check:
                     part.decoded()
                 found.append(parts)
             except BadSnapshot as bad:
-                self._report.damaged(Kind.SNAPSHOT, path, bad.offset, bad.reason)
+                self._report.damaged(FileKind.SNAPSHOT, path, bad.offset, bad.reason)
             except msgspec.DecodeError as error:
-                self._report.damaged(Kind.SNAPSHOT, path, HEADER_LEN, f"its body does not decode: {error}")
+                self._report.damaged(FileKind.SNAPSHOT, path, HEADER_LEN, f"its body does not decode: {error}")
             except UnknownSnapshotVersion as unknown:
-                self._report.damaged(Kind.SNAPSHOT, path, 0, str(unknown))
+                self._report.damaged(FileKind.SNAPSHOT, path, 0, str(unknown))
             except OSError as error:
                 self._report.unreadable(error, path)
             self._done(path)
@@ -390,7 +400,7 @@ class _Check:
                 missing = ", ".join(sorted(f"{part.log_id:016x}" for part in found[-1] if part.log_id not in log_ids))
                 root = layout.wal_dir(self._data_dir)
                 self._report.damaged(
-                    Kind.LOG, root, 0, f"the newest snapshot goes on in logs that are not there: {missing}"
+                    FileKind.LOG, root, 0, f"the newest snapshot goes on in logs that are not there: {missing}"
                 )
 
     # -- logs
@@ -408,14 +418,14 @@ class _Check:
                 shards = self._log(group)
             except CorruptLog as corrupt:
                 self._report.damaged(
-                    Kind.LOG, corrupt.path, corrupt.offset, f"{corrupt.reason}; behind it: {corrupt.lost}"
+                    FileKind.LOG, corrupt.path, corrupt.offset, f"{corrupt.reason}; behind it: {corrupt.lost}"
                 )
             except RefusedLog as refused:
-                self._report.damaged(Kind.LOG, refused.path, 0, str(refused))
+                self._report.damaged(FileKind.LOG, refused.path, 0, str(refused))
             except NotALogFile as error:
-                self._report.damaged(Kind.LOG, group.path, 0, f"not a log: {error}")
+                self._report.damaged(FileKind.LOG, group.path, 0, f"not a log: {error}")
             except FoldError as error:
-                self._report.damaged(Kind.LOG, group.path, 0, str(error))
+                self._report.damaged(FileKind.LOG, group.path, 0, str(error))
             except OSError as error:
                 self._report.unreadable(error, group.path)
             else:
@@ -423,7 +433,7 @@ class _Check:
             for path in _files(group.path):
                 self._done(path)
         for path in sorted(missing.difference(group.path for group in groups)):
-            self._report.damaged(Kind.LOG, path, 0, "the log of this shard is missing")
+            self._report.damaged(FileKind.LOG, path, 0, "the log of this shard is missing")
 
     def _log(self, group: layout.Group) -> int:
         """Checks the log of one shard. Returns the number of shards it was written under."""
@@ -445,7 +455,7 @@ class _Check:
                 folding.add(batch)
         if part is not None and not self._reaches(group, recovery.end, part.position):
             self._report.damaged(
-                Kind.LOG, group.path, 0, f"the snapshot goes on at {part.position}, where this log has nothing"
+                FileKind.LOG, group.path, 0, f"the snapshot goes on at {part.position}, where this log has nothing"
             )
         for parts in self._fallbacks:
             for older in parts:
@@ -481,7 +491,7 @@ class _Check:
             if not has_mark(self._fs, self._data_dir) and (problem := self._copies.problem(self._data_dir)):
                 self._report.note(problem)
         except RefusedLog as refused:
-            self._report.damaged(Kind.FORMAT, refused.path, 0, str(refused))
+            self._report.damaged(FileKind.FORMAT, refused.path, 0, str(refused))
 
     # -- segments
 
@@ -524,7 +534,7 @@ class _Check:
         # An index from before a deletion is whole in itself; nothing else repeats the deletions of a cold segment.
         if known.live is not None and live != known.live and len(self._report.damage) == findings:
             self._report.damaged(
-                Kind.SEGMENT,
+                FileKind.SEGMENT,
                 directory,
                 0,
                 f"{live} records live by its indexes and the log behind them, {known.live} by what the log counts: an"
@@ -541,7 +551,7 @@ class _Check:
                 try:
                     decode_stage(read_all(self._fs, path))
                 except StageDamagedError as damaged:
-                    self._report.damaged(Kind.STAGE, path, 0, str(damaged))
+                    self._report.damaged(FileKind.STAGE, path, 0, str(damaged))
             self._done(path)
         directory = layout.sinks_dir(self._data_dir)
         for name in self._fs.listdir(directory) if self._fs.exists(directory) else ():
@@ -550,7 +560,7 @@ class _Check:
                 try:
                     sink = decode_sink(read_all(self._fs, path))
                 except SinkDamagedError as damaged:
-                    self._report.damaged(Kind.SINK, path, 0, str(damaged))
+                    self._report.damaged(FileKind.SINK, path, 0, str(damaged))
                 else:
                     if sink.pending:
                         self._report.note(

@@ -139,7 +139,7 @@ class WalSyncError(Exception):
         self.moved = moved
 
 
-class Plan(NamedTuple):
+class GroupPlan(NamedTuple):
     """The place of a group: write i begins at `offsets[i]` of file `file_no`, the last one ends at `end`. Void after a
     commit that failed.
     """
@@ -248,7 +248,7 @@ class WalWriter:
 
     # -- commit
 
-    def plan(self, lengths: Sequence[int]) -> Plan:
+    def plan(self, lengths: Sequence[int]) -> GroupPlan:
         """Reserves room for a group, one length in bytes per write. Nothing is written and nothing can fail.
 
         A group without writes plans nothing but the mark that is due, if one is. Commit it when the log falls idle, so
@@ -262,7 +262,7 @@ class WalWriter:
         needed = len(mark) + sum(lengths) + FILE_END_LEN
         if self._start_next_file or start + needed > active.size_bytes:
             if not lengths:
-                return Plan(file_no, start, b"", active.marked, [], start)
+                return GroupPlan(file_no, start, b"", active.marked, [], start)
             file_no += 1
             start = marked = len(self._start_frame(file_no))
             mark = b""
@@ -271,9 +271,9 @@ class WalWriter:
         for length in lengths:
             offsets.append(offset)
             offset += length
-        return Plan(file_no, start, mark, marked, offsets, offset)
+        return GroupPlan(file_no, start, mark, marked, offsets, offset)
 
-    def commit(self, plan: Plan, buffers: Sequence[Bytes], sync: bool, frames: int = 0) -> CommitTimes:
+    def commit(self, plan: GroupPlan, buffers: Sequence[Bytes], sync: bool, frames: int = 0) -> CommitTimes:
         """Writes the planned group, all of it or nothing; with `sync` it is on the disk when this returns.
 
         `buffers` are the writes' bytes in order, in any number of pieces. Raises WalWriteError or WalSyncError.

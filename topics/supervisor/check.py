@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from topics.setting_values import MIB
 from topics.settings import Settings
 from topics.shm.instance import SharedMemory
-from topics.shm.names import SHM_ROOT
+from topics.shm.shm_names import SHM_ROOT
 from topics.storage import layout
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.format_mark import has_mark
@@ -66,14 +66,14 @@ TOPICS_LOOKED_AT_MAX: Final = 10_000
 """So many topics are looked at for segments that have gone to an empty cold directory."""
 
 
-class Finding(NamedTuple):
+class CheckFinding(NamedTuple):
     """One result of the check: `problem` is None when all is well."""
 
     subject: str
     problem: str | None
 
 
-def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[Finding]:
+def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[CheckFinding]:
     """Looks at the data directory, its lock and its format, the cold directory if there is one, the shared memory, the
     address and the limits.
 
@@ -81,15 +81,15 @@ def check(settings: Settings, statvfs: StatVfs = os.statvfs) -> list[Finding]:
     there later.
     """
     problem = _dir_problem(settings.data_dir, "TOPICS_DATA_DIR")
-    findings = [Finding(f"data directory {settings.data_dir}", problem)]
+    findings = [CheckFinding(f"data directory {settings.data_dir}", problem)]
     if settings.cold_dir is not None:
         findings.append(_cold_dir(settings.cold_dir, settings.data_dir))
-    findings.append(Finding("lock", _lock_problem(settings.data_dir)))
-    findings.append(Finding("data format", _format_problem(settings.data_dir)))
-    findings.append(Finding(f"shared memory in {SHM_ROOT}", shared_memory_shortage(settings, statvfs)))
-    findings.append(Finding(f"address {show(settings.host, settings.port)}", _address_problem(settings)))
+    findings.append(CheckFinding("lock", _lock_problem(settings.data_dir)))
+    findings.append(CheckFinding("data format", _format_problem(settings.data_dir)))
+    findings.append(CheckFinding(f"shared memory in {SHM_ROOT}", shared_memory_shortage(settings, statvfs)))
+    findings.append(CheckFinding(f"address {show(settings.host, settings.port)}", _address_problem(settings)))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    findings.append(Finding(f"open files ({most})", open_files_shortage(most)))
+    findings.append(CheckFinding(f"open files ({most})", open_files_shortage(most)))
     return findings
 
 
@@ -110,9 +110,9 @@ def _existing(path: str) -> str:
     return path
 
 
-def _cold_dir(cold_dir: str, data_dir: str) -> Finding:
+def _cold_dir(cold_dir: str, data_dir: str) -> CheckFinding:
     """Looks at a cold directory. It may be on a disk that hangs, so a thread looks, and has only so much time."""
-    found: list[Finding] = []
+    found: list[CheckFinding] = []
 
     def look() -> None:
         subject = f"cold directory {cold_dir}"
@@ -120,14 +120,14 @@ def _cold_dir(cold_dir: str, data_dir: str) -> Finding:
             same = os.stat(_existing(cold_dir)).st_dev == os.stat(_existing(data_dir)).st_dev
             subject += ", on the device of the data directory" if same else ", on a device of its own"
         problem = _dir_problem(cold_dir, COLD_VARIABLE) or _same_dir_problem(cold_dir, data_dir)
-        found.append(Finding(subject, problem or _missing_segments(cold_dir, data_dir)))
+        found.append(CheckFinding(subject, problem or _missing_segments(cold_dir, data_dir)))
 
     thread = Thread(target=look, daemon=True)
     thread.start()
     thread.join(COLD_TIMEOUT_S)
     if found:
         return found[0]
-    return Finding(
+    return CheckFinding(
         f"cold directory {cold_dir}",
         f"it has not answered within {COLD_TIMEOUT_S:g} s; the service starts, but reads of what is in it would fail",
     )

@@ -13,7 +13,7 @@ import msgspec
 
 from topics import __version__
 from topics.core.clock import SystemClock
-from topics.keys import read_keys
+from topics.key_sources import read_keys
 from topics.setting_values import show_bytes
 from topics.settings import COMMAND_LINE_ONLY, PREFIX, SECRET, VARIABLES, Settings, SettingsError, load
 from topics.supervisor.check import check

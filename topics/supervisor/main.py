@@ -11,9 +11,9 @@ from typing import Final
 from topics import __version__, log
 from topics.core.clock import SETTLE_MS, STEP_MAX_MS, Clock, SystemClock, offset_at_start
 from topics.core.keys import KeyRing
-from topics.keys import read_keys
+from topics.key_sources import read_keys
 from topics.settings import PREFIX, Settings
-from topics.shm import names
+from topics.shm import shm_names
 from topics.shm.control import ProcessState
 from topics.shm.instance import SharedMemory
 from topics.storage.clock_file import read_clock
@@ -153,15 +153,15 @@ def _choose_write_path(settings: Settings) -> WritePath:
 
 def _share(settings: Settings, statvfs: StatVfs) -> SharedMemory:
     """The shared memory, in place of what a killed predecessor left: whoever holds the lock owns the names."""
-    identity = names.identity(settings.data_dir)
-    if stale := names.unlink_all(identity):
+    identity = shm_names.identity(settings.data_dir)
+    if stale := shm_names.unlink_all(identity):
         _logger.warning("removed shared memory of a service that was killed", objects=stale)
     if shortage := shared_memory_shortage(settings, statvfs):
         raise StartError(shortage)
     try:
         return SharedMemory.create(identity, settings.wal_shards, settings.frontends, settings.ring_bytes)
     except OSError as error:
-        raise StartError(f"shared memory cannot be made in {names.SHM_ROOT}: {error.strerror}") from error
+        raise StartError(f"shared memory cannot be made in {shm_names.SHM_ROOT}: {error.strerror}") from error
 
 
 def _trusted_offset_ms(settings: Settings, clock: Clock) -> int | None:

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
-from topics.shm import names
+from topics.shm import shm_names
 from topics.shm.control import ControlPage, ProcessState, Role
 from topics.storage.lock import holder_pid
 
 
-class Holder(NamedTuple):
+class RunningSupervisor(NamedTuple):
     """The supervisor of a data directory. `process_fd` means this one process for good; the number may go to another
     one after its end.
     """
@@ -29,7 +29,7 @@ class Holder(NamedTuple):
 
 
 @contextmanager
-def holder(data_dir: str) -> Iterator[Holder | None]:
+def holder(data_dir: str) -> Iterator[RunningSupervisor | None]:
     """Finds the supervisor that holds the lock of `data_dir`, None when nothing runs."""
     pid = holder_pid(data_dir)
     process_fd = None
@@ -42,7 +42,7 @@ def holder(data_dir: str) -> Iterator[Holder | None]:
         if pid is None or process_fd is None or holder_pid(data_dir) != pid:
             yield None
         else:
-            yield Holder(pid, process_fd)
+            yield RunningSupervisor(pid, process_fd)
     finally:
         if process_fd is not None:
             os.close(process_fd)
@@ -86,7 +86,7 @@ def reload(data_dir: str, patience_ms: int) -> int | None:
     with holder(data_dir) as service:
         if service is None:
             return None
-        page = ControlPage.attach(names.shm_name(names.identity(data_dir), "control"))
+        page = ControlPage.attach(shm_names.shm_name(shm_names.identity(data_dir), "control"))
         header = page.header
         reloads, serial = header.get("reloads"), header.get("keys_serial")
         try:

@@ -16,7 +16,7 @@ import psutil
 from topics import __version__
 from topics.core.clock import Clock
 from topics.setting_values import MIB
-from topics.shm import names
+from topics.shm import shm_names
 from topics.shm.control import HEARTBEAT_STALE_MS, ControlPage, ProcessState, Role, latency_quantile_us
 from topics.storage.filesystem import WritePath
 from topics.storage.lock import holder_pid
@@ -141,9 +141,9 @@ class StatusReader:
 
     def _attach(self) -> ControlPage | None:
         """The page of the service that runs now, None when it has not made one yet."""
-        name = names.shm_name(names.identity(self._data_dir), "control")
+        name = shm_names.shm_name(shm_names.identity(self._data_dir), "control")
         try:
-            inode = os.stat(names.SHM_ROOT + name).st_ino
+            inode = os.stat(shm_names.SHM_ROOT + name).st_ino
             if self._page is None or inode != self._page_inode:
                 self._page = ControlPage.attach(name)
                 self._page_inode = inode
@@ -172,7 +172,7 @@ class StatusReader:
             routers=sum(cell.get("routers") for (role, _), cell in page.cells().items() if role is Role.WALSHARD),
             pressure=page.pressure(),
             deferring=any(page.cell(role, index).get("deferring") for role, index in page.cells()),
-            shared_memory_bytes=_shared_memory_bytes(names.identity(self._data_dir)),
+            shared_memory_bytes=_shared_memory_bytes(shm_names.identity(self._data_dir)),
             write_path=WritePath(header["write_path"]).name.lower() if header["write_path"] else None,
             reshard_progress=header["reshard_ppm"] / 1e6 if header["state"] == ProcessState.RECOVERING else None,
             supervisor=_supervisor(pid),
@@ -310,8 +310,8 @@ def _listen_address(pid: int, port: int) -> str | None:
 def _shared_memory_bytes(identity: str) -> int:
     """Returns the bytes of /dev/shm that the service takes, files of ephemeral topics included."""
     total = 0
-    for name in names.objects(identity):
-        path = os.path.join(names.SHM_ROOT, name)
+    for name in shm_names.objects(identity):
+        path = os.path.join(shm_names.SHM_ROOT, name)
         for folder, _, files in os.walk(path):
             total += sum(_allocated_bytes(os.path.join(folder, file)) for file in files)
         total += _allocated_bytes(path)

@@ -16,7 +16,7 @@ from typing import Final, Self
 from topics import log
 from topics.core.clock import Clock
 from topics.core.keys import KeyRing
-from topics.keys import read_keys
+from topics.key_sources import read_keys
 from topics.settings import Settings, SettingsError
 from topics.shm.control import EXIT_REFUSED, ProcessState, Role
 from topics.shm.instance import SharedMemory

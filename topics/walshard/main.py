@@ -21,10 +21,10 @@ from topics.storage.kill_points import arm_as_told
 from topics.storage.logfile import RefusedLog
 from topics.storage.snapshot import UnknownSnapshotVersion
 from topics.storage.wal import WalSyncError, WalWriteError
-from topics.walshard.commit.outbox import Outbox
-from topics.walshard.pressure import ShardPressure
+from topics.walshard.commit.shard_rings import ShardRings
 from topics.walshard.setup import Helpers, set_up
 from topics.walshard.shard import Shard
+from topics.walshard.shard_pressure import ShardPressure
 
 HEARTBEAT_MS: Final = 250
 BUSY_FOR_MS: Final = 0 if FENCE_IS_FULL else 50
@@ -45,7 +45,7 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
     cell.begin_life(incarnation, clock.now_ms(), ProcessState.RECOVERING)
     wake = shared.shard_wakes[index]
     stop = _StopRequest(wake)
-    outbox = Outbox(shared, index)
+    outbox = ShardRings(shared, index)
     fs = WritePath(shared.control.header.get("write_path")).file_system()
     with ThreadPoolExecutor(1, "preallocate") as preallocating, ThreadPoolExecutor(1, "sync") as syncing:
         try:
@@ -73,7 +73,7 @@ def run(settings: Settings, shared: SharedMemory, index: int, incarnation: int) 
 
 def _serve(
     shard: Shard,
-    outbox: Outbox,
+    outbox: ShardRings,
     wake: Wake,
     stop: _StopRequest,
     cell: ProcessCell,

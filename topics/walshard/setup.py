@@ -15,7 +15,7 @@ import msgspec
 
 from topics.core.clock import Clock, ExpiryClock
 from topics.core.fold import Fold
-from topics.core.routers import RouterState
+from topics.core.routers import FoldedRouters
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.arena import ArenaWriter, unlink_arena
@@ -37,21 +37,21 @@ from topics.walshard.commit.commits import Commits
 from topics.walshard.commit.log_trim import LogTrim
 from topics.walshard.commit.logs import Logs
 from topics.walshard.commit.marks import LostHeads
-from topics.walshard.commit.outbox import Outbox
 from topics.walshard.commit.ram_trim import RamTrim
+from topics.walshard.commit.shard_rings import ShardRings
 from topics.walshard.handlers.appends import Appends
-from topics.walshard.handlers.checkpoints import Checkpoints
-from topics.walshard.handlers.cursors import NamedCursors
 from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.handlers.frontends import Frontends
 from topics.walshard.handlers.handlers import Handlers
 from topics.walshard.handlers.make_room import MakeRoom
+from topics.walshard.handlers.named_cursors import NamedCursors
 from topics.walshard.handlers.queue_writes import QueueWrites
 from topics.walshard.handlers.queues import Queues
 from topics.walshard.handlers.relogging import Relogging
-from topics.walshard.handlers.sessions import SessionCalls, Sessions
+from topics.walshard.handlers.segment_handover import SegmentHandover
 from topics.walshard.handlers.sinks import Sinks
-from topics.walshard.handlers.topics import TopicCalls
+from topics.walshard.handlers.topic_calls import TopicCalls
+from topics.walshard.handlers.watch_sessions import SessionCalls, WatchSessions
 from topics.walshard.handlers.watchers import Watchers
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.frame_tags import FrameTags
@@ -82,7 +82,7 @@ def set_up(
     settings: Settings,
     shared: SharedMemory,
     index: int,
-    outbox: Outbox,
+    outbox: ShardRings,
     cell: ProcessCell,
     clock: Clock,
     fs: FileSystem,
@@ -103,7 +103,7 @@ def set_up(
     if generation == 1:
         cell.set("wal_bytes_found", recovered.log_bytes)
 
-    sessions = Sessions()
+    sessions = WatchSessions()
     sessions.recovered(fold.sessions, clock.monotonic_ms())
     holdings = Holdings(shared.control, index, settings, sessions)
     catalog = Catalog(index, settings.wal_shards, arena, holdings, files, clock)
@@ -139,7 +139,7 @@ class Parts(NamedTuple):
     logs: Logs
     commits: Commits
     holdings: Holdings
-    sessions: Sessions
+    sessions: WatchSessions
     deletes: Deletes
     queues: Queues
     sinks: Sinks
@@ -205,7 +205,7 @@ def _read_logs(place: _Place, make_index: Callable[[int], TopicIndex]) -> _Recov
     return _Recovered(fold, durable, ram, ram_frames + frames, log_bytes, snapshot_line)
 
 
-def _open_logs(place: _Place, recovered: _Recovered, catalog: Catalog, outbox: Outbox, helpers: Helpers) -> Logs:
+def _open_logs(place: _Place, recovered: _Recovered, catalog: Catalog, outbox: ShardRings, helpers: Helpers) -> Logs:
     def open_ram() -> WalWriter:
         end = recovered.ram.end
         return WalWriter(
@@ -230,10 +230,10 @@ def _put_together(
     recovered: _Recovered,
     catalog: Catalog,
     holdings: Holdings,
-    sessions: Sessions,
+    sessions: WatchSessions,
     files: SegmentFiles,
     logs: Logs,
-    outbox: Outbox,
+    outbox: ShardRings,
     helpers: Helpers,
 ) -> Parts:
     settings, shared, shard, cell, clock, fs = place
@@ -255,7 +255,7 @@ def _put_together(
     routing = _make_routing(place, recovered.fold.routers, catalog, holdings, make_room)
     topic_calls = TopicCalls(catalog, deletes, routing, Relogging(place.ram_directory), time)
     log_trim = LogTrim(logs, catalog, tags)
-    checkpoints = Checkpoints(catalog, files, logs, log_trim, time)
+    checkpoints = SegmentHandover(catalog, files, logs, log_trim, time)
     watchers = Watchers(catalog, outbox.notify, outbox.forget_notices)
     frontends = Frontends(shared.control, outbox.drain_dead, watchers, sessions, queues, cursors, time)
     in_group = queues.routes | cursors.routes | session_calls.routes | sinks.routes | checkpoints.routes
@@ -289,7 +289,7 @@ def _put_together(
 
 
 def _make_routing(
-    place: _Place, state: RouterState, catalog: Catalog, holdings: Holdings, make_room: MakeRoom
+    place: _Place, state: FoldedRouters, catalog: Catalog, holdings: Holdings, make_room: MakeRoom
 ) -> Routing:
     settings, shared, shard, cell, clock, fs = place
     originals = Originals(fs, settings, shared, shard, catalog, clock.monotonic_ms)

@@ -17,10 +17,10 @@ from topics.shm import append_messages, messages
 from topics.shm.append_messages import AppendReply
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.control import ProcessCell
-from topics.shm.messages import Kind, Reply
+from topics.shm.messages import MessageKind, Reply
 from topics.walshard.commit.commits import Commits
-from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler, Request, Steps, T
-from topics.walshard.commit.outbox import Outbox
+from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler, RingRequest, Steps, T
+from topics.walshard.commit.shard_rings import ShardRings
 from topics.walshard.handlers.handlers import Handlers
 from topics.walshard.publisher import Publisher
 from topics.walshard.routers.routing import PAGES_PER_STEP, Routing
@@ -40,7 +40,7 @@ class Shard:
 
     def __init__(
         self,
-        outbox: Outbox,
+        outbox: ShardRings,
         handlers: Handlers,
         routing: Routing,
         commits: Commits,
@@ -58,7 +58,7 @@ class Shard:
         self._cell = cell
         self._time = time
         self._group = Draft()
-        self._waiting: list[Request] = []
+        self._waiting: list[RingRequest] = []
         """Requests that are prepared and not answered."""
         self._requests = 0
         """In the last step."""
@@ -100,7 +100,7 @@ class Shard:
         for frontend, message, position in self._outbox.requests():
             requests += 1
             kind, request_id, _count = messages.head(message)
-            request = Request(frontend, position, request_id)
+            request = RingRequest(frontend, position, request_id)
             self._waiting.append(request)
             reply = self._outbox.replies.pop((frontend, position), None) if self._outbox.replies else None
             if reply is not None:
@@ -121,7 +121,7 @@ class Shard:
 
     # -- prepare
 
-    def _prepare_guarded(self, kind: int, message: memoryview, request: Request) -> bool:
+    def _prepare_guarded(self, kind: int, message: memoryview, request: RingRequest) -> bool:
         """True when the request joined the group; False when it was a commit of its own, or none."""
         try:
             return self._prepare(kind, message, request)
@@ -135,16 +135,16 @@ class Shard:
             request.reply = messages.encode_error(request.id, TopicsError("internal", "the request failed"))
         return False
 
-    def _prepare(self, kind: int, message: memoryview, request: Request) -> bool:
+    def _prepare(self, kind: int, message: memoryview, request: RingRequest) -> bool:
         if kind & messages.BY_REFERENCE:
             message = _read_spill(messages.decode_reference(message))
             kind &= ~messages.BY_REFERENCE
         call: Any
         in_group: GroupHandler
-        if kind == Kind.APPEND:
+        if kind == MessageKind.APPEND:
             call, in_group = append_messages.decode_append(message), self._handlers.append
         else:
-            assert kind == Kind.CALL
+            assert kind == MessageKind.CALL
             call = messages.decode_call(message)
             found = self._handlers.in_group.get(type(call))
             if found is None:
@@ -168,7 +168,7 @@ class Shard:
 
     # -- commit, publish, notify
 
-    def _run(self, steps: Steps[T], request: Request | None = None) -> T:
+    def _run(self, steps: Steps[T], request: RingRequest | None = None) -> T:
         """Commits and shows what a handler yields, draft by draft; `request` gets what the handler comes to."""
         while True:
             try:

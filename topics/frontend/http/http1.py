@@ -19,7 +19,7 @@ from urllib.parse import unquote
 from topics.core.clock import Clock, SystemClock
 from topics.frontend.asgi import DELIVER, AsgiApp, Scope
 from topics.frontend.http.deadlines import AttendedClock, Awaited, Deadlines, HttpLimits, Verdict
-from topics.frontend.http.http1_exchange import Exchange, Stage, error_answer
+from topics.frontend.http.http1_exchange import AnswerStage, Exchange, error_answer
 from topics.frontend.http.http1_parser import Head, Refusal, RequestParser
 from topics.frontend.http.kept_answers import KeptAnswers
 from topics.frontend.http.vanished import Lookout
@@ -336,7 +336,7 @@ class Http1Protocol(asyncio.Protocol):
         end = self._parser.read_body(data, position, exchange.feed)
         if self._parser.complete:
             exchange.end_of_request()
-        if exchange.stage is Stage.DONE:
+        if exchange.stage is AnswerStage.DONE:
             self._discard_left_bytes -= end - position
             if self._parser.complete:
                 self._exchange = None
@@ -434,7 +434,7 @@ class Http1Protocol(asyncio.Protocol):
         if self._exchange is None:
             if not self._pending:
                 self._transport.close()
-        elif self._exchange.stage is Stage.DONE:
+        elif self._exchange.stage is AnswerStage.DONE:
             self._end()  # what is still to come is the rest of a body that nobody wants
 
     def close_now(self) -> None:
@@ -457,12 +457,12 @@ class Http1Protocol(asyncio.Protocol):
 
     def _refuse(self, code: str, message: str, detail: dict[str, int] | None = None) -> None:
         exchange, self._exchange, self._scope = self._exchange, None, None
-        started = exchange is not None and exchange.stage in (Stage.STREAMING, Stage.DONE)
+        started = exchange is not None and exchange.stage in (AnswerStage.STREAMING, AnswerStage.DONE)
         if exchange is not None:
             exchange.lose()
         if not started:
             self._transport.write(error_answer(code, message, detail))
-        elif exchange is not None and exchange.stage is Stage.STREAMING:
+        elif exchange is not None and exchange.stage is AnswerStage.STREAMING:
             self._transport.abort()
             return
         self._end()

@@ -60,7 +60,7 @@ def error_answer(
     )
 
 
-class Connection(Protocol):
+class ExchangeConnection(Protocol):
     """The connection, as its exchange sees it."""
 
     reading: bool
@@ -174,7 +174,7 @@ class PushStream:
         self.closed, self.writable = True, False
 
 
-class Stage(IntEnum):
+class AnswerStage(IntEnum):
     """How far the answer is."""
 
     WAITING = 0
@@ -192,7 +192,7 @@ class Exchange:
     """
 
     def __init__(
-        self, connection: Connection, transport: asyncio.Transport, head: Head, request_complete: bool
+        self, connection: ExchangeConnection, transport: asyncio.Transport, head: Head, request_complete: bool
     ) -> None:
         self._connection = connection
         self._transport = transport
@@ -214,7 +214,7 @@ class Exchange:
         self._push: PushStream | None = None
         self._unyielded_bytes = 0
         self.keep_alive = head.keep_alive
-        self.stage = Stage.WAITING
+        self.stage = AnswerStage.WAITING
 
     async def run(self, app: AsgiApp, scope: Scope) -> None:
         """Run the app; whatever it does, the client gets a whole answer or a connection that visibly ends."""
@@ -234,7 +234,7 @@ class Exchange:
         else:
             if self._push is not None:
                 self._push.close()
-            if self.stage is not Stage.DONE and not self.lost:
+            if self.stage is not AnswerStage.DONE and not self.lost:
                 if self.half_closed_by_client:  # it was told of the disconnect, and has rightly given up
                     self._transport.abort()
                     return
@@ -255,7 +255,7 @@ class Exchange:
 
     def feed(self, data: bytes) -> None:
         """A piece of the body."""
-        if self.stage is Stage.DONE:
+        if self.stage is AnswerStage.DONE:
             return
         if not self._body:
             self._body = data
@@ -290,7 +290,7 @@ class Exchange:
     async def receive(self) -> Message:
         """ASGI receive: all of the body that is there, or wait for some; then `http.disconnect`."""
         while True:
-            if self.stage is Stage.DONE or self.lost:
+            if self.stage is AnswerStage.DONE or self.lost:
                 return {"type": "http.disconnect"}
             if self._body or (self.request_complete and not self._body_ended):
                 body = self._body if type(self._body) is bytes else bytes(self._body)
@@ -302,7 +302,7 @@ class Exchange:
             if self.half_closed_by_client:
                 return {"type": "http.disconnect"}
             if not self.request_complete:
-                if self.expects_continue and self.stage is Stage.WAITING:
+                if self.expects_continue and self.stage is AnswerStage.WAITING:
                     self.expects_continue = False
                     self._connection.write(CONTINUE)
                 self._connection.body_wanted()
@@ -363,7 +363,7 @@ class Exchange:
         """
         if self.lost or self.half_closed_by_client:
             raise ConnectionResetError("the client is gone")
-        if self.stage is not Stage.STARTED or self._bodyless or self._length_left is not None:
+        if self.stage is not AnswerStage.STARTED or self._bodyless or self._length_left is not None:
             raise RuntimeError(
                 "a push stream begins after http.response.start, before any body, without content-length, not on HEAD"
             )
@@ -383,7 +383,7 @@ class Exchange:
             self._push.client_caught_up()
 
     def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        if self.stage is not Stage.WAITING:
+        if self.stage is not AnswerStage.WAITING:
             raise RuntimeError("http.response.start was sent twice")
         status_line = STATUS_LINES.get(status)
         if status_line is None or status < 200:
@@ -405,19 +405,19 @@ class Exchange:
         if _HEADER_LINES.fullmatch(block) is None or block.count(b"\n") != len(lines):
             raise ValueError(f"a response header has characters that HTTP does not allow: {block!r}")
         self._head = status_line + block
-        self.stage = Stage.STARTED
+        self.stage = AnswerStage.STARTED
 
     def _send_body(self, body: bytes, more: bool) -> None:
-        if self.stage is Stage.STARTED:
+        if self.stage is AnswerStage.STARTED:
             head = self._finish_head(body, more)
-            self.stage = Stage.STREAMING
+            self.stage = AnswerStage.STREAMING
             if self._bodyless or not body:
                 self._connection.write(head + LAST_CHUNK if self._chunked and not more and not self._bodyless else head)
             elif self._chunked:
                 self._connection.write(head, chunk(body) if more else chunk(body) + LAST_CHUNK)
             else:
                 self._connection.write(head, body)
-        elif self.stage is Stage.STREAMING:
+        elif self.stage is AnswerStage.STREAMING:
             if not self._bodyless:
                 if self._length_left is not None:
                     self._length_left -= len(body)
@@ -463,16 +463,16 @@ class Exchange:
             raise RuntimeError(f"the body does not have its content-length: {-self._length_left:+d} bytes")
 
     def _done(self) -> None:
-        self.stage = Stage.DONE
+        self.stage = AnswerStage.DONE
         self._body = b""
         self._wake()
         self._connection.answer_done(self)
 
     def _fail(self, code: str, message: str) -> None:
         """Finish what the app did not: an error if nothing is on the wire, else cut the connection."""
-        if self.lost or self.stage is Stage.DONE:
+        if self.lost or self.stage is AnswerStage.DONE:
             return
-        if self.stage is Stage.STREAMING:
+        if self.stage is AnswerStage.STREAMING:
             # Only a broken connection tells the client that the answer is not whole.
             self._transport.abort()
             return

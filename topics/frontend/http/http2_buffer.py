@@ -31,7 +31,7 @@ from hypercorn.typing import Event as IOEvent
 
 from topics.frontend.asgi import DELIVER, ROOM, Send
 from topics.frontend.entry.budget import Hold
-from topics.frontend.http.hypercorn_connection import Connection
+from topics.frontend.http.hypercorn_connection import HypercornConnection
 from topics.frontend.http.hypercorn_deadlines import Unread
 from topics.frontend.http.kept_answers import KeptAnswers
 
@@ -239,7 +239,9 @@ class BoundedProtocol(H2Protocol):
         await send({"type": "http.response.body", "body": body})
         if buffer is None or buffer.cut:
             raise ConnectionResetError("the stream is closed")
-        connection: Connection = cast("Any", self.send).__self__  # Hypercorn passes on its `protocol_send` alone
+        connection: HypercornConnection = cast(
+            "Any", self.send
+        ).__self__  # Hypercorn passes on its `protocol_send` alone
         await connection.wait_emptied()
 
     async def _send_data(self, stream_id: int) -> None:

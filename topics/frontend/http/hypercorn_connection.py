@@ -169,7 +169,7 @@ class WatchedProtocol(asyncio.StreamReaderProtocol):
         self._context.closed.set()
 
 
-class Connection(TCPServer):
+class HypercornConnection(TCPServer):
     """Hypercorn's connection, except that it does not wait for ever for what is left when it closes."""
 
     def __init__(self, unread: Unread, limits: HttpLimits, *arguments: Any) -> None:
@@ -244,7 +244,7 @@ class HypercornConnections:
         try:
             state = {TRANSPORT: writer.transport}
             app = ASGIWrapper(cast(Any, partial(self._run, context)))
-            await Connection(
+            await HypercornConnection(
                 context.unread, self._limits, app, self._loop, self._config, context, state, reader, writer
             )
         except Exception:

@@ -30,7 +30,7 @@ async def run(
     It is dropped before the answer ends: Hypercorn breaks a connection on which a request goes on behind its answer,
     and blocks one whose messages nobody takes.
     """
-    body = _Body(limits, clock, receive)
+    body = _TimedBody(limits, clock, receive)
 
     async def send_last(message: Message) -> None:
         if message["type"] == "http.response.body" and not message.get("more_body", False):
@@ -43,7 +43,7 @@ async def run(
         await body.drop_rest()
 
 
-class _Body:
+class _TimedBody:
     """The body of one request: it counts what comes, and the time that this takes."""
 
     def __init__(self, limits: HttpLimits, clock: AttendedClock, receive: Receive) -> None:

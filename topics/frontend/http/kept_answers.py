@@ -25,7 +25,7 @@ COUNTED_FROM_BYTES: Final = 128 * 1024
 LOOK_S: Final = 1.0
 
 
-class Holder(Protocol):
+class AnswerHolder(Protocol):
     """Who keeps an answer for its client: a connection, or a stream of HTTP/2."""
 
     @property
@@ -43,8 +43,10 @@ class KeptAnswers:
         self._clock = clock
         self.budget = Budget(limits.KEPT_ANSWERS)
         self.high_bytes = self.budget.most_bytes // 2
-        self._len_bytes: dict[Holder, int] = {}
-        self._stalls = Stalls[Holder](self.budget, self._len_bytes.__getitem__, lambda holder: -holder.buffered_bytes)
+        self._len_bytes: dict[AnswerHolder, int] = {}
+        self._stalls = Stalls[AnswerHolder](
+            self.budget, self._len_bytes.__getitem__, lambda holder: -holder.buffered_bytes
+        )
         self._look_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -52,7 +54,7 @@ class KeptAnswers:
         """All answers that are not taken to their end."""
         return self.budget.held_bytes
 
-    def hold(self, holder: Holder, written_bytes: int = 0) -> None:
+    def hold(self, holder: AnswerHolder, written_bytes: int = 0) -> None:
         """Its client is behind; `written_bytes` is the length of what was written last, of which it has some."""
         len_bytes = max(holder.buffered_bytes, written_bytes)
         if len_bytes >= COUNTED_FROM_BYTES and holder not in self._len_bytes:
@@ -60,7 +62,7 @@ class KeptAnswers:
             self._stalls.note(holder, self._clock.monotonic_ms())
             self._bound()
 
-    def let_go(self, holder: Holder) -> None:
+    def let_go(self, holder: AnswerHolder) -> None:
         """Its client has caught up, or is gone. Can be repeated."""
         self._stalls.end(holder)
         self._len_bytes.pop(holder, None)
@@ -88,7 +90,7 @@ class KeptAnswers:
         self._look_timer = None
         self._bound()
 
-    def _cut(self, holders: list[Holder]) -> None:
+    def _cut(self, holders: list[AnswerHolder]) -> None:
         for holder in holders:
             self.let_go(holder)
             holder.abort()

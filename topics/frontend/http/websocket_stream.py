@@ -26,8 +26,8 @@ from wsproto.utilities import LocalProtocolError
 
 from topics.core.errors import TopicsError, invalid
 from topics.frontend.asgi import DROPPED, KEPT, SHARE, TRANSPORT
-from topics.frontend.entry.answers import error_body
 from topics.frontend.entry.bodies import COUNTED_FROM_BYTES, Share
+from topics.frontend.entry.responses import error_body
 from topics.frontend.http.http2_buffer import BoundedBuffer
 from topics.frontend.http.hypercorn_deadlines import Kept, Unread
 

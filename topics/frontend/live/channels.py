@@ -14,12 +14,12 @@ from typing import Final
 from topics.core.clock import Clock
 from topics.frontend.live.pulse import Heartbeats
 from topics.frontend.live.push import Push
-from topics.frontend.live.stream import Step, Stream
+from topics.frontend.live.stream import Stream, StreamStep
 from topics.frontend.live.wording import EVENT_STREAM
 from topics.frontend.shards.watches import WatchHandle
 
 
-class Connection:
+class StreamConnection:
     """One open event stream."""
 
     __slots__ = ("behind", "closed", "heartbeat_ms", "idle_since_ms", "push", "stream")
@@ -55,18 +55,18 @@ class Channel:
     def __init__(self, name: str) -> None:
         self.name = name
         self.watch: WatchHandle | None = None
-        self.members: dict[Connection, int] = {}
+        self.members: dict[StreamConnection, int] = {}
         """All connections that follow it, and its index in their plans."""
-        self.current: dict[Connection, int] = {}
+        self.current: dict[StreamConnection, int] = {}
         self.changed = False
         """The topic has changed since the pass that is under way began."""
         self.held = False
         """Changes wait a little for the next ones (`Hub.coalesce_ms`)."""
         self.served_ms = 0
         """When the last pass ended."""
-        self.todo: list[Connection] = []
+        self.todo: list[StreamConnection] = []
         """Whom of `current` this pass has yet to look at."""
-        self.backlog: deque[Connection] = deque()
+        self.backlog: deque[StreamConnection] = deque()
         """Who reads on; some may have left meanwhile."""
 
         self.backlog_due = 0
@@ -97,7 +97,7 @@ class Slice:
         self.frames = 0
         self.records = 0
 
-    def send(self, connection: Connection, step: Step) -> bool:
+    def send(self, connection: StreamConnection, step: StreamStep) -> bool:
         """Write the step. False: more waits for the client now than may."""
         connection.stream = step.stream
         data = step.data
@@ -116,21 +116,21 @@ BEATS_MAX: Final = 64
 class Beats:
     """The heartbeats of one frontend's streams. `on_full(connection, now_ms)` is told of clients that take nothing."""
 
-    def __init__(self, clock: Clock, on_full: Callable[[Connection, int], None]) -> None:
+    def __init__(self, clock: Clock, on_full: Callable[[StreamConnection, int], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._clock = clock
         self._on_full = on_full
-        self._heartbeats: Heartbeats[Connection] = Heartbeats()
+        self._heartbeats: Heartbeats[StreamConnection] = Heartbeats()
         self._timer: asyncio.TimerHandle | None = None
         self._at_ms = 0
         """The time at which the timer is due."""
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: StreamConnection) -> None:
         """Add a connection that was written to at `idle_since_ms`."""
         self._heartbeats.add(connection)
         self._arm()
 
-    def end(self, connection: Connection) -> None:
+    def end(self, connection: StreamConnection) -> None:
         """Remove a connection; one without heartbeats is ignored."""
         self._heartbeats.end(connection)
 

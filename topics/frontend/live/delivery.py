@@ -22,11 +22,11 @@ from topics.core.names import owner_shard
 from topics.core.scheduler import TICK_MS, Scheduler
 from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget
-from topics.frontend.live.channels import COST_BYTES, Beats, Channel, Connection, Slice
-from topics.frontend.live.pulse import STALL_MAX_MS, Held, Room, Stalls
+from topics.frontend.live.channels import COST_BYTES, Beats, Channel, Slice, StreamConnection
+from topics.frontend.live.pulse import STALL_MAX_MS, DueItems, Room, Stalls
 from topics.frontend.live.push import Push
-from topics.frontend.live.snapshot import Snapshot, TopicSight
-from topics.frontend.live.stream import RETRY_AFTER_MS, Outcome, Phase, Plans, Step, Stream
+from topics.frontend.live.stream import RETRY_AFTER_MS, StepOutcome, Stream, StreamPhase, StreamPlans, StreamStep
+from topics.frontend.live.topic_views import TopicSight, TopicViews
 from topics.frontend.live.wording import EVENT_STREAM
 from topics.frontend.reads.cold import ColdWaits
 from topics.frontend.shards.gateway import Gateway
@@ -48,33 +48,35 @@ class Hub:
         self._topics = topics
         self._cell = cell
         self._clock = clock
-        self._connections: dict[Connection, None] = {}
+        self._connections: dict[StreamConnection, None] = {}
         self._channels: dict[str, Channel] = {}
         self._ready: Scheduler[Channel] = Scheduler(lambda channel: topics.base_priority(channel.name))
         """Channels that have work."""
-        self._snapshot = Snapshot(topics)
-        self._failed: dict[tuple[Connection, int], None] = {}
+        self._snapshot = TopicViews(topics)
+        self._failed: dict[tuple[StreamConnection, int], None] = {}
         self._kept = Budget(limits.KEPT_FRAMES)
-        self._room: Room[tuple[Connection, int]] = Room(self._kept, lambda waiter: self._line_up(*waiter))
-        self._cold: ColdWaits[tuple[Connection, int]] = ColdWaits(topics.reader.fetch, self._on_fetched)
+        self._room: Room[tuple[StreamConnection, int]] = Room(self._kept, lambda waiter: self._line_up(*waiter))
+        self._cold: ColdWaits[tuple[StreamConnection, int]] = ColdWaits(topics.reader.fetch, self._on_fetched)
         self._undurable: dict[Channel, None] = {}
-        self._stalls = Stalls[Connection](self._kept, attrgetter("push.buffered_bytes"), attrgetter("push.taken_bytes"))
+        self._stalls = Stalls[StreamConnection](
+            self._kept, attrgetter("push.buffered_bytes"), attrgetter("push.taken_bytes")
+        )
         self._beats = Beats(clock, self._stalls.note)
         self._tick_timer: asyncio.TimerHandle | None = None
         self._age_timer: asyncio.TimerHandle | None = None
-        self._held: Held[Channel] = Held()
+        self._held: DueItems[Channel] = DueItems()
         self._held_timer: asyncio.TimerHandle | None = None
         self._scheduled = False
-        self.plans = Plans()
+        self.plans = StreamPlans()
         self.coalesce_ms = 0.0
         """Passes over one topic are at least so far apart, so that what it says meanwhile goes out together."""
         self.draining = False
 
-    def open(self, push: Push, stream: Stream, heartbeat_ms: int) -> Connection:
+    def open(self, push: Push, stream: Stream, heartbeat_ms: int) -> StreamConnection:
         """A stream begins, with its backlog. It ends with `close`, or when the client goes away; then
         `connection.closed` is true and `connection.stream` is how far it came. `heartbeat_ms` 0: it needs none.
         """
-        connection = Connection(push, stream, heartbeat_ms, self._clock.monotonic_ms())
+        connection = StreamConnection(push, stream, heartbeat_ms, self._clock.monotonic_ms())
         push.on_writable = lambda: self._on_writable(connection)
         push.on_close = lambda: self._forget(connection)
         self._connections[connection] = None
@@ -83,7 +85,7 @@ class Hub:
             push.write(EVENT_STREAM.opening)
         try:
             for index, name in enumerate(stream.plan.names):
-                if stream.phases[index] != Phase.ENDED:
+                if stream.phases[index] != StreamPhase.ENDED:
                     self._join(name).members[connection] = index
                     self._line_up(connection, index)
         except BaseException:
@@ -95,7 +97,7 @@ class Hub:
             self._tick_timer = self._loop.call_later(RETRY_AFTER_MS / 1000, self._tick)
         return connection
 
-    def close(self, connection: Connection) -> None:
+    def close(self, connection: StreamConnection) -> None:
         """Ends the stream in order. Does nothing when it has ended."""
         if not connection.closed:
             self._forget(connection)
@@ -139,7 +141,7 @@ class Hub:
             channel.watch.found(view)
         return channel
 
-    def _leave(self, connection: Connection, index: int) -> None:
+    def _leave(self, connection: StreamConnection, index: int) -> None:
         name = connection.stream.plan.names[index]
         channel = self._channels.get(name)
         if channel is None or channel.members.pop(connection, None) is None:
@@ -155,7 +157,7 @@ class Hub:
             self._topics.forget(name)
             del self._channels[name]
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: StreamConnection) -> None:
         if connection.closed:
             return
         connection.closed = True
@@ -202,14 +204,14 @@ class Hub:
             delay_ms = max(1.0, self._held.next_ms - now_ms)
             self._held_timer = self._loop.call_later(delay_ms / 1000, self._release)
 
-    def _on_writable(self, connection: Connection) -> None:
+    def _on_writable(self, connection: StreamConnection) -> None:
         self._stalls.end(connection)
         for index, in_line in connection.behind.items():
             if not in_line and (connection, index) not in self._room:
                 self._line_up(connection, index)
         self._kept.let_in()
 
-    def _line_up(self, connection: Connection, index: int) -> None:
+    def _line_up(self, connection: StreamConnection, index: int) -> None:
         connection.behind[index] = True
         channel = self._channels[connection.stream.plan.names[index]]
         channel.backlog.append(connection)
@@ -321,7 +323,7 @@ class Hub:
                 step = snapshot.step(stream, index)
                 cost += PAGE_COST * (snapshot.made - made)
                 len_bytes = len(step.data)
-                stays = step.outcome is Outcome.CURRENT
+                stays = step.outcome is StepOutcome.CURRENT
             if len_bytes >= COST_BYTES:
                 cost += len_bytes // COST_BYTES
                 if not self._room.enter((connection, index), len_bytes):
@@ -362,24 +364,24 @@ class Hub:
         self._settle(connection, index, step)
         return cost
 
-    def _settle(self, connection: Connection, index: int, step: Step) -> None:
+    def _settle(self, connection: StreamConnection, index: int, step: StreamStep) -> None:
         """Where a topic of a connection goes after a step."""
         outcome = step.outcome
-        if outcome is Outcome.CURRENT or outcome is Outcome.WAITING:
+        if outcome is StepOutcome.CURRENT or outcome is StepOutcome.WAITING:
             channel = self._channels[connection.stream.plan.names[index]]
             channel.current[connection] = index
-            if outcome is Outcome.WAITING:
+            if outcome is StepOutcome.WAITING:
                 self._undurable[channel] = None
-        elif outcome is Outcome.MORE:
+        elif outcome is StepOutcome.MORE:
             self._line_up(connection, index)
-        elif outcome is Outcome.ENDED:
+        elif outcome is StepOutcome.ENDED:
             self._leave(connection, index)
         elif step.miss is not None:
             self._cold.wait(step.miss, (connection, index))
         else:
             self._failed[connection, index] = None
 
-    def _on_fetched(self, waiter: tuple[Connection, int], failure: str | None) -> None:
+    def _on_fetched(self, waiter: tuple[StreamConnection, int], failure: str | None) -> None:
         """What a connection lacked is there; or is not, for this reason."""
         connection, index = waiter
         if connection.closed:
@@ -393,7 +395,7 @@ class Hub:
             connection.stream = step.stream
         self._failed[connection, index] = None
 
-    def _stall(self, connection: Connection, index: int, now_ms: int) -> None:
+    def _stall(self, connection: StreamConnection, index: int, now_ms: int) -> None:
         """It has not taken what it was sent: `on_writable` will say when to go on there, or `_tick` that it is over."""
         connection.behind[index] = False
         self._stalls.note(connection, now_ms)

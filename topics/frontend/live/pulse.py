@@ -25,7 +25,7 @@ from topics.frontend.live.push import HIGH_WATER_BYTES
 Item = TypeVar("Item")
 
 
-class Held(Generic[Item]):
+class DueItems(Generic[Item]):
     """Items by when they are due; an item may be due more than once."""
 
     def __init__(self) -> None:

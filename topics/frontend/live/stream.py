@@ -21,14 +21,14 @@ import msgspec
 
 from topics.frontend.live.wording import EVENT_STREAM, Wording
 from topics.frontend.reads.cold import ColdMissError
-from topics.frontend.reads.reading import Page, Tombstone
+from topics.frontend.reads.reading import ReadPage, Tombstone
 from topics.frontend.reads.records import PageOptions
 
 RETRY_AFTER_MS: Final = 1_000
 """When what could not be read is tried again."""
 
 
-class Phase(IntEnum):
+class StreamPhase(IntEnum):
     """Of one topic in one stream."""
 
     CONNECTING = 0
@@ -39,7 +39,7 @@ class Phase(IntEnum):
     FAILING = 4
 
 
-class Outcome(Enum):
+class StepOutcome(Enum):
     """What a step leaves to do."""
 
     CURRENT = 0
@@ -56,18 +56,18 @@ class Outcome(Enum):
     """Try again when `miss` is there."""
 
 
-class Step(msgspec.Struct, frozen=True):
+class StreamStep(msgspec.Struct, frozen=True):
     """`data` goes on the wire (may be nothing), `stream` is where that leaves the connection."""
 
     stream: Stream
     data: bytes
     frames: int
     records: int
-    outcome: Outcome
+    outcome: StepOutcome
     miss: ColdMissError | None = None
 
 
-class Batch(msgspec.Struct, frozen=True):
+class FramedPage(msgspec.Struct, frozen=True):
     """A page put into words, for every stream that stands where it begins: all but the ends of frames."""
 
     topic: str
@@ -82,7 +82,7 @@ class Batch(msgspec.Struct, frozen=True):
     """There is more, which a `strong` stream must not show yet."""
 
 
-def batch(topic: str, from_seq: int, page: Page, strong: bool, wording: Wording = EVENT_STREAM) -> Batch:
+def batch(topic: str, from_seq: int, page: ReadPage, strong: bool, wording: Wording = EVENT_STREAM) -> FramedPage:
     """`strong` streams live in a world whose head is what is durable (api §7)."""
     head_seq = max(from_seq, min(page.head_seq, page.durable_seq)) if strong else page.head_seq
     tombstone = page.tombstone
@@ -93,10 +93,12 @@ def batch(topic: str, from_seq: int, page: Page, strong: bool, wording: Wording 
     record = b""
     if page.count:
         record = wording.record(topic, page.body, start, page.next_from_seq, head_seq)
-    return Batch(topic, tombstone, record, page.count, start, page.next_from_seq, head_seq, head_seq < page.head_seq)
+    return FramedPage(
+        topic, tombstone, record, page.count, start, page.next_from_seq, head_seq, head_seq < page.head_seq
+    )
 
 
-class Plan:
+class StreamPlan:
     """What a stream follows and how; equal ones are to be one object (`Plans`)."""
 
     __slots__ = ("__weakref__", "_streams", "names", "options", "strong", "topic_ids", "wording")
@@ -119,7 +121,7 @@ class Plan:
 
     def start(self, positions: dict[str, int]) -> Stream:
         """A new connection's stream; topics without a position have ended before."""
-        phases = bytes(Phase.CONNECTING if name in positions else Phase.ENDED for name in self.names)
+        phases = bytes(StreamPhase.CONNECTING if name in positions else StreamPhase.ENDED for name in self.names)
         return self.at(tuple(positions.get(name, 0) for name in self.names), phases)
 
     def at(self, positions: tuple[int, ...], phases: bytes) -> Stream:
@@ -130,11 +132,11 @@ class Plan:
         return stream
 
 
-class Plans:
+class StreamPlans:
     """All plans that are followed."""
 
     def __init__(self) -> None:
-        self._plans: WeakValueDictionary[tuple[object, ...], Plan] = WeakValueDictionary()
+        self._plans: WeakValueDictionary[tuple[object, ...], StreamPlan] = WeakValueDictionary()
 
     def get(
         self,
@@ -143,12 +145,12 @@ class Plans:
         options: PageOptions,
         strong: bool,
         wording: Wording = EVENT_STREAM,
-    ) -> Plan:
+    ) -> StreamPlan:
         """The one plan that says this: streams of equal plans share what is made for them."""
         key = (names, topic_ids, options, strong, wording)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = Plan(names, topic_ids, options, strong, wording)
+            plan = self._plans[key] = StreamPlan(names, topic_ids, options, strong, wording)
         return plan
 
 
@@ -157,7 +159,7 @@ class Stream:
 
     __slots__ = ("__weakref__", "_frame_end", "phases", "plan", "positions")
 
-    def __init__(self, plan: Plan, positions: tuple[int, ...], phases: bytes) -> None:
+    def __init__(self, plan: StreamPlan, positions: tuple[int, ...], phases: bytes) -> None:
         self.plan = plan
         self.positions = positions
         self.phases = phases
@@ -168,7 +170,7 @@ class Stream:
         return {
             name: position
             for name, position, phase in zip(self.plan.names, self.positions, self.phases, strict=True)
-            if phase != Phase.ENDED
+            if phase != StreamPhase.ENDED
         }
 
     @property
@@ -178,46 +180,46 @@ class Stream:
             self._frame_end = self.plan.wording.end(self.places())
         return self._frame_end
 
-    def take(self, index: int, batch: Batch) -> Step:
+    def take(self, index: int, batch: FramedPage) -> StreamStep:
         """The page that follows the position in the topic at `index`."""
         phase, wording = self.phases[index], self.plan.wording
-        assert phase != Phase.ENDED
+        assert phase != StreamPhase.ENDED
         caught_up = batch.next_seq >= batch.head_seq
-        moved = self._moved(index, batch.next_seq, Phase.LIVE if caught_up else Phase.BACKLOG)
+        moved = self._moved(index, batch.next_seq, StreamPhase.LIVE if caught_up else StreamPhase.BACKLOG)
         pieces = []
         if batch.tombstone is not None:
-            after = self._moved(index, batch.after_tombstone_seq, Phase.BACKLOG)
+            after = self._moved(index, batch.after_tombstone_seq, StreamPhase.BACKLOG)
             reason = batch.tombstone.reason
-            if phase == Phase.CONNECTING and reason != "recreated":
+            if phase == StreamPhase.CONNECTING and reason != "recreated":
                 reason = "from_seq_too_old"
             pieces.append(wording.tombstone(batch.topic, batch.tombstone, reason) + after.frame_end)
         if batch.record:
             pieces.append(batch.record + moved.frame_end)
-        if caught_up and phase != Phase.LIVE:
+        if caught_up and phase != StreamPhase.LIVE:
             pieces.append(wording.caught_up(batch.topic, batch.head_seq) + moved.frame_end)
-        at_head = Outcome.WAITING if batch.hidden else Outcome.CURRENT
-        outcome = at_head if caught_up else Outcome.MORE
-        return Step(moved, b"".join(pieces), len(pieces), batch.records, outcome)
+        at_head = StepOutcome.WAITING if batch.hidden else StepOutcome.CURRENT
+        outcome = at_head if caught_up else StepOutcome.MORE
+        return StreamStep(moved, b"".join(pieces), len(pieces), batch.records, outcome)
 
-    def end(self, index: int, head_seq: int) -> Step:
+    def end(self, index: int, head_seq: int) -> StreamStep:
         """The topic was deleted, whether or not its name is in use again."""
-        moved = self._moved(index, self.positions[index], Phase.ENDED)
+        moved = self._moved(index, self.positions[index], StreamPhase.ENDED)
         frame = self.plan.wording.topic_deleted(self.plan.names[index], head_seq) + moved.frame_end
-        return Step(moved, frame, 1, 0, Outcome.ENDED)
+        return StreamStep(moved, frame, 1, 0, StepOutcome.ENDED)
 
-    def lack(self, miss: ColdMissError) -> Step:
+    def lack(self, miss: ColdMissError) -> StreamStep:
         """What follows is in the cold tier and not at hand."""
-        return Step(self, b"", 0, 0, Outcome.COLD, miss)
+        return StreamStep(self, b"", 0, 0, StepOutcome.COLD, miss)
 
-    def fail(self, index: int, code: str, message: str) -> Step:
+    def fail(self, index: int, code: str, message: str) -> StreamStep:
         """The topic cannot be read now (`code` as in api §0.6); said once, until it can be read again."""
-        if self.phases[index] == Phase.FAILING:
-            return Step(self, b"", 0, 0, Outcome.FAILED)
-        moved = self._moved(index, self.positions[index], Phase.FAILING)
+        if self.phases[index] == StreamPhase.FAILING:
+            return StreamStep(self, b"", 0, 0, StepOutcome.FAILED)
+        moved = self._moved(index, self.positions[index], StreamPhase.FAILING)
         frame = self.plan.wording.advisory(code, message, RETRY_AFTER_MS, [self.plan.names[index]])
-        return Step(moved, frame, 1, 0, Outcome.FAILED)
+        return StreamStep(moved, frame, 1, 0, StepOutcome.FAILED)
 
-    def _moved(self, index: int, position: int, phase: Phase) -> Stream:
+    def _moved(self, index: int, position: int, phase: StreamPhase) -> Stream:
         if position == self.positions[index] and phase == self.phases[index]:
             return self
         after = index + 1

@@ -15,15 +15,15 @@ from topics.core.keys import ANYONE, ApiKey, KeyScope
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import wire
 from topics.frontend.entry.access import Access, caller_of
-from topics.frontend.entry.answers import HeaderList, send_object, weight
 from topics.frontend.entry.bodies import Headers, read_body
 from topics.frontend.entry.query import flag
+from topics.frontend.entry.responses import HeaderList, send_object, weight
 from topics.frontend.live import cursor
-from topics.frontend.live.channels import Connection
+from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.following import check_starts, check_strong, page_options, place, resolve
 from topics.frontend.live.push import AsgiPush, until_disconnect
-from topics.frontend.live.sessions import SESSION_TTL_MS, Follow, Opened, Session, Sessions, without_nodes
+from topics.frontend.live.session_use import SESSION_TTL_MS, Follow, Opened, Session, SessionUse, without_nodes
 from topics.frontend.live.stream import Stream
 from topics.frontend.live.websocket import needs_upgrade
 from topics.frontend.live.wording import EVENT_STREAM
@@ -35,8 +35,8 @@ from topics.frontend.routes.operations import (
     EVENTS,
     LOST,
     Answer,
+    ApiOperation,
     Binding,
-    Operation,
     Query,
     flag_query,
     json_answer,
@@ -59,7 +59,7 @@ class WatchRoutes:
     def __init__(
         self,
         reader: TopicReader,
-        sessions: Sessions,
+        sessions: SessionUse,
         hub: Hub,
         access: Access,
         settings: Settings,
@@ -74,7 +74,7 @@ class WatchRoutes:
         self._settings = settings
         self._places = places
         self._catching_up = catching_up
-        self._streams: dict[Connection, Session] = {}
+        self._streams: dict[StreamConnection, Session] = {}
         access.on_change(self._end_forbidden)
 
     async def create(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -141,7 +141,7 @@ class WatchRoutes:
 
     async def _stream(self, wid: str, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
         opened = await self._sessions.open(wid)
-        connection: Connection | None = None
+        connection: StreamConnection | None = None
         try:
             stream = self._resume(opened, headers.get(b"last-event-id"))
             opened = without_nodes(opened)  # which its plan has, as a set that many may share
@@ -176,7 +176,7 @@ class WatchRoutes:
         for connection, session in list(self._streams.items()):
             self._end_if_forbidden(connection, session)
 
-    def _end_if_forbidden(self, connection: Connection, session: Session) -> None:
+    def _end_if_forbidden(self, connection: StreamConnection, session: Session) -> None:
         if not connection.closed and not self._access.still_allows(session.key_digest, KeyScope.READ, session.topics):
             connection.push.write(EVENT_STREAM.final("forbidden", "the key of this stream is no longer valid for it"))
             self._hub.close(connection)
@@ -219,10 +219,10 @@ def accepts_event_stream(accept: bytes) -> bool:
     return weight(accept, b"text/event-stream") > 0
 
 
-def watch_operations(watch: WatchRoutes) -> list[Operation]:
+def watch_operations(watch: WatchRoutes) -> list[ApiOperation]:
     """Event streams and WebSockets (api §7)."""
     return [
-        Operation(
+        ApiOperation(
             Binding("POST", "/v0/watch", watch.create, Route.CREATE_WATCH, KeyScope.READ, "watch"),
             "Make a watch session",
             {200: json_answer("The session", answer.WatchAnswer)},
@@ -230,7 +230,7 @@ def watch_operations(watch: WatchRoutes) -> list[Operation]:
             body=WatchBody,
             query=(flag_query("lenient", False, "leave out topics that do not exist"),),
         ),
-        Operation(
+        ApiOperation(
             # An unknown wid is 404 whoever asks, so it looks for the key itself.
             Binding("GET", "/v0/watch/{wid}", watch.stream, None, None, "watch"),
             "The event stream of a session",
@@ -238,7 +238,7 @@ def watch_operations(watch: WatchRoutes) -> list[Operation]:
             ("not_found", "not_acceptable", *LOST),
             query=(Query("token", {"type": "string"}, "the key, for who cannot send a header"),),
         ),
-        Operation(
+        ApiOperation(
             Binding("GET", "/v0/ws", needs_upgrade, None, None, "watch"),
             "A WebSocket: subscribe, unsubscribe, publish, ping (api §7.7)",
             {101: Answer("Switching to WebSocket", {})},

@@ -22,15 +22,15 @@ from topics.core.names import check_topic_name
 from topics.frontend.asgi import DROPPED, KEPT, SHARE, Message, Receive, Scope, Send
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.access import Access
-from topics.frontend.entry.answers import send_error
 from topics.frontend.entry.bodies import INLINE_BYTES_MAX, LONG_BYTES, Share, hold, long_bodies, no_room
+from topics.frontend.entry.responses import send_error
 from topics.frontend.http.hypercorn_deadlines import Kept
-from topics.frontend.live.channels import Connection
+from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.following import check_starts, check_strong, page_options, place, resolve
-from topics.frontend.live.outbox import Outbox, Subscription
 from topics.frontend.live.pulse import Stall
-from topics.frontend.live.stream import Phase
+from topics.frontend.live.socket_outbox import SocketOutbox, Subscription
+from topics.frontend.live.stream import StreamPhase
 from topics.frontend.live.websocket_commands import (
     Command,
     Publish,
@@ -88,8 +88,8 @@ class Socket:
         self._receive = receive
         self._send = send
         self._kept: Kept | None = scope.get("extensions", {}).get(KEPT)
-        self._outbox = Outbox(send, self._kept)
-        self._subscriptions: dict[str, Connection] = {}
+        self._outbox = SocketOutbox(send, self._kept)
+        self._subscriptions: dict[str, StreamConnection] = {}
         self._publishes: set[asyncio.Task[None]] = set()
         self._may_publish = asyncio.Semaphore(limits.SOCKET_PUBLISHES.most_count)
         self._over: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
@@ -318,7 +318,7 @@ class Socket:
 
     def _ended(self) -> set[str]:
         """Topics that were deleted: the client has been told, or will be."""
-        return {name for name, one in self._subscriptions.items() if one.stream.phases[0] == Phase.ENDED}
+        return {name for name, one in self._subscriptions.items() if one.stream.phases[0] == StreamPhase.ENDED}
 
     def _ended_by_hub(self) -> None:
         """It drains, or the client has not read for too long: what concerns one subscription concerns the socket."""

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, Literal, NamedTuple
 
-from topics.frontend.entry.answers import encode_json
+from topics.frontend.entry.responses import encode_json
 
 TEXT_TYPE: Final = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 PIECE_SAMPLES: Final = 256

@@ -18,8 +18,8 @@ from topics.core.config import TopicConfig
 from topics.core.errors import RETRY_AFTER_S, STATUS_BY_CODE, TopicsError
 from topics.core.keys import KeyScope
 from topics.frontend.asgi import Receive, Scope, Send
-from topics.frontend.entry.answers import encode_json, send_whole
-from topics.frontend.routes.operations import JSON, Answer, Binding, Operation
+from topics.frontend.entry.responses import encode_json, send_whole
+from topics.frontend.routes.operations import JSON, Answer, ApiOperation, Binding
 from topics.shm.durations import Route
 
 _REF: Final = "#/components/schemas/{name}"
@@ -51,7 +51,7 @@ class EchoedConfig(TopicConfig, frozen=True):
     durable: bool = False
 
 
-def document(operations: Sequence[Operation]) -> dict[str, Any]:
+def document(operations: Sequence[ApiOperation]) -> dict[str, Any]:
     """The OpenAPI document of these operations."""
     answers = [answer for one in operations for answer in one.answers.values()]
     bodies = [body for answer in answers for body in answer.bodies.values() if body is not None]
@@ -93,7 +93,7 @@ def _leave_out_nulls(components: dict[str, Any]) -> None:
                 schema.update(present)
 
 
-def _operation(one: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
+def _operation(one: ApiOperation, by_type: dict[Any, Any]) -> dict[str, Any]:
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": _PATH_SCHEMAS.get(name, {"type": "string"})}
         for name in _PARAMETER.findall(one.binding.path)
@@ -126,7 +126,7 @@ def _operation(one: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
     return shown
 
 
-def _operation_id(one: Operation) -> str:
+def _operation_id(one: ApiOperation) -> str:
     words = re.findall(r"[a-z0-9]+", one.binding.path)
     return "_".join([one.binding.method.lower(), *words])
 
@@ -154,20 +154,20 @@ def _failure(codes: list[str], by_type: dict[Any, Any]) -> dict[str, Any]:
 class OpenApiRoutes:
     """The document of `operations` and its own, made once."""
 
-    def __init__(self, operations: Sequence[Operation]) -> None:
+    def __init__(self, operations: Sequence[ApiOperation]) -> None:
         self._files: dict[str, tuple[bytes, bytes]] = {}
         for path, (media_type, name) in _FILES.items():
             with open(os.path.join(_FOLDER, name), "rb") as file:
                 self._files[path] = (media_type, file.read())
         self.operations = [
-            Operation(
+            ApiOperation(
                 Binding("GET", "/v0/openapi.json", self.get, Route.OTHER, None, "service"),
                 "This document",
                 {200: Answer("OpenAPI 3.1", {JSON: dict[str, Any]})},
                 public=True,
             ),
             *(
-                Operation(
+                ApiOperation(
                     Binding("GET", f"/v0/{path}", self.page, Route.OTHER, None, "service"),
                     "A page that shows this document" if path == "docs" else f"Part of the page: {path}",
                     {200: Answer("A file", {media_type.partition(b";")[0].decode(): None})},

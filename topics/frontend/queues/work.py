@@ -38,18 +38,18 @@ from topics.frontend.live.push import AsgiPush, Push, until_disconnect
 from topics.frontend.live.watch import EVENT_STREAM_HEADERS, HEARTBEAT_MAX_MS, accepts_event_stream
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
 from topics.frontend.queues.job_records import ASIDE_MS, JobRendering, RenderedJobs, fetch_jobs
-from topics.frontend.queues.queue import Jobs, QueueRoutes, checked_node, clamped_lease_ms
+from topics.frontend.queues.queue_access import QueueAccess, QueueRoutes, checked_node, clamped_lease_ms
 from topics.frontend.reads.cold import ColdMissError
 from topics.frontend.routes.operations import (
     EVENTS,
     LOST,
     Answer,
+    ApiOperation,
     Binding,
-    Operation,
     Query,
     json_answer,
 )
-from topics.frontend.shards.requests import is_outcome_unknown
+from topics.frontend.shards.pending_calls import is_outcome_unknown
 from topics.settings import Settings
 from topics.shm.cap import Cap, Counted
 from topics.shm.control import ProcessCell
@@ -79,7 +79,7 @@ class WorkRoutes:
     """All `/work` streams of this frontend. `places`: how many streams the whole service may have open."""
 
     def __init__(
-        self, jobs: Jobs, access: Access, settings: Settings, places: Cap, cell: ProcessCell, clock: Clock
+        self, jobs: QueueAccess, access: Access, settings: Settings, places: Cap, cell: ProcessCell, clock: Clock
     ) -> None:
         self.jobs = jobs
         self.cell = cell
@@ -406,47 +406,47 @@ _JOBS: Final = ("topic_not_found", "not_a_queue", *LOST)
 _COUNT: Final = {"type": "integer", "minimum": 0}
 
 
-def queue_operations(queue: QueueRoutes, work: WorkRoutes) -> list[Operation]:
+def queue_operations(queue: QueueRoutes, work: WorkRoutes) -> list[ApiOperation]:
     """Jobs and their leases."""
     both, write = KeyScope.READ | KeyScope.WRITE, KeyScope.WRITE
     jobs = (*_JOBS, "batch_too_large")
     return [
-        Operation(
+        ApiOperation(
             Binding("POST", f"{_TOPIC}/claim", queue.claim, Route.CLAIM, both, "queues"),
             "Lease jobs",
             {200: json_answer("Jobs, or none", answer.ClaimAnswer)},
             _JOBS,
             body=ClaimBody,
         ),
-        Operation(
+        ApiOperation(
             Binding("POST", f"{_TOPIC}/ack", queue.ack, Route.ACK, write, "queues"),
             "Jobs are done",
             {200: json_answer("Which of them", answer.AckAnswer)},
             jobs,
             body=JobsBody,
         ),
-        Operation(
+        ApiOperation(
             Binding("POST", f"{_TOPIC}/nack", queue.nack, Route.NACK, write, "queues"),
             "Give jobs back",
             {200: json_answer("Which of them", answer.NackAnswer)},
             jobs,
             body=NackBody,
         ),
-        Operation(
+        ApiOperation(
             Binding("POST", f"{_TOPIC}/extend", queue.extend, Route.EXTEND, write, "queues"),
             "Keep jobs for longer",
             {200: json_answer("Until when", answer.ExtendAnswer)},
             jobs,
             body=ExtendBody,
         ),
-        Operation(
+        ApiOperation(
             Binding("POST", f"{_TOPIC}/redrive", queue.redrive, Route.REDRIVE, KeyScope.ADMIN, "queues"),
             "Bring dead letters back",
             {200: json_answer("How many", answer.RedriveAnswer)},
             (*_JOBS, "topic_full", "record_too_large"),
             body=RedriveBody,
         ),
-        Operation(
+        ApiOperation(
             Binding("POST", f"{_TOPIC}/peek", queue.peek, Route.PEEK, KeyScope.READ, "queues"),
             "Look at jobs without claiming them",
             {200: json_answer("Jobs, and where each stands", answer.PeekAnswer)},
@@ -454,7 +454,7 @@ def queue_operations(queue: QueueRoutes, work: WorkRoutes) -> list[Operation]:
             body=PeekBody,
             body_required=False,
         ),
-        Operation(
+        ApiOperation(
             # It takes its key from the query as well, so it looks for it itself.
             Binding("GET", f"{_TOPIC}/work", work.work, None, None, "queues"),
             "A stream that keeps a worker in jobs",

@@ -59,7 +59,7 @@ class _Block(NamedTuple):
     read_ms: int
 
 
-class _Read:
+class _RangedRead:
     """One ranged read of neighbouring blocks. `done` is None, or what it failed with."""
 
     __slots__ = ("blocks", "done", "length", "name", "offset", "waiters")
@@ -83,9 +83,9 @@ class ColdTier:
         self._timeout_ms = timeout_ms
         self._blocks: OrderedDict[tuple[str, int], _Block] = OrderedDict()
         self._blocks_max = cache_bytes // BLOCK_BYTES
-        self._reads: dict[tuple[str, int], _Read] = {}
+        self._reads: dict[tuple[str, int], _RangedRead] = {}
         """By each block they bring."""
-        self._waiting: deque[_Read] = deque()
+        self._waiting: deque[_RangedRead] = deque()
         self._in_flight = 0
 
     def extent(self, name: str, start: int, end: int, data_bytes: int) -> tuple[bytes, int]:
@@ -145,7 +145,7 @@ class ColdTier:
         most = limits.COLD_READS.most_count
         if len(self._waiting) >= most:
             raise _unavailable(name, f"{most} reads are waiting for it already")
-        read = _Read(name, blocks, data_bytes, asyncio.get_running_loop().create_future())
+        read = _RangedRead(name, blocks, data_bytes, asyncio.get_running_loop().create_future())
         for number in blocks:
             self._reads.setdefault((name, number), read)
         self._waiting.append(read)
@@ -163,7 +163,7 @@ class ColdTier:
                 # Not within this call: `fetch` is still to find the read, and `_finish` starts others.
                 read.done.get_loop().call_soon(self._finish, read, b"", error)
 
-    def _run(self, read: _Read) -> None:
+    def _run(self, read: _RangedRead) -> None:
         """In a thread of its own."""
         data, error = b"", None
         try:
@@ -173,7 +173,7 @@ class ColdTier:
         with suppress(RuntimeError):  # the loop is closed: nobody waits
             read.done.get_loop().call_soon_threadsafe(self._finish, read, data, error)
 
-    def _finish(self, read: _Read, data: bytes, error: Exception | None) -> None:
+    def _finish(self, read: _RangedRead, data: bytes, error: Exception | None) -> None:
         self._in_flight -= 1
         self._forget(read)
         if error is None:
@@ -186,7 +186,7 @@ class ColdTier:
         read.done.set_result(error)
         self._start_some()
 
-    def _forget(self, read: _Read) -> None:
+    def _forget(self, read: _RangedRead) -> None:
         for number in read.blocks:
             if self._reads.get((read.name, number)) is read:
                 del self._reads[read.name, number]

@@ -12,12 +12,12 @@ from topics.core.clock import Clock
 from topics.core.names import check_topic_name
 from topics.frontend.asgi import ROUTE, Receive, Scope, Send
 from topics.frontend.entry import limits, wire
-from topics.frontend.entry.answers import elapsed_ms, room_of, send_json
 from topics.frontend.entry.bodies import ClientGoneError, read_wish
 from topics.frontend.entry.budget import Hold
+from topics.frontend.entry.responses import elapsed_ms, room_of, send_json
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.node_sets import node_set
-from topics.frontend.reads.reading import PAGE_MEMBERS, Page, TopicReader, TopicRef, page_values
+from topics.frontend.reads.reading import PAGE_MEMBERS, ReadPage, TopicReader, TopicRef, page_values
 from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
@@ -107,13 +107,13 @@ class DiffRoute:
     async def _wait(
         self,
         ref: TopicRef,
-        page: Page,
+        page: ReadPage,
         options: PageOptions,
         from_ts: int | None,
         wait_ms: int,
         receive: Receive,
         room: Hold | None,
-    ) -> tuple[Page, Cost]:
+    ) -> tuple[ReadPage, Cost]:
         """The first page that delivers something, or the last one before the deadline; what all of them took.
         `from_ts` may be yet to come: what is written before it is not what the reader waits for.
         """
@@ -184,7 +184,7 @@ def _room_bytes(options: PageOptions) -> int:
     return max(options.max_batch_bytes, MAX_BATCH_BYTES[0])
 
 
-def _deliverable(page: Page) -> bool:
+def _deliverable(page: ReadPage) -> bool:
     return page.count > 0 or page.tombstone is not None
 
 
@@ -193,7 +193,7 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-def _answer(name: str, page: Page, cost: Cost, with_copies: bool, started_ns: int) -> bytes:
+def _answer(name: str, page: ReadPage, cost: Cost, with_copies: bool, started_ns: int) -> bytes:
     return _ANSWER % (
         name.encode(),
         *page_values(page),

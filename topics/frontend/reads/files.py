@@ -206,7 +206,7 @@ class OpenSegment:
         return self.first_seq + first_at(self._idx, self.last_seq - self.first_seq + 1, ts)
 
 
-class SegmentFiles:
+class OpenSegments:
     """Segments of all topics, the least recently used going first when there are too many."""
 
     def __init__(self, data_dir: str, segments_max: int = SEGMENTS_MAX) -> None:

@@ -23,11 +23,11 @@ from topics.core.names import check_topic_name
 from topics.core.segment_list import COLD, SEALED, SegmentInfo
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import limits
-from topics.frontend.entry.answers import LIST_BYTES_MAX, send_object, take_room
 from topics.frontend.entry.query import count
+from topics.frontend.entry.responses import LIST_BYTES_MAX, send_object, take_room
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.reading import TopicReader, TopicRef
-from topics.frontend.routes.operations import Binding, Operation, Query, json_answer
+from topics.frontend.routes.operations import ApiOperation, Binding, Query, json_answer
 from topics.shm.durations import Route
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem
@@ -235,10 +235,10 @@ _SEQ: Final = {"type": "integer", "minimum": 0}
 _TTL: Final = f"how long the files stay whatever happens, ms, at most {PIN_TTL_MAX_MS}"
 
 
-def manifest_operations(manifest: ManifestRoutes) -> list[Operation]:
+def manifest_operations(manifest: ManifestRoutes) -> list[ApiOperation]:
     """Lists segments, renews and ends pins."""
     return [
-        Operation(
+        ApiOperation(
             Binding("GET", f"{_TOPIC}/segments", manifest.list_segments, Route.OTHER, KeyScope.READ, "segments"),
             "The sealed segments of a topic, for readers of the files themselves",
             {200: json_answer("The segments, and what else it takes to read them", answer.Manifest)},
@@ -249,13 +249,13 @@ def manifest_operations(manifest: ManifestRoutes) -> list[Operation]:
                 Query("pin_ttl_ms", {**_SEQ, "default": 0}, f"{_TTL}; 0: no pin"),
             ),
         ),
-        Operation(
+        ApiOperation(
             Binding("PUT", f"{_TOPIC}/pins/{{pin}}", manifest.renew, Route.OTHER, KeyScope.READ, "segments"),
             "Keep pinned files for longer",
             {200: json_answer("Whether the pin still holds", answer.PinRenewed)},
             query=(Query("pin_ttl_ms", {**_SEQ, "default": PIN_TTL_DEFAULT_MS}, f"{_TTL}, from now on"),),
         ),
-        Operation(
+        ApiOperation(
             Binding("DELETE", f"{_TOPIC}/pins/{{pin}}", manifest.end, Route.OTHER, KeyScope.READ, "segments"),
             "End a pin before its time",
             {200: json_answer("It is over", answer.PinEnded)},

@@ -21,11 +21,11 @@ from topics.core.live_scan import front_from, last_undeleted
 from topics.core.location import LOCATION_LOST
 from topics.core.names import owner_shard
 from topics.core.segment_list import SegmentInfo
-from topics.frontend.entry.answers import encode_json
+from topics.frontend.entry.responses import encode_json
 from topics.frontend.reads.cold import ColdMissError, ColdTier
-from topics.frontend.reads.files import LogFiles, SegmentFiles
+from topics.frontend.reads.files import LogFiles, OpenSegments
+from topics.frontend.reads.record_sources import MismatchError, MovedError, Source, Stores
 from topics.frontend.reads.records import PageOptions, render
-from topics.frontend.reads.sources import MismatchError, MovedError, Source, Stores
 from topics.frontend.shards.arenas import Arenas
 from topics.log import get_logger
 from topics.shm.arena import ArenaReader, SlotState, TopicView
@@ -107,7 +107,7 @@ class TopicRef(NamedTuple):
     config: TopicConfig
 
 
-class Page(msgspec.Struct, frozen=True):
+class ReadPage(msgspec.Struct, frozen=True):
     """`body` is `count` record objects joined by commas; everything up to `next_from_seq` has been examined."""
 
     body: bytes
@@ -137,7 +137,7 @@ class TopicReader:
         None when none ever left it.
         """
         self._arenas = arenas
-        self._stores = Stores(files, SegmentFiles(files.data_dir), cold)
+        self._stores = Stores(files, OpenSegments(files.data_dir), cold)
         self._shards = shards
         self._clock = clock
         self._now_ms = 0
@@ -227,7 +227,7 @@ class TopicReader:
         now_ms: int,
         up_to_seq: int | None = None,
         from_ts: int | None = None,
-    ) -> Page:
+    ) -> ReadPage:
         """The records that follow `from_seq`, not beyond `up_to_seq`, and none before the first with `$ts >= from_ts`.
 
         Raises `topic_not_found` when the topic went away, `storage_unavailable` when a frame cannot be read;
@@ -243,7 +243,7 @@ class TopicReader:
         now_ms: int,
         up_to_seq: int | None = None,
         from_ts: int | None = None,
-    ) -> Page:
+    ) -> ReadPage:
         """As `read_page`, waiting for the cold tier where it must; then `ref` is to be found again."""
         reason: Exception | None = None
         for _ in range(_COLD_TRIES):
@@ -294,7 +294,7 @@ class TopicReader:
         now_ms: int,
         up_to_seq: int | None,
         from_ts: int | None,
-    ) -> Page:
+    ) -> ReadPage:
         source = self._source(ref)
         if from_ts is not None:
             # In this very view: a record that comes between finding the start and reading may be too early.
@@ -346,7 +346,7 @@ class TopicReader:
                 if part.full:
                     ended = True
                     break
-        return Page(
+        return ReadPage(
             bodies[0] if len(bodies) == 1 else b",".join(bodies),
             count,
             cursor,
@@ -411,7 +411,7 @@ PAGE_MEMBERS: Final = (
 """To be filled in with `page_values`, together with the rest of the answer: the records are copied once."""
 
 
-def page_values(page: Page) -> tuple[bytes | int, ...]:
+def page_values(page: ReadPage) -> tuple[bytes | int, ...]:
     """The values of PAGE_MEMBERS for this page."""
     return (
         page.body,

@@ -15,15 +15,15 @@ from topics.api.requests import AppendBody, RecordBody
 from topics.core.config import U64_MAX, parse_config
 from topics.core.dead_letters import RESERVED
 from topics.core.errors import TopicsError, invalid
-from topics.core.idempotency import Turn, producer_key
+from topics.core.idempotency import ProducerTurn, producer_key
 from topics.core.keys import ApiKey, KeyScope
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import wire
 from topics.frontend.entry.access import caller_of
-from topics.frontend.entry.answers import elapsed_ms, encode_json, send_json
 from topics.frontend.entry.bodies import INLINE_BYTES_MAX, read_body
 from topics.frontend.entry.query import flag
+from topics.frontend.entry.responses import elapsed_ms, encode_json, send_json
 from topics.frontend.routes import long_bodies
 from topics.frontend.routes.long_bodies import BodyT
 from topics.frontend.shards.gateway import Gateway
@@ -211,7 +211,7 @@ def _key(request: AppendBody, header: bytes | None) -> bytes:
         if key is not None or header is not None:
             raise invalid("a write of a producer is known by its n: send no idempotency key with it", field="producer")
         wire.check_counts(producer)
-        return producer_key(producer.id.encode(), Turn(producer.epoch, producer.n))
+        return producer_key(producer.id.encode(), ProducerTurn(producer.epoch, producer.n))
     if key is None:
         if header is None:
             return b""

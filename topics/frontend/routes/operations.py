@@ -51,7 +51,7 @@ class Binding(NamedTuple):
     tag: str
 
 
-class Operation(NamedTuple):
+class ApiOperation(NamedTuple):
     """One method of one path, and what the document says about it. `codes` are errors beyond `common_codes`."""
 
     binding: Binding

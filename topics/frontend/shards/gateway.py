@@ -15,12 +15,12 @@ from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.names import owner_shard
 from topics.frontend.shards.arenas import Arenas
-from topics.frontend.shards.requests import (
+from topics.frontend.shards.pending_calls import (
     ROOM_WAIT_S,
     Fate,
     Lane,
     OnLate,
-    Request,
+    PendingCall,
     Spills,
     Unanswered,
     Waiter,
@@ -35,7 +35,7 @@ from topics.shm.arena import TopicView
 from topics.shm.asks import Asks, ReplyT
 from topics.shm.control import ProcessCell, Role
 from topics.shm.instance import SharedMemory
-from topics.shm.messages import Call, Kind, Part
+from topics.shm.messages import Call, MessageKind, Part
 from topics.shm.queue_messages import Dealt
 from topics.shm.topic_messages import Hello
 from topics.storage.frame import LaidOut
@@ -166,7 +166,7 @@ class Gateway:
         parts = append_messages.encode_append(
             request_id, name, create, if_head_seq, key, config, records.offset_len, records.flags, records.buffer, jobs
         )
-        return self._submit(shard, request_id, parts, Kind.APPEND, patient)
+        return self._submit(shard, request_id, parts, MessageKind.APPEND, patient)
 
     def submit(
         self, shard: int, request: Call | Asks[Any], on_late: OnLate | None = None, patient: bool = False
@@ -177,7 +177,7 @@ class Gateway:
         self._arenas.require(shard)
         self._last_id = request_id = self._last_id + 1
         parts = messages.encode_call(request_id, request)
-        return self._submit(shard, request_id, parts, Kind.CALL, patient, on_late)
+        return self._submit(shard, request_id, parts, MessageKind.CALL, patient, on_late)
 
     async def call(self, shard: int, request: Asks[ReplyT], patient: bool = False) -> ReplyT:
         """Send a request as `submit` does, and wait for the answer, whose type the request names."""
@@ -213,7 +213,7 @@ class Gateway:
         if length > lane.message_max_bytes:
             # At once, and not in a thread: what is posted behind it may not overtake it.
             try:
-                parts = self._spills.put(Kind.CALL, request_id, parts, length)
+                parts = self._spills.put(MessageKind.CALL, request_id, parts, length)
             except OSError as error:
                 _log.warning("no room in shared memory for a long message", error=error.strerror)
                 return False
@@ -225,7 +225,7 @@ class Gateway:
         shard: int,
         request_id: int,
         parts: list[Part],
-        kind: Kind,
+        kind: MessageKind,
         patient: bool = False,
         on_late: OnLate | None = None,
     ) -> asyncio.Future[Any]:
@@ -233,7 +233,7 @@ class Gateway:
         if self._closed:
             fail(future, _stopping())
             return future
-        request = Request(future, shard, self._loop.time() + self._wait_s, patient, on_late)
+        request = PendingCall(future, shard, self._loop.time() + self._wait_s, patient, on_late)
         self._unanswered.add(request_id, request)
         length = sum(map(len, parts))
         if length <= self._links[shard].lane.message_max_bytes:
@@ -248,7 +248,7 @@ class Gateway:
         return Waiter(parts, sum(map(len, parts)), request_id, now_s, expires_s, patient)
 
     def _submit_by_reference(
-        self, shard: int, request_id: int, parts: list[Part], length: int, kind: Kind, patient: bool
+        self, shard: int, request_id: int, parts: list[Part], length: int, kind: MessageKind, patient: bool
     ) -> None:
         try:
             if length <= SPILL_INLINE_BYTES_MAX:
@@ -262,7 +262,7 @@ class Gateway:
         self._spilling.add(task)
         task.add_done_callback(self._spilling.discard)
 
-    async def _spill(self, shard: int, request_id: int, kind: Kind, parts: list[Part]) -> None:
+    async def _spill(self, shard: int, request_id: int, kind: MessageKind, parts: list[Part]) -> None:
         try:
             await asyncio.to_thread(self._spills.write, request_id, parts)
         except OSError as error:
@@ -364,18 +364,18 @@ class Gateway:
             if whole is None:
                 return
             message, kind = whole, kind & ~messages.BY_REFERENCE
-        if kind == Kind.APPEND:
+        if kind == MessageKind.APPEND:
             self._answer(request_id, message, append_messages.decode_append_reply)
-        elif kind == Kind.CALL:
+        elif kind == MessageKind.CALL:
             self._answer(request_id, message, messages.decode_reply)
-        elif kind == Kind.ERROR:
+        elif kind == MessageKind.ERROR:
             self._answer(request_id, message, messages.decode_error)
-        elif kind == Kind.NOTIFY:
+        elif kind == MessageKind.NOTIFY:
             self._watches.notify(messages.decode_notify(message))
-        elif kind == Kind.DEALT:
+        elif kind == MessageKind.DEALT:
             if self.on_dealt is not None:
                 self.on_dealt(messages.decode_dealt(message))
-        elif kind == Kind.GENERATION:
+        elif kind == MessageKind.GENERATION:
             self._check_generation(shard)
 
     def _answer(self, request_id: int, message: memoryview, decode: Callable[[memoryview], object]) -> None:

@@ -17,12 +17,12 @@ from topics.core.names import check_topic_name
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import wire
 from topics.frontend.entry.access import caller_of
-from topics.frontend.entry.answers import send_object
 from topics.frontend.entry.bodies import read_body
+from topics.frontend.entry.responses import send_object
 from topics.frontend.reads.reading import TopicReader, TopicRef
 from topics.frontend.routes.append import AppendRoute
-from topics.frontend.routes.operations import LOST, Binding, Operation, Query, json_answer
-from topics.frontend.txn.commits import Commits
+from topics.frontend.routes.operations import LOST, ApiOperation, Binding, Query, json_answer
+from topics.frontend.txn.commit_driver import CommitDriver
 from topics.settings import Settings
 from topics.shm.durations import Route
 from topics.storage.frame import LaidOut
@@ -38,7 +38,7 @@ class TxnRoutes:
     def __init__(
         self,
         append: AppendRoute,
-        commits: Commits,
+        commits: CommitDriver,
         reader: TopicReader,
         settled: Callable[[TopicRef], Awaitable[TopicRef]],
         settings: Settings,
@@ -173,17 +173,17 @@ _STAGE: Final = "/v0/stage/{topic}"
 _SINK: Final = "/v0/txn/{sink}"
 
 
-def txn_operations(txn: TxnRoutes) -> list[Operation]:
+def txn_operations(txn: TxnRoutes) -> list[ApiOperation]:
     """Operations on stages and sinks (api §6)."""
     return [
-        Operation(
+        ApiOperation(
             Binding("POST", _STAGE, txn.stage, Route.OTHER, KeyScope.WRITE, "transactions"),
             "Keep records back until their transaction is committed",
             {200: json_answer("They are on the disk, and invisible", answer.StageAnswer)},
             ("batch_too_large", "record_too_large", "topic_full", *LOST),
             body=StageBody,
         ),
-        Operation(
+        ApiOperation(
             Binding("DELETE", _STAGE, txn.drop, Route.OTHER, KeyScope.WRITE, "transactions"),
             "Drop what a transaction keeps back in a topic",
             {200: json_answer("They are gone", answer.DropStagesAnswer)},
@@ -192,20 +192,20 @@ def txn_operations(txn: TxnRoutes) -> list[Operation]:
             body_required=False,
             query=(Query("txn", {"type": "string", "minLength": 1, "maxLength": 256}, "the transaction"),),
         ),
-        Operation(
+        ApiOperation(
             Binding("POST", f"{_SINK}/commit", txn.commit, Route.OTHER, KeyScope.WRITE, "transactions"),
             "Publish all stages of a batch, once for each batch of the sink",
             {200: json_answer("All of it is visible, now or from an earlier commit", answer.CommitAnswer)},
             ("batch_too_large", "not_found", "topic_full", *LOST),
             body=CommitBody,
         ),
-        Operation(
+        ApiOperation(
             Binding("GET", _SINK, txn.get, Route.OTHER, KeyScope.READ, "transactions"),
             "The latest batch of a sink",
             {200: json_answer("The sink; null when it never committed", answer.SinkAnswer)},
             LOST,
         ),
-        Operation(
+        ApiOperation(
             Binding("DELETE", _SINK, txn.forget, Route.OTHER, KeyScope.DELETE, "transactions"),
             "Forget a sink: its next batch may have any number",
             {200: json_answer("It is forgotten", answer.ForgetSinkAnswer)},

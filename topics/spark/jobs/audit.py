@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from topics.api.answers import ManifestSegment
     from topics.client import Client, TopicState
-    from topics.spark.segment_audit import Audited, Finding
+    from topics.spark.segment_audit import Audited, AuditFinding
 
 EXIT_DAMAGE: Final = 3
 _FINDINGS_SHOWN: Final = 1_000
@@ -40,12 +40,12 @@ def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
     from topics.spark.http_read import TASK_RETRY, connect
     from topics.spark.options import Directories, read_options
     from topics.spark.segment_audit import audit_segment
-    from topics.spark.segments import end_pins, pinned_segments
+    from topics.spark.segment_scan import end_pins, pinned_segments
 
     reading = read_options(program.source_options(options))
     directories = Directories(options.data_dir, options.cold_dir)
     report: dict[str, Any] = {"topics": 0, "segments": 0, "records": 0, "data_bytes": 0, "damage": 0, "findings": []}
-    findings: list[Finding] = []
+    findings: list[AuditFinding] = []
     with connect(reading.service, TASK_RETRY) as client:
         states = planning.states(client, reading)
         planning.require(states, reading)
@@ -76,28 +76,30 @@ def _work(spark: SparkSession, options: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def _holes(topic: str, segments: Sequence[ManifestSegment], earliest_seq: int, http_from_seq: int) -> Iterator[Finding]:
+def _holes(
+    topic: str, segments: Sequence[ManifestSegment], earliest_seq: int, http_from_seq: int
+) -> Iterator[AuditFinding]:
     """Seqs from the floor on that are in no segment and not said to be over HTTP."""
-    from topics.spark.segment_audit import Finding
+    from topics.spark.segment_audit import AuditFinding
 
     due = earliest_seq
     for segment in segments:
         if segment.first_seq > due:
             reason = f"seqs {due} to {segment.first_seq - 1} are in no segment"
-            yield Finding(topic, "gap", "", 0, reason, due, segment.first_seq - 1)
+            yield AuditFinding(topic, "gap", "", 0, reason, due, segment.first_seq - 1)
         due = segment.last_seq + 1
     if segments and http_from_seq > due:
-        yield Finding(
+        yield AuditFinding(
             topic, "gap", "", 0, f"seqs {due} to {http_from_seq - 1} are in no segment", due, http_from_seq - 1
         )
 
 
 def _rest(
     client: Client, topic: str, before: TopicState, http_from_seq: int, audited: Sequence[Audited]
-) -> Iterator[Finding]:
+) -> Iterator[AuditFinding]:
     """What is in no sealed segment can be read, in order; and all that lives is as much as the service counts."""
     from topics.client import Record, ServiceBusyError
-    from topics.spark.segment_audit import Finding
+    from topics.spark.segment_audit import AuditFinding
 
     live, last_seq = 0, http_from_seq - 1
     try:
@@ -106,11 +108,11 @@ def _rest(
                 continue
             if item.seq <= last_seq:
                 reason = f"seq {item.seq} comes behind {last_seq}"
-                yield Finding(topic, "gap", "", 0, reason, item.seq, last_seq)
+                yield AuditFinding(topic, "gap", "", 0, reason, item.seq, last_seq)
             live += 1
             last_seq = item.seq
     except ServiceBusyError as error:
-        yield Finding(topic, "unreadable", "", 0, str(error), last_seq + 1, before.head_seq)
+        yield AuditFinding(topic, "unreadable", "", 0, str(error), last_seq + 1, before.head_seq)
         return
     after = client.get_topic(topic, touch=False)
     moved = (after.head_seq, after.count, after.epoch) != (before.head_seq, before.count, before.epoch)
@@ -118,7 +120,7 @@ def _rest(
     # Segments that could not be read have no count, and are said already.
     if not moved and not any(one.findings for one in audited) and counted != after.count:
         reason = f"{counted} records live in files and over HTTP, the service counts {after.count}"
-        yield Finding(topic, "floors", "", 0, reason, after.earliest_seq, after.head_seq)
+        yield AuditFinding(topic, "floors", "", 0, reason, after.earliest_seq, after.head_seq)
 
 
 if __name__ == "__main__":

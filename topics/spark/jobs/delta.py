@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote, urlparse
 
-from topics.spark.errors import OptionError, TopicsSparkError
+from topics.spark.spark_errors import OptionError, TopicsSparkError
 
 if TYPE_CHECKING:
     import pyarrow as pa

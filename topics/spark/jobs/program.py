@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from topics.client import ClientError
 from topics.spark import SMALL, register
-from topics.spark.errors import OptionError, TopicsSparkError, plainly
+from topics.spark.spark_errors import OptionError, TopicsSparkError, plainly
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from topics.spark.errors import OptionError
 from topics.spark.jobs import delta, program
+from topics.spark.spark_errors import OptionError
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession

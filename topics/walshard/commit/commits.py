@@ -13,10 +13,10 @@ from topics.core.errors import TopicsError
 from topics.shm import messages
 from topics.storage.wal import WalWriteError
 from topics.walshard.commit.background_sync import BackgroundSync
-from topics.walshard.commit.draft import Draft, Operation
+from topics.walshard.commit.draft import Draft, LogWrite
 from topics.walshard.commit.logs import Failed, Logs
 from topics.walshard.commit.marks import LostHeads, cap_operation
-from topics.walshard.commit.outbox import Outbox
+from topics.walshard.commit.shard_rings import ShardRings
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.step_clock import StepClock
 
@@ -29,7 +29,7 @@ class Commits:
         logs: Logs,
         lost_heads: LostHeads,
         syncs: BackgroundSync,
-        outbox: Outbox,
+        outbox: ShardRings,
         time: StepClock,
         recovered: Iterable[Hosted],
     ) -> None:
@@ -59,7 +59,7 @@ class Commits:
         """A clean end: everything on the disk, and a mark that says so."""
         self._logs.close()
 
-    def _commit(self, durable: list[Operation], ram: list[Operation], floors_of: set[int]) -> bool:
+    def _commit(self, durable: list[LogWrite], ram: list[LogWrite], floors_of: set[int]) -> bool:
         told: dict[int, Hosted] = {}
         if durable and self._capped:
             told, self._capped = self._capped, {}
@@ -74,7 +74,7 @@ class Commits:
             self._capped = told | self._capped
         return not failed
 
-    def _write(self, durable: list[Operation], ram: list[Operation]) -> Failed:
+    def _write(self, durable: list[LogWrite], ram: list[LogWrite]) -> Failed:
         try:
             if ram and self._logs.ram is None:
                 self._lost_heads.log(self._time.now.wall_ms)
@@ -94,5 +94,5 @@ class Commits:
         if due:
             self._commit(self._cap_marks(due), [], {hosted.topic.id for hosted in due})
 
-    def _cap_marks(self, capped: Iterable[Hosted]) -> list[Operation]:
+    def _cap_marks(self, capped: Iterable[Hosted]) -> list[LogWrite]:
         return [cap_operation(hosted, self._time.now.wall_ms) for hosted in capped]

@@ -14,7 +14,7 @@ from topics.storage.frame import Bytes
 from topics.walshard.hosted.hosted import Hosted
 
 
-class Request:
+class RingRequest:
     """A request in its place in the ring of its frontend, and the encoded reply; None when it wants none."""
 
     __slots__ = ("frontend", "id", "position", "reply")
@@ -26,7 +26,7 @@ class Request:
         self.reply: bytearray | None = None
 
 
-class Operation:
+class LogWrite:
     """One atomic write: all of its frames are in the log, or none.
 
     `buffers` are whole frames, one each but for `more_frames` that share a buffer with others. `apply(file_no, offset)`
@@ -51,7 +51,7 @@ class Operation:
         self.apply = apply
         self.sync = sync
         self.undo = undo
-        self.request: Request | None = None
+        self.request: RingRequest | None = None
 
 
 class Draft:
@@ -66,8 +66,8 @@ class Draft:
 
     def __init__(
         self,
-        durable: Iterable[Operation] = (),
-        ram: Iterable[Operation] = (),
+        durable: Iterable[LogWrite] = (),
+        ram: Iterable[LogWrite] = (),
         touched: Iterable[Hosted] = (),
         *,
         floors_of: Iterable[int] = (),
@@ -81,7 +81,7 @@ class Draft:
         self.floors_of = set(floors_of)
         self.reply = reply
         """What the request gets that the draft carries out, for a draft of one request."""
-        self.carrier: Operation | None = None
+        self.carrier: LogWrite | None = None
         """The operation that carries out the request which is being handled."""
         self.committed = False
 
@@ -92,7 +92,7 @@ class Draft:
         """The next request is going to be handled."""
         self.carrier = None
 
-    def add(self, operation: Operation, *, in_ram: bool = False, carries_out: bool = True) -> None:
+    def add(self, operation: LogWrite, *, in_ram: bool = False, carries_out: bool = True) -> None:
         """Adds an operation. With `carries_out` the request that is being handled fails if it cannot be committed."""
         (self.ram if in_ram else self.durable).append(operation)
         if carries_out:

@@ -19,8 +19,8 @@ from topics.shm.append_messages import add_times
 from topics.shm.control import ProcessCell, latency_bucket
 from topics.shm.journal import JournalEntry
 from topics.storage.logfile import WalEnd
-from topics.storage.wal import CommitTimes, Moved, Plan, WalSyncError, WalWriteError, WalWriter
-from topics.walshard.commit.draft import Operation
+from topics.storage.wal import CommitTimes, GroupPlan, Moved, WalSyncError, WalWriteError, WalWriter
+from topics.walshard.commit.draft import LogWrite
 
 log = get_logger()
 
@@ -28,7 +28,7 @@ FAILURE_LOG_INTERVAL_MS: Final = 1_000
 _COUNTERS: Final = ("wal_frames", "wal_batches", "wal_fsyncs", "wal_bytes_written", "wal_rotations")
 """Of the writer's life; in the cell they go on over lives."""
 
-Failed = list[tuple[Operation, TopicsError]]
+Failed = list[tuple[LogWrite, TopicsError]]
 
 
 class Logs:
@@ -61,7 +61,7 @@ class Logs:
         self._clock = clock
         self._said_ms = -FAILURE_LOG_INTERVAL_MS
         self._unsaid = 0
-        self._plans: tuple[Plan | None, Plan | None] = (None, None)
+        self._plans: tuple[GroupPlan | None, GroupPlan | None] = (None, None)
 
     @property
     def ram(self) -> WalWriter | None:
@@ -73,7 +73,7 @@ class Logs:
         end = self._recovered_ram if entry.ram_log else self._recovered_wal
         return end is not None and (entry.file_no, entry.end_offset) <= (end.file_no, end.offset)
 
-    def plan(self, durable: list[Operation], ram: list[Operation]) -> list[JournalEntry]:
+    def plan(self, durable: list[LogWrite], ram: list[LogWrite]) -> list[JournalEntry]:
         """Where the group will lie: what the journal must hold before `commit` is called with the same group."""
         if ram and self._ram is None:
             self._ram = self._open_ram()
@@ -96,7 +96,7 @@ class Logs:
                     )
         return entries
 
-    def commit(self, durable: list[Operation], ram: list[Operation]) -> Failed:
+    def commit(self, durable: list[LogWrite], ram: list[LogWrite]) -> Failed:
         """Writes the planned group and applies what is in the log; returns what is not, with the error to answer."""
         durable_plan, ram_plan = self._plans
         self._plans = (None, None)
@@ -147,7 +147,7 @@ class Logs:
         if self._ram is not None:
             self._ram.close()
 
-    def _write(self, wal: WalWriter, plan: Plan, operations: list[Operation]) -> Failed:
+    def _write(self, wal: WalWriter, plan: GroupPlan, operations: list[LogWrite]) -> Failed:
         buffers = [buffer for operation in operations for buffer in operation.buffers]
         sync = any(operation.sync for operation in operations)
         try:

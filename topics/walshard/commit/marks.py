@@ -17,7 +17,7 @@ from topics.core.control_bodies import EvictBody, HeadBody, encode_body
 from topics.core.floors import Floors
 from topics.storage import frame
 from topics.storage.frame import FrameType
-from topics.walshard.commit.draft import Operation
+from topics.walshard.commit.draft import LogWrite
 from topics.walshard.commit.logs import Logs
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
@@ -29,10 +29,10 @@ def floor_frame(hosted: Hosted, floors: Floors, ts: int, flags: int = 0) -> byte
     return frame.encode(FrameType.EVICT_WATERMARK, flags, hosted.topic.id, floors.earliest_seq, ts, b"", b"", body)
 
 
-def cap_operation(hosted: Hosted, ts: int) -> Operation:
+def cap_operation(hosted: Hosted, ts: int) -> LogWrite:
     """The floors where caps have moved them."""
     floors = hosted.topic.floors()
-    return Operation([floor_frame(hosted, floors, ts)], partial(_floors_logged, hosted, floors))
+    return LogWrite([floor_frame(hosted, floors, ts)], partial(_floors_logged, hosted, floors))
 
 
 def _floors_logged(hosted: Hosted, floors: Floors, _file_no: int, _offset: int) -> None:
@@ -45,7 +45,7 @@ def head_mark(hosted: Hosted, head_seq: int, ts: int, flags: int) -> bytes:
     return _head_frame(hosted, head_seq, True, ts, flags)
 
 
-def head_operation(hosted: Hosted, head_seq: int, ts: int) -> Operation:
+def head_operation(hosted: Hosted, head_seq: int, ts: int) -> LogWrite:
     """Says the same by itself, before `head_seq` is the head."""
     return _head_operation(hosted, head_seq, head_mark(hosted, head_seq, ts, 0))
 
@@ -55,7 +55,7 @@ def ceiling_mark(hosted: Hosted, ceiling: int, ts: int) -> bytes:
     return _head_frame(hosted, ceiling, False, ts, 0)
 
 
-def ceiling_operation(hosted: Hosted, ceiling: int, ts: int) -> Operation:
+def ceiling_operation(hosted: Hosted, ceiling: int, ts: int) -> LogWrite:
     """Says it by itself, before the first of them is given out."""
     return _head_operation(hosted, ceiling, ceiling_mark(hosted, ceiling, ts))
 
@@ -90,8 +90,8 @@ def _head_frame(hosted: Hosted, seq: int, exact: bool, ts: int, flags: int) -> b
     return frame.encode(FrameType.HEAD_WATERMARK, flags, hosted.topic.id, seq, ts, b"", b"", body)
 
 
-def _head_operation(hosted: Hosted, seq: int, mark: bytes) -> Operation:
+def _head_operation(hosted: Hosted, seq: int, mark: bytes) -> LogWrite:
     def apply(_file_no: int, _offset: int) -> None:
         hosted.topic.head_ceiling = seq
 
-    return Operation([mark], apply, sync=True)
+    return LogWrite([mark], apply, sync=True)

@@ -28,9 +28,9 @@ from topics.log import get_logger
 from topics.storage import layout
 from topics.storage.filesystem import FileSystem, read_all
 from topics.storage.frame import HEADER, Bytes, FrameType, encode
-from topics.walshard.commit.draft import Operation
+from topics.walshard.commit.draft import LogWrite
 from topics.walshard.commit.logs import Logs
-from topics.walshard.handlers.sessions import Sessions
+from topics.walshard.handlers.watch_sessions import WatchSessions
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.hosted.tag_search import TagSearch
@@ -65,7 +65,7 @@ class RamTrim:
         file_bytes: int,
         logs: Logs,
         catalog: Catalog,
-        sessions: Sessions,
+        sessions: WatchSessions,
         feeds: Feeds,
         tags: TagSearch,
     ) -> None:
@@ -86,7 +86,7 @@ class RamTrim:
     def due(self) -> bool:
         return self._written_bytes >= self._next_after_bytes
 
-    def operation(self, now_ms: int) -> Operation:
+    def operation(self, now_ms: int) -> LogWrite:
         """What to commit to the RAM log; `drop_files` after it. Raises OSError when records cannot be read back."""
         self._next_after_bytes = self._written_bytes + 1  # if this fails, again once something could be written
         buffers: list[Bytes] = []
@@ -119,7 +119,7 @@ class RamTrim:
                 hosted.ring.replace_entries(first_seq, entries)
                 hosted.publish()
 
-        return Operation(buffers, apply)
+        return LogWrite(buffers, apply)
 
     def drop_files(self) -> None:
         """After the commit: removes what no location names. A failure is logged; the next trimming tries again."""

@@ -14,13 +14,21 @@ from functools import partial
 from topics.core.config import TopicConfig
 from topics.core.control_bodies import CreateBody, encode_body, encode_idempotency
 from topics.core.errors import TopicsError, not_a_queue, topic_not_found
-from topics.core.idempotency import Outcome, Turn, check_fence, check_order, is_pin, is_producer_key, parse_key
+from topics.core.idempotency import (
+    ProducerTurn,
+    WriteOutcome,
+    check_fence,
+    check_order,
+    is_pin,
+    is_producer_key,
+    parse_key,
+)
 from topics.core.job import Now
 from topics.core.location import LOCATION_IN_RAM_LOG, file_flags_of
 from topics.shm.append_messages import AppendReply, AppendRequest
 from topics.storage import frame
 from topics.storage.frame import FLAG_DURABLE, FLAG_MORE, Bytes, FrameType
-from topics.walshard.commit.draft import CommitFirst, Draft, Operation
+from topics.walshard.commit.draft import CommitFirst, Draft, LogWrite
 from topics.walshard.commit.marks import ceiling_operation
 from topics.walshard.handlers.make_room import MakeRoom
 from topics.walshard.hosted.catalog import Catalog
@@ -63,10 +71,10 @@ class Pending:
         self.live_bytes = 0
         self.claimed_bytes = 0
         """Of what the whole service may hold."""
-        self.keys: dict[bytes, Outcome] = {}
-        self.turns: dict[bytes, Turn] = {}
+        self.keys: dict[bytes, WriteOutcome] = {}
+        self.turns: dict[bytes, ProducerTurn] = {}
         """Where producers are that wrote in this group."""
-        self.last = Outcome(0, 0, 0)
+        self.last = WriteOutcome(0, 0, 0)
 
 
 class Appends:
@@ -135,7 +143,7 @@ class Appends:
         self._pending[request.name] = pending
         return pending
 
-    def _known(self, pending: Pending, request: AppendRequest, now_ms: int) -> Outcome | None:
+    def _known(self, pending: Pending, request: AppendRequest, now_ms: int) -> WriteOutcome | None:
         """What the write came to if it is a repeat; `409` for one of a producer that may not write it."""
         key = request.key
         if not key:
@@ -163,7 +171,7 @@ class Appends:
             host(self._catalog, hosted, group)
             apply(file_no, offset)
 
-        operation = Operation(buffers, apply, more_frames=request.count - 1, sync=sync)
+        operation = LogWrite(buffers, apply, more_frames=request.count - 1, sync=sync)
         if created:
             operation.apply, operation.undo = apply_with_topic, partial(abandon, self._catalog, hosted, group)
         group.add(operation)
@@ -178,7 +186,7 @@ class Appends:
             group.add(ceiling_operation(hosted, pending.ceiling, pending.ts), carries_out=False)
         buffers: list[Bytes] = []
         apply = self._append(request, pending, buffers, 0, LOCATION_IN_RAM_LOG)
-        group.add(Operation(buffers, apply, more_frames=request.count - 1), in_ram=True)
+        group.add(LogWrite(buffers, apply, more_frames=request.count - 1), in_ram=True)
 
     def _append(
         self, request: AppendRequest, pending: Pending, buffers: list[Bytes], frame_flags: int, location_flags: int
@@ -204,7 +212,7 @@ class Appends:
         buffers.append(request.frames)
 
         size_bytes = len(request.frames)
-        outcome = pending.last = Outcome(first_seq, request.count, ts)
+        outcome = pending.last = WriteOutcome(first_seq, request.count, ts)
         if key:
             pending.keys[key] = outcome
             if is_producer_key(key):
@@ -228,7 +236,7 @@ class Appends:
         return apply
 
 
-def _reply(outcome: Outcome, pending: Pending, created: bool, deduped: bool) -> AppendReply:
+def _reply(outcome: WriteOutcome, pending: Pending, created: bool, deduped: bool) -> AppendReply:
     durability = pending.hosted.topic.config.durability
     return AppendReply(outcome.first_seq, outcome.records, pending.head_seq, created, deduped, durability, 0, 0)
 
@@ -239,14 +247,14 @@ def _growth(pending: Pending, request: AppendRequest) -> int:
     return max(0, grown - pending.claimed_bytes)
 
 
-def creation(catalog: Catalog, hosted: Hosted, ts: int, group: Draft, *, sync: bool = False) -> Operation:
+def creation(catalog: Catalog, hosted: Hosted, ts: int, group: Draft, *, sync: bool = False) -> LogWrite:
     """TOPIC_CREATE by itself: once it is logged the topic is hosted, else it never was."""
 
     def apply(_file_no: int, _offset: int) -> None:
         host(catalog, hosted, group)
 
     undo = partial(abandon, catalog, hosted, group)
-    return Operation([create_frame(hosted, ts, 0)], apply, sync=sync, undo=undo)
+    return LogWrite([create_frame(hosted, ts, 0)], apply, sync=sync, undo=undo)
 
 
 def host(catalog: Catalog, hosted: Hosted, group: Draft) -> None:

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from topics.core.control_bodies import DeleteBody, encode_body
+from topics.core.control_bodies import DeleteFrameBody, encode_body
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.floors import Deletion, EvictReason
 from topics.core.job import Now
@@ -20,7 +20,7 @@ from topics.storage import frame
 from topics.storage.frame import FrameType
 from topics.storage.postings import CorruptPostings
 from topics.storage.segment import CorruptSegment
-from topics.walshard.commit.draft import AloneHandler, Draft, Operation, Steps
+from topics.walshard.commit.draft import AloneHandler, Draft, LogWrite, Steps
 from topics.walshard.commit.marks import floor_frame
 from topics.walshard.hosted.catalog import Catalog
 from topics.walshard.hosted.hosted import Hosted
@@ -70,7 +70,7 @@ class Deletes:
         if floors is None:
             return True
         entry = floor_frame(hosted, floors, self._time.now.wall_ms)
-        operation = Operation([entry], lambda _file_no, _offset: topic.logged(floors))
+        operation = LogWrite([entry], lambda _file_no, _offset: topic.logged(floors))
         draft = Draft([operation], touched=[hosted], floors_of=[topic.id])
         yield draft
         if not draft.committed:
@@ -147,11 +147,11 @@ class Deletes:
         )
         if not deletion.records and deletion.earliest_seq == topic.earliest_seq:
             return reply
-        body = encode_body(DeleteBody(deletion.below_seq, encode_runs(deletion.seqs), floors))
+        body = encode_body(DeleteFrameBody(deletion.below_seq, encode_runs(deletion.seqs), floors))
         now_ms = self._time.now.wall_ms
         entry = frame.encode(FrameType.DELETE, 0, topic.id, topic.head_seq, now_ms, b"", b"", body)
         sync = topic.config.durability == "fsync"
-        operation = Operation([entry], lambda _file_no, _offset: topic.deleted(deletion, floors), sync=sync)
+        operation = LogWrite([entry], lambda _file_no, _offset: topic.deleted(deletion, floors), sync=sync)
         yield Draft([operation], touched=[hosted], floors_of=[topic.id], reply=reply)
         return reply
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from topics.shm.control import Cell, ControlPage, Role
 from topics.shm.topic_messages import Hello, Unwatch, Watch
 from topics.walshard.commit.draft import CommitFirst, Draft, GroupHandler, nothing
-from topics.walshard.handlers.cursors import NamedCursors
+from topics.walshard.handlers.named_cursors import NamedCursors
 from topics.walshard.handlers.queues import Queues
-from topics.walshard.handlers.sessions import Sessions
+from topics.walshard.handlers.watch_sessions import WatchSessions
 from topics.walshard.handlers.watchers import Watchers
 from topics.walshard.step_clock import StepClock
 
@@ -30,7 +30,7 @@ class Frontends:
         control: ControlPage,
         drain: Callable[[int], bool],
         watchers: Watchers,
-        sessions: Sessions,
+        sessions: WatchSessions,
         queues: Queues,
         cursors: NamedCursors,
         time: StepClock,

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from topics.shm.append_messages import AppendReply, AppendRequest
 from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler
 from topics.walshard.handlers.appends import Appends
-from topics.walshard.handlers.cursors import NamedCursors
 from topics.walshard.handlers.frontends import Frontends
+from topics.walshard.handlers.named_cursors import NamedCursors
 from topics.walshard.handlers.queue_writes import QueueWrites
 from topics.walshard.handlers.queues import Queues
 

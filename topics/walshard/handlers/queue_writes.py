@@ -8,7 +8,7 @@ from topics.core.control_bodies import encode_body
 from topics.core.queue_log import AckBody
 from topics.storage import frame
 from topics.storage.frame import FLAG_MORE, Bytes, FrameType
-from topics.walshard.commit.draft import CommitFirst, Draft, Operation, nothing
+from topics.walshard.commit.draft import CommitFirst, Draft, LogWrite, nothing
 from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.step_clock import StepClock
@@ -127,4 +127,4 @@ class QueueWrites:
                 apply()
 
         sync |= topic.config.durability == "fsync"
-        group.add(Operation(buffers, applied, sync=sync, undo=undo), carries_out=carries_out)
+        group.add(LogWrite(buffers, applied, sync=sync, undo=undo), carries_out=carries_out)

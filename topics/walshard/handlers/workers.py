@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from topics.core.config import TopicConfig
 from topics.core.job import Holder, Now, deal
-from topics.core.jobs import Leased, Leases
+from topics.core.jobs import LeasedSeqs, Leases
 from topics.shm.queue_messages import Dealt
 
 
@@ -35,7 +35,7 @@ class Hand(NamedTuple):
     """What one of them was dealt."""
 
     worker: Worker
-    leased: Leased
+    leased: LeasedSeqs
     dead: list[int]
 
 
@@ -168,7 +168,7 @@ def deliveries_max(config: TopicConfig) -> int:
     return 0 if config.dead_letter is None else config.max_deliveries
 
 
-def dealt_of(stream: int, leased: Leased, dead: list[int], leases: Leases, config: TopicConfig) -> Dealt:
+def dealt_of(stream: int, leased: LeasedSeqs, dead: list[int], leases: Leases, config: TopicConfig) -> Dealt:
     """What a frontend is told of it."""
     return Dealt(
         stream,

@@ -28,7 +28,7 @@ class NotAtHandError(Exception):
     """The bytes are being read, or will be: ask again."""
 
 
-class _Read:
+class _ThreadRead:
     """`outcome` is set by its thread, once: the bytes, or why there are none."""
 
     __slots__ = ("length", "name", "offset", "outcome")
@@ -56,7 +56,7 @@ class ColdReads:
         self._kept: OrderedDict[tuple[str, int], _Kept] = OrderedDict()
         self._failed: dict[tuple[str, int], tuple[Exception, int]] = {}
         """Why, and when that was seen; the oldest first."""
-        self._reads: dict[tuple[str, int], _Read] = {}
+        self._reads: dict[tuple[str, int], _ThreadRead] = {}
         """Under way."""
 
     def get(self, name: str, start: int, end: int, data_bytes: int) -> memoryview:
@@ -76,7 +76,7 @@ class ColdReads:
             raise ValueError(f"segment {name} cannot be read from the cold tier: {failure}") from failure
         if key not in self._reads and len(self._reads) < IN_FLIGHT_MAX:
             length = min(data_bytes - start, max(end - start, READ_BYTES))
-            read = self._reads[key] = _Read(name, start, length)
+            read = self._reads[key] = _ThreadRead(name, start, length)
             # A daemon: the end of the process does not wait for a tier that hangs.
             Thread(target=self._run, args=(read,), name="cold-read", daemon=True).start()
         raise NotAtHandError
@@ -109,7 +109,7 @@ class ColdReads:
                 break
             del self._failed[key]
 
-    def _run(self, read: _Read) -> None:
+    def _run(self, read: _ThreadRead) -> None:
         """In a thread of its own."""
         try:
             read.outcome = self._store.read_range(read.name, read.offset, read.length)

@@ -27,12 +27,12 @@ from topics.core.location import (
 from topics.log import get_logger
 from topics.shm.arena_heap import ArenaFullError
 from topics.shm.control import ProcessCell
-from topics.walshard.commit.draft import Operation
+from topics.walshard.commit.draft import LogWrite
 from topics.walshard.commit.marks import ceiling_operation, head_operation
 from topics.walshard.handlers.appends import CEILING_STEP
 from topics.walshard.routers.feeds import Feed, Hindrance
-from topics.walshard.routers.originals import Locations, Originals, SourceSight, UnknownError
-from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS, Page, copy_page, passes_whole, room
+from topics.walshard.routers.originals import Originals, SourceLocations, SourceSight, UnknownError
+from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS, CopyPage, copy_page, passes_whole, room
 
 log = get_logger()
 
@@ -46,8 +46,8 @@ class Write(NamedTuple):
     """The next write for a dest: its operations for the durable log and the RAM log, and whether its head moves."""
 
     feed: Feed
-    durable: list[Operation]
-    ram: list[Operation]
+    durable: list[LogWrite]
+    ram: list[LogWrite]
     moves_head: bool = False
 
 
@@ -154,15 +154,15 @@ class Copier:
             return None
         return self._write(feed, page)
 
-    def _page(self, feed: Feed, sight: SourceSight, first_seq: int, locations: Locations) -> Page:
+    def _page(self, feed: Feed, sight: SourceSight, first_seq: int, locations: SourceLocations) -> CopyPage:
         if locations.segment is None and passes_whole(feed.routers, feed.source_seq, feed.topic):
             frames, rows = self._originals.frames(feed.source, locations)
             flags = bytes([word >> FLAGS_SHIFT & ~_OF_THE_INDEX for word in locations.file_flags])
-            return Page.whole(feed.source_seq, sight.topic_id, frames, rows, flags, feed.routers[0].router.id)
+            return CopyPage.whole(feed.source_seq, sight.topic_id, frames, rows, flags, feed.routers[0].router.id)
         originals = self._originals.read(feed.source, sight.topic_id, first_seq, locations)
         return copy_page(originals, feed.routers, feed.source, sight.topic_id, feed.source_seq, feed.topic)
 
-    def _nothing_passed(self, feed: Feed, sight: SourceSight, page: Page) -> Write | None:
+    def _nothing_passed(self, feed: Feed, sight: SourceSight, page: CopyPage) -> Write | None:
         if page.source_seq == feed.source_seq:
             return self._left_out(feed, page.oversize) if page.oversize else self._wait_for_room(feed)
         # No router lets these records pass.
@@ -171,7 +171,7 @@ class Copier:
         feed.source_seq = page.source_seq
         return Write(feed, [], [])
 
-    def _write(self, feed: Feed, page: Page) -> Write:
+    def _write(self, feed: Feed, page: CopyPage) -> Write:
         topic, in_ram = feed.topic, feed.is_ephemeral
         ts = topic.commit_ts(self._clock.now_ms())
         body = feed.body()
@@ -195,7 +195,7 @@ class Copier:
             else:
                 feed.failures = 0
 
-        operation = Operation([frames, cursor], apply, more_frames=len(page) - 1, undo=partial(self.wait, feed))
+        operation = LogWrite([frames, cursor], apply, more_frames=len(page) - 1, undo=partial(self.wait, feed))
         if not in_ram:
             return Write(feed, [operation], [], True)
         ceilings = []
@@ -298,7 +298,7 @@ def _must_be_logged(feed: Feed, sight: SourceSight, source_seq: int) -> bool:
     return behind >= LOG_CURSOR_SEQS or (behind > 0 and sight.evict_floor > feed.logged_source_seq + 1)
 
 
-def _leading_gone(locations: Locations, gone_flags: int, first_seq: int, evict_floor: int) -> tuple[int, bool]:
+def _leading_gone(locations: SourceLocations, gone_flags: int, first_seq: int, evict_floor: int) -> tuple[int, bool]:
     """(how many of the first records are not there to be copied, whether those were deleted: else they were lost)."""
     count, were_deleted = 0, False
     for offset_len, word in zip(locations.offset_len, locations.file_flags, strict=True):
@@ -314,11 +314,11 @@ def _leading_gone(locations: Locations, gone_flags: int, first_seq: int, evict_f
     return count, were_deleted
 
 
-def _within_bytes(locations: Locations, gone_flags: int) -> Locations:
+def _within_bytes(locations: SourceLocations, gone_flags: int) -> SourceLocations:
     """Up to the first record that is not to be copied, and to PAGE_BYTES: at least one."""
     size_bytes = 0
     for at, (offset_len, word) in enumerate(zip(locations.offset_len, locations.file_flags, strict=True)):
         size_bytes += offset_len >> 32
         if word >> FLAGS_SHIFT & gone_flags or (at and size_bytes > PAGE_BYTES):
-            return Locations(locations.offset_len[:at], locations.file_flags[:at], locations.segment)
+            return SourceLocations(locations.offset_len[:at], locations.file_flags[:at], locations.segment)
     return locations

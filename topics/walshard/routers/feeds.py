@@ -10,13 +10,13 @@ from collections.abc import Callable
 from enum import Enum
 
 from topics.core.floors import EvictReason
-from topics.core.routers import FeedBody, FeedRouter, Router, RouterState, encode_router
+from topics.core.routers import FeedBody, FeedRouter, FoldedRouters, Router, encode_router
 from topics.core.topic import Topic
 from topics.log import get_logger
 from topics.shm.router_board import RouterBoardWriter, RouterProgress
 from topics.storage import frame
 from topics.storage.frame import Bytes, FrameType
-from topics.walshard.commit.draft import Draft, Operation, Steps
+from topics.walshard.commit.draft import Draft, LogWrite, Steps
 from topics.walshard.hosted.hosted import Hosted
 from topics.walshard.routers.originals import SourceSight
 from topics.walshard.routers.page import can_never_hold, room
@@ -114,13 +114,13 @@ class Feed:
         sync: bool = False,
         trimmed: int = 0,
         trim_reason: EvictReason = EvictReason.SOURCE_TRIM,
-    ) -> Operation:
+    ) -> LogWrite:
         """A cursor alone, for the durable log. With `trimmed` the next so many seqs of the dest are a gap."""
         if trimmed:
             body.trimmed = trimmed
             body.trim_reason = 0 if trim_reason == EvictReason.SOURCE_TRIM else int(trim_reason)
         cursor = self.cursor_frame(body, self.topic.head_seq + trimmed, now_ms)
-        return Operation([cursor], lambda _file_no, _offset: self.moved(body), sync=sync)
+        return LogWrite([cursor], lambda _file_no, _offset: self.moved(body), sync=sync)
 
 
 class Feeds:
@@ -135,7 +135,7 @@ class Feeds:
         self.by_dest: dict[int, Feed] = {}
         self.by_source: dict[str, dict[int, Feed]] = {}
 
-    def recovered(self, state: RouterState, hosted: dict[int, Hosted]) -> None:
+    def recovered(self, state: FoldedRouters, hosted: dict[int, Hosted]) -> None:
         """Takes over the feeds that the logs speak of."""
         for topic_id, body in state.feeds.items():
             dest = hosted.get(topic_id)

@@ -50,7 +50,7 @@ class SourceSight(NamedTuple):
     evict_reason: int
 
 
-class Locations(NamedTuple):
+class SourceLocations(NamedTuple):
     """Columns of consecutive records, as in the arena; of those in a segment offsets in its `.data`."""
 
     offset_len: list[int]
@@ -124,7 +124,7 @@ class Originals:
             view.evict_reason,
         )
 
-    def locations(self, name: str, topic_id: int, first_seq: int, last_seq: int) -> Locations:
+    def locations(self, name: str, topic_id: int, first_seq: int, last_seq: int) -> SourceLocations:
         """Where records are, deleted ones included; of the first ones, as far as they are in one place. UnknownError
         when the index has moved on; OSError, ValueError.
         """
@@ -137,7 +137,7 @@ class Originals:
                     name, topic_id, hosted.index.segments, hosted.ring.base_seq, first_seq, last_seq
                 )
             entries = hosted.ring.entries(first_seq, last_seq)
-            return Locations(entries[2::4].tolist(), entries[3::4].tolist())
+            return SourceLocations(entries[2::4].tolist(), entries[3::4].tolist())
         arena = self._arena(self.owner(name))
         found = arena.look_up(name)
         if found is None or found[1].topic_id != topic_id:
@@ -150,22 +150,22 @@ class Originals:
         columns = arena.locations(found[1], first_seq, last_seq)
         if columns is None:
             raise UnknownError
-        return Locations(columns.offset_len, columns.file_flags)
+        return SourceLocations(columns.offset_len, columns.file_flags)
 
     def _in_segment(
         self, name: str, topic_id: int, segments: SegmentList, ring_base_seq: int, first_seq: int, last_seq: int
-    ) -> Locations:
+    ) -> SourceLocations:
         info = segments.at(first_seq)
         if info is None:  # between two segments there was nothing left
             next_seq = next((info.first_seq for info in segments if info.first_seq > first_seq), ring_base_seq)
             count = min(last_seq + 1, next_seq) - first_seq
-            return Locations([0] * count, [LOCATION_LOST << 32] * count)
+            return SourceLocations([0] * count, [LOCATION_LOST << 32] * count)
         try:
             columns = self._segments.locations(topic_id, info, first_seq, min(last_seq, info.last_seq))
         except FileNotFoundError:
             self._raise_if_moved(name, topic_id, info)
             raise
-        return Locations(*columns, segment=info)
+        return SourceLocations(*columns, segment=info)
 
     def _raise_if_moved(self, name: str, topic_id: int, info: SegmentInfo) -> None:
         """UnknownError when the topic has other segments by now than it had."""
@@ -180,7 +180,7 @@ class Originals:
         if now is None or now.at(info.first_seq) != info:
             raise UnknownError
 
-    def read(self, name: str, topic_id: int, first_seq: int, locations: Locations) -> Iterator[Original]:
+    def read(self, name: str, topic_id: int, first_seq: int, locations: SourceLocations) -> Iterator[Original]:
         """The records at `locations`, none of them lost. OSError when one cannot be read, ValueError when it is not
         what its location says; UnknownError when it cannot be read yet, or not there any more.
         """
@@ -200,7 +200,7 @@ class Originals:
                     content[offset : offset + (locations.offset_len[row] >> 32)], topic_id, first_seq + row
                 )
 
-    def frames(self, name: str, locations: Locations) -> tuple[bytearray, array[int]]:
+    def frames(self, name: str, locations: SourceLocations) -> tuple[bytearray, array[int]]:
         """(the frames at `locations` one behind the other, where each lies and its length as in the index). None of
         them is lost or in a segment. Nothing is checked but that the files have so many bytes: OSError, ValueError.
         """
@@ -218,7 +218,7 @@ class Originals:
                 buffer += content[offset : offset + (place >> 32)]
         return buffer, rows
 
-    def _runs(self, shard: int, locations: Locations) -> Iterator[tuple[memoryview, int, int, int]]:
+    def _runs(self, shard: int, locations: SourceLocations) -> Iterator[tuple[memoryview, int, int, int]]:
         """(bytes of a log file, their offset in it, first and last + 1 of the locations that are in them)."""
         offset_lens, file_flags, _ = locations
         at, count = 0, len(offset_lens)

@@ -21,7 +21,7 @@ PAGE_RECORDS: Final = 1024
 PAGE_BYTES: Final = 1 << 20
 
 
-class Page:
+class CopyPage:
     """Unstamped copies of consecutive source records up to `source_seq`.
 
     `full` says that the dest has no room for the next record, whose (records, bytes) are `no_room_for`. `oversize` is
@@ -72,7 +72,7 @@ class Page:
     @classmethod
     def whole(
         cls, source_seq: int, source_topic_id: int, frames: bytearray, rows: array[int], flags: bytes, router_id: int
-    ) -> Page:
+    ) -> CopyPage:
         """All records behind `source_seq` as they are, through one router. `frames` are those of the originals and
         become the page's. ValueError when one is not what its location says.
         """
@@ -100,9 +100,9 @@ def copy_page(
     source_topic_id: int,
     source_seq: int,
     topic: Topic,
-) -> Page:
+) -> CopyPage:
     """The copies that the records behind `source_seq` get, as far as `topic` has room for them."""
-    page = Page(source_seq)
+    page = CopyPage(source_seq)
     room_records, room_bytes = room(topic)
     matching = [(one, one.router.spec.match) for one in routers]
     for original in originals:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from topics.core.errors import TopicsError
-from topics.core.routers import ROUTERS_SHARD, Router, RouterRegistry, RouterState, encode_router
+from topics.core.routers import ROUTERS_SHARD, FoldedRouters, Router, RouterRegistry, encode_router
 from topics.log import get_logger
 from topics.shm.asks import Done
 from topics.shm.control import ProcessCell
@@ -17,7 +17,7 @@ from topics.shm.router_table import Change, RouterTableWriter
 from topics.shm.topic_messages import DeleteRouter, DeleteRouterReply, PutRouter, PutRouterReply, RemoveRouters
 from topics.storage import frame
 from topics.storage.frame import FLAG_MORE, FrameType
-from topics.walshard.commit.draft import AloneHandler, Draft, Operation, Steps
+from topics.walshard.commit.draft import AloneHandler, Draft, LogWrite, Steps
 
 SHARD = ROUTERS_SHARD
 """Whose log has the routers, whatever the number of shards."""
@@ -31,7 +31,7 @@ class Registrar:
     def __init__(
         self,
         table: RouterTableWriter,
-        state: RouterState,
+        state: FoldedRouters,
         cell: ProcessCell,
         routers_max: int,
         now_ms: Callable[[], int],
@@ -73,7 +73,7 @@ class Registrar:
 
         body = encode_router(router)
         entry = frame.encode(FrameType.ROUTER_CREATE, 0, 0, router.id, self._now_ms(), b"", b"", body)
-        yield Draft([Operation([entry], apply, sync=True)], reply=reply)
+        yield Draft([LogWrite([entry], apply, sync=True)], reply=reply)
         return reply
 
     def delete(self, call: DeleteRouter, _frontend: int) -> Steps[DeleteRouterReply]:
@@ -116,7 +116,7 @@ class Registrar:
             )
             for at, router in enumerate(routers)
         ]
-        yield Draft([Operation(entries, apply, sync=True)], reply=reply)
+        yield Draft([LogWrite(entries, apply, sync=True)], reply=reply)
 
     def _show(self, changes: list[Change]) -> None:
         self._table.store(changes, self._registry.by_name.values())

@@ -22,7 +22,7 @@ from topics.walshard.routers.originals import Originals, SourceSight, UnknownErr
 from topics.walshard.routers.page import PAGE_BYTES, PAGE_RECORDS
 from topics.walshard.routers.registrar import Registrar
 from topics.walshard.routers.sources import Sources
-from topics.walshard.routers.turns import Turns
+from topics.walshard.routers.turns import FeedTurns
 
 log = get_logger()
 
@@ -60,7 +60,7 @@ class Routing:
         self._make_room = make_room
         self.registrar = registrar
         self._clock = clock
-        self._turns = Turns()
+        self._turns = FeedTurns()
         for dest_id in feeds.by_dest:
             self._turns.give(dest_id)
         self._due: set[str] = set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Turns:
+class FeedTurns:
     """By topic id of the dest: those that may have something to copy, first come first served, and those that had to
     wait and try again at a time of their own (monotonic ms), or when somebody says so.
     """

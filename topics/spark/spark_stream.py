@@ -12,11 +12,11 @@ from pyspark.sql.types import StructType
 from topics.client import Client
 from topics.spark import planning
 from topics.spark.batch import RangePartition
-from topics.spark.columns import Columns
+from topics.spark.columns import ColumnBuilder
 from topics.spark.http_read import TASK_RETRY, connect
 from topics.spark.offsets import Mark, Offset, advance, check_history, from_json, ranges, split, to_json
 from topics.spark.options import ReadOptions
-from topics.spark.segments import Pinned, end_pins, sealed_of
+from topics.spark.segment_scan import Pinned, end_pins, sealed_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -31,7 +31,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._target: Offset | None = None
         self._client: Client | None = None
         self._pins: tuple[Pinned, ...] = ()
-        Columns(schema, options)  # a schema that cannot be is an error now, not in a task
+        ColumnBuilder(schema, options)  # a schema that cannot be is an error now, not in a task
 
     def __getstate__(self) -> dict[str, Any]:
         # Connections stay where they are.
@@ -74,7 +74,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, RangePartition)
-        return partition.read(self._options, Columns(self._schema, self._options))
+        return partition.read(self._options, ColumnBuilder(self._schema, self._options))
 
     def stop(self) -> None:
         self._end_pins()

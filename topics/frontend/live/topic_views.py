@@ -11,7 +11,7 @@ from topics.core.clock import Clock
 from topics.core.errors import TopicsError
 from topics.core.priority import base_priority
 from topics.frontend.live.following import never_durable
-from topics.frontend.live.stream import Batch, Outcome, Plan, Step, Stream, batch
+from topics.frontend.live.stream import FramedPage, StepOutcome, Stream, StreamPlan, StreamStep, batch
 from topics.frontend.live.wording import Wording
 from topics.frontend.reads.cold import ColdMissError
 from topics.frontend.reads.reading import TopicReader, TopicRef
@@ -91,14 +91,14 @@ class _Sight:
     def __init__(self, ref: TopicRef | None, error: TopicsError | None) -> None:
         self.ref = ref
         self.error = error
-        self.steps: dict[Stream, Step] = {}
-        self.batches: dict[tuple[int, PageOptions, bool, Wording], Batch | TopicsError] = {}
+        self.steps: dict[Stream, StreamStep] = {}
+        self.batches: dict[tuple[int, PageOptions, bool, Wording], FramedPage | TopicsError] = {}
         self.lasting = error is None
         """What failed is tried again in the next slice."""
         self.slice_no = 0
 
 
-class Snapshot:
+class TopicViews:
     """One consistent sight of each topic it is asked about, for one slice of work: `begin` each with it.
 
     A pass over many connections takes several slices. What was put into words in one is good in the next, if the topic
@@ -127,7 +127,7 @@ class Snapshot:
         self._made_bytes = 0
         self._since_ms = self._now_ms
 
-    def step(self, stream: Stream, index: int) -> Step:
+    def step(self, stream: Stream, index: int) -> StreamStep:
         """What follows for every connection that stands at `stream`, in the topic at `index` of its plan."""
         sight = self._look(stream.plan.names[index])
         step = sight.steps.get(stream)
@@ -140,7 +140,7 @@ class Snapshot:
             step = sight.steps[stream] = self._make(sight, stream, index)
             self._made_bytes += len(step.data)
             self.made += 1
-            if step.outcome is Outcome.FAILED or step.outcome is Outcome.COLD:
+            if step.outcome is StepOutcome.FAILED or step.outcome is StepOutcome.COLD:
                 sight.lasting = False
         return step
 
@@ -161,7 +161,7 @@ class Snapshot:
         sight.slice_no = self._slice_no
         return sight
 
-    def _make(self, sight: _Sight, stream: Stream, index: int) -> Step:
+    def _make(self, sight: _Sight, stream: Stream, index: int) -> StreamStep:
         plan, from_seq = stream.plan, stream.positions[index]
         name, ref = plan.names[index], sight.ref
         try:
@@ -179,7 +179,7 @@ class Snapshot:
             return stream.fail(index, "internal", f"topic {name!r} cannot be read")
         return stream.end(index, self._topics.final_head_seq(name, plan.topic_ids[index], from_seq))
 
-    def _batch(self, sight: _Sight, ref: TopicRef, from_seq: int, plan: Plan) -> Batch:
+    def _batch(self, sight: _Sight, ref: TopicRef, from_seq: int, plan: StreamPlan) -> FramedPage:
         key = (from_seq, plan.options, plan.strong, plan.wording)
         made = sight.batches.get(key)
         if made is None:
@@ -188,7 +188,7 @@ class Snapshot:
             raise made
         return made
 
-    def _read(self, ref: TopicRef, from_seq: int, plan: Plan) -> Batch | TopicsError:
+    def _read(self, ref: TopicRef, from_seq: int, plan: StreamPlan) -> FramedPage | TopicsError:
         refusal = never_durable(ref) if plan.strong else None
         if refusal is not None:  # it has become so since the stream was asked for
             return refusal

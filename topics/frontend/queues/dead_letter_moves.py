@@ -46,7 +46,7 @@ class _Record(msgspec.Struct, frozen=True):
     meta: Meta = {}
 
 
-class Copy(NamedTuple):
+class DeadLetter(NamedTuple):
     """A record on its way to another topic, where it is a job with `order_key` if that is not ""."""
 
     seq: int
@@ -126,7 +126,7 @@ class DeadLetters:
                 for record in records:
                     meta = died(record.meta, name, ref.view.topic_id, seq, deliveries, order_key)
                     key = KeyMark.CARRIED + b"dead-letter:%d:%d" % (ref.view.topic_id, seq)
-                    copies.append(Copy(seq, record, meta, key))
+                    copies.append(DeadLetter(seq, record, meta, key))
             config = TopicConfig(durability=ref.config.durability)
             copied, _refusal = await self._append(dealt.dead_letter, copies, config)
             return copied, unreadable
@@ -172,7 +172,7 @@ class DeadLetters:
         free = await self._gateway.call(owner, Carry(ref.name, [letter.seq for letter in letters]))
         carried = set(free.seqs)
         copies = [
-            Copy(
+            DeadLetter(
                 letter.seq,
                 letter,
                 came_back(letter.meta),
@@ -195,7 +195,7 @@ class DeadLetters:
         return _decode_records(b"[%b]" % page.body)
 
     async def _append(
-        self, name: str, copies: list[Copy], config: TopicConfig | None
+        self, name: str, copies: list[DeadLetter], config: TopicConfig | None
     ) -> tuple[list[int], TopicsError | None]:
         """Each a write of its own, so that each is recognised when it comes again. The seqs of those that are there,
         and why the first of the others is not. Made with `config` if it does not exist; None: it has to.

@@ -29,26 +29,26 @@ from topics.core.keys import KeyScope
 from topics.core.names import check_topic_name, owner_shard
 from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
 from topics.frontend.entry import limits, wire
-from topics.frontend.entry.answers import LIST_BYTES_MAX, elapsed_ms, send_json, send_object, take_room
 from topics.frontend.entry.bodies import ClientGoneError, read_body
 from topics.frontend.entry.budget import Budget, Hold
 from topics.frontend.entry.query import name_after, name_cursor, page_size
+from topics.frontend.entry.responses import LIST_BYTES_MAX, elapsed_ms, send_json, send_object, take_room
 from topics.frontend.live.push import gone_before
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES
 from topics.frontend.reads.node_sets import node_set
-from topics.frontend.reads.reading import PAGE_MEMBERS, Page, TopicReader, page_values
+from topics.frontend.reads.reading import PAGE_MEMBERS, ReadPage, TopicReader, page_values
 from topics.frontend.reads.records import CorruptRecordError, PageOptions
 from topics.frontend.routes.operations import (
     LOST,
+    ApiOperation,
     Binding,
-    Operation,
     Query,
     json_answer,
     made_or_there,
 )
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.shards.requests import is_outcome_unknown
+from topics.frontend.shards.pending_calls import is_outcome_unknown
 from topics.settings import Settings
 from topics.shm.control import ProcessCell
 from topics.shm.durations import Route
@@ -65,7 +65,7 @@ from topics.shm.queue_messages import (
 STUCK_RETRY_AFTER_MS: Final = 1000
 
 
-class Turn:
+class CursorTurn:
     """The turn at one cursor, for as long as somebody has it or waits for it."""
 
     def __init__(self) -> None:
@@ -77,23 +77,23 @@ class Turn:
         """The cursor as the last reader left it. A reader at another frontend, or a `PUT`, may have moved it since."""
 
 
-class Turns:
+class CursorTurns:
     """The turns at all cursors of one frontend."""
 
     def __init__(self, wait_s: float) -> None:
         """`wait_s` is the longest time that a reader waits."""
         self._wait_s = wait_s
-        self._turns: dict[tuple[str, str], Turn] = {}
+        self._turns: dict[tuple[str, str], CursorTurn] = {}
 
     def __len__(self) -> int:
         return len(self._turns)
 
     @asynccontextmanager
-    async def of(self, topic: str, cursor: str) -> AsyncIterator[Turn]:
+    async def of(self, topic: str, cursor: str) -> AsyncIterator[CursorTurn]:
         """Wait for the turn; `throttled` when too many wait, or when it does not come though others had theirs."""
         turn = self._turns.get((topic, cursor))
         if turn is None:
-            turn = self._turns[topic, cursor] = Turn()
+            turn = self._turns[topic, cursor] = CursorTurn()
         elif turn.readers >= limits.CURSOR_READERS.most_count:
             raise too_many_readers(topic, cursor)
         turn.readers += 1
@@ -112,7 +112,7 @@ class Turns:
             if not turn.readers:
                 del self._turns[topic, cursor]
 
-    async def _wait(self, turn: Turn, topic: str, cursor: str) -> None:
+    async def _wait(self, turn: CursorTurn, topic: str, cursor: str) -> None:
         served = turn.served
         try:
             async with asyncio.timeout(self._wait_s):
@@ -165,7 +165,7 @@ class CursorRoutes:
         self._settings = settings
         self._cell = cell
         self._reads = itertools.count(1)
-        self._turns = Turns(gateway.shard_wait_s)
+        self._turns = CursorTurns(gateway.shard_wait_s)
         self._moving = Budget(limits.CURSOR_PAGES)
 
     async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -251,7 +251,7 @@ class CursorRoutes:
             if lost is not None:
                 self._gateway.post(self._owner(name), msgspec.structs.replace(lost, passed_on=passed_on))
 
-    async def _peek(self, name: str, cursor: str, options: PageOptions, room: Room) -> tuple[Page, int, None]:
+    async def _peek(self, name: str, cursor: str, options: PageOptions, room: Room) -> tuple[ReadPage, int, None]:
         """Read a page as `_take` does, and move nothing."""
         at = await self._look(name, cursor)
         await room()
@@ -269,8 +269,8 @@ class CursorRoutes:
         return found
 
     async def _take(
-        self, name: str, cursor: str, options: PageOptions, turn: Turn, room: Room
-    ) -> tuple[Page, int, CursorPassedOn | None]:
+        self, name: str, cursor: str, options: PageOptions, turn: CursorTurn, room: Room
+    ) -> tuple[ReadPage, int, CursorPassedOn | None]:
         """Return the page, the cursor's place after it, and the message for a shard that has to know of its loss."""
         owner = self._owner(name)
         left_at, turn.left_at = turn.left_at, None
@@ -308,7 +308,7 @@ class CursorRoutes:
             at, looked = moved, True
         raise too_many_readers(name, cursor)
 
-    async def _page(self, name: str, at: CursorReply | CursorMoved, options: PageOptions) -> Page:
+    async def _page(self, name: str, at: CursorReply | CursorMoved, options: PageOptions) -> ReadPage:
         ref = self._reader.get(name)
         try:
             page = await self._reader.fetch_page(ref, at.seq, options, self._reader.now_ms(), at.up_to_seq)
@@ -347,7 +347,7 @@ async def _enter(moving: Hold, most_bytes: int, receive: Receive, wait_s: float)
         entering.cancel()
 
 
-def _up_to(page: Page, seq: int) -> Page:
+def _up_to(page: ReadPage, seq: int) -> ReadPage:
     """What floors took beyond `seq` is no loss of this reader."""
     if page.next_from_seq <= seq:
         return page
@@ -390,7 +390,7 @@ def _shown(cursor: CursorReply) -> dict[str, Any]:
     }
 
 
-def _answer(name: str, cursor: str, page: Page, cursor_seq: int, started_ns: int) -> bytes:
+def _answer(name: str, cursor: str, page: ReadPage, cursor_seq: int, started_ns: int) -> bytes:
     return _ANSWER % (
         name.encode(),
         cursor.encode(),
@@ -406,11 +406,11 @@ _CURSOR: Final = f"{_CURSORS}/{{cursor}}"
 _COUNT: Final = {"type": "integer", "minimum": 0}
 
 
-def cursor_operations(cursors: CursorRoutes) -> list[Operation]:
+def cursor_operations(cursors: CursorRoutes) -> list[ApiOperation]:
     """Read positions that the server keeps."""
     missing = ("topic_not_found", "cursor_not_found", *LOST)
     return [
-        Operation(
+        ApiOperation(
             Binding("GET", _CURSORS, cursors.list_all, Route.OTHER_CURSOR, KeyScope.READ, "cursors"),
             "List the cursors of a topic by name",
             {200: json_answer("A page of cursors", answer.CursorListAnswer)},
@@ -420,13 +420,13 @@ def cursor_operations(cursors: CursorRoutes) -> list[Operation]:
                 Query("cursor", {"type": "string"}, "next_cursor of the page before"),
             ),
         ),
-        Operation(
+        ApiOperation(
             Binding("GET", _CURSOR, cursors.get, Route.OTHER_CURSOR, KeyScope.READ, "cursors"),
             "Where a cursor is",
             {200: json_answer("The cursor", answer.CursorAnswer)},
             missing,
         ),
-        Operation(
+        ApiOperation(
             Binding("PUT", _CURSOR, cursors.put, Route.OTHER_CURSOR, KeyScope.WRITE, "cursors"),
             "Make a cursor, or change or move it",
             made_or_there(answer.PutCursorAnswer),
@@ -434,13 +434,13 @@ def cursor_operations(cursors: CursorRoutes) -> list[Operation]:
             body=CursorBody,
             body_required=False,
         ),
-        Operation(
+        ApiOperation(
             Binding("DELETE", _CURSOR, cursors.delete, Route.OTHER_CURSOR, KeyScope.DELETE, "cursors"),
             "Delete a cursor",
             {200: json_answer("It is gone, or never was", answer.DeleteCursorAnswer)},
             LOST,
         ),
-        Operation(
+        ApiOperation(
             Binding("POST", f"{_CURSOR}/read", cursors.read, Route.READ_CURSOR, KeyScope.READ, "cursors"),
             "Read on, and move the cursor",
             {200: json_answer("A page of records", answer.ReadCursorAnswer)},

@@ -224,7 +224,7 @@ class BadLineError(UsageError):
         self.number = number
 
 
-class Batch(NamedTuple):
+class LineBatch(NamedTuple):
     """Lines that go together, blank ones included; `first` is the number of the first, from 1."""
 
     first: int
@@ -238,9 +238,9 @@ class Batch(NamedTuple):
         """The lines that are not blank."""
         return [text for line in self.lines if (text := line.strip(b" \t\r"))]
 
-    def before(self, number: int) -> Batch:
+    def before(self, number: int) -> LineBatch:
         """Returns its lines up to that one."""
-        return Batch(self.first, self.lines[: number - self.first])
+        return LineBatch(self.first, self.lines[: number - self.first])
 
 
 class Batcher:
@@ -265,12 +265,12 @@ class Batcher:
         """Returns how long to wait for more; None: until there is some."""
         return max(0.0, self._since_s + self._delay_s - now_s) if self._waiting else None
 
-    def due(self, now_s: float, *, ended: bool) -> Batch | None:
+    def due(self, now_s: float, *, ended: bool) -> LineBatch | None:
         """Returns the next batch that is due; with `ended`, when no more lines come, everything, batch by batch."""
         full = len(self._waiting) >= self._lines_max or self._waiting_bytes >= self._bytes_max
         if not self._waiting or not (full or ended or now_s >= self._since_s + self._delay_s):
             return None
-        batch, len_bytes = Batch(self._first, []), 0
+        batch, len_bytes = LineBatch(self._first, []), 0
         while self._waiting and len(batch.lines) < self._lines_max:
             if batch.lines and len_bytes + len(self._waiting[0]) > self._bytes_max:
                 break
@@ -322,7 +322,7 @@ class LineSource:
 
 def stdin_batches(
     *, lines_max: int, bytes_max: int, delay_s: float, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Batch]:
+) -> Iterator[LineBatch]:
     """Yields the lines of stdin in batches. Nothing is read while a batch is handled, so the writer of the pipe
     waits.
     """

@@ -16,8 +16,8 @@ from topics.core.errors import TopicsError
 from topics.shm import messages
 from topics.shm.instance import SharedMemory
 from topics.shm.journal import JournalEntry
-from topics.shm.names import SHM_ROOT
 from topics.shm.queue_messages import Dealt
+from topics.shm.shm_names import SHM_ROOT
 
 REQUESTS_PER_GROUP_MAX = 1024
 PUSH_IDS_FROM = 1 << 63
@@ -25,7 +25,7 @@ PUSH_IDS_FROM = 1 << 63
 BYTES_PER_GROUP_MAX = 16 * 1024 * 1024
 
 
-class Outbox:
+class ShardRings:
     """Rings of one shard to all its peers: the frontends, and behind them in every list the compactor."""
 
     def __init__(self, shared: SharedMemory, shard: int) -> None:

@@ -16,20 +16,20 @@ from tests.spark.conftest import COMPACTED_S, Reading
 from topics.api.answers import Manifest
 from topics.client import Client, InvalidRequestError, NewRecord, Retry, ServiceBusyError, calls
 from topics.core.clock import SystemClock
-from topics.shm import names
-from topics.spark import segments
-from topics.spark.errors import DataLossError, OptionError, plainly
+from topics.shm import shm_names
+from topics.spark import segment_scan
 from topics.spark.http_read import PLAN_RETRY, connect, read_range
 from topics.spark.offsets import Range
 from topics.spark.options import ReadOptions, read_options
-from topics.spark.segments import end_pins, read_part, sealed_of
+from topics.spark.segment_scan import end_pins, read_part, sealed_of
+from topics.spark.spark_errors import DataLossError, OptionError, plainly
 from topics.storage.filesystem import OsFileSystem
 from topics.storage.pins import pins_dir, read_pinned
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from topics.spark.columns import Columns
+    from topics.spark.columns import ColumnBuilder
 
 EVENTS = 40
 
@@ -62,7 +62,7 @@ def segments_mode(service: Service) -> dict[str, str]:
     return {"mode": "segments", "dataDir": str(service.data_dir), "coldDir": str(service.root / "cold")}
 
 
-def columns_of(options: ReadOptions) -> Columns:
+def columns_of(options: ReadOptions) -> ColumnBuilder:
     """As Spark gives the schema; without a session."""
     from pyspark.sql.types import (
         DataType,
@@ -74,7 +74,7 @@ def columns_of(options: ReadOptions) -> Columns:
         TimestampType,
     )
 
-    from topics.spark.columns import Columns
+    from topics.spark.columns import ColumnBuilder
 
     text = StringType()
     fields: list[tuple[str, DataType]] = [
@@ -87,7 +87,7 @@ def columns_of(options: ReadOptions) -> Columns:
     fields += [("data", text), ("meta", MapType(text, text))]
     if options.tombstones == "rows":
         fields += [("kind", text), ("gap_from", LongType()), ("gap_to", LongType()), ("reason", text)]
-    return Columns(StructType([StructField(name, kind) for name, kind in fields]), options)
+    return ColumnBuilder(StructType([StructField(name, kind) for name, kind in fields]), options)
 
 
 def rows_of(batches: Iterator[pa.RecordBatch]) -> tuple[list[tuple[Any, ...]], dict[int, str]]:
@@ -339,7 +339,7 @@ def test_a_file_that_is_not_there_is_asked_of_the_service(service: Service, topi
 
 def test_a_file_that_nobody_has_is_a_gap(service: Service, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = Planned(service, topic)
-    monkeypatch.setattr(segments, "MISSING_RETRY", Retry(total_s=1.0))
+    monkeypatch.setattr(segment_scan, "MISSING_RETRY", Retry(total_s=1.0))
     planned.path(3).unlink()
 
     def refused() -> bool:
@@ -406,7 +406,7 @@ def test_sealed_records_need_no_service(topic: str) -> None:
 
 
 def test_a_plan_that_fails_leaves_no_pins(service: Service, topic: str) -> None:
-    directory = pins_dir(names.ram_dir(names.identity(str(service.data_dir))))
+    directory = pins_dir(shm_names.ram_dir(shm_names.identity(str(service.data_dir))))
     with Client(service.url) as client:
         client.append(topic, list(range(2 * EVENTS)))
         settle(client, topic, 2)

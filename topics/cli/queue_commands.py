@@ -14,11 +14,11 @@ from typing import Any, Final, get_args
 import msgspec
 
 from topics.api.requests import State
-from topics.cli import service
-from topics.cli.service import (
+from topics.cli import shared
+from topics.cli.shared import (
     EXIT_REFUSED,
     BadLineError,
-    Batch,
+    LineBatch,
     UsageError,
     Work,
     print_line,
@@ -66,7 +66,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         f"examples:\n{_EXAMPLES}\n\n`topics queue TOPIC VERB --help` tells the arguments and exit codes of each."
     )
-    service.add_where(parser)
+    shared.add_where(parser)
     parser.add_argument("topic", metavar="TOPIC")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
@@ -77,14 +77,12 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "Lease jobs and print them as NDJSON; nothing when none is ready. What is not "
         "acknowledged by its deadline (ms since the epoch) is handed out again.",
     )
-    claim.add_argument(
-        "--max", dest="max_jobs", metavar="N", type=service.positive, default=1, help="up to so many (1)"
-    )
-    claim.add_argument("--lease-ms", metavar="MS", type=service.positive, help="for how long (the queue's lease_ms)")
+    claim.add_argument("--max", dest="max_jobs", metavar="N", type=shared.positive, default=1, help="up to so many (1)")
+    claim.add_argument("--lease-ms", metavar="MS", type=shared.positive, help="for how long (the queue's lease_ms)")
     claim.add_argument(
         "--wait-s",
         metavar="SECONDS",
-        type=service.not_negative,
+        type=shared.not_negative,
         default=0.0,
         help=f"while none is ready ask again, every {CLAIM_EVERY_S:g} s, for so long (0)",
     )
@@ -92,9 +90,9 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
     ack = _verb(verbs, "ack", _ack, "Jobs are done and go.")
     nack = _verb(verbs, "nack", _nack, "Jobs are given back, to be handed out again.")
-    nack.add_argument("--delay-ms", metavar="MS", type=service.whole, default=0, help="not before so long from now (0)")
+    nack.add_argument("--delay-ms", metavar="MS", type=shared.whole, default=0, help="not before so long from now (0)")
     extend = _verb(verbs, "extend", _extend, "Leases last longer: from now on.")
-    extend.add_argument("--lease-ms", metavar="MS", type=service.positive, required=True, help="for how long from now")
+    extend.add_argument("--lease-ms", metavar="MS", type=shared.positive, required=True, help="for how long from now")
     for settle in (ack, nack, extend):
         settle.add_argument("jobs", metavar="SEQ:LEASE_ID", nargs="*", type=job_argument, help=_JOBS_HELP)
         _add_node(settle)
@@ -105,7 +103,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "--from", dest="dead_letter", metavar="TOPIC", help="the dead letters (the queue's dead_letter)"
     )
     redrive.add_argument(
-        "--max", dest="max_jobs", metavar="N", type=service.positive, help="up to so many (all there are)"
+        "--max", dest="max_jobs", metavar="N", type=shared.positive, help="up to so many (all there are)"
     )
     peek = _verb(
         verbs,
@@ -113,10 +111,14 @@ def fill(parser: argparse.ArgumentParser) -> None:
         _peek,
         "Look at jobs without claiming them: each with its state, how often it was handed out, who has it until when.",
     )
-    peek.add_argument("-n", dest="count", metavar="N", type=service.positive, default=10, help="how many (%(default)s)")
+    peek.add_argument("-n", dest="count", metavar="N", type=shared.positive, default=10, help="how many (%(default)s)")
     peek.add_argument("--state", choices=get_args(State), help="only those that are so (all but done)")
     peek.add_argument(
-        "--from-seq", metavar="SEQ", type=service.whole, default=0, help="only those behind this seq (%(default)s)"
+        "--from-seq",
+        metavar="SEQ",
+        type=shared.whole,
+        default=0,
+        help="only those behind this seq (%(default)s)",
     )
 
 
@@ -125,7 +127,7 @@ def _verb(verbs: Any, name: str, work: Work, about: str) -> argparse.ArgumentPar
     examples = (
         "\n".join(line for line in _EXAMPLES.splitlines() if f" {name}" in line) or f"  topics queue mails {name}"
     )
-    service.fill(parser, f"queue {name}", work, about=about, examples=examples)
+    shared.fill(parser, f"queue {name}", work, about=about, examples=examples)
     return parser
 
 
@@ -206,7 +208,7 @@ def _given_jobs(options: argparse.Namespace) -> Iterator[list[Lease]]:
             raise bad
 
 
-def parse_jobs(batch: Batch) -> tuple[list[Lease], BadLineError | None]:
+def parse_jobs(batch: LineBatch) -> tuple[list[Lease], BadLineError | None]:
     """The leases of claimed jobs, up to the first line that is none."""
     leases = []
     for number, line in enumerate(batch.lines, batch.first):
@@ -225,7 +227,7 @@ def job_argument(text: str) -> Lease:
     seq, colon, lease_id = text.partition(":")
     if not colon or not lease_id:
         raise argparse.ArgumentTypeError(f"{text!r}: has to be SEQ:LEASE_ID, like 7:lease_3eb633b2113a8f7a")
-    return Lease(service.whole(seq), lease_id)
+    return Lease(shared.whole(seq), lease_id)
 
 
 def _counts(client: Client, options: argparse.Namespace) -> int:

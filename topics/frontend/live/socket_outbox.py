@@ -25,7 +25,7 @@ STEP_MESSAGES_MAX: Final = 3
 """Of one step of a stream: tombstone, record, caught_up."""
 
 
-class Outbox:
+class SocketOutbox:
     """Of one WebSocket. `wire` tells what was sent and is still kept for the client; None where nobody can tell."""
 
     def __init__(self, send: Send, wire: Kept | None) -> None:
@@ -175,7 +175,7 @@ class Subscription:
     when what is kept for it is wanted for others. `buffered_bytes` is its own part of what the outbox keeps.
     """
 
-    def __init__(self, outbox: Outbox, on_end: Callable[[], None], cut: Callable[[], None]) -> None:
+    def __init__(self, outbox: SocketOutbox, on_end: Callable[[], None], cut: Callable[[], None]) -> None:
         self._outbox = outbox
         self._closed = False
         self._cut = cut

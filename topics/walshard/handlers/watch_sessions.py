@@ -23,7 +23,7 @@ from topics.shm.topic_messages import (
 )
 from topics.storage import frame
 from topics.storage.frame import FrameType
-from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, Operation, Steps
+from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, LogWrite, Steps
 from topics.walshard.hosted.holdings import Holdings
 from topics.walshard.step_clock import StepClock
 
@@ -46,7 +46,7 @@ class WatchSession:
         self.idle_since_ms = now_ms
 
 
-class Sessions:
+class WatchSessions:
     """The watch sessions of one shard as its log has them. Times are monotonic ms."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Sessions:
 class SessionCalls:
     """Handles the requests about watch sessions: what is to outlive a crash goes to the RAM log."""
 
-    def __init__(self, sessions: Sessions, holdings: Holdings, time: StepClock) -> None:
+    def __init__(self, sessions: WatchSessions, holdings: Holdings, time: StepClock) -> None:
         self._sessions = sessions
         self._holdings = holdings
         self._time = time
@@ -188,5 +188,5 @@ class SessionCalls:
     def _log(self, body: SessionBody, apply: Callable[[], None], undo: Callable[[], None] | None = None) -> Steps[None]:
         entry = frame.encode(FrameType.SESSION, 0, 0, 0, self._time.now.wall_ms, b"", b"", encode_body(body))
         draft = Draft(reply=Done())
-        draft.add(Operation([entry], lambda _file_no, _offset: apply(), undo=undo), in_ram=True)
+        draft.add(LogWrite([entry], lambda _file_no, _offset: apply(), undo=undo), in_ram=True)
         yield draft

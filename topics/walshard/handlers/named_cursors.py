@@ -8,7 +8,7 @@ from functools import partial
 import msgspec
 
 from topics.core.control_bodies import encode_body
-from topics.core.cursors import Cursor, CursorBody
+from topics.core.cursors import CursorFrameBody, NamedCursor
 from topics.core.errors import topic_not_found
 from topics.shm.asks import Done
 from topics.shm.queue_messages import (
@@ -82,14 +82,14 @@ class NamedCursors:
         seq = topic.head_seq if call.tail else call.seq or 0
         if seq > topic.head_seq:  # as a diff from there: it was never read from this topic
             seq = 0 if topic.recreated else topic.head_seq
-        body = CursorBody(call.cursor, consistency, persist_every, seq)
+        body = CursorFrameBody(call.cursor, consistency, persist_every, seq)
         reply = CursorReply(call.cursor, consistency, persist_every, seq, seq, 0, known is None)
         draft = Draft(reply=reply)
         self._log(draft, hosted, body, lambda: topic.cursors.logged(body), None, sync=True)
         yield draft
         return reply
 
-    def _configure(self, hosted: Hosted, cursor: Cursor, call: CursorPut) -> Steps[CursorReply]:
+    def _configure(self, hosted: Hosted, cursor: NamedCursor, call: CursorPut) -> Steps[CursorReply]:
         """It stays where it is, and so does what readers have under way."""
         consistency = call.consistency or cursor.consistency
         persist_every = call.persist_every or cursor.persist_every
@@ -111,7 +111,7 @@ class NamedCursors:
         if hosted is None or known is None:
             return CursorDeleted(False)
         cursors = hosted.topic.cursors
-        body = CursorBody(call.cursor, None)
+        body = CursorFrameBody(call.cursor, None)
         draft = Draft(reply=CursorDeleted(True))
         self._log(draft, hosted, body, lambda: cursors.logged(body), None, sync=True)
         yield draft
@@ -146,7 +146,7 @@ class NamedCursors:
             raise topic_not_found(name)
         return hosted
 
-    def _persist(self, group: Draft, hosted: Hosted, cursor: Cursor, undo: Callable[[], None]) -> None:
+    def _persist(self, group: Draft, hosted: Hosted, cursor: NamedCursor, undo: Callable[[], None]) -> None:
         if cursor.to_persist:
             cursor.persisting()
             body = cursor.body()
@@ -156,7 +156,7 @@ class NamedCursors:
         self,
         group: Draft,
         hosted: Hosted,
-        body: CursorBody,
+        body: CursorFrameBody,
         apply: Callable[[], None],
         undo: Callable[[], None] | None,
         *,
@@ -165,7 +165,7 @@ class NamedCursors:
         self._writes.add(group, hosted, [(FrameType.CURSOR, encode_body(body))], apply, undo, sync=sync)
 
 
-def _shown(cursor: Cursor, passed_seq: int) -> CursorReply:
+def _shown(cursor: NamedCursor, passed_seq: int) -> CursorReply:
     seq, up_to_seq = cursor.behind(passed_seq)
     return CursorReply(
         cursor.name,

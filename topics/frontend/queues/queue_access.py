@@ -18,10 +18,10 @@ from topics.core.seq_set import runs_of
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.access import caller_of
-from topics.frontend.entry.answers import elapsed_ms, room_of, send_json, send_object, take_room
 from topics.frontend.entry.bodies import Headers, read_body, read_wish
+from topics.frontend.entry.responses import elapsed_ms, room_of, send_json, send_object, take_room
 from topics.frontend.entry.wire import BodyT
-from topics.frontend.queues.dead_letters import PATIENCE_S, DeadLetters
+from topics.frontend.queues.dead_letter_moves import PATIENCE_S, DeadLetters
 from topics.frontend.queues.job_channel import JobChannel
 from topics.frontend.queues.job_records import (
     ANSWER_BYTES_MAX,
@@ -53,7 +53,7 @@ RUNS_AT_ONCE: Final = 32
 _encode = msgspec.json.Encoder().encode
 
 
-class Jobs:
+class QueueAccess:
     """The way of one frontend to the jobs of all queues: it owns what the routes of claims and of streams share."""
 
     def __init__(self, gateway: Gateway, reader: TopicReader, incarnation: int) -> None:
@@ -67,7 +67,7 @@ class Jobs:
 class QueueRoutes:
     """The requests to a queue that have one answer, a method for each. The shard decides; records are read here."""
 
-    def __init__(self, jobs: Jobs, catching_up: CatchingUp, settings: Settings, cell: ProcessCell) -> None:
+    def __init__(self, jobs: QueueAccess, catching_up: CatchingUp, settings: Settings, cell: ProcessCell) -> None:
         self._gateway = jobs.gateway
         self._reader = jobs.reader
         self._channel = jobs.channel

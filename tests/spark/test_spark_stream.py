@@ -13,7 +13,7 @@ import pytest
 
 from tests.harness import Service, poll
 from topics.client import Client, Retry
-from topics.spark.errors import plainly
+from topics.spark.spark_errors import plainly
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession

@@ -17,12 +17,12 @@ from topics.core.routers import Router, parse_router
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import wire
 from topics.frontend.entry.access import caller_of
-from topics.frontend.entry.answers import LIST_BYTES_MAX, send_object, take_room
 from topics.frontend.entry.bodies import read_body
 from topics.frontend.entry.query import name_after, name_cursor, page_size
+from topics.frontend.entry.responses import LIST_BYTES_MAX, send_object, take_room
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.reading import TopicReader
-from topics.frontend.routes.operations import LOST, Binding, Operation, Query, json_answer, made_or_there
+from topics.frontend.routes.operations import LOST, ApiOperation, Binding, Query, json_answer, made_or_there
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
 from topics.shm.durations import Route
@@ -187,10 +187,10 @@ _NAME: Final = {"type": "string"}
 _PAGE_SIZE: Final = {"type": "integer", "minimum": 0, "default": 100}
 
 
-def router_operations(routers: RouterRoutes) -> list[Operation]:
+def router_operations(routers: RouterRoutes) -> list[ApiOperation]:
     """Operations on routers (api §6)."""
     return [
-        Operation(
+        ApiOperation(
             Binding("GET", "/v0/routers", routers.list_all, Route.LIST_ROUTERS, KeyScope.READ, "routers"),
             "List routers by name",
             {200: json_answer("A page of routers", answer.RouterList)},
@@ -202,20 +202,20 @@ def router_operations(routers: RouterRoutes) -> list[Operation]:
                 Query("cursor", _NAME, "next_cursor of the page before"),
             ),
         ),
-        Operation(
+        ApiOperation(
             Binding("GET", _ROUTER, routers.get, Route.GET_ROUTER, KeyScope.READ, "routers"),
             "A router, and how much it has forwarded",
             {200: json_answer("The router", answer.RouterState)},
             ("router_not_found",),
         ),
-        Operation(
+        ApiOperation(
             Binding("PUT", _ROUTER, routers.put, Route.PUT_ROUTER, KeyScope.ADMIN, "routers"),
             "Forward what comes into a topic to another one",
             made_or_there(answer.PutRouterAnswer),
             ("topic_not_found", "topic_exists_incompatible", "router_cycle", *LOST),
             body=GivenRouter,
         ),
-        Operation(
+        ApiOperation(
             Binding("DELETE", _ROUTER, routers.delete, Route.DELETE_ROUTER, KeyScope.DELETE, "routers"),
             "Remove a router; what it has forwarded stays",
             {200: json_answer("It is gone", answer.DeleteRouterAnswer)},

@@ -156,7 +156,7 @@ _PASSING: Final = ("not_ready", "shard_unavailable", "throttled")
 _log = get_logger()
 
 
-class Commits:
+class CommitDriver:
     """One per frontend, on its event loop."""
 
     def __init__(self, gateway: Gateway, stages: Stages) -> None:

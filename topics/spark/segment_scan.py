@@ -27,13 +27,12 @@ from topics.api.answers import Manifest, ManifestSegment
 from topics.client import Client, ClientError, NotFoundError, Retry, ServiceBusyError, UnreachableError, calls
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_GONE, LOCATION_LOST
-from topics.spark.columns import Columns
-from topics.spark.errors import OptionError
+from topics.spark.columns import ColumnBuilder
 from topics.spark.http_read import PLAN_RETRY, TASK_RETRY, batches_and_gaps, connect, delivered
 from topics.spark.offsets import Gap, Range
 from topics.spark.options import Directories, ReadOptions
 from topics.spark.segment_arrow import (
-    Entries,
+    ArrowEntries,
     InconsistentLengthsError,
     Ints,
     Records,
@@ -43,6 +42,7 @@ from topics.spark.segment_arrow import (
     not_deleted,
     read_entries,
 )
+from topics.spark.spark_errors import OptionError
 from topics.storage.segment import ENTRY_LEN, CorruptSegment, index_digest
 
 ROWS_PER_BATCH: Final = 8_000
@@ -106,7 +106,7 @@ class _Files:
     def __exit__(self, *_: object) -> None:
         os.close(self._data_fd)
 
-    def entries(self, first_seq: int, last_seq: int) -> Entries:
+    def entries(self, first_seq: int, last_seq: int) -> ArrowEntries:
         """Reads the index of these records as it is now, if it is the one that the service has. Raises
         CorruptSegment.
         """
@@ -120,7 +120,7 @@ class _Files:
             raise CorruptSegment(self._idx_path, 0, f"is not the index that the service has ({segment.idx_xxh3})")
         return read_entries(idx, first_seq - segment.first_seq, last_seq - first_seq + 1)
 
-    def frames(self, first_seq: int, entries: Entries) -> tuple[bytes, Ints]:
+    def frames(self, first_seq: int, entries: ArrowEntries) -> tuple[bytes, Ints]:
         """Returns (bytes, where each frame begins in them); frames of live records are checked. Raises
         CorruptSegment.
         """
@@ -139,7 +139,7 @@ class _Files:
         return buffer, starts
 
 
-def _runs(entries: Entries) -> Iterator[tuple[int, int]]:
+def _runs(entries: ArrowEntries) -> Iterator[tuple[int, int]]:
     """Yields (start, stop) of runs that are either lost altogether or have no lost record, and are not too long."""
     lost = entries.flags & LOCATION_LOST != 0
     ends_bytes = np.cumsum(entries.lengths)
@@ -159,7 +159,7 @@ def _runs(entries: Entries) -> Iterator[tuple[int, int]]:
 
 def _run(
     files: _Files,
-    entries: Entries,
+    entries: ArrowEntries,
     first_seq: int,
     dedupe_node: bool,
     options: ReadOptions,
@@ -265,7 +265,7 @@ def end_pins(client: Client, pins: Iterable[Pinned]) -> None:
 
 
 def read_part(
-    one: Range, sealed: Sealed, options: ReadOptions, columns: Columns, tags: frozenset[str] | None
+    one: Range, sealed: Sealed, options: ReadOptions, columns: ColumnBuilder, tags: frozenset[str] | None
 ) -> Iterator[pa.RecordBatch]:
     """Does the same as `http_read.read_range`."""
     assert options.directories is not None
@@ -319,7 +319,7 @@ def _items(
     one: Range,
     sealed: Sealed,
     options: ReadOptions,
-    columns: Columns,
+    columns: ColumnBuilder,
     tags: frozenset[str] | None,
 ) -> Iterator[pa.RecordBatch | Gap]:
     directories = options.directories
@@ -352,7 +352,7 @@ def _items(
 
 
 def _instead_of_file(
-    options: ReadOptions, columns: Columns, tags: frozenset[str] | None, part: Range
+    options: ReadOptions, columns: ColumnBuilder, tags: frozenset[str] | None, part: Range
 ) -> Iterator[pa.RecordBatch | Gap]:
     """Reads records over HTTP that are not there as a file. If the service has not got them either, they are a gap."""
     done = part.from_seq
@@ -375,7 +375,7 @@ def _from_file(
     part: Range,
     sealed: Sealed,
     options: ReadOptions,
-    columns: Columns,
+    columns: ColumnBuilder,
     tags: frozenset[str] | None,
 ) -> Iterator[pa.RecordBatch | Gap]:
     for item in read_segment(directories, segment, part, sealed.dedupe_node, options, tags):

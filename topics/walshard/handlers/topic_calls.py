@@ -11,7 +11,7 @@ from topics.log import get_logger
 from topics.shm.topic_messages import DeleteTopic, DeleteTopicReply, EnsureTopic, PutTopic, PutTopicReply
 from topics.storage import frame
 from topics.storage.frame import FrameType
-from topics.walshard.commit.draft import AloneHandler, Draft, Operation, Steps
+from topics.walshard.commit.draft import AloneHandler, Draft, LogWrite, Steps
 from topics.walshard.handlers.appends import creation
 from topics.walshard.handlers.deletes import Deletes
 from topics.walshard.handlers.relogging import Relogged, Relogging
@@ -92,7 +92,7 @@ class TopicCalls:
             relogged = self._relogged(hosted, call, now_ms)
             if not relogged.is_last:
                 reply = PutTopicReply(False, config, msgspec.structs.replace(call, turns=call.turns + 1))
-                operation = Operation(relogged.buffers, relogged.apply)
+                operation = LogWrite(relogged.buffers, relogged.apply)
                 yield Draft([operation], touched=[hosted], floors_of=[topic.id], reply=reply)
                 return reply
         descriptor = hosted.prepare_config(config)
@@ -103,7 +103,7 @@ class TopicCalls:
             hosted.configured(config, descriptor)
 
         buffers: list[frame.Bytes] = [update] if relogged is None else [*relogged.buffers, update]
-        operation = Operation(buffers, apply, sync=True, undo=lambda: hosted.release_config(descriptor))
+        operation = LogWrite(buffers, apply, sync=True, undo=lambda: hosted.release_config(descriptor))
         yield Draft([operation], touched=[hosted], floors_of=[] if relogged is None else [topic.id], reply=reply)
         return reply
 
@@ -138,6 +138,6 @@ class TopicCalls:
             draft.deleted.append(hosted)
 
         end = frame.encode(FrameType.TOPIC_DELETE, 0, topic.id, 0, self._time.now.wall_ms, b"", b"", b"")
-        draft.add(Operation([end], apply, sync=True))
+        draft.add(LogWrite([end], apply, sync=True))
         yield draft
         return DeleteTopicReply(True)

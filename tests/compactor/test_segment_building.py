@@ -9,7 +9,7 @@ import pytest
 
 from tests.storage.logs import TOPIC_ID, TS_MS
 from tests.storage.segments import Logged, Record, logged
-from topics.compactor.segments import SealAt, SegmentAppender
+from topics.compactor.segment_building import SealAt, SegmentAppender
 from topics.core.floors import EvictReason
 from topics.core.location import LOCATION_DELETED, LOCATION_LOST
 from topics.core.segment_list import SEALED, SegmentInfo

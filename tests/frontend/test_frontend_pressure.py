@@ -8,8 +8,8 @@ import pytest
 
 from tests.frontend.live import Live, on_loop, until
 from topics.core.priority import BANDS, LAST
-from topics.frontend.operators import pressure as module
-from topics.frontend.operators.pressure import READY_FULL, FrontendPressure, ready_fullness
+from topics.frontend.operators import frontend_pressure as module
+from topics.frontend.operators.frontend_pressure import READY_FULL, FrontendPressure, ready_fullness
 
 
 def test_topics_of_all_bands_but_the_last_fill_the_queue() -> None:

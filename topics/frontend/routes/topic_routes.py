@@ -20,26 +20,26 @@ from topics.core.priority import age
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import wire
 from topics.frontend.entry.access import caller_of
-from topics.frontend.entry.answers import LIST_BYTES_MAX, send_object, take_room
 from topics.frontend.entry.bodies import read_body
 from topics.frontend.entry.query import flag, name_after, name_cursor, page_size
+from topics.frontend.entry.responses import LIST_BYTES_MAX, send_object, take_room
 from topics.frontend.live.delivery import Hub
-from topics.frontend.live.snapshot import TopicSight
+from topics.frontend.live.topic_views import TopicSight
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.reads.reading import TopicRef
 from topics.frontend.routes.append import AppendRoute
 from topics.frontend.routes.operations import (
     LOST,
+    ApiOperation,
     Binding,
     Endpoint,
-    Operation,
     Query,
     flag_query,
     json_answer,
     made_or_there,
 )
-from topics.frontend.routes.routers import RouterRoutes
+from topics.frontend.routes.router_routes import RouterRoutes
 from topics.frontend.shards.arenas import Arenas, live_names
 from topics.frontend.shards.gateway import Gateway
 from topics.settings import Settings
@@ -258,11 +258,11 @@ _TOPIC: Final = "/v0/topics/{topic}"
 _PAGE_SIZE: Final = {"type": "integer", "minimum": 0, "default": 100}
 
 
-def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) -> list[Operation]:
+def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) -> list[ApiOperation]:
     """Lists, configuration, writes, reads and deletions (api §1 to §5)."""
     delete = topics.delete_records
     return [
-        Operation(
+        ApiOperation(
             Binding("GET", "/v0/topics", topics.list_all, Route.LIST_TOPICS, KeyScope.READ, "topics"),
             "List topics by name",
             {200: json_answer("A page of topics", answer.TopicList)},
@@ -273,14 +273,14 @@ def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) 
                 flag_query("touch", False, "whether this counts as reading the topics"),
             ),
         ),
-        Operation(
+        ApiOperation(
             Binding("GET", _TOPIC, topics.get, Route.GET_TOPIC, KeyScope.READ, "topics"),
             "The state of a topic",
             {200: json_answer("The topic", answer.TopicState)},
             ("topic_not_found",),
             query=(flag_query("touch", True, "whether this counts as reading the topic"),),
         ),
-        Operation(
+        ApiOperation(
             Binding("PUT", _TOPIC, topics.put, Route.PUT_TOPIC, KeyScope.ADMIN, "topics"),
             "Create a topic, or replace its configuration",
             made_or_there(answer.PutTopicAnswer),
@@ -288,14 +288,14 @@ def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) 
             body=GivenConfig,
             body_required=False,
         ),
-        Operation(
+        ApiOperation(
             Binding("DELETE", _TOPIC, topics.delete, Route.DELETE_TOPIC, KeyScope.DELETE, "topics"),
             "Delete a topic and all of its records",
             {200: json_answer("It is gone", answer.DeleteTopicAnswer)},
             ("topic_not_empty", *LOST),
             query=(flag_query("if_empty", False, "only a topic without records"),),
         ),
-        Operation(
+        ApiOperation(
             Binding("POST", _TOPIC, of_topic(append), Route.APPEND, KeyScope.WRITE, "records"),
             "Append records, all or none",
             {
@@ -316,14 +316,14 @@ def topic_operations(append: AppendRoute, diff: DiffRoute, topics: TopicRoutes) 
             body=AppendBody,
             query=(flag_query("return_seqs", True, "whether the answer lists the seqs"),),
         ),
-        Operation(
+        ApiOperation(
             Binding("POST", f"{_TOPIC}/diff", of_topic(diff), Route.DIFF, KeyScope.READ, "records"),
             "Read what follows a cursor, or wait for it",
             {200: json_answer("A page of records", answer.DiffAnswer)},
             ("topic_not_found", "storage_unavailable"),
             body=DiffBody,
         ),
-        Operation(
+        ApiOperation(
             Binding("POST", f"{_TOPIC}/delete", delete, Route.DELETE_RECORDS, KeyScope.DELETE, "records"),
             "Delete records by seq, by tag, or both",
             {200: json_answer("They are gone", answer.DeleteRecordsAnswer)},

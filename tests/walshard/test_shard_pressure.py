@@ -10,8 +10,8 @@ import pytest
 from tests.walshard.rig import Rig
 from topics.core.governor import FULL_FROM, INTERVAL_MS, WINDOW_US
 from topics.shm.control import Role
-from topics.walshard import pressure as module
-from topics.walshard.pressure import GATHERED_BYTES, ShardPressure
+from topics.walshard import shard_pressure as module
+from topics.walshard.shard_pressure import GATHERED_BYTES, ShardPressure
 
 MS = 1_000_000
 

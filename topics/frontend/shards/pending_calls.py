@@ -33,9 +33,9 @@ from topics.frontend.entry import limits
 from topics.frontend.entry.budget import Budget, Limit
 from topics.shm import messages
 from topics.shm.append_messages import AppendReply
-from topics.shm.messages import Kind, Part
-from topics.shm.names import SHM_ROOT, objects
+from topics.shm.messages import MessageKind, Part
 from topics.shm.ring import Ring
+from topics.shm.shm_names import SHM_ROOT, objects
 
 ROOM_WAIT_S: Final = 0.25
 """How long a request waits for room in a full ring before it is told to come back later."""
@@ -153,7 +153,7 @@ OnLate = Callable[[Any], None]
 _UNKNOWN_OUTCOMES: Final = ("shard_unavailable", "shutting_down", "storage_unavailable", "internal")
 
 
-class Request(msgspec.Struct, eq=False):
+class PendingCall(msgspec.Struct, eq=False):
     """On its way. `patient`: it waits for room in the ring as long as for its answer."""
 
     future: asyncio.Future[Any]
@@ -169,14 +169,14 @@ class Unanswered:
     """By request id. All are given the same time, so those that expire first come first."""
 
     def __init__(self) -> None:
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, PendingCall] = {}
         self._late: dict[int, OnLate] = {}
         """Listeners of expired requests. A shard that comes back answers all that is in its ring, so none stays."""
 
-    def add(self, request_id: int, request: Request) -> None:
+    def add(self, request_id: int, request: PendingCall) -> None:
         self._requests[request_id] = request
 
-    def get(self, request_id: int) -> Request | None:
+    def get(self, request_id: int) -> PendingCall | None:
         """None: its time is over."""
         return self._requests.get(request_id)
 
@@ -197,7 +197,7 @@ class Unanswered:
         else:
             request.future.set_result(reply)
 
-    def withdraw(self, request_id: int) -> Request | None:
+    def withdraw(self, request_id: int) -> PendingCall | None:
         """It has reached no shard: there will be no answer. None: its time is over."""
         self._late.pop(request_id, None)
         return self._requests.pop(request_id, None)
@@ -247,7 +247,7 @@ class Spills:
             if name.startswith(self._prefix):
                 os.unlink(f"{SHM_ROOT}/{name}")
 
-    def put(self, kind: Kind, request_id: int, parts: list[Part], length_bytes: int) -> list[Part]:
+    def put(self, kind: MessageKind, request_id: int, parts: list[Part], length_bytes: int) -> list[Part]:
         """The whole message in its file, at once; what the ring is to hold. OSError: nothing of it is there."""
         try:
             self.reserve(request_id, length_bytes)
@@ -257,7 +257,7 @@ class Spills:
             raise
         return self.reference(kind, request_id)
 
-    def reference(self, kind: Kind, request_id: int) -> list[Part]:
+    def reference(self, kind: MessageKind, request_id: int) -> list[Part]:
         """Return what the ring is to hold of a request that is in its file."""
         return messages.encode_reference(kind, request_id, self.path(request_id))
 

@@ -16,7 +16,7 @@ from typing import Final
 from topics.core.governor import FULL_FROM, INTERVAL_MS, Governor, Ladder, Sample
 from topics.shm.control import ControlPage, ProcessCell
 from topics.shm.ring import Wake
-from topics.walshard.commit.outbox import Outbox
+from topics.walshard.commit.shard_rings import ShardRings
 
 GATHERED_BYTES: Final = 256 * 1024
 """With so much waiting, or a ring that is half full, a group is large enough: who writes much is not held up."""
@@ -32,7 +32,7 @@ class ShardPressure:
         self,
         control: ControlPage,
         cell: ProcessCell,
-        outbox: Outbox,
+        outbox: ShardRings,
         now_ns: Callable[[], int] = time.monotonic_ns,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:

@@ -21,8 +21,8 @@ from topics.core.names import owner_shard
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry import limits
 from topics.frontend.entry.access import caller_of
-from topics.frontend.entry.answers import elapsed_ms, send_json, send_object, send_whole, take_room, weight
 from topics.frontend.entry.budget import Budget, Hold
+from topics.frontend.entry.responses import elapsed_ms, send_json, send_object, send_whole, take_room, weight
 from topics.frontend.operators import exposition
 from topics.frontend.operators.exposition import TEXT_TYPE, Family, Sample, single
 from topics.frontend.operators.figures import ServiceFigures
@@ -30,8 +30,8 @@ from topics.frontend.routes.operations import (
     JSON,
     TEXT,
     Answer,
+    ApiOperation,
     Binding,
-    Operation,
     json_answer,
 )
 from topics.frontend.shards.arenas import Arenas, live_names
@@ -215,14 +215,14 @@ def wants_json(accept: bytes) -> bool:
     return b"application/json" in accept.lower() and 0 < json >= weight(accept, b"text/plain")
 
 
-def service_operations(probes: ProbeRoutes, metrics: MetricsRoute, probe_auth: bool) -> list[Operation]:
+def service_operations(probes: ProbeRoutes, metrics: MetricsRoute, probe_auth: bool) -> list[ApiOperation]:
     """Probes and metrics (api §8)."""
     needs = KeyScope.NONE if probe_auth else None
     health = {200: json_answer("It answers", answer.Health)}
     ready = {200: json_answer("All topics can be read", answer.Ready)}
     return [
         *(
-            Operation(
+            ApiOperation(
                 Binding("GET", path, probes.health, Route.HEALTH, needs, "service"),
                 "Alive?",
                 health,
@@ -231,7 +231,7 @@ def service_operations(probes: ProbeRoutes, metrics: MetricsRoute, probe_auth: b
             for path in ("/v0/health", "/healthz")
         ),
         *(
-            Operation(
+            ApiOperation(
                 Binding("GET", path, probes.ready, Route.READY, needs, "service"),
                 "Recovered?",
                 ready,
@@ -240,7 +240,7 @@ def service_operations(probes: ProbeRoutes, metrics: MetricsRoute, probe_auth: b
             )
             for path in ("/v0/ready", "/readyz")
         ),
-        Operation(
+        ApiOperation(
             Binding("GET", "/v0/metrics", metrics.get, Route.METRICS, KeyScope.READ, "service"),
             "Metrics of the whole service",
             {200: Answer("Prometheus text, or JSON by Accept", {TEXT: None, JSON: dict[str, Any]})},

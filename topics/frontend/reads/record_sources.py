@@ -19,7 +19,7 @@ from topics.core.errors import TopicsError
 from topics.core.location import LOCATION_DELETED, LOCATION_GONE, LOCATION_IN_RAM_LOG
 from topics.core.segment_list import SegmentInfo
 from topics.frontend.reads.cold import ColdTier
-from topics.frontend.reads.files import LogFiles, OpenSegment, SegmentFiles
+from topics.frontend.reads.files import LogFiles, OpenSegment, OpenSegments
 from topics.frontend.reads.records import LOG_FRAME, SEGMENT_FRAME, Run
 from topics.shm.arena import ArenaReader, TopicView
 from topics.storage.segment import Columns
@@ -44,7 +44,7 @@ class MismatchError(Exception):
 class Stores:
     """What a frontend reads records from."""
 
-    def __init__(self, logs: LogFiles, segments: SegmentFiles, cold: ColdTier | None) -> None:
+    def __init__(self, logs: LogFiles, segments: OpenSegments, cold: ColdTier | None) -> None:
         self.logs = logs
         self.segments = segments
         self.cold = cold

@@ -12,8 +12,8 @@ from tests.frontend.hosting import TestClock
 from topics.frontend.asgi import KEPT
 from topics.frontend.entry.limits import SOCKET_MESSAGES
 from topics.frontend.live import websocket as module
-from topics.frontend.live.outbox import Outbox, Subscription
 from topics.frontend.live.push import HIGH_WATER_BYTES
+from topics.frontend.live.socket_outbox import SocketOutbox, Subscription
 from topics.frontend.live.wording import MESSAGE_END
 
 MESSAGES_MAX = SOCKET_MESSAGES.most_count
@@ -37,10 +37,10 @@ class Client:
             await asyncio.sleep(0)
 
 
-def with_outbox(test: Callable[[Outbox, Client], Coroutine[Any, Any, None]]) -> None:
+def with_outbox(test: Callable[[SocketOutbox, Client], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         client = Client()
-        outbox = Outbox(client.send, None)
+        outbox = SocketOutbox(client.send, None)
         carrier = asyncio.create_task(outbox.carry())
         try:
             async with asyncio.timeout(10):
@@ -57,7 +57,7 @@ async def settle() -> None:
 
 
 def test_no_more_than_its_bound_ever_waits() -> None:
-    async def test(outbox: Outbox, client: Client) -> None:
+    async def test(outbox: SocketOutbox, client: Client) -> None:
         puts = [asyncio.create_task(outbox.put(b"%d" % n)) for n in range(20)]
         await settle()
         # One is on its way, MESSAGES_MAX wait.
@@ -72,7 +72,7 @@ def test_no_more_than_its_bound_ever_waits() -> None:
 
 
 def test_who_gives_up_gives_its_room_back() -> None:
-    async def test(outbox: Outbox, client: Client) -> None:
+    async def test(outbox: SocketOutbox, client: Client) -> None:
         puts = [asyncio.create_task(outbox.put(b"%d" % n)) for n in range(8)]
         await settle()
         puts[5].cancel()
@@ -87,7 +87,7 @@ def test_who_gives_up_gives_its_room_back() -> None:
 
 
 def test_cancelled_in_the_moment_room_was_given() -> None:
-    async def test(outbox: Outbox, client: Client) -> None:
+    async def test(outbox: SocketOutbox, client: Client) -> None:
         puts = [asyncio.create_task(outbox.put(b"%d" % n)) for n in range(MESSAGES_MAX + 2)]
         await settle()
         waiting = puts[-1]
@@ -107,7 +107,7 @@ def ended() -> None:
     raise AssertionError("the hub did not end it")
 
 
-async def with_room(outbox: Outbox, subscription: Subscription, said: list[bytes]) -> None:
+async def with_room(outbox: SocketOutbox, subscription: Subscription, said: list[bytes]) -> None:
     """Writes whenever it may, as the hub does."""
     more = asyncio.Event()
     subscription.on_writable = more.set
@@ -121,7 +121,7 @@ async def with_room(outbox: Outbox, subscription: Subscription, said: list[bytes
 
 
 def test_a_step_is_written_only_when_all_of_it_has_room() -> None:
-    async def test(outbox: Outbox, client: Client) -> None:
+    async def test(outbox: SocketOutbox, client: Client) -> None:
         subscription = Subscription(outbox, ended, ended)
         for n in range(2):
             await outbox.put(b"%d" % n)
@@ -141,7 +141,7 @@ def test_a_step_is_written_only_when_all_of_it_has_room() -> None:
 
 
 def test_subscriptions_and_answers_take_turns() -> None:
-    async def test(outbox: Outbox, client: Client) -> None:
+    async def test(outbox: SocketOutbox, client: Client) -> None:
         answers = [asyncio.create_task(outbox.put(b"answer")) for _ in range(60)]
         await settle()
         names = (b"left", b"right")
@@ -159,7 +159,7 @@ def test_subscriptions_and_answers_take_turns() -> None:
 
 
 def test_a_subscription_that_has_ended_is_not_asked_again() -> None:
-    async def test(outbox: Outbox, client: Client) -> None:
+    async def test(outbox: SocketOutbox, client: Client) -> None:
         first, second = Subscription(outbox, lambda: None, ended), Subscription(outbox, ended, ended)
         for n in range(4):
             await outbox.put(b"%d" % n)
@@ -178,7 +178,7 @@ def test_a_subscription_that_has_ended_is_not_asked_again() -> None:
 def test_a_long_step_leaves_nobody_room_until_it_is_taken() -> None:
     """Few messages may be many bytes: who writes them is counted with them, and told when there is room again."""
 
-    async def test(outbox: Outbox, client: Client) -> None:
+    async def test(outbox: SocketOutbox, client: Client) -> None:
         large, small = Subscription(outbox, ended, ended), Subscription(outbox, ended, ended)
         told: list[str] = []
         large.on_writable = lambda: told.append("large")
@@ -204,7 +204,7 @@ def test_a_long_step_leaves_nobody_room_until_it_is_taken() -> None:
 
 
 def test_who_enters_has_the_room_that_was_promised() -> None:
-    async def test(outbox: Outbox, client: Client) -> None:
+    async def test(outbox: SocketOutbox, client: Client) -> None:
         for n in range(MESSAGES_MAX + 1):
             await outbox.put(b"%d" % n)
             await settle()

@@ -23,7 +23,7 @@ from topics.storage import frame
 from topics.storage.frame import FrameType
 from topics.storage.kill_points import reached
 from topics.storage.segment import CorruptSegment
-from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, Operation, Steps
+from topics.walshard.commit.draft import AloneHandler, Draft, GroupHandler, LogWrite, Steps
 from topics.walshard.commit.log_trim import LogTrim
 from topics.walshard.commit.logs import Logs
 from topics.walshard.hosted.catalog import Catalog
@@ -36,7 +36,7 @@ log = get_logger()
 _REFUSED: Final = (ValueError, ArenaFullError, OSError, CorruptSegment)
 
 
-class Checkpoints:
+class SegmentHandover:
     """Takes over segments for one shard. Everything prepared is committed before."""
 
     def __init__(self, catalog: Catalog, files: SegmentFiles, logs: Logs, log_trim: LogTrim, time: StepClock) -> None:
@@ -100,7 +100,7 @@ class Marks:
         self._files = files
         self._now_ms = now_ms
         self._tables: list[tuple[Hosted, tuple[int, int]]] = []
-        self.operations: list[Operation] = []
+        self.operations: list[LogWrite] = []
         self.marked: dict[int, Hosted] = {}
         self.gone: list[int] = []
         self.refused: list[int] = []
@@ -126,7 +126,7 @@ class Marks:
             hosted.release_segments(table)
         self.refused += self.marked
 
-    def _operation(self, checkpoint: TopicCheckpoint, hosted: Hosted) -> Operation | None:
+    def _operation(self, checkpoint: TopicCheckpoint, hosted: Hosted) -> LogWrite | None:
         """None when the log says it already."""
         topic = hosted.topic
         if topic.id in self.marked:
@@ -146,7 +146,7 @@ class Marks:
         self._tables.append((hosted, table))
         body = encode_body(MarkBody(checkpoint.segments, floors))
         mark = frame.encode(FrameType.CHECKPOINT_MARK, 0, topic.id, checkpoint.up_to_seq, self._now_ms, b"", b"", body)
-        return Operation([mark], partial(_apply, hosted, checkpoint, floors, table), sync=True)
+        return LogWrite([mark], partial(_apply, hosted, checkpoint, floors, table), sync=True)
 
 
 def _check(segments: SegmentList, known: SegmentList, checkpoint: TopicCheckpoint, hosted: Hosted) -> None:

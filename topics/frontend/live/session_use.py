@@ -18,7 +18,7 @@ from topics.core.errors import TopicsError, invalid
 from topics.core.names import owner_shard
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.shards.requests import is_outcome_unknown
+from topics.frontend.shards.pending_calls import is_outcome_unknown
 from topics.shm.topic_messages import (
     SessionAbandon,
     SessionClose,
@@ -81,7 +81,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Session).decode
 
 
-class Sessions:
+class SessionUse:
     """This frontend's use of all sessions."""
 
     def __init__(self, gateway: Gateway, arenas: Arenas, clock: Clock) -> None:
