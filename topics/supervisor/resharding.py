@@ -61,6 +61,7 @@ def run(settings: Settings, shared: SharedMemory) -> int:
             accept_data_loss=settings.accept_data_loss,
             starts=None if move is None else move.starts,
             topic_names=None if move is None else move.topic_names,
+            deleted_ids=() if move is None else move.deleted_ids,
             before_swap=None if move is None else move.before_swap,
         )
         if not marked:
