@@ -25,7 +25,7 @@ from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
 from topics.core.job import JobPhase
-from topics.core.jobs import CARRY_MS, Leases
+from topics.core.leases import CARRY_MS, Leases
 from topics.shm.append_messages import AppendReply
 from topics.shm.arena import TopicView
 from topics.shm.messages import Call

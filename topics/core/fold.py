@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from topics.core.control_bodies import (
-    RamStateBody,
-    SessionBody,
+    RamStateFrameBody,
+    SessionFrameBody,
     decode_config,
     decode_create,
     decode_delete,
@@ -62,7 +62,7 @@ class Fold:
         """`make_index`: topic id → its index, empty, the next entry being that of seq 1."""
         self._make_index = make_index
         self.topics: dict[int, Topic] = {}
-        self.sessions: dict[str, SessionBody] = {}
+        self.sessions: dict[str, SessionFrameBody] = {}
         self.created_ids: set[int] = set()
         """Deleted topics as well: ids are never used again."""
         self.deleted_names: set[str] = set()
@@ -73,7 +73,7 @@ class Fold:
         """Entries of the RAM log, which is read first. They wait for everything that is durable."""
         self._early_keys: dict[int, list[tuple[bytes, WriteOutcome]]] = {}
         self._early_attributes: dict[int, list[bytes]] = {}
-        self._ram_states: dict[int, RamStateBody] = {}
+        self._ram_states: dict[int, RamStateFrameBody] = {}
         self._ram = RamPeriods()
         self.lost_heads: set[int] = set()
         """After `finish`: topics whose heads are what a watermark allows. The log has to say so (an exact one) before
@@ -392,7 +392,7 @@ class Fold:
     def _gone(self, topic: Topic, seqs: Sequence[int]) -> None:
         """Also when the frame comes twice: so do those before it, which say that there are jobs."""
         if topic.queue is not None:
-            topic.queue.gone(seqs)
+            topic.queue.deleted(seqs)
 
     def _flag_deleted(self, topic: Topic, seqs: Sequence[int]) -> None:
         self._ram.deleted(topic.id, seqs)
@@ -418,7 +418,7 @@ class Fold:
         if floors.records < 0 or floors.live_bytes < 0:
             self._uncounted.add(topic_id)
 
-    def _restore_ram_state(self, topic: Topic, state: RamStateBody) -> None:
+    def _restore_ram_state(self, topic: Topic, state: RamStateFrameBody) -> None:
         self._uncounted.add(topic.id)
         if state.earliest_seq > topic.head_seq + 1:
             topic.lost_below(state.earliest_seq, EvictReason(state.evict_reason))

@@ -2,9 +2,9 @@
 
 Bodies (msgpack; `seq` of the frame is not used):
 
-    LEASE            topic_id     {"node": str, "deadline_ms": u64, "lease_ms": u64, "seqs": [u64], …}    LeaseBody
+    LEASE            topic_id     {"node": str, "deadline_ms": u64, "lease_ms": u64, "seqs": [u64], …}    LeaseFrameBody
     JOB_ATTRIBUTES   topic_id     [[seq, deliver_at_ms, order_key], …]           first frame of the write it belongs to
-    ACK              topic_id     {"runs": [[first_seq, last_seq], …], "keep": bool, "dead_lettered": u64, …}    AckBody
+    ACK              topic_id     {"runs": [[first_seq, last_seq], …], "keep": bool, "dead_lettered": u64, …}    AckFrameBody
     CURSOR           topic_id     {"name": str, "consistency": str | nil, "persist_every": u64, "seq": u64,
                                    "missing": [[after_seq, to_seq], …]}
 
@@ -22,7 +22,7 @@ import msgspec
 
 from topics.core.cursors import CursorFrameBody
 from topics.core.floors import Deletion, Floors
-from topics.core.job import ConsumerState, LeaseBody
+from topics.core.job import ConsumerState, LeaseFrameBody
 from topics.core.live_scan import living
 from topics.core.seq_set import Run, runs_of, seqs_of
 from topics.core.topic import Topic
@@ -31,7 +31,7 @@ JobRow = tuple[int, int, str]
 """(seq, deliver_at_ms, order_key)"""
 
 
-class AckBody(msgspec.Struct, frozen=True, omit_defaults=True):
+class AckFrameBody(msgspec.Struct, frozen=True, omit_defaults=True):
     """Jobs that are over. `keep`: their records stay. Else they are deleted: so many `records` and `size_bytes` of the
     log, and the live ones begin at `earliest_seq` then.
 
@@ -52,10 +52,10 @@ class AckBody(msgspec.Struct, frozen=True, omit_defaults=True):
     evict_run_seq: int = 1
 
     @staticmethod
-    def removing(topic: Topic, deletion: Deletion, revision: int, dead_lettered: int) -> AckBody:
+    def removing(topic: Topic, deletion: Deletion, revision: int, dead_lettered: int) -> AckFrameBody:
         """Returns the body to log for this deletion."""
         floors = topic.floors_without(deletion)
-        return AckBody(
+        return AckFrameBody(
             runs_of(deletion.seqs),
             False,
             dead_lettered,
@@ -91,9 +91,9 @@ class AckBody(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
 
-_decode_lease = msgspec.msgpack.Decoder(LeaseBody).decode
+_decode_lease = msgspec.msgpack.Decoder(LeaseFrameBody).decode
 _decode_rows = msgspec.msgpack.Decoder(list[JobRow]).decode
-decode_ack = msgspec.msgpack.Decoder(AckBody).decode
+decode_ack = msgspec.msgpack.Decoder(AckFrameBody).decode
 _decode_cursor = msgspec.msgpack.Decoder(CursorFrameBody).decode
 
 

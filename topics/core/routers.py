@@ -8,7 +8,7 @@ The log says of routers, and `RouterState` folds it:
 
     ROUTER_CREATE   0, seq = id              {"id": u64, "version": u64, "name": str, "spec": {…}, "counts_hops": bool}
     ROUTER_DELETE   0, seq = id              -                      both only in the log of shard 0
-    ROUTER_CURSOR   dest, seq = its head     {"source": str, "source_topic_id": u64, "source_seq": u64, …}, see FeedBody
+    ROUTER_CURSOR   dest, seq = its head     {"source": str, "source_topic_id": u64, "source_seq": u64, …}, see FeedFrameBody
 
 ROUTER_CREATE replaces a router of the same name. A ROUTER_CURSOR ends the write that holds the copies of one page, so
 copies and cursor are in the log together or not at all. The last cursor of a dest counts; one without routers says that
@@ -215,7 +215,7 @@ class FeedRouter(msgspec.Struct, array_like=True):
     forwarded_total: int = 0
 
 
-class FeedBody(msgspec.Struct, omit_defaults=True):
+class FeedFrameBody(msgspec.Struct, omit_defaults=True):
     """How far one dest is with its source. `source_topic_id` is 0 while the source does not exist yet.
 
     `trimmed` counts the seqs of the dest, up to that of the frame, that stand for records which were not copied: the
@@ -241,8 +241,8 @@ class FoldedRouters(msgspec.Struct):
 
     routers: dict[str, Router] = {}
     last_id: int = 0
-    feeds: dict[int, FeedBody] = {}
-    ram_feeds: dict[int, FeedBody] = {}
+    feeds: dict[int, FeedFrameBody] = {}
+    ram_feeds: dict[int, FeedFrameBody] = {}
 
     def takes_over(self, topic_id: int, other: FoldedRouters) -> None:
         """Takes over a topic with everything that `other` says of it as a dest."""
@@ -265,7 +265,7 @@ class FoldedRouters(msgspec.Struct):
             del self.routers[name]
         self.last_id = max(self.last_id, router_id)
 
-    def cursor(self, dest_topic_id: int, feed: FeedBody, in_ram: bool) -> None:
+    def cursor(self, dest_topic_id: int, feed: FeedFrameBody, in_ram: bool) -> None:
         feeds = self.ram_feeds if in_ram else self.feeds
         feeds[dest_topic_id] = feed
 
@@ -276,4 +276,4 @@ class FoldedRouters(msgspec.Struct):
 
 encode_router = msgspec.msgpack.Encoder().encode
 _decode_router = msgspec.msgpack.Decoder(Router).decode
-decode_feed = msgspec.msgpack.Decoder(FeedBody).decode
+decode_feed = msgspec.msgpack.Decoder(FeedFrameBody).decode

@@ -27,7 +27,7 @@ from topics.core.cursors import Cursors
 from topics.core.errors import TopicsError
 from topics.core.floors import Deletion, EvictReason, Floors, Front
 from topics.core.idempotency import IdempotencyWindow
-from topics.core.jobs import Leases
+from topics.core.leases import Leases
 from topics.core.live_scan import (
     first_live,
     first_live_within,
@@ -296,7 +296,7 @@ class Topic:
         """It is logged, with these floors."""
         self.index.flag_deleted(deletion.seqs)
         if self.queue is not None:
-            self.queue.gone(deletion.seqs)
+            self.queue.deleted(deletion.seqs)
         self.logged(floors)
 
     def removed(self, deletion: Deletion, revision: int) -> None:
@@ -409,7 +409,7 @@ class Topic:
         self.evict_run_seq = 1
         self.records = self.live_bytes = 0
         if self.queue is not None:
-            self.queue.gone_below(seq)
+            self.queue.floor_moved(seq)
 
     def missing_below(self, seq: int) -> None:
         """Recovery: no segment has what was there, and the log does not say why."""
@@ -433,5 +433,5 @@ class Topic:
         self.earliest_seq = seq
         self.index.drop_before(seq)
         if self.queue is not None:
-            self.queue.gone_below(seq)
+            self.queue.floor_moved(seq)
         assert self.evict_floor <= self.earliest_seq <= self.head_seq + 1
