@@ -112,7 +112,7 @@ def recover(directory: str) -> Fold:
     fold = Fold(lambda _topic_id: _LocatedIndex())
     for batch in recover_group(OsFileSystem(), directory, _IDENTITY):
         fold_frames(fold, batch, False)
-    fold.settle()
+    fold.apply_pending()
     return fold
 
 
