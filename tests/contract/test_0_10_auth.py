@@ -474,9 +474,9 @@ def test_a_malformed_list_is_refused_by_position(entries: str, position: str, wh
         ("{k}:r\n\n# x\n{k}2:x\n", "line 4: its scopes must be"),
         ("{k}:r,{k}2:x\n", "line 1, entry 2: its scopes must be"),
         ("{k}\n{k}:r\n", "line 2: the same key as line 1"),
-        ("{k}\né\n", "has something other than ASCII at byte"),
+        ("{k}\né\n", "has a byte that is not ASCII at offset"),
         (None, "cannot be read: No such file or directory"),
-        ("{k}-listed", "has a key that TOPICS_API_KEYS has, too"),
+        ("{k}-listed", "has a key that is in TOPICS_API_KEYS, too"),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "check"])
