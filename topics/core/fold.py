@@ -149,6 +149,8 @@ class Fold:
 
     def records(self, topic_id: int, entries: array[int], in_ram: bool = False) -> None:
         """Gather a run of Append frames of one topic, as index entries in log order."""
+        if not in_ram:
+            self._topic(topic_id)
         waiting = self._in_ram if in_ram else self._pending
         pending = waiting.get(topic_id)
         if pending is None:

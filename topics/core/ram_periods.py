@@ -1,4 +1,4 @@
-"""What the durable log says of records that only the RAM log has: the seqs they may have, and those deleted. Pure.
+"""Records that only the RAM log has, as the durable log knows them: the seqs they may have, and those deleted. Pure.
 
 A topic has such records while it is `ephemeral`; in logs of release 0.1.0 also afterwards, until segments have
 everything before its head.

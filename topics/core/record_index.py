@@ -1,4 +1,4 @@
-"""What a topic needs to know about where its records are, and the search for live records in it. Pure.
+"""The record index: where the records of a topic are, and the search for live ones. Pure.
 
 `location.py` has the form of an entry. A search reads entries in steps that grow: most often the first few tell, and a
 step may read a file. Every range ends with `head_seq`.
