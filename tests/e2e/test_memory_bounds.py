@@ -1,4 +1,4 @@
-"""What clients can make one frontend keep for them is bounded, however many they are (docs/architecture.md)."""
+"""What clients can make one frontend keep for them is bounded, however many they are (docs/limits.md)."""
 
 from __future__ import annotations
 

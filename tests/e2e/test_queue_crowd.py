@@ -1,7 +1,8 @@
 """Two hundred workers at one queue, half of them over `/work`, half polling: each job is done once, by turns.
 
 Run with `-s` it prints how evenly: Jain's index of jobs per worker, 1 when all did the same, 1/n when one did all; of
-each kind, of both together, and each kind's share of the jobs. docs/benchmarks.md keeps the figures.
+each kind, of both together, and each kind's share of the jobs. The figures are in
+bench/history/2026-11-22T0048-queue-crowd.md.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def test_a_service_manager_hears_a_whole_life(start: Start, tmp_path: Path, abst
 def test_a_manager_that_has_gone_keeps_nobody_from_running(start: Start, tmp_path: Path) -> None:
     service = start(environ={"NOTIFY_SOCKET": str(tmp_path / "nobody"), "WATCHDOG_USEC": "30000"})
     service.wait_state("running")
-    event = "the service's manager could not be told something, it is said again"
+    event = "the service manager could not be notified, which will be repeated"
     poll("a word about it", lambda: service.log(event))
     assert service.stop() == 0
     assert len(service.log(event)) == 1

@@ -147,7 +147,9 @@ class Fold:
     # -- frames
 
     def records(self, topic_id: int, entries: array[int], in_ram: bool = False) -> None:
-        """A run of Append frames of one topic: index entries in log order."""
+        """Take a run of Append frames of one topic: index entries in log order."""
+        if not in_ram:
+            self._topic(topic_id)
         waiting = self._in_ram if in_ram else self._pending
         pending = waiting.get(topic_id)
         if pending is None:

@@ -287,6 +287,7 @@ class Move(NamedTuple):
 
     starts: dict[str, WalPosition]
     topic_names: dict[int, str]
+    deleted_ids: set[int]
     before_swap: Callable[[list[NewLog]], None]
 
 
@@ -305,10 +306,13 @@ def plan_move(fs: FileSystem, data_dir: str, owner: Callable[[str], int]) -> Mov
             start = read_first_start(fs, group.path)
             if start is not None:
                 paths[start.log_id] = group.path
-    topic_names = {topic.id: topic.name for part in snapshot.parts for topic in part.decoded().topics}
+    states = [part.decoded() for part in snapshot.parts]
+    topic_names = {topic.id: topic.name for state in states for topic in state.topics}
+    deleted_ids = {topic_id for state in states for topic_id in state.all_deleted_ids()}
 
     def before_swap(new_logs: list[NewLog]) -> None:
         remove_useless(fs, data_dir, snapshot.number)
         save_snapshot(fs, data_dir, encode_parts(dealt_out(snapshot.parts, new_logs, owner)))
 
-    return Move({paths[part.log_id]: part.position for part in snapshot.parts}, topic_names, before_swap)
+    starts = {paths[part.log_id]: part.position for part in snapshot.parts}
+    return Move(starts, topic_names, deleted_ids - topic_names.keys(), before_swap)
