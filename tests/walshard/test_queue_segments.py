@@ -79,7 +79,6 @@ class Pair:
 
 def _seen(rig: Rig, name: str) -> Any:
     view = rig.view(name)
-    assert view is not None
     jobs = (view.jobs_ready, view.jobs_in_flight, view.jobs_dead_lettered)
     return view.head_seq, view.earliest_seq, view.evict_floor, view.records, view.live_bytes, jobs
 
@@ -244,7 +243,6 @@ def test_jobs_cursors_and_counters_are_there_when_the_log_behind_them_is_gone(pa
         restart()
         compaction.begin_again()
         view = rig.view("q")
-        assert view is not None
         assert (view.earliest_seq, view.records) == (31, 203 - 35)
         # Leased are 31..40, 51..101; five wait for a minute, one for its time, one behind another of its key.
         assert (view.jobs_in_flight, view.jobs_ready, view.jobs_dead_lettered) == (61, 100, 5)
@@ -264,7 +262,7 @@ def test_an_ack_of_jobs_in_segments_looks_into_few_files_and_marks_them(pair: Pa
     rig.call(PutTopic("q", TopicConfig(type="queue"), True))
     rig.append("q", *[b"%d" % n for n in range(1, 41)])
     compaction.cut()
-    assert rig.view("q").base_seq == 41  # type: ignore[union-attr]
+    assert rig.view("q").base_seq == 41
     assert rig.call(Claim("q", "w", 40, MINUTE_MS, 1)).seqs == list(range(1, 41))
     odd = list(range(1, 41, 2))
     assert rig.call(Ack("q", "w", odd, None)).count == 20
@@ -278,7 +276,6 @@ def test_an_ack_of_jobs_in_segments_looks_into_few_files_and_marks_them(pair: Pa
     assert rig.call(Claim("q", "w", 40, MINUTE_MS, 1)).seqs == even
     assert rig.call(Ack("q", "w", even, None)).count == 20
     view = rig.view("q")
-    assert view is not None
     assert (view.earliest_seq, view.records, view.live_bytes) == (41, 0, 0)
     compaction.cut()
     compaction.cut()

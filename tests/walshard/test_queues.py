@@ -13,7 +13,6 @@ from tests.storage.faults import Fault, FaultyFileSystem
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.shm.arena import TopicView
 from topics.shm.control import Role
 from topics.shm.queue_messages import (
     Ack,
@@ -72,14 +71,8 @@ def ack(rig: Rig, *seqs: int, name: str = "q", node: str = "w") -> AckReply:
     return reply
 
 
-def view(rig: Rig, name: str = "q") -> TopicView:
-    found = rig.view(name)
-    assert found is not None
-    return found
-
-
 def counts(rig: Rig, name: str = "q") -> tuple[int, int, int]:
-    now = view(rig, name)
+    now = rig.view(name)
     return now.jobs_ready, now.jobs_in_flight, now.jobs_dead_lettered
 
 
@@ -103,9 +96,9 @@ def test_claims_and_acks_of_many_consumers_are_one_commit(rig: Rig) -> None:
     assert [rig.replies[id].count for id in acks] == [5] * 20
     assert [rig.replies[id].count for id in again] == [0] * 20
     assert rig.cell.get("wal_batches") == batches + 1
-    assert (view(rig).records, view(rig).earliest_seq) == (0, 101)
+    assert (rig.view("q").records, rig.view("q").earliest_seq) == (0, 101)
     rig.boot()
-    assert (view(rig).records, view(rig).earliest_seq, view(rig).head_seq) == (0, 101, 100)
+    assert (rig.view("q").records, rig.view("q").earliest_seq, rig.view("q").head_seq) == (0, 101, 100)
 
 
 def test_acks_and_appends_of_one_group_mix(rig: Rig) -> None:
@@ -119,7 +112,7 @@ def test_acks_and_appends_of_one_group_mix(rig: Rig) -> None:
     rig.run()
     assert [type(rig.replies[id]).__name__ for id in ids] == ["AckReply", "AppendReply", "AckReply"]
     assert [seq for seq, _ in rig.read("q")] == [3, 4]
-    assert view(rig).earliest_seq == 3
+    assert rig.view("q").earliest_seq == 3
 
 
 def test_a_capped_queue_may_evict_what_is_acked_in_the_same_group(rig: Rig) -> None:
@@ -150,7 +143,7 @@ def test_a_long_answer_ends_the_group_before_the_journal_is_full(rig: Rig) -> No
         rig.outbox.flush()
         rig.take_replies()
     assert all(rig.replies[id].skipped == unknown for id in ids)
-    assert view(rig).records == 10_000 - 60
+    assert rig.view("q").records == 10_000 - 60
 
 
 # -- restarts
@@ -209,7 +202,7 @@ def test_kept_jobs_give_way_to_a_group_and_stay_away(rig: Rig, fs: FaultyFileSys
     assert rig.replies[ids[2]].code == "topic_full", "one is left that could go, and two are wanted"
     for life in range(2):
         assert [seq for seq, _ in rig.read("q")] == [3, 4, 5, 6]
-        assert (view(rig).records, view(rig).earliest_seq, view(rig).evict_floor) == (4, 3, 1)
+        assert (rig.view("q").records, rig.view("q").earliest_seq, rig.view("q").evict_floor) == (4, 3, 1)
         if not life:
             assert counts(rig) == (2, 1, 0)
             rig.restart_service()

@@ -21,8 +21,7 @@ from typing import Final, NamedTuple
 
 from topics.compactor.follower import Follower, MarkedIndex
 from topics.compactor.segment_building import NO_ROOM, BufferOf, LogBuffers, SealAt, SegmentAppender
-from topics.core.backoff import doubled_ms
-from topics.core.clock import Clock
+from topics.core.clock import Clock, doubled_ms
 from topics.core.errors import TopicsError
 from topics.core.location import (
     ENTRY_WORDS,

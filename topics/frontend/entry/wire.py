@@ -83,11 +83,21 @@ def given(raw: Optional) -> TypeGuard[msgspec.Raw]:
     return raw is not msgspec.UNSET and bytes(raw) != b"null"
 
 
+def decode_part(part: msgspec.Raw, field: str) -> Any:
+    """Decode a field that the decoder of its body passed on as it is; `400` names the field."""
+    try:
+        return msgspec.json.decode(part)
+    except msgspec.MsgspecError as error:
+        raise invalid(f"{field} is not accepted: {error}", field=field) from None
+    except RecursionError:
+        raise invalid(f"{field} is not accepted: its JSON is nested too deeply", field=field) from None
+
+
 def decode_meta(meta: msgspec.Raw, field: str) -> dict[str, str]:
     """A record's meta, in this field: an object of strings."""
     try:
         return _meta_decoder.decode(meta)
-    except msgspec.ValidationError as error:
+    except msgspec.MsgspecError as error:
         raise invalid(f"{field} must be an object whose values are strings: {error}", field=field) from None
 
 

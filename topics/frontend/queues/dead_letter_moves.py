@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from topics.core.config import TopicConfig
-from topics.core.dead_letters import FROM, ORDER_KEY, Meta, came_back, died
+from topics.core.dead_letters import FROM, ORDER_KEY, Meta, dead_letter_meta, redriven_meta
 from topics.core.errors import TopicsError
 from topics.core.idempotency import KeyMark
 from topics.core.names import owner_shard
@@ -124,7 +124,7 @@ class DeadLetters:
                     unreadable.append(seq)
                     continue
                 for record in records:
-                    meta = died(record.meta, name, ref.view.topic_id, seq, deliveries, order_key)
+                    meta = dead_letter_meta(record.meta, name, ref.view.topic_id, seq, deliveries, order_key)
                     key = KeyMark.CARRIED + b"dead-letter:%d:%d" % (ref.view.topic_id, seq)
                     copies.append(DeadLetter(seq, record, meta, key))
             config = TopicConfig(durability=ref.config.durability)
@@ -175,7 +175,7 @@ class DeadLetters:
             DeadLetter(
                 letter.seq,
                 letter,
-                came_back(letter.meta),
+                redriven_meta(letter.meta),
                 KeyMark.CARRIED + b"redrive:%d:%d" % (ref.view.topic_id, letter.seq),
                 letter.meta.get(ORDER_KEY, ""),
             )

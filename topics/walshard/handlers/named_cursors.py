@@ -123,7 +123,7 @@ class NamedCursors:
         moved = cursor.advance(call.revision, call.from_seq, call.to_seq, frontend, call.read)
         reply = CursorMoved(moved, cursor.seq, cursor.up_to_seq, cursor.revision, moved and not cursor.strict)
         if moved and cursor.strict:
-            self._persist(group, hosted, cursor, lambda: cursor.give_back([(call.from_seq, call.to_seq)]))
+            self._persist(group, hosted, cursor, lambda: cursor.mark_missing([(call.from_seq, call.to_seq)]))
         return reply
 
     def passed_on(self, call: CursorPassedOn, frontend: int, group: Draft) -> Done:
@@ -136,7 +136,7 @@ class NamedCursors:
             cursor.passed_on(call.revision, frontend, call.read)
         else:
             cursor.failed(call.revision, frontend, call.read)
-        self._persist(group, hosted, cursor, cursor.not_persisted)
+        self._persist(group, hosted, cursor, cursor.persist_failed)
         return Done()
 
     def _require(self, name: str) -> Hosted:

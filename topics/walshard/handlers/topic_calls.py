@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from topics.core.config import TopicConfig, incompatible_type
-from topics.core.control_bodies import ConfigBody, encode_body
+from topics.core.control_bodies import ConfigFrameBody, encode_body
 from topics.core.errors import TopicsError
 from topics.log import get_logger
 from topics.shm.asks import Deleted
@@ -86,7 +86,7 @@ class TopicCalls:
                 f"how far the routers into topic {call.name!r} are cannot be logged now; see the service's log",
             )
         now_ms = self._time.now.wall_ms
-        body = encode_body(ConfigBody(config))
+        body = encode_body(ConfigFrameBody(config))
         update = frame.encode(FrameType.CONFIG_UPDATE, 0, topic.id, 0, now_ms, b"", b"", body)
         relogged: Relogged | None = None
         if topic.config.durability == "ephemeral" and config.durability != "ephemeral":
