@@ -134,8 +134,9 @@ class Live:
         process = Process(rig.shared, 0, 1, settings, rig.clock, rig.clock)
         self.frontend = frontend = build_app(process, KeyRing(()), self.store)
         self.cell, self.arenas, self.gateway = process.cell, frontend.arenas, frontend.gateway
-        self.reader, self.hub, self.tier = frontend.reader, frontend.hub, frontend.cold
-        assert self.tier is not None
+        self.reader, self.hub = frontend.reader, frontend.hub
+        assert frontend.cold is not None
+        self.tier = frontend.cold
         self.gateway.start()
         self.shard_up = True
         self._pump = asyncio.create_task(self._run_shard())

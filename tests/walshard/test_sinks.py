@@ -17,7 +17,7 @@ from tests.walshard.rig import Rig
 from tests.walshard.test_killed_anywhere import MODULES, NOT_REACHED, in_a_process, kill_at_line
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.frontend.txn.commit_driver import Stages
+from topics.frontend.txn.coordinator import Stages
 from topics.shm.messages import Call
 from topics.shm.topic_messages import (
     PutTopic,
@@ -61,7 +61,7 @@ def publish_calls(sink: str, batch: int, stages: StageList) -> list[Call]:
 
 
 def drive(rig: Rig, sink: str, batch: int, stages: StageList) -> None:
-    """As `frontend/txn/commit_driver.py` does, without it."""
+    """As `frontend/txn/coordinator.py` does, without it."""
     for call in publish_calls(sink, batch, stages):
         rig.call(call)
     rig.call(TxnEnd(sink, batch))

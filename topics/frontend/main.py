@@ -81,7 +81,7 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, KeyReload(settings, frontend.access, shared.control.header, cell).request)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     frontend.gateway.start()
-    frontend.commits.start(janitor=index == 0)
+    frontend.coordinator.start(janitor=index == 0)
     FrontendPressure(shared.control, cell, frontend.hub, frontend.gateway).start()
     beat()
     # What is set up lives as long as the process, so the collector need not look at it again and again.
@@ -103,7 +103,7 @@ async def _serve(
             on_ready=lambda: cell.set("state", ProcessState.READY),
         )
     finally:
-        frontend.commits.close()
+        frontend.coordinator.close()
         frontend.gateway.close()
 
 

@@ -18,9 +18,9 @@ from topics.frontend.live.watch import WatchRoutes, watch_operations
 from topics.frontend.live.websocket import Services, WebSocketRoute
 from topics.frontend.operators.figures import ServiceFigures
 from topics.frontend.operators.service_routes import MetricsRoute, ProbeRoutes, service_operations
-from topics.frontend.queues.cursor_reads import CursorRoutes, cursor_operations
-from topics.frontend.queues.queue_access import QueueAccess, QueueRoutes
-from topics.frontend.queues.work import WorkRoutes, queue_operations
+from topics.frontend.queues.cursor_routes import CursorRoutes, cursor_operations
+from topics.frontend.queues.queue_routes import QueueRoutes, QueueServices, queue_operations
+from topics.frontend.queues.work import WorkRoutes, work_operations
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.cold import ColdTier
 from topics.frontend.reads.diff import DiffRoute
@@ -32,8 +32,8 @@ from topics.frontend.routes.router_routes import RouterRoutes, router_operations
 from topics.frontend.routes.topic_routes import TopicRoutes, topic_operations
 from topics.frontend.shards.arenas import Arenas
 from topics.frontend.shards.gateway import Gateway
-from topics.frontend.txn.commit_driver import CommitDriver, Stages
-from topics.frontend.txn.routes import TxnRoutes, txn_operations
+from topics.frontend.txn.coordinator import Stages, TxnCoordinator
+from topics.frontend.txn.txn_routes import TxnRoutes, txn_operations
 from topics.log import get_logger
 from topics.settings import Settings
 from topics.shm.cap import Cap, KeyCounts
@@ -88,7 +88,7 @@ class Frontend(NamedTuple):
     diff: DiffRoute
     websocket: WebSocketRoute
     work: WorkRoutes
-    commits: CommitDriver
+    coordinator: TxnCoordinator
 
     def drain(self) -> None:
         """End what would go on for ever: long polls, event streams and WebSockets."""
@@ -125,22 +125,23 @@ def build_app(process: Process, keys: KeyRing, store: SegmentStore | None) -> Fr
     websocket = WebSocketRoute(services, places)
     topics = TopicRoutes(sight, arenas, gateway, hub, catching_up, routers, settings)
     watch = WatchRoutes(reader, SessionUse(gateway, arenas, clock), hub, access, settings, places, catching_up)
-    jobs = QueueAccess(gateway, reader, process.incarnation)
-    work = WorkRoutes(jobs, access, settings, places, cell, attended)
+    queue_services = QueueServices(gateway, reader)
+    work = WorkRoutes(queue_services, access, settings, places, cell, attended)
     figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
     metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
-    commits = CommitDriver(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
+    coordinator = TxnCoordinator(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))
     fs, pins = OsFileSystem(), pins_dir(shared.ram_dir)
     manifest = ManifestRoutes(reader, catching_up, fs, PinFiles(fs, pins, index), pins, settings.data_dir, clock)
     operations = [
         *topic_operations(append, diff, topics),
         *router_operations(routers),
         *watch_operations(watch),
-        *queue_operations(QueueRoutes(jobs, catching_up, settings, cell), work),
+        *queue_operations(QueueRoutes(queue_services, catching_up, settings, cell)),
+        *work_operations(work),
         *cursor_operations(CursorRoutes(gateway, reader, catching_up, settings, cell)),
-        *txn_operations(TxnRoutes(append, commits, reader, topics.settled, settings)),
+        *txn_operations(TxnRoutes(append, coordinator, reader, topics.settled, settings)),
         *manifest_operations(manifest),
         *service_operations(ProbeRoutes(shared.control, clock), metrics, settings.probe_auth),
     ]
     app = App(operations, append, diff, websocket, access, cell, observe)
-    return Frontend(app, access, arenas, gateway, expiry, cold, reader, hub, diff, websocket, work, commits)
+    return Frontend(app, access, arenas, gateway, expiry, cold, reader, hub, diff, websocket, work, coordinator)
