@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench.idle_streams import LATE_MAX, IdleStreams, idle
-from bench.overload import Endured, Overload, endure
+from bench.overload import OverloadOutcome, Overload, run_overload
 from bench.slow_reader import SlowReader, Undisturbed, undisturbed
 from tests.harness import Service, poll
 from topics.frontend.shards.pending_calls import ROOM_WAIT_S
@@ -41,13 +41,13 @@ def pair() -> Iterator[Service]:
         yield service
 
 
-def nothing_but_what_is_documented(endured: Endured) -> None:
+def nothing_but_what_is_documented(endured: OverloadOutcome) -> None:
     assert endured.odd == []
     assert endured.missing == []
     assert set(endured.statuses) <= {200, 201, 429}
 
 
-def gave_way_and_recovered(endured: Endured) -> None:
+def gave_way_and_recovered(endured: OverloadOutcome) -> None:
     """Up the ladder while it lasted, down again afterwards, all of it to be seen in the metrics."""
     assert endured.before.pressure < 0.2
     assert max(sight.pressure for sight in endured.during) > 0.4
@@ -57,7 +57,7 @@ def gave_way_and_recovered(endured: Endured) -> None:
     assert (after.pressure < 0.05, after.deferring, after.coalesce_ms, after.window_ms) == (True, False, 0, 0)
 
 
-def endure_looked_at(service: Service, plan: Overload) -> tuple[Endured, list[dict[str, Any]]]:
+def endure_looked_at(service: Service, plan: Overload) -> tuple[OverloadOutcome, list[dict[str, Any]]]:
     """The plan run, and what `status` said again and again meanwhile."""
     over = threading.Event()
 
@@ -70,7 +70,7 @@ def endure_looked_at(service: Service, plan: Overload) -> tuple[Endured, list[di
     with ThreadPoolExecutor(1) as pool:
         looks = pool.submit(look)
         try:
-            endured = endure(plan)
+            endured = run_overload(plan)
         finally:
             over.set()
         return endured, looks.result()
@@ -105,10 +105,10 @@ def test_more_to_write_than_fits_is_refused_in_time(small: Service) -> None:
     plan = Overload(small.port, ((1000, 2), (-1000, 2)), watchers=4, floods=600, seconds=4.0)
     plan = plan._replace(pids=tuple(small.family()), shared_objects=tuple(small.shared_memory()))
     # The first time it may grow to what it needs for such a load; the second time it has that.
-    runs = [endure(plan), endure(plan._replace(name="again"))]
+    runs = [run_overload(plan), run_overload(plan._replace(name="again"))]
     if grown_bytes(*runs) > HELD_SLACK_BYTES:
         # The first one may have been held up before it had grown. What grows with each load does so again.
-        runs.append(endure(plan._replace(name="once-more")))
+        runs.append(run_overload(plan._replace(name="once-more")))
     refused = 0
     for endured in runs:
         nothing_but_what_is_documented(endured)
@@ -132,7 +132,7 @@ def test_more_to_write_than_fits_is_refused_in_time(small: Service) -> None:
     assert poll("no pressure", quiet)["frontends"][0]["throttled"] == refused
 
 
-def grown_bytes(former: Endured, later: Endured) -> int:
+def grown_bytes(former: OverloadOutcome, later: OverloadOutcome) -> int:
     """What the service held more, at most, while the same load was repeated."""
     return max(later.held_bytes) - max(former.held_bytes)
 
