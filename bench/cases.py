@@ -33,7 +33,7 @@ DURABILITIES = ("disk", "fsync")
 
 
 class Bench(NamedTuple):
-    """The means of a case: a pool of one process for load, the length of a measurement, and which process runs where."""
+    """The means of a case: a pool of one process for load, the length of a measurement, the cores of each side."""
 
     pool: ProcessPoolExecutor
     cores: Cores
@@ -223,13 +223,13 @@ def overload(bench: Bench) -> list[Figure]:
     figures = []
     with bench.service() as service:
         plan = Overload(service.port, seconds=2 * bench.seconds)
-        endured = bench.pool.submit(run_overload, plan).result()
-        assert not endured.odd, endured.odd
-        assert not endured.missing, endured.missing
-        for priority, (p50_us, p99_us) in endured.delivery_us.items():
+        outcome = bench.pool.submit(run_overload, plan).result()
+        assert not outcome.odd, outcome.odd
+        assert not outcome.missing, outcome.missing
+        for priority, (p50_us, p99_us) in outcome.delivery_us.items():
             what = "automatic" if priority is None else f"{priority:+d}"
             figures.append(Figure("overload", f"priority {what}", {"p50_us": p50_us, "p99_us": p99_us}))
-        peak = max(sight.pressure for sight in endured.during)
+        peak = max(sight.pressure for sight in outcome.during)
         figures.append(Figure("overload", "960 streams, 24 writers", {"peak pressure": peak}))
     return figures
 

@@ -101,7 +101,7 @@ def _read_metric(service: Service, name: str) -> float:
 
 
 def _wait_arrived(service: Service, copies: int) -> None:
-    """Wait for the copies without asking a topic: a read of a dest has it copied at once, which is not measured here."""
+    """Wait for the copies and ask no topic: a read of a dest has it copied at once, which is not measured here."""
 
     def arrived() -> bool:
         return _read_metric(service, "topics_router_copies_total") >= copies

@@ -56,10 +56,10 @@ class OverloadOutcome(NamedTuple):
 
 def run_overload(plan: Overload) -> OverloadOutcome:
     """Runs the plan in this process."""
-    return uvloop.run(_endure(plan))
+    return uvloop.run(_run_overload(plan))
 
 
-async def _endure(plan: Overload) -> OverloadOutcome:
+async def _run_overload(plan: Overload) -> OverloadOutcome:
     loop = asyncio.get_running_loop()
     client, observer = Client(plan.port), Observer(plan.port)
     through = await readers(plan.port, plan.frontends) if plan.frontends > 1 else []

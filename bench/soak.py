@@ -240,7 +240,7 @@ class _Run:
             follower.close()
 
     async def _stops_reading(self, follower: Follower) -> None:
-        """Stops until its stream is not written to any more, and the topic has evicted the next record; then reads on."""
+        """Stop until its stream is not written to any more, and the topic has evicted the next record; read on."""
         client = Client(self._plan.port)
         self._followers.append(follower)
         await follower.begin(client)
