@@ -469,8 +469,8 @@ def test_a_malformed_list_is_refused_by_position(entries: str, position: str, wh
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        ("", "there is no key in it"),
-        ("# nothing yet\n\n", "there is no key in it"),
+        ("", "it has no key"),
+        ("# nothing yet\n\n", "it has no key"),
         ("{k}:r\n\n# x\n{k}2:x\n", "line 4: its scopes must be"),
         ("{k}:r,{k}2:x\n", "line 1, entry 2: its scopes must be"),
         ("{k}\n{k}:r\n", "line 2: the same key as line 1"),

@@ -102,18 +102,18 @@ def test_limits_by_key_under_churn(start: Any, killing: bool) -> None:
                     if random_.random() < 0.5:
                         made = client.post("/v0/watch", json={"topics": {"t": {}}})
                         if made.status_code == 429:
-                            raise Refused
+                            raise RefusedError
                         stream = stack.enter_context(Stream(service.url, ok(made)["wid"], headers))
                         if stream.response.status_code == 429:
-                            raise Refused
+                            raise RefusedError
                         assert stream.response.status_code == 200
                     else:
                         stack.enter_context(Socket(service, key=key))
                     hold(key, 1)
                     stack.callback(hold, key, -1)
                     if client.post("/v0/topics/t/diff", json={"wait_ms": random_.randrange(60)}).status_code == 429:
-                        raise Refused
-            except (Refused, InvalidStatus):
+                        raise RefusedError
+            except (RefusedError, InvalidStatus):
                 with lock:
                     refusals += 1
             except (httpx.TransportError, OSError, EOFError, InvalidMessage, InvalidHandshake):
@@ -145,14 +145,14 @@ def test_limits_by_key_under_churn(start: Any, killing: bool) -> None:
             return all(stream.response.status_code == 200 for stream in streams)
 
     for key in ("one", "other"):
-        poll(f"every place of {key!r} to be free", lambda key=key: free(key), 20, 0.1)  # type: ignore[misc]
+        poll(f"every place of {key!r} to be free", lambda: free(key), 20, 0.1)
 
 
 PATIENCE_S = 30.0
 """A place is free again after that."""
 
 
-class Refused(Exception):  # noqa: N818 - what the test is about
+class RefusedError(Exception):
     """429."""
 
 

@@ -17,7 +17,7 @@ from tests.contract.stream import follow
 from tests.contract.timing import now_ms, undisturbed, until_ms
 from tests.contract.working import Work, ask, claim, counts, queue, seqs, until_counts
 from tests.harness import Service, poll
-from topics.core.jobs import PEEK_LOOK_MAX
+from topics.core.leases import PEEK_LOOK_MAX
 from topics.frontend.queues.dead_letter_moves import LOOK_MAX
 from topics.frontend.queues.queue_access import LOOKS_MAX
 

@@ -181,7 +181,7 @@ def test_a_worker_that_takes_something_now_and_then_is_not(tmp_path: Path, monke
         for _ in range(5):
             worker.wire.buffered_bytes -= 1
             left_bytes = worker.wire.buffered_bytes
-            await until(lambda: stream._stall is not None and stream._stall.taken_bytes == -left_bytes)  # noqa: B023
+            await until(lambda: stream._stall is not None and stream._stall.taken_bytes == -left_bytes)
             live.clock.ms += STALL_MAX_MS - 1
         worker.wire.read_on()
         await until(lambda: worker.wire.of("job"))

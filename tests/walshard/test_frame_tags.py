@@ -44,9 +44,7 @@ def delete(rig: Rig, name: str, tag: bytes = b"x") -> int:
 
 
 def tags_of(rig: Rig, name: str) -> tags.TagIndex | None:
-    hosted = rig.parts.catalog.find(name)
-    assert hosted is not None
-    return hosted.topic.tags
+    return rig.hosted(name).topic.tags
 
 
 def test_an_idle_turn_reads_little_however_far_apart_the_frames_lie(rig: Rig) -> None:

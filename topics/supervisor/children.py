@@ -14,8 +14,7 @@ from typing import Final, NamedTuple
 import psutil
 
 from topics import log
-from topics.core.backoff import doubled_ms
-from topics.core.clock import Clock
+from topics.core.clock import Clock, doubled_ms
 from topics.core.keys import KeyRing
 from topics.settings import Settings
 from topics.shm.control import EXIT_REFUSED, Cell, ProcessState

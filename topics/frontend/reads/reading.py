@@ -17,9 +17,9 @@ from topics.core.clock import STEP_MAX_MS, Clock
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError, topic_not_found
 from topics.core.floors import EvictReason, run_after
-from topics.core.live_scan import front_from, last_undeleted
 from topics.core.location import LOCATION_LOST
 from topics.core.names import owner_shard
+from topics.core.record_index import front_from, last_undeleted
 from topics.core.segment_list import SegmentInfo
 from topics.frontend.entry.responses import encode_json
 from topics.frontend.reads.cold import ColdMissError, ColdTier
