@@ -46,7 +46,7 @@ class Client:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, method: str, path: str, body: bytes | None = None) -> Answer:
-        head = f"{method} {path} HTTP/1.1\r\nHost: crowd\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n"
         if body is not None:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         return await self.send(head.encode() + b"Accept: application/json\r\n\r\n" + (body or b""))
@@ -103,7 +103,7 @@ class Watcher(asyncio.Protocol):
 
     def open(self, path: str, from_id: str | None = None) -> None:
         resume = f"Last-Event-ID: {from_id}\r\n" if from_id else ""
-        self._transport.write(f"GET {path} HTTP/1.1\r\nHost: crowd\r\n{resume}\r\n".encode())
+        self._transport.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{resume}\r\n".encode())
 
     def data_received(self, chunk: bytes) -> None:
         now_ns = time.perf_counter_ns()

@@ -61,7 +61,7 @@ class Follower:
         await asyncio.get_running_loop().sock_connect(end, ("127.0.0.1", self._port))
         self._streams = reader, writer = await asyncio.open_connection(sock=end)
         resume = f"Last-Event-ID: {self._last_id}\r\n" if self._last_id else ""
-        writer.write(f"GET {self._path} HTTP/1.1\r\nHost: follower\r\n{resume}\r\n".encode())
+        writer.write(f"GET {self._path} HTTP/1.1\r\nHost: localhost\r\n{resume}\r\n".encode())
         return await reader.readuntil(b"\r\n\r\n")
 
     def close(self) -> None:

@@ -162,18 +162,18 @@ def _frontend_of(port: int, connection: Connection) -> int:
     """Return the frontend of this connection: the one whose count of requests goes up with them."""
     before = _requests(connection)
     for _ in range(ASK_MAX):
-        connection.ask(b"GET /v0/health HTTP/1.1\r\nHost: bench\r\n\r\n")
+        connection.ask(b"GET /v0/health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     grown = [after - count for count, after in zip(before, _requests(connection), strict=True)]
     return grown.index(max(grown))
 
 
 def _requests(connection: Connection) -> list[int]:
-    body, _ = connection.ask(b"GET /v0/metrics HTTP/1.1\r\nHost: bench\r\n\r\n")
+    body, _ = connection.ask(b"GET /v0/metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
     return [int(count) for count in re.findall(rb"\ntopics_frontend_requests_total\{[^}]*\} (\d+)", body)]
 
 
 def _refills(plan: RefillPlan, stream: Connection, acks: Connection) -> tuple[float, float]:
-    stream.send(f"GET /v0/topics/{plan.queue}/work?node=w&max=1 HTTP/1.1\r\nHost: bench\r\n\r\n".encode())
+    stream.send(f"GET /v0/topics/{plan.queue}/work?node=w&max=1 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     took_us = array("Q")
     seq = _next_job(stream)
     for _ in range(plan.rounds):

@@ -339,7 +339,7 @@ class _Run:
         client = Client(self._plan.port)
         while await self._turns(0.1):
             reader, writer = await asyncio.open_connection("127.0.0.1", self._plan.port)
-            writer.write(f"GET /v0/topics/{queue}/work?node=works&max=2 HTTP/1.1\r\nHost: crowd\r\n\r\n".encode())
+            writer.write(f"GET /v0/topics/{queue}/work?node=works&max=2 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._dice.uniform(0.2, 2)):
                     while line := await reader.readline():

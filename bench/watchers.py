@@ -154,7 +154,7 @@ class _Watcher(asyncio.Protocol):
         self._transport = cast(asyncio.WriteTransport, transport)
 
     def open(self, path: str) -> None:
-        request = f"GET {path} HTTP/1.1\r\nHost: bench\r\nAccept: text/event-stream\r\n\r\n"
+        request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAccept: text/event-stream\r\n\r\n"
         self._transport.write(request.encode())
 
     def data_received(self, chunk: bytes) -> None:
