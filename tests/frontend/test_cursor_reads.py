@@ -27,7 +27,7 @@ from topics.frontend.reads.diff import MAX_BATCH_BYTES
 from topics.frontend.reads.reading import ReadPage
 from topics.shm.queue_messages import (
     CursorAdvance,
-    CursorLook,
+    CursorGet,
     CursorPassedOn,
     CursorPut,
     CursorReply,
@@ -110,7 +110,7 @@ class Reader:
         return answer
 
     async def at(self) -> CursorReply:
-        (cursor,) = (await self.live.gateway.call(0, CursorLook("t", "c"))).cursors
+        (cursor,) = (await self.live.gateway.call(0, CursorGet("t", "c"))).cursors
         return cursor
 
     async def persisted(self, seq: int) -> None:

@@ -16,7 +16,7 @@ from tests.walshard.rig import Rig
 from topics.core.config import CLASSES, TopicConfig
 from topics.core.errors import TopicsError
 from topics.shm.arena import ArenaReader
-from topics.shm.control import CELL_WORDS, HELD_FIELDS, ProcessCell, Role
+from topics.shm.control import CELL_WORDS, ProcessCell, Role
 from topics.shm.topic_messages import DeleteRecords, DeleteTopic, PutTopic, SessionClose, SessionOpen, SessionPut
 from topics.walshard.handlers.watch_sessions import SESSION_TTL_MS
 
@@ -53,7 +53,7 @@ def refused(rig: Rig, ask: Callable[[], object]) -> dict[str, Any] | None:
 
 def says(rig: Rig) -> dict[str, int]:
     """What the cell says the shard holds."""
-    return {field: rig.cell.get(field) for field in HELD_FIELDS}
+    return {field: rig.cell.get(field) for field in holds(rig, 0)}
 
 
 def holds(rig: Rig, sessions: int) -> dict[str, int]:

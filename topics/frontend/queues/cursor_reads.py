@@ -55,7 +55,7 @@ from topics.shm.durations import Route
 from topics.shm.queue_messages import (
     CursorAdvance,
     CursorDelete,
-    CursorLook,
+    CursorGet,
     CursorMoved,
     CursorPassedOn,
     CursorPut,
@@ -187,7 +187,7 @@ class CursorRoutes:
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
         name, cursor = _names(scope)
-        (found,) = (await self._gateway.call(self._owner(name), CursorLook(name, cursor))).cursors
+        (found,) = (await self._gateway.call(self._owner(name), CursorGet(name, cursor))).cursors
         await send_object(send, dict(scope["headers"]), 200, {"topic": name, **_shown(found)}, started_ns)
 
     async def list_all(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -196,7 +196,7 @@ class CursorRoutes:
         query = QueryParams(scope["query_string"])
         most = page_size(query)
         await take_room(scope, LIST_BYTES_MAX)
-        look = CursorLook(name, None, name_after(query.get("cursor"), check_topic_name), most + 1)
+        look = CursorGet(name, None, name_after(query.get("cursor"), check_topic_name), most + 1)
         found = (await self._gateway.call(self._owner(name), look)).cursors
         answer: dict[str, Any] = {"topic": name, "cursors": [_shown(one) for one in found[:most]]}
         if len(found) > most:
@@ -264,7 +264,7 @@ class CursorRoutes:
         return page, cursor_seq, None
 
     async def _look(self, name: str, cursor: str, passed_seq: int = 0) -> CursorReply:
-        look = CursorLook(name, cursor, passed_seq=passed_seq)
+        look = CursorGet(name, cursor, passed_seq=passed_seq)
         (found,) = (await self._gateway.call(self._owner(name), look)).cursors
         return found
 

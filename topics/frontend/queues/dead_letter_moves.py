@@ -24,7 +24,7 @@ from topics.frontend.reads.records import PageOptions
 from topics.frontend.shards.gateway import Gateway
 from topics.log import get_logger
 from topics.shm.append_messages import AppendReply, JobAttributes
-from topics.shm.queue_messages import Bury, Carry, Dealt, Exhume, Remove
+from topics.shm.queue_messages import Bury, Dealt, Release, Remove, Reserve
 from topics.storage.frame import lay_out
 
 RETRY_MS: Final = 1_000
@@ -103,7 +103,7 @@ class DeadLetters:
                 await self._gateway.call(shard, Bury(name, copied))
             for seqs, wait_ms in ((left, RETRY_MS), (unreadable, ASIDE_MS)):
                 if seqs:
-                    await self._gateway.call(shard, Exhume(name, seqs, wait_ms))
+                    await self._gateway.call(shard, Release(name, seqs, wait_ms))
         except TopicsError as error:
             # The shard gives them another chance when it has waited for us long enough.
             _log.warning("jobs could not be brought to the dead letters", topic=name, reason=error.message)
@@ -169,7 +169,7 @@ class DeadLetters:
     async def _move_back(self, name: str, ref: TopicRef, letters: list[_Record]) -> tuple[int, TopicsError | None]:
         """How many of these are jobs again by our doing, and why the first of the others is not."""
         owner = owner_shard(ref.name, self._gateway.shards)
-        free = await self._gateway.call(owner, Carry(ref.name, [letter.seq for letter in letters]))
+        free = await self._gateway.call(owner, Reserve(ref.name, [letter.seq for letter in letters]))
         carried = set(free.seqs)
         copies = [
             DeadLetter(
@@ -185,7 +185,7 @@ class DeadLetters:
         seqs, refusal = await self._append(name, copies, None)
         left = sorted(carried.difference(seqs))
         if left and ref.config.type == "queue":
-            self._gateway.post(owner, Exhume(ref.name, left, 0))
+            self._gateway.post(owner, Release(ref.name, left, 0))
         # Another redrive may have brought the same ones: who removes a record has moved it.
         return (await self._gateway.call(owner, Remove(ref.name, seqs))).count if seqs else 0, refusal
 

@@ -27,18 +27,18 @@ from topics.shm.queue_messages import (
     Ack,
     AckReply,
     Bury,
-    Carried,
-    Carry,
     Claim,
     Dealt,
-    Exhume,
     Extend,
     ExtendReply,
     Nack,
     Peek,
     Peeked,
+    Release,
     Remove,
     RemoveReply,
+    Reserve,
+    Reserved,
     Unclaim,
     Waiting,
     WorkClose,
@@ -170,9 +170,9 @@ class Queues:
             WorkOpen: self.open_work,
             WorkClose: self.close_work,
             Bury: self.bury,
-            Exhume: self.exhume,
+            Release: self.exhume,
             Peek: self.peek,
-            Carry: self.carry,
+            Reserve: self.carry,
             Remove: self.remove,
         }
 
@@ -191,7 +191,7 @@ class Queues:
         self._writes.removal(group, hosted, seqs, dead_letters=len(seqs))
         return RemoveReply(len(seqs))
 
-    def exhume(self, call: Exhume, frontend: int, group: Draft) -> Done:
+    def exhume(self, call: Release, frontend: int, group: Draft) -> Done:
         """Gives back jobs that did not get to the dead letters."""
         hosted, leases = self._queue(call.name, group)
         seqs = leases.carried_by(frontend, set(call.seqs) - self._writes.dying(hosted))
@@ -304,7 +304,7 @@ class Queues:
         self._release(group, hosted, leases, leases.leases_of(where), 0)
         return Done()
 
-    def carry(self, call: Carry, frontend: int, group: Draft) -> Carried:
+    def carry(self, call: Reserve, frontend: int, group: Draft) -> Reserved:
         """Takes jobs out of everybody's reach while a frontend brings them to another topic."""
         hosted = self._records(call.name, group)
         seqs = hosted.topic.live_of(sorted(set(call.seqs) - self._writes.dying(hosted)))
@@ -313,7 +313,7 @@ class Queues:
             leases.advance(self._time.now)
             seqs = leases.carry(seqs, frontend, self._time.now)
             self.changed(hosted)
-        return Carried(seqs)
+        return Reserved(seqs)
 
     def remove(self, call: Remove, frontend: int, group: Draft) -> RemoveReply:
         """Removes records that are in another topic now."""

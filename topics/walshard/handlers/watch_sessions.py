@@ -16,7 +16,7 @@ from topics.shm.asks import Done
 from topics.shm.topic_messages import (
     SessionAbandon,
     SessionClose,
-    SessionLook,
+    SessionGet,
     SessionOpen,
     SessionOpenReply,
     SessionPut,
@@ -146,7 +146,7 @@ class SessionCalls:
     @property
     def routes(self) -> dict[type, GroupHandler]:
         """The requests that are handled here in a group."""
-        return {SessionLook: self.look, SessionOpen: self.open, SessionAbandon: self.abandon}
+        return {SessionGet: self.look, SessionOpen: self.open, SessionAbandon: self.abandon}
 
     @property
     def alone_routes(self) -> dict[type, AloneHandler]:
@@ -161,7 +161,7 @@ class SessionCalls:
         yield from self._log(body, lambda: self._sessions.put(call.wid, call.body, now_ms))
         return Done()
 
-    def look(self, call: SessionLook, _frontend: int, _group: Draft) -> SessionOpenReply:
+    def look(self, call: SessionGet, _frontend: int, _group: Draft) -> SessionOpenReply:
         """Shows a session without opening it."""
         return self._sessions.look(call.wid)
 
