@@ -22,7 +22,7 @@ from topics.frontend.shards.pending_requests import is_outcome_unknown
 from topics.shm.topic_messages import (
     SessionAbandon,
     SessionClose,
-    SessionLook,
+    SessionGet,
     SessionOpen,
     SessionPut,
 )
@@ -107,7 +107,7 @@ class SessionUse:
     async def look(self, wid: str) -> Session:
         """The session as it was made, left alone. `404 not_found` for an unknown one."""
         _check(wid)
-        return _decode((await self._gateway.call(self._owner(wid), SessionLook(wid))).body)
+        return _decode((await self._gateway.call(self._owner(wid), SessionGet(wid))).body)
 
     async def open(self, wid: str) -> Opened:
         """A stream of the session begins here; `close` or `give_back` follows. `404 not_found` for an unknown one."""

@@ -36,7 +36,7 @@ class CursorLocks:
 
     def __init__(self, wait_s: float) -> None:
         """`wait_s` is the longest time that a reader waits."""
-        self._wait_s = wait_s
+        self.wait_s = wait_s
         self._locks: dict[tuple[str, str], CursorLock] = {}
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class CursorLocks:
     async def _wait(self, wanted: CursorLock, topic: str, cursor: str) -> None:
         served = wanted.served
         try:
-            async with asyncio.timeout(self._wait_s):
+            async with asyncio.timeout(self.wait_s):
                 await wanted.lock.acquire()
         except TimeoutError:
             if wanted.served == served:

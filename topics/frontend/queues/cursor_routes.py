@@ -47,7 +47,7 @@ from topics.shm.durations import Route
 from topics.shm.queue_messages import (
     CursorAdvance,
     CursorDelete,
-    CursorLook,
+    CursorGet,
     CursorMoved,
     CursorPassedOn,
     CursorPut,
@@ -80,8 +80,8 @@ class CursorRoutes:
         self._body_max_bytes = settings.max_body_bytes
         self._cell = cell
         self._reads = itertools.count(1)
-        self._locks = CursorLocks(gateway.shard_wait_s)
-        self._moving = Budget(limits.CURSOR_PAGES)
+        self.locks = CursorLocks(gateway.shard_wait_s)
+        self.moving = Budget(limits.CURSOR_PAGES)
 
     @json_route
     async def put(self, request: ApiRequest) -> JsonReply:
@@ -106,7 +106,7 @@ class CursorRoutes:
     async def list_all(self, request: ApiRequest) -> JsonReply:
         name = request.topic
         size, after = await request.list_page(check_topic_name)
-        found = (await self._gateway.call(self._owner(name), CursorLook(name, None, after, size + 1))).cursors
+        found = (await self._gateway.call(self._owner(name), CursorGet(name, None, after, size + 1))).cursors
         answer: dict[str, Any] = {"topic": name, "cursors": [_shown(cursor) for cursor in found[:size]]}
         if len(found) > size:
             answer["next_cursor"] = name_cursor(found[size - 1].cursor)
@@ -136,11 +136,11 @@ class CursorRoutes:
         await self._catching_up.wait_for(name)
         most_bytes = max(options.max_batch_bytes, MAX_BATCH_BYTES[0])
         await take_room(scope, most_bytes)
-        moving = Hold(self._moving)
+        moving = Hold(self.moving)
         take_page_room = partial(_take_page_room, moving, most_bytes, receive, self._gateway.shard_wait_s)
         try:
             if request.checkpoint:
-                async with self._locks.hold(name, cursor) as lock:
+                async with self.locks.hold(name, cursor) as lock:
                     page, seq, lost = await self._advance(name, cursor, options, lock, take_page_room)
             else:
                 page, seq, lost = await self._peek(name, cursor, options, take_page_room)
@@ -174,7 +174,7 @@ class CursorRoutes:
         return page, cursor_seq, None
 
     async def _look(self, name: str, cursor: str, passed_seq: int = 0) -> CursorReply:
-        look = CursorLook(name, cursor, passed_seq=passed_seq)
+        look = CursorGet(name, cursor, passed_seq=passed_seq)
         (found,) = (await self._gateway.call(self._owner(name), look)).cursors
         return found
 

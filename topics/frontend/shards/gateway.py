@@ -76,17 +76,18 @@ class Gateway:
         self._incarnation = incarnation
         self._cell = cell
         self._arenas = arenas
-        self._wait_s = shard_wait_ms / 1000
+        self.shard_wait_s = shard_wait_ms / 1000
+        """The longest time that an answer may take."""
         self._wake = shared.frontend_wakes[index]
-        self._links = [_Link(shared, index, shard) for shard in range(shared.shards)]
+        self.links = [_Link(shared, index, shard) for shard in range(shared.shards)]
         self._last_id = incarnation << 40
-        self._pending = PendingRequests()
+        self.pending = PendingRequests()
         self._spills = Spills(shared.identity, index)
         self._signals: list[_Link] = []
         self._retry_timer: asyncio.TimerHandle | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._spilling: set[asyncio.Task[None]] = set()
-        self._watches = Watches(self._loop, arenas, self.post, lambda shard: self._links[shard].requests.posts_full)
+        self._watches = Watches(self._loop, arenas, self.post, lambda shard: self.links[shard].requests.posts_full)
         self._restart_listeners: list[Callable[[int], None]] = []
         self._closed = False
         self.job_listeners = JobListeners(incarnation)
@@ -101,13 +102,8 @@ class Gateway:
         self._restart_listeners.append(listener)
 
     @property
-    def shard_wait_s(self) -> float:
-        """The longest time that an answer may take."""
-        return self._wait_s
-
-    @property
     def shards(self) -> int:
-        return len(self._links)
+        return len(self.links)
 
     def knows(self, name: str) -> bool:
         """Tell whether this topic is known to exist."""
@@ -126,12 +122,12 @@ class Gateway:
     @property
     def fullness(self) -> float:
         """The fullness of the fullest request ring, 0 to 1; 1 when a request waits for room."""
-        return max(link.requests.fullness for link in self._links)
+        return max(link.requests.fullness for link in self.links)
 
     def start(self) -> None:
         """Say hello to every shard and listen for answers."""
         self._spills.remove_leftovers()
-        for shard, link in enumerate(self._links):
+        for shard, link in enumerate(self.links):
             link.generation = link.cell.get("generation")
             self.post(shard, Hello(self._incarnation))
         self._loop.add_reader(self._wake.fd, self._on_wake)
@@ -147,7 +143,7 @@ class Gateway:
                 timer.cancel()
         for task in self._spilling:
             task.cancel()
-        self._pending.fail_all(_stopping)
+        self.pending.fail_all(_stopping)
 
     # -- requests
 
@@ -193,7 +189,7 @@ class Gateway:
         """Return the failure of a request that was sent and not answered."""
         return TopicsError(
             "shard_unavailable",
-            f"shard {shard} did not answer within {self._wait_s:g} s; whether a write took effect is not known, a"
+            f"shard {shard} did not answer within {self.shard_wait_s:g} s; whether a write took effect is not known, a"
             " repeat with the same idempotency key is safe",
         )
 
@@ -210,7 +206,7 @@ class Gateway:
         """Send a request without awaiting its answer. It is kept, in order, for as long as the ring is full. False: it
         is not sent, as it is too long for the ring and /dev/shm has no room, or `may_be_lost` while too many wait.
         """
-        requests = self._links[shard].requests
+        requests = self.links[shard].requests
         if may_be_lost and requests.posts_full:
             return False
         self._last_id = request_id = self._last_id + 1
@@ -239,10 +235,10 @@ class Gateway:
         if self._closed:
             fail(future, _stopping())
             return future
-        request = PendingRequest(future, shard, self._loop.time() + self._wait_s, unthrottled, on_late)
-        self._pending.add(request_id, request)
+        request = PendingRequest(future, shard, self._loop.time() + self.shard_wait_s, unthrottled, on_late)
+        self.pending.add(request_id, request)
         length = sum(map(len, parts))
-        if length <= self._links[shard].requests.message_max_bytes:
+        if length <= self.links[shard].requests.message_max_bytes:
             self._push(shard, self._message(request_id, parts, unthrottled))
         else:
             self._submit_by_reference(shard, request_id, parts, length, kind, unthrottled)
@@ -250,7 +246,7 @@ class Gateway:
 
     def _message(self, request_id: int, parts: list[Part], unthrottled: bool) -> QueuedMessage:
         now_s = self._loop.time()
-        expires_s = now_s + (self._wait_s if unthrottled else ROOM_WAIT_S)
+        expires_s = now_s + (self.shard_wait_s if unthrottled else ROOM_WAIT_S)
         return QueuedMessage(parts, sum(map(len, parts)), request_id, now_s, expires_s, unthrottled)
 
     def _submit_by_reference(
@@ -275,7 +271,7 @@ class Gateway:
         except OSError as error:
             self._spill_failed(request_id, error)
             return
-        request = self._pending.get(request_id)
+        request = self.pending.get(request_id)
         if request is not None:
             reference = self._spills.reference(kind, request_id)
             self._push(shard, self._message(request_id, reference, request.unthrottled))
@@ -287,7 +283,7 @@ class Gateway:
         self._reject(request_id, f"shared memory has no room for a request so long ({error.strerror})")
 
     def _push(self, shard: int, message: QueuedMessage) -> None:
-        link = self._links[shard]
+        link = self.links[shard]
         outcome = link.requests.offer(message)
         if outcome is SendOutcome.SENT:
             self._signal(link)
@@ -301,7 +297,7 @@ class Gateway:
     def _retry(self) -> None:
         """Look for room, while a request waits for it: a shard may have made some without sending an answer."""
         self._retry_timer = None
-        for link in self._links:
+        for link in self.links:
             self._send_waiting(link)
 
     def _send_waiting(self, link: _Link) -> None:
@@ -312,7 +308,7 @@ class Gateway:
         for message in given_up:
             self._reject(message.request_id, f"the shard's ring has been full for {now_s - message.since_s:.2f} s")
         for message in sent:
-            request = self._pending.get(message.request_id)
+            request = self.pending.get(message.request_id)
             if request is not None:
                 request.throttled_s = now_s - message.since_s
         if sent:
@@ -323,7 +319,7 @@ class Gateway:
     def _reject(self, request_id: int, why: str) -> None:
         """Fail a request of which nothing has reached a shard."""
         self._spills.drop(request_id)
-        request = self._pending.withdraw(request_id)
+        request = self.pending.withdraw(request_id)
         if request is None:
             return
         what = f"{why}; nothing of this request was done, send it again later"
@@ -350,11 +346,11 @@ class Gateway:
 
     def _on_wake(self) -> None:
         self._wake.drain()
-        for shard in range(len(self._links)):
+        for shard in range(len(self.links)):
             self._drain(shard)
 
     def _drain(self, shard: int) -> None:
-        link = self._links[shard]
+        link = self.links[shard]
         if link.replies.empty:
             return
         consumed = link.replies.consumed
@@ -388,11 +384,11 @@ class Gateway:
 
     def _answer(self, request_id: int, message: memoryview, decode: Callable[[memoryview], object]) -> None:
         self._spills.drop(request_id)
-        self._pending.answer(request_id, message, decode)
+        self.pending.answer(request_id, message, decode)
 
     def _check_generation(self, shard: int) -> None:
         """Renew the watches at a shard that was restarted, and call the listeners for restarts."""
-        link = self._links[shard]
+        link = self.links[shard]
         generation = link.cell.get("generation")
         if generation != link.generation:
             link.generation = generation
@@ -403,10 +399,10 @@ class Gateway:
     def _sweep(self) -> None:
         self._sweep_timer = self._loop.call_later(SWEEP_S, self._sweep)
         now_s = self._loop.time()
-        for shard in range(len(self._links)):
+        for shard in range(len(self.links)):
             self._drain(shard)
             self._check_generation(shard)
-        self._pending.expire(now_s, self.no_answer)
+        self.pending.expire(now_s, self.no_answer)
         self._watches.sweep(now_s)
 
 

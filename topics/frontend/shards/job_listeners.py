@@ -18,6 +18,9 @@ class JobListeners:
         self._last_number = incarnation << 32
         self._listeners: dict[int, JobListener] = {}
 
+    def __len__(self) -> int:
+        return len(self._listeners)
+
     def new_number(self) -> int:
         self._last_number += 1
         return self._last_number

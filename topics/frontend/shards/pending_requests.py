@@ -90,10 +90,10 @@ class SendQueue:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._throttled = _BoundedQueue(limits.RING_WAITERS)
+        self.throttled = _BoundedQueue(limits.RING_WAITERS)
         self._unthrottled = _BoundedQueue(limits.RING_WAITERS)
-        self._posts = _BoundedQueue(limits.RING_POSTS)
-        self._queues = (self._throttled, self._unthrottled, self._posts)
+        self.posts = _BoundedQueue(limits.RING_POSTS)
+        self._queues = (self.throttled, self._unthrottled, self.posts)
 
     @property
     def message_max_bytes(self) -> int:
@@ -102,12 +102,12 @@ class SendQueue:
     @property
     def waiting(self) -> int:
         """The number of messages that wait for room."""
-        return len(self._throttled.messages) + len(self._unthrottled.messages) + len(self._posts.messages)
+        return len(self.throttled.messages) + len(self._unthrottled.messages) + len(self.posts.messages)
 
     @property
     def posts_full(self) -> bool:
         """True while the queue of posts is full: a post that can be left out should be."""
-        return not self._posts.has_room_for(1)
+        return not self.posts.has_room_for(1)
 
     @property
     def fullness(self) -> float:
@@ -119,9 +119,9 @@ class SendQueue:
         if not self.waiting and self._ring.push(*message.parts):
             return SendOutcome.SENT
         if message.expires_s is None:
-            self._posts.add(message)
+            self.posts.add(message)
             return SendOutcome.WAITS
-        queue = self._unthrottled if message.unthrottled else self._throttled
+        queue = self._unthrottled if message.unthrottled else self.throttled
         if self.posts_full or not queue.has_room_for(message.length_bytes):
             return SendOutcome.REFUSED
         queue.add(message)
@@ -131,12 +131,12 @@ class SendQueue:
         """Send what the ring has room for now. Return (the messages sent, those whose time was over)."""
         sent: list[QueuedMessage] = []
         given_up: list[QueuedMessage] = []
-        for queue in (self._throttled, self._unthrottled):
+        for queue in (self.throttled, self._unthrottled):
             while queue.messages:
                 first = queue.messages[0]
                 expires_s = first.expires_s
                 assert expires_s is not None, "a message without an end is a post"
-                if pressed and queue is self._throttled:
+                if pressed and queue is self.throttled:
                     expires_s = min(expires_s, first.since_s + PRESSED_WAIT_S)
                 if expires_s > now_s:
                     break
@@ -172,6 +172,9 @@ class PendingRequests:
         self._requests: dict[int, PendingRequest] = {}
         self._late: dict[int, OnLate] = {}
         """Listeners of expired requests. A restarted shard answers every request in its ring, so none stays here."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
 
     def add(self, request_id: int, request: PendingRequest) -> None:
         self._requests[request_id] = request

@@ -28,7 +28,7 @@ from topics.shm.topic_messages import (
     TxnBegin,
     TxnEnd,
     TxnForget,
-    TxnLook,
+    TxnGet,
     TxnPending,
     TxnReply,
 )
@@ -211,7 +211,7 @@ class TxnCoordinator:
 
     async def last_batch(self, sink: str) -> int | None:
         """Return the latest batch whose records are all visible; None for an unknown sink."""
-        told = await self._gateway.call(self._owner(sink), TxnLook(sink))
+        told = await self._gateway.call(self._owner(sink), TxnGet(sink))
         if told.pending:
             await self._publish_pending(sink, told)
         return None if told.outcome == "none" else told.batch
@@ -258,7 +258,7 @@ class TxnCoordinator:
                 raise
             # The batch has ended: another frontend was faster, or the reply that said so was lost. Its files are
             # removed in any case.
-            told = await self._gateway.call(self._owner(sink), TxnLook(sink))
+            told = await self._gateway.call(self._owner(sink), TxnGet(sink))
             if told.pending and told.batch == batch:
                 return records  # the sink was forgotten and began again: its new batch needs the pins
             stages = [stage for stage in stages if stage not in told.pending]
