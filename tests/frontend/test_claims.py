@@ -103,7 +103,7 @@ class SlowCold(ColdStore):
         self.before_read = lambda: self.gate.wait(DEADLINE_S)
         hosting.checkpoint("q", records_max=1)
         hosting.relocate("q", 1)
-        hosting.reader._stores.cold = ColdTier(self, hosting.clock, 60_000)
+        hosting.reader.stores.cold = ColdTier(self, hosting.clock, 60_000)
 
 
 def test_a_claim_is_answered_also_when_the_ring_has_no_room_for_what_did_not_fit(hosting: Hosting) -> None:

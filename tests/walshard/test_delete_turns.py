@@ -159,7 +159,7 @@ def test_more_deletes_than_keep_what_they_found_do_not_stop_each_other(
         assert rig.delete(DeleteRecords(name, None, "eq", b"none")) == 0
     monkeypatch.setattr(tag_search, "TURN_MS", 0)
     monkeypatch.setattr(tag_search, "GATHERED_RECORDS", 1)
-    monkeypatch.setattr(tag_search, "_LEFT_MAX", 2)
+    monkeypatch.setattr(tag_search, "LEFT_MAX", 2)
     calls = [DeleteRecords(name, None, "glob", b"%b-" % name.encode()) for name in ("t", "u", "v")]
     deleted = turns = 0
     while calls:
@@ -228,7 +228,7 @@ def test_idle_turns_index_what_comes_behind_a_delete_by_tag(rig: Rig, monkeypatc
 
 
 def test_an_index_of_tags_that_starts_over_catches_up_in_turns(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tags, "_FORGET_FROM", 4)
+    monkeypatch.setattr(tags, "FORGET_FROM", 4)
     monkeypatch.setattr(tag_search, "TURN_MS", 0)
     assert rig.delete(DeleteRecords("t", None, "eq", b"none")) == 0
     rig.call(DeleteRecords("t", RECORDS - 15, None, b""))

@@ -520,7 +520,7 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tag_search, "CATCH_UP_RECORDS", 2)
     monkeypatch.setattr(relogging, "TURN_SEQS", 3)
     monkeypatch.setattr(tag_search, "GATHERED_RECORDS", 1)
-    monkeypatch.setattr(tags, "_FORGET_FROM", 4)
+    monkeypatch.setattr(tags, "FORGET_FROM", 4)
 
 
 Engine.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None)

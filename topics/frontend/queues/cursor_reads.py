@@ -82,7 +82,7 @@ class CursorTurns:
 
     def __init__(self, wait_s: float) -> None:
         """`wait_s` is the longest time that a reader waits."""
-        self._wait_s = wait_s
+        self.wait_s = wait_s
         self._turns: dict[tuple[str, str], CursorTurn] = {}
 
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ class CursorTurns:
     async def _wait(self, turn: CursorTurn, topic: str, cursor: str) -> None:
         served = turn.served
         try:
-            async with asyncio.timeout(self._wait_s):
+            async with asyncio.timeout(self.wait_s):
                 await turn.lock.acquire()
         except TimeoutError:
             if turn.served == served:
@@ -165,8 +165,8 @@ class CursorRoutes:
         self._settings = settings
         self._cell = cell
         self._reads = itertools.count(1)
-        self._turns = CursorTurns(gateway.shard_wait_s)
-        self._moving = Budget(limits.CURSOR_PAGES)
+        self.turns = CursorTurns(gateway.shard_wait_s)
+        self.moving = Budget(limits.CURSOR_PAGES)
 
     async def put(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_ns = time.perf_counter_ns()
@@ -228,11 +228,11 @@ class CursorRoutes:
         await self._catching_up.one(name)
         most_bytes = max(options.max_batch_bytes, MAX_BATCH_BYTES[0])
         await take_room(scope, most_bytes)
-        moving = Hold(self._moving)
+        moving = Hold(self.moving)
         room = partial(_enter, moving, most_bytes, receive, self._gateway.shard_wait_s)
         try:
             if request.checkpoint:
-                async with self._turns.of(name, cursor) as turn:
+                async with self.turns.of(name, cursor) as turn:
                     page, seq, lost = await self._take(name, cursor, options, turn, room)
             else:
                 page, seq, lost = await self._peek(name, cursor, options, room)
