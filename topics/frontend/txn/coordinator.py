@@ -283,14 +283,13 @@ class TxnCoordinator:
             while True:
                 try:
                     await self._carry_out(sink, batch, stages)
-                except TopicsError as error:
-                    if error.code not in logged:
-                        logged.add(error.code)
-                        _log.warning(
-                            "a decided batch is not published yet", sink=sink, batch=batch, reason=error.message
-                        )
-                    # A shard that restarts is asked again at once when it is back.
-                    pause_s = RETRY_S if error.code in _PASSING else min(2 * pause_s, RETRY_MAX_S)
+                except (TopicsError, OSError) as error:
+                    code = error.code if isinstance(error, TopicsError) else "storage_unavailable"
+                    if code not in logged:
+                        logged.add(code)
+                        _log.warning("a decided batch is not published yet", sink=sink, batch=batch, reason=str(error))
+                    # A shard that restarts is back soon, so the pause stays short.
+                    pause_s = RETRY_S if code in _PASSING else min(2 * pause_s, RETRY_MAX_S)
                     await asyncio.sleep(pause_s)
                 else:
                     _log.info("an unfinished batch is published", sink=sink, batch=batch, stages=len(stages))
@@ -300,11 +299,23 @@ class TxnCoordinator:
 
     async def _resume(self, shard: int) -> None:
         """Finish the batches of one shard. Each shard has a task of its own: one may replay its log for minutes."""
+        failed = False
         while True:
             try:
                 reply = await self._gateway.call(shard, TxnPending(), unthrottled=True)
             except TopicsError:
                 await asyncio.sleep(RETRY_S)  # it recovers
+                continue
+            except OSError as error:
+                if not failed:
+                    _log.warning(
+                        "batches that a crash left unfinished stay half published until their shard can be asked",
+                        shard=shard,
+                        reason=str(error),
+                        retry_ms=int(RETRY_S * 1000),
+                    )
+                failed = True
+                await asyncio.sleep(RETRY_S)
                 continue
             for sink, batch, stages in reply.batches:
                 self._finish_later(sink, batch, stages)
