@@ -14,7 +14,7 @@ from tests.walshard.killing import MODULES, at_every_line, is_killed_at_line, se
 from tests.walshard.rig import Rig
 from topics.core.config import TopicConfig
 from topics.core.errors import TopicsError
-from topics.frontend.txn.commit_driver import Stages
+from topics.frontend.txn.coordinator import Stages
 from topics.shm.messages import Call
 from topics.shm.topic_messages import (
     PutTopic,
@@ -58,7 +58,7 @@ def publish_calls(sink: str, batch: int, stages: StageList) -> list[Call]:
 
 
 def drive(rig: Rig, sink: str, batch: int, stages: StageList) -> None:
-    """As `frontend/txn/commit_driver.py` does, without it."""
+    """As `frontend/txn/coordinator.py` does, without it."""
     for call in publish_calls(sink, batch, stages):
         rig.call(call)
     rig.call(TxnEnd(sink, batch))
@@ -156,7 +156,7 @@ def test_pins_of_batches_that_are_over_leave_the_snapshots(rig: Rig, left: str) 
             rig.call(TxnBegin(sink, 1, stage(rig, ("b", [b"3"]))))
         # Nothing more than two stages came since the last one.
         assert compaction.cut()
-        (topic,) = [one for one in compaction.compactor._followers[0].fold.topics.values() if one.name == "a"]
+        (topic,) = [one for one in compaction.compactor.followers[0].fold.topics.values() if one.name == "a"]
         assert topic.idempotency.pinned() == []
     rig.restart_service()
     assert pins(rig) == 0

@@ -375,11 +375,11 @@ class DurableMarks:
         self._shards = shards
         self._alive = alive
         self._one_by_one_max = one_by_one_max
-        self._doubted = set(range(shards))
+        self.doubted = set(range(shards))
 
     def doubt(self) -> None:
         """Has all shards mark again: a sync of segments failed, which may have covered marks."""
-        self._doubted = set(range(self._shards))
+        self.doubted = set(range(self._shards))
 
     def sync(self, follower: Follower) -> list[tuple[int, SegmentInfo]]:
         """Syncs every deletion that the follower has read. Returns (topic id, segment) of those in segments.
@@ -394,7 +394,7 @@ class DurableMarks:
                 continue
             index = follower.index_of(topic)
             for info, seqs in index.deleted_in_segments():
-                if follower.shard in self._doubted:
+                if follower.shard in self.doubted:
                     self._mark_again(follower, topic_id, seqs)
                 marked.append((topic_id, info))
             seen.append(index)
@@ -404,7 +404,7 @@ class DurableMarks:
             for topic_id, info in marked:
                 directory = layout.topic_dir(self._data_dir, topic_id)
                 sync_segment(self._fs, directory, info.first_seq, info.version, cold=bool(info.flags & COLD))
-        self._doubted.discard(follower.shard)
+        self.doubted.discard(follower.shard)
         for index in seen:
             del index.deleted[:]
         return marked

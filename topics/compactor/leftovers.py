@@ -83,7 +83,7 @@ FilesOf = Callable[[int], TopicFiles | None]
 
 
 class Swept(NamedTuple):
-    """(topic id, name) of segments that were removed, but for their data alone; and failures, which will be repeated."""
+    """Removed segments as (topic id, name), not those that lost only their data; and failures, to be repeated."""
 
     removed: list[tuple[int, SegmentName]]
     failures: list[OSError]

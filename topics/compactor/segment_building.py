@@ -150,7 +150,7 @@ class SegmentAppender:
     def _append_to_one(
         self, topic_id: int, active: SegmentInfo | None, entries: array[int], buffer_of: BufferOf, now_ms: int
     ) -> tuple[SegmentInfo | None, int]:
-        """Appends what fits into one segment. Returns it (None: the active one is damaged) and the number of entries."""
+        """Appends what fits into one segment. Returns it (None: the active one is damaged) and the entries' number."""
         directory = layout.topic_dir(self._data_dir, topic_id)
         if active is None:
             writer = SegmentWriter.create(self._fs, directory, entries[0])

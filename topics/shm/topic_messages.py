@@ -142,7 +142,7 @@ RouterCall = PutRouter | DeleteRouter | RemoveRouters | SyncRouters | CatchUp
 
 
 class SessionOpenReply(Message, frozen=True):
-    """The positions of the last SessionClose, None before. Without `exact` the client's Last-Event-ID may be further."""
+    """The positions of the last SessionClose, None before. If not `exact`, a Last-Event-ID may be further."""
 
     body: bytes
     positions: dict[str, int] | None
