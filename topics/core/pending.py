@@ -89,6 +89,7 @@ class PendingTopic:
     __slots__ = (
         "_ceiling",
         "_dead_lettered",
+        "_dying",
         "_earliest_seq",
         "_keys",
         "_now",
@@ -97,7 +98,6 @@ class PendingTopic:
         "_ts",
         "_turns",
         "claimed_bytes",
-        "dying",
         "head_seq",
         "live_bytes",
         "records",
@@ -115,13 +115,13 @@ class PendingTopic:
         """Bytes that the writes have claimed of what the whole service may hold."""
         self._keys: dict[bytes, WriteOutcome] = {}
         self._turns: dict[bytes, ProducerTurn] = {}
-        self.dying: set[int] = set()
-        """Seqs of records that the group removes."""
+        self._dying: set[int] | None = None
         self._earliest_seq = 0
         """The first live seq without these, so that no request looks at them again."""
         self._revision = 0
         """Revision of the last removal."""
-        self._dead_lettered = 0 if topic.queue is None else topic.queue.dead_lettered
+        self._dead_lettered = 0
+        """Jobs that went to the dead letters so far, 0 before one did in this group."""
 
     # -- writes
 
@@ -142,7 +142,7 @@ class PendingTopic:
             return known
         if has_jobs and topic.queue is None:
             raise not_a_queue(topic.name)
-        if not is_pin(key):
+        if not key or not is_pin(key):
             topic.check_head(if_head_seq, self.head_seq)
             topic.check_room(count, size_bytes, self.records, self.live_bytes)
         elif not count:
@@ -200,24 +200,31 @@ class PendingTopic:
             due_ms.append(self._now.mono_ms + delay_ms if delay_ms else 0)
         # The file of a stage is removed once all are published: by then its records are on the disk, whatever the
         # class.
-        sync = config.durability == "fsync" or (is_pin(key) and not in_ram)
+        sync = config.durability == "fsync" or (not in_ram and bool(key) and is_pin(key))
         return PendingWrite(self._topic, outcome, key, records, rows, due_ms, in_ram, sync, ceiling)
 
     # -- removals
+
+    @property
+    def dying(self) -> Set[int]:
+        """Seqs of records that the group removes."""
+        return self._dying or frozenset()
 
     def remove(self, seqs: list[int], dead_letters: int) -> tuple[AckBody, Callable[[], None]]:
         """Plan the removal of live records (ascending seqs), of which so many went to the dead letters. Return the body
         to log, and what to call once it is logged.
         """
         topic = self._topic
-        self.dying.update(seqs)
-        deletion = topic.plan_removal(seqs, self.dying, self._earliest_seq)
+        dying = self._dying = self._dying or set()
+        dying.update(seqs)
+        deletion = topic.plan_removal(seqs, dying, self._earliest_seq)
         self._earliest_seq = deletion.earliest_seq
         # The next revision says what caps evicted before this group.
         revision = self._revision = max(topic.revision + 1, self._revision) + 1
         total = 0
         if dead_letters:
-            total = self._dead_lettered = self._dead_lettered + dead_letters
+            assert topic.queue is not None
+            total = self._dead_lettered = (self._dead_lettered or topic.queue.dead_lettered) + dead_letters
 
         def logged() -> None:
             topic.removed(deletion, revision)

@@ -46,7 +46,7 @@ class Appends:
             if known is not None:
                 return AppendReply(known.first_seq, known.records, pending.head_seq, False, True, durability, 0, 0)
             hosted.ring.reserve(pending.records + count)
-            if not is_pin(key):
+            if not key or not is_pin(key):
                 # A stage whose batch is decided is published: whether there was room was asked when it was staged.
                 growth = partial(pending.growth, count, records.size_bytes)
                 pending.claimed_bytes += self._holdings.claim_bytes(records.size_bytes, growth)
