@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ from topics.shm.topic_messages import (
     StagesOver,
     TxnBegin,
     TxnEnd,
-    TxnLook,
+    TxnGet,
     TxnPending,
     TxnPendingReply,
     TxnReply,
@@ -46,7 +47,7 @@ STAGE_TTL_MS = 60_000
 PUBLISHED = AppendReply(5, 1, 5, False, False, "disk", 12, 0)
 OVER = TopicsError("fenced", "batch 7 is not being published", {"batch": 7})
 
-CallT = TypeVar("CallT", TxnBegin, TxnEnd, TxnLook, TxnPending, StagePublish, StagesOver)
+CallT = TypeVar("CallT", TxnBegin, TxnEnd, TxnGet, TxnPending, StagePublish, StagesOver)
 
 
 class Shards:
@@ -143,6 +144,34 @@ def test_a_batch_of_one_shard_does_not_wait_for_another_that_still_replays(shard
     on_loop(shards, tmp_path, test)
 
 
+def test_out_of_files_at_a_start_the_unfinished_batches_are_asked_for_again(
+    shards: Shards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [OSError(errno.EMFILE, "Too many open files"), OSError(errno.EMFILE, "Too many open files")]
+    attach = Arenas.of
+
+    def attach_if_possible(arenas: Arenas, shard: int) -> object:
+        if shard == 1 and failures:
+            raise failures.pop()
+        return attach(arenas, shard)
+
+    async def test(commits: CommitDriver) -> None:
+        commits.start(janitor=False)
+        request_id, _ = await shards.told(1, TxnPending)
+        shards.answer(1, request_id, TxnPendingReply([(owned_by(1), 7, [("stage", owned_by(1))])]))
+        await shards.told(1, StagePublish)
+
+    monkeypatch.setattr(Arenas, "of", attach_if_possible)
+    monkeypatch.setattr(commits_module, "RETRY_S", 0.01)
+    shards.ready(0)
+    shards.ready(1)
+    with capture_logs() as logged:
+        on_loop(shards, tmp_path, test)
+    assert not failures
+    (line,) = [line for line in logged if "half published" in line["event"]]
+    assert (line["shard"], line["reason"]) == (1, "[Errno 24] Too many open files")
+
+
 def make_stage(commits: CommitDriver, topic: str) -> str:
     return commits.stages.make(topic, "txn", lay_out([(b"", b"", b"1", b"")]))
 
@@ -193,7 +222,7 @@ def test_a_batch_whose_end_was_answered_late_leaves_nothing(told: TxnReply, shar
         commits.stages._fs = files = Noted()
         os.makedirs(sinks_dir(str(tmp_path)))
         await ended_without_an_answer(shards, commits, stage)
-        look_id, _ = await shards.told(0, TxnLook)
+        look_id, _ = await shards.told(0, TxnGet)
         shards.answer(0, look_id, told)
         _, over = await shards.told(1, StagesOver)
         assert over == StagesOver(owned_by(1), owned_by(0), 7)
@@ -211,7 +240,7 @@ def test_a_late_driver_leaves_the_pins_of_a_sink_that_began_again_alone(shards: 
     async def test(commits: CommitDriver) -> None:
         stage = make_stage(commits, owned_by(1))
         await ended_without_an_answer(shards, commits, stage)
-        look_id, _ = await shards.told(0, TxnLook)
+        look_id, _ = await shards.told(0, TxnGet)
         shards.answer(0, look_id, TxnReply("pending", 7, [("other", owned_by(1))]))
         await until(lambda: not commits._finishing)
         assert not [call for shard in range(SHARDS) for _id, call in shards.calls(shard)]

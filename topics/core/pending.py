@@ -15,16 +15,16 @@ from typing import Final, NamedTuple
 from topics.core.errors import TopicsError, not_a_queue
 from topics.core.idempotency import ProducerTurn, WriteOutcome, check_turn, is_pin, is_producer_key, parse_key
 from topics.core.job import Now
-from topics.core.live_scan import living
 from topics.core.location import LOCATION_IN_RAM_LOG, file_flags_of
-from topics.core.queue_log import AckBody, JobRow
+from topics.core.queue_log import AckFrameBody, JobRow
+from topics.core.record_index import live_entries
 from topics.core.seq_set import seqs_of
 from topics.core.topic import Topic
 
 CEILING_STEP: Final = 4096
 """Seqs that an `ephemeral` topic may give out before its head watermark must move: one fsync for that many records."""
 
-_JOBS_AT_ONCE: Final = 1024
+_SEQS_PER_STEP: Final = 1024
 _SPARE_SHARE: Final = 100
 """One part in so many of a cap is freed beyond what is missing, so that not every write has to ask for room."""
 
@@ -155,8 +155,8 @@ class PendingTopic:
         if not config.ttl_ms and (config.discard == "old" or topic.queue is None):
             return False
         records, total_bytes = self.records + count, self.live_bytes + size_bytes
-        jobs = giving_way(topic, records, total_bytes, self.dying)
-        return bool(jobs) or topic.caps_see_expired(records, total_bytes, expiry_ms)
+        jobs = done_jobs_to_drop(topic, records, total_bytes, self.dying)
+        return bool(jobs) or topic.must_expire_first(records, total_bytes, expiry_ms)
 
     def _repeated(self, key: bytes) -> WriteOutcome | None:
         topic, now_ms = self._topic, self._now.wall_ms
@@ -210,7 +210,7 @@ class PendingTopic:
         """Seqs of records that the group removes."""
         return self._dying or frozenset()
 
-    def remove(self, seqs: list[int], dead_letters: int) -> tuple[AckBody, Callable[[], None]]:
+    def remove(self, seqs: list[int], dead_letters: int) -> tuple[AckFrameBody, Callable[[], None]]:
         """Plan the removal of live records (ascending seqs), of which so many went to the dead letters. Return the body
         to log, and what to call once it is logged.
         """
@@ -231,16 +231,16 @@ class PendingTopic:
             if topic.queue is not None and total:
                 topic.queue.dead_lettered = total
 
-        return AckBody.removing(topic, deletion, revision, total), logged
+        return AckFrameBody.removing(topic, deletion, revision, total), logged
 
 
-def giving_way(topic: Topic, records: int, size_bytes: int, dying: Set[int]) -> list[int]:
-    """Returns the oldest acknowledged jobs (seqs, ascending) that have to go so that so many records and bytes fit.
+def done_jobs_to_drop(topic: Topic, records: int, size_bytes: int, dying: Set[int]) -> list[int]:
+    """Return the oldest acknowledged jobs (seqs, ascending) to delete so that so many records and bytes fit.
 
-    The queue refuses what does not fit (`discard: "reject"`) and keeps acknowledged jobs (`on_ack`). They stay until
-    cap or ttl takes them, but give way before a write is refused. They are done, so nobody loses anything: it is a
-    deletion, without a tombstone. Returns none when the write fits anyway, or would not fit if all of them went.
-    `dying` are on their way out already.
+    This is for a queue that refuses what does not fit (`discard: "reject"`) and keeps acknowledged jobs (`on_ack`).
+    They stay until cap or ttl takes them, but a write is refused only when deleting them is not enough. Nobody needs
+    them, so there is no tombstone. Returns none if the write fits anyway, or would not fit without all of them.
+    `dying` are being deleted already.
     """
     config, queue = topic.config, topic.queue
     if config.discard != "reject" or queue is None or not queue.done.count:
@@ -254,8 +254,8 @@ def giving_way(topic: Topic, records: int, size_bytes: int, dying: Set[int]) -> 
     found: list[int] = []
     found_bytes = 0
     done = seqs_of(queue.done.runs())
-    while some := list(islice(done, _JOBS_AT_ONCE)):
-        for seq, offset_len in living(topic.index, some, topic.earliest_seq, topic.head_seq):
+    while some := list(islice(done, _SEQS_PER_STEP)):
+        for seq, offset_len in live_entries(topic.index, some, topic.earliest_seq, topic.head_seq):
             if seq in dying:
                 continue
             if len(found) >= most_records and found_bytes >= most_bytes:

@@ -20,6 +20,7 @@ from topics.core.names import check_router_name, check_topic_name
 from topics.frontend.asgi import ROUTE, Receive, Scope, Send
 from topics.frontend.entry.access import Access
 from topics.frontend.entry.bodies import ClientGoneError
+from topics.frontend.entry.pages import Pages
 from topics.frontend.entry.responses import send_error
 from topics.frontend.live.websocket import WebSocketRoute, refuse
 from topics.frontend.operators.openapi import OpenApiRoutes
@@ -53,6 +54,7 @@ class App:
         diff: DiffRoute,
         websocket: WebSocketRoute,
         access: Access,
+        pages: Pages,
         cell: ProcessCell,
         observe: Callable[[Route, int], None],
     ) -> None:
@@ -61,6 +63,7 @@ class App:
         self._diff = diff
         self._websocket = websocket
         self._access = access
+        self._pages = pages
         self._cell = cell
         self._observe = observe
         documented = OpenApiRoutes(operations)
@@ -75,7 +78,7 @@ class App:
             # the stream that is open: it has no HEAD.
             if method == "GET" and not one.is_stream:
                 of_path["HEAD"] = of_path["GET"]
-        self._router = Router(
+        self.router = Router(
             [Path(path, Resource(**of_path)) for path, of_path in methods.items()],
             redirect_slashes=False,
             default=_no_such_path,
@@ -89,6 +92,7 @@ class App:
         started_ns = time.perf_counter_ns()
         route = Route.OTHER
         try:
+            self._pages.check(scope)
             if b"%2" in scope.get("raw_path", b""):
                 self._check_slashes(scope)
             if scope["method"] == "POST" and scope["path"].startswith(_TOPICS):
@@ -104,7 +108,7 @@ class App:
                     self._access.admit(scope, _READ, (name,))
                     await self._diff(name, scope, receive, send)
                     return
-            await self._router(scope, receive, send)
+            await self.router(scope, receive, send)
         except TopicsError as error:
             await self._refuse(error, scope, send)
         except (ClientGoneError, ConnectionError):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from topics.core.control_bodies import CreateBody, EvictBody, HeadBody, encode_body, encode_idempotency
+from topics.core.control_bodies import CreateFrameBody, EvictFrameBody, HeadFrameBody, encode_body, encode_idempotency
 from topics.core.floors import Floors
 from topics.core.idempotency import WriteOutcome
 from topics.core.pending import PendingWrite
@@ -27,7 +27,7 @@ def control_frame(type: FrameType, topic_id: int, ts: int, body: bytes = b"", *,
 
 def create_frame(topic: Topic, ts: int, flags: int = 0) -> bytes:
     """Return TOPIC_CREATE."""
-    body = encode_body(CreateBody(topic.name, topic.config, topic.recreated))
+    body = encode_body(CreateFrameBody(topic.name, topic.config, topic.recreated))
     return encode(FrameType.TOPIC_CREATE, flags, topic.id, 0, ts, b"", b"", body)
 
 
@@ -40,7 +40,7 @@ def idempotency_frame(topic: Topic, key: bytes, outcome: WriteOutcome) -> bytes:
 
 def floor_frame(topic: Topic, floors: Floors, ts: int, flags: int = 0) -> bytes:
     """Return EVICT_WATERMARK: the floors as they are to be."""
-    body = encode_body(EvictBody(floors))
+    body = encode_body(EvictFrameBody(floors))
     return encode(FrameType.EVICT_WATERMARK, flags, topic.id, floors.earliest_seq, ts, b"", b"", body)
 
 
@@ -48,7 +48,7 @@ def head_frame(topic: Topic, seq: int, ts: int, *, exact: bool, flags: int = 0) 
     """Return HEAD_WATERMARK. If `exact`, every seq up to `seq` was given out, and none above it in RAM; else seqs up to
     it may be given out to records in RAM.
     """
-    return encode(FrameType.HEAD_WATERMARK, flags, topic.id, seq, ts, b"", b"", encode_body(HeadBody(exact)))
+    return encode(FrameType.HEAD_WATERMARK, flags, topic.id, seq, ts, b"", b"", encode_body(HeadFrameBody(exact)))
 
 
 class AppendFrames(NamedTuple):

@@ -28,7 +28,7 @@ from topics.shm.topic_messages import (
     TxnBegin,
     TxnEnd,
     TxnForget,
-    TxnLook,
+    TxnGet,
     TxnPending,
     TxnReply,
 )
@@ -208,7 +208,7 @@ class CommitDriver:
 
     async def look(self, sink: str) -> int | None:
         """The latest batch whose records are all visible, None for a sink that is not known."""
-        told = await self._gateway.call(self._owner(sink), TxnLook(sink))
+        told = await self._gateway.call(self._owner(sink), TxnGet(sink))
         if told.pending:
             await self._finished(sink, told)
         return None if told.outcome == "none" else told.batch
@@ -252,7 +252,7 @@ class CommitDriver:
             if error.code != "fenced":
                 raise
             # It is over: another frontend was faster, or nobody heard that it was. What it leaves goes all the same.
-            told = await self._gateway.call(self._owner(sink), TxnLook(sink))
+            told = await self._gateway.call(self._owner(sink), TxnGet(sink))
             if told.pending and told.batch == batch:
                 return records  # of a sink that was forgotten and begins again: its new batch needs its pins
             stages = [stage for stage in stages if stage not in told.pending]
@@ -277,14 +277,13 @@ class CommitDriver:
             while True:
                 try:
                     await self._carry_out(sink, batch, stages)
-                except TopicsError as error:
-                    if error.code not in said:
-                        said.add(error.code)
-                        _log.warning(
-                            "a decided batch is not published yet", sink=sink, batch=batch, reason=error.message
-                        )
+                except (TopicsError, OSError) as error:
+                    code = error.code if isinstance(error, TopicsError) else "storage_unavailable"
+                    if code not in said:
+                        said.add(code)
+                        _log.warning("a decided batch is not published yet", sink=sink, batch=batch, reason=str(error))
                     # A shard that comes back is not waited for any longer than it takes.
-                    pause_s = RETRY_S if error.code in _PASSING else min(2 * pause_s, RETRY_MAX_S)
+                    pause_s = RETRY_S if code in _PASSING else min(2 * pause_s, RETRY_MAX_S)
                     await asyncio.sleep(pause_s)
                 else:
                     _log.info("an unfinished batch is published", sink=sink, batch=batch, stages=len(stages))
@@ -294,11 +293,23 @@ class CommitDriver:
 
     async def _resume(self, shard: int) -> None:
         """Each shard for itself: one may replay its log for minutes."""
+        failed = False
         while True:
             try:
                 answer = await self._gateway.call(shard, TxnPending(), patient=True)
             except TopicsError:
                 await asyncio.sleep(RETRY_S)  # it recovers
+                continue
+            except OSError as error:
+                if not failed:
+                    _log.warning(
+                        "batches that a crash left unfinished stay half published until their shard can be asked",
+                        shard=shard,
+                        reason=str(error),
+                        retry_ms=int(RETRY_S * 1000),
+                    )
+                failed = True
+                await asyncio.sleep(RETRY_S)
                 continue
             for sink, batch, stages in answer.batches:
                 self._finish_later(sink, batch, stages)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from topics.core.control_bodies import encode_body
 from topics.core.errors import TopicsError
-from topics.core.pending import giving_way
+from topics.core.pending import done_jobs_to_drop
 from topics.storage.frame import FrameType
 from topics.walshard.commit.draft import CommitFirst, Draft, Steps, control_write
 from topics.walshard.handlers.deletes import Deletes
@@ -66,13 +66,13 @@ class Removals:
 
     def expire(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[None]:
         """Expire what a cap would find in the way of so many more, if the log takes it."""
-        if hosted.topic.caps_see_expired(records, size_bytes, self._time.expiry_ms):
+        if hosted.topic.must_expire_first(records, size_bytes, self._time.expiry_ms):
             yield from self._deletes.expire(hosted)
 
     def give_way(self, hosted: Hosted, records: int, size_bytes: int) -> Steps[bool]:
         """Remove acknowledged jobs for so many more. Comes to False when the log refuses that."""
         draft = Draft()
-        self.remove(draft, hosted, giving_way(hosted.topic, records, size_bytes, frozenset()))
+        self.remove(draft, hosted, done_jobs_to_drop(hosted.topic, records, size_bytes, frozenset()))
         if draft:
             yield draft
         return draft.committed or not draft

@@ -8,10 +8,11 @@ from functools import partial
 import msgspec
 
 from topics.core.config import TopicConfig, incompatible_type
-from topics.core.control_bodies import ConfigBody, encode_body
+from topics.core.control_bodies import ConfigFrameBody, encode_body
 from topics.core.errors import TopicsError
 from topics.log import get_logger
-from topics.shm.topic_messages import DeleteTopic, DeleteTopicReply, EnsureTopic, PutTopic, PutTopicReply
+from topics.shm.asks import Deleted
+from topics.shm.topic_messages import DeleteTopic, EnsureTopic, PutTopic, PutTopicReply
 from topics.storage.frame import Bytes, FrameType
 from topics.storage.topic_frames import control_frame, create_frame
 from topics.walshard.commit.draft import AloneHandler, Draft, LogWrite, Steps
@@ -94,7 +95,7 @@ class TopicCalls:
                 f"how far the routers into topic {call.name!r} are cannot be logged now; see the service's log",
             )
         now_ms = self._time.now.wall_ms
-        body = encode_body(ConfigBody(config))
+        body = encode_body(ConfigFrameBody(config))
         update = control_frame(FrameType.CONFIG_UPDATE, topic.id, now_ms, body)
         relogged: Relogged | None = None
         if topic.config.durability == "ephemeral" and config.durability != "ephemeral":
@@ -131,11 +132,11 @@ class TopicCalls:
                 {"topic": call.name},
             ) from error
 
-    def delete(self, call: DeleteTopic, _frontend: int) -> Steps[DeleteTopicReply]:
+    def delete(self, call: DeleteTopic, _frontend: int) -> Steps[Deleted]:
         """Deletes a topic with everything in it."""
         hosted = self._catalog.find(call.name)
         if hosted is None:
-            return DeleteTopicReply(False)
+            return Deleted(False)
         yield from self._deletes.expire(hosted)
         topic = hosted.topic
         if call.if_empty and topic.records:
@@ -144,7 +145,7 @@ class TopicCalls:
                 f"topic {call.name!r} holds {topic.records} records",
                 {"topic": call.name, "count": topic.records},
             )
-        reply = DeleteTopicReply(True)
+        reply = Deleted(True)
         end = control_frame(FrameType.TOPIC_DELETE, topic.id, self._time.now.wall_ms)
         yield Draft([LogWrite([end], sync=True)], deleted=[hosted], reply=reply)
         return reply

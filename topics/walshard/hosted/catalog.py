@@ -33,7 +33,7 @@ class Catalog:
     ) -> None:
         self._shard = shard
         self._shards = shards
-        self._arena = arena
+        self.arena = arena
         self._holdings = holdings
         self._files = files
         self._clock = clock
@@ -85,7 +85,7 @@ class Catalog:
             raise
 
     def _make(self, name: str, config: TopicConfig, now_ms: int) -> Hosted:
-        ring = LocationRing(self._arena.heap, 1)
+        ring = LocationRing(self.arena.heap, 1)
         try:
             recreated = name in self._deleted_names
             topic_id = self._ids.next(now_ms)
@@ -93,7 +93,7 @@ class Catalog:
             index.copied_seq = 0  # until it is known that no router copies it
             topic = Topic(topic_id, name, config, index, recreated)
             self._start(topic)
-            return Hosted(self._arena, topic, index, self._holdings)
+            return Hosted(self.arena, topic, index, self._holdings)
         except Exception:
             ring.release()
             raise
@@ -131,7 +131,7 @@ class Catalog:
         """Hosts what the log says. FoldError when a topic belongs to another shard, or two share a name."""
         self._deleted_names = fold.deleted_names
         for topic_id in fold.created_ids:
-            self._ids.saw(topic_id)
+            self._ids.used(topic_id)
         for topic in fold.topics.values():
             if owner_shard(topic.name, self._shards) != self._shard:
                 raise FoldError(f"topic {topic.name!r} is in the log of shard {self._shard}, which does not own it")
@@ -139,7 +139,7 @@ class Catalog:
                 raise FoldError(f"two topics in the log of shard {self._shard} are called {topic.name!r}")
             assert isinstance(topic.index, TopicIndex)
             self._start(topic)
-            self.host(Hosted(self._arena, topic, topic.index, self._holdings))
+            self.host(Hosted(self.arena, topic, topic.index, self._holdings))
 
     def relocate(self, moved: Moved) -> None:
         """Frames of the durable log lie elsewhere now: every location that names them follows."""
