@@ -34,7 +34,7 @@ def ceiling_above(head_seq: int, count: int) -> int:
     return head_seq + max(count, CEILING_STEP)
 
 
-class Records(NamedTuple):
+class RecordFrames(NamedTuple):
     """The records of one write, as their frames lie in a buffer of `size_bytes`: where each begins and how long it is,
     and what its location repeats of it.
     """
@@ -54,7 +54,7 @@ class PendingWrite(NamedTuple):
     topic: Topic
     outcome: WriteOutcome
     key: bytes
-    records: Records
+    records: RecordFrames
     jobs: list[JobRow]
     due_ms: list[int]
     """Monotonic ms at which the delay of each job ends, 0 for none."""
@@ -126,7 +126,7 @@ class PendingTopic:
     # -- writes
 
     def admit(
-        self, key: bytes, records: Records, if_head_seq: int | None, has_jobs: bool, expiry_ms: int
+        self, key: bytes, records: RecordFrames, if_head_seq: int | None, has_jobs: bool, expiry_ms: int
     ) -> WriteOutcome | None:
         """Decide about one more write: return the outcome of the write that it repeats, None when it may be added.
 
@@ -172,7 +172,7 @@ class PendingTopic:
         grown = self._topic.growth(self.records + count, self.live_bytes + size_bytes)
         return max(0, grown - self.claimed_bytes)
 
-    def write(self, key: bytes, records: Records, jobs: Iterable[tuple[int, int, int, str]]) -> PendingWrite:
+    def write(self, key: bytes, records: RecordFrames, jobs: Iterable[tuple[int, int, int, str]]) -> PendingWrite:
         """Give the next seqs to a write that was admitted. `jobs`: (position in the write, deliver_at_ms, delay_ms,
         order_key).
         """

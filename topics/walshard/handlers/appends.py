@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 from topics.core.idempotency import is_pin
-from topics.core.pending import Records, RoomNeeded
+from topics.core.pending import RecordFrames, RoomNeeded
 from topics.shm.append_messages import AppendReply, AppendRequest
 from topics.storage.topic_frames import append_frames
 from topics.walshard.commit.draft import CommitFirst, Draft
@@ -34,7 +34,7 @@ class Appends:
         ArenaFullError, the group being as before, or CommitFirst.
         """
         name, key, count, now = request.name, request.key, request.count, self._time.now
-        records = Records(request.offset_len, request.record_flags, len(request.frames))
+        records = RecordFrames(request.offset_len, request.record_flags, len(request.frames))
         hosted, created = group.made.get(name), False
         if hosted is None:
             hosted, created = self._catalog.find_or_make(name, request.create, request.config, now.wall_ms)
