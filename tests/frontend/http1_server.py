@@ -16,7 +16,7 @@ import pytest
 import uvloop
 
 from topics.frontend.asgi import DELIVER, Receive, Scope, Send
-from topics.frontend.entry.responses import take_room
+from topics.frontend.entry.responses import reserve_room
 from topics.frontend.http.deadlines import HttpLimits
 from topics.frontend.http.http1 import Connections
 from topics.frontend.http.http1_exchange import PushStream
@@ -202,7 +202,7 @@ class App:
         self.asked += 1
         await self.body(receive)
         len_bytes, *most_bytes = map(int, scope["query_string"].split(b"-"))
-        await take_room(scope, most_bytes[0] if most_bytes else len_bytes)
+        await reserve_room(scope, most_bytes[0] if most_bytes else len_bytes)
         self.made += 1
         await self.answer(send, b"x" * len_bytes)
 

@@ -33,7 +33,7 @@ class Kept:
 
     def take_admitted(self, held_bytes: int) -> list[str]:
         self._keep(held_bytes)
-        self._budget.let_in()
+        self._budget.admit_waiting()
         admitted = self._admitted[:]
         self._admitted.clear()
         return admitted

@@ -27,7 +27,7 @@ process ends. `Deliver` returns when the kernel has all of the body, and raises 
 never gets all of it. What the kernel still has when the client dies, no server can know."""
 
 SHARE: Final = "topics.share"
-"""Key of a message of a WebSocket: its `bodies.Share`, for as long as the message is kept."""
+"""Key of a message of a WebSocket: its `bodies.MessageReservation`, for as long as the message is kept."""
 
 DROPPED: Final = "topics.dropped"
 """Key of a message of a WebSocket for which there was no room: nothing else is in it."""
@@ -36,4 +36,4 @@ TRANSPORT: Final = "topics.transport"
 """Key of `scope["state"]`: the asyncio transport of a connection that Hypercorn serves."""
 
 ROOM: Final = "topics.room"
-"""Extension of a scope whose connection has many answers at once: the `budget.Hold` of this one's."""
+"""Extension of a scope whose connection has many answers at once: the `budget.Reservation` of this one's."""

@@ -3,7 +3,7 @@
 Hypercorn's own buffer looks at how little it could send just now. With a window of 0 that is nothing, which it takes
 for a client that keeps up, so a client that gives no window pulls a whole topic into memory. Here `send` waits until
 the client has taken the message. Three more bounds: a stream whose client takes nothing is reset (`unread`), the
-streams of one connection share room for long answers (`answers.take_room`), and so do the clients of the process
+streams of one connection share room for long answers (`responses.reserve_room`), and so do the clients of the process
 (`kept_answers`).
 """
 
@@ -30,7 +30,7 @@ from hypercorn.typing import AppWrapper, WorkerContext
 from hypercorn.typing import Event as IOEvent
 
 from topics.frontend.asgi import DELIVER, ROOM, Send
-from topics.frontend.entry.budget import Hold
+from topics.frontend.entry.budget import Reservation
 from topics.frontend.http.hypercorn_connection import HypercornConnection
 from topics.frontend.http.hypercorn_deadlines import Unread
 from topics.frontend.http.kept_answers import KeptAnswers
@@ -135,7 +135,7 @@ class BoundedStream(HTTPStream):
 
     def __init__(self, app: AppWrapper, config: Config, context: WorkerContext, *rest: Any) -> None:
         super().__init__(app, config, context, *rest)
-        self.room = Hold(context.room)  # type: ignore[attr-defined]
+        self.room = Reservation(context.room)  # type: ignore[attr-defined]
 
     async def handle(self, event: StreamEvent) -> None:
         if isinstance(event, StreamClosed):
@@ -180,7 +180,7 @@ class BoundedProtocol(H2Protocol):
             return
         assert isinstance(buffer, BoundedBuffer)
         if isinstance(event, Body) and isinstance(stream, BoundedStream):
-            stream.room.keep(len(event.data))
+            stream.room.resize(len(event.data))
         if asyncio.current_task() is not self._reader:
             await self._send_watched(event, buffer)
             return
@@ -218,7 +218,7 @@ class BoundedProtocol(H2Protocol):
 
     async def handle(self, event: ConnectionEvent) -> None:
         if isinstance(event, Closed):
-            self.context.room.close()  # type: ignore[attr-defined]
+            self.context.room.close_waiting()  # type: ignore[attr-defined]
             for buffer in self.stream_buffers.values():
                 await buffer.close()
         await super().handle(event)

@@ -7,7 +7,7 @@ An answer counts whole until then, however much of it is taken: transports and f
 written, and as long as one of them is to be sent all of them are in memory.
 
 It is there already, whoever made it: nobody can be asked to wait for room, as those are who make long answers beside
-others on one connection (`answers.take_room`) or write into event streams (`live/pulse.py`).
+others on one connection (`responses.reserve_room`) or write into event streams (`live/pulse.py`).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from wsproto.utilities import LocalProtocolError
 
 from topics.core.errors import TopicsError, invalid
 from topics.frontend.asgi import DROPPED, KEPT, SHARE, TRANSPORT
-from topics.frontend.entry.bodies import COUNTED_FROM_BYTES, Share
+from topics.frontend.entry.bodies import COUNTED_FROM_BYTES, MessageReservation
 from topics.frontend.entry.responses import error_body
 from topics.frontend.http.http2_buffer import BoundedBuffer
 from topics.frontend.http.hypercorn_deadlines import Kept, Unread
@@ -37,7 +37,7 @@ class CountedMessages(WebsocketBuffer):
 
     def __init__(self, max_length: int) -> None:
         super().__init__(max_length)
-        self._share: Share | None = None
+        self._share: MessageReservation | None = None
         self._kept_bytes = 0
         self._dropped = False
 
@@ -52,7 +52,7 @@ class CountedMessages(WebsocketBuffer):
         self._kept_bytes += sys.getsizeof(event.data)
         if self._kept_bytes > COUNTED_FROM_BYTES:
             if self._share is None:
-                self._share = Share()
+                self._share = MessageReservation()
             if not self._share.reach(self._kept_bytes):
                 self.length += len(event.data)
                 self._drop()

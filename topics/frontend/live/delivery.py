@@ -166,7 +166,7 @@ class Hub:
         for index in range(len(connection.stream.plan.names)):
             self._leave(connection, index)
         self._stalls.end(connection)
-        self._kept.let_in()
+        self._kept.admit_waiting()
         self._beats.end(connection)
         del self._connections[connection]
         if connection.stream.plan.wording is EVENT_STREAM:
@@ -209,7 +209,7 @@ class Hub:
         for index, in_line in connection.behind.items():
             if not in_line and (connection, index) not in self._room:
                 self._line_up(connection, index)
-        self._kept.let_in()
+        self._kept.admit_waiting()
 
     def _line_up(self, connection: StreamConnection, index: int) -> None:
         connection.behind[index] = True
@@ -238,7 +238,7 @@ class Hub:
             # Not told: what is kept for it goes only if nobody waits for it to be taken.
             self._forget(connection)
             connection.push.abort()
-        self._kept.let_in()
+        self._kept.admit_waiting()
         failed, self._failed = self._failed, {}
         for connection, index in failed:
             self._line_up(connection, index)
@@ -264,7 +264,7 @@ class Hub:
                 self._serve(channel, work)
                 if self._loop.time() >= until_s:
                     break
-            self._kept.let_in()
+            self._kept.admit_waiting()
         finally:
             if work.frames:
                 self._cell.add("sse_frames", work.frames)

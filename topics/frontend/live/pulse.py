@@ -19,7 +19,7 @@ from itertools import count
 from operator import itemgetter
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from topics.frontend.entry.budget import Budget, Hold
+from topics.frontend.entry.budget import Budget, Reservation
 from topics.frontend.live.push import HIGH_WATER_BYTES
 
 Item = TypeVar("Item")
@@ -200,7 +200,7 @@ class Room(Generic[WaiterT]):
     def __init__(self, budget: Budget, admit: Callable[[WaiterT], None]) -> None:
         self._budget = budget
         self._admit = admit
-        self._holds: dict[WaiterT, Hold] = {}
+        self._holds: dict[WaiterT, Reservation] = {}
 
     def __contains__(self, waiter: WaiterT) -> bool:
         """Tell whether it waits: it is to do nothing until it is admitted."""
@@ -215,8 +215,8 @@ class Room(Generic[WaiterT]):
         budget = self._budget
         if (admitted_bytes or not budget.waiting) and budget.fits(len_bytes):
             return True
-        hold = self._holds[waiter] = Hold(budget)
-        hold.line_up(len_bytes, lambda _: self._admit(waiter), first=admitted_bytes > 0)
+        hold = self._holds[waiter] = Reservation(budget)
+        hold.enqueue(len_bytes, lambda _: self._admit(waiter), first=admitted_bytes > 0)
         return False
 
     def end(self, waiter: WaiterT) -> int:

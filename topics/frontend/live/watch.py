@@ -128,7 +128,7 @@ class WatchRoutes:
         if self._access.on:
             caller = self._admit(await self._sessions.look(wid), scope)
         # Before the session is taken over: who is refused must not end the stream that has it.
-        self._access.limits.take(caller, Counted.STREAMS)
+        self._access.limits.acquire(caller, Counted.STREAMS)
         try:
             if not self._places.claim():
                 raise self._places.reached()
@@ -137,7 +137,7 @@ class WatchRoutes:
             finally:
                 self._places.release()
         finally:
-            self._access.limits.give_back(caller, Counted.STREAMS)
+            self._access.limits.release(caller, Counted.STREAMS)
 
     async def _stream(self, wid: str, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
         opened = await self._sessions.open(wid)
@@ -165,7 +165,7 @@ class WatchRoutes:
 
     def _admit(self, session: Session, scope: Scope) -> ApiKey:
         """Before anything of the session is touched: whoever learned of a wid without its key must not disturb it."""
-        caller = self._access.caller(scope, token=True)
+        caller = self._access.authenticate(scope, token=True)
         if not hmac.compare_digest(caller.digest, session.key_digest):
             raise TopicsError("unauthorized", "this watch session belongs to another key, which alone may stream it")
         caller.require(KeyScope.READ, session.topics)

@@ -22,7 +22,7 @@ from topics.core.names import check_topic_name
 from topics.frontend.asgi import DROPPED, KEPT, SHARE, Message, Receive, Scope, Send
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.access import Access
-from topics.frontend.entry.bodies import INLINE_BYTES_MAX, LONG_BYTES, Share, hold, long_bodies, no_room
+from topics.frontend.entry.bodies import INLINE_BYTES_MAX, LONG_BYTES, MessageReservation, long_bodies, no_room, reserve
 from topics.frontend.entry.responses import send_error
 from topics.frontend.http.hypercorn_deadlines import Kept
 from topics.frontend.live.channels import StreamConnection
@@ -122,7 +122,7 @@ class Socket:
 
     def end_what_is_forbidden(self) -> None:
         """Other keys count now: neither socket nor subscription may outlive the right to it."""
-        key = self._services.access.key_of(self._digest)
+        key = self._services.access.find_key(self._digest)
         if key is None:
             self.end(POLICY, "the key is no longer valid")
             return
@@ -151,7 +151,7 @@ class Socket:
                 await self._obey(body)
                 del message
             else:
-                share: Share | None = message.get(SHARE)
+                share: MessageReservation | None = message.get(SHARE)
                 del message
                 obeying = asyncio.create_task(self._obey_long(body, share))
                 del share
@@ -159,13 +159,13 @@ class Socket:
                 del obeying
             del body
 
-    async def _obey_long(self, body: bytes, share: Share | None) -> None:
+    async def _obey_long(self, body: bytes, share: MessageReservation | None) -> None:
         """In a task of its own, at whose end what it holds is counted no more: one at a time, until it is answered."""
         await self._obey(body, share)
         if self._publishes:
             await asyncio.wait(set(self._publishes))
 
-    async def _obey(self, text: bytes | None, share: Share | None = None) -> None:
+    async def _obey(self, text: bytes | None, share: MessageReservation | None = None) -> None:
         """`text`: a message in UTF-8; None for a binary one. `share`: what it counts already, as it came."""
         started_ns = time.perf_counter_ns()
         self._services.cell.add("requests")
@@ -178,7 +178,7 @@ class Socket:
             try:
                 # In UTF-8 it may be longer than it was.
                 if len(body) > LONG_BYTES and not (share and share.reach(len(body))):
-                    await hold(long_bodies, len(body))
+                    await reserve(long_bodies, len(body))
                 command = decode(body) if len(body) <= INLINE_BYTES_MAX else await asyncio.to_thread(decode, body)
             except TopicsError:
                 request_id = request_id_of(body)
@@ -214,7 +214,7 @@ class Socket:
 
     def _key(self) -> ApiKey:
         """The key as it counts now: whoever has waited asks again."""
-        key = self._services.access.key_of(self._digest)
+        key = self._services.access.find_key(self._digest)
         if key is None:
             raise TopicsError("unauthorized", "the key of this socket is no longer valid")
         return key
@@ -266,7 +266,7 @@ class Socket:
         await self._may_publish.acquire()
         limits = self._services.access.limits
         try:
-            limits.take(key, Counted.REQUESTS)
+            limits.acquire(key, Counted.REQUESTS)
             try:
                 lay_out = self._services.appends.lay_out
                 if body_bytes <= INLINE_BYTES_MAX:
@@ -277,7 +277,7 @@ class Socket:
                 caller.require(needed, (command.topic,))
                 reply = self._services.appends.submit(command.topic, command, records, None, caller)
             except BaseException:
-                limits.give_back(key, Counted.REQUESTS)
+                limits.release(key, Counted.REQUESTS)
                 raise
         except BaseException:
             self._may_publish.release()
@@ -291,7 +291,7 @@ class Socket:
     def _published(self, key: ApiKey, task: asyncio.Task[None]) -> None:
         self._publishes.discard(task)
         self._may_publish.release()
-        self._services.access.limits.give_back(key, Counted.REQUESTS)
+        self._services.access.limits.release(key, Counted.REQUESTS)
 
     async def _acknowledge(
         self, request_id: RequestId, topic: str, with_seqs: bool, reply: asyncio.Future[AppendReply], started_ns: int
@@ -407,7 +407,7 @@ class WebSocketRoute:
             del self._sockets[socket]
             self._services.cell.set("ws_connections", len(self._sockets))
             self._places.release()
-            self._services.access.limits.give_back(caller, Counted.STREAMS)
+            self._services.access.limits.release(caller, Counted.STREAMS)
 
     def drain(self) -> None:
         """The process is to stop: clients come back elsewhere, or later."""
@@ -424,12 +424,12 @@ class WebSocketRoute:
             # Browsers let any page open a WebSocket to any address, also to this machine: no CORS asks before.
             shown = origins[0][:200].decode("latin-1")
             raise TopicsError("forbidden", f"pages of {shown!r} may not open a WebSocket here: TOPICS_CORS_ORIGINS")
-        caller = self._services.access.caller(scope)
+        caller = self._services.access.authenticate(scope)
         if self._draining:
             raise TopicsError("shutting_down", "the service is stopping; ask again when it is back")
-        self._services.access.limits.take(caller, Counted.STREAMS)
+        self._services.access.limits.acquire(caller, Counted.STREAMS)
         if not self._places.claim():
-            self._services.access.limits.give_back(caller, Counted.STREAMS)
+            self._services.access.limits.release(caller, Counted.STREAMS)
             raise self._places.reached()
         return caller
 

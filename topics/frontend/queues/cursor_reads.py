@@ -30,9 +30,9 @@ from topics.core.names import check_topic_name, owner_shard
 from topics.frontend.asgi import DELIVER, Deliver, Message, Receive, Scope, Send
 from topics.frontend.entry import limits, wire
 from topics.frontend.entry.bodies import ClientGoneError, read_body
-from topics.frontend.entry.budget import Budget, Hold
+from topics.frontend.entry.budget import Budget, Reservation
 from topics.frontend.entry.query import name_after, name_cursor, page_size
-from topics.frontend.entry.responses import LIST_BYTES_MAX, elapsed_ms, send_json, send_object, take_room
+from topics.frontend.entry.responses import LIST_BYTES_MAX, elapsed_ms, reserve_room, send_json, send_object
 from topics.frontend.live.push import gone_before
 from topics.frontend.reads.catching_up import CatchingUp
 from topics.frontend.reads.diff import LIMIT_DEFAULT, MAX_BATCH_BYTES
@@ -195,7 +195,7 @@ class CursorRoutes:
         name = check_topic_name(scope["path_params"]["topic"])
         query = QueryParams(scope["query_string"])
         most = page_size(query)
-        await take_room(scope, LIST_BYTES_MAX)
+        await reserve_room(scope, LIST_BYTES_MAX)
         look = CursorLook(name, None, name_after(query.get("cursor"), check_topic_name), most + 1)
         found = (await self._gateway.call(self._owner(name), look)).cursors
         answer: dict[str, Any] = {"topic": name, "cursors": [_shown(one) for one in found[:most]]}
@@ -227,8 +227,8 @@ class CursorRoutes:
         )
         await self._catching_up.one(name)
         most_bytes = max(options.max_batch_bytes, MAX_BATCH_BYTES[0])
-        await take_room(scope, most_bytes)
-        moving = Hold(self._moving)
+        await reserve_room(scope, most_bytes)
+        moving = Reservation(self._moving)
         room = partial(_enter, moving, most_bytes, receive, self._gateway.shard_wait_s)
         try:
             if request.checkpoint:
@@ -325,13 +325,13 @@ class CursorRoutes:
         return owner_shard(name, self._gateway.shards)
 
 
-async def _enter(moving: Hold, most_bytes: int, receive: Receive, wait_s: float) -> None:
+async def _enter(moving: Reservation, most_bytes: int, receive: Receive, wait_s: float) -> None:
     """Room for a page. Raises ClientGoneError when nobody waits for it any more: no cursor is to move for that one; and
     `throttled`.
     """
-    if moving.grow(most_bytes):
+    if moving.try_grow(most_bytes):
         return
-    entering = asyncio.create_task(moving.wait_for(most_bytes))
+    entering = asyncio.create_task(moving.grow(most_bytes))
     try:
         async with asyncio.timeout(wait_s):
             if await gone_before(entering, receive):

@@ -94,10 +94,10 @@ class WorkRoutes:
 
     async def work(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = check_topic_name(scope["path_params"]["topic"])
-        caller = self._access.caller(scope, token=True)
+        caller = self._access.authenticate(scope, token=True)
         caller.require(_NEEDED, (name,))
         wish = self._wish(name, caller.digest, scope)
-        self._access.limits.take(caller, Counted.STREAMS)
+        self._access.limits.acquire(caller, Counted.STREAMS)
         try:
             if not self._places.claim():
                 raise self._places.reached()
@@ -106,7 +106,7 @@ class WorkRoutes:
             finally:
                 self._places.release()
         finally:
-            self._access.limits.give_back(caller, Counted.STREAMS)
+            self._access.limits.release(caller, Counted.STREAMS)
 
     def drain(self) -> None:
         """The process is to stop: the jobs are free for workers elsewhere."""

@@ -19,7 +19,7 @@ from topics.frontend.entry import wire
 from topics.frontend.entry.access import caller_of
 from topics.frontend.entry.bodies import read_body
 from topics.frontend.entry.query import name_after, name_cursor, page_size
-from topics.frontend.entry.responses import LIST_BYTES_MAX, send_object, take_room
+from topics.frontend.entry.responses import LIST_BYTES_MAX, reserve_room, send_object
 from topics.frontend.reads.catching_up import CatchingUp, RouterSight
 from topics.frontend.reads.reading import TopicReader
 from topics.frontend.routes.operations import LOST, ApiOperation, Binding, Query, json_answer, made_or_there
@@ -107,7 +107,7 @@ class RouterRoutes:
         after = name_after(query.get("cursor"), check_router_name)
         prefix, source, dest = query.get("prefix", ""), query.get("source"), query.get("dest")
         caller = caller_of(scope)
-        await take_room(scope, LIST_BYTES_MAX)
+        await reserve_room(scope, LIST_BYTES_MAX)
         found = sorted(
             (
                 router

@@ -22,7 +22,7 @@ from topics.frontend.entry import wire
 from topics.frontend.entry.access import caller_of
 from topics.frontend.entry.bodies import read_body
 from topics.frontend.entry.query import flag, name_after, name_cursor, page_size
-from topics.frontend.entry.responses import LIST_BYTES_MAX, send_object, take_room
+from topics.frontend.entry.responses import LIST_BYTES_MAX, reserve_room, send_object
 from topics.frontend.live.delivery import Hub
 from topics.frontend.live.topic_views import TopicSight
 from topics.frontend.reads.catching_up import CatchingUp
@@ -168,7 +168,7 @@ class TopicRoutes:
         prefixes = caller_of(scope).narrowed(prefix)
         arenas = [self._arenas.require(shard) for shard in range(self._gateway.shards)]
         after = name_after(query.get("cursor"), check_topic_name)
-        await take_room(scope, LIST_BYTES_MAX)
+        await reserve_room(scope, LIST_BYTES_MAX)
         names = list(itertools.islice(live_names(arenas, prefixes, after), most + 1))
         more = len(names) > most
         with_copies = await self._catching_up.all(names[:most])
