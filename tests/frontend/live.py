@@ -16,7 +16,7 @@ from topics.core.config import TopicConfig
 from topics.core.segment_list import COLD, SegmentInfo
 from topics.frontend.live.channels import StreamConnection
 from topics.frontend.live.delivery import Hub
-from topics.frontend.live.topic_views import TopicSight
+from topics.frontend.live.step_cache import KnownTopics
 from topics.frontend.reads.cold import ColdTier
 from topics.frontend.reads.files import LogFiles, object_name
 from topics.frontend.reads.reading import TopicReader, TopicRef
@@ -58,7 +58,7 @@ class Wire:
         self._open = True
 
     @property
-    def taken_bytes(self) -> int:
+    def progress_bytes(self) -> int:
         return -self.buffered_bytes
 
     @property
@@ -142,7 +142,7 @@ class Live:
         self.store = ColdStore(str(Path(data_dir, "cold")))
         self.tier = ColdTier(self.store, self.clock, cold_timeout_ms)
         self.reader = TopicReader(self.arenas, files, 1, self.clock, self.tier)
-        topics = TopicSight(
+        topics = KnownTopics(
             self.reader, self.arenas, RecencyWriter(rig.identity, 0, 1), Recency(rig.identity, 1, 1), self.clock
         )
         self.hub = Hub(self.gateway, topics, self.cell, self.clock)
@@ -223,9 +223,9 @@ class Live:
     ) -> tuple[Wire, StreamConnection]:
         """Opens a stream on topics that exist."""
         ids = tuple(self.reader.get(name).view.topic_id for name in starts)
-        plan = self.hub.plans.get(tuple(starts), ids, options, strong)
+        spec = self.hub.specs.get(tuple(starts), ids, options, strong)
         wire = Wire()
-        return wire, self.hub.open(wire, plan.start(dict(starts)), heartbeat_ms)
+        return wire, self.hub.open(wire, spec.start(dict(starts)), heartbeat_ms)
 
 
 async def until(condition: Callable[[], object]) -> None:

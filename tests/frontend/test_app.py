@@ -15,7 +15,7 @@ from tests.frontend.live import until
 from topics import settings as settings_module
 from topics.core.config import TopicConfig
 from topics.core.keys import KeyRing
-from topics.frontend.asgi import ROOM, SHARE
+from topics.frontend.asgi import RESERVATION, ROOM
 from topics.frontend.entry import limits
 from topics.frontend.entry.bodies import LONG_BYTES, MessageReservation, long_bodies, medium_bodies
 from topics.frontend.entry.budget import Budget, Reservation
@@ -440,7 +440,7 @@ def test_a_long_message_is_counted_until_it_is_answered(
         assert share.reach(LONG_BYTES)
         came_bytes = long_bodies.held_bytes + medium_bodies.held_bytes
         medium_bytes = medium_bodies.held_bytes
-        sent.put_nowait({"type": "websocket.receive", "text": text, SHARE: share})
+        sent.put_nowait({"type": "websocket.receive", "text": text, RESERVATION: share})
         del share
         await received.get()
         assert counted.pop() == LONG_BYTES

@@ -21,7 +21,7 @@ from topics.frontend.asgi import ROUTE, Receive, Scope, Send
 from topics.frontend.entry.access import Access
 from topics.frontend.entry.bodies import ClientGoneError
 from topics.frontend.entry.responses import send_error
-from topics.frontend.live.websocket import WebSocketRoute, refuse
+from topics.frontend.live.websocket_route import WebSocketRoute, refuse
 from topics.frontend.operators.openapi import OpenApiRoutes
 from topics.frontend.reads.diff import DiffRoute
 from topics.frontend.routes.append import AppendRoute

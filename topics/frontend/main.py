@@ -14,8 +14,8 @@ from topics.core.clock import Clock, ExpiryClock, SystemClock
 from topics.core.keys import KeyRing
 from topics.frontend.entry.access import Cors, KeyReload
 from topics.frontend.entry.bodies import allow_bodies_of
-from topics.frontend.http.deadlines import AttendedClock, HttpLimits
-from topics.frontend.http.http1 import Connections
+from topics.frontend.http.connections import Connections
+from topics.frontend.http.deadlines import HttpLimits, RunningClock
 from topics.frontend.http.serve import serve
 from topics.frontend.live import cursor
 from topics.frontend.operators.frontend_pressure import FrontendPressure
@@ -69,17 +69,19 @@ async def _serve(
     loop = asyncio.get_running_loop()
     shutdown = asyncio.Event()
     clock = SystemClock()
-    attended = AttendedClock(loop.time)
+    running_clock = RunningClock(loop.time)
     allow_bodies_of(settings.max_body_bytes)
     arenas = Arenas(shared)
     gateway = Gateway(shared, index, incarnation, arenas, cell, settings.shard_wait_ms)
     log_files = LogFiles(settings.data_dir, shared.ram_dir, shared.shards)
     expiry = ExpiryClock(clock, log.warning, shared.control.trusted_offset_ms(Role.FRONTEND, index))
     reader = TopicReader(arenas, log_files, shared.shards, expiry, _cold_tier(settings, clock))
-    process = Process(shared, index, incarnation, settings, clock, attended)
+    process = Process(shared, index, incarnation, settings, clock, running_clock)
     built = build_app(process, keys, gateway, arenas, reader)
     app, access = built.app, built.access
-    connections = Connections(process.cap("connections", settings.max_connections, "connections_admitted"), attended)
+    connections = Connections(
+        process.cap("connections", settings.max_connections, "connections_admitted"), running_clock
+    )
 
     def stop() -> None:
         cell.set("state", ProcessState.DRAINING)
@@ -115,7 +117,7 @@ async def _serve(
             shutdown,
             grace_ms=settings.frontend_grace_ms,
             connections=connections,
-            clock=attended,
+            clock=running_clock,
             on_ready=lambda: cell.set("state", ProcessState.READY),
         )
     finally:

@@ -12,10 +12,11 @@ from topics.core.keys import KeyRing
 from topics.frontend.app import App
 from topics.frontend.entry.access import Access, KeyLimits
 from topics.frontend.live.delivery import Hub
-from topics.frontend.live.session_use import SessionUse
-from topics.frontend.live.topic_views import TopicSight
+from topics.frontend.live.session_client import SessionClient
+from topics.frontend.live.step_cache import KnownTopics
 from topics.frontend.live.watch import WatchRoutes, watch_operations
-from topics.frontend.live.websocket import Services, WebSocketRoute
+from topics.frontend.live.websocket import Services
+from topics.frontend.live.websocket_route import WebSocketRoute
 from topics.frontend.operators.figures import ServiceFigures
 from topics.frontend.operators.service_routes import MetricsRoute, ProbeRoutes, service_operations
 from topics.frontend.queues.cursor_reads import CursorRoutes, cursor_operations
@@ -44,7 +45,7 @@ from topics.storage.pins import PinFiles, pins_dir
 class Process(msgspec.Struct, frozen=True):
     """One frontend process: which one it is, its settings and clocks, and the memory that it shares with others.
 
-    `attended` leaves out the time in which the process was not there for its clients.
+    `running_clock` leaves out the time in which the process was not there for its clients.
     """
 
     shared: SharedMemory
@@ -52,7 +53,7 @@ class Process(msgspec.Struct, frozen=True):
     incarnation: int
     settings: Settings
     clock: Clock
-    attended: Clock
+    running_clock: Clock
 
     @property
     def cell(self) -> ProcessCell:
@@ -87,25 +88,25 @@ class Built(NamedTuple):
 def build_app(process: Process, keys: KeyRing, gateway: Gateway, arenas: Arenas, reader: TopicReader) -> Built:
     """Make the routes of one frontend. They answer once the gateway is started."""
     shared, index, settings, cell = process.shared, process.index, process.settings, process.cell
-    clock, attended, shards = process.clock, process.attended, shared.shards
+    clock, running_clock, shards = process.clock, process.running_clock, shared.shards
     recency_writer = RecencyWriter(shared.identity, index, shards)
     router_sight = RouterSight(shared)
     catching_up = CatchingUp(router_sight, reader, gateway)
     routers = RouterRoutes(router_sight, catching_up, reader, gateway, settings)
     diff = DiffRoute(reader, gateway, recency_writer, settings, cell, catching_up, clock)
-    sight = TopicSight(reader, arenas, recency_writer, Recency(shared.identity, shared.frontends, shards), clock)
-    hub = Hub(gateway, sight, cell, attended)
+    known = KnownTopics(reader, arenas, recency_writer, Recency(shared.identity, shared.frontends, shards), clock)
+    hub = Hub(gateway, known, cell, running_clock)
     limits = KeyLimits(KeyCounts(shared.key_counts, shared.frontends, index), settings)
     access = Access(keys, settings.probe_auth, limits)
     append = AppendRoute(gateway, settings, cell)
     places = process.cap("sse_connections", settings.max_sse_connections, "sse_admitted")
     observe = partial(shared.durations.observe, index)
-    services = Services(reader, append, hub, access, settings, catching_up, cell, attended, observe)
+    services = Services(reader, append, hub, access, settings, catching_up, cell, running_clock, observe)
     websocket = WebSocketRoute(services, places)
-    topics = TopicRoutes(sight, arenas, gateway, hub, catching_up, routers, settings)
-    watch = WatchRoutes(reader, SessionUse(gateway, arenas, clock), hub, access, settings, places, catching_up)
+    topics = TopicRoutes(known, arenas, gateway, hub, catching_up, routers, settings)
+    watch = WatchRoutes(reader, SessionClient(gateway, arenas, clock), hub, access, settings, places, catching_up)
     jobs = QueueAccess(gateway, reader, process.incarnation)
-    work = WorkRoutes(jobs, access, settings, places, cell, attended)
+    work = WorkRoutes(jobs, access, settings, places, cell, running_clock)
     figures = ServiceFigures(shared.control, shared.durations, clock.now_ms)
     metrics = MetricsRoute(figures, arenas, shards, settings.max_metric_topics)
     commits = CommitDriver(gateway, Stages(settings.data_dir, settings.stage_ttl_ms))

@@ -33,7 +33,7 @@ from topics.core.names import check_topic_name, owner_shard
 from topics.frontend.asgi import Receive, Scope, Send
 from topics.frontend.entry.access import Access
 from topics.frontend.entry.query import count
-from topics.frontend.live.pulse import STALL_MAX_MS, Stall
+from topics.frontend.entry.stalled_clients import STALL_MAX_MS, ReadProgress
 from topics.frontend.live.push import AsgiPush, Push, until_disconnect
 from topics.frontend.live.watch import EVENT_STREAM_HEADERS, HEARTBEAT_MAX_MS, accepts_event_stream
 from topics.frontend.live.wording import EVENT_STREAM, in_lines
@@ -189,7 +189,7 @@ class WorkStream:
         self._last_words = b""
         """The last event of a stream that ended before it began."""
         self._heartbeat: asyncio.TimerHandle | None = None
-        self._stall: Stall | None = None
+        self._stall: ReadProgress | None = None
         """The client does not keep up, and is dealt nothing."""
         self._look_timer: asyncio.TimerHandle | None = None
 
@@ -356,7 +356,7 @@ class WorkStream:
         seqs = dealt.seqs[from_at:]
         unclaim = Unclaim(self.wish.name, self.wish.node, seqs, list(range(first, first + len(seqs))))
         if self._stall is None:
-            self._stall = Stall(push.taken_bytes, self._routes.clock.monotonic_ms())
+            self._stall = ReadProgress(push.progress_bytes, self._routes.clock.monotonic_ms())
             self._look_timer = self._loop.call_later(LOOK_S, self._look, push)
         self._jobs.gateway.post(self.shard, self._asked(0))
         self._jobs.gateway.post(self.shard, unclaim)
@@ -371,7 +371,7 @@ class WorkStream:
     def _look(self, push: Push) -> None:
         if self._stall is None or self._closed:
             return
-        if self._stall.over(push.taken_bytes, self._routes.clock.monotonic_ms()):
+        if self._stall.timed_out(push.progress_bytes, self._routes.clock.monotonic_ms()):
             self.end(EVENT_STREAM.final("throttled", f"nothing was taken for {STALL_MAX_MS} ms"))
         else:
             self._look_timer = self._loop.call_later(LOOK_S, self._look, push)
